@@ -9,7 +9,7 @@ EXTRAS := asr,vlm,train,eval,vad,media,bench,dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-oldest lint types docs gpu bench clean
+.PHONY: help demo test test-all test-oldest lint types docs notebooks gpu bench clean
 
 help:
 	@echo "make demo      shipped models on shipped speech and images"
@@ -80,7 +80,13 @@ types: $(VENV)/.installed
 
 # pages say what is wrong with them; a warning fails
 docs: $(VENV)/.installed
+	rm -rf build/docs && mkdir -p build && cp -r docs build/docs
+	$(PY) -m tests.support.notebooks --pages build/docs/notebooks
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
+# executes the notebooks and writes their outputs, where these say something else than before
+notebooks: $(VENV)/.installed $(VENV)/.moonshine
+	OMP_NUM_THREADS=1 $(PY) -m tests.support.notebooks
 
 bench: $(VENV)/.installed
 	$(PY) benchmarks/asr_speed.py --device cpu

@@ -2,7 +2,7 @@
 
     python benchmarks/hallucination.py tune        # grids, on the development scenes
     python benchmarks/hallucination.py report      # the cards' settings and tuned ones, on the test
-    python benchmarks/hallucination.py page        # docs/hallucination.md, .svg, results.md
+    python benchmarks/hallucination.py page        # docs/hallucination.md, .svg
 
 ``tune`` decodes greedily and keeps, per method, the setting with the best mean accuracy over the
 three POPE splits of the development scenes; ties go to the earlier one, which is the card's.
@@ -20,7 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hallucination_tables import main_table, read, tables
+from hallucination_tables import read, tables
 from pages import parsed, write_page, write_result
 from plot_hallucination import draw
 
@@ -36,7 +36,6 @@ from mmdecode.vlm.loading import load
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "hallucination"
 PAGE = HERE.parent / "docs" / "hallucination.md"
-SHORT_PAGE = HERE.parent / "docs" / "results.md"
 CHOSEN = "tuned.json"
 TASKS = {
     "pope": ["--seeds", "5", "--max-new-tokens", "1"],
@@ -171,7 +170,6 @@ def main() -> None:
     if arguments.step == "page":
         found = read(arguments.out)
         write_page(arguments.page, tables(found))
-        write_page(SHORT_PAGE, main_table(found), "which guides help")
         draw(found["pope"], arguments.page.with_suffix(".svg"))
     else:
         (tune if arguments.step == "tune" else evaluate)(arguments)

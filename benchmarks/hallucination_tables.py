@@ -297,7 +297,7 @@ def tables(found: dict[str, Summary]) -> str:
         main_table(found),
         "\n### POPE, the most likely token\n",
         pope_table(pope),
-        "\n### POPE, drawn tokens\n",
+        "\n### POPE, sampled tokens\n",
         sampled_table(pope),
         "\n### Captions\n",
         caption_table(chair),

@@ -319,26 +319,6 @@ def tables(result: dict[str, Any], name: str) -> str:
     return "\n".join(parts)
 
 
-def short(result: dict[str, Any]) -> str:
-    """The table of docs/results.md: one image at a time."""
-    facts, (case, *_) = result["machine"], result["cases"]
-    rows = [
-        [
-            row["way"],
-            f"{row['tokens_per_pass']:.2f}",
-            f"x{row['gain']:.2f}",
-            f"{row['same_pictures']:.0%}",
-        ]
-        for row in case["rows"]
-        if row["way"] != "plain, again"
-    ]
-    parts = table(["way", "tokens per pass", "gain in time", "same pictures"], rows)
-    return (
-        f"{parts}\n\n`{result['model']}`, guidance {result['guidance']:g}, one image at a time, "
-        f"{facts['threads']} threads, {facts['date']}, load {facts['load_at_start']}."
-    )
-
-
 def run(arguments: argparse.Namespace, chosen: dict[str, Way]) -> Path:
     """Measures, writes the result file and the page."""
     device = torch.device(arguments.device)
@@ -374,8 +354,6 @@ def run(arguments: argparse.Namespace, chosen: dict[str, Way]) -> Path:
     print(f"load at the end {facts['load_at_end']}; wrote {path}")
     if arguments.page:
         write_page(arguments.page, tables(result, name))
-    if arguments.short_page:
-        write_page(arguments.short_page, short(result), "image tokens")
     return path
 
 
@@ -397,7 +375,6 @@ def main() -> None:
     parser.add_argument("--peaks", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--compile", action="store_true", help="every way, see `Decoder`")
     parser.add_argument("--page", type=Path, help="a Markdown page to put the tables into")
-    parser.add_argument("--short-page", type=Path, help="a page for the short table")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--memory", type=int, default=1, help=argparse.SUPPRESS)
     arguments = parsed(parser)

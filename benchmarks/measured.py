@@ -1,10 +1,9 @@
-"""Which numbers come from a published checkpoint: tables of docs/results.md and docs/peers.md.
+"""Which numbers come from a published checkpoint: the first table of docs/results.md.
 
     python benchmarks/measured.py      # from the newest results, measures nothing
 
-The first table of docs/results.md puts the published recogniser above the synthetic Whisper, and
-docs/peers.md shows every way on the published one. The numbers are those of ``real_speech.py`` and
-``asr_speed.py``: what they did not measure is called so.
+The table puts the published recogniser above the synthetic Whisper. The numbers are those of
+``real_speech.py`` and ``asr_speed.py``: what they did not measure is called so.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from real_speech_tables import Row, errors, is_draft, with_interval
 from mmdecode.errors import InputError, run_script
 
 HERE = Path(__file__).parent
-PAGES = {"docs/results.md": "measured", "docs/peers.md": "published checkpoint"}
-"""Pages that show a table, and the name of its place."""
+PAGE, NAME = HERE.parent / "docs" / "results.md", "measured"
+"""The page, and the name of the marks around the table."""
 PUBLISHED, SYNTHETIC = "`moonshine:tiny-en`, **published**", "`zoo:whisper-synth`, synthetic"
 NONE = "not measured"
 UNDRAFTED, INT8 = "undrafted", "onnxruntime"
@@ -85,11 +84,11 @@ def first_table(real: dict[str, Any] | None, synthetic: dict[str, Any]) -> str:
     """The first table of docs/results.md: batch 1, without timestamps, decoding alone."""
     rows = rows_of(real, 1)
     quick = best_draft(rows)
-    name = f", quickest: {quick['way']}" if quick else ""
+    name = f": {quick['way']}" if quick else ""
     int8 = next((row for way, row in rows.items() if way.startswith(INT8)), None)
     lines = [
         [PUBLISHED, "our loop, no draft", *real_cells(rows.get(UNDRAFTED))],
-        [PUBLISHED, f"our loop, a draft{name}", *real_cells(quick)],
+        [PUBLISHED, f"our loop, the quickest drafter{name}", *real_cells(quick)],
         [PUBLISHED, "its publisher's program, int8", *real_cells(int8)],
     ]
     best = {
@@ -100,47 +99,30 @@ def first_table(real: dict[str, Any] | None, synthetic: dict[str, Any]) -> str:
     for engine, way in (("undrafted", "our loop, no draft"), ("medusa", "our loop, Medusa heads")):
         lines.append([SYNTHETIC, way, *synthetic_cells(best[engine])])
     header = ["checkpoint", "way", "decoding, times as fast as `generate`", "tokens a pass"]
-    shown = table([*header, "same ids", "word errors"], lines)
+    listed = table([*header, "same ids", "word errors"], lines)
     facts = synthetic["machine"]
     below = (
         f"Two CPU cores, one recording at a time, float32. {source_of(real)} Synthetic: "
         f"{facts['windows']} clips; `benchmarks/results/{synthetic['file']}`, {facts['date']}, "
         f"load {facts['load_at_start']:.1f}."
     )
-    return f"{shown}\n\n{below}"
+    return f"{listed}\n\n{below}"
 
 
-def peers_table(real: dict[str, Any] | None) -> str:
-    """docs/peers.md: every way on the published checkpoint, batch by batch."""
-    lines = []
-    batches = sorted({row["batch"] for row in real["short"]}) if real else []
-    for batch in batches:
-        for name, row in rows_of(real, batch).items():
-            over, length, same, wrong = real_cells(row)
-            factor = number(row["rtf"], ".4f")
-            lines.append([name, str(batch), over, length, factor, same, wrong])
-    if not lines:
-        return source_of(None)
-    header = ["way", "batch", "over `generate`", "tokens a pass", "real-time factor"]
-    shown = table([*header, "same ids or text", "word errors"], lines)
-    return f"{source_of(real)}\n\n{shown}"
-
-
-def tables(results: Path) -> dict[str, str]:
-    """What belongs into each of `PAGES`."""
+def shown(results: Path) -> str:
+    """What belongs between the marks of the page."""
     real = newest(results, "real-speech-cpu-*.json")
     synthetic = newest(results, "asr-cpu-*.json")
     if synthetic is None:
         raise InputError(f"{results} has no asr-cpu-*.json: run benchmarks/asr_speed.py first")
-    return {"docs/results.md": first_table(real, synthetic), "docs/peers.md": peers_table(real)}
+    return first_table(real, synthetic)
 
 
 def main() -> None:
-    """Writes the tables."""
+    """Writes the table."""
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
-    for page, shown in tables(HERE / "results").items():
-        write_page(HERE.parent / page, shown, PAGES[page])
-        print(f"written: {page}")
+    write_page(PAGE, shown(HERE / "results"), NAME)
+    print(f"written: {PAGE}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 
 
 def _codes(function: Any) -> Iterator[CodeType]:
-    """Of a function's decorators, outer ones first, and its own."""
+    """Code of a function's decorators, outer ones first, and its own."""
     while function is not None:
         yield function.__code__
         function = getattr(function, "__wrapped__", None)
@@ -33,7 +33,7 @@ def arguments_of_generate(model: Any) -> dict[str, Any]:
     are still in the frame of the call, and the tokenizer in that of the decorator around it.
 
     Returns:
-        Those that were given; nothing outside of a call of ``model.generate``.
+        Arguments that were given; nothing outside of a call of ``model.generate``.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -96,14 +96,14 @@ def attention_configs(model: Any, name: str) -> Iterator[None]:
 
 
 def stock_attention(config: Any) -> str:
-    """What a config said before `attention_configs`; ``sdpa`` where it was never asked."""
+    """Attention implementation of a config before `attention_configs`, by default ``sdpa``."""
     noted = _stock.get(id(config))
     return str(noted[0]) if noted else "sdpa"
 
 
 _lock = threading.Lock()
 _stock: dict[int, list[Any]] = {}
-"""By id of a config: what it said, and how many calls hold it."""
+"""Implementation and number of calls that hold it, by id of the config."""
 
 
 def detects_timestamps_from_logprob(processor: Any) -> bool:

@@ -73,7 +73,7 @@ def generate(
         **kwargs: Passed on.
 
     Returns:
-        What ``model.generate`` returns.
+        The result of ``model.generate``.
 
     Raises:
         OptionError: ``stop_strings`` without a tokenizer, or in image mode.
@@ -146,7 +146,7 @@ def _of_mode(mode: str) -> Callable[..., Any]:
 
 
 def _ended(streamer: Any, call: Callable[[], Any]) -> Any:
-    """What ``call`` returns; then the streamer is ended."""
+    """Runs ``call``, then ends the streamer."""
     try:
         return call()
     finally:

@@ -38,7 +38,7 @@ Loaded = TypeVar("Loaded")
 ZOO = Path(__file__).parent / "zoo" / "models"
 
 NAMES = "a folder, a Hub id, zoo:NAME or moonshine:tiny-en"
-"""What names a checkpoint, for messages."""
+"""Ways to name a checkpoint, for messages."""
 
 HUB_TIMEOUT_S = 2.0
 """How long the Hub may take to answer whether it has a model."""
@@ -109,7 +109,7 @@ class CheckpointScheme:
     Its module is imported where such a name is given or listed, and must not load a library for it.
 
     Attributes:
-        names: Of the checkpoints it knows, without the scheme.
+        names: Names of the checkpoints it knows, without the scheme.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -120,7 +120,7 @@ class CheckpointScheme:
 
         Raises:
             UnknownNameError: There is no checkpoint of that name.
-            InputError: What it is made of is not installed, or not as it should be.
+            InputError: The files it is made of are not installed, or damaged.
         """
         raise NotImplementedError
 
@@ -136,7 +136,7 @@ class CheckpointScheme:
 
     @classmethod
     def card(cls, name: str) -> dict[str, Any]:
-        """What ``mmdecode zoo`` says of a checkpoint.
+        """One row of ``mmdecode zoo``.
 
         Returns:
             ``what``, ``measured``, ``licence``, ``origin``, ``notice``, ``install`` (a command) and
@@ -153,7 +153,7 @@ def scheme_names() -> list[str]:
 
 
 def scheme_card(name: str) -> dict[str, Any]:
-    """What `CheckpointScheme.card` says of ``SCHEME:NAME``, and whether it is ``installed``."""
+    """Card of ``SCHEME:NAME`` by `CheckpointScheme.card`, with whether it is ``installed``."""
     scheme, rest = _scheme_of(name)
     return {} if scheme is None else scheme.card(rest) | {"installed": scheme.is_installed(rest)}
 
@@ -195,7 +195,7 @@ def paired(model_id: str | None, what: str) -> str | None:
 
 
 def local_path(name: str | Path) -> str:
-    """What ``from_pretrained`` takes: a folder, or a Hub id that the Hub was found to have.
+    """Resolves a name for ``from_pretrained``: a folder, or a Hub id that the Hub has.
 
     A Hub id whose files are in the cache is given as their folder when the Hub cannot be reached.
 
@@ -341,7 +341,7 @@ def dtype_of(
 
 
 def _chosen_dtype(model_id: str, device: torch.device) -> torch.dtype:
-    """What ``auto`` means."""
+    """The device that ``auto`` means."""
     import torch
 
     if device.type != "cuda" or model_id.startswith("zoo:") or not model_id:
@@ -361,7 +361,7 @@ def device_of(name: str | torch.device | None) -> torch.device:
     """A device that can be used.
 
     Args:
-        name: As torch names it; ``None`` and ``auto``: CUDA where there is one, else the CPU.
+        name: A name of torch; ``None`` and ``auto``: CUDA where there is one, else the CPU.
 
     Raises:
         OptionError: It cannot be used.
@@ -485,7 +485,7 @@ def read_weights(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def read_tensors(file: Path) -> dict[str, Any]:
-    """What one file of weights holds: tensors by name, in pickles perhaps below a key.
+    """Reads one file of weights: tensors by name, in pickles perhaps below a key.
 
     Raises:
         InputError: It is not there, or neither safetensors nor a pickle of tensors alone.
@@ -538,7 +538,7 @@ def unlike(
     """Weights that are missing, unknown or of another shape, by name.
 
     Returns:
-        Of each its name, the shape that is wanted and the one that is given; ``None``: none is.
+        Name, wanted shape and given shape of each; ``None``: no such tensor.
     """
     here, there = (
         {name: str(tuple(value.shape)) for name, value in weights.items()}

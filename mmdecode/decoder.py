@@ -60,8 +60,8 @@ class Decoder:
             rule that accepts most of what the draft proposes.
         seed: Seed of the keyed noise; ``None`` draws one per call from torch's global generator.
         compile: On CUDA, capture rounds in graphs and replay them; elsewhere, compile the forward
-            pass, which takes up to a minute per shape. What cannot be captured or compiled is run
-            as usual, with a warning that says why. See `mmdecode.engine.capture`.
+            pass, which takes up to a minute per shape. A part that cannot be captured or compiled
+            is run as usual, with a warning that says why. See `mmdecode.engine.capture`.
         draft_guided: Whether drafters that can follow a guide draft from the guided distribution;
             ``None``: where the model writes image tokens. See `docs/guided_drafts.md`.
         stats: Counters, to which every call that ends adds its own; ``None``: new ones. Decoders
@@ -109,7 +109,7 @@ class Decoder:
             checks.agreed_kind(accept, made["draft"])
         if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__")):
             raise OptionError(f"seed={seed!r}; expected a whole number, or None to draw one")
-        checks.refuse_looking(made["guide"])
+        checks.refuse_lookaround(made["guide"])
         made |= {"seed": seed, "compile": compile, "draft_guided": draft_guided}
         for name, value in {**made, "stats": stats or Stats()}.items():
             object.__setattr__(self, name, value)
@@ -154,7 +154,7 @@ class Decoder:
                 and kept. Costs a synchronisation per round.
             stop_strings: Texts that end a row, by the ``tokenizer`` that ``generate`` was given.
             token_healing: Refused; see `mmdecode.engine.checks`.
-            **model_kwargs: What ``generate`` prepared.
+            **model_kwargs: Inputs that ``generate`` prepared.
 
         Returns:
             Ids ``(B, P + new)``, or an output object where ``return_dict_in_generate`` is set.
@@ -208,14 +208,14 @@ class Decoder:
         streamer: Any,
         greets: bool,
     ) -> Any:
-        """As `__call__`; ``greets``: the prompt is put into the streamer, which nobody has done."""
+        """Same as `__call__`; ``greets``: the prompt goes into the streamer first."""
         checks.refuse_settings(config)
         checks.refuse_inputs(input_ids, model_kwargs, own_prompt=mm_adapter is not None)
         checks.refuse_training(model)
         processors, guide = take_over_guidance(logits_processor, self.guide)
         if guide is not None and guide.neutral:
             guide = None
-        rule, kind = self._resolve(bool(config.do_sample))
+        rule, kind = self.resolve_rule(bool(config.do_sample))
         seed = self.seed
         if seed is None:
             seed = int(torch.randint(2**62, ())) if config.do_sample else 0
@@ -286,7 +286,7 @@ class Decoder:
     def _draft_target(
         self, guide: Guide | None, processors: LogitsProcessorList, images: bool
     ) -> DraftTarget:
-        """What drafters follow that can: the guide, and processors that read nothing but scores.
+        """Target of drafters that can follow one: the guide, and processors that read scores only.
 
         Drafts of text that follow no guide are left as they are.
         """
@@ -295,7 +295,7 @@ class Decoder:
         warped = images or followed is not None
         return DraftTarget(guide=followed, warp=prefix_free(processors) if warped else None)
 
-    def _resolve(self, do_sample: bool) -> tuple[AcceptanceRule, Kind]:
+    def resolve_rule(self, do_sample: bool) -> tuple[AcceptanceRule, Kind]:
         """The rule of this call and the kind of proposal it gets."""
         if not isinstance(self.accept, str):
             checks.refuse_mode(self.accept, do_sample)

@@ -33,10 +33,10 @@ class Entry:
 
     Attributes:
         kind: One of `mmdecode.registry.KINDS`.
-        name: What a user types.
+        name: Name that a user types.
         target: Where the class is, as ``module:Attr``.
         summary: One line.
-        guarantee: Of a rule, what its output follows: ``exact`` (the guided distribution),
+        guarantee: Distribution that a rule's output follows: ``exact`` (the guided distribution),
             ``exact for ...`` (another, which is named) or ``lossy`` (none); of a drafter ``as the
             rule``; of others ``-``.
         source: The paper.
@@ -77,7 +77,7 @@ class Entry:
 
 
 def plugins(kind: str, taken: Iterable[str]) -> dict[str, Entry]:
-    """What plug-ins register of a kind, by name; loads none.
+    """Plug-ins registered for a kind, by name; loads none.
 
     Args:
         kind: One of `mmdecode.registry.KINDS`.
@@ -87,7 +87,7 @@ def plugins(kind: str, taken: Iterable[str]) -> dict[str, Entry]:
 
 
 def loadable(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Those whose class can be loaded; of others a warning tells."""
+    """Plug-ins whose class can be loaded; warns of the others."""
     for entry in entries:
         try:
             entry.load()

@@ -48,8 +48,8 @@ class IncompatibleError(MMDecodeError, ValueError):
         Args:
             left: One side, for example ``accept 'rejection'``.
             right: The other side, for example ``draft 'lookup'``.
-            because: What the one needs and the other has, without a full stop.
-            advice: What to do instead.
+            because: Reason: the need of the one and the state of the other, without a full stop.
+            advice: The way out, in the imperative.
         """
         return cls(f"{left} does not fit {right}: {because}; {advice}")
 
@@ -74,7 +74,7 @@ class UnknownNameError(MMDecodeError, KeyError):
         """Builds the message with suggestions.
 
         Args:
-            kind: What was looked up, for example ``draft``.
+            kind: Kind of name that was looked up, for example ``draft``.
             name: The name that was asked for.
             known: All names that exist.
         """
@@ -91,7 +91,7 @@ class MissingExtraError(MMDecodeError, ImportError):
     """An optional dependency is not installed; the message ends with the command that installs it.
 
     Args:
-        message: What is missing and what it is needed for, for example
+        message: The missing package and its use, for example
             ``reading audio files needs librosa``.
         extra: The extra that provides it: ``asr``, ``vlm``, ``image``, ``train``, ``eval``, ``vad``
             or ``media``.
@@ -122,7 +122,7 @@ def refuse_unknown(options: Iterable[str], known: Sequence[str], what: str = "op
 
 
 def one_line(error: Exception) -> str:
-    """What is shown of an error; of one that nobody foresaw, that it is one."""
+    """Text of an error for users; marks an unforeseen one as such."""
     said = " ".join(str(error).split())
     if isinstance(error, MMDecodeError):
         return said

@@ -55,9 +55,9 @@ def load(
         trust_remote_code: Run Python files that come with the model: read them first.
 
     Returns:
-        The model in evaluation mode, and its processor: the tokenizer of a language model;
-        ``None`` where the checkpoint holds none, and for models that draw of classes (LlamaGen,
-        VAR and ImageGPT), which `mmdecode.image_ar.ImageGenerator` runs.
+        The model in evaluation mode, and its processor, which is the tokenizer for a language
+        model, and ``None`` where the checkpoint holds none and for models that draw a class
+        (LlamaGen, VAR and ImageGPT; `mmdecode.image_ar.ImageGenerator` runs those).
 
     Raises:
         InputError: It cannot be loaded, or is a drafter.
@@ -116,7 +116,7 @@ def _holds_any(path: str, names: Sequence[str]) -> bool:
 
 
 def _of_transformers(name: str, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """By the first Auto class that knows the configuration, or that the checkpoint brings code for.
+    """Loads by the first Auto class that knows the configuration or has code in the checkpoint.
 
     Raises:
         UnsupportedModelError: None does.

@@ -18,7 +18,7 @@ def read(kind: str, text: str) -> tuple[str, dict[str, Any]]:
     """Reads the name and the options in a string.
 
     Args:
-        kind: What is named, for errors.
+        kind: Kind of the named thing, for errors.
         text: ``name`` or ``name:key=value,key=value``. Values are read as int, float, ``true`` or
             ``false``, ``none``, else as text.
 
@@ -46,10 +46,10 @@ def build(kind: str, name: str, cls: type, options: dict[str, Any], context: dic
     """Builds an object of a class by its ``from_options``, where it has one, or its constructor.
 
     Args:
-        kind: What the class is, for errors.
-        name: What the user calls it, for errors.
+        kind: Kind of the class, for errors.
+        name: Its name for users, for errors.
         cls: The class.
-        options: What the user gave.
+        options: Options that the user gave.
         context: Objects at hand, passed on where there is a parameter of that name; options win.
 
     Raises:

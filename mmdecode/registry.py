@@ -158,7 +158,7 @@ def names(kind: str) -> list[str]:
 def describe(kind: str) -> list[Entry]:
     """Returns the entries of one kind.
 
-    Of our own, what a class says of itself is read from its source; plug-ins are loaded, and one
+    Summaries of our own classes are read from their source; plug-ins are loaded, and one
     that fails to load is left out with a warning that names it.
     """
     ours = [entry.described() for entry in _ours(kind).values()]
@@ -223,7 +223,7 @@ def create(kind: str, spec: str, **context: Any) -> Any:
             that name; an option in the string wins.
 
     Returns:
-        What the class method ``from_options`` returns where the class has one, else an instance.
+        The result of the class method ``from_options`` where the class has one, else an instance.
 
     Raises:
         UnknownNameError: No method of this kind has the name.
@@ -299,7 +299,7 @@ def image_adapter_for(model: Any, **options: Any) -> Any:
 
     Args:
         model: The model.
-        **options: Of the family's adapter.
+        **options: Options of the family's adapter.
 
     Raises:
         UnsupportedModelError: No adapter is registered for the model.

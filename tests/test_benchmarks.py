@@ -19,6 +19,7 @@ from mmdecode import registry
 from mmdecode.runs.files import is_own
 from mmdecode.zoo.real_clips import RATE, real_clips
 from mmdecode.zoo.speech import speech_test
+from tests.support.files import write_json_lines
 from tests.support.moonshine import needs_wheel
 
 ROOT = Path(__file__).parents[1]
@@ -100,10 +101,10 @@ def test_drafters_are_measured_following_a_guide_and_not(tmp_path):
         assert len(set(assistant["tokens_per_pass"])) == 1
 
 
-def page_and_result(page, tables):
+def page_and_result(page, tables, name="tables"):
     """A page whose tables are those of its result file, and the result."""
     text = (ROOT / "docs" / page).read_text()
-    shown = re.search("<!-- tables -->\n(.*)\n<!-- end of tables -->", text, re.DOTALL)[1]
+    shown = re.search(f"<!-- {name} -->\n(.*)\n<!-- end of {name} -->", text, re.DOTALL)[1]
     name = re.search("benchmarks/results/([\\w.-]+json)", shown)[1]
     result = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
     assert shown == tables(result, name)
@@ -129,17 +130,16 @@ MARKED = {
     "asr_speed.md": "tables", "drafters.md": "tables", "guidance_cost.md": "tables",
     "guided_drafts.md": "tables", "hallucination.md": "tables", "image_speed.md": "tables",
     "real_speech.md": "tables",
-    "streaming.md": "tables", "vlm_speed.md": "tables", "results.md": "image tokens",
-    "peers.md": "published checkpoint",
+    "streaming.md": "tables", "vlm_speed.md": "tables", "results.md": "measured",
 }  # fmt: skip
 
 
 def test_what_is_said_of_published_checkpoints_is_in_the_results(benchmarks):
     measured, pages = importlib.import_module("measured"), importlib.import_module("pages")
-    for page, shown in measured.tables(ROOT / "benchmarks" / "results").items():
-        begin, end = pages.marks(measured.PAGES[page])
-        text = (ROOT / page).read_text(encoding="utf-8")
-        assert f"{begin}\n{shown}\n{end}" in text, "run: python benchmarks/measured.py"
+    begin, end = pages.marks(measured.NAME)
+    shown = measured.shown(ROOT / "benchmarks" / "results")
+    text = measured.PAGE.read_text(encoding="utf-8")
+    assert f"{begin}\n{shown}\n{end}" in text, "run: python benchmarks/measured.py"
 
 
 def real_row(way, threads, ms, over, **more):
@@ -154,7 +154,7 @@ def test_rows_of_a_published_checkpoint_are_measured_or_called_not_measured(benc
     synthetic = measured.newest(results, "asr-cpu-*.json")
     none = measured.first_table(None, synthetic)
     assert none.count("**published** |") == 3 and none.count("| not measured |") == 6
-    assert "not measured yet" in none and "not measured yet" in measured.peers_table(None)
+    assert "not measured yet" in none
     rows = [
         real_row("generate", 1, 11.0, [1, 1, 1]),
         real_row("generate", 2, 12.0, [1, 1, 1]),
@@ -174,12 +174,16 @@ def test_rows_of_a_published_checkpoint_are_measured_or_called_not_measured(benc
     real = measured.newest(tmp_path, "real-speech-cpu-*.json")
     first = measured.first_table(real, synthetic).splitlines()
     assert first[2].endswith("no draft | 1.40 [1.30, 1.50] | 1.00 | 9 of 9 | 3 (1.5 %) |")
-    assert first[3].endswith("quickest: lookup | 1.20 [1.10, 1.30] | 1.10 | 8 of 9 | 3 (1.5 %) |")
+    assert first[3].endswith(
+        "the quickest drafter: lookup | 1.20 [1.10, 1.30] | 1.10 | 8 of 9 | 3 (1.5 %) |"
+    )
     assert first[4].endswith("int8 | 2.50 [2.40, 2.60] |  | 2 of 9 | 3 (1.5 %) |")
     assert "9 recordings of people, 65 s, 200 words" in first[-1] and "-cpu-a.json" in first[-1]
-    shown = measured.peers_table(real)
-    assert shown.count("\n| ") == 2 + 6 and "4.00" not in shown
-    assert "| transformers' pipeline | 1 |  |  | 0.0500 | 9 of 9 | 3 (1.5 %) |" in shown
+
+
+def test_the_page_shows_how_images_are_distributed(benchmarks):
+    tables = importlib.import_module("image_distribution").tables
+    page_and_result("image_speed.md", tables, "distribution")
 
 
 @pytest.mark.parametrize("page", MARKED)
@@ -421,7 +425,7 @@ def test_peers_transcribe_a_manifest_and_are_scored(call, tmp_path):
     clips = speech_test()[:3]
     manifest, out = tmp_path / "manifest.jsonl", tmp_path / "theirs.jsonl"
     lines = [{"id": c.name, "audio": str(c.path), "text": c.text} for c in clips]
-    manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_json_lines(manifest, lines)
     words = ["transformers", "--model", "zoo:whisper-synth", "--data", str(manifest)]
     words += ["--report", str(out), "--device", "cpu", "--dtype", "float32", "--batch-size", "2"]
     call("run_peer", *words, "--fallback")

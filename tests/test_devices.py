@@ -5,12 +5,11 @@ import json
 import pytest
 import torch
 from transformers import LlamaConfig
-from typer.testing import CliRunner
 
 from mmdecode.checkpoints import device_of, dtype_of
-from mmdecode.cli.app import app
 from mmdecode.errors import OptionError
 from mmdecode.train.distributed import precision_of
+from tests.support.commands import invoke
 
 
 @pytest.fixture
@@ -85,15 +84,15 @@ def test_a_device_is_one_that_is_there(cuda):
 def test_what_was_chosen_is_said_first_and_stands_in_the_settings(tmp_path, cuda):
     words = ["evaluate", "nbest", "--data", "cv", "--limit", "6", "--methods", "1best"]
     words += ["--resamples", "20", "--out", str(tmp_path / "run")]
-    done = CliRunner().invoke(app, words)
+    done = invoke(*words)
     assert done.exit_code == 0, done.output
     settings = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]
     assert settings["dtype"] == "float32"
-    assert CliRunner().invoke(app, [*words, "--resume", "--dtype", "fp32"]).exit_code == 0
-    changed = CliRunner().invoke(app, [*words, "--resume", "--dtype", "bf16"])
+    assert invoke(*words, "--resume", "--dtype", "fp32").exit_code == 0
+    changed = invoke(*words, "--resume", "--dtype", "bf16")
     assert "dtype was 'float32', is 'bfloat16'" in str(changed.exception)
-    said = CliRunner().invoke(app, ["ask", "--model", "zoo:llava-scenes", "--dtype", "bf16"])
+    said = invoke("ask", "--model", "zoo:llava-scenes", "--dtype", "bf16")
     assert said.stderr.splitlines()[0] == "model zoo:llava-scenes on cpu, bfloat16"
     cuda()
-    said = CliRunner().invoke(app, ["ask"])
+    said = invoke("ask")
     assert said.stderr.splitlines()[0] == "model zoo:llava-scenes on cuda, float32"

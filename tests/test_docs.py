@@ -11,12 +11,13 @@ import pytest
 
 import mmdecode as mm
 from mmdecode import registry
+from tests.support import method_pages
 from tests.support.hub import publish_named
 from tests.support.moonshine import NAME, WAYS, hide_wheel, needs_wheel, takes_default
 from tests.support.sandbox import commands_of, lay_out, run_line, run_python
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 EXECUTED = [page for page in PAGES if page.stem != "first_steps"]
 """Pages whose code is run here; that of the first steps is run with the README's."""
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -43,11 +44,16 @@ def test_an_example_prints_what_the_page_shows(code, shown):
     assert out.getvalue() == shown
 
 
+ROWS_CALLED = {"jacobi": "SJD", "lantern": "LANTERN", "sample_match": "membership"}
+ROWS_CALLED |= {"assistant": "text-only", "whisper_cd": "-20 dB"}
+"""How the tables of results call a method."""
+
 TABLES = {"transcribe": "calls.jsonl", "ask": "questions.jsonl"}
 """Files that a page's block of JSON shows."""
 
-LONG = {"generate_image", "lossless", "train_drafter"}
-"""Pages whose commands take a minute and more together."""
+LONG = {"drafters", "generate_image", "hallucination", "lossless", "peers", "train_drafter"}
+LONG |= {"vlm_speed"}
+"""Pages whose commands take long together."""
 
 
 def commands_on(page):
@@ -99,7 +105,7 @@ def test_the_commands_of_a_page_run_as_they_stand(page, hidden, tmp_path, monkey
 def test_commands_are_found_where_they_stand():
     found = {page.stem: len(commands_on(page)) for page in PAGES}
     assert found["transcribe"] > 15 and found["ask"] > 10 and found["generate_image"] > 10
-    assert found["lossless"] == 3 and found["drafters"] == 0
+    assert found["lossless"] == 4 and found["drafters"] == 1
 
 
 def settings_of(name):
@@ -142,7 +148,7 @@ def test_links_and_paths_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#:]+)\)", text)
     paths = re.findall(r"`(mmdecode/[\w/]+\.py)`", text)
-    missing = [link for link in links if not (DOCS / link).exists()]
+    missing = [link for link in links if not (page.parent / link).exists()]
     missing += [path for path in paths if not (DOCS.parent / path).exists()]
     assert not missing
 
@@ -155,8 +161,39 @@ def test_every_page_is_there():
 
 def test_every_page_is_in_the_navigation_of_the_site():
     text = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
-    listed = re.findall(r"(\w+\.md)$", text.partition("\nnav:\n")[2], re.MULTILINE)
-    assert sorted(listed) == [page.name for page in PAGES]
+    listed = re.findall(r"([\w/]+\.md)$", text.partition("\nnav:\n")[2], re.MULTILINE)
+    own = [page for page in listed if not page.startswith("notebooks/")]
+    assert sorted(own) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+    stems = ["index", *sorted(path.stem for path in DOCS.parent.glob("notebooks/*.ipynb"))]
+    assert listed[listed.index("notebooks/index.md") :][: len(stems)] == [
+        f"notebooks/{stem}.md" for stem in stems
+    ]
+
+
+@pytest.mark.parametrize("page", method_pages.PAGES, ids=lambda page: page.stem)
+def test_a_page_of_a_method_has_an_example_measured_rows_and_options(page):
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith(f"# `{page.stem}`\n\n")
+    assert [kind for kind, _ in FENCE.findall(text)] == ["python", "text"]
+    assert page.stem in text.partition("```python")[2].partition("```text")[0]
+    names = [found[1] for found in method_pages.ROWS.finditer(text)]
+    assert names and len(method_pages.FACTS.findall(text)) == 1
+    own = [cell for name in names for cell in name.split(" | ")[2:]]
+    called = ROWS_CALLED.get(page.stem, page.stem)
+    assert any(called in cell for cell in own)
+
+
+def test_what_was_not_measured_is_called_so():
+    found = {}
+    for kind in ("draft", "accept", "guide"):
+        text = (DOCS / f"methods_{kind}.md").read_text(encoding="utf-8")
+        parts = re.split(r"^## `(\w+)`$", text, flags=re.MULTILINE)[1:]
+        found |= dict(zip(parts[::2], parts[1::2], strict=True))
+    silent = {"typical", "relative_threshold", "ensemble", "cfg", "contrast"}
+    assert {name for name, text in found.items() if "Not measured." in text} == silent
+    pages = {page.stem for page in method_pages.PAGES}
+    assert pages < set(found) and all(f"(methods/{name}.md)" in found[name] for name in pages)
+    assert all("Measured: " in text for name, text in found.items() if name not in pages | silent)
 
 
 def test_the_site_loads_nothing_from_elsewhere_and_has_two_plugins():

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import mmdecode
 from mmdecode import checkpoints, errors, registry
 from mmdecode.cli import env, output
 from mmdecode.cli.app import COMMANDS
+from tests.support.commands import json_of
+from tests.support.plugins import install
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mmdecode"
@@ -60,7 +63,7 @@ finally:
     done = run_python(code)
     assert done.returncode == 0
     assert done.stderr.strip() == "[]"
-    assert "mmdecode" in done.stdout or "medusa" in done.stdout
+    assert ("medusa" if argument == "methods" else "mmdecode") in done.stdout
 
 
 # The command line
@@ -105,7 +108,7 @@ def test_a_mistyped_command_gets_a_suggestion():
 
 def test_methods_as_json_holds_every_builtin():
     done = run_cli("methods", "--json")
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json_of(done)
     assert {kind: [e["name"] for e in found[kind]] for kind in found} == {
         kind: registry.names(kind) for kind in registry.KINDS
     }
@@ -113,7 +116,7 @@ def test_methods_as_json_holds_every_builtin():
 
 def test_env_as_json_has_versions():
     done = run_cli("env", "--json")
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json_of(done)
     assert found["mmdecode"] == mmdecode.__version__
     assert found["packages"]["torch"]["version"]
 
@@ -268,17 +271,17 @@ def test_an_unknown_kind_is_refused():
 @pytest.fixture
 def plugins(tmp_path, monkeypatch):
     """A distribution with a working and a broken drafter, and one that takes a taken name."""
-    info = tmp_path / "outsider-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outsider\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[mmdecode.draft]\nmine = outsider_mod:Mine\nbroken = outsider_gone:Nope\n"
-        "[mmdecode.guide]\na = outsider_mod:A\nb = outsider_mod:B\n"
-        "[mmdecode.accept]\ngreedy = outsider_mod:Mine\nlenient = outsider_mod:Lenient\n"
-        "[mmdecode.adapters]\nlost = outsider_gone:Nope\n"
-    )
-    (tmp_path / "outsider_mod.py").write_text(
-        """
+    entry_points = {
+        "mmdecode.draft": "mine = outsider_mod:Mine\nbroken = outsider_gone:Nope",
+        "mmdecode.guide": "a = outsider_mod:A\nb = outsider_mod:B",
+        "mmdecode.accept": "greedy = outsider_mod:Mine\nlenient = outsider_mod:Lenient",
+        "mmdecode.adapters": "lost = outsider_gone:Nope",
+    }
+    install(
+        tmp_path,
+        "outsider",
+        entry_points,
+        outsider_mod="""
 class Mine:
     "Drafts nothing."
     def __init__(self, model, *, width=2, path=None):
@@ -294,7 +297,7 @@ class B(A):
         made = cls(1)
         made.options = options
         return made
-"""
+""",
     )
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
@@ -375,15 +378,12 @@ def test_the_command_line_lists_plugins(plugins):
 
 
 def test_a_plugin_adds_a_scheme_of_checkpoints_and_a_broken_one_is_left_out(tmp_path, monkeypatch):
-    info = tmp_path / "stranger-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[mmdecode.checkpoints]\nattic = stranger_mod:Attic\nlost = stranger_gone:Nope\n"
-        "moonshine = stranger_mod:Attic\n"
-    )
-    (tmp_path / "stranger_mod.py").write_text(
-        """
+    lines = "attic = stranger_mod:Attic\nlost = stranger_gone:Nope\nmoonshine = stranger_mod:Attic"
+    install(
+        tmp_path,
+        "stranger",
+        {"mmdecode.checkpoints": lines},
+        stranger_mod="""
 from pathlib import Path
 from mmdecode.checkpoints import CheckpointScheme
 class Attic(CheckpointScheme):
@@ -394,7 +394,7 @@ class Attic(CheckpointScheme):
     @classmethod
     def is_installed(cls, name):
         return name in cls.names
-"""
+""",
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.warns(RuntimeWarning, match="'moonshine', which exists already"):
@@ -437,3 +437,33 @@ def test_messages_name_both_sides_and_the_way_out():
     assert str(errors.UnknownNameError.of("draft", "zzz", [])) == (
         "no draft named 'zzz'; known: (none)"
     )
+
+
+# What is installed
+
+
+@pytest.mark.parametrize("name", ["asr", "vlm", "image_ar"])
+def test_recipe_folders_are_no_packages(name):
+    assert list((ROOT / name).glob("*.py")) and not list((ROOT / name).rglob("__init__.py"))
+
+
+@pytest.mark.slow
+def test_the_wheel_installs_one_name_with_all_its_data(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", ROOT],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    inside = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in inside}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"mmdecode"}
+    sources = {
+        f.relative_to(ROOT).as_posix()
+        for f in PACKAGE.rglob("*")
+        if f.is_file() and "__pycache__" not in f.parts
+    }
+    assert sources <= set(inside)
+    assert wheel.stat().st_size < 60e6

@@ -5,74 +5,22 @@
 
 import re
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mmdecode import registry
 from mmdecode.asr.recognizers import Capabilities
+from tests.support import method_pages
 from tests.support.hub import publish_named
+from tests.support.method_pages import methods, sections, table
 from tests.support.moonshine import NAME, hide_wheel, needs_wheel, takes_default
 from tests.support.sandbox import commands_of, lay_out, run_line, run_python
 
 README = Path(__file__).parents[1] / "README.md"
 DOCS = README.parent / "docs"
 FIRST = DOCS / "first_steps.md"
-
-
-def table(header, rows):
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def methods():
-    """Every draft, rule and guide that ships."""
-    rows = []
-    for kind in ("draft", "accept", "guide"):
-        for entry in registry.describe(kind):
-            if not entry.plugin:
-                kept = entry.guarantee.replace("lossy", "**lossy**")
-                rows.append([kind, f"`{entry.name}`", entry.summary, kept, entry.source])
-    return table(["part", "name", "what it does", "guarantee", "source"], rows)
-
-
-MEASURED = {"draft": ("drafters", "vlm_speed", "guided_drafts"), "guide": ("hallucination",)}
-"""By kind, pages whose marked tables have a row for each method that was measured."""
-DRAWN = {"jacobi": "SJD", "coupled": "coupled", "cool_sd": "Cool-SD", "lantern": "LANTERN"}
-DRAWN["gsd"] = "grouped"
-"""Names of the rows in the tables of image tokens."""
-JUDGED = {"rejection": "rejection", "sample_match": "membership"}
-"""Names of rules in the rows of drafters, after a semicolon."""
-
-
-def measured(kind, name):
-    """Pages that have a row of measurements for a method, as links."""
-    rows = [(stem, name) for stem in MEASURED.get(kind, ())]
-    rows += [("image_speed", DRAWN[name])] if name in DRAWN else []
-    rows += [("drafters", rf"[^|]+; {JUDGED[name]}")] if name in JUDGED else []
-    found = []
-    for stem, called in rows:
-        text = (DOCS / f"{stem}.md").read_text(encoding="utf-8")
-        title = text.splitlines()[0].removeprefix("# ")
-        row = re.compile(rf"^\| `?{called}(?![\w-])", re.MULTILINE)
-        if row.search(text.partition("<!-- tables -->")[2]):
-            found.append(f"[{title}]({stem}.md)")
-    return f"Measured: {', '.join(found)}." if found else "Not measured in a table of its own."
-
-
-def sections(kind):
-    """A section for every method of a kind; the site puts the docstring below it."""
-    parts = []
-    for entry in registry.describe(kind):
-        if not entry.plugin:
-            cls, _ = registry.resolve(kind, entry.name)
-            says = entry.summary[0].upper() + entry.summary[1:]
-            facts = [f"## `{entry.name}`", f"{says}. {measured(kind, entry.name)}"]
-            facts.append(f"Source: {entry.source}. Guarantee: {entry.guarantee}.")
-            if kind == "guide":
-                facts[-1] = f"Source: {entry.source}."
-            parts += [*facts, f"::: {cls.__module__}.{cls.__qualname__}"]
-    return "\n" + "\n\n".join(parts) + "\n"
 
 
 def families():
@@ -120,17 +68,24 @@ def recognisers():
 
 
 TABLES = {
-    DOCS / "methods.md": {"methods": methods},
-    DOCS / "methods_draft.md": {"drafters": lambda: sections("draft")},
-    DOCS / "methods_accept.md": {"rules": lambda: sections("accept")},
-    DOCS / "methods_guide.md": {"guides": lambda: sections("guide")},
+    DOCS / "methods.md": {
+        "drafters": partial(methods, "draft"),
+        "rules": partial(methods, "accept"),
+        "guides": partial(methods, "guide"),
+    },
+    DOCS / "methods_draft.md": {"drafters": partial(sections, "draft")},
+    DOCS / "methods_accept.md": {"rules": partial(sections, "accept")},
+    DOCS / "methods_guide.md": {"guides": partial(sections, "guide")},
     DOCS / "models.md": {"families": families},
     DOCS / "recognisers.md": {"recognisers": recognisers},
 }
-pages = pytest.mark.parametrize("page", TABLES, ids=lambda page: page.stem)
+GENERATED = [*TABLES, *method_pages.PAGES]
+pages = pytest.mark.parametrize("page", GENERATED, ids=lambda page: page.stem)
 
 
 def written(page):
+    if page not in TABLES:
+        return method_pages.written(page)
     text = page.read_text(encoding="utf-8")
     for name, make in TABLES[page].items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
@@ -231,5 +186,5 @@ def test_the_readme_shows_three_programs_and_its_links_lead_somewhere():
 
 
 if __name__ == "__main__":
-    for path in TABLES:
+    for path in GENERATED:
         path.write_text(written(path), encoding="utf-8")

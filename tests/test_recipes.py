@@ -2,10 +2,7 @@
 
 import json
 import re
-import runpy
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +14,8 @@ from mmdecode.vlm import Answerer
 from mmdecode.zoo.scene_sets import scene_rows, write_images
 from mmdecode.zoo.scenes import draw_scene, render
 from mmdecode.zoo.speech import speech_test
+from tests.support.files import json_lines, write_json_lines
+from tests.support.scripts import run_script
 
 ROOT = Path(__file__).parents[1]
 QUESTION = "Is there a ring in the image?"
@@ -25,17 +24,7 @@ QUESTION = "Is there a ring in the image?"
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Runs a script as if from the command line: its exit code, and what it prints."""
-
-    def run(script, *words):
-        monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
-        code = 0
-        try:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-        except SystemExit as end:
-            code = end.code or 0
-        return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
-
-    return run
+    return lambda script, *words: run_script(monkeypatch, capsys, ROOT / script, *words)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +169,7 @@ def test_temperatures_are_fitted_once_and_a_folder_is_corrected(run, tmp_path):
     soundfile.write(tmp_path / "long.wav", np.zeros(9 * 16_000), 16_000)
     rows = [{"audio": f"folder/{clip.name}.wav", "text": clip.text} for clip in clips]
     manifest, long = tmp_path / "development.jsonl", tmp_path / "long.jsonl"
-    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(manifest, rows)
     long.write_text(json.dumps({"audio": "long.wav", "text": "none"}))
     out = tmp_path / "out"
     words = [tmp_path / "folder", "--device", "cpu", "--out", out]
@@ -188,7 +177,7 @@ def test_temperatures_are_fitted_once_and_a_folder_is_corrected(run, tmp_path):
     assert done.code == 0, done.err
     kept = json.loads((out / "temperatures.json").read_text())
     assert 0.1 <= kept["main"] <= 10 and 0.1 <= kept["acoustic"] <= 10 and kept["tokens"] > 10
-    found = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    found = json_lines(out / "results.jsonl")
     assert len(found) == 2 and all(row["uncorrected"] for row in found)
     for row in found:
         assert f"{Path(row['source']).name}: {row['text']}" in done.out

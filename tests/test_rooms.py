@@ -166,3 +166,68 @@ def test_modules_are_short():
     assert not SHORT & {name.split("/")[0] for name in LONGER}
     assert {name for name, count in long.items() if count > LONGER.get(name, 0)} == set()
     assert set(LONGER) <= set(long), "shortened: take them out of LONGER"
+
+
+SHARED = {"_", "_id", "_replace", "_modules", "_attn_implementation"}
+"""Private names of Python, torch and transformers that this package has too."""
+PLANTING = {"exactness", "conformance", "golden", "support"}
+"""Folders of tests about several rooms, which plant mistakes."""
+
+
+def private_names(package):
+    """Private names that a package defines, with the rooms that do."""
+    found = {}
+    for file in package.rglob("*.py"):
+        parts = file.relative_to(package).parts
+        room = parts[0] if len(parts) > 1 else file.stem
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                name = node.name
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                name = getattr(node, "id", None) or node.attr
+            else:
+                continue
+            if name.startswith("_") and not name.endswith("_"):
+                found.setdefault(name, set()).add(room)
+    return {name: rooms for name, rooms in found.items() if name not in SHARED}
+
+
+def borrowed(file, room, private):
+    """Private names of other rooms in a file of tests: read, imported, or patched by their name."""
+    tree, own, used = ast.parse(file.read_text()), set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            used.add(node.attr)
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                own.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            used.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            used.add(node.value.rpartition(".")[2])
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.keyword):
+            own.add(node.arg)
+    return {name for name in used - own if room not in private.get(name, {room})}
+
+
+def test_tests_read_no_private_names_of_another_room():
+    private, folder = private_names(PACKAGE), Path(__file__).parent
+    found = {}
+    for file in folder.rglob("*.py"):
+        room = file.relative_to(folder).parts[0]
+        if room not in PLANTING and (names := borrowed(file, room, private)):
+            found[file.relative_to(folder).as_posix()] = names
+    assert found == {}
+
+
+def test_a_private_name_of_another_room_is_found(tmp_path):
+    file = tmp_path / "test_a.py"
+    file.write_text(
+        "from mmdecode.vlm.a import _b\n"
+        "class C:\n    def _e(self):\n        self._f = x._c\n"
+        'patch("mmdecode.vlm.a._d")\n'
+    )
+    private = {name: {"vlm"} for name in ("_b", "_c", "_d", "_e", "_f")}
+    assert borrowed(file, "asr", private) == {"_b", "_c", "_d"}
+    assert borrowed(file, "vlm", private) == set()

@@ -63,7 +63,7 @@ def main():
         against=comparisons_of(modes),
         controls=[mode.name for mode in modes if mode.control],
         conditions={"limit": args.limit},
-        images=data.shown,
+        images=data.report_images,
     )
     print(report.table())
     for found in report.comparisons:

@@ -16,7 +16,7 @@ import math
 
 from torch import Tensor
 
-from mmdecode.accept.rejection import Asked, Relaxed
+from mmdecode.accept.rejection import Candidate, Relaxed
 from mmdecode.errors import OptionError
 
 
@@ -35,7 +35,7 @@ class CoolSD(Relaxed):
         OptionError: A number is out of range.
     """
 
-    summary = "rejection sampling with odds that are too good by a factor which cools down"
+    summary = "rejection sampling with acceptance odds raised by a factor that decays"
     source = "Cool-SD, arXiv:2601.09212"
     guarantee = "lossy"
 
@@ -47,8 +47,8 @@ class CoolSD(Relaxed):
             )
         self.delta, self.nu, self.mu = delta, nu, mu
 
-    def odds(self, asked: Asked) -> tuple[Tensor, Tensor]:
-        """What the test divides: w p(x), and q(x)."""
-        p_x, q_x = super().odds(asked)
-        factor = self.delta * (-self.nu * asked.depth.to(p_x.dtype) - self.mu).exp()
+    def odds(self, candidate: Candidate) -> tuple[Tensor, Tensor]:
+        """Numerator and denominator of the test: w p(x), and q(x)."""
+        p_x, q_x = super().odds(candidate)
+        factor = self.delta * (-self.nu * candidate.depth.to(p_x.dtype) - self.mu).exp()
         return factor.clamp_min(1) * p_x, q_x

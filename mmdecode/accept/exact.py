@@ -72,7 +72,7 @@ class SampleMatch(AcceptanceRule):
     Source: Leviathan et al. 2023, arXiv:2211.17192, with a one-hot q.
     """
 
-    summary = "samples first and follows the sample while it was drafted"
+    summary = "samples from the target and keeps drafted tokens while they equal the sample"
     source = "one-hot case of Leviathan et al. 2023"
     guarantee = "exact"
     kinds = _ANY

@@ -1,4 +1,4 @@
-"""What the rules share: walking a tree along chosen tokens.
+"""Walks along a tree, which the rules share.
 
 Not a rule itself.
 """
@@ -45,8 +45,8 @@ def deepest_path(accepted: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor, 
         1, end_row[:, None, None].expand(-1, 1, nodes + 1)
     )[:, 0, 1:]
     order = torch.arange(nodes, device=accepted.device).expand(batch, -1)
-    place = torch.where(on_path, depths - 1, deepest)
-    path = order.new_full((batch, deepest + 1), -1).scatter_(1, place, order)[:, :deepest]
+    index = torch.where(on_path, depths - 1, deepest)
+    path = order.new_full((batch, deepest + 1), -1).scatter_(1, index, order)[:, :deepest]
     return path, count, end_row
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.accept.lantern import codebook_of, codes_at
-from mmdecode.accept.rejection import Asked, Relaxed
+from mmdecode.accept.rejection import Candidate, Relaxed
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import Outcome
 from mmdecode.engine.proposal import Proposal
@@ -34,13 +34,13 @@ class GSD(Relaxed):
         distance: Codes of a group, as they are decoded, lie less than this from that of x;
             ``None``: any do, and no codebook is needed.
 
-    Guarantee: lossy. Places of forced tokens and tokens that are no codes are tested exactly.
+    Guarantee: lossy. Positions of forced tokens and tokens that are no codes are tested exactly.
 
     Raises:
         OptionError: A number is out of range.
     """
 
-    summary = "compares groups of like image codes where their odds are better"
+    summary = "accepts by the odds of a group of similar image codes where these are better"
     source = "GSD, So et al. 2025"
     guarantee = "lossy"
 
@@ -65,23 +65,23 @@ class GSD(Relaxed):
             )  # refuse in the first round, before anything is drafted
         return super().__call__(proposal, target, call)
 
-    def odds(self, asked: Asked) -> tuple[Tensor, Tensor]:
-        """What the test divides: p and q of the token, or of its group."""
-        p_x, q_x = super().odds(asked)
+    def odds(self, candidate: Candidate) -> tuple[Tensor, Tensor]:
+        """Numerator and denominator of the test: p and q of the token, or of its group."""
+        p_x, q_x = super().odds(candidate)
         if self.neutral:
             return p_x, q_x
-        members, alike = self._group(asked, p_x)
+        members, alike = self._group(candidate, p_x)
         p_group, q_group = (
-            (probs.gather(-1, members) * alike).sum(-1) for probs in (asked.p, asked.q)
+            (probs.gather(-1, members) * alike).sum(-1) for probs in (candidate.p, candidate.q)
         )
         better = p_group * q_x > p_x * q_group
         return torch.where(better, p_group, p_x), torch.where(better, q_group, q_x)
 
-    def _group(self, asked: Asked, p_x: Tensor) -> tuple[Tensor, Tensor]:
+    def _group(self, candidate: Candidate, p_x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens next to x in the order of p, ``(..., M)``, and which of them are its group."""
-        p, x = asked.p, asked.token[..., None]
+        p, x = candidate.p, candidate.token[..., None]
         side = min(self.size // 2, p.shape[-1])
-        _, code_of, relaxed = codes_at(asked)
+        _, code_of, relaxed = codes_at(candidate)
         ids = torch.arange(p.shape[-1], device=p.device)
         likelier = (p > p_x[..., None]) | ((p == p_x[..., None]) & (ids < x))
         # the least likely of those before x, and the most likely of those after it
@@ -92,8 +92,8 @@ class GSD(Relaxed):
         alike = (p_y > 0) & ((p_y - p_x[..., None]).abs() < self.gap)
         alike &= (relaxed & (p_x > 0))[..., None]
         if self.distance is not None:
-            codes = codebook_of(self, asked.adapter)
-            own, other = code_of[asked.token, None].clamp_min(0), code_of[members]
+            codes = codebook_of(self, candidate.adapter)
+            own, other = code_of[candidate.token, None].clamp_min(0), code_of[members]
             apart = (codes[other.clamp_min(0)] - codes[own]).norm(dim=-1)
             alike &= (other >= 0) & (apart < self.distance)
         return members, alike

@@ -1,13 +1,13 @@
-"""LANTERN and LANTERN++: codes that look alike lend a drafted one their probability. Heuristic.
+"""LANTERN and LANTERN++: similar codes add their probability to the drafted one. Lossy.
 
 Distributions of image tokens are flat, since many codes would do: an exact test rejects a draft
 although its neighbours in the codebook have probability enough. Here x is kept with probability
 min(1, (p(x) + p(A)) / q(x)), where A is the longest run of the nearest codes, nearest first, whose
 probabilities add up to no more than a budget: ``delta`` (LANTERN), or ``(lambda - 1) p(x)``
-(LANTERN++). What is not kept goes on with max(p - q, 0).
+(LANTERN++). After a rejection the next token is sampled from max(p - q, 0).
 
-``delta`` bounds what one test borrows, not the distance of the output distribution; that is
-`mmdecode.evaluation.relaxed.one_token`.
+``delta`` bounds the probability that one test borrows, not the distance of the output distribution
+from p.
 
 Sources: Jang et al. 2024 (LANTERN), arXiv:2410.03355; Park et al. 2025 (LANTERN++),
 arXiv:2502.06352. Differs from the published code, which is not exact at delta = 0: a
@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mmdecode.accept.rejection import Asked, Relaxed
+from mmdecode.accept.rejection import Candidate, Relaxed
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import Outcome
 from mmdecode.engine.proposal import Proposal
@@ -46,18 +46,18 @@ class LANTERN(Relaxed):
     Args:
         delta: Probability that may be borrowed, 0..1. ``0`` is neutral: the rejection rule.
         lambda_: Most that p(x) may be multiplied by, from 1 on. ``1`` is neutral.
-        k: Nearest codes that are asked, with probability or without; all, where there are fewer.
+        k: Nearest codes that may add theirs, whatever they have; all, where there are fewer.
         neighbours: Codes by distance from each, nearest first, itself left out, ``(C, K)``;
             ``None``: by the codes as the model decodes them, sorted once for each model.
 
     Guarantee: lossy. A draft that has no probability itself may be kept, but never one that the
-    grammar forbids: places of forced tokens and tokens that are no codes are tested exactly.
+    grammar forbids: positions of forced tokens and tokens that are no codes are tested exactly.
 
     Raises:
         OptionError: Not one of ``delta`` and ``lambda_`` is given, or a number is out of range.
     """
 
-    summary = "image codes that look alike lend a drafted one their probability"
+    summary = "similar image codes add their probability to the drafted one"
     source = "Jang et al. 2024; LANTERN++, Park et al. 2025"
     guarantee = "lossy"
 
@@ -95,15 +95,15 @@ class LANTERN(Relaxed):
             self._table(call.plan.adapter)  # refuse in the first round, before anything is drafted
         return super().__call__(proposal, target, call)
 
-    def odds(self, asked: Asked) -> tuple[Tensor, Tensor]:
-        """What the test divides: the probability of x with what is lent to it, and q(x)."""
-        p_x, q_x = super().odds(asked)
+    def odds(self, candidate: Candidate) -> tuple[Tensor, Tensor]:
+        """Numerator and denominator of the test: p(x) plus the borrowed probability, and q(x)."""
+        p_x, q_x = super().odds(candidate)
         if self.neutral:
             return p_x, q_x
-        ids, code_of, relaxed = codes_at(asked)
-        code = code_of[asked.token].clamp_min(0)
-        near = ids[self._table(asked.adapter)[code].long()]  # (..., k) tokens
-        lent = borrowed(asked.p.gather(-1, near), self.delta + (self.lambda_ - 1) * p_x)
+        ids, code_of, relaxed = codes_at(candidate)
+        code = code_of[candidate.token].clamp_min(0)
+        near = ids[self._table(candidate.adapter)[code].long()]  # (..., k) tokens
+        lent = borrowed(candidate.p.gather(-1, near), self.delta + (self.lambda_ - 1) * p_x)
         return p_x + torch.where(relaxed, lent, 0.0), q_x
 
     def _table(self, adapter: Any) -> Tensor:
@@ -159,17 +159,18 @@ def codebook_of(rule: Relaxed, adapter: Any) -> Tensor:
     return codes.float()
 
 
-def codes_at(asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
-    """What a rule about codes asks of drafted tokens.
+def codes_at(candidate: Candidate) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of drafted tokens, for a rule that compares codes.
 
     Returns:
         The token of each code, ``(C,)``; the code of each token, -1 for none, ``(V,)``; and
-        whether a drafted one may be compared, ``(...)``: it is a code, its place not a forced one.
+        whether a drafted token may be compared, ``(...)``: it is a code, at a position whose
+        token is not forced.
     """
-    vocab, device = asked.p.shape[-1], asked.p.device
-    layout = asked.adapter.layout if asked.adapter is not None else None
+    vocab, device = candidate.p.shape[-1], candidate.p.device
+    layout = candidate.adapter.layout if candidate.adapter is not None else None
     if layout is None:
         every = torch.arange(vocab, device=device)
-        return every, every, torch.ones_like(asked.token, dtype=torch.bool)
+        return every, every, torch.ones_like(candidate.token, dtype=torch.bool)
     ids, code_of = layout.ids.to(device), layout.codes_of(vocab, device)
-    return ids, code_of, (code_of[asked.token] >= 0) & (layout.forced(asked.place) < 0)
+    return ids, code_of, (code_of[candidate.token] >= 0) & (layout.forced(candidate.position) < 0)

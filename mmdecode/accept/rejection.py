@@ -1,8 +1,9 @@
 """Rejection sampling of sampled drafts: exact for chains and trees, with one draft or several.
 
-At a node the children are tested in the order in which they were drawn: x is kept with probability
-min(1, p(x) / q(x)); else p becomes the residual norm(max(p - q, 0)) and, for siblings drawn without
-replacement, q loses x. When no child is left, the token is drawn from what p has become.
+At a node the children are tested in the order in which they were sampled: x is kept with
+probability min(1, p(x) / q(x)); else p becomes the residual norm(max(p - q, 0)) and, for siblings
+sampled without replacement, q loses x. When no child is left, the token is sampled from what p has
+become.
 
 Sources: Leviathan et al. 2023, arXiv:2211.17192, algorithm 1 (p target, q draft); several
 independent siblings: Miao et al. 2023 (SpecInfer), arXiv:2305.09781, algorithm 2; siblings without
@@ -47,9 +48,9 @@ class Rejection(AcceptanceRule):
         """The distribution to follow where q drafted, both ``(..., V)``: the model's own."""
         return p
 
-    def odds(self, asked: Asked) -> tuple[Tensor, Tensor]:
-        """What the test divides, both ``(...)``: keep where ``u * second < first``."""
-        return at_token(asked.p, asked.token), at_token(asked.q, asked.token)
+    def odds(self, candidate: Candidate) -> tuple[Tensor, Tensor]:
+        """Numerator and denominator of the test, ``(...)``: keeps if ``u * second < first``."""
+        return at_token(candidate.p, candidate.token), at_token(candidate.q, candidate.token)
 
     def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`."""
@@ -71,18 +72,18 @@ class Rejection(AcceptanceRule):
         if not size:
             return proposal.tokens, torch.zeros_like(call.rows.length), rows[:, 0]
         used = (proposal.tokens >= 0) & call.rows.active[:, None]
-        token, q = proposal.tokens.clamp_min(0), self._drawn_from(proposal)
+        token, q = proposal.tokens.clamp_min(0), self._sampled_from(proposal)
         p = self.followed(rows[:, :-1], q)
-        place = call.rows.length[:, None] + order
-        asked = Asked(
+        position = call.rows.length[:, None] + order
+        candidate = Candidate(
             p=p,
             q=q,
             token=token,
             depth=order.expand_as(token),
-            place=place,
+            position=position,
             adapter=call.plan.adapter,
         )
-        keep = used & passes(self._draws(call, size), *self.odds(asked))
+        keep = used & passes(self._draws(call, size), *self.odds(candidate))
         count = keep.long().cumprod(1).sum(1)
         stopped = pad(used, (0, 1)).gather(1, count[:, None])  # by a rejection
         last = count.clamp_max(size - 1)
@@ -104,27 +105,29 @@ class Rejection(AcceptanceRule):
         steps = []
         for index, nodes in enumerate(tests):
             below = (parents[:, nodes] == node[:, None]) & (proposal.tokens[:, nodes] >= 0)
-            asked = below.any(1) & call.rows.active
+            tested = below.any(1) & call.rows.active
             child = nodes[below.long().argmax(1)]
             token = proposal.tokens.gather(1, child[:, None])[:, 0].clamp_min(0)
-            q = self._drawn_from(proposal, child)
+            q = self._sampled_from(proposal, child)
             if proposal.kind == "without_replacement":
                 q = q.masked_fill(drawn, 0)
                 q = q / q.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
-            p = torch.where((asked & fresh)[:, None], self.followed(p, q), p)
+            p = torch.where((tested & fresh)[:, None], self.followed(p, q), p)
             depth = depths.expand(call.batch, -1).gather(1, child[:, None])[:, 0] - 1
-            place = call.rows.length + depth
+            position = call.rows.length + depth
             odds = self.odds(
-                Asked(p=p, q=q, token=token, depth=depth, place=place, adapter=call.plan.adapter)
+                Candidate(
+                    p=p, q=q, token=token, depth=depth, position=position, adapter=call.plan.adapter
+                )
             )
-            keep = asked & passes(draws[:, index], *odds)
-            stay = asked & ~keep
+            keep = tested & passes(draws[:, index], *odds)
+            stay = tested & ~keep
             p = torch.where(stay[:, None], residual(p, q), p)
             drawn = drawn.scatter(
                 1, token[:, None], drawn.gather(1, token[:, None]) | stay[:, None]
             )
             drawn = drawn & ~keep[:, None]
-            fresh = keep | (fresh & ~asked)
+            fresh = keep | (fresh & ~tested)
             if target.vectorised or bool(keep.any()):  # unknown processors run at kept nodes alone
                 ahead = target.at(torch.where(keep, child + 1, -1)).softmax(-1)
                 p = torch.where(keep[:, None], ahead, p)
@@ -139,7 +142,7 @@ class Rejection(AcceptanceRule):
         return call.request.noise.gumbel(positions, Role.ACCEPT, 1, trial=call.rows.rounds)[..., 0]
 
     @staticmethod
-    def _drawn_from(proposal: Proposal, node: Tensor | None = None) -> Tensor:
+    def _sampled_from(proposal: Proposal, node: Tensor | None = None) -> Tensor:
         """The distribution q of all nodes, ``(B, N, V)``, or of one per row, ``(B, V)``."""
         assert proposal.log_q is not None
         rows = proposal.log_q if node is None else _at(proposal.log_q, node)
@@ -149,12 +152,11 @@ class Rejection(AcceptanceRule):
 class Relaxed(Rejection):
     """A test that keeps more than the exact one; a subclass overrides `odds`.
 
-    What is not kept goes on with the residual of the exact rule. Where every token is kept at least
-    as often as by the exact test, no choice of residual brings the output distribution closer to p:
-    its total variation equals the excess mass of the accepted tokens
-    (`mmdecode.evaluation.relaxed`).
+    After a rejection the next token is sampled from the residual of the exact rule. If every token
+    is kept at least as often as by the exact test, no choice of residual brings the output
+    distribution closer to p: its total variation equals the excess mass of the accepted tokens.
 
-    Guarantee: lossy; it slides from the distribution of the model towards that of the draft. Tokens
+    Guarantee: lossy; the output moves from the model's distribution towards the draft's. Tokens
     that were not sampled are taken too: q is then one-hot, and the exact test keeps x with
     probability p(x).
     """
@@ -173,28 +175,28 @@ class Relaxed(Rejection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a test may look at.
+class Candidate:
+    """Inputs of an acceptance test.
 
     Attributes:
-        p: The distribution to follow, what earlier siblings left of it, ``(..., V)``.
+        p: The distribution to follow, after earlier siblings were rejected, ``(..., V)``.
         q: The distribution that the token was sampled from, without earlier siblings, ``(..., V)``.
-        token: ``(...)``.
+        token: The token, ``(...)``.
         depth: Nodes between the root and the token, ``(...)``: 0 for the first drafted one.
-        place: Index of the token among those of its row that are generated, ``(...)``.
-        adapter: Of the main model, which knows codes and grid of an image.
+        position: Index of the token among the generated ones of its row, ``(...)``.
+        adapter: Adapter of the main model, for the codes and the grid of an image.
     """
 
     p: Tensor
     q: Tensor
     token: Tensor
     depth: Tensor
-    place: Tensor
+    position: Tensor
     adapter: Any
 
 
 def at_token(probs: Tensor, token: Tensor) -> Tensor:
-    """``(..., V)`` at one token each, ``(...)``."""
+    """Probabilities ``(..., V)`` at one token each, ``(...)``."""
     return probs.gather(-1, token[..., None])[..., 0]
 
 

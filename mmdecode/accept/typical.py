@@ -1,4 +1,4 @@
-"""Typical acceptance: keep what is likely enough for the entropy of the distribution. Heuristic.
+"""Typical acceptance: keep what is likely enough for the entropy of the distribution. Lossy.
 
 Source: Cai et al. 2024 (Medusa), arXiv:2401.10774, section 3.3: keep x while
 ``p(x) > min(epsilon, delta * exp(-H(p)))``. The longest path wins, then the more likely one.

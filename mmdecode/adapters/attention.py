@@ -1,4 +1,4 @@
-"""Which attention implementations can be given the engine's masks."""
+"""Check of a model's attention implementation, which must take the engine's masks."""
 
 from __future__ import annotations
 

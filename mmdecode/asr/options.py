@@ -12,7 +12,7 @@ from mmdecode.errors import OptionError, did_you_mean
 
 AUTO: Literal["auto"] = "auto"
 SILENT = 0.6
-"""What ``no_speech_threshold="auto"`` stands for where the model gives such a probability."""
+"""Value of ``no_speech_threshold="auto"`` where the model gives such a probability."""
 FALLBACK: dict[str, Any] = {
     "temperatures": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
     "compression_ratio_threshold": 1.35,
@@ -53,15 +53,15 @@ class TranscribeOptions:
             and neutral. Beams are not drafted and know no guide.
         condition_on_prev_tokens: Whether a window is shown the text before it.
         prompt: A text shown before the windows, to set names, spelling and style; or its ids, as
-            ``processor.get_prompt_ids`` makes them. As in transformers: without
+            ``processor.get_prompt_ids`` makes them. Same as in transformers: without
             ``condition_on_prev_tokens`` every window sees it; with it, it is the beginning of the
             text so far.
         prompt_condition_type: ``all-segments`` keeps the prompt before the text so far in every
             window; needs ``condition_on_prev_tokens``.
         hotwords: Words shown before every window, and before everything else that is shown to it,
-            as in faster-whisper. What is shown, the text so far included, fills at most half of the
+            as in faster-whisper. The context, the text so far included, fills at most half of the
             decoder's positions: the beginning of the text so far gives way.
-        loop_guard: What happens to a window that ends in a loop, see
+        loop_guard: Treatment of a window that ends in a loop, see
             `mmdecode.asr.decoding.repetition`: ``report`` marks it and is neutral; ``isolate`` also
             never shows it, nor what was before it, to a later window; ``cut`` also keeps the loop's
             first round alone. Windows that do not loop are never changed.
@@ -78,7 +78,7 @@ class TranscribeOptions:
             windows at fixed places, decodes those of one recording side by side, and joins them
             where they overlap: quicker for a single recording, with a text of its own that has more
             errors. `mmdecode.asr.decoding.chunks` has figures.
-        overlap_s: By how much windows overlap in ``chunked``; ``None``: half a window. Less is
+        overlap_s: Overlap of windows in ``chunked``, in seconds; ``None``: half a window. Less is
             quicker, and costs accuracy.
         word_timestamps: Whether segments get words with times and confidences: ``attention`` by
             the model's cross-attention, ``ctc`` by forced alignment with the checkpoint's own head,

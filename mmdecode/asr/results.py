@@ -16,11 +16,12 @@ class Segment:
     Attributes:
         start_s, end_s: When, in seconds from the beginning of the recording; where words are timed,
             the start of its first word and the end of its last one.
-        text: What was said.
-        tokens: As ids, timestamps included.
+        text: Recognised text.
+        tokens: Token ids, timestamps included.
         temperature: At which it was decoded.
         avg_logprob: Mean log-probability of its window; ``None``: no threshold asked for it.
-        no_speech_prob: Of its window; ``None``: no threshold asked for it, or the model gives none.
+        no_speech_prob: No-speech probability of its window; ``None``: no threshold asked for it, or
+            the model gives none.
         looped: Whether its window ended in a loop, see `mmdecode.asr.decoding.repetition`.
         window_s: When the window began in which it was decoded.
         words: Its words; ``None``: nothing asked for them.
@@ -43,7 +44,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Transcript:
-    """What one recording says.
+    """Transcript of one recording.
 
     Attributes:
         source: Its name: the path, or ``array 2``.
@@ -59,8 +60,8 @@ class Transcript:
             windows and ``tokens``; of a corrected one also windows ``edited``, and ``refused``
             where the correction was no transcript.
         n_best: Alternatives of each window, best first; ``None``: not asked for.
-        uncorrected: What the recogniser alone says; ``None``: nothing was corrected.
-        truncated: What is missing of the file, where `TranscribeOptions` allow that; ``None``:
+        uncorrected: Text of the recogniser alone; ``None``: nothing was corrected.
+        truncated: Missing part of the file, where `TranscribeOptions` allow that; ``None``:
             nothing is.
         error, kind: ``None``; a `Failure` has them.
     """
@@ -88,7 +89,7 @@ class Failure:
     Attributes:
         source: Its name.
         index: Its place in the input.
-        error: What was wrong, what was expected and what to do.
+        error: The problem, what was expected and what to do.
         kind: Name of the error class.
         text: Empty, as that of an `mmdecode.vlm.Answer` with an error.
     """
@@ -121,9 +122,9 @@ class Hypothesis:
     """One of the texts a window may hold.
 
     Attributes:
-        text: What may have been said.
+        text: Text of the hypothesis.
         score: Mean log-probability per token, the end token included.
-        tokens: As ids, times included, without the end token.
+        tokens: Token ids, times included, without the end token.
     """
 
     text: str

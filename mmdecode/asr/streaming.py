@@ -1,9 +1,9 @@
 """Streams: words while somebody speaks; committed ones are never taken back.
 
 `Stream` hears a recording that is still going on. Every ``step_s`` seconds of audio it transcribes
-what it keeps of it again, with a `Transcriber` as it is: any model, draft, guide or option. What a
-policy of `POLICIES` finds stable is committed: it is said once, and does not change any more. The
-rest is provisional: shown, and free to change with the next step.
+what it keeps of it again, with a `Transcriber` as it is: any model, draft, guide or option. Text
+that a policy of `POLICIES` finds stable is committed: it is returned once, and does not change any
+more. The rest is provisional: shown, and free to change with the next step.
 
 * ``agreement``: words that the last ``n`` hypotheses agree on (LocalAgreement-n; Liu et al. 2020,
   arXiv:2005.11185, section 2.2; for Whisper Macháček et al. 2023, arXiv:2307.14743, section 2.1).
@@ -65,7 +65,7 @@ POLICIES: Mapping[str, tuple[Policy, int, int]] = {
     "agreement": (agreement, 2, 1),
     "hold": (hold, 3, 0),
 }
-"""By name; with the ``n`` that is used where none is given, and the least possible."""
+"""Policies by name, with the default ``n`` and the least possible."""
 
 
 def policy_of(spec: str) -> tuple[Policy, int]:
@@ -88,10 +88,10 @@ def policy_of(spec: str) -> tuple[Policy, int]:
 
 
 class Commits:
-    """Which words of hypotheses are committed; knows texts and nothing of audio.
+    """Decides which words of hypotheses are committed; knows texts and nothing of audio.
 
     Args:
-        policy: What is stable.
+        policy: Policy that decides what is stable.
         n: Its parameter.
     """
 
@@ -130,9 +130,9 @@ def bare(word: str) -> str:
 
 
 def covered(said: Sequence[str], words: Sequence[str]) -> int:
-    """How many of ``words``, from the first on, say what ``said`` says.
+    """How many of ``words``, from the first on, repeat ``said``.
 
-    Those with the fewest word errors; of equals those that are nearest in number. None of them
+    The candidates with the fewest word errors; among equals those nearest in number. None of them
     where two words or more were said and all would be errors: what was heard there is heard no
     more, as words made up in a pause.
     """
@@ -149,7 +149,7 @@ def covered(said: Sequence[str], words: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What one step brought.
+    """Update of one step.
 
     Attributes:
         heard_s: Seconds of audio heard so far.
@@ -169,19 +169,20 @@ class Update:
 
     @property
     def text(self) -> str:
-        """What was committed; the texts of all updates, joined, are the transcript."""
+        """Committed text; the texts of all updates, joined, are the transcript."""
         return "".join(self.committed)
 
 
 @dataclass(frozen=True)
 class _Hypothesis:
-    """What is heard in the kept audio.
+    """Hypothesis for the kept audio.
 
     Attributes:
         words: Each with the space before it.
         timed: The same with times of the stream; ``None``: nothing asked for them.
-        start_s: Of the first segment, from the start of the kept audio; 0 where there is none.
-        ends: Of segments: seconds from the start of the kept audio, and words up to there.
+        start_s: Start of the first segment, from the start of the kept audio; 0 where there is
+            none.
+        ends: Ends of segments: seconds from the start of the kept audio, and words up to there.
     """
 
     words: list[str]
@@ -197,7 +198,7 @@ class Stream:
         transcriber: How audio is heard; its options hold for every step. Speech detection
             (``vad``) keeps pauses from being transcribed at all. Where it times words, audio can
             also be cut between two of them.
-        policy: Of `POLICIES`, with ``n``: ``agreement:n=3``.
+        policy: One of `POLICIES`, with ``n``: ``agreement:n=3``.
         step_s: Seconds between updates.
         longest_s: Most audio that is kept; ``None``: `Recognizer.kept_s` of the model's family, for
             Whisper a window.

@@ -51,7 +51,7 @@ class Transcriber:
         processor: Its processor.
         decoder: How windows are decoded; ``None``: without a draft.
         options: Settings; ``None``: the defaults.
-        correct: What corrects each window, or its name with options, see
+        correct: Corrector of each window, or its name with options, see
             `mmdecode.asr.correction.transcripts`; ``None``: nothing.
 
     Raises:
@@ -103,8 +103,8 @@ class Transcriber:
             accept: See `mmdecode.Decoder`.
             device: ``None``: CUDA where there is one.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
-            seed: Of the noise that sampling uses.
-            correct: What corrects each window, as ``uadf:model=zoo:lm-synth``; ``None``: nothing.
+            seed: Seed of the noise that sampling uses.
+            correct: Corrector of each window, as ``uadf:model=zoo:lm-synth``; ``None``: nothing.
             trust_remote_code: Run Python files that come with the model: read them first.
             **options: Fields of `TranscribeOptions`.
 
@@ -134,7 +134,7 @@ class Transcriber:
 
     @property
     def sampling_rate(self) -> int:
-        """Of arrays that come without one."""
+        """Sampling rate of arrays that come without one, in Hz."""
         return self.recognizer.rate
 
     @property
@@ -207,9 +207,9 @@ class Transcriber:
         Whatever an error of one recording is, that recording fails, and the others go on.
 
         Args:
-            inputs: As for a call.
+            inputs: Recordings, as for a call.
             progress: Called after each step with the seconds of audio it transcribed.
-            watch: Of the job, where it calls several times; see `mmdecode.runs.items`.
+            watch: Progress of the job, where it calls several times; see `mmdecode.runs.items`.
             batch_size: In the place of the options'.
 
         Raises:
@@ -328,7 +328,7 @@ class Transcriber:
         )
 
     def _correcting(self, correct: ListCorrection | str) -> WindowCorrector:
-        """What corrects the transcripts of this recogniser."""
+        """Corrector of this recogniser's transcripts."""
         from mmdecode.asr.correction.fusion import Acoustic
         from mmdecode.asr.correction.windows import WindowCorrector
 
@@ -349,11 +349,11 @@ class Transcriber:
 class _Segments:
     """The segments of one recording, window by window.
 
-    What is given out never changes, and does not depend on windows that were not seen: a segment
-    with words is held until the next one, whose first word may shorten its last.
+    Segments that were returned never change, and this does not depend on windows that were not
+    seen: a segment with words is held until the next one, whose first word may shorten its last.
 
     Args:
-        transcriber: Whose recording it is.
+        transcriber: Transcriber of the recording.
         job: The recording.
     """
 
@@ -370,7 +370,7 @@ class _Segments:
         """Segments that are known for good.
 
         Args:
-            pieces: Of the next window.
+            pieces: Pieces of the next window.
             last: Whether no window follows.
         """
         self.hold(pieces)
@@ -388,7 +388,7 @@ class _Segments:
         return found
 
     def _words(self) -> Sequence[list[Word] | None]:
-        """Of each segment that is held."""
+        """Words of each segment that is held; ``None``: they are not timed."""
         ours, job = self._transcriber, self._job
         if not ours.options.word_timestamps:
             return [None] * len(self._held)
@@ -471,7 +471,7 @@ def load(
     Args:
         model_id: A folder, a Hub id or another name of a checkpoint.
         device: Where to; ``None``: CUDA where there is one.
-        dtype: Of the weights.
+        dtype: Data type of the weights.
         options: Refused before weights are read, where the family cannot serve them.
 
     Raises:

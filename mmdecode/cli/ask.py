@@ -218,7 +218,7 @@ def command(
 
 @dataclass
 class _Tally:
-    """What was done."""
+    """Summary of the run."""
 
     done_before: int
     changed: int = 0
@@ -231,7 +231,7 @@ class _Tally:
 def _asked(
     paths: list[str] | None, questions: list[str] | None, together: bool, text_only: bool
 ) -> list[AnswerRequest]:
-    """What the command line itself asks, in order."""
+    """Questions of the command line itself, in order."""
     from mmdecode.errors import OptionError
     from mmdecode.runs.files import find_files
     from mmdecode.vlm.images import SUFFIXES
@@ -323,7 +323,7 @@ class _Shown:
         self.questions = len({request.text for request in requests}) > 1
 
     def before(self, answer: Answer) -> str:
-        """What stands before an answer."""
+        """Heading of an answer."""
         parts = [", ".join(answer.images) + ":"] if self.images else []
         parts += [answer.question] if self.questions else []
         # names of files need not be UTF-8

@@ -154,8 +154,8 @@ def command(
     else:
         at_hand = {"target": network, "model_id": model}
         drafter = registry.create("draft", draft, **at_hand) if draft else None
-        law = registry.create("guide", guide, **at_hand) if guide else None
-        decoder = Decoder(drafter, law, accept, seed)
+        guiding = registry.create("guide", guide, **at_hand) if guide else None
+        decoder = Decoder(drafter, guiding, accept, seed)
     if family != "whisper":
         longest = max((len(row) + 1 for row in (foreign or {}).values()), default=0)
         options["max_new_tokens"] = max_new_tokens or max(64, longest)
@@ -236,7 +236,7 @@ def speech_cases(
     Args:
         model: A ``WhisperForConditionalGeneration``.
         processor: Its ``WhisperProcessor``.
-        name: Of the recording; further windows are called ``name#2`` and so on.
+        name: Name of the recording; further windows are called ``name#2`` and so on.
         path: Its file.
         options: `mmdecode.asr.options.TranscribeOptions`: language, task, timestamps and length.
 
@@ -322,7 +322,7 @@ def read_tokens(path: Path, names: Sequence[str]) -> dict[str, list[int]]:
     Args:
         path: JSON or JSON lines: lists in the order of ``names``; objects with ``tokens`` and
             ``name`` (or ``source``); or one object from names to lists.
-        names: Of the inputs; a file name stands for its path.
+        names: Names of the inputs; a file name stands for its path.
 
     Raises:
         InputError: The file cannot be read, or names an input that does not exist.

@@ -125,7 +125,7 @@ def vlm(
                 max_new_tokens=max_new_tokens, temperature=heat, seed=seed, repeats=repeats
             )
             drafts = {name: registry.create("draft", name, **at_hand) for name in names}
-            law = None if guide is None else registry.create("guide", guide, **at_hand)
+            guiding = None if guide is None else registry.create("guide", guide, **at_hand)
             title = f"batch {size}, temperature {heat:g}" + (f", {guide}" if guide else "")
             with progress_bar() as bar:
                 total = calls(len(batches), len(drafts), len(others), setting)
@@ -135,11 +135,11 @@ def vlm(
                     batches,
                     drafts,
                     setting,
-                    guide=law,
+                    guide=guiding,
                     peers=others,
                     done=partial(bar.advance, task),
                 )
-            sure = sureness(answerer.model, batches, setting, law)
+            sure = sureness(answerer.model, batches, setting, guiding)
             cases.append(
                 {
                     "model": model,

@@ -126,7 +126,7 @@ def wer(
         bool,
         typer.Option(
             "--hallucinations",
-            help="Also count words where nothing was said, runs of insertions, and loops.",
+            help="Also count hallucinations: words on non-speech, runs of insertions, repetition.",
         ),
     ] = False,
     punctuation: Annotated[
@@ -259,7 +259,7 @@ def wer(
             points=points,
             segmented=segmented,
             split_hyphens=split_hyphens,
-            made_up=hallucinations,
+            hallucinations=hallucinations,
             punctuation=punctuation,
             conditions=conditions,
         )
@@ -325,7 +325,7 @@ def _shipped_for(model: str) -> Path:
 def _entries(manifest: Path, limit: int | None, normalise: Any, left_out: list[str]) -> list[Entry]:
     """Recordings with texts; with a normaliser only those the leaderboard would score.
 
-    What is wrong with rows that cannot be used goes to ``left_out``.
+    Problems of unusable rows go to ``left_out``.
     """
     from mmdecode.asr.output.manifest import read_manifest
     from mmdecode.errors import InputError

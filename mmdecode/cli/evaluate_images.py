@@ -170,7 +170,7 @@ def images(
         rows = _drawn(recorder, output, settings, resume, overwrite)
         report = ImageReport(
             _scored(network, recorder, rows, judge, batch_size),
-            laws=recorder.laws,
+            guarantees=recorder.guarantees,
             groups=groups_of(network).numpy(),
             failed=_failures(rows),
             classes=None if judge is None else _known(network, judge, recorder),

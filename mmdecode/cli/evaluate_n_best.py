@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SHOWN = 5  # failures listed one by one
 Rows = dict[tuple[str, str], dict[str, "ModelRow"]]
-"""What models made of the lists of a set, by set and source, then by list."""
+"""Model outputs for the lists of a set, by set and source, then by list."""
 
 
 def nbest(
@@ -93,7 +93,7 @@ def nbest(
 
     o_nb takes the best hypothesis of each list, o_cp the best text made of a list's words. Lists
     are cut into parts by their ids: thresholds, weights and the table of spellings are fixed on the
-    development part, and the rest is reported. What models make of the lists goes to --out as it
+    development part, and the rest is reported. Model outputs go to --out as it
     comes (rows.jsonl).
 
     For example:
@@ -219,7 +219,7 @@ def _rows(
     batch_size: int,
     limit: int | None,
 ) -> Rows:
-    """What the methods' models make of the lists that are not for training."""
+    """Outputs of the methods' models for the lists that are not for training."""
     from mmdecode.evaluation.nbest.methods import ROWS, read_model_rows
     from mmdecode.runs.journal import Journal
 
@@ -293,6 +293,6 @@ def _made(
 
 
 def _hash(parts: Parts) -> str:
-    """Of the lists, whatever part they are in."""
+    """Checksum of the lists, whatever part they are in."""
     lists = sorted((*parts.before, *parts.test), key=lambda one: one.id)
     return hashlib.blake2b(repr(lists).encode(), digest_size=8).hexdigest()

@@ -219,8 +219,8 @@ def _transcribers(
     found = {}
     for name, (spec, own) in ways.items():
         drafter = registry.create("draft", draft, **at_hand) if draft else None
-        law = registry.create("guide", spec, **at_hand) if spec else None
-        decoder = Decoder(drafter, law, seed=seed)
+        guiding = registry.create("guide", spec, **at_hand) if spec else None
+        decoder = Decoder(drafter, guiding, seed=seed)
         found[name] = Transcriber(network, processor, decoder, make_options(options | own))
     return found
 

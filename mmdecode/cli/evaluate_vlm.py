@@ -335,9 +335,9 @@ def published(
     """Rows of a published table of POPE that no answers to its questions can have produced.
 
     On 1,500 yes- and 1,500 no-questions, accuracy, precision, recall, F1 and the share of yes hang
-    together; and without sampling the three splits have one recall. What does not fit comes from
-    other files, is an average (say so in the column averaged), or is a slip. A row that does not
-    fit makes the exit code 1.
+    together; and without sampling the three splits have one recall. A row that does not fit comes
+    from other files, is an average (say so in the column averaged), or is a slip. A row that does
+    not fit makes the exit code 1.
 
     For example:
 
@@ -534,7 +534,7 @@ def _run(
         modes=modes,
         settings=settings,
         conditions={**settings, "load_average": load_average},
-        images=questions.shown,
+        images=questions.report_images,
         left_out=questions.left_out,
     )
 
@@ -576,7 +576,7 @@ def _decoded(
 
 
 def _recorded(folder: Path, task: str) -> _Run:
-    """What an earlier run wrote.
+    """Rows of an earlier run.
 
     Raises:
         InputError: It cannot be read.

@@ -13,10 +13,10 @@ from mmdecode.model_names import REAL, SYNTHETIC
 
 
 def model_help(what: str, example: str) -> str:
-    """What is said of an option that names a model.
+    """Help of an option that names a model.
 
     Args:
-        what: Which kind, for example ``A Whisper model``.
+        what: Its kind, for example ``A Whisper model``.
         example: The Hub id of a real one.
     """
     return f"{what}, as {example}: a folder, a Hub id, its short name or zoo:NAME."
@@ -57,9 +57,9 @@ def refuse_without(needed: str, options: Collection[str], context: typer.Context
     """Refuses options that would do nothing; for where what they belong to was not given.
 
     Args:
-        needed: What they belong to, as the user would give it.
+        needed: Option that they belong to, as the user would give it.
         options: Names of the command's parameters.
-        context: Of the command.
+        context: Context of the command.
 
     Raises:
         OptionError: One of them was given.

@@ -150,7 +150,7 @@ def command(
     """Draw images of classes or prompts.
 
     Each image is a PNG that carries its settings, written as soon as it is drawn, with a line in
-    results.jsonl. What cannot be drawn is listed at the end, and makes the exit code 1. Whatever
+    results.jsonl. Images that fail are listed at the end, and makes the exit code 1. Whatever
     stops a run, --resume goes on.
 
     For example:
@@ -229,17 +229,16 @@ def command(
         tally.wall_s = time.perf_counter() - began
         tally.stats = generator.stats.as_dict()
         folder.finish(requests, grid)
-    law = next(
-        (line["law"] for line in tally.images), generator.guarantee
-    )  # one start, one distribution
-    _report(tally, law, output, json)
+    # all images of a call have one start
+    guarantee = next((line["law"] for line in tally.images), generator.guarantee)
+    _report(tally, guarantee, output, json)
     if tally.failures:
         raise typer.Exit(1)
 
 
 @dataclass
 class _Tally:
-    """What was done, by lines of the results."""
+    """Summary of the run, by lines of the results."""
 
     done_before: int
     images: list[dict[str, Any]] = field(default_factory=list)
@@ -249,7 +248,7 @@ class _Tally:
 
 
 def _told(generator: ImageGenerator, load: Mapping[str, Any]) -> dict[str, Any]:
-    """What PNGs say of how they were drawn, the model's own settings filled in."""
+    """Metadata of PNGs on how they were generated, with the model's own settings."""
     import mmdecode
 
     told = (
@@ -304,7 +303,7 @@ def _conditions(
     numbers: list[int] | None,
     prompts: list[str] | None,
 ) -> list[int | str]:
-    """What the command line asks for, of the kind that the model draws of.
+    """Conditions of the command line, of the model's kind.
 
     Raises:
         OptionError: It is of the other kind.
@@ -321,7 +320,7 @@ def _conditions(
 def _drawable(
     generator: ImageGenerator, lines: Sequence[tuple[str, str | InputError]]
 ) -> tuple[list[int | str], list[dict[str, Any]]]:
-    """What lines of a file name, and failures of those that name nothing."""
+    """Conditions in the lines of a file, and failures of lines without one."""
     from mmdecode.errors import InputError, MMDecodeError
 
     found: list[int | str] = []
@@ -354,7 +353,7 @@ def _grid_of(codes: str | None) -> tuple[int, int] | None:
 
 
 def _digest(path: Path) -> str:
-    """What tells a file's content apart."""
+    """Checksum of a file's content."""
     from mmdecode.errors import InputError
 
     try:

@@ -1,4 +1,4 @@
-"""What every command that loads a model has in common, added where commands are imported.
+"""Options of every command that loads a model, added where commands are imported.
 
 * ``--trust-remote-code``, the one way to let a checkpoint run Python files of its own;
 * short names of models stand for their Hub ids, in what is printed and hashed too;
@@ -39,7 +39,7 @@ INSTEAD = {
     "var": "a VAR that was published, read by load_published of mmdecode.models.var",
     "lm": "a corrector that 'mmdecode train corrector' made for your recogniser",
 }
-"""What to give in the place of a shipped model, by how its name begins."""
+"""Advice what to name instead of a shipped model, by how its name begins."""
 
 
 def with_models(command: Any) -> Any:
@@ -98,7 +98,7 @@ def _prepared(run: Any) -> Any:
 
 
 def toy_note(given: dict[str, Any]) -> str | None:
-    """What to say where a shipped model is run on the user's own files, or on real recordings.
+    """Warning where a shipped model is run on the user's own files, or on real recordings.
 
     Args:
         given: A command's parameters by name.

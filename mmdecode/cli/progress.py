@@ -61,9 +61,10 @@ def recorded(
 
     Args:
         what: On the bar.
-        transcribers: By the name of their mode.
+        transcribers: Transcribers by the name of their mode.
         entries: Recordings.
-        conditions: Of the run; all but the load have to be the same for it to be resumed.
+        conditions: Conditions of the run; all but the load have to be the same for it to be
+            resumed.
         out_dir: Folder of the journal; ``None``: none.
         resume: Whether it goes on with what the folder holds.
         overwrite: Whether it may replace what the folder holds.

@@ -1,4 +1,4 @@
-"""What every command has in common: options, checks of options, and how it ends.
+"""Parts that all commands share: options, checks of options, and how they end.
 
 * ``--options FILE.yaml`` gives any of the command's options; the command line wins over it. Values
   are put where click looks for defaults, so whatever is made of an option, settings and their hash
@@ -53,7 +53,7 @@ class Group(TyperGroup):
     """A group that shows its help where nothing is asked of it, with exit code 0."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As in click, but for an empty command line."""
+        """Same as in click, but for an empty command line."""
         return super().parse_args(ctx, args if args or ctx.resilient_parsing else ["--help"])
 
 
@@ -100,7 +100,7 @@ def in_panels(command: Any, panels: Mapping[str, str]) -> Any:
     """The command with its options in parts of the help.
 
     Args:
-        command: As typer makes it.
+        command: Command that typer made.
         panels: Names of parameters by the part's title, in order.
     """
     place = {name: title for title, names in panels.items() for name in names.split()}
@@ -115,7 +115,7 @@ def in_panels(command: Any, panels: Mapping[str, str]) -> Any:
 def with_devices(command: Any) -> Any:
     """A command, or a group with its commands; ``auto`` is decided before they run, and said.
 
-    What was chosen stands in the place of ``auto``, in settings and their hash too.
+    The choice replaces ``auto``, in settings and their hash too.
     """
     for inner in getattr(command, "commands", {}).values():
         with_devices(inner)
@@ -228,7 +228,7 @@ def given_in(file: Path, command: Any) -> dict[str, Any]:
     Args:
         file: YAML, or JSON, which is YAML too: values by the names of options, with hyphens or
             underscores between their words.
-        command: Whose options they are.
+        command: Command of the options.
 
     Raises:
         InputError: The file cannot be read, or holds something else.

@@ -417,7 +417,7 @@ class _Output:
 
 @dataclass
 class _Tally:
-    """What was done, by one process or by all."""
+    """Summary of the run, of one process or of all."""
 
     done_before: int = 0
     changed: int = 0
@@ -631,7 +631,7 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
                     print_line(line)
                 continue
             prefix = f"{name}: " if several else ""
-            out.print(Text(prefix) + _coloured(result), highlight=False, soft_wrap=True)
+            out.print(Text(prefix) + coloured(result), highlight=False, soft_wrap=True)
     line = (
         f"{tally.transcribed} transcribed, {tally.done_before} done before, {len(failures)} failed"
     )
@@ -671,7 +671,7 @@ def _timed_lines(result: Transcript) -> Iterator[str]:
 _COLOURS = {"both": "", "audio": "blue", "language model": "yellow"}
 
 
-def _coloured(result: Transcript) -> Text:
+def coloured(result: Transcript) -> Text:
     """The text; on a terminal, words of a correction have the colour of who decided them."""
     if result.uncorrected is None:
         return Text(result.text)

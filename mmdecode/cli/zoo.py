@@ -38,7 +38,7 @@ def command(json: JsonFlag = False) -> None:
 
 
 def _published(card: dict[str, Any]) -> Table:
-    """What is known of a checkpoint that does not ship."""
+    """Row of a checkpoint that does not ship."""
     table = Table("", "", title=card["name"], title_justify="left", show_header=False)
     installed = "yes" if card["installed"] else f"no; {card.get('install', '')}"
     facts = {"installed": installed, "MiB": card.get("mib", "")}

@@ -1,11 +1,10 @@
-"""Draft-length control: cut another draft to the depth that measured fastest, or switch it off.
+"""Draft-length control: limit another drafter to the depth that measured fastest, or switch it off.
 
-Each call runs with one depth. Tokens and seconds are counted over the whole call, what a draft does
-once per call included, and the next call takes the depth whose speed is highest, given the benefit
-of the doubt: a depth that was measured in n calls may be faster than it looks by a share that falls
-with the root of n. What is known fades, so that n falls too and every depth is tried again, a bad
-one seldom: texts and loads change. Depth 0 asks the draft for nothing, so that a draft that would
-lose costs nothing but these trials.
+Each call runs with one depth. Tokens and seconds are counted over the whole call, including the
+drafter's work once per call. The next call takes the depth with the highest optimistic speed: the
+measured speed plus a share of it that falls with the root of n, the number of calls measured.
+Measurements fade, so that n falls too and every depth is tried again, a slow one seldom: texts and
+loads change. At depth 0 the drafter does nothing, so that one that would lose costs only trials.
 
 Sources: goodput in place of acceptance, as in Liu et al. 2024 (SmartSpec), arXiv:2406.14066,
 section 4, by measurement alone and without its model of step times; the choice is discounted UCB,
@@ -40,18 +39,18 @@ from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
 
 STALL = 4.0
-"""A round that takes longer than so many usual ones was held up by something else."""
+"""A round longer than this many median rounds is cut to it: something else held it up."""
 
 
 @dataclass
 class Depth:
-    """What was measured at one depth; all but ``levels`` fades.
+    """Measurements at one depth; all but ``levels`` fade.
 
     Attributes:
-        levels: Levels that the draft may propose; ``None``: as many as it likes.
-        calls: Calls that it was measured in. One that costs no pass measures nothing.
+        levels: Levels that the drafter may propose; ``None``: no limit.
+        calls: Calls in which it was measured; a call without a scoring pass does not count.
         tokens: Tokens per row in these calls, without the first of a call, which costs no pass.
-        seconds: What they took.
+        seconds: Duration of these calls.
     """
 
     levels: int | None
@@ -66,26 +65,26 @@ class Depth:
 
 
 class Adaptive(Drafter):
-    """Wraps a draft and chooses its depth from call to call, for each batch size on its own.
+    """Wraps a drafter and chooses its depth from call to call, separately for each batch size.
 
     Args:
-        draft: The draft, or its name with options.
-        depths: Levels to choose from; ``None`` leaves the draft as it is, 0 switches it off.
+        draft: The drafter, or its name with options.
+        depths: Numbers of levels to choose from; ``None`` sets no limit, 0 switches drafting off.
             ``(None,)`` is neutral.
-        memory: Calls after which what was measured has faded to about a third.
-        exploration: By what share the speed of a single call may be off. More tries other depths
-            more often; at 0 the fastest so far stays until it measures slower.
-        any_rule: Control the draft under every rule. Off, because only the greedy and the coupled
-            rule generate the same tokens whatever is drafted; under others the sample for a seed,
-            though not its distribution, would depend on measured times.
+        memory: Calls after which a measurement has faded to about a third.
+        exploration: Share by which the speed of a depth measured in one call may be off. Larger
+            values try other depths more often; at 0 the fastest so far stays until it is slower.
+        any_rule: Choose depths under every rule. Off by default, because only the greedy and the
+            coupled rule generate the same tokens whatever is drafted; under others the sample for a
+            seed, though not its distribution, would depend on measured times.
 
-    Lossless under every exact rule. Nothing is read from the device during a call. The calls should
-    be alike, of similar inputs; batches count as alike up to the next power of two rows, since what
-    a wider pass costs depends on how many there are. It looks at a clock in each round, so rounds
-    are not captured as wholes, whatever the draft says of its own.
+    Lossless under every exact rule. Nothing is read from the device during a call. Calls should
+    have similar inputs. Batch sizes are grouped by the next power of two, since the cost of a wider
+    pass depends on the number of rows. The clock is read in each round, so that whole rounds are
+    not captured, even if the drafter is ``graph_safe``.
     """
 
-    summary = "another draft, cut to the depth that measured fastest, or switched off"
+    summary = "another drafter, cut to the depth that measured fastest, or switched off"
     source = "goodput control as in SmartSpec, Liu et al. 2024"
 
     def __init__(
@@ -129,7 +128,7 @@ class Adaptive(Drafter):
         return cls(inner, memory=memory)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """What the draft wants."""
+        """Internals that the drafter needs."""
         return self.draft.needs(adapter)
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
@@ -143,18 +142,18 @@ class Adaptive(Drafter):
 
     @property
     def measured(self) -> list[Depth]:
-        """What is known of each depth at the last call's batch size, that call included."""
+        """Measurements of each depth at the last call's batch size, including that call."""
         with self._lock:
             self._read()
             return self._of_size(self._size)
 
     def _of_size(self, rows: int) -> list[Depth]:
-        """What was measured with so many rows, up to the next power of two."""
+        """Measurements for a batch of ``rows`` rows, grouped by the next power of two."""
         size = 1 << (rows - 1).bit_length()
         return self._by_size.setdefault(size, [Depth(levels) for levels in self._depths])
 
     def _note(self, call: Measured) -> None:
-        """Keeps a call's times; they are read where another begins, and not where one ends."""
+        """Keeps a call's times; they are evaluated when the next call begins."""
         with self._lock:
             if self._warm and call.depth is not None:
                 self._unread.append(call)
@@ -174,7 +173,7 @@ class Adaptive(Drafter):
         self._unread = []
 
     def _choose(self, rows: int) -> Depth:
-        """The depth that may be the fastest; one that was never measured may be anything."""
+        """The depth with the highest optimistic speed; depths never measured come first."""
         kept = 1 - 1 / self.memory
 
         def hope(depth: Depth) -> float:
@@ -195,10 +194,10 @@ class Measured(NamedTuple):
     """The times of a call.
 
     Attributes:
-        depth: What it drafted; ``None``: it was not chosen.
+        depth: Depth of the call; ``None``: it was not chosen by measurement.
         length: Tokens of its rows, ``(B,)``.
         rounds: Rounds of its rows, ``(B,)``.
-        times: Of its begin, of every round and of its end, in seconds.
+        times: Clock at its begin, at every round and at its end, in seconds.
     """
 
     depth: Depth | None
@@ -208,14 +207,14 @@ class Measured(NamedTuple):
 
 
 class AdaptiveSession(DraftSession):
-    """A session that is cut to one depth, and its times.
+    """A session of another drafter, limited to one depth and timed.
 
     Args:
         call: The call.
-        inner: Of the draft.
-        depth: Chosen; ``None``: nothing is cut.
-        began: When it was opened.
-        note: Called with the times in the end.
+        inner: Session of the drafter.
+        depth: The chosen depth; ``None``: no limit.
+        began: Clock when it was opened.
+        note: Called with the times at the end.
     """
 
     def __init__(
@@ -232,20 +231,20 @@ class AdaptiveSession(DraftSession):
         self.times = [began]
 
     def propose(self, budget: int) -> Proposal:
-        """What the draft proposes, without the levels below the depth."""
+        """The drafter's proposal, without levels beyond the depth."""
         if self.depth is None or self.depth.levels is None:
             return self.inner.propose(budget)
         levels = min(budget, self.depth.levels)
-        proposal = self.inner.propose(levels)  # a fixed tree may take no notice of the levels
+        proposal = self.inner.propose(levels)  # a fixed tree may ignore the limit
         return proposal.masked(proposal.structure()[1] <= levels)
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Notes the time; the draft learns what it learns."""
+        """Notes the time, and passes the round on."""
         self.times.append(time.perf_counter())
         self.inner.observe(proposal, output, block)
 
     def close(self) -> None:
-        """Hands over the times."""
+        """Reports the times."""
         times, rows = [*self.times, time.perf_counter()], self.call.rows
         self.inner.close()
         if len(times) > 2:

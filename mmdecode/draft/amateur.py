@@ -1,9 +1,9 @@
-"""The model itself drafts from less than it was given: no image, or the end of the prompt alone.
+"""The model itself drafts from less input: without the image, or from the end of the prompt alone.
 
-What a contrast pulls away from is also a draft, as in speculative contrastive decoding; that is
-exact with respect to the guided distribution, because a rule judges the draft by that distribution
-alone. A pass of the amateur costs what a pass of the model costs, less the attention to what it
-does not see, so it pays where drafts are cheap to score and the image is most of the prompt.
+The amateur branch of contrastive decoding also drafts, as in speculative contrastive decoding. This
+is exact with respect to the guided distribution, because the rule tests drafts by that distribution
+alone. A pass of the amateur costs as much as a pass of the model, less the attention to the missing
+input, so it pays where drafts are cheap to score and the image is most of the prompt.
 
 Source: Yuan et al. 2024, arXiv:2311.08981 (which lets the amateur share the contrast's scores; here
 it keeps a cache of its own, one token short).
@@ -25,13 +25,13 @@ from mmdecode.engine.contracts import BranchOutput
 
 
 class Amateur(Assistant):
-    """Drafts ``length`` tokens with the model that is drafted for.
+    """Drafts ``length`` tokens with the target model itself.
 
     Args:
         length: Tokens per round; 0 is neutral.
-        transform: What the drafting branch is shown, see `mmdecode.adapters.vision.transforms`;
-            ``None``: as the prompt says.
-        prompt: Its prompt, as in `mmdecode.engine.contracts.BranchSpec`.
+        transform: Change to the inputs of the drafting branch, see
+            `mmdecode.adapters.vision.transforms`; ``None``: no change.
+        prompt: Prompt of the branch, as in `mmdecode.engine.adapter.BranchSpec`.
         transform_options: Arguments of the transform.
 
     Raises:
@@ -64,7 +64,7 @@ class Amateur(Assistant):
         return cls(length, transform) if prompt is None else cls(length, None, prompt)  # type: ignore[arg-type]
 
     def begin(self, call: Call, prefill: BranchOutput) -> AssistantSession:
-        """Reads what it is shown of the prompt."""
+        """Reads the branch's prompt."""
         branch = ModelRunner(call.plan.adapter, [self.spec])
         branch.prefill(call, {})
         return AssistantSession(call, branch, warp_alone(call), self.length)

@@ -1,14 +1,14 @@
 """A smaller model with the same vocabulary drafts a chain, one token after the other.
 
-Its branch lags one token short on purpose: each round begins by re-reading the last two committed
-tokens, which overwrites whatever a rejected draft left in its cache and covers the token that a
-fully accepted draft never read. Rows therefore need no case distinction.
+The drafter's cache stays one token short on purpose: each round begins by reading the last two
+committed tokens again, which overwrites the cache entries of rejected tokens and covers the token
+that a fully accepted draft never read. Rows therefore need no case distinction.
 
-A text-only drafter of a model that sees images reads the words of the prompt alone, at positions of
-their own; its drafts do not depend on the image.
+A text-only drafter for a vision-language model reads only the text tokens of the prompt, numbered
+by themselves; its drafts do not depend on the image.
 
 Sources: Leviathan et al. 2023, arXiv:2211.17192; Gagrani et al. 2024, arXiv:2404.08856 (a language
-model drafts for a vision-language model). A Whisper assistant hears the target's encoder states
+model drafts for a vision-language model). A Whisper assistant reads the target's encoder states
 when both have the same width (distil-Whisper shares the encoder).
 """
 
@@ -43,14 +43,14 @@ class Assistant(Drafter):
     Args:
         model: A model with the target's vocabulary.
         length: Tokens per round; 0 is neutral.
-        guide: What drafts are guided by, with branches of the drafting model: drafts then follow a
-            target that is guided alike. It must not look inside the model.
-        warp: What is made of the logits before a token is drawn, likewise.
-        text_only: Leave image tokens out of its prompt; ``None``: where the target sees images and
+        guide: Guide for the drafts, with branches run by the drafting model; ``None``: the call's
+            guide. It must not edit the inside of the model.
+        warp: Change to the draft's logits before a token is chosen; ``None``: the call's warpers.
+        text_only: Leave image tokens out of the prompt; ``None``: if the target reads images and
             ``model`` does not.
-        max_rejection_probability: How likely a row's tokens may be, by their own distributions, to
-            hold one that is rejected; the token that exceeds it is the row's last of the round. 1
-            is neutral. See `Going`.
+        max_rejection_probability: Largest estimated probability that a row's draft contains a
+            rejected token; the token that exceeds it is the row's last in the round. 1 is neutral.
+            See `Going`.
 
     Proposes argmax tokens (``deterministic``), samples (``iid``, with their distribution), or
     argmax of log q plus the target's own Gumbel noise (``coupled``), as the rule prefers.
@@ -59,7 +59,7 @@ class Assistant(Drafter):
     summary = "a smaller model drafts a chain"
     source = "Leviathan et al. 2023"
     kinds: tuple[Kind, ...] = ("deterministic", "iid", "coupled")
-    # its cache lacks what another draft proposed
+    # its cache lacks tokens that another drafter proposed
     capabilities = DrafterCapabilities(graph_safe=True, composable=False, follows_target=True)
 
     def __init__(
@@ -78,7 +78,7 @@ class Assistant(Drafter):
             )
         self.model, self.length, self.guide, self.warp = model, length, guide, warp
         self.text_only, self.max_rejection_probability = text_only, max_rejection_probability
-        # by the target's class, device and dtype
+        # models by the target's class, device and dtype
         self._loaded: dict[tuple[type, torch.device, torch.dtype], Any] = {}
         self._lock = Lock()
 
@@ -92,8 +92,8 @@ class Assistant(Drafter):
     ) -> Assistant:
         """From a string: ``model`` is a folder or Hub name, or an object from the context.
 
-        What is named is loaded when decoding begins, since the target decides its class and where
-        it goes.
+        A named model is loaded when decoding begins, since the target decides its class, device
+        and dtype.
 
         Raises:
             InputError: There is no checkpoint of that name.
@@ -121,7 +121,7 @@ class Assistant(Drafter):
             except IncompatibleError as error:
                 if self.guide or target.guide is None:
                     raise
-                unguided = str(error)  # as of a transform that this model does not offer
+                unguided = str(error)  # for example a transform that this model lacks
         return self._opened(call, adapter, words, replace(target, guide=None), unguided)
 
     def _opened(
@@ -132,7 +132,7 @@ class Assistant(Drafter):
         target: DraftTarget,
         unguided: str | None,
     ) -> AssistantSession:
-        """A session that has read the prompt, or its ``words`` alone."""
+        """A session that has read the prompt, or only its text if ``words`` is set."""
         main = _words(call) if words else MAIN
         branch = ModelRunner(adapter, [main, *branches_of(target)[1:]])
         outputs = branch.prefill(call, {})
@@ -145,10 +145,10 @@ class Assistant(Drafter):
         return AssistantSession(call, branch, followed, self.length, self.max_rejection_probability)
 
     def _adapter(self, call: Call, prefill: BranchOutput) -> Any:
-        """Of the drafting model.
+        """The adapter of the drafting model.
 
         Raises:
-            IncompatibleError: It has another vocabulary than the target.
+            IncompatibleError: The model has another vocabulary than the target.
         """
         model = self._loaded_for(call) if isinstance(self.model, str) else self.model
         adapter = adapter_like(call.plan.adapter, model)
@@ -163,7 +163,7 @@ class Assistant(Drafter):
         return adapter
 
     def _loaded_for(self, call: Call) -> Any:
-        """The model that was named, on the target's device and in its precision."""
+        """The named model, on the target's device and in its dtype."""
         target = call.plan.adapter.model
         key = type(target), call.device, target.dtype
         with self._lock:
@@ -174,17 +174,17 @@ class Assistant(Drafter):
 
 
 class AssistantSession(DraftSession):
-    """One call of an `Assistant`, or of another drafter with a branch that drafts a chain.
+    """A session of an `Assistant`, or of another drafter whose branch drafts a chain.
 
     Args:
         call: The call.
-        branch: What drafts, after the prompt.
-        target: What drafts follow.
+        branch: Runner of the drafting model, which has read the prompt.
+        target: Distribution that drafts follow.
         length: Tokens per round.
         max_rejection_probability: See `Assistant`.
 
     Attributes:
-        lag: Tokens that each round reads again.
+        lag: Number of committed tokens that each round reads again.
     """
 
     lag = 2
@@ -234,11 +234,11 @@ class AssistantSession(DraftSession):
         return Proposal(tokens=torch.stack(tokens, 1), kind=kind, log_q=log_q)
 
     def going(self) -> Going:
-        """Which rows go on in a round."""
+        """The stop condition of a round."""
         return Going(self.max_rejection_probability, self.call)
 
     def read_again(self) -> int:
-        """`lag`, or the tokens there are: without a prompt of ids, one at first."""
+        """`lag`, or as many tokens as there are: one at first, if the prompt has no ids."""
         return min(self.lag, self.call.prompt_length + self.call.rows.cur_len + 1)
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
@@ -248,16 +248,16 @@ class AssistantSession(DraftSession):
 
 
 class Going:
-    """Which rows go on drafting: until a token of theirs is likely enough to be rejected.
+    """Stop condition per row: drafting ends once a rejection is likely enough.
 
-    A token is submitted whatever its own probability is, and ends the row after it; so a stop
-    depends on nothing that a rule has yet to see, and sampled drafts stay exact. Tokens after it
-    are unused. The host looks only where that is free: on another device than the CPU the steps are
-    taken all the same, and what is saved is their verification.
+    A token is proposed whatever its own probability is, and may end its row after it. So a stop
+    depends only on tokens that the rule will test, and sampled drafts stay exact. Tokens after a
+    stop are unused. The host reads the condition only on the CPU, where that is free; on other
+    devices all steps are run, and only their verification is saved.
 
     Args:
         max_rejection_probability: See `Assistant`.
-        call: Of the call.
+        call: The call.
 
     Source: Huang et al. 2024 (SpecDec++), arXiv:2405.19715, section 3: stop where one minus the
     product of acceptance probabilities exceeds a threshold. Differs: these are not predicted by a
@@ -266,11 +266,11 @@ class Going:
 
     def __init__(self, max_rejection_probability: float, call: Call) -> None:
         self.max_rejection_probability = max_rejection_probability
-        self.looks = call.device.type == "cpu" and not call.plan.static_shapes
-        self.kept = call.rows.active.float()  # that no token so far is rejected
+        self.may_sync = call.device.type == "cpu" and not call.plan.static_shapes
+        self.kept = call.rows.active.float()  # probability that no token so far is rejected
 
     def submitted(self, token: Tensor) -> Tensor:
-        """A token ``(B,)``, -1 in rows that have stopped."""
+        """Token to propose, ``(B,)``, -1 in rows that have stopped."""
         return (
             token
             if self.max_rejection_probability >= 1
@@ -278,11 +278,11 @@ class Going:
         )
 
     def ended(self, logits: Tensor, token: Tensor) -> bool:
-        """Notes a token ``(B,)`` of probabilities ``(B, V)``; returns whether all rows stop."""
+        """Takes a token ``(B,)`` of logits ``(B, V)`` into account; whether all rows stop."""
         if self.max_rejection_probability >= 1:
             return False
         self.kept *= self.chance(logits.softmax(-1), token)
-        return self.looks and bool((1 - self.kept > self.max_rejection_probability).all())
+        return self.may_sync and bool((1 - self.kept > self.max_rejection_probability).all())
 
     def chance(self, probs: Tensor, token: Tensor) -> Tensor:
         """Estimated probability that a token ``(B,)`` of ``probs (B, V)`` is accepted."""
@@ -290,18 +290,18 @@ class Going:
 
 
 def adapter_like(adapter: Any, model: Any) -> Any:
-    """The adapter of a drafting model, next to its target's."""
-    # a model of image tokens knows what it takes to write the same images
+    """The adapter of a drafting model, given its target's."""
+    # an image model's adapter shares the layout of its images
     return adapter.companion(model) or registry.adapter_for(model)
 
 
 def _unguided(guide: Guide | None, adapter: Any, words: bool) -> str | None:
-    """Why a drafting model cannot follow a guide; ``None``: nothing is known that speaks against.
+    """Why a drafting model cannot follow a guide; ``None``: it probably can.
 
     Args:
-        guide: The call's.
-        adapter: Of the drafting model.
-        words: Whether it reads a prompt of its own.
+        guide: Guide of the call.
+        adapter: Adapter of the drafting model.
+        words: Whether it reads the text of the prompt alone.
     """
     if guide is None:
         return None
@@ -331,7 +331,7 @@ def _words(call: Call) -> BranchSpec:
 
 
 def _loaded(path: str, target: Any) -> Any:
-    """The model in a folder: one like the target where it says so, else one of text or speech.
+    """Loads a checkpoint with the target's class if the model types match, else by an Auto class.
 
     Raises:
         IncompatibleError: It is neither.
@@ -360,7 +360,7 @@ def _loaded(path: str, target: Any) -> Any:
 
 
 def _type_of(path: str) -> str:
-    """What kind of model a checkpoint's configuration says it is.
+    """Model type of a checkpoint, from its configuration.
 
     Raises:
         InputError: There is none, or it does not say.

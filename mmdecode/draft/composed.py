@@ -1,4 +1,4 @@
-"""What drafters that are made of other drafters share.
+"""Helper of drafters that wrap other drafters.
 
 Not a drafter itself.
 """
@@ -11,10 +11,10 @@ from mmdecode.engine.contracts import Drafter
 
 
 def drafter_of(given: Drafter | str) -> Drafter:
-    """A drafter, from itself or from its name with options.
+    """A drafter, given itself or its name with options.
 
     Raises:
-        OptionError: It is none.
+        OptionError: The object is not a drafter.
         UnknownNameError: The name is not registered.
     """
     found: Drafter = registry.create("draft", given) if isinstance(given, str) else given

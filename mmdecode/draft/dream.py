@@ -32,9 +32,9 @@ class Dream(FeatureDraft):
 
     Args:
         drafter: The model.
-        share: Of each prompt's image tokens, how many the drafter sees: those that the words
-            attend to most in the last layer. 1, the neutral setting, all; the paper 0.75.
-        **options: As of `FeatureDraft`.
+        share: Share of each prompt's image tokens that the drafter reads: those that the text
+            attends to most in the last layer. 1, the neutral setting, reads all; the paper 0.75.
+        **options: Options of `FeatureDraft`.
 
     Raises:
         OptionError: An option is out of range.
@@ -75,7 +75,7 @@ class Dream(FeatureDraft):
         return cls.shaped(path, length, depth, top_k, nodes, **options)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """As of any; where images are thinned out, what words attend to."""
+        """The same as `FeatureDraft`; with fewer image tokens, the text's attention too."""
         thinned = self.share < 1 and "image" in adapter.inputs
         return super().needs(adapter).union(Requirements(text_attention=thinned))
 
@@ -85,12 +85,12 @@ class Dream(FeatureDraft):
 
 
 class DreamSession(FeatureSession):
-    """A call of a `Dream`: image rows that words attend to little are left out of its prompt."""
+    """A session of a `Dream`: image tokens that the text attends to least are left out."""
 
     draft: Dream
 
     def visible_rows(self, rows: Rows, prefill: BranchOutput) -> Rows:
-        """The prompt's rows, without those that the drafter is not to see."""
+        """The prompt's rows, without image tokens that are left out."""
         rows = super().visible_rows(rows, prefill)
         if self.draft.share == 1 or not prefill.text_attention:
             return rows
@@ -104,7 +104,7 @@ class DreamSession(FeatureSession):
 
 
 def _last_layer(output: BranchOutput, width: int) -> Tensor:
-    """What words attend to in the last layer, ``(B, width)``; prompts end in the last column."""
+    """The text's attention in the last layer, ``(B, width)``; prompts end in the last column."""
     _, weights = max(output.text_attention.items())
     weights = weights.mean(1)[:, -width:]
     return torch.nn.functional.pad(weights, (width - weights.shape[1], 0))

@@ -19,7 +19,7 @@ from mmdecode.models.feature_drafter import FeatureDrafter
 
 
 class Eagle(FeatureDraft):
-    """Drafts with an EAGLE-1, EAGLE-2 or EAGLE-3 model; see `FeatureDraft` for the options."""
+    """Drafts with an EAGLE-1, EAGLE-2 or EAGLE-3 model; the options are those of `FeatureDraft`."""
 
     summary = "a small layer over the model's own states drafts a tree"
     source = "EAGLE, Li et al. 2024; EAGLE-3, Li et al. 2025"

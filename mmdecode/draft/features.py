@@ -51,7 +51,8 @@ class FeatureDraft(Drafter):
         depth: Tokens on the longest path; the references count one less. 0 is neutral.
         top_k: Children of a node, and nodes of a level that go on; 1 drafts a chain.
         nodes: Nodes that are kept, the root not counted; the references count it.
-        images: ``hidden`` leaves the prompt's image rows out of what the drafter sees, a control.
+        images: ``hidden`` leaves the prompt's image tokens out of the drafter's input, as a
+            control.
         sampled: Whether rules that test a token against its distribution get tokens that were
             sampled, without replacement from log q, and not the most likely ones; ``None``: where
             the drafter was made for a model of image tokens, whose distributions are flat, and the
@@ -61,13 +62,13 @@ class FeatureDraft(Drafter):
             setting: at ``depth``. With ``top_k`` as many as ``nodes`` this is OPT-Tree; see
             `mmdecode.draft.growing.Worth`.
 
-    Proposes deterministic trees, or sampled ones with their distributions. Under the coupled rule
+    Proposes deterministic trees, or sampled ones with their distributions. With the coupled rule,
     children are the top of log q plus the noise that decides their position, while paths are
-    weighed by log q; tokens that the drafter's vocabulary lacks are never proposed. Lossless under
-    every exact rule, whatever it says.
+    ranked by log q. Tokens outside the drafter's vocabulary are never proposed. Lossless with every
+    exact rule, whatever is drafted.
 
-    Under a guide with other branches the drafter runs on the states of each, and what it drafts
-    follows the guided distribution, as LANTERN has it; see `mmdecode.draft.target`.
+    If a guide has other branches, the drafter runs on the states of each, and drafts from the
+    guided distribution, as LANTERN does; see `mmdecode.draft.target`.
 
     Raises:
         OptionError: An option is out of range, or a sampled tree has too many nodes.
@@ -81,7 +82,7 @@ class FeatureDraft(Drafter):
         "which proposes tokens with their distribution",
     )
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {}
-    """What `from_pretrained` loads."""
+    """Models that `from_pretrained` loads, by kind."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class FeatureDraft(Drafter):
 
         Args:
             name: A folder, a Hub id or ``zoo:NAME``.
-            **options: As of the class.
+            **options: Options of the class.
 
         Raises:
             InputError: The checkpoint holds no such drafter.
@@ -178,7 +179,7 @@ class FeatureSession(DraftSession):
     Begins by reading all prompt rows but the last, whose next token was decided only now.
 
     Args:
-        draft: Whose session it is.
+        draft: The drafter.
         call: The call.
         prefill: Outputs after the prompt, with the states of the whole prompt.
 
@@ -226,7 +227,7 @@ class FeatureSession(DraftSession):
         self.cache.set_start(torch.full_like(self._pads, width))
 
     def visible_rows(self, rows: Rows, prefill: BranchOutput) -> Rows:
-        """The prompt's rows, without those that the drafter is not to see."""
+        """The prompt's rows that the drafter reads."""
         if self.draft.images == "all":
             return rows
         assert rows.kept is not None and rows.images is not None
@@ -328,7 +329,7 @@ def shipped(kinds: Iterable[str], model_id: str | None) -> str:
 
 
 def feature_needs(drafter: FeatureDrafter, adapter: Any) -> Requirements:
-    """What a drafter wants of the target's passes; see `FeatureDraft.needs`.
+    """Internals that a drafter needs from the target's passes; see `FeatureDraft.needs`.
 
     Raises:
         IncompatibleError: The drafter was made for another target.
@@ -345,12 +346,12 @@ def prompt_rows(
     prefill: Mapping[str, BranchOutput],
     specs: Sequence[BranchSpec] = (MAIN,),
 ) -> Rows:
-    """What a drafter reads of a prompt: all its tokens but the last, each with the one after it.
+    """Inputs of a drafter for a prompt: all its tokens but the last, each with the one after it.
 
     Args:
-        drafter: Whose rows they are.
+        drafter: The drafter's model.
         call: The call.
-        prefill: By branch, with the states of the whole prompt, as `feature_needs` asks for them.
+        prefill: Outputs by branch, with the states of the whole prompt that `feature_needs` names.
         specs: Branches whose prompts are read, the main one first; their rows follow each other.
 
     Returns:
@@ -401,7 +402,7 @@ def turned(drafter: FeatureDrafter, adapter: Any, positions: Tensor) -> Tensor:
     if drafter.rotary.sections is None:
         return positions
     if adapter.on_grid:
-        return adapter.grid_places(positions)
+        return adapter.grid_positions(positions)
     return positions[:, None].expand(-1, 3, -1)
 
 

@@ -1,7 +1,7 @@
-"""Two drafts, one before the other: the second proposes in the rows where the first has nothing.
+"""Two drafters in order: the second proposes in the rows where the first has nothing.
 
-For a cheap draft that is right while it lasts, such as a text that is at hand, in front of one that
-always has something to say. Both see every round, so the second is up to date when its turn comes.
+The first is cheap and often right where it applies, such as copying a text; the second always
+proposes. Both observe every round, so that the second is up to date when it is used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FirstOf(Drafter):
         OptionError: One of them is no drafter.
     """
 
-    summary = "a text at hand, such as the last window's, before another draft"
+    summary = "a given text, such as the last window's; where it has none, another drafter"
     source = "arXiv:2304.04487, Yang et al. 2023, in front of any draft"
 
     def __init__(self, first: Drafter | str, second: Drafter | str) -> None:
@@ -75,7 +75,7 @@ class FirstOf(Drafter):
         return cls(Source(length, least=2), fallback)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """What either wants."""
+        """Internals that either needs."""
         return self.first.needs(adapter).union(self.second.needs(adapter))
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:

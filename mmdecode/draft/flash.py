@@ -1,9 +1,9 @@
-"""FLASH: latents in place of images, and several tokens a pass of the drafter.
+"""FLASH: a drafter that reads latents instead of images, and drafts several tokens a pass.
 
-The first K levels of a tree are read off the states that the last committed row made; then one pass
-reads the nodes of all K levels, each with the state that was made for it, and so on. What a node's
-children are does not depend on the node within K levels, only the weight of its path does. The
-model is in `mmdecode.models.flash`.
+The first K levels of a tree come from the states at the last committed row. Then one pass reads the
+nodes of all K levels, each with the state that was predicted for it, and so on. Within K levels a
+node's children do not depend on the node, only the probability of its path does. The model is in
+`mmdecode.models.flash`.
 
 Source: Wang et al. 2025, arXiv:2505.12728. Differs from it: there is no released routine for
 drafting; a pass reads all tokens drafted since the last one and not the last alone, so that the
@@ -31,7 +31,7 @@ from mmdecode.models.flash import FlashModel
 class Flash(FeatureDraft):
     """Drafts with a FLASH model; see `FeatureDraft` for the options."""
 
-    summary = "several tokens a pass of a layer that sees latents of each image"
+    summary = "a layer that drafts several tokens a pass and sees latents of each image"
     source = "FLASH, Wang et al. 2025"
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {FlashModel.kind: FlashModel}
 
@@ -44,7 +44,7 @@ class FlashSession(FeatureSession):
     """A call of a `Flash`: a pass reads the nodes of all levels since the last one."""
 
     def reader(self, levels: int) -> tuple[Tensor, Callable[[int, Tensor, Tensor], Tensor]]:
-        """As of `FeatureSession`; only every so many steps make a pass."""
+        """Same as in `FeatureSession`, but only every ``drafter.steps`` levels take a pass."""
         assert self.state is not None, "observe was not called"
         drafter, adapter = self.drafter, self.call.plan.adapter
         assert isinstance(drafter, FlashModel)

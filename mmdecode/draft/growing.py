@@ -1,8 +1,8 @@
-"""How a tree is grown level by level, for drafts that make a distribution of every node.
+"""Growing a tree level by level, for drafters with a distribution at every node.
 
-Every node of the frontier has its best children, the best of these by the probability of their
-path go on, and in the end the best of all nodes are kept. A node is never likelier than its parent,
-so what is kept is a tree.
+Each node of the frontier gets its most likely children; of these, the ones with the most likely
+paths form the next frontier. In the end the most likely of all nodes are kept. A node is never more
+likely than its parent, so the kept nodes are a tree.
 
 Sources: Li et al. 2024 (EAGLE-2), arXiv:2406.16858, section 4; Wang et al. 2025 (OPT-Tree),
 arXiv:2406.17276, for the depth (see `Worth`). Differs from the references: no loop over nodes and
@@ -26,12 +26,12 @@ from mmdecode.errors import OptionError
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a tree that is grown.
+    """Size of a tree to grow.
 
     Attributes:
         levels: Tokens on the longest path.
         top_k: Children of a node, and nodes of a level that go on; 1 makes a chain.
-        nodes: That are kept, where none was drawn; of a chain, all.
+        nodes: Nodes to keep, if none was sampled; a chain keeps all.
         min_expected_gain: See `mmdecode.draft.features.FeatureDraft`.
 
     Raises:
@@ -51,19 +51,19 @@ class Shape:
 
 
 class Worth:
-    """Which rows' trees go on: those whose last level added enough expected tokens.
+    """Stop condition per row: a tree ends once a level adds too few expected tokens.
 
-    A path is expected to be accepted as often as the drafter gives it probability, so a tree is
-    worth the sum of these over the ``nodes`` nodes that are kept, and the most likely nodes are the
-    tree that is worth most. Where a level adds nothing, no later one can. The host looks only where
-    that is free (on the CPU); elsewhere all levels are grown, and nodes after a row's end are
-    unused.
+    A path is expected to be accepted with the probability that the drafter gives it. The expected
+    number of accepted tokens is the sum of these over the ``nodes`` nodes that are kept, so the
+    most likely nodes are the best tree. If a level adds nothing, no later one can. The host reads
+    the condition only on the CPU, where that is free; elsewhere all levels are grown, and nodes
+    after a row's end are unused.
 
     Args:
         min_expected_gain: Expected tokens that a level must add more than for another to follow;
             the level that fails is kept.
-        nodes: That a tree keeps.
-        call: Of the call.
+        nodes: Number of nodes that a tree keeps.
+        call: The call.
 
     Source: Wang et al. 2025 (OPT-Tree), arXiv:2406.17276, section 3. Differs from its code, which
     leaves the level it has just grown out of the sum.
@@ -71,7 +71,7 @@ class Worth:
 
     def __init__(self, min_expected_gain: float, nodes: int, call: Call) -> None:
         self.min_expected_gain, self.nodes = min_expected_gain, nodes
-        self.looks = call.device.type == "cpu" and not call.plan.static_shapes
+        self.may_sync = call.device.type == "cpu" and not call.plan.static_shapes
         self.going = call.rows.active[:, None]
         self._best = torch.zeros(call.batch, 0, device=call.device)
         self._expected = torch.zeros(call.batch, 1, device=call.device)
@@ -82,7 +82,7 @@ class Worth:
         return tokens.masked_fill(ended, -1), scores.masked_fill(ended, -torch.inf)
 
     def ended(self, scores: Tensor) -> bool:
-        """Notes the scores of a level as shown; says whether all rows are known to end with it."""
+        """Takes the scores of a level into account; returns whether all rows are known to end."""
         both = torch.cat([self._best, scores.exp()], 1)
         self._best = both.topk(min(self.nodes, both.shape[1]), dim=1).values
         expected = self._best.sum(1, keepdim=True)
@@ -90,7 +90,7 @@ class Worth:
             expected - self._expected > self.min_expected_gain
         )  # nothing is added where it ended
         self._expected = expected
-        return self.looks and not bool(self.going.any())
+        return self.may_sync and not bool(self.going.any())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +141,9 @@ def grow(
             each one's parent in the frontier before, to logits after them, ``(B, k, D)``.
         levels: Tokens on the longest path.
         top_k: Children of a node, and nodes of a level that go on.
-        noise: Of a level ``(B, 1, D)``, added to log q to choose children, not to weigh them;
+        noise: From a level to noise ``(B, 1, D)``, added to log q to choose children, not to rank;
             ``None``: the most likely are chosen.
-        worth: Which rows' trees end before; ``None``: none.
+        worth: Stop condition of rows; ``None``: all grow to ``levels``.
     """
     batch = len(root)
     tokens, parents, scores = [], [], []
@@ -186,9 +186,9 @@ def grown_proposal(
 
     Args:
         target: Makes the distribution of logits.
-        shape: Of the tree.
+        shape: Size of the tree.
         root: Logits after the last committed token, of all branches, ``(M * B, 1, D)``.
-        step: As of `grow`, to logits of all branches.
+        step: See `grow`; returns logits of all branches.
         own: The target's id of each of the drafter's, ``(D,)``; ``None``: they are the same.
     """
     call, kind = target.call, target.call.plan.kind
@@ -196,14 +196,14 @@ def grown_proposal(
     nodes = max(shape.nodes, shape.levels) if top_k == 1 else shape.nodes
     log_qs: list[Tensor] = []  # of the nodes of each level
 
-    def law_of(level: int, logits: Tensor) -> Tensor:
+    def distribution_of(level: int, logits: Tensor) -> Tensor:
         position = (call.rows.length + level)[:, None]
         log_qs.append(target(logits, position, own))
         return log_qs[-1]
 
     grown = grow(
-        law_of(0, root),
-        lambda level, tokens, above: law_of(level + 1, step(level, tokens, above)),
+        distribution_of(0, root),
+        lambda level, tokens, above: distribution_of(level + 1, step(level, tokens, above)),
         shape.levels,
         top_k,
         lambda level: noise_of(kind, call, (call.rows.length + level)[:, None], vocab, own),
@@ -227,12 +227,12 @@ def grown_proposal(
 def tree_mask(
     begin: Tensor, pads: Tensor, sees: Tensor, visible: int, dtype: torch.dtype
 ) -> Tensor:
-    """What a level of a tree may attend to, as an additive mask ``(B, 1, k, visible)``.
+    """Additive mask of a tree's level: slots that each node may attend to, ``(B, 1, k, visible)``.
 
     Args:
         begin: Slot after the committed rows, where the tree's first level lies, ``(B,)``.
         pads: Slots at the left of each row that hold nothing, ``(B,)``.
-        sees: What each node may see of the tree so far, itself included, ``(B, k, W)`` bool.
+        sees: Nodes so far that each node may attend to, itself included, ``(B, k, W)`` bool.
         visible: Slots that attention covers.
         dtype: The model's.
     """
@@ -248,7 +248,7 @@ def tree_mask(
 
 
 def extended(sees: Tensor | None, above: Tensor) -> Tensor:
-    """What the nodes of a level see of the tree: what their parents do, and themselves."""
+    """Nodes that a level's nodes may attend to: those that their parents do, and themselves."""
     batch, width = above.shape
     itself = torch.eye(width, dtype=torch.bool, device=above.device).expand(batch, -1, -1)
     if sees is None:

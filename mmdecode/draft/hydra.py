@@ -40,7 +40,7 @@ class Hydra(Drafter):
         min_expected_gain: See `mmdecode.draft.features.FeatureDraft`.
 
     Proposes what that does: deterministic trees, or coupled ones. Lossless under every exact rule,
-    whatever the heads say. Under a guide with other branches the heads run on the states of each,
+    whatever the heads predict. If a guide has other branches, the heads run on the states of each,
     see `mmdecode.draft.target`.
 
     Raises:
@@ -48,7 +48,7 @@ class Hydra(Drafter):
         IncompatibleError: At the call: the heads were made for another model.
     """
 
-    summary = "heads on the model's own last state that read what is drafted before them"
+    summary = "heads on the model's last hidden state that also read the tokens drafted before"
     source = "Hydra, Ankner et al. 2024"
     kinds: tuple[Kind, ...] = ("deterministic", "coupled")
     capabilities = DrafterCapabilities(graph_safe=True, follows_target=True)
@@ -121,7 +121,7 @@ class HydraSession(DraftSession):
     """A call of a `Hydra`: the states that decided the last tokens.
 
     Args:
-        draft: Whose session it is.
+        draft: The drafter.
         call: The call.
         prefill: Outputs after the prompt.
 

@@ -3,9 +3,9 @@
 Nothing is trained and no second model is run. The window after the last committed token is scored
 in one pass, the rule keeps what it can, and what lies after the first rejection comes back with
 the distribution each token was sampled from (`mmdecode.engine.window`); positions that are new to
-the window are filled from their neighbours or at random. What this gains depends on how soon a
-token's distribution settles while the tokens before it still change, so it suits image tokens, and
-text hardly.
+the window are filled from their neighbours or at random. The gain depends on how soon a token's
+distribution settles while the tokens before it still change, so it suits image tokens, and text
+hardly.
 
 Sources: Teng et al. 2024 (SJD), arXiv:2410.01699, section 4, with its initialisations; SJD-PAC,
 arXiv:2603.18599, for adaptive continuation and siblings at the front; arXiv:2510.24211 for the two
@@ -40,16 +40,16 @@ class Jacobi(Drafter):
 
     Args:
         window: Tokens of a pass, L: the last committed one and L - 1 guesses. 1 is neutral.
-        start: Guesses at places that are new to the window. ``random``: uniform over the image's
+        start: Guesses at positions that are new to the window. ``random``: uniform over the image's
             codes; ``left`` and ``above``: the neighbour's token; ``left_law`` and ``above_law``: a
             sample from the neighbour's last distribution. Positions without that neighbour,
-            and all places of models without a grid, are random.
-        continuation: What becomes of the window after a rejection, where the rule is a rejection
-            test: ``adaptive``, every guess is tested; ``redraw``, as SJD was published; ``shared``,
-            drawn with noise that belongs to the place. The coupled rule and greedy decoding guess
-            by their own choice.
-        siblings: Guesses per place in the first ``levels`` places; 1: a chain.
-        levels: Places that have siblings.
+            and all positions of models without a grid, are random.
+        continuation: How the window is refilled after a rejection, if the rule is a rejection
+            test: ``adaptive``, every guess is tested; ``redraw``, sampled again as in SJD;
+            ``shared``, sampled with noise that belongs to the position. With the coupled rule and
+            greedy decoding the guesses are the target's own choices.
+        siblings: Guesses per position in the first ``levels`` positions; 1: a chain.
+        levels: Positions that have siblings.
 
     Lossless under every exact rule. ``adaptive`` and ``shared`` are two modes, not to be combined.
 
@@ -121,7 +121,7 @@ class JacobiSession(DraftSession):
     Args:
         call: The call.
         drafter: Its options.
-        layout: Of the image; ``None``: there is no grid.
+        layout: Layout of the image; ``None``: there is no grid.
         vocab: Tokens of the target.
     """
 
@@ -164,7 +164,7 @@ class JacobiSession(DraftSession):
         self.known.copy_(length + (window.tokens >= 0).sum(1))
 
     def propose(self, budget: int) -> Proposal:
-        """What is left of the window, then fresh guesses."""
+        """The rest of the window, then new guesses."""
         call, layout = self.call, self.layout
         if self.window == 1:
             return Proposal.empty(call.batch, call.device)
@@ -189,7 +189,7 @@ class JacobiSession(DraftSession):
         return self._with_siblings(self.tree, positions, tokens, log_q)
 
     def _ring(self, positions: Tensor) -> Tensor:
-        """Where the distributions of ``positions (B, N)`` are kept, ``(B, N, 1)``."""
+        """Index in ``log_q`` of the distributions at ``positions (B, N)``, ``(B, N, 1)``."""
         assert self.log_q is not None
         return (positions % self.log_q.shape[1])[..., None]
 
@@ -212,7 +212,7 @@ class JacobiSession(DraftSession):
         return tokens, torch.where(found, one_hot(neighbour, log_q), log_q)
 
     def _source(self, positions: Tensor) -> Tensor | None:
-        """Where each of ``positions (B, N)`` begins from, -1 where that is not known."""
+        """Position of the neighbour that each of ``positions (B, N)`` starts from, -1: none."""
         layout = self.layout
         if self.start == "random" or layout is None:
             return None
@@ -271,7 +271,7 @@ def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
 
 
 def front_tree(length: int, siblings: int, levels: int) -> tuple[Tree, list[tuple[int, ...]]]:
-    """A chain of ``length`` nodes whose first ``levels`` places have ``siblings`` guesses each.
+    """A chain of ``length`` nodes whose first ``levels`` positions have ``siblings`` guesses each.
 
     Returns:
         The tree, and each node's rank path; first siblings lead on.

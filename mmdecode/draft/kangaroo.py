@@ -1,8 +1,9 @@
-"""Kangaroo: the model's first layers and a trained adapter draft a chain while they are sure.
+"""Kangaroo: the model's first layers and a trained adapter draft a chain while confident.
 
 A view of the model runs its first layers, the adapter after them, and the model's own head; the
-adapter's keys and values lie in the view's cache, in the place of the next layer. Drafting ends
-after a token of which the adapter was not sure. The adapter is in `mmdecode.models.kangaroo`.
+adapter's keys and values are stored in the view's cache as those of the next layer. Drafting ends
+after a token whose distribution has a low top probability. The adapter is in
+`mmdecode.models.kangaroo`.
 
 Source: Liu et al. 2024, arXiv:2404.18911, section 3, with its defaults. Differs from the reference:
 any batch and any rule; the first layers read the prompt and the last two committed tokens again,
@@ -50,7 +51,7 @@ class Kangaroo(LayerSkip):
             model see a window or have no rotary positions.
     """
 
-    summary = "the model's own first layers and a trained adapter draft while they are sure"
+    summary = "the model's first layers and a trained adapter draft a chain until they are in doubt"
     source = "Kangaroo, Liu et al. 2024"
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {KangarooModel.kind: KangarooModel}
 
@@ -147,7 +148,7 @@ class KangarooSession(AssistantSession):
     """One call of a `Kangaroo`.
 
     Args:
-        call: As of `mmdecode.draft.assistant.AssistantSession`.
+        call: The call, like the next three as in `mmdecode.draft.assistant.AssistantSession`.
         branch: Likewise.
         target: Likewise.
         length: Likewise.
@@ -166,11 +167,11 @@ class KangarooSession(AssistantSession):
         self.confidence_threshold = confidence_threshold
 
     def going(self) -> Going:
-        """Rows go on while the drafter is sure."""
-        return _GoingSure(self.confidence_threshold, self.call)
+        """Rows stop after a token with a low top probability."""
+        return _GoingConfident(self.confidence_threshold, self.call)
 
 
-class _GoingSure(Going):
+class _GoingConfident(Going):
     """Stops drafting in a row once the top probability falls below ``confidence_threshold``."""
 
     def __init__(self, confidence_threshold: float, call: Call) -> None:

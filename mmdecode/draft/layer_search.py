@@ -1,4 +1,4 @@
-"""Layers to skip are searched for while the text is written, by two methods.
+"""Two methods that search for layers to skip while they decode.
 
 `Swift` tries sets of attention and MLP sublayers on what was written last, and keeps the one that
 would have drafted most of it. `Clasp` chooses whole layers by a dynamic programme over the hidden
@@ -44,8 +44,8 @@ class LayerSearch(CacheCopyDrafter):
     """Drafts ``length`` tokens without a share of the model's layers: a base for the two.
 
     Args:
-        share: Of the layers or sublayers that may be skipped; 0 is the model itself, and accepts
-            everything.
+        share: Share of the skippable layers or sublayers to skip; 0 is the model itself, and
+            accepts everything.
         length: Tokens per round; 0 is neutral.
         every: Rounds from one search to the next.
         max_rejection_probability: See `mmdecode.draft.assistant.Assistant`.
@@ -100,7 +100,7 @@ class SearchSession(CopySession):
     Nothing is skipped before the first search.
 
     Attributes:
-        skipped: What the view leaves out that drafts.
+        skipped: Units that the drafting view leaves out.
     """
 
     def __init__(self, call: Call, prefill: BranchOutput, drafter: LayerSearch) -> None:
@@ -137,24 +137,25 @@ class Swift(LayerSearch):
     """Skips the sublayers that were missed least: random search, scored on the last tokens.
 
     Candidates are random sets of ``share`` of the sublayers between the first and the last layer.
-    One is scored in a single pass over the last ``window`` tokens: in what share of places its
-    argmax is what was written. The best so far is kept, from call to call, until one drafts 95 %.
+    One is scored in a single pass over the last ``window`` tokens: in what share of positions its
+    argmax is the token that was written. The best so far is kept, from call to call, until one
+    drafts 95 %.
 
     Args:
-        share: Of these sublayers.
+        share: Share of these sublayers to skip.
         length: Tokens per round; 0 is neutral.
         every: Rounds from one candidate to the next.
         max_rejection_probability: See `mmdecode.draft.assistant.Assistant`; 0.2 is nearest to
             SWIFT's own stop.
         window: Most tokens that a candidate is scored on.
-        seed: Of the candidates.
+        seed: Seed of the random candidates.
 
     Differs from the reference: no Bayesian proposals (off by default there too), no tree; the best
     set is scored again with each candidate, on the same tokens. Whole layers are the units of a
     model whose layers do not consist of ``attention_sites`` and an ``mlp``.
     """
 
-    summary = "the model without sublayers that a search found to be spared drafts a chain"
+    summary = "the model drafts a chain without the sublayers that a search found dispensable"
     source = "SWIFT, Xia et al. 2024"
 
     def __init__(
@@ -180,18 +181,18 @@ class Swift(LayerSearch):
         return SwiftSession(call, prefill, self)
 
     def found(self, units: Sequence[Unit]) -> Found:
-        """What is known of models with these units."""
+        """Search results for models with these units."""
         with self._lock:
             return self._found.setdefault(tuple(units), Found(units, self.share, self.seed))
 
 
 class Found:
-    """What Swift has found of models that are laid out alike; their calls share it.
+    """Search results of `Swift` for models with the same units; their calls share them.
 
     Args:
-        units: What may be skipped.
-        share: Of them.
-        seed: Of the candidates.
+        units: Units that may be skipped.
+        share: Share of them to skip.
+        seed: Seed of the random candidates.
 
     Attributes:
         skipped: The best set so far; evenly spread, until something better is known.
@@ -206,7 +207,7 @@ class Found:
         self._lock = Lock()
 
     def candidate(self) -> frozenset[Unit]:
-        """As many units as are skipped, at random."""
+        """A random set of as many units as are skipped."""
         with self._lock:
             return frozenset(self._dice.sample(self.units, len(self.skipped)))
 
@@ -266,7 +267,7 @@ class Clasp(LayerSearch):
     j run as siblings in one pass of the whole model, of which j = 0 is X itself.
 
     Args:
-        share: Of the layers.
+        share: Share of the layers to skip.
         length: Tokens per round; 0 is neutral.
         every: Rounds from one programme to the next; the paper runs it after each.
         max_rejection_probability: See `mmdecode.draft.assistant.Assistant`.
@@ -274,7 +275,7 @@ class Clasp(LayerSearch):
     Differs from the paper: one set for all rows, by the mean cosine of those that go on.
     """
 
-    summary = "the model without the layers that the last tokens could spare drafts a chain"
+    summary = "the model drafts a chain without the layers that mattered least for the last tokens"
     source = "CLaSp, Chen et al. 2025"
 
     def begin(self, call: Call, prefill: BranchOutput) -> ClaspSession:
@@ -348,10 +349,10 @@ class Programme:
 
 
 class Nothing(nn.Module):
-    """Stands in the place of a sublayer, and adds nothing to what goes round it.
+    """Replaces a sublayer, and adds zero to the residual stream.
 
     Args:
-        replaced: What it stands for.
+        replaced: The sublayer.
         attention: Whether that is attention, which returns weights too, in transformers' models;
             those of this library say by an annotation that they do not.
     """
@@ -368,7 +369,7 @@ class Nothing(nn.Module):
 
 
 def units_of(adapter: Any) -> list[Unit]:
-    """What may be skipped: sublayers between the first and the last layer, or whole layers."""
+    """Units that may be skipped: sublayers between first and last layer, or whole layers."""
     layers = list(adapter.layers())
     inner = range(1, len(layers) - 1)
     sites = adapter.attention_sites()

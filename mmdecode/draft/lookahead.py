@@ -1,4 +1,4 @@
-"""Lookahead: n-grams that the model guessed for places ahead are drafted when they begin to fit.
+"""Lookahead: drafts n-grams from the model's own guesses for later positions.
 
 With the candidates, every pass scores a window of guesses for the positions ahead. Column i of the
 window holds what Jacobi iterations of the last rounds made of position i and those after it, so
@@ -68,7 +68,7 @@ class LookaheadSession(DraftSession):
     Args:
         call: The call.
         guesses: The window's first row, ``(B, W)``.
-        ngram: As of `Lookahead`.
+        ngram: See `Lookahead`.
         most: N-grams that are candidates at once.
     """
 

@@ -80,8 +80,8 @@ def suffix_matches(ids: Tensor, real: Tensor, tail: Tensor) -> Tensor:
     """How many tokens before each column equal the last tokens of the row.
 
     Args:
-        ids: Where to look, ``(B, W)``.
-        real: What may be matched, ``(B, W)`` bool.
+        ids: Tokens to search, ``(B, W)``.
+        real: Tokens that may be matched, ``(B, W)`` bool.
         tail: The last n tokens of each row, ``(B, n)``.
 
     Returns:

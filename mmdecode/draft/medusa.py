@@ -89,7 +89,7 @@ class MedusaHeads(nn.Module):
         """From ``<head>.<layer>.linear.{weight,bias}`` and, for own outputs, ``<head>.<L>.weight``.
 
         Args:
-            weights: By key; all heads alike.
+            weights: Weights by key; all heads have the same shapes.
             first: Heads before this one are left out (head 0 of Medusa-Linear is the target's).
         """
         keys = [key.split(".") for key in weights]
@@ -150,8 +150,8 @@ class Medusa(Drafter):
         cpu_nodes: The same on a CPU, where a pass is soon bound by arithmetic, for fewer than 8
             rows; half as many for more. A checkpoint may carry what was measured for its model.
 
-    Proposes deterministic trees. Lossless under every exact rule, whatever the heads say. Under a
-    guide with other branches the heads run on the states of each, see `mmdecode.draft.target`.
+    Proposes deterministic trees. Lossless under every exact rule, whatever the heads predict. If a
+    guide has other branches, the heads run on the states of each, see `mmdecode.draft.target`.
     """
 
     summary = "extra heads on the model's own last hidden state draft a tree"
@@ -234,7 +234,7 @@ class Medusa(Drafter):
                 )
             layer.load_state_dict({key: value.float() for key, value in block.items()})
         cpu_nodes = None if paths else config.get("cpu_nodes")
-        paths = paths or _paths(config.get("medusa_choices"))
+        paths = paths or paths_of_choices(config.get("medusa_choices"))
         return cls(module.float(), layer, paths, cpu_nodes=cpu_nodes)
 
     @classmethod
@@ -333,7 +333,7 @@ class MedusaSession(DraftSession):
     With a block, begins by running it over all prompt rows but the last.
 
     Args:
-        draft: Whose session it is.
+        draft: The drafter.
         call: The call.
         prefill: Outputs after the prompt; with a block, with the states of the whole prompt.
 
@@ -414,7 +414,7 @@ class BlockRunner:
             self.cache.set_start(torch.full_like(self._pads, width - 1))
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Of root and accepted path, ``(M * B, D + 1, H)``; keeps what was committed."""
+        """States of root and accepted path, ``(M * B, D + 1, H)``; commits them to the cache."""
         call = self.call
         visible = bucket(call.prompt_length + call.rows.cur_len + states.shape[1])
         states = self._run(states, visible)
@@ -450,7 +450,7 @@ def _refuse_foreign(heads: MedusaHeads, call: Call, prefill: BranchOutput) -> No
             )
 
 
-def _paths(choices: Any) -> list[tuple[int, ...]] | None:
+def paths_of_choices(choices: Any) -> list[tuple[int, ...]] | None:
     """Rank paths, or the counts per level of Whisper-Medusa, whose first is the base token's."""
     if not choices:
         return None

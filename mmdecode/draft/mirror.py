@@ -1,9 +1,9 @@
-"""Drafts by the model itself after the keys and values that the model has already computed.
+"""Drafting by the model itself on a copy of the keys and values that it has already computed.
 
-The prompt is not read a second time: a cache of the draft's own begins as a copy of the main
-branch's, whole or in part, and each round's committed tokens are copied into it. So the draft reads
-one token short of what the model knows, never a rejected one, and what other drafts proposed is
-there too. It costs the memory of the copy.
+The prompt is not read a second time: the drafter's cache begins as a copy of the main branch's,
+whole or in part, and each round's committed tokens are copied into it. So it holds all committed
+tokens but the last, whichever drafter proposed them, and never a rejected one. It costs the memory
+of the copy.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class CopySession(AssistantSession):
 
     Args:
         call: The call.
-        prefill: What the main branch said of the prompt.
-        drafter: How much is drafted.
+        prefill: The main branch's output at the prompt.
+        drafter: The drafter, for its options.
 
     Attributes:
         main: Runs the main branch, from whose cache is copied.

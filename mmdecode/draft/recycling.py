@@ -1,7 +1,7 @@
-"""Token recycling: propose what the model itself held likely after the same token before.
+"""Token recycling: proposes the tokens that were most likely after the same token before.
 
-Every scored node says which tokens are most likely after it, most of which are thrown away. They
-are kept here, by token, and the next draft reads its tree off this table: the children of a node
+Every scored node has a distribution of the next token, and its most likely tokens are kept here in
+a table by the node's token. The next draft reads its tree off this table: the children of a node
 are the kept candidates of its token. No parameters, no training, no model pass.
 
 Source: Luo et al. 2024 (Token Recycling), arXiv:2408.08696, sections 3.1 and 3.2. Differs from the
@@ -48,7 +48,7 @@ class Recycling(Drafter):
     under every exact rule, whatever the table holds.
     """
 
-    summary = "a tree of what the model held likely after the same tokens before"
+    summary = "a tree of the model's earlier candidates after the same tokens"
     source = "Luo et al. 2024"
     capabilities = DrafterCapabilities(graph_safe=True)
 
@@ -94,8 +94,8 @@ class RecyclingSession(DraftSession):
 
     Args:
         call: The call.
-        tree: What is drafted.
-        ranks: Of each of its nodes among the candidates.
+        tree: Shape of the draft.
+        ranks: Rank of each node's token among the candidates.
         table: Candidates by token, ``(B or 1, V + 1, k)`` int32, -1 where unknown;
             written in place.
     """
@@ -141,7 +141,7 @@ class RecyclingSession(DraftSession):
 
 @lru_cache(maxsize=64)
 def _levels(tree: Tree, ranks: tuple[int, ...], width: int, device: torch.device) -> list[Tensor]:
-    """By depth: where each node's token stands among the candidates of the level above."""
+    """Index of each node's token among the candidates of the level above, by depth."""
     result, first = [], -1
     for depth in range(1, tree.depth + 1):
         nodes = [u for u, d in enumerate(tree.depths) if d == depth]

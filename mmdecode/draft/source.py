@@ -1,4 +1,4 @@
-"""Input-guided drafting: propose that the output goes on as its source text does.
+"""Input-guided drafting: proposes the tokens that come next in a source text.
 
 For outputs that mostly copy a text that is at hand: a recogniser's hypotheses under correction, the
 last partial transcript of a stream, a sentence to be edited. The draft continues in the source
@@ -53,7 +53,7 @@ class Source(Drafter):
             vocabulary.
     """
 
-    summary = "goes on as a source text does that the output mostly copies"
+    summary = "continues a given text that the output mostly copies"
     source = "Sun et al. 2021 (aggressive decoding); Yang et al. 2023"
     capabilities = DrafterCapabilities(graph_safe=True)
 
@@ -114,12 +114,12 @@ class Source(Drafter):
 
 
 class SourceSession(DraftSession):
-    """Where each row stands in its texts.
+    """Copies from the texts of each row, at the index that each row has reached.
 
     Args:
         call: The call.
         texts: T texts per row, ``(B, T, W)``, -1 after their ends.
-        length: As of `Source`, like all below.
+        length: See `Source`, as for the next two.
         ngram: Longest suffix that is looked up.
         least: Tokens that have to match.
     """

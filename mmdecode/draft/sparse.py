@@ -1,9 +1,9 @@
 """Sparse to dense: the model drafts while it looks at the image tokens that matter, and no others.
 
 When the prompt was read, every head of every layer keeps the ``cells`` image tokens that the words
-of the prompt attend to most, and all words. Drafts are written behind this small cache, at the
-positions that the tokens have, and verified with the whole one. No training, and no second reading
-of the prompt. It pays where image tokens are many times the words (videos, many tiles), so that
+of the prompt attend to most, and all words. Drafts are written with this small cache, at the
+positions that the tokens have, and verified with the whole one. No training, and the prompt is read
+once. It pays where image tokens are many times the words (videos, many tiles), so that
 what a pass costs is reading them: at a few hundred of them it does not.
 
 Source: Zhang et al. 2025 (Sparse-to-Dense), arXiv:2505.19155, section 3. The score of image token j
@@ -27,7 +27,7 @@ from mmdecode.errors import IncompatibleError, OptionError
 
 
 class Sparse(CacheCopyDrafter):
-    """Drafts ``length`` tokens with ``cells`` image tokens in sight.
+    """Drafts ``length`` tokens with ``cells`` image tokens in the cache.
 
     Args:
         cells: Image tokens that each head keeps; as many as there are is the model itself, and
@@ -42,7 +42,7 @@ class Sparse(CacheCopyDrafter):
             does not show the inside of the model.
     """
 
-    summary = "the model drafts with the image tokens alone that the question attends to most"
+    summary = "the model drafts from the image tokens alone that the question attends to most"
     source = "Sparse-to-Dense, Zhang et al. 2025"
 
     def __init__(
@@ -61,7 +61,7 @@ class Sparse(CacheCopyDrafter):
         return cls(cells, length, max_rejection_probability)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """What the text of the prompt attends to."""
+        """The attention of the prompt's text."""
         return Requirements(text_attention=True)
 
     def begin(self, call: Call, prefill: BranchOutput) -> CopySession:
@@ -108,7 +108,7 @@ def most_attended(weights: Tensor, images: Tensor, cells: int, groups: int) -> T
     """The image tokens that a layer's heads attend to most, bool ``(B, groups, P)``.
 
     Args:
-        weights: By query head, ``(B, H, P)``; heads of a group follow one another.
+        weights: Weights by query head, ``(B, H, P)``; heads of a group follow one another.
         images: ``(B, P)``.
         cells: How many, or all of a row that has fewer.
         groups: Heads of keys.

@@ -1,10 +1,10 @@
 """Drafting from the target distribution: a draft's logits are guided and warped as the model's are.
 
-A drafter that runs on each branch of a guide makes logits of each, and the guide combines them as
-it combines the model's. What such a drafter proposes is no more exact than other drafts, but closer
-to the distribution that it is verified by, so that more of it is accepted.
+A drafter that runs on each branch of a guide has logits of each, and the guide combines them as it
+combines the model's. These drafts are not more exact than others, but closer to the distribution
+that verifies them, so that more tokens are accepted.
 
-What there is to follow is `mmdecode.engine.call.Plan.draft_target`.
+The guide and warpers to follow are `mmdecode.engine.call.Plan.draft_target`.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ def branches_of(target: DraftTarget) -> list[BranchSpec]:
 
 
 def followed(call: Call) -> TargetDistribution:
-    """What a drafter follows that runs on the model's own states, which every branch has."""
+    """The distribution for a drafter on the model's own states, which all branches have."""
     target = call.plan.draft_target
     reason = why_unguided(target.guide, call.plan.adapter)
     return TargetDistribution(call, target, reason)
 
 
 def warp_alone(call: Call) -> TargetDistribution:
-    """What a drafter with one branch follows: the target is warped, and not guided."""
+    """The distribution for a drafter with one branch: warped, not guided."""
     target = call.plan.draft_target
     reason = None if target.guide is None else "the drafter has one branch"
     return TargetDistribution(call, target, reason)
 
 
 def outputs_by_name(main: BranchOutput) -> dict[str, BranchOutput]:
-    """The outputs of all branches, of what a drafter is shown: the main one's."""
+    """The outputs of all branches by name, from the main branch's output."""
     return {MAIN.name: main, **main.other_branches}
 
 
@@ -81,16 +81,16 @@ def branch_prompt(call: Call, spec: BranchSpec) -> Prompt:
 
 
 class TargetDistribution:
-    """Makes the distribution that a session draws from of the logits of its branches.
+    """Turns the logits of a session's branches into the distribution to draft from.
 
     Args:
-        call: The call that is drafted for.
-        target: What is to be followed.
-        unguided: Why the guide is left out; ``None``: it is followed, or there is none.
+        call: The call.
+        target: Guide and warpers to apply.
+        unguided: Why the guide is not applied; ``None``: it is, or there is none.
 
     Attributes:
-        specs: The branches that logits are needed of, in row order.
-        unguided: As given: for `mmdecode.engine.contracts.DraftSession.unguided`.
+        specs: Branches whose logits are needed, in row order.
+        unguided: The same, for `mmdecode.engine.contracts.DraftSession.unguided`.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class TargetDistribution:
         """Unnormalised log-probabilities ``(B, k, D)`` of k nodes at one ``position (B, 1)``.
 
         Args:
-            logits: Of all branches, ``(M * B, k, D)``.
+            logits: Logits of all branches, ``(M * B, k, D)``.
             position: Index of the token they are about, counted from the first generated one.
             own: The target's id of each of the draft's, ``(D,)``; ``None``: they are the same.
         """

@@ -1,4 +1,4 @@
-"""Which tree to draft, from what was measured: rank paths for a budget of nodes.
+"""Choice of the tree to draft from measured acceptance: rank paths for a budget of nodes.
 
 A rank path ``(0, 2)`` is the third choice below the first choice. The value of a tree is the number
 of tokens a pass commits on average: one for the target itself, and for every node the probability
@@ -77,7 +77,7 @@ def affordable(
     powers of two, as the widths of passes are.
 
     Args:
-        rates: As of `plan`.
+        rates: See `plan`.
         seconds: ``(nodes, levels)`` to what a round takes that drafts so many levels and scores so
             many nodes; ``(0, 0)`` is a pass without a draft.
         most: Nodes of the largest tree.

@@ -1,6 +1,6 @@
-"""What runs one model family: adapters, the prompts that they make and the branches asked of them.
+"""Base of adapters, which run one model family; the prompts they make, the branches they run.
 
-`mmdecode.adapters` holds those of the families; B rows, P tokens of a prompt.
+`mmdecode.adapters` has one for each family. B rows, P tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchSpec:
-    """One more conditioning that a guide wants scored.
+    """A further conditioning of a model, to be scored for a guide.
 
     Attributes:
-        name: By which the guide finds its outputs; ``"main"`` is the model as called.
+        name: Key of its outputs in `Guide.apply`; ``"main"`` is the model as called.
         prompt: ``"same"``; ``"last_token"`` keeps the last prompt token alone; or ids ``(B, P')``.
-        prompt_mask: Given along with ids: True where not padding, ``(B, P')``.
-        transform: What the adapter is asked to change in the inputs, for example ``"noise"``.
+        prompt_mask: Goes with ids: True where not padding, ``(B, P')``.
+        transform: Name of the adapter's change to the inputs, for example ``"noise"``.
         transform_options: Arguments of the transform.
         model: Another model with the same vocabulary; ``None``: the called one.
-        stage: Branches of a later stage see the outputs of earlier ones.
+        stage: Branches of a later stage are given the outputs of earlier ones.
         replaces_after_prefill: Name of a prefill-only branch. After prefill, this branch takes over
-            its name. For a distribution that depends on the other's outputs at the prompt.
-        build: Makes a `BranchRunner` of one's own instead (another tokenizer, sparse answers);
-            called with the call.
+            its name. Used where a branch depends on the other's outputs at the prompt.
+        build: Makes a custom `BranchRunner` from the call, which is used instead of the model (for
+            another tokenizer, or scores of few candidates).
 
     Raises:
-        OptionError: There is no prompt of that name.
+        OptionError: ``prompt`` is a string other than these two.
     """
 
     name: str
@@ -66,15 +66,14 @@ MAIN = BranchSpec(name="main")
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """The tokens and inputs that one branch reads before the first generated token.
+    """Tokens and inputs that one branch reads before the first generated token.
 
     Attributes:
         ids: ``(B, P)``, padded on the left.
         mask: True where not padding, ``(B, P)``.
-        inputs: What else the model's forward takes, by name, rows first.
-        prompt_attention: What each token may see of the others, ``(B, P, P)`` bool, where the
-            engine's mask is used and a prompt is not read from left to right; ``None``: all before
-            it.
+        inputs: Further arguments of the model's forward, by name, rows first.
+        prompt_attention: Tokens that each token may attend to, ``(B, P, P)`` bool, where the
+            engine's mask is used and the prompt is not causal; ``None``: causal.
     """
 
     ids: Tensor
@@ -84,7 +83,7 @@ class Prompt:
 
     @classmethod
     def stacked(cls, prompts: Sequence[Prompt], inputs: Mapping[str, Any]) -> Prompt:
-        """Rows of all, one prompt after the other, padded to the widest; ``inputs`` are theirs."""
+        """The prompts' rows, one prompt after the other, padded to the widest, with ``inputs``."""
         width = max(p.ids.shape[1] for p in prompts)
         ids, mask = (
             torch.cat([pad(part, (width - part.shape[1], 0)) for part in parts])
@@ -94,32 +93,33 @@ class Prompt:
 
 
 Mask = Tensor | Mapping[str, Tensor] | None
-"""Additive, ``(B, 1, Q, K)``; by layer type where these differ; ``None``: the model makes what it
-needs."""
+"""Additive, ``(B, 1, Q, K)``; a dict by layer type where types differ; ``None``: the model makes
+its own mask."""
 
 
 class Adapter(Part):
-    """Base of what runs one model family; a family overrides what it has and others do not.
+    """Base of adapters, which run one model family.
 
-    What it does not override is not there: no inputs but ids, no grid, no codebook, no access to
-    layers. `mmdecode.adapters` holds the families; most inherit from its classes, not this one.
+    The defaults stand for a model that reads ids alone and has no grid, no codebook and no access
+    to its layers; a family overrides what it has. `mmdecode.adapters` holds the families; most
+    inherit from its classes, not from this one.
 
     Attributes:
-        summary: What the family is, in a line.
+        summary: The family in one line.
         source: Where the model was published.
-        model_types: Its ``config.model_type``.
-        image_types: The same, of models that write image tokens.
+        model_types: Values of ``config.model_type`` that it runs.
+        image_types: The same, for models that generate image tokens.
         model: The model.
-        vocab: Tokens that can be generated.
-        num_layers: Layers with keys and values.
+        vocab: Number of tokens that can be generated.
+        num_layers: Number of layers with keys and values.
         max_positions: Size of a learned position table; ``None`` where positions are unbounded.
-        inputs: What the model reads other than ids: ``"image"``, ``"audio"``.
-        windows: Tokens a layer sees, by layer type, itself included; ``None``: all. With several
-            types a mask is a dict by type.
-        shows_inside: Whether `layers`, `norm` and `attention_sites` let parts read and edit what
-            happens inside.
-        layout: Where generated tokens stand in a grid, a `mmdecode.models.image_layout.Layout`;
-            ``None``: in none.
+        inputs: Kinds of inputs that the model reads besides ids: ``"image"``, ``"audio"``.
+        windows: Size of the attention window by layer type, the token itself included; ``None``:
+            unlimited. With several types a mask is a dict by type.
+        shows_inside: Whether `layers`, `norm` and `attention_sites` are implemented, so that parts
+            can read and edit hidden states and attention.
+        layout: Grid in which generated tokens lie, a `mmdecode.models.image_layout.Layout`;
+            ``None``: there is none.
     """
 
     summary: str = ""
@@ -137,23 +137,23 @@ class Adapter(Part):
 
     @staticmethod
     def inner(model: Any) -> Any:
-        """The part of a model that ``generate`` hands a decoder in its place; ``None``: itself."""
+        """The submodel whose ``generate`` a model calls; ``None``: the model itself is decoded."""
         return None
 
     @staticmethod
     def fits(model: Any) -> bool:
-        """Whether it may run a model whose type it does not name."""
+        """Whether it can run a model that is not among `model_types`."""
         return False
 
     @property
     def name(self) -> str:
-        """The model's name in messages: the class that the caller knows."""
+        """The model's name in messages: the name of its class."""
         return type(self.model).__name__
 
     # a pass
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """The whole prompt of a branch; as it stands, of models that read ids alone.
+        """The whole prompt of a branch; the default suits models that read ids alone.
 
         Raises:
             IncompatibleError: The branch asks for a transform of inputs.
@@ -180,22 +180,22 @@ class Adapter(Part):
         return list(prompts)
 
     def masks_itself(self, prompt: Prompt) -> bool:
-        """Whether the model reads a prompt correctly without a mask of the engine's.
+        """Whether the model reads a prompt correctly without the engine's mask.
 
-        Most need no mask of all queries and keys where nothing is padding.
+        True for most models where no row is padded; it saves a mask of all queries and keys.
         """
         return False
 
     def open(self, cache: Any, prompt: Prompt) -> Any:
-        """The model's ``past_key_values``, around the engine's ragged cache."""
+        """The model's ``past_key_values``, which wraps the engine's ragged cache."""
         return cache
 
     def join(self, pasts: Sequence[Any], cache: Any) -> Any:
-        """Same as `open`, around a cache joined from several that `open` was given, in order."""
+        """Same as `open`, for a cache joined from those of several prompts, in their order."""
         return cache
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States of the whole prompt; overridden by models with images or a prefix mask."""
+        """Final hidden states of the whole prompt; overridden for images or a prefix mask."""
         return self.forward(prompt.ids, mask, positions, past)
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
@@ -203,7 +203,7 @@ class Adapter(Part):
         raise NotImplementedError
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits of ``(..., H)``."""
+        """Logits of final hidden states ``(..., H)``."""
         raise NotImplementedError
 
     # what parts may ask for
@@ -229,19 +229,19 @@ class Adapter(Part):
         return ()
 
     def spans(self, kind: str, ids: Tensor) -> Tensor:
-        """Which tokens of a prompt stand for parts of a ``kind`` of `inputs`, bool ``(B, P)``."""
+        """True at the prompt tokens that stand for inputs of a ``kind``, ``(B, P)`` bool."""
         return torch.zeros_like(ids, dtype=torch.bool)
 
     def span_sizes(self, kind: str, prompt: Prompt) -> list[int] | None:
-        """Tokens of each input of a kind in a prompt, row by row; ``None``: not known."""
+        """Number of tokens of each input of a kind, row by row; ``None``: not known."""
         return None
 
     def contents(self, raw: Mapping[str, Any], ids: Tensor) -> list[list[Tensor]]:
-        """Inputs of each row that the caller handed over, to name it by."""
+        """Raw inputs of each row; with the row's ids they name its noise."""
         return [[] for _ in ids]
 
     def node_processors(self) -> NodeProcessors:
-        """Processors of the family's own that can be evaluated at all nodes together."""
+        """The family's own logits processors that can be evaluated at all nodes together."""
         return {}
 
     def codebook(self) -> Tensor | None:
@@ -250,23 +250,23 @@ class Adapter(Part):
 
     @property
     def on_grid(self) -> bool:
-        """Whether `grid_places` knows where a position lies."""
+        """Whether `grid_positions` is implemented."""
         return False
 
-    def grid_places(self, positions: Tensor) -> Tensor:
+    def grid_positions(self, positions: Tensor) -> Tensor:
         """Time, row and column of positions ``(B, Q)``, ``(B, 3, Q)``."""
         raise NotImplementedError
 
     def companion(self, model: Any) -> Adapter | None:
-        """The adapter of another model that writes the same; ``None``: the registered one."""
+        """Adapter of a draft model for the same outputs; ``None``: the one registered for it."""
         return None
 
     @staticmethod
     def extra_layer(config: Any) -> torch.nn.Module | None:
-        """A decoder layer of the family, untrained; ``None``: drafters can bring none."""
+        """An untrained layer of the decoder, to load a drafter's weights; ``None``: unsupported."""
         return None
 
     @staticmethod
     def run_extra_layer(layer: torch.nn.Module, hidden: Tensor, mask: Tensor, past: Any) -> Tensor:
-        """``hidden (B, Q, H)`` through such a layer; ``past`` comes from `open`."""
+        """Runs ``hidden (B, Q, H)`` through an `extra_layer`; ``past`` comes from `open`."""
         raise NotImplementedError

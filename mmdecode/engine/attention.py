@@ -1,12 +1,12 @@
-"""The registered attention function: what a call reads of attention, and what it edits.
+"""An attention function, registered with transformers, that reads and edits attention weights.
 
-A model attends by `NAME` only while `switched` lasts. A layer that no plan names runs as before,
-bit for bit; a layer of the plan computes scores and weights in the open, so that a part may read or
-change them, of the queries it asks for: of a prompt most often the last alone, which spares the
-matrix of all queries and keys. Edits see prompt columns and rows of a block, never how the cache
-lies after them.
+A model uses it, under the name `NAME`, only inside `switched`. A layer that no plan names runs as
+before, bit for bit. A layer of the plan computes its scores and weights explicitly, so that a part
+can read or edit them, but only for the queries that the part asks for: in a prompt most often the
+last one alone, which avoids the matrix of all queries and keys. Edits are given the columns of the
+prompt and the rows of a block, and do not depend on the cache's slots after the prompt.
 
-Which layers of a model attend where is the adapter's to say; when a plan is active is the branch's.
+The adapter says which modules are attention layers; a branch's runner says when a plan is active.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from mmdecode.engine.noise import Noise
 NAME = "mmdecode"
 
 Rows = Literal["decoding", "last_prompt", "all"]
-"""Queries an edit changes: ``decoding``: the last prompt row and all later ones."""
+"""Queries that an edit changes; ``decoding``: the prompt's last token and all later ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What an edit is told of one layer's attention in one pass; R rows, Q queries, K keys.
+    """One layer's attention in one pass, as an edit is given it; R rows, Q queries, K keys.
 
     Attributes:
         layer: Index of the layer.
-        depth: Layers of the stack.
+        depth: Number of layers.
         images: Keys that are image tokens, bool ``(R, 1, 1, K)``.
-        seen: Keys each query may see, bool ``(R or 1, 1, Q, K)``.
-        strength: Of each query, ``(R, 1, Q, 1)``; ones where the edit names no function.
-        positions: Logical positions of the queries, ``(R, Q)``: how many tokens lie before them.
-        keys: The same of the keys, ``(R, K)``; negative where there is padding.
-        noise: Of the rows; an edit that draws asks `Noise.pairs` of it.
+        seen: Keys that each query may attend to, bool ``(R or 1, 1, Q, K)``.
+        strength: Strength of the edit at each query, ``(R, 1, Q, 1)``; ones if the edit has no
+            ``strength``.
+        positions: Logical positions of the queries, ``(R, Q)``: how many tokens come before them.
+        keys: Logical positions of the keys, ``(R, K)``; negative for padding.
+        noise: Keyed noise of the rows; a random edit uses `Noise.pairs`.
     """
 
     layer: int
@@ -62,15 +63,15 @@ class AttentionEdit:
     """A change to the attention of one branch.
 
     Attributes:
-        branch: Whose.
+        branch: Name of the branch.
         layers: First and last layer to edit as fractions of the depth, both included; 0 is the
             first layer, 1 the last. A text model of 32 layers has layer 16 at 16 / 31.
-        rows: Which queries.
-        scores: Changes scaled scores before the mask is added and before the softmax, float32
-            ``(R, H, Q, K)``.
-        weights: Changes the softmax's result, the same shape.
-        strength: ``(call, scores of earlier stages) -> (B, N + 1)``, or ``(B, 1)``, handed on as
-            `Site.strength`; 0 leaves a query as it is, bit for bit within the layer.
+        rows: Queries to edit, see `Rows`.
+        scores: ``(scores, site) -> scores``: edits scaled scores before the mask is added and
+            before the softmax, float32 ``(R, H, Q, K)``.
+        weights: ``(weights, site) -> weights``: edits the softmax's result, the same shape.
+        strength: ``(call, outputs of earlier stages) -> (B, N + 1)``, or ``(B, 1)``, passed on as
+            `Site.strength`; 0 leaves a query unchanged, bit for bit within the layer.
     """
 
     branch: str
@@ -93,23 +94,23 @@ def layer_range(fractions: tuple[float, float], depth: int) -> range:
 
 @dataclass(kw_only=True)
 class AttentionPlan:
-    """What one pass edits and reads.
+    """Edits and reads of attention in one pass.
 
     Attributes:
         sites: Attention module (by id) to layer index.
-        depth: Layers of the stack.
-        edits: With the rows of the pass that each may change, as a slice.
+        depth: Number of layers.
+        edits: Edits, each with the rows of the pass that it may change, as a slice.
         reads: Layers whose weights are kept.
         images: Keys that are image tokens, bool ``(R, K)``.
         decoding_rows: Queries whose logits decide tokens, bool ``(R, Q)``: see `Rows`.
         is_prompt: Whether the pass reads the prompt.
         positions: Tokens before each query, ``(R, Q)``.
         keys: Tokens before each key, ``(R, K)``.
-        noise: Of the rows of one branch; those of all branches draw alike.
-        strengths: By edit, ``(rows of the edit, Q)``.
-        texts: Queries whose weights are kept on average in all layers, ``(R, T)``, -1 unused.
-        means: What they attend to, layer to ``(R, H, K)``.
-        weights: What was read, layer to ``(R, H, Q, K)``; of a prompt, its last row.
+        noise: Keyed noise of one branch's rows; all branches use the same draws.
+        strengths: Strengths by index of the edit, ``(rows of the edit, Q)``.
+        texts: Queries whose mean weights are kept in all layers, ``(R, T)``, -1 unused.
+        means: Mean weights of these queries, layer to ``(R, H, K)``.
+        weights: Weights that were read, layer to ``(R, H, Q, K)``; in a prompt, of the last token.
     """
 
     sites: Mapping[int, int]
@@ -136,23 +137,23 @@ class AttentionPlan:
         ]
 
     def queries(self, layer: int, count: int) -> int:
-        """How many of ``count`` queries, the last ones, are edited or read in a layer."""
+        """Number of queries, counted from the last of ``count``, to edit or read in a layer."""
         edits = [edit for _, edit, _ in self.active(layer)]
         if not edits and layer not in self.reads:
             return 0
         return 1 if self.is_prompt and all(edit.rows != "all" for edit in edits) else count
 
     def keep(self, layer: int, weights: Tensor) -> None:
-        """Keeps what was asked for: of a prompt, its last row."""
+        """Keeps a layer's weights; in a prompt, those of its last token."""
         self.weights[layer] = weights[:, :, -1:].clone() if self.is_prompt else weights
 
     def apply(self, values: Tensor, layer: int, seen: Tensor, stage: str) -> Tensor:
-        """Scores or weights with a layer's edits, in place; rows no edit names stay as they are.
+        """Applies a layer's edits to scores or weights, in place; other rows stay unchanged.
 
         Args:
-            values: Of the last queries of the pass, ``(R, H, Q, K)``.
+            values: Scores or weights of the last queries of the pass, ``(R, H, Q, K)``.
             layer: Index of the layer.
-            seen: Keys each query may see, ``(R or 1, 1, Q, K)``.
+            seen: Keys that each query may attend to, ``(R or 1, 1, Q, K)``.
             stage: ``"scores"`` or ``"weights"``.
         """
         here = slice(self.decoding_rows.shape[1] - values.shape[2], None)
@@ -186,19 +187,19 @@ class AttentionPlan:
 
 @dataclass(kw_only=True)
 class TowerPlan:
-    """What one pass through an image encoder edits and reads.
+    """Edits and reads of attention in one pass through an image encoder.
 
-    Encoders see images as wholes, some of them chunk by chunk, so there are no rows to choose.
+    Encoders read whole images, some of them in chunks of the batch, so there are no rows to choose.
 
     Attributes:
         sites: Attention module (by id) to layer index.
         edit: ``(weights (R, H, Q, K), seen (R or 1, 1, Q, K), layer) -> weights``, after the
-            softmax, where ``seen`` says which keys there are; ``None``: none.
-        layers: Layers that are edited.
+            softmax, where ``seen`` is true for keys that a query may attend to; ``None``: no edit.
+        layers: Layers to edit.
         reads: Layers whose weights are kept.
-        joined: Whether what is read is as if the heads were one: the softmax of ``q k^T`` over the
+        joined: Whether to read weights as if all heads were one: the softmax of ``q k^T`` over the
             square root of the full width, ``(R, 1, Q, K)``.
-        weights: What was read: layer to chunks in order, each ``(R, H, Q, K)``.
+        weights: Weights that were read: layer to chunks in order, each ``(R, H, Q, K)``.
     """
 
     sites: Mapping[int, int]
@@ -209,12 +210,12 @@ class TowerPlan:
     weights: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def queries(self, layer: int, count: int) -> int:
-        """How many of ``count`` queries are edited or read in a layer: all or none."""
+        """Number of ``count`` queries to edit or read in a layer: all or none."""
         edited = self.edit is not None and layer in self.layers
         return count if edited or layer in self.reads else 0
 
     def apply(self, values: Tensor, layer: int, seen: Tensor, stage: str) -> Tensor:
-        """Weights as edited; scores stay."""
+        """Edited weights; scores stay unchanged."""
         if stage == "weights" and self.edit is not None and layer in self.layers:
             return self.edit(values, seen, layer)
         if stage == "scores" and self.joined and layer in self.reads:
@@ -223,11 +224,11 @@ class TowerPlan:
         return values
 
     def chunks(self) -> list[Tensor]:
-        """What was read, layer by layer."""
+        """Weights that were read, layer by layer."""
         return [chunk for read in self.weights.values() for chunk in read]
 
     def keep(self, layer: int, weights: Tensor) -> None:
-        """Keeps one more chunk of what was read."""
+        """Keeps one more chunk of a layer's weights."""
         if not self.joined:
             self._read(layer, weights)
 
@@ -240,7 +241,7 @@ _plan: ContextVar[AttentionPlan | TowerPlan | None] = ContextVar("mmdecode_plan"
 
 @contextmanager
 def planned(plan: AttentionPlan | TowerPlan | None) -> Iterator[None]:
-    """Lets a plan hold for the passes within."""
+    """Makes a plan active for forward passes inside the context."""
     token = _plan.set(plan)
     try:
         yield
@@ -250,10 +251,10 @@ def planned(plan: AttentionPlan | TowerPlan | None) -> Iterator[None]:
 
 @contextmanager
 def switched(model: nn.Module) -> Iterator[None]:
-    """Lets all of a model attend by the function here; afterwards it is as before.
+    """Lets all attention layers of a model use `attend`; on exit the model is as before.
 
-    The name of an attention function lies in configs, so models that share one switch together.
-    Calls may overlap.
+    The name of the attention function is stored in configs, so models that share a config switch
+    together. Contexts may overlap.
     """
     with attention_configs(model, NAME):
         yield
@@ -271,9 +272,9 @@ def attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """As transformers' attention functions: ``(B, H, Q, D)`` in, ``(B, Q, H, D)`` out.
+    """An attention function of transformers: ``(B, H, Q, D)`` in, ``(B, Q, H, D)`` out.
 
-    All queries are done as usual, then those that the plan asks for once more in the open.
+    All queries run by the stock function, then those that the plan asks for again, explicitly.
     """
     plan = _plan.get()
     layer = None if plan is None else plan.sites.get(id(module))
@@ -286,16 +287,16 @@ def attend(
         seen = _seen(module, query, key, attention_mask, is_causal)
         plan.means[layer] = mean_weights(query, key, seen, scale, softcap, plan.texts)
 
-    def in_the_open(
+    def explicit(
         last: int, plan: AttentionPlan | TowerPlan | None, layer: int | None
     ) -> tuple[Tensor, Tensor]:
         seen = _seen(module, query, key, attention_mask, is_causal)[..., -last:, :]
-        return _in_the_open(query[:, :, -last:], key, value, seen, scale, softcap, plan, layer)
+        return _explicit(query[:, :, -last:], key, value, seen, scale, softcap, plan, layer)
 
     if chosen == count:
-        return in_the_open(count, plan, layer)
+        return explicit(count, plan, layer)
     if stock == "eager":
-        usual = in_the_open(count, None, None)
+        usual = explicit(count, None, None)
     else:
         usual = ALL_ATTENTION_FUNCTIONS[stock](
             module,
@@ -310,11 +311,11 @@ def attend(
             **kwargs,
         )
     if chosen:
-        usual[0][:, -chosen:] = in_the_open(chosen, plan, layer)[0]
+        usual[0][:, -chosen:] = explicit(chosen, plan, layer)[0]
     return usual
 
 
-def _in_the_open(
+def _explicit(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -324,7 +325,7 @@ def _in_the_open(
     plan: AttentionPlan | TowerPlan | None,
     layer: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by its scores and weights, edited and read as planned; shapes as of `attend`."""
+    """Attention by explicit scores and weights, with the plan's edits; shapes as in `attend`."""
     heads = query.shape[1] // key.shape[1]
     value = value.repeat_interleave(heads, 1) if heads > 1 else value
     scores = _scores(query, key, scale, softcap)
@@ -341,7 +342,7 @@ def _in_the_open(
 
 
 def _scores(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Scaled and capped, ``(B, H, Q, K)``; query heads of a group share their key."""
+    """Scaled and capped scores, ``(B, H, Q, K)``; query heads of a group share a key head."""
     heads = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(heads, 1) if heads > 1 else key
     scores = query @ key.transpose(2, 3) * scale
@@ -356,29 +357,29 @@ def mean_weights(
     softcap: float | None,
     chosen: Tensor,
 ) -> Tensor:
-    """What some of the queries attend to on average, float32 ``(R, H, K)``.
+    """Mean attention weights of some of the queries, float32 ``(R, H, K)``.
 
-    Only their part of the matrix of queries and keys is made.
+    Only these queries' part of the attention matrix is computed.
 
     Args:
-        query: ``(R, H, Q, D)``; ``key`` alike, of as many heads or a divisor.
-        key: See ``query``.
-        seen: Keys each query may see, ``(R or 1, 1, Q, K)``.
-        scale: Of the scores.
-        softcap: Of the scores.
-        chosen: Queries, ``(R, T)``, -1 unused.
+        query: ``(R, H, Q, D)``.
+        key: ``(R, H', K, D)``, where H' divides H.
+        seen: Keys that each query may attend to, ``(R or 1, 1, Q, K)``.
+        scale: Factor of the scores.
+        softcap: Cap of the scores; ``None``: no cap.
+        chosen: Indices of the queries, ``(R, T)``, -1 unused.
     """
-    place = chosen.clamp_min(0)[:, None, :, None]
-    own = query.gather(2, place.expand(-1, query.shape[1], -1, query.shape[3]))
+    index = chosen.clamp_min(0)[:, None, :, None]
+    own = query.gather(2, index.expand(-1, query.shape[1], -1, query.shape[3]))
     seen = seen.expand(len(query), -1, -1, -1)
-    seen = seen.gather(2, place.expand(-1, seen.shape[1], -1, seen.shape[3]))
+    seen = seen.gather(2, index.expand(-1, seen.shape[1], -1, seen.shape[3]))
     weights = masked_softmax(_scores(own, key, scale, softcap), seen)
-    there = (chosen >= 0)[:, None, :, None]
-    return (weights * there).sum(2) / there.sum(2).clamp_min(1)
+    used = (chosen >= 0)[:, None, :, None]
+    return (weights * used).sum(2) / used.sum(2).clamp_min(1)
 
 
 def masked_softmax(scores: Tensor, seen: Tensor) -> Tensor:
-    """Weights over the keys that are seen, float32; over all where a query sees none."""
+    """Softmax over the keys that ``seen`` allows, float32; over all keys where it allows none."""
     low = torch.finfo(scores.dtype).min
     return scores.masked_fill(~seen, low).softmax(-1, dtype=torch.float32)
 
@@ -386,7 +387,7 @@ def masked_softmax(scores: Tensor, seen: Tensor) -> Tensor:
 def _seen(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None
 ) -> Tensor:
-    """Keys each query may see, from a boolean mask, an additive one, or none at all."""
+    """Keys that each query may attend to, from a boolean mask, an additive one, or no mask."""
     queries, keys = query.shape[2], key.shape[2]
     if mask is not None:
         mask = mask[..., :keys]
@@ -397,7 +398,7 @@ def _seen(
 
 
 def _as_wide(flags: Tensor, width: int) -> Tensor:
-    """``flags (R, P)`` over ``width`` keys: prompt columns come first."""
+    """``flags (R, P)`` of the prompt, padded with false to ``width`` keys."""
     return torch.nn.functional.pad(flags, (0, width - flags.shape[1]))
 
 

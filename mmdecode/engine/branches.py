@@ -1,9 +1,10 @@
-"""Branches: one model under one or more conditionings, scored together; and all of a call.
+"""Branches: one model under several conditionings, scored together; and the runners of a call.
 
-All branches of one model and stage are stacked as batch rows, branch by branch, so that a contrast
-costs rows, not launches; prompts that cannot be read in one pass are read one by one and stacked
-after the prompt. Each row has its own write position, padding and position offset; the tree
-mask is additive (a boolean one is silently wrong under eager attention) and positions are explicit.
+All branches of one model and stage are stacked as batch rows, branch by branch, so that a further
+branch costs rows, not kernel launches. Prompts that cannot be read in one pass are read one by one
+and stacked afterwards. Each row has its own write position, padding and position offset. The tree
+mask is additive (a boolean one is silently wrong under eager attention), and positions are
+explicit.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from mmdecode.engine.call import Call
 from mmdecode.engine.checks import refuse_closed, refuse_memory, refuse_no_part
 from mmdecode.engine.contracts import BranchOutput, BranchRunner, Guide, Requirements, StateEdit
 from mmdecode.engine.hooks import of_this_thread
-from mmdecode.engine.masks import block_mask, chain, places
+from mmdecode.engine.masks import block_mask, chain, slot_positions
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 
 
 class ModelRunner(BranchRunner):
-    """One model, M branches, M * B rows: see `mmdecode.engine.contracts.BranchRunner`.
+    """Runs one model in M branches as M * B rows: see `mmdecode.engine.contracts.BranchRunner`.
 
     Args:
-        adapter: How the model is run.
-        specs: Its branches, in row order.
-        needs: Internals wanted in addition to logits.
-        edits: Of attention and of states, those of other branches left out.
+        adapter: Adapter of the model.
+        specs: Branches of the model, in row order.
+        needs: Internals to return in addition to logits.
+        edits: Edits of attention and hidden states; those of other branches are ignored.
     """
 
     graph_safe = True
@@ -61,19 +62,19 @@ class ModelRunner(BranchRunner):
         self._past: Any = None
         self._forward: Callable[..., Tensor] = adapter.forward
         self.width = 0  # slots of the widest prompt
-        self.prompts: list[Prompt] = []  # of the branches, kept for drafters that follow a guide
+        self.prompts: list[Prompt] = []  # one per branch, kept for drafters that follow a guide
         self.left_out: Tensor | int = 0  # tokens of the prompt that are in no slot, per row
-        self._means: Mapping[int, Tensor] = {}  # see Scores.text_attention
-        self._images: Tensor | None = None  # of the prompts, where somebody asks
+        self._means: Mapping[int, Tensor] = {}  # see BranchOutput.text_attention
+        self._images: Tensor | None = None  # image tokens of the prompts, where attention is used
         self._strengths: Mapping[int, Tensor] = {}
         self._noise: Noise | None = None
         reads = self.needs.attention or self.needs.text_attention
-        looks = reads or any(isinstance(e, AttentionEdit) for e in self.edits)
-        modules = adapter.attention_sites() if looks else ()
+        hooks_attention = reads or any(isinstance(e, AttentionEdit) for e in self.edits)
+        modules = adapter.attention_sites() if hooks_attention else ()
         self._sites = {id(module): layer for layer, module in enumerate(modules)}
 
     def prefill(self, call: Call, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
-        """Reads the prompts of all branches; row 0 is their last position."""
+        """Reads the prompts of all branches; score row 0 is the prompt's last position."""
         own = [self.adapter.prompt(call, spec) for spec in self.specs]
         self.prompts = [] if call.plan.draft_target.guide is None else own
         prompts = self.adapter.stack(own)
@@ -108,7 +109,7 @@ class ModelRunner(BranchRunner):
                 masked=masked,
             )
             self.cache.set_start(torch.full_like(self.pads, width))
-            # copies, so that the states of a whole prompt can go
+            # copies, so that the states of the whole prompt are freed
             last = {key: value[:, -1:].clone() for key, value in states.items()}
             weights = {layer: value[..., :width] for layer, value in weights.items()}
             whole = states if self.needs.prompt_hidden else {}
@@ -125,7 +126,7 @@ class ModelRunner(BranchRunner):
     def score(
         self, call: Call, proposal: Proposal, earlier: Mapping[str, BranchOutput]
     ) -> dict[str, BranchOutput]:
-        """Root and nodes after the committed slots."""
+        """Scores root and nodes after the committed slots."""
         _, depths, tree = proposal.structure()
         ancestors = None if proposal.is_chain else tree
         tokens = torch.cat([call.last(1), proposal.tokens], 1)
@@ -158,19 +159,19 @@ class ModelRunner(BranchRunner):
         """One forward pass that writes after ``start + offset`` and commits nothing.
 
         Args:
-            tokens: ``(R, Q)``, -1 where unused.
-            depths: Distance from the first of them, ``(1 or R, Q)``.
-            ancestors: What each may see of the others, ``(1 or R, Q, Q)`` bool, self included;
-                ``None``: all before it.
+            tokens: Tokens to read, ``(R, Q)``, -1 where unused.
+            depths: Distance of each token from the first one, ``(1 or R, Q)``.
+            ancestors: Tokens of these that each token may attend to, ``(1 or R, Q, Q)`` bool, self
+                included; ``None``: all before it.
             visible: Slots that attention covers; at least every row's ``start + offset + Q``.
             offset: Slots after ``start`` that an earlier pass wrote and that count as committed.
-            prompt: What ``tokens`` are the ids of, when the prompt is read.
-            specs: Branches whose rows these are; ``None``: all.
-            masked: Whether the model is told what each token may see; see `Adapter.masks_itself`.
+            prompt: The prompt whose ids are ``tokens``; ``None``: the tokens come after it.
+            specs: Branches of these rows; ``None``: all.
+            masked: Whether the model is given the engine's mask; see `Adapter.masks_itself`.
 
         Returns:
-            States by layer as in `BranchOutput.hidden`, ``(R, Q, H)``, and attention weights by
-            layer as asked for, ``(R, heads, Q, visible)``; of a prompt, those of its last row.
+            Hidden states by layer as in `BranchOutput.hidden`, ``(R, Q, H)``, and attention weights
+            by layer as asked for, ``(R, heads, Q, visible)``; for a prompt, of its last token only.
         """
         cache, adapter = self.cache, self.adapter
         specs = self.specs if specs is None else specs
@@ -204,7 +205,7 @@ class ModelRunner(BranchRunner):
     def _read_edits(
         self, call: Call, earlier: Mapping[str, BranchOutput], prompt: Prompt | None
     ) -> None:
-        """What edits depend on in the pass to come."""
+        """Prepares noise, image tokens and strengths for the edits of the next pass."""
         attention = [edit for edit in self.edits if isinstance(edit, AttentionEdit)]
         if not (attention or self.needs.attention or self.needs.text_attention):
             return
@@ -225,7 +226,7 @@ class ModelRunner(BranchRunner):
         visible: int,
         is_prompt: bool,
     ) -> AttentionPlan | None:
-        """Lets edits and readings hold for a pass; what is read lies in the plan."""
+        """Installs edits and readers for one pass; weights that are read are kept in the plan."""
         averages = is_prompt and self.needs.text_attention
         if not (self.edits or self.needs.attention or averages):
             return None
@@ -240,7 +241,7 @@ class ModelRunner(BranchRunner):
         for index, edit in enumerate(named):
             if edit.branch not in rows:
                 continue
-            if index in self._strengths:  # of the last prompt row, or of root and nodes
+            if index in self._strengths:  # given for the last prompt token, or for root and nodes
                 given, width = self._strengths[index], positions.shape[1]
                 strengths[len(attention)] = (
                     torch.nn.functional.pad(given, (width - 1, 0), value=1.0)
@@ -265,10 +266,10 @@ class ModelRunner(BranchRunner):
             decoding_rows=decoding,
             is_prompt=is_prompt,
             positions=positions.expand(len(self.pads), -1),
-            keys=first + places(slots - first - self.pads[:, None], positions - first),
+            keys=first + slot_positions(slots - first - self.pads[:, None], positions - first),
             noise=self._noise,
             strengths=strengths,
-            texts=_places(~self._images & (positions >= 0)) if averages else None,
+            texts=_columns(~self._images & (positions >= 0)) if averages else None,
         )
         hooks.enter_context(planned(plan))
         return plan
@@ -294,11 +295,11 @@ class ModelRunner(BranchRunner):
         return slice(first, first + batch)
 
     def use(self, adapter: Adapter) -> None:
-        """Lets another view of the model read from now on, after what was read before."""
+        """Switches to another view of the model for later passes; the cache is kept."""
         self.adapter, self._forward = adapter, adapter.forward
 
     def fork(self, name: str) -> ModelRunner:
-        """One of the branches after the same prompt, with an empty cache of its own."""
+        """A runner of one branch after the same prompt, with an empty cache of its own."""
         rows = self.rows_of(name)
         spec = next(spec for spec in self.specs if spec.name == name)
         own = ModelRunner(self.adapter, [spec])
@@ -310,12 +311,12 @@ class ModelRunner(BranchRunner):
         return own
 
     def rename(self, name: str, new: str) -> None:
-        """Lets a branch, if it is here, answer to another name."""
+        """Renames a branch, if this runner has it."""
         self.specs = [replace(s, name=new) if s.name == name else s for s in self.specs]
         self.edits = [replace(e, branch=new) if e.branch == name else e for e in self.edits]
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows`` of every branch; repeated rows are forks."""
+        """Keeps the rows ``rows`` of every branch; repeated rows are forked."""
         batch = len(self.pads) // len(self.specs)
         rows = torch.cat([rows + branch * batch for branch in range(len(self.specs))])
         self._past.reorder_cache(rows)
@@ -363,17 +364,17 @@ def _capture(module: torch.nn.Module, into: dict[int | str, Tensor], key: int) -
     return module.register_forward_pre_hook(of_this_thread(before), with_kwargs=True)
 
 
-def _places(there: Tensor) -> Tensor:
-    """Columns where ``there (R, P)``, in order from the left, then -1: ``(R, most of a row)``."""
-    most = int(there.sum(1).amax())
-    order = (~there).long().argsort(dim=1, stable=True)[:, :most]
-    return torch.where(there.gather(1, order), order, -1)
+def _columns(chosen: Tensor) -> Tensor:
+    """Columns where ``chosen (R, P)`` is true, in order, ``(R, most of any row)``, -1 padded."""
+    most = int(chosen.sum(1).amax())
+    order = (~chosen).long().argsort(dim=1, stable=True)[:, :most]
+    return torch.where(chosen.gather(1, order), order, -1)
 
 
 def _edit_states(
     hooks: ExitStack, layers: Sequence[torch.nn.Module], edit: StateEdit, rows: slice
 ) -> None:
-    """Lets an edit of states hold: each layer's output is shown to it, with those before."""
+    """Applies a `StateEdit` to each layer's output, by hooks that last as long as ``hooks``."""
     before: list[Tensor] = []
     covered = layer_range(edit.layers, len(layers))
 
@@ -397,7 +398,7 @@ def _edit_states(
 
 
 def _joined(masks: Sequence[Tensor | None]) -> Tensor | None:
-    """Flags of prompts of unequal width as one ``(R, P)``; the cache holds each from slot 0."""
+    """Masks of prompts of unequal width as one ``(R, P)``; the cache holds each from slot 0."""
     present = [mask for mask in masks if mask is not None]
     if not present:
         return None
@@ -414,15 +415,16 @@ def runners_of(
     call: Call,
     adapter_for: Callable[[Any], Adapter],
 ) -> list[BranchRunner]:
-    """What runs the branches of a call, by stage.
+    """Runners of all branches of a call, by stage.
 
-    Within a stage the called model's come first, then other models', then a guide's own.
+    Within a stage the called model's runner comes first, then those of other models, then those
+    that the guide builds.
 
     Args:
-        adapter: Of the called model.
-        guide: It names the branches other than the main one.
-        needs: What the parts want of the called model's passes.
-        call: The rows.
+        adapter: Adapter of the called model.
+        guide: The guide, which names the branches other than the main one.
+        needs: Internals that the parts need from the called model's passes.
+        call: The call.
         adapter_for: Finds the adapter of another model.
 
     Raises:
@@ -450,13 +452,13 @@ def runners_of(
 
 
 def main_output(outputs: Mapping[str, BranchOutput]) -> BranchOutput:
-    """The main branch's output, with those of the others where there are any."""
+    """The main branch's output, with those of other branches in `BranchOutput.other_branches`."""
     others = {name: output for name, output in outputs.items() if name != MAIN.name}
     return replace(outputs[MAIN.name], other_branches=others) if others else outputs[MAIN.name]
 
 
 def main_runner(runners: Sequence[BranchRunner]) -> ModelRunner | None:
-    """What runs the main branch; ``None``: a runner of a guide's own does."""
+    """The runner of the main branch; ``None``: a runner that the guide built has it."""
     ours = [runner for runner in runners if isinstance(runner, ModelRunner)]
     return next((r for r in ours if MAIN.name in [spec.name for spec in r.specs]), None)
 
@@ -464,12 +466,12 @@ def main_runner(runners: Sequence[BranchRunner]) -> ModelRunner | None:
 def without_replaced(
     runners: list[BranchRunner], guide: Guide, scores: dict[str, BranchOutput]
 ) -> list[BranchRunner]:
-    """The runners after the prompt was read: see `BranchSpec.replaces_after_prefill`.
+    """The runners for all rounds after prefill: see `BranchSpec.replaces_after_prefill`.
 
     Args:
-        runners: All of them.
-        guide: It says which branch takes over from which.
-        scores: The prompt's, by branch; changed alike.
+        runners: Runners of the prefill.
+        guide: The guide, which says which branch replaces which.
+        scores: Outputs at the prompt by branch; renamed in place in the same way.
     """
     for spec in guide.branches:
         if spec.replaces_after_prefill is None:

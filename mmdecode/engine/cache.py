@@ -1,11 +1,11 @@
 """A key-value cache whose rows grow independently.
 
 transformers' caches crop the same suffix from every row; here each row has its own write position
-(``start``). A pass writes its tokens after ``start`` and may be overwritten by the next pass;
-``commit`` moves ``start`` forward, and moves accepted tree nodes into place first. Keys are stored
-after rotary embedding, so a slot says nothing about a position.
+(``start``). A pass writes its tokens after ``start``, and the next pass overwrites them. ``commit``
+first moves accepted tree nodes next to each other, then moves ``start`` forward. Keys are stored
+after rotary embedding, so a key's slot need not be its position.
 
-Storage grows in buckets, and attention sees the bucket in use, not the capacity.
+Storage grows in buckets, and attention covers the bucket in use, not the capacity.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUCKET = 32
 
 
 def bucket(length: int) -> int:
-    """``length`` rounded up, so that few distinct shapes occur: steps of 32, later an eighth."""
+    """``length`` rounded up, so that few shapes occur: steps of 32, later up to an eighth of it."""
     step = BUCKET
     while step * 16 < length:
         step *= 2
@@ -29,18 +29,18 @@ def bucket(length: int) -> int:
 
 
 class _Rows:
-    """Write positions of all layers of one cache, and what the pass at hand may see."""
+    """Write positions of all layers of one cache, and the slots that the current pass covers."""
 
     def __init__(self, batch: int, device: torch.device, reserved: int) -> None:
         self.reserved = reserved
         self.start = torch.zeros(batch, dtype=torch.long, device=device)
         self.offset = 0  # a pass may write ahead of start
-        self.slots: Tensor | None = None  # where the pass writes, the same for all layers
-        self.visible = 0  # slots attention sees in this pass
-        self.fresh = False  # whether nothing was written before, and the pass fills all it sees
+        self.slots: Tensor | None = None  # slots that the pass writes, the same for all layers
+        self.visible = 0  # slots that attention covers in this pass
+        self.fresh = False  # whether the pass is the first and fills all visible slots
 
     def write_to(self, count: int) -> Tensor:
-        """Slots of ``count`` tokens, ``(B, 1, count, 1)``."""
+        """Slots in which a pass of ``count`` tokens writes, ``(B, 1, count, 1)``."""
         if self.slots is None:
             order = torch.arange(self.offset, self.offset + count, device=self.start.device)
             self.slots = (self.start[:, None] + order)[:, None, :, None]
@@ -50,7 +50,7 @@ class _Rows:
 class RaggedLayer(CacheLayerMixin):
     """Keys and values of one layer, ``(B, H, slots, D)``."""
 
-    is_compileable = True  # with False, a one-token prompt is given no mask and sees empty slots
+    is_compileable = True  # else a one-token prompt gets no mask and attends to empty slots
     is_sliding = False
     is_croppable = True
     keys: Tensor
@@ -61,7 +61,7 @@ class RaggedLayer(CacheLayerMixin):
         self.rows = rows
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates what the first pass sees; later passes grow it."""
+        """Allocates the slots that the first pass covers; later passes grow the storage."""
         self.dtype, self.device = key_states.dtype, key_states.device
         batch = len(self.rows.start)
         for name, states in (("keys", key_states), ("values", value_states)):
@@ -79,7 +79,7 @@ class RaggedLayer(CacheLayerMixin):
         rows = self.rows
         grown = rows.visible - self.keys.shape[2]
         if grown > 0:
-            assert not rows.reserved, "a captured round would write to the storage of before"
+            assert not rows.reserved, "a captured round would write to the old storage"
             self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, grown))
             self.values = torch.nn.functional.pad(self.values, (0, 0, 0, grown))
         if rows.fresh:
@@ -94,7 +94,7 @@ class RaggedLayer(CacheLayerMixin):
         return self.keys[:, :, : rows.visible], self.values[:, :, : rows.visible]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keeps the rows ``beam_idx``; the stock method asks for a length and does nothing."""
+        """Keeps the rows ``beam_idx``; the base method does nothing while the length is 0."""
         if self.is_initialized:
             self.keys, self.values = self.keys[beam_idx], self.values[beam_idx]
 
@@ -103,11 +103,11 @@ class RaggedLayer(CacheLayerMixin):
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Attention sees ``visible`` slots from slot 0."""
+        """Number of slots that attention covers, and the first of them."""
         return self.rows.visible, 0
 
     def get_max_length(self) -> int:
-        """The storage in use."""
+        """Number of slots in use."""
         return self.rows.visible
 
     get_max_cache_shape = get_max_length
@@ -118,9 +118,9 @@ class RaggedCache(Cache):
 
     Args:
         layers: Number of layers.
-        batch: Rows.
-        device: Where the write positions live.
-        reserved: Slots to allocate at once, so that the storage never moves while it is enough.
+        batch: Number of rows.
+        device: Device of the write positions.
+        reserved: Slots to allocate at once, so that the storage does not move until it is full.
     """
 
     def __init__(self, layers: int, batch: int, device: torch.device, reserved: int = 0) -> None:
@@ -138,7 +138,7 @@ class RaggedCache(Cache):
         for index, layer in enumerate(joined.layers):
             parts = [cache.layers[index] for cache in caches]
             if not parts[0].is_initialized:
-                continue  # a view of the model leaves it out
+                continue  # a view of the model skips this layer
             layer.lazy_initialization(parts[0].keys, parts[0].values)
             row = 0
             for part in parts:
@@ -154,9 +154,13 @@ class RaggedCache(Cache):
         return self.rows.start
 
     def open(self, visible: int, offset: int = 0, fresh: bool = False) -> None:
-        """Prepares a pass: ``visible`` slots are attended, writes begin at ``start + offset``.
+        """Prepares a pass.
 
-        ``fresh``: it is the first, of ``visible`` tokens, so that it sees what it writes alone.
+        Args:
+            visible: Slots that attention covers.
+            offset: The pass writes from ``start + offset`` on.
+            fresh: Whether it is the first pass, of ``visible`` tokens: it attends only to the keys
+                that it writes.
         """
         self.rows.visible, self.rows.offset, self.rows.slots = visible, offset, None
         self.rows.fresh = fresh
@@ -165,7 +169,7 @@ class RaggedCache(Cache):
         """Keeps the root of the last pass and ``count - 1`` of its nodes.
 
         Args:
-            count: Slots to keep per row, root included; 0 for rows that stand still, ``(B,)``.
+            count: Slots to keep per row, root included; 0 for inactive rows, ``(B,)``.
             path: Node indices in order, ``(B, D)``, -1 padded; ``None``: the nodes are a chain.
         """
         if path is not None and path.shape[1]:
@@ -175,13 +179,13 @@ class RaggedCache(Cache):
             target = base + target
             for layer in self.layers:
                 if not layer.is_initialized:
-                    continue  # a view of the model leaves it out
+                    continue  # a view of the model skips this layer
                 for states in (layer.keys, layer.values):
                     moved = source[:, None, :, None].expand(
                         -1, states.shape[1], -1, states.shape[-1]
                     )
-                    place = target[:, None, :, None].expand_as(moved)
-                    states.scatter_(2, place, states.gather(2, moved))
+                    index = target[:, None, :, None].expand_as(moved)
+                    states.scatter_(2, index, states.gather(2, moved))
         self.rows.start += count
 
     def copy(self, source: RaggedCache, rows: slice, slots: Sequence[Tensor], visible: int) -> None:
@@ -189,19 +193,20 @@ class RaggedCache(Cache):
 
         Args:
             source: A cache of the same model.
-            rows: Those of its rows that stand next to the rows here.
-            slots: By layer, ``(B, H or 1, n)``; beyond the end, the last is copied.
-            visible: Slots that the storage must hold.
+            rows: Rows of ``source``, as many as this cache has.
+            slots: Slots to copy by layer, ``(B, H or 1, n)``; an index beyond the end copies the
+                last.
+            visible: Slots that the storage must hold afterwards.
         """
         self.open(visible)
         for layer, other, index in zip(self.layers, source.layers, slots, strict=True):
             if not other.is_initialized:
-                continue  # a view of the model leaves it out
+                continue  # a view of the model skips this layer
             copied = []
             for states in (other.keys[rows], other.values[rows]):
-                place = index.clamp_max(states.shape[2] - 1)[..., None]
+                clamped = index.clamp_max(states.shape[2] - 1)[..., None]
                 shape = (-1, states.shape[1], -1, states.shape[3])
-                copied.append(states.gather(2, place.expand(shape)))
+                copied.append(states.gather(2, clamped.expand(shape)))
             layer.update(*copied)
 
     def set_start(self, start: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""`Call`: what every part of a decoder is told of the call it serves.
+"""`Call`: the one handle that every part of a decoder is given.
 
-Three things that change at different times: the request, which the caller made; the plan, which
-`mmdecode.decoder.Decoder` made of it; and the rows, which the loop writes after every round.
+It holds three things: the request, which the caller made; the plan, which
+`mmdecode.decoder.Decoder` made from it; and the rows, which the loop updates in every round.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ positions' own that decides nothing, the same in every round."""
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the caller asked for.
+    """A caller's request.
 
     Attributes:
         prompt_ids: ``(B, P)``.
         prompt_mask: True where the prompt is not padding, ``(B, P)``; padding is on the left.
-        max_new_tokens: Most tokens any row may generate.
-        eos_token_ids: Ids of which any ends a row, ``(n,)``.
-        do_sample: Whether the caller samples.
-        num_return_sequences: Rows that came of one prompt, one after the other.
+        max_new_tokens: Most tokens that any row may generate.
+        eos_token_ids: Ids that end a row, ``(n,)``.
+        do_sample: Whether tokens are sampled.
+        num_return_sequences: Number of consecutive rows that share a prompt.
         noise: Keyed noise of the rows.
         inputs: Raw inputs by name (pixels, audio, texts) as the caller gave them, before rows were
-            copied: one entry per row, or, of pixels, per image, of which a row may have any number.
-        model_kwargs: What ``generate`` prepared for the model.
+            repeated: one entry per row; pixels one entry per image, any number of them in a row.
+        model_kwargs: The model's arguments as ``generate`` prepared them.
     """
 
     prompt_ids: Tensor
@@ -57,13 +57,13 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTarget:
-    """What makes the target distribution of the model's logits, for drafters that follow it.
+    """How model logits become the target distribution, for drafters that follow it.
 
     Attributes:
-        guide: The call's; ``None``: there is none, or drafts shall not be guided.
-        constants: What its ``begin`` made of the prompt.
-        warp: What the caller's processors make of logits ``(..., V)`` alone: temperature, top-k and
-            the like, of those that do not read the text. ``None``: nothing.
+        guide: The call's guide; ``None``: there is none, or ``draft_guided=False``.
+        constants: Result of the guide's ``begin``.
+        warp: The caller's processors that read logits ``(..., V)`` only, not ids:
+            temperature, top-k and the like. ``None``: there are none.
     """
 
     guide: Any = None
@@ -76,17 +76,18 @@ class Plan:
     """How the call is decoded.
 
     Attributes:
-        adapter: Of the main model: what drafters and guides ask about it.
-        kind: How the drafter's tokens come to be, as it and the rule agreed.
-        static_shapes: Whether rounds are captured: tensors stay where they are, storage is
-            reserved.
-        window_mode: How a rejected window is refilled; ``None``: it is not.
+        adapter: Adapter of the main model.
+        kind: Kind of proposals that the drafter makes, agreed with the rule.
+        static_shapes: Whether rounds are captured: storage is reserved, and tensors are updated in
+            place.
+        window_mode: How a Jacobi window is refilled after a rejection; ``None``: there is no
+            window.
         drafter_invariant: See `mmdecode.engine.capabilities.RuleCapabilities`.
-        main: Runs the main branch, for drafters that copy its keys and values; ``None`` before the
-            prompt was read, and where a guide runs that branch itself.
-        draft_target: What drafters follow that can.
-        is_draft: Whether a guide is applied to a draft's logits. It does not warn there: it has
-            seen the model's own.
+        main: Runner of the main branch, for drafters that copy its keys and values; ``None`` during
+            prefill, and if a guide runs that branch itself.
+        draft_target: Distribution for drafters with ``follows_target``.
+        is_draft: Whether a guide is being applied to a draft model's logits. Guides do not warn
+            then: they warn where they are applied to the target model's.
     """
 
     adapter: Any = None
@@ -101,15 +102,15 @@ class Plan:
 
 @dataclass(kw_only=True)
 class Rows:
-    """How far the rows of the batch are; only the loop writes them, in place.
+    """Progress of the batch's rows; only the loop writes it, in place.
 
     Attributes:
         ids: Prompt, then generated ids, then padding, ``(B, P + capacity)``.
-        length: Generated tokens per row, ``(B,)``; the last of them is the root.
-        active: Rows that go on, ``(B,)``.
-        rounds: Rounds each row has been through, ``(B,)``.
+        length: Generated tokens per row, ``(B,)``; the last one is the root.
+        active: Rows that have not ended, ``(B,)``.
+        rounds: Rounds that each row took part in, ``(B,)``.
         cur_len: Generated tokens of the longest row at the last transfer; a host number. Where
-            rounds are captured it is rounded up, so that shapes which follow from it change rarely.
+            rounds are captured it is rounded up, so that shapes that depend on it change rarely.
     """
 
     ids: Tensor
@@ -120,13 +121,13 @@ class Rows:
 
     @classmethod
     def of(cls, ids: Tensor, room: int, *, length: Tensor | int = 0, pad_id: int = 0) -> Rows:
-        """Rows that all go on, before their first round.
+        """Rows before their first round, all active.
 
         Args:
             ids: Prompt and generated tokens, ``(B, P + n)``.
-            room: Columns after these.
+            room: Columns to reserve after ``ids``.
             length: Generated tokens that count as committed.
-            pad_id: What stands in the columns of ``room``.
+            pad_id: Id that fills the reserved columns.
         """
         zeros = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
         return cls(
@@ -162,20 +163,20 @@ class Call:
         plan: Plan | None = None,
         **asked: Any,
     ) -> Call:
-        """A call at hand: of a prompt, or amid a text.
+        """A call made without a decoder: a prompt, and tokens generated after it.
 
         Args:
             prompt_ids: ``(B, P)``.
-            prompt_mask: As of `Request`; ``None``: nothing is padding.
+            prompt_mask: See `Request`; ``None``: nothing is padding.
             generated: Tokens after the prompt, ``(B, n)``.
-            length: How many of them count as committed; ``None``: all.
-            max_new_tokens: As of `Request`.
-            eos_token_ids: Likewise; ``None``: no token ends a row.
-            noise: Likewise; ``None``: of seed 0, by row.
-            room: Columns after these; ``None``: as many as may be generated.
-            pad_id: What stands in them.
-            plan: How it is decoded; ``None``: undrafted, by no adapter.
-            **asked: What else a `Request` holds.
+            length: Number of generated tokens that count as committed; ``None``: all.
+            max_new_tokens: See `Request`.
+            eos_token_ids: See `Request`; ``None``: no token ends a row.
+            noise: See `Request`; ``None``: seed 0, rows named by their index.
+            room: Columns to reserve after the tokens; ``None``: ``max_new_tokens``.
+            pad_id: Id that fills the reserved columns.
+            plan: How the call is decoded; ``None``: a plan without an adapter.
+            **asked: Further fields of `Request`.
         """
         batch, device = len(prompt_ids), prompt_ids.device
         ids = prompt_ids if generated is None else torch.cat([prompt_ids, generated], 1)
@@ -196,7 +197,7 @@ class Call:
         return cls(request=request, plan=plan or Plan(), rows=rows)
 
     def at(self, length: Tensor) -> Call:
-        """The same call with its rows, or others, at ``length (B',)``."""
+        """The same call with other lengths of its rows, ``length (B',)``."""
         return replace(self, rows=replace(self.rows, length=length))
 
     @property

@@ -1,8 +1,8 @@
-"""What parts declare, and how a misspelt declaration is found.
+"""Capabilities that parts declare, and checks that catch misspelt declarations.
 
 A capability is a field of a frozen dataclass: a field that does not exist is refused where the
-class is defined. So is a public name of a part that is nearly one that its base declares, a
-capability set as an attribute of its own, and a method's name given to something that is none.
+class is defined. Also refused there: a public name of a part that is almost one its base declares,
+a capability set as an attribute of the class, and a method's name given to another kind of value.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from mmdecode.engine.proposal import KINDS
 from mmdecode.errors import OptionError, refuse_unknown
 
 VALUES = {"kinds": KINDS, "modes": ("greedy", "sample")}
-"""What a list that a part declares may hold."""
+"""Values allowed in the lists that parts declare, by name of the list."""
 NEAR = 0.8
-"""Names that are more alike than this are taken for misspelt, by difflib's ratio."""
+"""Names at least this similar, by difflib's ratio, are taken for misspelt."""
 
 
 class Capabilities:
-    """Base of what a kind of part can do."""
+    """Base of capabilities; a subclass lists those of one kind of part."""
 
     def __new__(cls, **given: Any) -> Any:
         """Refuses a field that does not exist.
 
         Raises:
-            OptionError: It says which one was meant.
+            OptionError: A field does not exist; the message suggests one that does.
         """
         known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         refuse_unknown(given, known, f"capability of {cls.__name__}")
@@ -39,15 +39,15 @@ class Capabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterCapabilities(Capabilities):
-    """What a drafter can do.
+    """Capabilities of a drafter.
 
     Attributes:
         graph_safe: In every round ``observe`` and ``propose`` run the same operations on the same
-            tensors, state changed in place: a captured round may be replayed.
-        composable: It can follow rounds that another drafter proposed.
-        follows_target: It reads `mmdecode.engine.call.Plan.draft_target`: its tokens follow the
-            guided and warped distribution.
-        hint: What to use where no rule takes what it proposes.
+            tensors, and change state in place, so that a CUDA graph of a round can be replayed.
+        composable: It works after rounds that another drafter proposed, as in `FirstOf`.
+        follows_target: It reads `mmdecode.engine.call.Plan.draft_target`, so that its tokens come
+            from the guided and warped distribution.
+        hint: Advice in the error when the rule takes none of its kinds, as in "use another draft".
     """
 
     graph_safe: bool = False
@@ -58,18 +58,18 @@ class DrafterCapabilities(Capabilities):
 
 @dataclass(frozen=True, kw_only=True)
 class RuleCapabilities(Capabilities):
-    """What an acceptance rule can do.
+    """Capabilities of an acceptance rule.
 
     Attributes:
-        drafter_invariant: For a seed the tokens, and not their distribution alone, are the same
-            whatever is drafted: a drafter may then be chosen by measured times.
+        drafter_invariant: With one seed the tokens themselves, not only their distribution, are the
+            same whatever is drafted. A drafter may then be chosen by measured times.
     """
 
     drafter_invariant: bool = False
 
 
 class Part:
-    """Base of the exchangeable parts of a decoder; a subclass of it declares what a part has."""
+    """Base of the exchangeable parts of a decoder; checks the names that subclasses define."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -78,16 +78,16 @@ class Part:
         refuse_other_kinds(vars(cls), kind)
 
 
-@functools.lru_cache(maxsize=256)  # an adapter that is given is looked at in every call
+@functools.lru_cache(maxsize=256)  # an adapter that a caller gives is checked in every call
 def refuse_near_misses(names: tuple[str, ...], cls: Any) -> None:
-    """Refuses names of a part that are nearly those its base declares, and are none of them.
+    """Refuses names of a part that are almost, but not quite, those that its base declares.
 
     Args:
-        names: To look at.
+        names: Names that the part defines.
         cls: The part's class.
 
     Raises:
-        OptionError: Both names, and whose they are.
+        OptionError: A name is almost a declared one, or is a capability.
     """
     if Part in cls.__bases__:
         return
@@ -113,22 +113,22 @@ def refuse_near_misses(names: tuple[str, ...], cls: Any) -> None:
 
 
 def refuse_other_kinds(values: Mapping[str, Any], cls: Any) -> None:
-    """Refuses values of a part where its base declares something of another kind.
+    """Refuses values of a part where its base declares another kind of value.
 
     Args:
-        values: By name: of the class, or of an object of it.
+        values: Values of the class, or of an object of it, by name.
         cls: The part's class.
 
     Raises:
-        OptionError: A method is no method, a list none or with unknown names in it, a guarantee no
-            guarantee, or the capabilities are those of another part.
+        OptionError: Something else than a method, a list of known names, a guarantee or the
+            capabilities of this kind of part stands where the base declares one.
     """
     if Part in cls.__bases__:
         return
     base = _base(cls)
     for name in values:
         meant, value = vars(base).get(name), values[name]
-        if not hasattr(value, "__get__"):  # a property says it of each object
+        if not hasattr(value, "__get__"):  # a property has a value for each object only
             _refuse_list(f"{cls.__name__}.{name}", value, meant, VALUES.get(name))
         if name == "guarantee" and not hasattr(value, "__get__") and not _guarantees(value):
             raise OptionError(
@@ -148,7 +148,7 @@ def refuse_other_kinds(values: Mapping[str, Any], cls: Any) -> None:
 
 
 def _refuse_list(where: str, value: Any, meant: Any, known: Sequence[str] | None) -> None:
-    """Refuses what is no list of names, or no mapping, where one is declared."""
+    """Refuses anything but a list of names, or a mapping, where one is declared."""
     kind = Mapping if isinstance(meant, Mapping) else Collection
     declared = known is not None or isinstance(meant, (tuple, frozenset, Mapping))
     if declared and (isinstance(value, str) or not isinstance(value, kind)):
@@ -163,7 +163,7 @@ def _guarantees(value: Any) -> bool:
 
 
 def _base(cls: Any) -> Any:
-    """The class that declares what parts of its kind have."""
+    """The base class of this kind of part: `Drafter`, `Guide` and so on."""
     return next(one for one in cls.__mro__ if Part in one.__bases__)
 
 

@@ -1,15 +1,16 @@
-"""What ``Decoder(compile=True)`` does: rounds as CUDA graphs, compiled passes elsewhere.
+"""``Decoder(compile=True)``: rounds as CUDA graphs, compiled forward passes on other devices.
 
-At small batch a step is bound by its launches, not by its arithmetic. A round has a fixed shape:
-its nodes, and the cache slots that attention sees. On CUDA, for each shape the first round is run
-as usual, the second is captured, and from then on only the proposal is copied in and the graph
-replayed. So everything that a round keeps for the next must stay where it is: `Call`, caches and
-drafts change their tensors in place (`Call.fixed`). A graph lives for one call.
+At small batch a step is bound by kernel launches, not by arithmetic. A round has a fixed shape: its
+nodes, and the cache slots that attention covers. On CUDA, for each shape the first round is run as
+usual, the second is captured, and from then on only the proposal is copied in and the graph
+replayed. Everything that a round keeps for the next must therefore stay in the same memory: `Call`,
+caches and drafters change their tensors in place (`Plan.static_shapes`). A graph lives for one
+call.
 
 On other devices the model's forward pass is compiled by torch for each shape it meets, which takes
 10 to 40 seconds a shape on a CPU and lasts as long as the process.
 
-Slots are seen in wide steps here, because each step is a new shape.
+Slots are counted in steps of `STEP`, because each new number of slots is a new shape.
 """
 
 from __future__ import annotations
@@ -38,19 +39,24 @@ T = TypeVar("T")
 
 
 def available(device: torch.device) -> bool:
-    """Whether rounds can be captured there."""
+    """Whether rounds can be captured on a device."""
     return device.type == "cuda"
 
 
 def coarse(length: int) -> int:
-    """``length`` rounded up to the steps in which graphs see the cache."""
+    """``length`` rounded up to a multiple of `STEP`."""
     return -(-length // STEP) * STEP
 
 
 def record(
     call: Callable[[], T], device: torch.device, pool: Any
 ) -> tuple[T, Callable[[], None], Any]:
-    """What ``call`` returns, what fills it again, and the memory for the next; computes nothing."""
+    """Captures ``call`` in a CUDA graph, in the memory pool ``pool``; computes nothing.
+
+    Returns:
+        The tensors that ``call`` returned, a function that replays the graph and fills them, and
+        the pool for the next graph.
+    """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     options = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
     with torch.cuda.device(device), torch.cuda.graph(graph, **options):
@@ -59,13 +65,13 @@ def record(
 
 
 def step(run: Run) -> Callable[[Proposal], RoundResult]:
-    """A round that replays what was captured of an earlier one of its shape.
+    """A function that runs a round and replays captured rounds of the same shape.
 
-    All of it, or the scoring alone where the rest has something to do on the host.
+    If a part of the round must run on the host, the scoring alone is captured.
     """
     own = [type(r).__name__ for r in run.runners if not r.graph_safe]
     if own:
-        warn(f"no round is captured: {own[0]} scores a branch by rules of its own", stacklevel=2)
+        warn(f"no round is captured: runner {own[0]} is not declared as graph_safe", stacklevel=2)
         return run.round
     reason = host_work(run)
     if reason is None:
@@ -84,13 +90,13 @@ def host_work(run: Run) -> str | None:
     if run.listeners:
         return "scores, a stream or a trace were asked for"
     if not run.drafter.capabilities.graph_safe:
-        return f"draft {type(run.drafter).__name__} does not say that its rounds are alike"
+        return f"draft {type(run.drafter).__name__} is not declared as graph_safe"
     return None
 
 
 @dataclass
 class Graph(Generic[T]):
-    """One shape: where its proposal is put, what it returns, and how it is run."""
+    """Graph of one shape: the proposal that it reads, its output, and the function to replay it."""
 
     inputs: Proposal
     output: T
@@ -98,31 +104,29 @@ class Graph(Generic[T]):
 
 
 class Replayed(Generic[T]):
-    """A function of a proposal and of tensors that stay in place, replayed where it can be.
+    """A function of a proposal and of tensors that stay in place, run by replaying CUDA graphs.
 
     Args:
-        function: What is captured. Its results are overwritten by the next replay of that shape.
-        call: The call; its ``longest`` tells which slots attention sees.
+        function: Function to capture. A replay overwrites the results of the one before it, if
+            both have the same shape.
+        call: The call; ``call.rows.cur_len`` decides how many slots attention covers.
     """
 
     def __init__(self, function: Callable[[Proposal], T], call: Call) -> None:
         self.function, self.call = function, call
         self.graphs: dict[Hashable, Graph[T] | None] = {}
-        self.longest = 0
+        self.cur_len = 0
         self.pool: Any = None  # shared: one graph runs at a time
         self.broken = False
 
     def __call__(self, proposal: Proposal) -> T:
-        """As the function, for the same proposal."""
-        if self.longest != self.call.rows.cur_len:  # rows only grow: the old graphs are done with
-            self.graphs, self.longest, self.pool = (
-                {},
-                self.call.rows.cur_len,
-                None,
-            )  # it went with them
+        """Result of the function for ``proposal``."""
+        if self.cur_len != self.call.rows.cur_len:  # rows only grow: the old graphs have no use
+            self.graphs, self.cur_len = {}, self.call.rows.cur_len
+            self.pool = None  # the pool is freed with its graphs
         key = (proposal.size, proposal.tree)
         if self.broken or key not in self.graphs:
-            self.graphs[key] = None  # the first round warms up what capturing must not meet cold
+            self.graphs[key] = None  # run once: lazy initialisation is not allowed during capture
             return self.function(proposal)
         graph = self.graphs[key]
         if graph is None:
@@ -152,14 +156,14 @@ def _tensors(proposal: Proposal) -> list[Tensor]:
 
 
 _compiled: WeakKeyDictionary[torch.nn.Module, Callable[..., Tensor] | None] = WeakKeyDictionary()
-"""By model; ``None`` where compiling it failed."""
+"""Compiled forward passes by model; ``None`` where compiling failed."""
 
 
 class Compiled:
-    """An adapter's ``forward``, compiled as one graph; as usual, with a warning, where that fails.
+    """An adapter's ``forward``, compiled; where compiling fails, it is run as usual with a warning.
 
     Args:
-        adapter: Whose.
+        adapter: Adapter of the model.
     """
 
     def __init__(self, adapter: Adapter) -> None:
@@ -169,7 +173,7 @@ class Compiled:
             _compiled[self.model] = compiled(_forward, BACKEND)
 
     def __call__(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """As ``adapter.forward``."""
+        """Same as ``adapter.forward``."""
         adapter = self.adapter
         forward = _compiled[self.model]
         if forward is not None:

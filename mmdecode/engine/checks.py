@@ -1,7 +1,8 @@
-"""What is refused: the one place where the engine does.
+"""Every refusal of the engine.
 
 Before any model runs: settings and arguments of ``generate`` (`mmdecode.engine.settings`), inputs,
-parts that do not fit each other or the model; and of each round, a proposal that breaks its word.
+and parts that do not fit each other or the model. In each round: a proposal that is not of the
+agreed kind.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from mmdecode.errors import IncompatibleError, InputError, OptionError
 from mmdecode.runs.memory import prompt_bytes, refuse_beyond_memory
 
 _SMALL = 2**26
-"""Bytes for which nobody asks the system what is free."""
+"""Bytes below which free memory is not looked up."""
 
 
 def _refused(table: Mapping[str, Verdict]) -> dict[str, Refused]:
@@ -47,10 +48,10 @@ _REFUSED_ARGUMENTS = _refused(ARGUMENTS) | {"token_healing": _REFUSED_SETTINGS["
 
 
 def refuse_settings(config: GenerationConfig) -> None:
-    """Refuses what a call's config asks for and a decoder cannot do.
+    """Refuses settings of a call's config that a decoder cannot honour.
 
     Raises:
-        IncompatibleError: Named, with what to do.
+        IncompatibleError: A setting cannot be honoured; the message says what to do.
     """
     _raise_for(_REFUSED_SETTINGS, vars(config))
 
@@ -59,10 +60,10 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
     """Refuses arguments of ``generate`` that a decoder cannot honour.
 
     Raises:
-        IncompatibleError: Named, with what to do.
+        IncompatibleError: An argument cannot be honoured; the message says what to do.
     """
-    places = given.get("position_ids")
-    if places is not None and places.ndim > 2:  # of images: their adapter reads them
+    positions = given.get("position_ids")
+    if positions is not None and positions.ndim > 2:  # multimodal, read by the model's adapter
         given = {name: value for name, value in given.items() if name != "position_ids"}
     _raise_for(_REFUSED_ARGUMENTS, given)
 
@@ -79,18 +80,18 @@ def _raise_for(refused: Mapping[str, Refused], given: Mapping[str, Any]) -> None
 
 
 def refuse_training(model: Any) -> None:
-    """Refuses a model whose passes differ from one to the next.
+    """Refuses a model whose forward passes are not deterministic.
 
     Raises:
-        IncompatibleError: It is in training mode, and drops states, layers or its cache.
+        IncompatibleError: It is in training mode, with dropout or without a cache.
     """
     if not model.training:
         return
     keeps_no_cache = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
     parts = (m.p for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.training)
     configs = {id(m.config): vars(m.config) for m in model.modules() if hasattr(m, "config")}
-    said = [(name, value) for config in configs.values() for name, value in config.items()]
-    rates = [value for name, value in said if "drop" in name and isinstance(value, float)]
+    settings = [(name, value) for config in configs.values() for name, value in config.items()]
+    rates = [value for name, value in settings if "drop" in name and isinstance(value, float)]
     if keeps_no_cache or any(rate > 0 for rate in (*parts, *rates)):
         raise IncompatibleError(
             f"{type(model).__name__} is in training mode, where "
@@ -104,10 +105,10 @@ def refuse_training(model: Any) -> None:
 
 
 def refuse_inputs(input_ids: Tensor, inputs: Mapping[str, Any], own_prompt: bool) -> None:
-    """Refuses prompts that are not told by ids alone; ``own_prompt``: an adapter makes it.
+    """Refuses prompts whose ids are not known; ``own_prompt``: the adapter makes the prompt.
 
     Raises:
-        IncompatibleError: Tokens are in a cache already, or came as embeddings.
+        IncompatibleError: Tokens are already in a cache, or were given as embeddings only.
     """
     past = inputs.get("past_key_values")
     if past is not None and not callable(getattr(past, "get_seq_length", None)):
@@ -138,7 +139,7 @@ def refuse_inputs(input_ids: Tensor, inputs: Mapping[str, Any], own_prompt: bool
 
 
 def _held(past: Any) -> int:
-    """Tokens in a cache of transformers, in whichever of its parts and layers they are."""
+    """Number of tokens in a cache of transformers, in any of its parts and layers."""
     both = ("self_attention_cache", "cross_attention_cache")
     parts = [getattr(past, name) for name in both if hasattr(past, name)]
     parts = parts or getattr(past, "layers", None) or [past]
@@ -148,20 +149,25 @@ def _held(past: Any) -> int:
 
 
 def refuse_positions(adapter: Adapter, prompt: int, limit: int) -> None:
-    """Refuses a prompt of ``prompt`` tokens, or with it ``limit`` new ones, that has no positions.
+    """Refuses a text longer than the model's position table.
+
+    Args:
+        adapter: Adapter of the model.
+        prompt: Tokens of the prompt.
+        limit: Most new tokens.
 
     Raises:
         InputError: The prompt alone is too long.
-        OptionError: With the new tokens it is.
+        OptionError: The prompt with the new tokens is too long.
     """
-    places, name = adapter.max_positions, type(adapter.model).__name__
-    if places is None:
+    positions, name = adapter.max_positions, type(adapter.model).__name__
+    if positions is None:
         warn_beyond_training(adapter, prompt)
         return
-    has = f"{name} has {places} positions before its table ends or its frequencies change"
-    if prompt >= places:
+    has = f"{name} has {positions} positions before its table ends or its frequencies change"
+    if prompt >= positions:
         raise InputError(f"a prompt of {prompt} tokens; {has}: shorten the prompt")
-    if prompt + limit > places:
+    if prompt + limit > positions:
         raise OptionError(
             f"a prompt of {prompt} and up to {limit} new tokens; {has}: lower max_new_tokens, or "
             "decode with plain generate"
@@ -169,12 +175,12 @@ def refuse_positions(adapter: Adapter, prompt: int, limit: int) -> None:
 
 
 def warn_beyond_training(adapter: Adapter, length: int, warned: int = 0) -> None:
-    """Warns of a text that is longer than what its model was made for, though it has positions.
+    """Warns of a text longer than its model was trained for, if positions are unbounded.
 
     Args:
-        adapter: Of the model.
+        adapter: Adapter of the model.
         length: Tokens of the text.
-        warned: Tokens of it of which nothing is said any more.
+        warned: Length up to which a warning was already given.
     """
     made_for = length_made_for(adapter)
     if made_for is not None and warned <= made_for < length:
@@ -186,16 +192,16 @@ def warn_beyond_training(adapter: Adapter, length: int, warned: int = 0) -> None
 
 
 def length_made_for(adapter: Adapter) -> int | None:
-    """Tokens of the longest text that a model was made for, as its config says."""
+    """Tokens of the longest text that a model was made for, from its config."""
     length = getattr(_text_config(adapter), "max_position_embeddings", None)
     return length if isinstance(length, int) and length > 0 else None
 
 
 def refuse_memory(adapter: Adapter, prompt: Prompt) -> None:
-    """Refuses a prompt that a CPU has no memory to read; CUDA says so itself, in time.
+    """Refuses a prompt for which a CPU has too little memory; CUDA raises by itself.
 
     Raises:
-        InputError: An estimate exceeds what is free.
+        InputError: The estimate exceeds the free memory.
     """
     config = _text_config(adapter)
     if prompt.ids.device.type != "cpu" or config is None:
@@ -235,14 +241,16 @@ _MEMBERS = {
     "adapter": ("model", "vocab", "num_layers", "forward", "head"),
     "runner": ("prefill", "score", "commit"),
 }
-"""What a part of a decoder has of its own at least."""
+"""Members that each kind of part must define itself."""
 
 
 def refuse_no_part(part: str, given: Any) -> None:
-    """Refuses what is no part of a decoder; nothing, and names of rules, are.
+    """Refuses an object that is not a part of the kind ``part``; ``None`` is a valid guide.
+
+    A string is valid as ``accept``: names of rules are resolved later.
 
     Raises:
-        OptionError: It is no subclass of its base, or lacks what such a part has.
+        OptionError: Its class does not inherit from the base of such parts, or lacks a member.
     """
     if given is None and part == "guide":
         return
@@ -270,16 +278,16 @@ def refuse_no_part(part: str, given: Any) -> None:
 
 
 def _lacks(given: Any, name: str, base: type) -> bool:
-    """Whether a part lacks what its base declares and does not have."""
+    """Whether a part lacks a member, or only has the base's placeholder for it."""
     own = getattr(type(given), name, None)
     return not hasattr(given, name) or (own is not None and own is vars(base).get(name))
 
 
 def refuse_no_session(drafter: Drafter, given: Any) -> DraftSession:
-    """What a drafter's ``begin`` returned, if that is a session.
+    """The session that a drafter's ``begin`` returned.
 
     Raises:
-        OptionError: It is something else.
+        OptionError: The object returned is no `DraftSession`, or was not initialised.
     """
     name = type(drafter).__name__
     if isinstance(given, DraftSession):
@@ -296,10 +304,10 @@ def refuse_no_session(drafter: Drafter, given: Any) -> DraftSession:
 
 
 def refuse_no_outcome(rule: AcceptanceRule, given: Any) -> Outcome:
-    """What a rule returned, if that is an outcome.
+    """The outcome that a rule returned.
 
     Raises:
-        OptionError: It is something else.
+        OptionError: The object returned is no `Outcome`.
     """
     if isinstance(given, Outcome):
         return given
@@ -308,28 +316,28 @@ def refuse_no_outcome(rule: AcceptanceRule, given: Any) -> Outcome:
     )
 
 
-def refuse_looking(guide: Guide | None) -> None:
-    """Refuses a guide that looks at what no round shows.
+def refuse_lookaround(guide: Guide | None) -> None:
+    """Refuses a guide that reads scores of earlier or later positions.
 
     Raises:
-        IncompatibleError: It does.
+        IncompatibleError: The guide declares ``lookback`` or ``lookahead``.
     """
     if guide is not None and (guide.lookback or guide.lookahead):
         where = ["back"] * guide.lookback + ["ahead"] * guide.lookahead
         raise IncompatibleError.between(
             f"guide {type(guide).__name__}",
             "Decoder",
-            f"the guide looks {' and '.join(where)}, a round shows the root and drafted nodes, "
-            "each with its own prefix and scores",
-            "leave the guide out, or write it as a function of these",
+            f"the guide looks {' and '.join(where)}, but a round scores the root and drafted nodes "
+            "only, each with its own prefix",
+            "leave the guide out, or write it as a function of a node's own prefix and scores",
         )
 
 
 def refuse_mode(rule: AcceptanceRule, do_sample: bool) -> None:
-    """Refuses a rule that was made for the other of greedy generation and sampling.
+    """Refuses a rule that does not work in the call's mode, greedy or sampling.
 
     Raises:
-        IncompatibleError: It was.
+        IncompatibleError: The mode is not among the rule's ``modes``.
     """
     mode = "sample" if do_sample else "greedy"
     if mode not in rule.modes:
@@ -342,10 +350,10 @@ def refuse_mode(rule: AcceptanceRule, do_sample: bool) -> None:
 
 
 def agreed_kind(rule: AcceptanceRule, draft: Drafter) -> Kind:
-    """The kind of proposal that a rule takes, as it prefers, and a drafter makes.
+    """The kind of proposal that the rule prefers among those that the drafter makes.
 
     Raises:
-        IncompatibleError: There is none.
+        IncompatibleError: They have no kind in common.
     """
     for kind in rule.kinds:
         if kind in draft.kinds:
@@ -360,10 +368,10 @@ def agreed_kind(rule: AcceptanceRule, draft: Drafter) -> Kind:
 
 
 def refuse_guide(guide: Guide | None, needs: Requirements, adapter: Adapter) -> None:
-    """Refuses a guide whose branches clash, or that wants what a model's adapter does not show.
+    """Refuses a guide whose branches clash, or that needs more than the adapter provides.
 
     Raises:
-        IncompatibleError: Both sides named.
+        IncompatibleError: The message names both sides.
     """
     if guide is None:
         return
@@ -377,8 +385,8 @@ def refuse_guide(guide: Guide | None, needs: Requirements, adapter: Adapter) -> 
             raise IncompatibleError.between(
                 name,
                 "Decoder",
-                f"branch {spec.name!r} answers in the place of {replaced!r}, which shares a pass "
-                f"with {', '.join(n for n in sharing if n != replaced)}",
+                f"branch {spec.name!r} replaces {replaced!r} after prefill, which shares a forward "
+                f"pass with {', '.join(n for n in sharing if n != replaced)}",
                 "give the other branches of its stage a later stage",
             )
     refuse_closed(name, adapter, guide.edits, needs)
@@ -398,17 +406,17 @@ def refuse_guide(guide: Guide | None, needs: Requirements, adapter: Adapter) -> 
 def refuse_closed(
     part: str, adapter: Adapter, edits: Sequence[AttentionEdit | StateEdit], needs: Requirements
 ) -> None:
-    """Refuses a part that looks into a model whose adapter does not show its inside.
+    """Refuses a part that needs layers or attention of a model, if its adapter gives no access.
 
     Raises:
-        IncompatibleError: Both named.
+        IncompatibleError: The message names both.
     """
     inside = edits or needs.attention or needs.text_attention or needs.early_exit_logits
     if inside and not adapter.shows_inside:
         raise IncompatibleError.between(
             part,
             adapter.name,
-            f"{type(adapter).__name__} does not show the inside of its model",
+            f"{type(adapter).__name__} gives no access to the model's layers and attention",
             "use it with a decoder-only or vision-language model",
         )
 
@@ -417,7 +425,7 @@ def refuse_rows(streamer: Any, batch: int) -> None:
     """Refuses a streamer for more than one row.
 
     Raises:
-        IncompatibleError: There are more.
+        IncompatibleError: The batch has several rows.
     """
     if streamer is not None and batch > 1:
         raise IncompatibleError(
@@ -426,11 +434,11 @@ def refuse_rows(streamer: Any, batch: int) -> None:
 
 
 def refuse_proposal(proposal: Proposal, kind: Kind, draft: Drafter, rule: AcceptanceRule) -> None:
-    """Refuses a proposal that is not what its drafter promised.
+    """Refuses a proposal of another kind than agreed, or with too many nodes.
 
     Raises:
-        IncompatibleError: It is of another kind than was agreed.
-        OptionError: It has too many nodes.
+        IncompatibleError: It is of another kind.
+        OptionError: It has more than `MAX_NODES` nodes.
     """
     if proposal.kind != kind:
         raise IncompatibleError.between(

@@ -1,10 +1,10 @@
-"""The contracts of drafters, guides, acceptance rules and branch runners, and what they exchange.
+"""Base classes of drafters, guides, acceptance rules and branch runners, and what they exchange.
 
-`mmdecode.engine.loop` is the loop that calls them.
+`mmdecode.engine.loop` calls them.
 
 Conventions: B rows, N nodes, V vocabulary. Row 0 of every score tensor is the root (the last
 committed token, not yet in the cache); row u + 1 scores the token after node u. In round 0 there is
-no root: the last prompt row takes its place, with N = 0.
+no root: row 0 is the last token of the prompt, and N = 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BranchOutput:
         early_exit_logits: Layer to ``(B, N + 1, V)``: logits of ``hidden[i]`` through the
             final norm and head.
         attention: Layer to weights over the columns of the prompt, ``(B, heads, N + 1, P)``.
-        text_attention: At prefill, layer to what the prompt's text tokens attend to on average,
+        text_attention: At prefill, layer to the mean attention weights of the prompt's text tokens,
             ``(B, heads, P)``, where asked for.
         images: Columns of the prompt that hold image tokens, ``(B, P)``, along with ``attention``
             and ``text_attention``.
@@ -59,7 +59,7 @@ class BranchOutput:
     other_branches: Mapping[str, BranchOutput] = field(default_factory=dict)
 
     def rows(self, rows: slice) -> BranchOutput:
-        """The same of some rows, without `other_branches`."""
+        """The outputs of some rows, without `other_branches`."""
 
         def those(values: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
             return {key: value[rows] for key, value in values.items()}
@@ -78,16 +78,17 @@ class BranchOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """What a part wants from the scoring passes.
+    """Internals that a part needs from the forward passes.
 
     Attributes:
-        hidden: Layers whose states are wanted: indices, or ``"last"``.
-        prompt_hidden: Whether the states of the whole prompt are wanted at prefill.
+        hidden: Layers whose hidden states are needed: indices, or ``"last"``.
+        prompt_hidden: Whether the hidden states of the whole prompt are needed at prefill.
         window_modes: How the rest of a rejected chain is refilled for a Jacobi drafter, by the kind
-            of proposal that was agreed; see `WindowMode`.
-        early_exit_logits: Layers whose exit logits are wanted.
-        attention: Layers whose attention weights over the prompt are wanted.
-        text_attention: Whether it is wanted at prefill what text attends to, in all layers.
+            of proposal that drafter and rule agree on; see `WindowMode`.
+        early_exit_logits: Layers whose early-exit logits are needed.
+        attention: Layers whose attention weights over the prompt are needed.
+        text_attention: Whether the mean attention of the prompt's text tokens is needed at prefill,
+            in all layers.
     """
 
     hidden: frozenset[int | str] = frozenset()
@@ -98,7 +99,7 @@ class Requirements:
     text_attention: bool = False
 
     def union(self, other: Requirements) -> Requirements:
-        """What either of them needs."""
+        """Requirements of both."""
         return Requirements(
             hidden=self.hidden | other.hidden | self.early_exit_logits | other.early_exit_logits,
             prompt_hidden=self.prompt_hidden or other.prompt_hidden,
@@ -111,11 +112,11 @@ class Requirements:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftWindow:
-    """What is left of a drafted chain after a round; see `mmdecode.engine.window`.
+    """Rest of a Jacobi drafter's chain after a round; see `mmdecode.engine.window`.
 
     Attributes:
-        tokens: From the position after ``next_token`` on, ``(B, N)``, left-aligned, -1 padded.
-        logits: Unnormalised log-probabilities that each of them was sampled from, ``(B, N, V)``.
+        tokens: Tokens after ``next_token``, ``(B, N)``, left-aligned, -1 padded.
+        logits: Unnormalised log-probabilities that each token was sampled from, ``(B, N, V)``.
     """
 
     tokens: Tensor
@@ -124,15 +125,16 @@ class DraftWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a rule decided; the loop may cut it short where a row ends.
+    """Decision of an acceptance rule; the loop may cut it short where a row ends.
 
     Attributes:
         path: Accepted nodes from the root down, ``(B, D)``, -1 padded.
         num_accepted: Nodes on the path, ``(B,)``; excludes ``next_token``.
         next_token: The token after the path, ``(B,)``; the loop sets -1 in inactive rows.
-        choices: The target's own choices at root and nodes, ``(B, N + 1)``, where the rule has made
-            all of them with the noise that decides.
-        window: What a Jacobi drafter keeps; the loop fills it in where one asks.
+        choices: The target's own token at root and every node, ``(B, N + 1)``, where the rule has
+            decided all of them with the target's noise.
+        window: Next window of a Jacobi drafter; set by the loop where `Requirements.window_modes`
+            asks for it.
     """
 
     path: Tensor
@@ -142,7 +144,7 @@ class Outcome:
     window: DraftWindow | None = None
 
     def tokens(self, proposal: Proposal) -> Tensor:
-        """Those of the path and the one after it, ``(B, D + 1)``."""
+        """Tokens of the path and the token after it, ``(B, D + 1)``."""
         if not self.path.shape[1]:
             return self.next_token[:, None]
         along = pad(proposal.tokens.gather(1, self.path.clamp_min(0)), (0, 1))
@@ -150,7 +152,7 @@ class Outcome:
         return torch.where(order < self.num_accepted[:, None], along, self.next_token[:, None])
 
     def of_active(self, active: Tensor) -> Outcome:
-        """The same with nothing kept and nothing decided in rows that are not ``active (B,)``."""
+        """The same outcome with nothing kept or decided in rows that are not ``active (B,)``."""
         return Outcome(
             path=self.path.masked_fill(~active[:, None], -1) if self.path.shape[1] else self.path,
             num_accepted=torch.where(active, self.num_accepted, 0),
@@ -162,17 +164,17 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """What a round committed, after the stop rules cut it.
+    """Tokens that a round committed, after stop rules cut them.
 
     Attributes:
         path: Accepted nodes from the root down, ``(B, D)``, -1 padded.
-        tokens: Their tokens and the one that was decided after them, ``(B, D + 1)``.
+        tokens: Tokens of the path and the one that was decided after it, ``(B, D + 1)``.
         num_accepted: Nodes on the path, ``(B,)``; 0 in inactive rows.
         num_drafted: Nodes that were proposed, ``(B,)``.
-        count: Tokens that were kept, ``(B,)``: one more than that, fewer where the row ended, 0 in
-            rows that had ended before.
-        ended: Rows that ended with it, ``(B,)``.
-        window: What a Jacobi drafter goes on with, where one asks.
+        count: Tokens that were committed, ``(B,)``: ``num_accepted + 1``, fewer where the row
+            ended, 0 in rows that had ended before.
+        ended: Rows that ended in this block, ``(B,)``.
+        window: Next window of a Jacobi drafter, as in `Outcome`.
     """
 
     path: Tensor
@@ -187,7 +189,7 @@ class Block:
     def of(
         cls, outcome: Outcome, proposal: Proposal, tokens: Tensor, count: Tensor, ended: Tensor
     ) -> Block:
-        """What an outcome leaves of a proposal."""
+        """Block of an outcome and the proposal that it judged."""
         return cls(
             path=outcome.path,
             tokens=tokens,
@@ -204,23 +206,23 @@ class Block:
         return self.tokens.gather(1, self.num_accepted[:, None])[:, 0]
 
     def counts(self) -> Tensor:
-        """Of `mmdecode.engine.stats.Stats.scored`, ``(B, 4)``."""
+        """Counts for `mmdecode.engine.stats.Stats.scored`, ``(B, 4)``."""
         took_part = (self.count > 0).long()
         return torch.stack([took_part, self.num_drafted, self.num_accepted, self.count], 1)
 
 
 class DraftSession(Part):
-    """Base of one call of a `Drafter`: its caches and states, and what it does in every round.
+    """Base of a drafter's state for one call: its caches, and its work in every round.
 
-    As it stands, it drafts nothing.
+    The base itself drafts nothing.
 
     Args:
-        call: The call it serves; the loop moves its rows.
+        call: The call it serves; the loop advances ``call.rows``.
 
     Attributes:
-        call: As given.
-        unguided: Why it does not follow the guide of `Call.plan`, where its drafter might;
-            ``Stats.unguided`` tells it.
+        call: The same.
+        unguided: Why this session does not draft from the guided distribution, where its drafter
+            can; ``None``: it does, or there is no guide. Collected in ``Stats.unguided``.
     """
 
     call: Call
@@ -230,37 +232,38 @@ class DraftSession(Part):
         self.call = call
 
     def propose(self, budget: int) -> Proposal:
-        """Up to ``budget`` levels of tokens after the root; may be empty."""
+        """Tokens after the root, at most ``budget`` levels deep; may be empty."""
         return Proposal.empty(self.call.batch, self.call.device)
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
         """Called after every commit, round 0 included, with the main branch's output."""
 
     def close(self) -> None:
-        """Called once when the call ends, whether or not it failed."""
+        """Called once when the call ends, even if it failed."""
 
 
 class Drafter(Part):
-    """Base of what proposes tokens: configuration and weights, which outlive calls.
+    """Base of everything that proposes tokens: configuration and weights, which outlive calls.
 
-    What a call leaves in memory belongs to its `DraftSession`, so that one drafter serves several
-    calls at a time; what a drafter keeps from call to call it guards by a lock. It owns its caches
-    and never reads the noise that accepts.
+    State of a call belongs to its `DraftSession`, so that one drafter serves several calls at a
+    time. State that a drafter keeps between calls is guarded by a lock. A drafter owns its caches,
+    and never reads the noise that the acceptance rule uses.
 
     Attributes:
-        kinds: What it can propose; the plan of a call says which.
-        capabilities: What it can do; of one that is made of others, set when it is made.
+        kinds: Kinds of proposals it can make; ``call.plan.kind`` is the one to make.
+        capabilities: Its `DrafterCapabilities`; a drafter that wraps others sets them in
+            ``__init__``.
     """
 
     kinds: tuple[Kind, ...] = ("deterministic",)
     capabilities: DrafterCapabilities = DrafterCapabilities()
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """What it wants of the passes of a model."""
+        """Internals needed from the forward passes of the adapter's model."""
         return Requirements()
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """Opens a call, after the prompt was read and its first token was decided."""
+        """Opens a session, after the prompt was read and the first token was decided."""
         raise NotImplementedError
 
 
@@ -269,12 +272,12 @@ class StateEdit:
     """A change to the hidden states of one branch, the same for every row of every pass.
 
     Attributes:
-        branch: Whose.
-        layers: First and last layer to edit as fractions of the depth, both included, as those of
+        branch: Name of the branch.
+        layers: First and last layer to edit as fractions of the depth, both included, as in
             `mmdecode.engine.attention.AttentionEdit`.
-        change: ``(layer, states (B, Q, H), earlier) -> states``: of a layer's output, where
-            ``earlier`` are the outputs of all layers before it, as edited. A position must be
-            edited by its own states alone, so that a cached pass equals a full one.
+        change: ``(layer, states (B, Q, H), earlier) -> states``: edits a layer's output, where
+            ``earlier`` are the edited outputs of all layers before it. The edit of a position may
+            depend on that position's states only, so that a cached pass equals a full one.
     """
 
     branch: str
@@ -283,52 +286,62 @@ class StateEdit:
 
 
 class BranchRunner(Part):
-    """Base of what scores one or more branches in one go.
+    """Base of runners, which score one or more branches together.
 
     Attributes:
-        stage: Runners of a later stage see the outputs of earlier ones.
-        graph_safe: Every `score` and `commit` of a shape runs the same operations on the same
-            tensors: captured, they may be replayed.
+        stage: Runners of a later stage are given the outputs of earlier ones.
+        graph_safe: Whether every `score` and `commit` of one shape runs the same operations on the
+            same tensors, so that a CUDA graph of them can be replayed.
     """
 
     stage: int = 1
     graph_safe: bool = False
 
     def prefill(self, call: Call, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
-        """Reads the whole prompt."""
+        """Reads the whole prompt.
+
+        Args:
+            call: The call.
+            earlier: Outputs of earlier stages, by branch.
+
+        Returns:
+            Outputs of this runner's branches, by branch.
+        """
         raise NotImplementedError
 
     def score(
         self, call: Call, proposal: Proposal, earlier: Mapping[str, BranchOutput]
     ) -> dict[str, BranchOutput]:
-        """Scores root and nodes, after what was kept."""
+        """Scores root and nodes, which come after the committed tokens; otherwise as `prefill`."""
         raise NotImplementedError
 
     def commit(self, path: Tensor, count: Tensor, chain: bool) -> None:
-        """Keeps root and accepted nodes: ``path (B, D)``, ``count (B,)`` slots, root included."""
+        """Commits root and accepted nodes: ``path (B, D)``, ``count (B,)`` slots, root included."""
         raise NotImplementedError
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows``, in that order; repeating them is a fork."""
+        """Keeps the rows ``rows``, in that order; a repeated row is forked."""
         raise NotImplementedError
 
 
 class Guide(Part):
-    """Base of what makes the target distribution: a function of constants, prefix and outputs.
+    """Base of guides, which make the target distribution from the outputs of all branches.
 
-    At each node it may read the ids of the node's path and, of every branch, the node's own logits
-    and hidden states; what it edits inside a model it edits alike in every pass, from the prompt
-    on. It keeps nothing from round to round: rejected nodes could not be taken back. All that it
-    keeps of a call are the constants that `begin` returns, so it needs no session as drafters do.
+    A guide is a pure function of constants, prefix and outputs. At each node it may read the ids of
+    the node's path, and the node's logits and hidden states in every branch. An edit inside a model
+    applies to every pass alike, from the prompt on. A guide keeps nothing between rounds, since
+    rejected nodes could not be undone. Its only state of a call are the constants that `begin`
+    returns, which is why guides have no session as drafters do.
 
     Attributes:
-        branches: Conditionings of the model other than the main one.
-        edits: Changes of what happens inside branches.
-        requires_inputs: Kinds of inputs that the model must read: ``"image"``, ``"audio"``.
+        branches: Further conditionings of the model, in addition to the main one.
+        edits: Edits of attention or hidden states inside branches.
+        requires_inputs: Kinds of inputs that the model must accept: ``"image"``, ``"audio"``.
         lookback: Whether it reads the distributions of earlier positions.
-        lookahead: Whether it reads those after tokens that it has yet to weigh. A round shows
-            neither, so `mmdecode.decoder.Decoder` refuses such a guide.
-        neutral: Whether the settings leave the main branch's logits untouched; then nothing is run.
+        lookahead: Whether it reads distributions after tokens that are not chosen yet. A
+            verification round provides neither, so `mmdecode.decoder.Decoder` refuses such a guide.
+        neutral: Whether the settings leave the main branch's logits unchanged; the guide is then
+            not run.
     """
 
     branches: Sequence[BranchSpec] = ()
@@ -339,11 +352,11 @@ class Guide(Part):
     neutral: bool
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """What it wants of the passes of a model."""
+        """Internals needed from the forward passes of the adapter's model."""
         return Requirements()
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Any:
-        """Per-row constants, computed once."""
+        """Constants of each row, computed once from the prompt's outputs and passed to `apply`."""
 
     def apply(
         self, constants: Any, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
@@ -354,28 +367,28 @@ class Guide(Part):
     def combine(
         self, constants: Any, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor | None:
-        """`apply` without the plausibility cut, for a trace; ``None``: it has none."""
+        """`apply` without the plausibility cut, for a trace; ``None``: there is no cut."""
         return None
 
     @property
     def total(self) -> float | None:
-        """S, the sum of the branch weights, where it is the same at all positions; else ``None``.
+        """S, the sum of the branch weights, if it is the same at all positions; else ``None``.
 
-        With another than 1, branches that agree sharpen or flatten the distribution.
+        If S is not 1, branches that agree sharpen or flatten the distribution.
         """
         return None
 
     def totals(
         self, constants: Any, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> float | Tensor | None:
-        """S, for a trace, ``(B, N + 1)`` where positions differ; ``None``: there are no weights."""
+        """S, for a trace, ``(B, N + 1)`` if positions differ; ``None``: there are no weights."""
         return self.total
 
 
 def plain_main(guide: Guide | None) -> bool:
     """Whether the main branch is the unguided model: the guide neither edits nor replaces it.
 
-    Otherwise the unguided model's scores would take a forward pass of their own.
+    Otherwise the unguided model's scores would need another forward pass.
     """
     if guide is None or guide.neutral:
         return True
@@ -384,13 +397,13 @@ def plain_main(guide: Guide | None) -> bool:
 
 
 class AcceptanceRule(Part):
-    """Base of what decides how much of a proposal is kept.
+    """Base of acceptance rules, which decide how much of a proposal is kept.
 
     Attributes:
         guarantee: ``exact``, ``exact for ...`` or ``lossy``, see `mmdecode.registry.Entry`.
-        kinds: What it takes, best first.
-        modes: Of ``greedy`` and ``sample``.
-        capabilities: What it can do.
+        kinds: Kinds of proposals it takes, preferred first.
+        modes: Modes it works in: ``greedy``, ``sample`` or both.
+        capabilities: Its `RuleCapabilities`.
     """
 
     guarantee: str
@@ -399,5 +412,5 @@ class AcceptanceRule(Part):
     capabilities: RuleCapabilities = RuleCapabilities()
 
     def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
-        """The path, and the token after it."""
+        """The accepted path, and the token after it."""
         raise NotImplementedError

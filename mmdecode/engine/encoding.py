@@ -1,4 +1,4 @@
-"""Encoders that must not hear padding: inputs of one length are encoded together, states padded."""
+"""Batched encoding without padding: inputs of one length share a batch, their states are padded."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 Inputs = Mapping[str, Tensor]
-"""What an encoder takes of one row, by name, each with a batch of 1."""
+"""Inputs of an encoder for one row, by name, each with a batch of 1."""
 
 
 def shape_of(inputs: Inputs) -> tuple[Any, ...]:
-    """Names and shapes: inputs that have the same can be stacked."""
+    """Names and shapes of inputs; rows that agree in them can be stacked."""
     return tuple((name, tuple(value.shape)) for name, value in sorted(inputs.items()))
 
 
 def grouped(kinds: Sequence[Any], rows: Iterable[int] | None = None) -> list[list[int]]:
-    """Rows in groups of one kind, smallest kind first.
+    """Row indices in groups of one kind, smallest kind first.
 
     Args:
-        kinds: Of each row; they can be sorted.
-        rows: Those that are grouped; ``None``: all.
+        kinds: Kind of each row; kinds must be sortable.
+        rows: Rows to group; ``None``: all.
     """
     groups: dict[Any, list[int]] = {}
     for row in range(len(kinds)) if rows is None else rows:
@@ -31,7 +31,7 @@ def grouped(kinds: Sequence[Any], rows: Iterable[int] | None = None) -> list[lis
 
 
 def alike(rows: Sequence[Inputs]) -> list[list[int]]:
-    """Rows in groups of one shape, by their place; smallest first."""
+    """Row indices in groups of one shape, smallest first."""
     return grouped([shape_of(inputs) for inputs in rows])
 
 
@@ -41,23 +41,24 @@ def stacked(rows: Sequence[Inputs]) -> dict[str, Tensor]:
 
 
 def encode_unpadded(encoder: Any, rows: Sequence[Inputs]) -> tuple[Tensor, Tensor | None]:
-    """States of each row as it has them alone, padded at their end.
+    """Hidden states of each row, equal to those of the row encoded alone, right-padded.
 
     Args:
         encoder: Takes the inputs by name and returns ``last_hidden_state (B, S, H)``.
         rows: Inputs of each row.
 
     Returns:
-        States ``(B, S, H)``, and which of them are no padding, bool ``(B, S)``; ``None``: all.
+        States ``(B, S, H)``, and a mask, true where not padding, bool ``(B, S)``; ``None``:
+        nothing is padding.
     """
     found: dict[int, Tensor] = {}
     for group in alike(rows):
-        states = encoder(**stacked([rows[place] for place in group])).last_hidden_state
+        states = encoder(**stacked([rows[index] for index in group])).last_hidden_state
         found |= dict(zip(group, states, strict=True))
-    ordered = [found[place] for place in range(len(rows))]
+    ordered = [found[index] for index in range(len(rows))]
     lengths = torch.tensor([len(states) for states in ordered], device=ordered[0].device)
     mask = None
     if len(set(lengths.tolist())) > 1:
-        places = torch.arange(int(lengths.max()), device=lengths.device)
-        mask = places < lengths[:, None]
+        positions = torch.arange(int(lengths.max()), device=lengths.device)
+        mask = positions < lengths[:, None]
     return torch.nn.utils.rnn.pad_sequence(ordered, batch_first=True), mask

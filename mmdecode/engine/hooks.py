@@ -8,7 +8,7 @@ from typing import Any
 
 
 def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A module's hook for passes of the thread that asks for it; those of others go by it."""
+    """Wraps a module's hook so that it runs only in the thread that created it."""
     owner = threading.get_ident()
 
     def run(*args: Any) -> Any:

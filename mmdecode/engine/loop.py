@@ -1,16 +1,17 @@
 """START HERE: the one decoding loop of this library.
 
-Each round a drafter proposes a tree of tokens after the last committed one, the root; one pass
-scores root and nodes in every branch; a guide makes the target distribution of them; a rule accepts
-a path and decides the token after it; what the stop rules leave of that block is committed.
+Each round a drafter proposes a tree of tokens after the last committed one, the root. One forward
+pass scores root and nodes in every branch. A guide combines the branches into the target
+distribution. A rule accepts a path and decides the token after it. Stop rules cut that block, and
+the rest is committed.
 
-The host learns of a round by one transfer. It stays outside of what a CUDA graph replays, and the
-next proposal is made before it, so that it tells the proposal's width as well.
+One transfer a round brings the state to the host. It stays outside of what a CUDA graph replays,
+and the next proposal is made before it, so that its width comes with the same transfer.
 
-Read on: `contracts` (what the parts promise), `proposal` (trees of tokens), `branches` (one forward
-pass over root and nodes), `target_logits` (the caller's processors at every node), `stop` (where a
-block is cut), `noise` (why a seed gives the same tokens with and without a draft).
-`mmdecode.decoder` makes the parts of a call from names and objects.
+Read on: `contracts` (drafters, guides, rules and what they exchange), `proposal` (trees of tokens),
+`branches` (one forward pass over root and nodes), `target_logits` (the caller's processors at every
+node), `stop` (where a block is cut), `noise` (why a seed gives the same tokens with and without a
+draft). `mmdecode.decoder` makes the parts of a call from names and objects.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ from mmdecode.engine.trace import NoTrace
 
 
 class RoundResult(NamedTuple):
-    """What a round leaves on the device.
+    """Result of a round, on the device.
 
     Attributes:
-        proposal: The next one.
-        counts: Of `Stats.scored`, ``(B, 4)``.
-        sync_vector: What the host must know, see `Run.sync`, ``(4,)``.
+        proposal: The next proposal.
+        counts: Counts for `Stats.scored`, ``(B, 4)``.
+        sync_vector: Numbers for the host, see `Run.sync_vector`, ``(4,)``.
     """
 
     proposal: Proposal
@@ -58,7 +59,7 @@ class RoundResult(NamedTuple):
 
 
 class HostState(NamedTuple):
-    """What the host knows after a round: active rows, tokens of the longest, the next proposal."""
+    """State on the host after a round: active rows, tokens of the longest, the next proposal."""
 
     active: int
     cur_len: int
@@ -67,21 +68,21 @@ class HostState(NamedTuple):
 
 @dataclass
 class Run:
-    """One call: its parts, and what they move.
+    """One call of a decoder: its parts and its state.
 
     Attributes:
-        call: What every part is handed.
+        call: The call, which every part is given.
         drafter: Opens the session that proposes tokens.
-        guide: Makes the target distribution; ``None``: it is the model's.
+        guide: Makes the target distribution; ``None``: the model's own is the target.
         rule: Decides how much of a proposal is kept.
-        runners: Of the branches, by stage.
+        runners: Runners of the branches, by stage.
         processors: The caller's logits processors and warpers.
         stopping: The caller's stop rules.
         stats: Counters.
-        listeners: They are shown every committed block.
-        trace: Asked for details of every scoring pass.
-        session: The drafter's, of this call; ``None`` before its first token was decided.
-        constants: The guide's, of this call.
+        listeners: Called with every committed block.
+        trace: Called with every scoring pass; returns the details to keep.
+        session: The drafter's session; ``None`` until the first token is decided.
+        constants: Result of the guide's ``begin``.
         shortest: Tokens of the shortest active row at the last transfer; a host number.
     """
 
@@ -100,7 +101,7 @@ class Run:
     shortest: int = 0
 
     def run(self) -> int:
-        """Decodes every row to its end; returns the tokens of the longest."""
+        """Decodes every row to its end; returns the number of tokens of the longest."""
         try:
             state = self.sync(self.prefill(), self.stats.prefilled)
             step = self.step()
@@ -116,7 +117,7 @@ class Run:
         return self.finish_round(proposal, self.score(proposal))
 
     def finish_round(self, proposal: Proposal, scores: TargetScores) -> RoundResult:
-        """Accepts a path, commits what the stop rules leave of it, and drafts again."""
+        """Accepts a path, commits it up to where stop rules cut, and makes the next proposal."""
         target = TargetLogits(scores.logits, self.call, proposal, self.processors)
         outcome = self.accept(proposal, target)
         block = self.commit(proposal, scores, target, outcome)
@@ -128,7 +129,7 @@ class Run:
         return self.propose(block)
 
     def prefill(self) -> RoundResult:
-        """Round 0: the prompt's last position decides, nothing was drafted."""
+        """Round 0: reads the prompt and decides the first token; nothing was drafted."""
         call = self.call
         outputs: dict[str, BranchOutput] = {}
         for runner in self.runners:
@@ -144,13 +145,13 @@ class Run:
         return self.finish_round(nothing, self.guided(nothing, outputs))
 
     def begin(self, main: BranchOutput) -> DraftSession:
-        """The drafter's session; where nothing is left to draft, one that drafts nothing."""
+        """Opens the drafter's session; where nothing is left to draft, an empty one."""
         if self.call.request.max_new_tokens == 1 or self.seen_to_end():
             return DraftSession(self.call)
         return checks.refuse_no_session(self.drafter, self.drafter.begin(self.call, main))
 
     def step(self) -> Callable[[Proposal], RoundResult]:
-        """A round, or what replays captured ones."""
+        """`round`, or a function that replays captured rounds."""
         captured = self.call.plan.static_shapes and capture.available(self.call.device)
         return capture.step(self) if captured else self.round
 
@@ -162,7 +163,7 @@ class Run:
         return self.guided(proposal, outputs)
 
     def guided(self, proposal: Proposal, outputs: Mapping[str, BranchOutput]) -> TargetScores:
-        """The main branch's outputs, and what the guide makes of all."""
+        """The main branch's outputs, and the guide's combination of all branches."""
         logits = outputs["main"].logits
         if self.guide:
             logits = self.guide.apply(self.constants, self.call, proposal, outputs)
@@ -170,7 +171,7 @@ class Run:
         return TargetScores(main_output(outputs), logits, details)
 
     def accept(self, proposal: Proposal, target: TargetLogits) -> Outcome:
-        """The path that the rule keeps and the token after it; of a Jacobi window, its rest."""
+        """The accepted path and the token after it; with a Jacobi drafter, its next window too."""
         call = self.call
         outcome = checks.refuse_no_outcome(self.rule, self.rule(proposal, target, call))
         outcome = outcome.of_active(call.rows.active)
@@ -203,7 +204,7 @@ class Run:
         return block
 
     def propose(self, block: Block) -> RoundResult:
-        """The drafter's next proposal, without nodes that could not be committed."""
+        """The drafter's next proposal, without nodes beyond the row's last token."""
         call, rows = self.call, self.call.rows
         most = call.request.max_new_tokens
         # levels of tokens that could still be committed: each active row has grown by one at least
@@ -237,7 +238,7 @@ class Run:
         return torch.stack([rows.active.sum(), rows.length.amax(), shortest, width])
 
     def sync(self, result: RoundResult, count: Callable[[Tensor], None]) -> HostState:
-        """The one transfer of a round; ``count`` takes its counts."""
+        """The one transfer of a round; ``count`` is called with its counts."""
         count(result.counts)
         active, longest, self.shortest, width = result.sync_vector.tolist()
         call, seen = self.call, longest

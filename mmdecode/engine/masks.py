@@ -1,4 +1,4 @@
-"""What the tokens of a block may attend to, and where they lie in the text."""
+"""Attention masks of a block of tokens, and the positions of cache slots in the text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def chain(width: int, device: torch.device) -> tuple[Tensor, None]:
-    """Depths ``(1, Q)`` of a chain, and no ancestors: each token sees all before it."""
+    """Depths ``(1, Q)`` of a chain, and no ancestors: each token attends to all before it."""
     return torch.arange(width, device=device)[None], None
 
 
@@ -20,21 +20,21 @@ def block_mask(
     dtype: torch.dtype,
     window: int | None = None,
 ) -> Tensor:
-    """What each token of a block may attend to, as an additive mask ``(R, 1, Q, visible)``.
+    """Additive mask of a block: which slots each token may attend to, ``(R, 1, Q, visible)``.
 
     Args:
         begin: Slot of the block's first token per row, ``(R,)``; everything before it is committed.
         pads: Padding slots at the left of each row, ``(R,)``.
-        depths: Distance of each token from the first, ``(1 or R, Q)``; a window counts by it.
+        depths: Distance of each token from the first, ``(1 or R, Q)``; a window is measured by it.
         ancestors: ``(1 or R, Q, Q)`` bool, self included; ``None``: the block is a chain.
         visible: Slots that attention covers.
-        dtype: The model's.
-        window: Tokens a sliding layer sees, the token itself included; ``None``: all.
+        dtype: Dtype of the model.
+        window: Width of a sliding window, the token itself included; ``None``: no window.
     """
     slots = torch.arange(visible, device=begin.device)
     relative = slots - begin[:, None]  # (R, K)
-    where, last = relative[:, None], depths[:, :, None]  # compared, so that no integers are dense
-    # a padding query would see nothing; let it see itself
+    where, last = relative[:, None], depths[:, :, None]  # compared: no dense integer tensor
+    # a padding query could attend to nothing; let it attend to itself
     if ancestors is None:
         itself = where == last
         seen = where <= last
@@ -47,7 +47,7 @@ def block_mask(
         )
         itself = where == torch.arange(width, device=begin.device)[:, None]
         seen = torch.where(inside[:, None], in_block, (relative < 0)[:, None])
-        where = places(relative, depths)[:, None]
+        where = slot_positions(relative, depths)[:, None]
     seen &= (slots >= pads[:, None])[:, None]
     if window is not None:
         seen &= where > last - window
@@ -57,22 +57,22 @@ def block_mask(
 
 
 def distances(relative: Tensor, depths: Tensor) -> Tensor:
-    """How far before each token of a block a slot lies in the text, ``(R, Q, K)``.
+    """Distance in the text from each slot to each token of a block, ``(R, Q, K)``.
 
-    A committed slot lies where it is; a slot of the block by its depth, since siblings lie in slots
-    of their own.
+    A committed slot is one position; slots of the block are measured by depth, since siblings share
+    a position and not a slot.
 
     Args:
         relative: Each slot's distance from the block's first, ``(R, K)``.
         depths: Distance of each token from the first, ``(R, Q)``.
     """
-    return depths[:, :, None] - places(relative, depths)[:, None]
+    return depths[:, :, None] - slot_positions(relative, depths)[:, None]
 
 
-def places(relative: Tensor, depths: Tensor) -> Tensor:
-    """Where each slot lies in the text, counted from a block's first token, ``(R, K)``.
+def slot_positions(relative: Tensor, depths: Tensor) -> Tensor:
+    """Position of each slot in the text, relative to a block's first token, ``(R, K)``.
 
-    Arguments as of `distances`, but ``depths`` may have one row for all.
+    Takes the arguments of `distances`, but ``depths`` may have one row for all.
     """
     width = depths.shape[1]
     inside = (relative >= 0) & (relative < width)

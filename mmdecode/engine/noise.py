@@ -28,13 +28,13 @@ def _signed(value: int) -> int:
 
 
 class Role(enum.IntEnum):
-    """What a draw is for; draws of different roles are independent."""
+    """Purpose of a draw; draws of different roles are independent."""
 
     TARGET = 1  # Gumbel noise of the target itself, shared by every drafter
     ACCEPT = 2
     RESIDUAL = 3
     DRAFT = 4
-    TAIL = 5
+    WINDOW = 5
     GUIDE = 6
 
 
@@ -50,7 +50,7 @@ def _absorb(state: Tensor, value: Tensor | int) -> Tensor:
 
 
 def request_key(*parts: bytes | str | int) -> int:
-    """A stable 63-bit name for a request, from whatever identifies it."""
+    """A stable 63-bit key of a request, from whatever identifies it."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()
@@ -73,13 +73,13 @@ class Noise:
 
     @classmethod
     def of(cls, seed: int, requests: Iterable[int], device: torch.device | str = "cpu") -> Noise:
-        """From plain integers."""
+        """Noise of rows whose keys are plain integers."""
         return cls(seed, torch.tensor([_signed(r) for r in requests], device=device))
 
     def generator(self, row: int, *parts: str | int) -> torch.Generator:
-        """A generator on the CPU for what a row draws before its first token, named by ``parts``.
+        """A CPU generator for draws of a row before its first token; ``parts`` name the purpose.
 
-        The same for a row in any batch and on any device; asks for the row's key on the host.
+        It is the same for a row in any batch and on any device; reads the row's key on the host.
         """
         key = request_key(self.seed, int(self.requests[row]), *parts)
         return torch.Generator().manual_seed(key)
@@ -94,8 +94,8 @@ class Noise:
 
         Args:
             positions: Indices of generated tokens, ``(B, Q)``.
-            role: What the draws are for.
-            trial: Each row's round, ``(B,)``, for draws that a position may need more than once.
+            role: Purpose of the draws.
+            trial: Round of each row, ``(B,)``, for draws that a position may need more than once.
         """
         return _open_unit(self._state(positions, role, trial))
 
@@ -110,14 +110,14 @@ class Noise:
     def pairs(self, queries: Tensor, keys: Tensor, layer: int, heads: int) -> Tensor:
         """Draws in (0, 1) for every pair of a query and a key in a layer, float32.
 
-        The same wherever a key lies in the cache, and whatever else is in the pass. Keys take
-        several times the memory of what is drawn: ask for few queries at a time.
+        They do not depend on a key's slot in the cache, nor on other tokens of the pass. Computing
+        them takes several times the memory of the result: ask for few queries at a time.
 
         Args:
             queries: Tokens before each query, padding not counted, ``(B, Q)``.
-            keys: The same of each key, ``(B, K)``.
+            keys: Tokens before each key, ``(B, K)``.
             layer: Index of the layer.
-            heads: Their number, H.
+            heads: Number of heads, H.
 
         Returns:
             ``(B, H, Q, K)``.

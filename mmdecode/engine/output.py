@@ -1,4 +1,4 @@
-"""What a call gives back: ids, and the scores, the stream and the trace that were asked for."""
+"""Output of a call: ids, and scores, logits or a stream where they were asked for."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mmdecode.engine.target_logits import TargetLogits, rows_along
 
 
 class TargetScores(NamedTuple):
-    """What a scoring pass says.
+    """Result of a scoring pass.
 
     Attributes:
-        main: Outputs of the main branch, those of the guide's other branches with them.
-        logits: What the guide made of them, ``(B, N + 1, V)``.
-        details: What a trace wants to know; see `mmdecode.engine.trace.NoTrace`.
+        main: Outputs of the main branch, along with those of the guide's other branches.
+        logits: Guided logits, before the caller's processors, ``(B, N + 1, V)``.
+        details: Details for a trace; see `mmdecode.engine.trace.NoTrace`.
     """
 
     main: BranchOutput
@@ -36,13 +36,13 @@ class TargetScores(NamedTuple):
 
 @dataclass(frozen=True)
 class Committed:
-    """A round after its block was cut, for what listens to the loop.
+    """A round after its block was cut, as listeners are given it.
 
     Attributes:
-        proposal: What was drafted.
-        scores: What was scored, before the caller's processors.
-        target: The target distribution, under them.
-        block: What was kept.
+        proposal: The proposal that was scored.
+        scores: Its scores, before the caller's processors.
+        target: The target distribution, after the processors.
+        block: The committed tokens.
         first: Whether this is round 0, after the prompt was read.
     """
 
@@ -54,24 +54,24 @@ class Committed:
 
 
 class Listener(Protocol):
-    """What is shown every committed block: a recorder, a stream, a trace."""
+    """An object called with every committed block: a recorder, a stream, a trace."""
 
     def add(self, round: Committed) -> None:
-        """One round."""
+        """Takes one round."""
 
 
 class Stream:
     """Puts the tokens of the one row into a streamer of transformers, block by block.
 
     Args:
-        streamer: It; whoever made it ends it.
+        streamer: The streamer; whoever made it calls its ``end``.
     """
 
     def __init__(self, streamer: Any) -> None:
         self.streamer = streamer
 
     def add(self, round: Committed) -> None:
-        """The tokens that are kept."""
+        """Puts the tokens of a block."""
         block = round.block
         self.streamer.put(block.tokens[0, : int(block.count[0])].cpu())
 
@@ -80,8 +80,8 @@ class Recorder:
     """Scores and raw logits of the committed tokens, where the caller asked for them.
 
     Args:
-        config: The call's: ``output_scores`` and ``output_logits`` ask.
-        batch: Rows.
+        config: Config of the call, with ``output_scores`` and ``output_logits``.
+        batch: Number of rows.
     """
 
     def __init__(self, config: GenerationConfig, batch: int) -> None:
@@ -91,7 +91,7 @@ class Recorder:
         }
 
     def add(self, round: Committed) -> None:
-        """Those of the tokens that are kept."""
+        """Keeps the scores and logits of a block's tokens."""
         path = round.block.path
         for name, rows in self.rows.items():
             along = (
@@ -100,7 +100,7 @@ class Recorder:
                 else rows_along(round.scores.main.logits, path)
             )
             for row, kept in enumerate(round.block.count.tolist()):
-                rows[row].extend(along[row, :kept].clone())  # let the rejected rows go
+                rows[row].extend(along[row, :kept].clone())  # frees the rejected rows
 
     def tuple_of(self, name: str) -> tuple[Tensor, ...] | None:
         """One ``(B, V)`` tensor per generated position; zeros after a row's end."""
@@ -117,7 +117,7 @@ class Recorder:
 def output(
     call: Call, config: GenerationConfig, recorder: Recorder, longest: int, encoder_decoder: bool
 ) -> Any:
-    """Ids ``(B, P + longest)``, or the output class of transformers with what was recorded."""
+    """Ids ``(B, P + longest)``, or an output class of transformers with the recorded scores."""
     sequences = call.rows.ids[:, : call.prompt_length + longest]
     columns = torch.arange(sequences.shape[1], device=call.device)
     sequences = sequences.masked_fill(columns >= call.end()[:, None], pad_id(config))

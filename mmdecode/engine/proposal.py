@@ -1,8 +1,8 @@
-"""What a drafter hands to the loop: tokens in a tree, and how they came to be.
+"""Proposals of a drafter: tokens in a tree, and how they were chosen.
 
 Row b proposes nodes ``0..N-1``. ``parents`` holds -1 for children of the root (the last committed
 token), else the index of an earlier node. Unused nodes hold token -1, never 0, because 0 is an
-ordinary token. Siblings carry different tokens and stand in the order in which they were drawn.
+ordinary token. Siblings have different tokens, in the order in which they were sampled.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MAX_NODES = 256
 
 @dataclass(frozen=True)
 class Tree:
-    """A shape shared by all rows: parents as host integers, and what follows from them.
+    """Shape of a tree that all rows share, as host integers.
 
     Attributes:
         parents: ``parents[u] < u``; -1 is the root.
         depths: 1 for children of the root.
-        is_chain: Whether node u hangs below node u - 1, for all u.
+        is_chain: Whether node u is a child of node u - 1, for all u.
     """
 
     parents: tuple[int, ...]
@@ -51,7 +51,7 @@ class Tree:
 
     @classmethod
     def chain(cls, length: int) -> Tree:
-        """One node below the other."""
+        """A chain of ``length`` nodes."""
         return _chain(length)
 
     @classmethod
@@ -75,11 +75,11 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """The longest path."""
+        """Length of the longest path."""
         return max(self.depths, default=0)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Parents ``(N,)``, depths ``(N,)`` and ancestors ``(N + 1, N + 1)``, kept per device.
+        """Parents ``(N,)``, depths ``(N,)`` and ancestors ``(N + 1, N + 1)``, cached per device.
 
         Ancestors include the node itself; row 0 is the root.
         """
@@ -115,14 +115,15 @@ class Proposal:
 
     Attributes:
         tokens: ``(B, N)`` int64, -1 where unused.
-        kind: How the tokens came to be: a function of the committed prefix (``deterministic``),
-            independent draws from ``log_q`` (``iid``), Gumbel-top-k order
-            (``without_replacement``), or argmax of log q plus the target's own Gumbel noise
-            (``coupled``). Which acceptance rules are exact depends on it: there is no default.
+        kind: How the tokens were chosen: by a function of the committed prefix (``deterministic``),
+            sampled independently from ``log_q`` (``iid``), sampled without replacement in
+            Gumbel-top-k order (``without_replacement``), or as the argmax of log q plus the
+            target's own Gumbel noise (``coupled``). There is no default: it decides which
+            acceptance rules are exact.
         tree: Shape shared by all rows; a chain when neither ``tree`` nor ``parents`` is given.
-        parents: ``(B, N)``, when rows have shapes of their own.
-        log_q: ``(B, N, V)``, the distribution each node was sampled from before siblings were
-            removed.
+        parents: ``(B, N)``, when rows have different shapes.
+        log_q: ``(B, N, V)``, log-probabilities of the distribution that each node was sampled from,
+            before earlier siblings were removed.
     """
 
     tokens: Tensor
@@ -156,7 +157,7 @@ class Proposal:
 
     @classmethod
     def empty(cls, batch: int, device: torch.device) -> Proposal:
-        """No node: the round decides one token per row."""
+        """A proposal without nodes: the round decides one token per row."""
         tokens = torch.empty(batch, 0, dtype=torch.long, device=device)
         return cls(tokens=tokens, kind="deterministic")
 
@@ -167,18 +168,18 @@ class Proposal:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every row is a chain, known without looking at the device."""
+        """Whether every row is a chain, known without a transfer."""
         return self.tree is not None and self.tree.is_chain
 
     def narrow(self, nodes: int) -> Proposal:
-        """The first ``nodes`` nodes of every row; the caller knows that the others are unused."""
+        """The first ``nodes`` nodes of every row; the others must be unused."""
         if nodes == self.size:
             return self
         tree = None if self.tree is None else self.tree.narrow(nodes)
         return self.map(lambda held: held[:, :nodes], tree)
 
     def map(self, change: Callable[[Tensor], Tensor], tree: Tree | None = None) -> Proposal:
-        """The proposal with each of its tensors changed, and its shape where that changes too."""
+        """The proposal with ``change`` applied to each of its tensors, and ``tree`` if given."""
         return replace(
             self,
             tokens=change(self.tokens),
@@ -188,7 +189,7 @@ class Proposal:
         )
 
     def masked(self, keep: Tensor) -> Proposal:
-        """Nodes where ``keep (B, N)`` is false become unused; descendants must be dropped too."""
+        """Marks nodes where ``keep (B, N)`` is false as unused; their descendants must be too."""
         return replace(self, tokens=self.tokens.masked_fill(~keep, -1))
 
     def structure(self) -> tuple[Tensor, Tensor, Tensor]:

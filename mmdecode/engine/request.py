@@ -1,4 +1,4 @@
-"""What a call of ``generate`` asks: prompt, limits, names of its rows."""
+"""The `Request` of a call of ``generate``: prompt, limits, keys of its rows' noise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmdecode.errors import IncompatibleError, OptionError
 def with_stop_strings(
     criteria: StoppingCriteriaList, strings: str | list[str], tokenizer: Any
 ) -> StoppingCriteriaList:
-    """The criteria and one more, which ends a row where its text holds one of the strings.
+    """The criteria, and one that ends a row whose text contains one of the strings.
 
     Raises:
         OptionError: There is no tokenizer.
@@ -39,7 +39,7 @@ def with_stop_strings(
 
 
 def token_ids(value: Any) -> list[int]:
-    """An id, a list of ids, a tensor or None, as a list."""
+    """An id, a list of ids, a tensor or ``None``, as a list."""
     if value is None:
         return []
     if isinstance(value, Tensor):
@@ -48,9 +48,9 @@ def token_ids(value: Any) -> list[int]:
 
 
 def up_to_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
-    """Generated tokens up to the first that ends them, that one included."""
-    places = (place for place, token in enumerate(tokens, 1) if token in ends)
-    return tokens[: next(places, None)]
+    """Generated tokens up to the first end token, which is included."""
+    lengths = (length for length, token in enumerate(tokens, 1) if token in ends)
+    return tokens[: next(lengths, None)]
 
 
 def end_ids(
@@ -58,7 +58,7 @@ def end_ids(
 ) -> Tensor:
     """Ids that end a row, ``(n,)``.
 
-    As in transformers, the caller's own criteria replace what the config says.
+    End tokens of the caller's own criteria replace those of the config, as in transformers.
     """
     own = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
     ends = [i for value in own or [config.eos_token_id] for i in token_ids(value)]
@@ -77,21 +77,21 @@ def request_of(
     named: bool,
     adapter: Any,
 ) -> Request:
-    """What a call of ``generate`` asks for.
+    """The request of a call of ``generate``.
 
     Args:
         input_ids: Prompt, ``(B, P)``.
-        config: The call's.
-        model_kwargs: What ``generate`` prepared for the model.
-        seed: Of the keyed noise.
+        config: Config of the call.
+        model_kwargs: The model's arguments as ``generate`` prepared them.
+        seed: Seed of the keyed noise.
         inputs: Raw inputs by name.
-        names: The caller's names of the rows; ``None``: their content.
+        names: The caller's names of the rows; ``None``: rows are named by their content.
         criteria: The caller's stopping criteria.
-        named: Whether anything draws noise by row.
-        adapter: Of the model.
+        named: Whether any part uses the rows' noise.
+        adapter: Adapter of the model.
 
     Raises:
-        OptionError: There is no room for a token, or names do not fit the rows.
+        OptionError: There is no room for a token, or names do not match the rows.
         IncompatibleError: A prompt is padded on the right.
     """
     width = input_ids.shape[1]
@@ -124,7 +124,7 @@ def request_of(
 
 
 def left_padded(mask: Tensor) -> Tensor:
-    """The mask, as bool.
+    """An attention mask as bool, checked to be padded on the left.
 
     Raises:
         IncompatibleError: A row has padding after a token.
@@ -139,7 +139,7 @@ def left_padded(mask: Tensor) -> Tensor:
 
 
 def pad_id(config: GenerationConfig) -> int:
-    """The id that stands after a row's end: of padding, else the first that ends rows."""
+    """The id that fills a row after its end: the padding token, else the first end token."""
     ids = token_ids(config.pad_token_id) or token_ids(config.eos_token_id)
     return ids[0] if ids else 0
 
@@ -155,12 +155,13 @@ def _requests(
     given: Any,
     adapter: Any,
 ) -> list[int]:
-    """One key per row: the caller's names, else the row's content and its ordinal among copies.
+    """One key per row: the caller's name of it, else its content; with its index among copies.
 
-    Raw audio counts where there is one entry per row, and images as the adapter shares them out;
-    what only a draft reads never does. Whisper's own ``generate`` hands a decoder no audio and
-    drops rows between attempts; rows that cannot be told apart share their noise, which leaves the
-    distribution of each row as it is. Name the rows, or use the Transcriber.
+    The content is the ids, raw audio if there is one entry per row, and images as the adapter
+    assigns them to rows; inputs that only a drafter reads never count. Whisper's own ``generate``
+    passes no audio on and drops rows between fallback attempts: rows that cannot be told apart
+    share their noise, which does not change the distribution of each row. To avoid this, name the
+    rows, or use the Transcriber.
     """
     copies = int(config.num_return_sequences or 1)
     if given is not None:

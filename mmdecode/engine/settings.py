@@ -1,7 +1,7 @@
-"""What becomes of everything that ``generate`` of transformers takes.
+"""How a decoder treats every setting and argument of ``generate`` of transformers.
 
-`SETTINGS` and `ARGUMENTS` say whether a decoder honours it, whether it has no effect, or why it is
-refused; `mmdecode.engine.checks` refuses it.
+`SETTINGS` and `ARGUMENTS` say for each whether a decoder honours it, whether it has no effect, or
+why it is refused. `mmdecode.engine.checks` refuses it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import Any, Literal, NamedTuple
 
 
 class Refused(NamedTuple):
-    """Why something that ``generate`` takes is refused, and what to do.
+    """Refusal of a setting or argument.
 
-    ``neutral`` are the values that ask for nothing, other than ``None``.
+    Attributes:
+        because: Why it is refused and what to do, after its name.
+        neutral: Values that are accepted since they ask for nothing, in addition to ``None``.
     """
 
     because: str
@@ -179,4 +181,5 @@ ARGUMENTS: Mapping[str, Verdict] = {
         "stands for a prompt whose ids are not known; pass decoder_input_ids"
     ),
 }
-"""Arguments of ``generate`` other than these, and inputs of models that a decoder makes itself."""
+"""Arguments of ``generate`` that are not in its config, and model inputs that a decoder makes
+itself."""

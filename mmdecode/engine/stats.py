@@ -1,7 +1,7 @@
-"""Counters of a decoder, and the rates that follow from them.
+"""Counters of a decoder, and rates computed from them.
 
-Rounds are kept as tensors and added up when a rate is asked for: reading them per round would be a
-synchronisation more, adding them up on the device work for nothing.
+Counts of rounds are kept as tensors and added up when a rate is asked for: reading them in every
+round would synchronise with the device once more, adding them up there would cost kernel launches.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch import Tensor
 
 
 class Stats:
-    """What a `Decoder` has done since `reset`; accumulates over calls.
+    """Counters of a `Decoder` since the last `reset`; they accumulate over calls.
 
     Attributes:
         calls: Calls of the decoder.
         passes: Scoring passes after the prompt was read, each over the whole batch.
-        unguided: Why drafts did not follow the guide, where they might have.
+        unguided: Reasons why drafters that can follow the guide did not; see
+            `mmdecode.engine.contracts.DraftSession`.
     """
 
     def __init__(self) -> None:
@@ -33,11 +34,11 @@ class Stats:
         self.reset()
 
     def of_call(self) -> Stats:
-        """What a call counts by itself, before `merge` adds it."""
+        """New counters for one call, which `merge` adds when it ends."""
         return Stats()
 
     def merge(self, call: Stats) -> None:
-        """Adds what a call has counted, once it has ended; calls may end in several threads."""
+        """Adds the counters of a call that has ended; calls may end in several threads."""
         if call is self:
             return
         with self._lock:
@@ -66,7 +67,7 @@ class Stats:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """What fails in here is not counted."""
+        """Discards what was counted inside the context if it raises."""
         before = {n: copy(v) for n, v in vars(self).items() if n != "_lock"}
         try:
             yield
@@ -75,20 +76,20 @@ class Stats:
             raise
 
     def prefilled(self, counts: Tensor) -> None:
-        """Round 0 of a call: tokens that no scoring pass was needed for; see `scored`."""
+        """Counts round 0 of a call, which needs no scoring pass; see `scored`."""
         if self._first and self._first[-1].device != counts.device:
             self._reduce()
         self._first.append(counts)
 
     def scored(self, counts: Tensor) -> None:
-        """One round; nothing is added up before a rate is asked for.
+        """Counts one round; nothing is added up before a rate is asked for.
 
         Args:
-            counts: ``(B, 4)``: whether the row took part, tokens proposed, nodes on the accepted
-                path, tokens committed after stop rules.
+            counts: ``(B, 4)``: whether the row took part, nodes proposed, nodes accepted, tokens
+                committed after stop rules.
         """
         self.passes += 1
-        self._rounds.append(counts.clone())  # a captured round writes the next ones to its place
+        self._rounds.append(counts.clone())  # a captured round overwrites its counts
         if len(self._rounds) >= 4096:
             self._reduce()
 
@@ -122,7 +123,7 @@ class Stats:
 
     @property
     def rounds(self) -> int:
-        """Sum over rows of the rounds each was open for: row passes."""
+        """Row passes: the sum over rows of the rounds in which each row was active."""
         return self._sum(1)
 
     @property
@@ -158,7 +159,7 @@ class Stats:
         return [sum(counts[depth:]) / max(self.rounds, 1) for depth in range(1, len(counts))]
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, as plain numbers."""
+        """All counters and rates, as plain numbers."""
         return {
             "calls": self.calls,
             "tokens": self.tokens,

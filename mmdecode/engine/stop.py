@@ -1,7 +1,8 @@
-"""Where a committed block must be cut: end-of-sequence, length, and the caller's own criteria.
+"""Stop rules, which cut a block: end tokens, length, and the caller's own criteria.
 
-Rules see what the plain loop would have shown them: each prefix of the block, in order. Known ones
-are vectorised by exact type; others are called prefix by prefix, in full batch shape.
+Criteria are given the same prefixes as in plain ``generate``: each prefix of the block, in order.
+Criteria of known exact type are vectorised; others are called prefix by prefix, for the whole
+batch.
 """
 
 from __future__ import annotations
@@ -24,31 +25,33 @@ class Stopping:
     """The stop rules of one call.
 
     Args:
-        criteria: As ``generate`` built them.
-        ends: Ids that end a row, ``(n,)``; they stand for the criteria of ends.
-        limit: Most generated tokens per row.
+        criteria: Stopping criteria as ``generate`` built them.
+        eos_token_ids: Ids that end a row, ``(n,)``, instead of the criteria for end tokens.
+        max_new_tokens: Most generated tokens per row.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, ends: Tensor, limit: int) -> None:
-        self.ends, self.limit = ends, limit
+    def __init__(
+        self, criteria: StoppingCriteriaList, eos_token_ids: Tensor, max_new_tokens: int
+    ) -> None:
+        self.eos_token_ids, self.max_new_tokens = eos_token_ids, max_new_tokens
         self.per_call = [c for c in criteria if type(c) is MaxTimeCriteria]
         known = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
         self.others = [c for c in criteria if type(c) not in known]
 
     def cut(self, call: Call, block: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """How much of each row's block is kept, and which rows end with it.
+        """How much of each row's block is kept, and which rows end in it.
 
         Args:
             call: The rows, before the block is committed.
             block: Accepted tokens and the next one, ``(B, D + 1)``.
-            count: Tokens in the block, ``(B,)``; 0 for closed rows.
+            count: Tokens in the block, ``(B,)``; 0 for inactive rows.
 
         Returns:
-            ``count (B,)``, at least 1 for open rows, and ``ended (B,)``.
+            ``count (B,)``, at least 1 for active rows, and ``ended (B,)``.
         """
         order = torch.arange(1, block.shape[1] + 1, device=block.device)
-        stop = (block[..., None] == self.ends).any(-1)
-        stop |= (call.rows.length[:, None] + order) >= self.limit
+        stop = (block[..., None] == self.eos_token_ids).any(-1)
+        stop |= (call.rows.length[:, None] + order) >= self.max_new_tokens
         if self.others:
             stop |= self._ask(call, block, count)
         first = torch.where(stop, order, block.shape[1] + 1).amin(1)

@@ -1,12 +1,12 @@
 """The target distribution at the nodes: the guide's output after logits processors and warpers.
 
-A processor of transformers sees one position of every row and the row's whole prefix. Here many
+A processor of transformers is given one position of every row and the row's whole prefix. Here many
 nodes are scored at once, each with its own prefix. Processors of known exact type are evaluated at
-all nodes together, without looking at the device; a family's adapter may know further types. As
-soon as one of another type is in the list, the list runs as transformers would run it: node by node
-along the accepted path, batch-shaped for each distinct prefix length, never past the first
-rejection. Our own processors implement ``at_nodes(scores (B, N + 1, V), nodes) -> scores``, which
-processes all nodes at once.
+all nodes together, without a transfer; a family's adapter may add further types. Our own processors
+implement ``at_nodes(scores (B, N + 1, V), nodes) -> scores``, which processes all nodes at once.
+
+If the list has a processor of any other type, it runs as in transformers: node by node along the
+accepted path, batch-shaped for each distinct prefix length, never past the first rejection.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ class Nodes:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """The token before the one that each row scores, ``(B, N + 1)``; row 0 is the root."""
+        """Last token of each row's prefix, ``(B, N + 1)``; row 0 is the root."""
         return torch.cat([self.call.last(1), self._drafted], 1)
 
     @cached_property
     def prefix_length(self) -> Tensor:
-        """Tokens before the one a row decides, prompt and padding included, ``(B, N + 1)``."""
+        """Length of each row's prefix, prompt and padding included, ``(B, N + 1)``."""
         return self.call.rows.length[:, None] + self.depths + self.call.prompt_length
 
     def previous(self) -> Tensor:
-        """The token before `tokens`, ``(B, N + 1)``."""
+        """Last but one token of each row's prefix, ``(B, N + 1)``."""
         before_root = self.call.last(2)[:, :1]
         if self.tokens.shape[1] == 1:
             return before_root
@@ -73,7 +73,7 @@ class Nodes:
         return torch.cat([before_root, above], 1)
 
     def last_committed(self, first: int, begin: int) -> Tensor:
-        """The last id from ``first`` on in the columns from ``begin`` on, ``(B,)``; else -1."""
+        """The last committed id >= ``first``, in columns >= ``begin``, ``(B,)``; -1: none."""
         ids = self.call.rows.ids[:, begin:]
         order = self.vocabulary(ids.shape[1])
         end = self.call.rows.length[:, None] + (self.call.prompt_length - begin)
@@ -82,9 +82,9 @@ class Nodes:
         return torch.where(last >= 0, found, -1)
 
     def last_on_path(self, wanted: Tensor, base: Tensor) -> Tensor:
-        """The last node token on each row's path for which ``wanted (B, N + 1)``, else ``base``.
+        """The last node token on each row's path where ``wanted (B, N + 1)`` holds, else ``base``.
 
-        The root is not a node: it is part of what ``base`` was taken from.
+        The root is not a node: ``base (B,)`` is taken from committed tokens, the root included.
         """
         if wanted.shape[1] == 1:
             return base[:, None]
@@ -104,7 +104,7 @@ def _arange(size: int, device: torch.device) -> Tensor:
 
 Vectorised = Callable[[Tensor, Nodes], Tensor]
 NodeProcessors = Mapping[type, Callable[..., Vectorised]]
-"""By exact type of a processor, what makes of one a function of all nodes together."""
+"""Exact type of a processor to a function that turns one into a `Vectorised`."""
 
 
 def _flat(processor: lp.LogitsProcessor) -> Vectorised:
@@ -115,7 +115,7 @@ def _flat(processor: lp.LogitsProcessor) -> Vectorised:
 
 
 class _Mask:
-    """A set of token ids as a mask over the vocabulary, made once per device and size."""
+    """A set of token ids as a mask over the vocabulary, cached for one device and size."""
 
     def __init__(self, ids: Tensor) -> None:
         self._ids, self._mask = ids, torch.empty(0, dtype=torch.bool)
@@ -179,16 +179,18 @@ _KNOWN: NodeProcessors = {
 
 
 def _vectorised(processor: lp.LogitsProcessor, table: NodeProcessors) -> Vectorised | None:
-    """What it makes of all nodes together; ``None``: it is of a type that nobody knows."""
+    """The processor as a function of all nodes; ``None``: its type is not known."""
     known = table.get(type(processor))
     return known(processor) if known else getattr(processor, "at_nodes", None)
 
 
 def prefix_free(processors: LogitsProcessorList) -> Callable[[Tensor], Tensor] | None:
-    """What those of the processors make of logits ``(..., V)`` that read nothing else.
+    """The processors that do not read ids, as one function of logits ``(..., V)``.
+
+    Our own processors of this kind have a class attribute ``prefix_free``.
 
     Returns:
-        ``None`` where there are none; our own processors say by ``prefix_free`` that they are.
+        The function; ``None`` if there is no such processor.
     """
     found = [
         one
@@ -212,9 +214,8 @@ class Processors:
     """The caller's processors, sorted once per call into vectorised ones and others.
 
     Args:
-        processors: In order.
-        known: Further types that can be evaluated at all nodes together, as the model's adapter
-            names them.
+        processors: The processors, in order.
+        known: The adapter's further types that can be evaluated at all nodes together.
 
     Attributes:
         vectorised: Whether every processor can be evaluated at all nodes together.
@@ -230,7 +231,7 @@ class Processors:
         self.vectorised = len(self._runs) == len(runs)
 
     def run_all(self, scores: Tensor, nodes: Nodes) -> Tensor:
-        """All score rows at once; only where `vectorised`."""
+        """Processes all score rows at once; only if `vectorised`."""
         for run in self._runs:
             scores = run(scores, nodes)
         return scores
@@ -246,13 +247,13 @@ class TargetLogits:
     """The target distribution at root and nodes, as unnormalised log-probabilities.
 
     Args:
-        logits: What the guide made of the branches, float32 ``(B, N + 1, V)``.
-        call: The rows.
+        logits: Guided logits, float32 ``(B, N + 1, V)``.
+        call: The call.
         proposal: The nodes.
-        processors: The caller's.
+        processors: The caller's processors.
 
     Attributes:
-        vectorised: Whether `all` is available: every processor of the caller is known.
+        vectorised: Whether `all` is available: the type of every processor is known.
     """
 
     def __init__(
@@ -265,18 +266,18 @@ class TargetLogits:
         self._memo: dict[tuple[int, int], Tensor] = {}
 
     def raw(self) -> Tensor:
-        """Before the caller's processors, ``(B, N + 1, V)``."""
+        """Logits before the caller's processors, ``(B, N + 1, V)``."""
         return self._raw
 
     def all(self) -> Tensor:
-        """Processed, ``(B, N + 1, V)``; only where `vectorised`."""
+        """Processed logits, ``(B, N + 1, V)``; only if `vectorised`."""
         assert self.vectorised, "processors of unknown type are run at single rows only"
         if self._all is None:
             self._all = self._processors.run_all(self._raw, self.nodes)
         return self._all
 
     def at(self, rows: Tensor) -> Tensor:
-        """Processed, at one score row per batch row, -1: none asked. ``(B,)`` to ``(B, V)``."""
+        """Processed logits at one score row per batch row, ``(B,)`` to ``(B, V)``; -1: none."""
         if self.vectorised:
             index = rows.clamp_min(0)[:, None, None].expand(-1, 1, self._raw.shape[-1])
             return self.all().gather(1, index)[:, 0]

@@ -1,7 +1,7 @@
-"""What a trace records: each round's draft, what was kept, and what the guide made of it.
+"""Traces: for each round the draft, the committed tokens, and the guide's effect on them.
 
-The loop asks a `Tracer` for details while it scores, and shows it what was committed; `NoTrace`,
-the default, wants none.
+The loop asks a `Tracer` for details while it scores, and calls it with every committed block.
+`NoTrace`, the default, records nothing.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """What a guide made of one committed token.
+    """Effect of a guide at one committed token.
 
     Attributes:
-        survivors: Tokens that the guided distribution leaves, before the caller's processors.
-        changed: Whether its most likely token is another than the model's own; ``None``: not known,
-            since the guide edits or replaces the main branch (see `contracts.plain_main`).
-        distances: By branch, the largest difference of a log-probability from the main branch's.
-        total: S, the sum of the branch weights: with another than 1, agreeing branches sharpen or
-            flatten the distribution. ``None``: the guide has none.
+        survivors: Number of tokens with a nonzero guided probability, before the caller's
+            processors.
+        changed: Whether the most likely token of the guided distribution differs from the model's;
+            ``None``: not known, since the guide edits or replaces the main branch (see
+            `contracts.plain_main`).
+        distances: Largest absolute difference of a log-probability from the main branch's, by
+            branch.
+        total: S, the sum of the branch weights: if it is not 1, agreeing branches sharpen or
+            flatten the distribution. ``None``: the guide has no weights.
     """
 
     survivors: int
@@ -48,11 +51,11 @@ class Round:
         drafted: Tokens of the proposal's first-ranked chain.
         accepted: Tokens of the accepted path.
         decided: The token that the target decided after the path.
-        bonus: Whether the path ended at a leaf, so that ``decided`` corrects nothing.
-        kept: Tokens committed after stop rules.
-        steps: What the guide made of each of them; empty without a guide.
-        opening: Logits ``(V,)`` at the row's first token by branch, ``"guided"`` among them: the
-            guided logits before a plausibility cut. ``None`` in later rounds.
+        bonus: Whether the path ended at a leaf: ``decided`` is a bonus token, not a correction.
+        kept: Number of tokens committed after stop rules.
+        steps: Effect of the guide at each of them; empty without a guide.
+        opening: Logits ``(V,)`` at the row's first token by branch, with the guided logits before
+            the plausibility cut as ``"guided"``. ``None`` in later rounds.
     """
 
     drafted: tuple[int, ...]
@@ -65,12 +68,12 @@ class Round:
 
 
 class Details(NamedTuple):
-    """What a trace wants of a scoring pass.
+    """Details of a scoring pass that a trace keeps.
 
     Attributes:
-        branches: Logits of all branches, ``(B, N + 1, V)``, and, as ``"guided"``, those of the
-            guide before a plausibility cut.
-        total: S, ``(B, N + 1)`` where it changes by position; ``None``: the guide has none.
+        branches: Logits of all branches, ``(B, N + 1, V)``, with the guided logits before the
+            plausibility cut as ``"guided"``.
+        total: S, ``(B, N + 1)`` if it changes by position; ``None``: the guide has no weights.
     """
 
     branches: Mapping[str, Tensor]
@@ -88,7 +91,7 @@ class NoTrace:
         outputs: Mapping[str, BranchOutput],
         logits: Tensor,
     ) -> Details | None:
-        """What `Tracer.details` keeps of a pass; here nothing."""
+        """Details of a scoring pass to keep; here none."""
         return None
 
 
@@ -96,8 +99,8 @@ class Tracer(NoTrace):
     """Records each row's rounds.
 
     Args:
-        guide: The call's.
-        batch: Rows.
+        guide: Guide of the call.
+        batch: Number of rows.
 
     Attributes:
         rows: The rounds of each row.
@@ -115,7 +118,7 @@ class Tracer(NoTrace):
         outputs: Mapping[str, BranchOutput],
         logits: Tensor,
     ) -> Details:
-        """Logits by branch, and the guide's own before its cut where it says them."""
+        """Logits by branch, and the guided logits before the plausibility cut if there is one."""
         branches = {
             name: score.logits for name, score in outputs.items() if score.candidates is None
         }
@@ -126,7 +129,7 @@ class Tracer(NoTrace):
         return Details(branches | {"guided": logits if uncut is None else uncut}, total)
 
     def add(self, round: Committed) -> None:
-        """One round of every row that kept a token in it."""
+        """Records a round of every row that committed a token in it."""
         proposal, block, scores = round.proposal, round.block, round.scores
         steps = self._steps(round) if self.guide else {}
         parents = proposal.structure()[0].expand(len(block.count), -1)
@@ -155,7 +158,7 @@ class Tracer(NoTrace):
             )
 
     def _steps(self, round: Committed) -> dict[int, tuple[Step, ...]]:
-        """By row, what the guide made of the tokens that it keeps."""
+        """Effect of the guide at the tokens that each row commits, by row."""
         path, (branches, total) = round.block.path, round.scores.details
         guided = rows_along(round.scores.logits, path)
         main = rows_along(round.scores.main.logits, path)

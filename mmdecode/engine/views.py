@@ -1,7 +1,7 @@
-"""Views of a model: copies that share its weights and are given what it was given.
+"""Weight-sharing copies of a model that accept the same inputs.
 
-A view is another object, but the images that were encoded for the model are its own, and what was
-checked of the model holds for it.
+A view is another object than the model, but images that were encoded and checks that were made for
+the model count for its views.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The window of a Jacobi drafter after a round: tokens from the position after ``next_token`` on.
+"""The next window of a Jacobi drafter: tokens from the position after ``next_token`` on.
 
 The pass has scored the whole window. Its tokens after ``next_token`` have not been verified, so
 each may be sampled again from the distribution at its position, or be tested on its own: kept with
 probability min(1, p / q), else replaced by a sample from the residual. Either way the token is a
-sample from the distribution along the drafted chain, which is what is recorded; a window that keeps
+sample from the distribution along the drafted chain, which is recorded with it. A window that keeps
 tokens converges.
 
-A kept token that kept its old record, or was kept without a test, would bias what is decided with
-it later. After a tree the chain goes on from first siblings.
+If a token kept the distribution of an earlier round, or were kept without a test, later decisions
+would be biased. After a tree, the window is the chain of first siblings.
 
 Sources: redraw, Teng et al. 2024 (SJD), arXiv:2410.01699, algorithm 1; adaptive, SJD-PAC,
 arXiv:2603.18599, and the maximal coupling of arXiv:2510.24211; shared, the Gumbel sharing of the
@@ -34,10 +34,10 @@ from mmdecode.engine.target_logits import TargetLogits
 def continued(
     outcome: Outcome, proposal: Proposal, target: TargetLogits, call: Call
 ) -> DraftWindow:
-    """The window that goes on after an outcome, refilled as `Call.window_mode` says.
+    """The window after an outcome, refilled as `Plan.window_mode` says.
 
     Processors of unknown type are left out of its distribution, since they may not run past the
-    first rejection; a drafter may have any recorded distribution.
+    first rejection; a drafter may use any distribution as long as it is recorded.
     """
     rows = target.all() if target.vectorised else target.raw()  # (B, N + 1, V)
     nodes = _first_children(proposal.tree, call.device)
@@ -72,7 +72,7 @@ def _sampled(
     positions: Tensor,
     call: Call,
 ) -> Tensor:
-    """A token for each of ``rows (B, M + 1, V)``, at ``positions (B, M + 1)``."""
+    """A token sampled from each of ``rows (B, M + 1, V)``, at ``positions (B, M + 1)``."""
     vocab, noise = rows.shape[-1], call.request.noise
     if not call.request.do_sample:
         return rows.argmax(-1)
@@ -80,7 +80,7 @@ def _sampled(
         return (rows + noise.gumbel(positions, Role.TARGET, vocab)).argmax(-1)
     if call.plan.window_mode == "shared":
         return (rows + noise.gumbel(positions, Role.DRAFT, vocab)).argmax(-1)
-    fresh = noise.gumbel(positions, Role.TAIL, vocab, trial=call.rows.rounds)
+    fresh = noise.gumbel(positions, Role.WINDOW, vocab, trial=call.rows.rounds)
     if call.plan.window_mode == "redraw" or log_q is None or not tokens.shape[1]:
         return (rows + fresh).argmax(-1)
     p, q = rows[:, :-1].softmax(-1), log_q.softmax(-1)
@@ -96,7 +96,7 @@ def _sampled(
 def _first_children(tree: Tree | None, device: torch.device) -> Tensor | None:
     """The chain of first children from the root; ``None`` if the tree is already a chain.
 
-    Rows with trees of their own keep no window beyond their order of nodes.
+    For rows with different shapes, ``tree`` is ``None``: nodes are taken in their order.
     """
     if tree is None or tree.is_chain:
         return None

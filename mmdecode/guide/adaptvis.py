@@ -53,7 +53,7 @@ class AdaptVis(Edited):
         self.edits = [edit]
 
     def confident(self, logits: Tensor) -> Tensor:
-        """Which first-token logits ``(..., V)`` are sharpened, bool."""
+        """Whether first-token logits ``(..., V)`` are sharpened, bool ``(...)``."""
         confidence = logits.double().softmax(-1).amax(-1)
         return confidence.round(decimals=2) >= self.threshold
 

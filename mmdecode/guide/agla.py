@@ -25,7 +25,7 @@ class AGLA(Linear):
     Neutral: ``alpha`` 0 and ``beta`` 0.
     """
 
-    summary = "together with the part of the image that is attended to most; the mask is ours"
+    summary = "adds the scores for the most attended part of the image; the mask is ours"
     source = "An et al. 2024, in its style"
     requires_inputs = ("image",)
 

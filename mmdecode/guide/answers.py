@@ -37,7 +37,7 @@ def yes_no_margin(logits: Tensor, yes: Sequence[int], no: Sequence[int]) -> Tens
     """Log-odds of beginning with yes: ``logsumexp`` over its spellings minus that over no's.
 
     Args:
-        logits: Of the first token, ``(..., V)``.
+        logits: Logits of the first token, ``(..., V)``.
         yes: Ids of yes, see `word_ids`.
         no: Ids of no.
 
@@ -66,10 +66,10 @@ class FirstWord(Guide, ABC):
         self._given, self._tokenizer = (_ids("yes", yes), _ids("no", no)), tokenizer
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> tuple[Tensor, Tensor]:
-        """Which tokens are yes and no, as masks over the vocabulary, bool ``(V,)``.
+        """Masks of the tokens of yes and of no over the vocabulary, bool ``(V,)``.
 
         Raises:
-            IncompatibleError: Nobody says which tokens they are.
+            IncompatibleError: Neither ids nor a tokenizer were given.
         """
         asked = call.request.inputs.get("questions") or [None]
         tokenizer = self._tokenizer or getattr(asked[0], "tokenizer", None)

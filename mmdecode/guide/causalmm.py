@@ -4,7 +4,7 @@ A counterfactual branch runs with another attention map, in the image encoder (`
 language model (``"language"``), or one branch of each (``"both"``). With n of them,
 ``(1 + n * gamma) * main - gamma * (their sum)``, then the plausibility cut.
 
-What is made of a map, of which each query's row is taken alone:
+Each query's row of a map is replaced on its own:
 
 - ``random``: draws between 0 and 2 in the place of the weights;
 - ``uniform``: each weight is the mean;
@@ -43,6 +43,10 @@ from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.edited import checked_layers
 from mmdecode.guide.linear import Linear, not_negative
 
+AT_ONCE = 1 << 20
+"""Weights that are edited together, at most, unless one query has more: the keys of draws take
+several times the memory of the weights."""
+
 LEVELS = {"vision": ("vision",), "language": ("language",), "both": ("vision", "language")}
 
 
@@ -58,6 +62,7 @@ class CausalMM(Linear):
             of the language model.
         released: Edits images as the release does, see above; ``layers`` then are of the language
             model alone. Not at level ``"language"``.
+        at_once: Attention weights that are edited together; changes memory, not the output.
 
     Neutral: ``gamma`` 0 and ``epsilon`` 0.
     """
@@ -74,6 +79,7 @@ class CausalMM(Linear):
         epsilon: float = 0.1,
         layers: tuple[float, float] = (0.0, 1.0),
         released: bool = False,
+        at_once: int = AT_ONCE,
     ) -> None:
         if level not in LEVELS:
             raise OptionError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
@@ -86,7 +92,7 @@ class CausalMM(Linear):
                 "level to 'vision' or 'both', or leave released out"
             )
         layers = checked_layers(layers)
-        self._change = INTERVENTIONS[intervention]
+        self._change, self._at_once = INTERVENTIONS[intervention], at_once
         vision = BranchSpec(
             name="vision",
             transform="tower",
@@ -120,28 +126,23 @@ class CausalMM(Linear):
         return cls(level, intervention, gamma, epsilon, (first, last), released)
 
     def _in_tower(self, weights: Tensor, seen: Tensor, layer: int, draw: torch.Generator) -> Tensor:
-        return counterfactual(
-            self._change, weights, seen, lambda part: _uniform(weights[:, :, part], draw)
-        )
+        draws = lambda part: uniform(weights[:, :, part], draw)  # noqa: E731
+        return counterfactual(self._change, weights, seen, draws, at_once=self._at_once)
 
     def _in_language(self, weights: Tensor, site: Site) -> Tensor:
         def draws(part: slice) -> Tensor:
             queries = site.positions[:, part]
             return site.noise.pairs(queries, site.keys, site.layer, weights.shape[1])
 
-        return counterfactual(self._change, weights, site.seen, draws)
+        return counterfactual(self._change, weights, site.seen, draws, at_once=self._at_once)
 
     def _of_patches(self, states: Tensor, weights: Tensor, draw: torch.Generator) -> Tensor:
         """States of patches ``(R, n, H)`` times the map of their layer, as released."""
         whole = weights.flatten(2)
         allowed = torch.ones_like(whole, dtype=torch.bool)
-        edited = self._change(whole, allowed, lambda: _uniform(whole, draw))
+        edited = self._change(whole, allowed, lambda: uniform(whole, draw))
         return states * patch_map(edited.view_as(weights), states.shape[1])[..., None]
 
-
-AT_ONCE = 1 << 20
-"""Weights that are edited together, at most, unless one query has more: the keys of draws take
-several times the memory of the weights."""
 
 Draws = Callable[[], Tensor]
 """Draws in (0, 1), one for each weight; nothing is drawn before it is called."""
@@ -180,11 +181,14 @@ INTERVENTIONS: dict[str, Intervention] = {
 
 
 def counterfactual(
-    change: Intervention, weights: Tensor, seen: Tensor, draws: Callable[[slice], Tensor]
+    change: Intervention,
+    weights: Tensor,
+    seen: Tensor,
+    draws: Callable[[slice], Tensor],
+    *,
+    at_once: int = AT_ONCE,
 ) -> Tensor:
     """Attention weights, each query's changed among the keys it sees, and scaled to sum to one.
-
-    A few queries at a time, see `AT_ONCE`.
 
     Args:
         change: The intervention.
@@ -192,9 +196,10 @@ def counterfactual(
         seen: Bool, which broadcasts to them. A query that sees nothing keeps its weights.
         draws: Between 0 and 1 for the weights of a slice of the queries; called where ``change``
             draws.
+        at_once: Weights that are edited together, at most, unless one query has more.
     """
     rows, heads, queries, keys = weights.shape
-    seen, step = seen.expand_as(weights), max(1, AT_ONCE // (rows * heads * keys))
+    seen, step = seen.expand_as(weights), max(1, at_once // (rows * heads * keys))
     result = torch.empty_like(weights)
     for first in range(0, queries, step):
         part = slice(first, first + step)
@@ -233,5 +238,6 @@ def patch_map(weights: Tensor, patches: int) -> Tensor:
     return resized.mean(1).flatten(1)
 
 
-def _uniform(values: Tensor, draw: torch.Generator) -> Tensor:
+def uniform(values: Tensor, draw: torch.Generator) -> Tensor:
+    """Draws in (0, 1) for each of some values, on their device."""
     return torch.rand(values.shape, generator=draw).to(values.device)

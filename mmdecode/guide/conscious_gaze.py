@@ -1,4 +1,4 @@
-"""Conscious Gaze: look harder at the image wherever image and words act together.
+"""Conscious Gaze: more attention to the image wherever image and words interact.
 
 A sensor reads four branches that nothing changes: the prompt as it is, with noise for its images,
 without its words, and without either. Their Harsanyi interaction

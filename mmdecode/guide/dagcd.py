@@ -39,12 +39,12 @@ _TINY = 1e-12
 
 @dataclass(frozen=True)
 class Words:
-    """What the image tokens of each row stand for.
+    """Words that the image tokens of each row stand for.
 
     Attributes:
-        ids: By column of the prompt, ``(B, P)``; 0 where there is no image.
-        share: Of each column in its word: one over the image tokens of that word, else 0.
-        weights: Of the heads of each layer that is read, ``(heads, 1)``.
+        ids: Token of each column of the prompt, ``(B, P)``; 0 where there is no image.
+        share: Share of each column in its word: one over the image tokens of that word, else 0.
+        weights: Weights of the heads by layer that is read, ``(heads, 1)``.
     """
 
     ids: Tensor
@@ -63,7 +63,7 @@ class DAGCD(Guide):
         rank: Only so many most likely tokens can gain.
     """
 
-    summary = "words of attended image tokens become more likely, the more in doubt"
+    summary = "words of attended image tokens become more likely, the more so in doubt"
     source = "Huang et al. 2025"
     requires_inputs = ("image",)
 
@@ -133,7 +133,7 @@ class DAGCD(Guide):
         return usage.clamp_min(0)
 
     def _weights(self, layer: int, attention: Tensor) -> Tensor:
-        """Of each head, ``(heads, 1)``; ``attention (B, heads, N + 1, P)`` tells how many."""
+        """Weight of each head of ``attention (B, heads, N + 1, P)``, ``(heads, 1)``."""
         heads = range(attention.shape[1])
         if self.heads is None:
             return attention.new_ones(len(heads), 1)

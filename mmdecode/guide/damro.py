@@ -6,7 +6,7 @@ plausibility cut. They are read in the order of that attention, at consecutive p
 
 Attention is that of the class token in the layer whose states become image tokens, averaged over
 heads. An encoder without a class token (SigLIP, Qwen-VL) has none: there it is the attention that
-each patch receives on average, pooled to image tokens where patches are merged. That is ours; the
+each patch receives on average, pooled to image tokens where patches are merged. This is ours; the
 paper has no such case. `DAMRO.salience` says which it was. InstructBLIP's Q-Former reads the k
 patches in the place of all.
 

@@ -36,7 +36,7 @@ class DFD(Guide):
     """Temperature from the divergence of the layers.
 
     Args:
-        rho: Which tokens the divergence is taken over, 0..1: those above ``rho`` times the best.
+        rho: The divergence is taken over tokens above ``rho`` times the best probability, 0..1.
         sigma: Divergence, in nats, that halves the temperature; infinite: none does.
         temperature: T0, that of layers which agree. 1 with an infinite ``sigma`` is neutral.
         layers: Early layers, as fractions of the depth; the embeddings are none of them.
@@ -106,7 +106,7 @@ class DFD(Guide):
     def totals(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """What logits are multiplied by, ``1 / T``, ``(B, N + 1)``."""
+        """Factor of the logits, ``1 / T``, ``(B, N + 1)``."""
         return 1 / self.temperatures(call, outputs["main"])
 
     def apply(

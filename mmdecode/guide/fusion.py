@@ -42,11 +42,11 @@ ACOUSTIC = "acoustic"
 
 
 class Fusion(Guide, ABC):
-    """What fusions have in common: a second branch, and a temperature for each model.
+    """Base of fusions: a second branch, and a temperature for each model.
 
     Args:
         acoustic: The branch of the second model, called `ACOUSTIC`; see `second_model`.
-        main_temperature: What the main logits are divided by before everything else.
+        main_temperature: Divisor of the main logits, applied before everything else.
         acoustic_temperature: The same of the second model's scores.
 
     Neutral: where the second model has no weight; then it is not run, and temperatures count
@@ -80,22 +80,22 @@ class Fusion(Guide, ABC):
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         main = (outputs["main"].logits / self.main_temperature).log_softmax(-1)
-        acoustic = acoustic_law(outputs[ACOUSTIC], main, self.acoustic_temperature)
-        heard = (acoustic > -torch.inf).any(-1, keepdim=True)
-        return torch.where(heard, self.fuse(main, acoustic), main)
+        acoustic = acoustic_log_probs(outputs[ACOUSTIC], main, self.acoustic_temperature)
+        scored = (acoustic > -torch.inf).any(-1, keepdim=True)
+        return torch.where(scored, self.fuse(main, acoustic), main)
 
     @abstractmethod
     def fuse(self, main: Tensor, acoustic: Tensor) -> Tensor:
         """Combines log-probabilities ``(B, N + 1, V)`` of two models; need not be normalised."""
 
 
-def acoustic_law(output: BranchOutput, main: Tensor, temperature: float) -> Tensor:
+def acoustic_log_probs(output: BranchOutput, main: Tensor, temperature: float) -> Tensor:
     """Log-probabilities of the second model over the main vocabulary; ``-inf``: not scored.
 
     Args:
-        output: Of the second model; unused candidates are -1, and a score may be ``-inf``.
-        main: Of the vocabulary's shape, ``(B, N + 1, V)``.
-        temperature: What its scores are divided by.
+        output: Output of the second model; unused candidates are -1, a score may be ``-inf``.
+        main: Main log-probabilities, for their shape ``(B, N + 1, V)``.
+        temperature: Divisor of the second model's scores.
     """
     values = output.logits / temperature
     if output.candidates is not None:
@@ -153,7 +153,7 @@ class Shallow(Fusion):
 
     Args:
         acoustic: See `Fusion`.
-        weight: Of the second model; 0 is neutral.
+        weight: Weight of the second model; 0 is neutral.
         main_temperature: See `Fusion`.
         acoustic_temperature: See `Fusion`.
     """
@@ -176,7 +176,7 @@ class Shallow(Fusion):
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """What a second model reads for one row.
+    """Inputs of a second model for one row.
 
     Attributes:
         features: Its encoder's input: a tensor without the batch, of one shape in all rows of a
@@ -189,13 +189,13 @@ class Given:
 
 
 class Choices:
-    """What each model alone might have taken where a token was kept.
+    """Tokens that each model alone might have chosen at every kept position.
 
     Args:
-        call: Of the call.
+        call: The call.
 
     Attributes:
-        kept: By row, the main model's token and those that are likely by the second.
+        kept: For each row and position, the main model's token and the second model's likely ones.
     """
 
     def __init__(self, call: Call) -> None:
@@ -216,11 +216,11 @@ class Choices:
     def commit(self, path: Tensor, count: Tensor) -> None:
         """See the base class: tokens after the root and after accepted nodes."""
         for row, (nodes, number) in enumerate(zip(path.tolist(), count.tolist(), strict=True)):
-            places = [0, *(node + 1 for node in nodes)][:number]
-            self.kept[row] += [self._seen[row][place] for place in places]
+            score_rows = [0, *(node + 1 for node in nodes)][:number]
+            self.kept[row] += [self._seen[row][index] for index in score_rows]
 
     def tokens(self, row: int) -> list[int]:
-        """What the row has generated; once the call has ended, all of it."""
+        """Tokens that the row has generated so far."""
         call = self._call
         ids = call.rows.ids[row, call.prompt_length :]
         return ids[: int(call.rows.length[row])].tolist()
@@ -233,19 +233,19 @@ class Choices:
 class SecondModel(BranchRunner):
     """An encoder-decoder that writes the main model's words, and reads an input of its own.
 
-    It sees what the row has generated, after a prompt of its own. What it reads is the call's
-    ``mm_inputs["audio"]``, a `Given` per row; or, where that is missing, ``mm_inputs[name]`` for
+    It reads the row's generated tokens, after a prompt of its own. Its encoder reads the call's
+    ``mm_inputs["audio"]``, a `Given` per row; or, if that is missing, ``mm_inputs[name]`` for
     the model's ``main_input_name``: ``input_features`` for a recogniser. See
     `mmdecode.engine.contracts.BranchRunner`.
 
     Args:
-        call: Of the call.
+        call: The call.
         model: The second model.
         prompt: Its decoder's first ids, where the call does not give them.
         ids: Its id of each main id, ``(V,)``, -1 where there is none; ``None``: they are the same.
 
     Attributes:
-        choices: What both models would have taken.
+        choices: Tokens that each model would have chosen.
 
     Raises:
         InputError: The call brings no input for it, or not one per row.
@@ -365,7 +365,7 @@ def what_it_reads(call: Call, model: Any, prompt: Sequence[int]) -> tuple[Any, T
 
 
 def encoded(model: Any, given: Tensor | Sequence[Inputs]) -> dict[str, Any]:
-    """What an encoder makes of raw inputs, as inputs of its decoder."""
+    """Encodes raw inputs; returns inputs of the decoder."""
     encoder = model.get_encoder()
     weight = next(encoder.parameters())
     if isinstance(given, Tensor):

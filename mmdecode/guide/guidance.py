@@ -1,7 +1,7 @@
-"""Classifier-free guidance of image tokens: away from what the model draws of nothing.
+"""Classifier-free guidance of image tokens: away from what the model generates unconditionally.
 
 ``u + s (c - u)`` on raw logits, c with the condition and u without: the caption left out, the null
-class, a negative prompt. Which of these it is belongs to the model family, so the branch asks its
+class, a negative prompt. The model family decides which of these it is, so the branch asks its
 adapter for the transform ``"unconditional"``. Every family's own strength comes down to this s; one
 that states t with ``(1 + t) c - t u`` has s = 1 + t.
 

@@ -41,7 +41,7 @@ class ICD(Linear):
     Neutral: ``alpha`` 0 and ``beta`` 0.
     """
 
-    summary = "away from what the model says under a disturbing instruction"
+    summary = "away from the model's scores under a disturbing instruction"
     source = "Wang et al. 2024"
     requires_inputs = ("image",)
 

@@ -119,8 +119,8 @@ class Contrast(Linear):
     Args:
         alpha: See `Linear.contrast`.
         beta: The plausibility cut.
-        prompt: The other branch's, see `mmdecode.engine.adapter.BranchSpec`.
-        transform: What the other branch is shown.
+        prompt: Prompt of the other branch, see `mmdecode.engine.adapter.BranchSpec`.
+        transform: Change to the inputs of the other branch.
     """
 
     summary = "linear combination of branches with a plausibility cut"

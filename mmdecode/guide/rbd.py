@@ -27,7 +27,7 @@ class RBD(Linear):
         a: Weight against the noised image; 0 leaves its branch out.
         b: Weight for the attended image; 0 leaves its branch out.
         beta: Plausibility cut.
-        step: Of the noise, see `mmdecode.guide.vcd.VCD`.
+        step: Step of the noise, see `mmdecode.guide.vcd.VCD`.
         keep: Share of the image tokens that stay, 0..1.
 
     Neutral: ``a``, ``b`` and ``beta`` 0. With ``b`` 0 this is VCD.

@@ -1,9 +1,9 @@
-"""RITUAL: together with what the model says of a transformed image.
+"""RITUAL: adds the model's logits for a randomly transformed image.
 
-``z(image) + alpha z(transformed image)``, cut to what is plausible. As published nothing is divided
-by ``1 + alpha``, so where the branches agree this samples at temperature ``1 / (1 + alpha)``:
-compare it with `mmdecode.guide.temperature_matched`, or set ``normalize``. Transforms keep an
-image's size; flips turn left and right, crops may cut an object off.
+``z(image) + alpha z(transformed image)``, with the plausibility cut. In the published form nothing
+is divided by ``1 + alpha``, so where the branches agree this samples at temperature
+``1 / (1 + alpha)``: compare it with `mmdecode.guide.temperature_matched`, or set ``normalize``.
+Transforms keep an image's size; flips turn left and right, crops may cut an object off.
 
 Source: Woo et al. 2024, arXiv:2405.17821.
 """
@@ -33,7 +33,7 @@ class RITUAL(Linear):
     Neutral: ``alpha`` 0 and ``beta`` 0.
     """
 
-    summary = "together with what the model says of a transformed image"
+    summary = "adds the model's scores for a transformed image"
     source = "Woo et al. 2024"
     requires_inputs = ("image",)
 

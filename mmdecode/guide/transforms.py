@@ -28,7 +28,7 @@ def vertical_flip(picture: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def rotation(picture: Tensor, draw: torch.Generator) -> Tensor:
-    """By any angle, about the middle; corners that come from outside are black."""
+    """Rotates by a random angle about the middle; corners from outside are black."""
     return rotated(picture, _uniform(draw, -180, 180))
 
 

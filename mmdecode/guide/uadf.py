@@ -30,8 +30,8 @@ class UADF(Late):
 
     Args:
         acoustic: See `mmdecode.guide.fusion.Fusion`.
-        beta: What is taken off the weight; 1 or more is neutral.
-        scale: What the entropy is multiplied by; 0 is a fixed weight of ``0.5 - beta``.
+        beta: Subtracted from the weight; 1 or more is neutral.
+        scale: Factor of the entropy; 0 is a fixed weight of ``0.5 - beta``.
         main_temperature: See `mmdecode.guide.fusion.Fusion`.
         acoustic_temperature: See `mmdecode.guide.fusion.Fusion`.
     """

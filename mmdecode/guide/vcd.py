@@ -33,7 +33,7 @@ class VCD(Linear):
     Neutral: ``alpha`` 0 and ``beta`` 0.
     """
 
-    summary = "away from what the model says of a noised image"
+    summary = "away from the model's scores for a noised image"
     source = "Leng et al. 2024"
     requires_inputs = ("image",)
 

@@ -1,30 +1,29 @@
 """Whisper-CD: away from what the model would write of noise, of silence, and of the wrong moment.
 
-Each negative branch hears the window's waveform changed: with Gaussian noise, as silence, or later.
-Over log-probabilities ``l``, of text tokens alone::
+Each negative branch gets a changed waveform of the window: with Gaussian noise, silent, or shifted.
+Over log-probabilities ``l``, of text tokens alone:
 
     (1 + alpha) l(clean) - alpha tau log mean_k exp(l_k / tau)
 
 With tau 1 that is contrast with the mixture of the negatives' distributions. The mean and not the
 sum stands in the logarithm, so that negatives which agree with the clean branch leave its scores as
 they are; with the sum, text would lose ``alpha tau log K`` to everything that is not contrasted.
-What comes out shares among the text tokens the probability that the clean branch gives to text: the
-end, special and timestamp tokens keep theirs exactly.
+The result is scaled so that all text tokens together keep the probability that the clean branch
+gives them: the end, special and timestamp tokens keep theirs exactly.
 
 Contrast cannot stop text in silence, where all branches agree. There the agreement itself is the
 sign. Where the first text token is decided, the evidence for speech is the total variation between
-the distribution given the window and the one that heard silence; a part ``doubt`` of what noise
-changes in that distribution counts against it, since what was really said is heard through noise,
-and what was made up of a sound is not. Where the evidence is below ``gate``, the window ends.
+the distribution given the window and the one given silence; a part ``doubt`` of what noise changes
+in that distribution counts against it, since real speech is recognised through noise, and text that
+was hallucinated from a sound is not. Where the evidence is below ``gate``, the window ends.
 
-That gate knows what sounds like silence to the model, and no more. Two others ask the model itself:
-Whisper was taught to predict a no-speech token where a transcript starts. ``no_speech`` ends a
+This gate recognises only sounds that the model takes for silence. Two others ask the model itself:
+Whisper was trained to predict a no-speech token where a transcript starts. ``no_speech`` ends a
 window whose no-speech probability under noise is above it. ``structure`` compares that probability
-with the one of a scrambled window, of the same spectrum but random phases: what was said is no
-speech any more once its order in time is gone, while noise is noise before and after, and a steady
-murmur or music is taken for speech before and after. Scrambling also fills the pauses of a window,
-and much of the evidence comes from them: a sound that stops long before its window does passes for
-speech.
+with the one of a scrambled window, of the same spectrum but random phases: speech is no speech any
+more once its order in time is gone, while noise is noise before and after, and a steady murmur or
+music is taken for speech before and after. Scrambling also fills the pauses of a window, and much
+of the evidence comes from them: a sound that stops long before its window does passes for speech.
 
 Fill last windows with silence (``padding="silence"`` of the Transcriber): zeros in the features
 are no silence, and silence before them is no reference. How much evidence speech has
@@ -66,11 +65,11 @@ _LAST = -1e4  # of a token that comes only if no other may
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a guided call knows of its tokens.
+    """Constants of a call: its tokens and rows by kind.
 
     Attributes:
         end: Ids below it are text.
-        text: Which tokens these are, ``(V,)``.
+        text: Mask of these tokens, ``(V,)``.
         ended: The distribution that ends a window, ``(V,)``.
         timed: Rows in which a timestamp comes before any text, ``(B, 1)``.
         unspoken: Rows in which the no-speech token says that nobody speaks, ``(B, 1)``; ``None``:
@@ -95,18 +94,18 @@ class WhisperCD(Guide):
         gate: Evidence, 0..1, below which a window without text so far ends; 0 is no gate.
         doubt: Part of the total variation that noise makes which counts against the evidence, 0..1.
         snr: Decibels of the window above the noise of the first branch; ``None``: no such branch.
-        silence: Whether silence is contrasted; the gate hears it in any case.
-        shift: By which part of a window the last branch hears everything later; ``None``: no such
+        silence: Whether silence is contrasted; the gate uses a silent branch in any case.
+        shift: Part of a window by which the last branch's waveform is delayed; ``None``: no such
             branch.
-        no_speech: Probability of the no-speech token, heard in noise of ``snr``, above which a
-            window ends; 1 is no gate.
+        no_speech: Probability of the no-speech token, in noise of ``snr``, above which a window
+            ends; 1 is no gate.
         structure: Nats by which the log-probability of that token must rise when the window is
             scrambled, or it ends; ``None``: no gate.
 
     Neutral: ``alpha``, ``beta`` and ``gate`` 0, ``no_speech`` 1 and ``structure`` ``None``.
     """
 
-    summary = "away from what Whisper writes of noise, silence and a shifted recording"
+    summary = "away from what Whisper writes for noise, silence and a shifted recording"
     source = "Whisper-CD 2026; the gates are ours"
     requires_inputs = ("audio",)
 
@@ -175,7 +174,7 @@ class WhisperCD(Guide):
         return Requirements(prompt_hidden=self.asks)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Vocabulary:
-        """Which tokens are text, how a window ends, which rows are timed, and which unspoken."""
+        """Constants: text tokens, the end of a window, and rows that are timed or unspoken."""
         adapter, device = call.plan.adapter, call.device
         text = torch.arange(adapter.vocab, device=device) < adapter.end
         ended = torch.full_like(text, -torch.inf, dtype=torch.float32)
@@ -292,7 +291,7 @@ def noised(snr: float, samples: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def silent(samples: Tensor, draw: torch.Generator) -> Tensor:
-    """As many zeros."""
+    """Silence of the same length."""
     return torch.zeros_like(samples)
 
 

@@ -3,12 +3,12 @@
 Given codes are forced as they come, like the newline tokens of other models: drafts put them in
 their places, and the grammar lets nothing else stand there.
 
-Where the first codes in raster order are given and no other, what follows has exactly the law of
-the model behind them, and with the same seed it is what the model would have drawn there itself.
-Any other mask is *locally constrained*: a code follows the codes before it alone and is told
-nothing of given ones behind it, since the law is renormalised place by place and not over images.
-Of next-scale models the given part is *laid over* the picture after every scale, and the next scale
-reads that; this is no law of the model either.
+Where the first codes in raster order are given and no other, what follows has exactly the
+distribution of the model after them, and with the same seed it is what the model would have drawn
+there itself. Any other mask is *locally constrained*: a code follows the codes before it alone and
+is told nothing of given ones after it, since the distribution is renormalised place by place and
+not over images. In next-scale models the given part is *laid over* the picture after every scale,
+and the next scale reads that; this is no distribution of the model either.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def partly_known(layout: Layout, codes: Tensor, known: int | Tensor) -> PartlyKn
     """A layout with given codes.
 
     Args:
-        layout: Of the model.
-        codes: Of the image that is to be completed, ``(rows, columns)``; where they are not known
+        layout: Layout of the model's image tokens.
+        codes: Codes of the image to complete, ``(rows, columns)``; where they are not known
             they do not count.
         known: So many codes, the first ones in raster order, or where codes stay: bool ``(rows,
             columns)``.
@@ -97,8 +97,8 @@ def kept_cells(known: int | Tensor, rows: int, columns: int) -> Tensor:
     Args:
         known: A number of codes in raster order, or a mask of cells or pixels: a cell stays if all
             its pixels do.
-        rows: Of the grid.
-        columns: Of the grid.
+        rows: Rows of the grid.
+        columns: Columns of the grid.
 
     Raises:
         ShapeError: The mask is neither of the grid nor a multiple of it.
@@ -116,7 +116,7 @@ def kept_cells(known: int | Tensor, rows: int, columns: int) -> Tensor:
         blocks = known.cpu().bool().view(rows, tall, columns, wide)
         stays = blocks.all(3).all(1)
         if bool(stays.all()):
-            raise OptionError("the mask keeps every code; mark what is to be drawn anew")
+            raise OptionError("the mask keeps every code; mark what is to be drawn again")
         return stays
     if not 0 <= known < cells:
         raise OptionError(f"known={known}; expected 0 to {cells - 1} codes that stay")
@@ -124,7 +124,7 @@ def kept_cells(known: int | Tensor, rows: int, columns: int) -> Tensor:
 
 
 def completion_of(layout: PartlyKnown) -> Completion:
-    """Whether what is left follows the model's law of whole images."""
+    """Whether what is left follows the model's distribution of whole images."""
     given = layout.known[layout.places().flatten()] >= 0
     first_free = int((~given).long().argmax())
     return "locally constrained" if bool(given[first_free:].any()) else "continued"
@@ -134,7 +134,7 @@ def codes_of(adapter: Any, pixels: Tensor) -> Tensor:
     """The codes of an image, by the tokenizer of its model.
 
     Args:
-        adapter: Of the model.
+        adapter: Adapter of the model.
         pixels: From 0 to 1, ``(3, H, W)``.
 
     Raises:

@@ -313,7 +313,7 @@ class ImageGenerator:
         Any error of one image makes that image fail; the others are generated.
 
         Args:
-            requests: As `requests` returns them.
+            requests: Requests as `requests` returns them.
             seed: See `__call__`, also for the other arguments.
             start: An image to complete.
             known: The part of it to keep.

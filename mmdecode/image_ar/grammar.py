@@ -18,7 +18,7 @@ class Grammar(LogitsProcessor):
     """Leaves the codes of the image where a place is free, and the forced token where it is not.
 
     Args:
-        layout: Of the image; ids hold generated tokens behind ``prompt_length`` others.
+        layout: Layout of the image; ids hold generated tokens after ``prompt_length`` others.
         prompt_length: Tokens before the first generated one in the ids that processors are shown.
     """
 
@@ -26,12 +26,12 @@ class Grammar(LogitsProcessor):
         self.layout, self.prompt_length = layout, prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Of one place per row: ``scores (B, V)`` behind ``input_ids (B, P)``."""
+        """Masks one position per row: ``scores (B, V)`` after ``input_ids (B, P)``."""
         index = torch.full_like(input_ids[:, 0], input_ids.shape[1] - self.prompt_length)
         return self._mask(scores, index)
 
     def at_nodes(self, scores: Tensor, nodes: Nodes) -> Tensor:
-        """Of all nodes, ``(B, N + 1, V)``."""
+        """Masks the root and all nodes, ``(B, N + 1, V)``."""
         return self._mask(scores, nodes.prefix_length - self.prompt_length)
 
     def _mask(self, scores: Tensor, index: Tensor) -> Tensor:

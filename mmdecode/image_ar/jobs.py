@@ -52,13 +52,13 @@ BATCHES = ".decoding"
 """In the folder: which images are being drawn, and which a process ended over."""
 
 ADVICE = "draw smaller images, or on another device"
-"""What to do where an image needs more memory than there is."""
+"""Advice where an image needs more memory than there is."""
 RESULTS = "results.jsonl"
 GRID = "grid.png"
 CODES = "codes"
-"""Of the PNG's texts the one that holds the codes, as JSON."""
+"""Key of the PNG text that holds the codes, as JSON."""
 SHOWS = "shows"
-"""Of the PNG's texts the one that tells whether its pixels are still those of the codes."""
+"""Key of the PNG text that tells whether its pixels are still those of the codes."""
 _GAP = 2
 
 
@@ -67,13 +67,13 @@ class ImageFolder:
 
     Args:
         folder: Created where it does not exist.
-        settings: What may change an image.
+        settings: Settings that may change an image.
         resume: Continue what is there.
         overwrite: Replace files that are not ours, and without ``resume`` results; those go as
             the first image comes.
 
     Attributes:
-        batches: Of the images that are being drawn; from `todo` on.
+        batches: Batches of images that are being generated; from `todo` on.
 
     Raises:
         OptionError: The folder holds images and ``resume`` is not set, or holds images of other
@@ -124,7 +124,7 @@ class ImageFolder:
         self._labels, self._texts = labels, texts
 
     def name(self, request: ImageRequest | GeneratedImage) -> str:
-        """What an image is called, and its file but for the ending."""
+        """Name of an image, and of its file without the ending."""
         condition = request.condition
         if isinstance(condition, int):
             label = self._labels.get(condition, "class").partition(",")[0]
@@ -184,7 +184,7 @@ class ImageFolder:
         return line
 
     def line(self, image: GeneratedImage) -> dict[str, Any]:
-        """What is said of an image; nothing that the next run would find otherwise."""
+        """Metadata of an image; nothing that would differ in the next run."""
         name = self.name(image)
         line: dict[str, Any] = {
             "id": name,
@@ -215,7 +215,7 @@ class ImageFolder:
             drawn = "error" not in found
             if drawn or not lines.get(found["id"], (b"", False))[1]:
                 lines[found["id"]] = line, drawn
-        # images of an earlier, longer run stay, behind the others
+        # images of an earlier, longer run stay, after the others
         ordered = sorted(lines, key=lambda name: place.get(name, len(place)))
         with explained(self.folder):
             write_file(self._results, b"".join(lines[name][0] for name in ordered))
@@ -287,7 +287,7 @@ def codes_in(path: Path, model: str) -> Tensor | None:
 
     Args:
         path: The file.
-        model: Whose codes they have to be, as it was named when the image was drawn.
+        model: Model that the codes must come from, as it was named when the image was generated.
 
     Returns:
         ``None``: it carries none, or those of another model, or its pixels were changed since.
@@ -331,7 +331,7 @@ def laid_out(rows: Sequence[Sequence[Path]]) -> Image:
 
 
 def _digest(image: Image) -> str:
-    """Of the pixels."""
+    """Checksum of the pixels."""
     shown = image.convert("RGB")
     told = b"%d %d " % shown.size + shown.tobytes()
     return hashlib.blake2b(told, digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
 """Checkpoints of image models, by the type that their configuration names.
 
 A LlamaGen folder holds its tokenizer under ``vq``; one of captions has its text encoder under
-``text_encoder`` and the files of the text tokenizer beside the model's own. A Chameleon folder may
+``text_encoder`` and the files of the text tokenizer next to the model's own. A Chameleon folder may
 hold a decoder of pixels under ``vq``. Classes have names where ``id2label`` in the configuration
 gives them. ``generation_config.json`` of a LlamaGen may say how it is meant to be sampled, in
 transformers' own words: ``guidance_scale``, ``temperature``, ``top_k`` and ``top_p``; it comes
@@ -42,7 +42,7 @@ class RasterModel:
     """A model that writes image tokens in raster order, with all that it takes to draw.
 
     Attributes:
-        adapter: Of the model.
+        adapter: Adapter of the model.
         given: Turns classes or prompts, one an image, into arguments of the adapter's
             ``condition``.
         classes: Their number; 0 where it draws of prompts.

@@ -2,9 +2,9 @@
 
 * ``ar``: token by token, without a draft.
 * ``exact``: a Jacobi window under the coupled rule: the picture that ``ar`` draws with that seed.
-* ``fast``: a Jacobi window under the rejection rule: another picture of the same law.
+* ``fast``: a Jacobi window under the rejection rule: another picture of the same distribution.
 * ``relaxed``: a Jacobi window under LANTERN++, or under Cool-SD where the model shows no codebook:
-  another picture, of another law. Heuristic.
+  another picture, of another distribution. Heuristic.
 * ``zipar``, or ``zipar:window=8``: several rows of codes at once, see `mmdecode.image_ar.rows`; a
   loop of its own, without draft and rule. Heuristic.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mmdecode.engine.contracts import AcceptanceRule, Drafter
 
 WINDOW = 32
-"""Of modes, unless the image is smaller."""
+"""Default window of modes, unless the image is smaller."""
 
 ROWS = "zipar"
 """The mode that draws rows side by side."""
@@ -115,7 +115,7 @@ def decoder_of(
         mode: One of `MODES`; ``None``: none.
         draft: In the place of the mode's window.
         accept: Without a mode.
-        adapter: Of the model.
+        adapter: Adapter of the model.
         compile: See `Decoder`.
         **at_hand: For drafts that are named, see `mmdecode.registry.create`.
 
@@ -134,7 +134,7 @@ def decoder_of(
 
 
 def guarantee_of(decoder: Decoder) -> str:
-    """``exact`` or ``heuristic``: whether images follow the law of the model."""
+    """``exact`` or ``heuristic``: whether images follow the distribution of the model."""
     if isinstance(decoder.accept, str):  # auto or fastest: exact rules both
         return "exact"
     return "heuristic" if decoder.accept.guarantee == "lossy" else "exact"

@@ -1,18 +1,18 @@
 """Next-scale models: a picture scale by scale, written by one model or by a large and a small one.
 
 START HERE: `NextScale.generate`. A model reads the picture so far on a scale's grid and gives the
-law of all its codes at once; they are drawn, added to the picture, and the next scale reads that.
-One stage of a picture is a run of scales by one model: VAR has one stage. CoDe has two: the drafter
-writes the first N scales, whose codes are few and decide most, then its cache is freed and a
-smaller refiner reads them in one pass and writes the rest, where most of the tokens are.
+distribution of all its codes at once; they are drawn, added to the picture, and the next scale
+reads that. One stage of a picture is a run of scales by one model: VAR has one stage. CoDe has two:
+the drafter writes the first N scales, whose codes are few and decide most, then its cache is freed
+and a smaller refiner reads them in one pass and writes the rest, where most of the tokens are.
 
 Every draw has noise of its own, keyed by request and by the token's index in all scales laid one
-behind the other: a picture depends neither on its batch nor on which model of equal weights wrote
+after the other: a picture depends neither on its batch nor on which model of equal weights wrote
 which scale. This is a loop of its own, no token tree: drafts and rules of the engine do not apply.
 
 Source: VAR, Tian et al. 2024, arXiv:2404.02905; CoDe, Chen et al. 2024, arXiv:2411.17787. CoDe's
-law is a hybrid: that of the drafter for the first scales, of the refiner for the others; it is
-exactly VAR's where both are one model.
+distribution is a hybrid: that of the drafter for the first scales, of the refiner for the others;
+it is exactly VAR's where both are one model.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Drawing:
         guidance: The published strength t: scale k of K is guided by ``1 + t k / (K - 1)``, so the
             first one is not and the last one most; ``0`` is neutral and reads no unconditional
             input.
-        sampling: Of all scales, or one for each.
-        greedy: The likeliest code of the guided logits everywhere.
+        sampling: Sampling options of all scales, or one set for each.
+        greedy: The most likely code of the guided logits everywhere.
 
     Raises:
         OptionError: ``guidance`` is negative or not finite.
@@ -59,7 +59,7 @@ class Drawing:
             raise OptionError(f"guidance must be 0 (off) or more, got {self.guidance}")
 
     def strength(self, scale: int, scales: int) -> float:
-        """Of ``u + s (c - u)`` at a scale; 1 is neutral."""
+        """Guidance scale ``s`` of ``u + s (c - u)`` at a scale; 1 is neutral."""
         return 1 + self.guidance * scale / max(scales - 1, 1)
 
     def sampling_of(self, scale: int) -> Sampling:
@@ -69,13 +69,13 @@ class Drawing:
 
 _LAST: tuple[Warper, ...] = ("top_k", "top_p", "temperature")
 VAR = Drawing(guidance=1.5, sampling=Sampling(top_k=900, top_p=0.96))
-"""Of the published evaluation of VAR."""
+"""Sampling of VAR's published evaluation."""
 CODE = Drawing(
     guidance=1.5,
     sampling=(Sampling(temperature=1.1, top_k=600, top_p=0.95, order=_LAST),) * 7
     + (Sampling(top_k=600, top_p=0.95, order=_LAST),) * 3,
 )
-"""Of the published CoDe, for ten scales."""
+"""Stages of the published CoDe, for ten scales."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Stage:
     """A run of scales by one model.
 
     Attributes:
-        model: Who writes.
+        model: Model of the stage.
         first, end: The scales it writes, ``end`` not among them.
     """
 
@@ -94,7 +94,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport:
-    """What a stage cost.
+    """Cost of a stage.
 
     Attributes:
         first, end: Its scales.
@@ -113,14 +113,14 @@ class StageReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
-    """What `NextScale.generate` makes.
+    """Result of `NextScale.generate`.
 
     Attributes:
-        codes: Of all scales, small ones first, ``(B, L)``. Where a region was known they are what
+        codes: Codes of all scales, small ones first, ``(B, L)``. In a known region they are those
             the model would have written.
         f_hat: The latents they add up to, the known region in place, ``(B, D, side, side)``.
-        stages: What each model cost.
-        tokenizer: Of the model.
+        stages: Cost of each model.
+        tokenizer: Tokenizer of the model.
     """
 
     codes: Tensor
@@ -158,7 +158,7 @@ class Known:
         """From an image and a mask.
 
         Args:
-            tokenizer: Of the model.
+            tokenizer: Tokenizer of the model.
             images: Pixels from 0 to 1, ``(B or 1, 3, H, W)``.
             keep: True where the image stays, ``(B or 1, rows, columns)`` in pixels or in latents; a
                 latent stays if all its pixels do.
@@ -200,7 +200,7 @@ class NextScale:
 
     Args:
         model: The transformer.
-        tokenizer: That it was trained on.
+        tokenizer: Tokenizer it was trained on.
 
     Raises:
         IncompatibleError: The two have other codes or other scales.
@@ -238,9 +238,9 @@ class NextScale:
         Args:
             classes: From 0.
             drawing: How codes are drawn.
-            seed: Of the noise.
+            seed: Seed of the noise.
             requests: Keys of the rows' noise; default: `class_requests`.
-            known: What of the pictures stays as given.
+            known: Part of the pictures that stays as given.
             on_scale: Called after each scale with its index and the latents so far; for progress
                 and previews.
 
@@ -353,7 +353,7 @@ class Collaborative(NextScale):
     Args:
         drafter: The large one.
         refiner: The small one.
-        tokenizer: Of both.
+        tokenizer: Tokenizer of both.
         drafted: N, scales that the drafter writes; all: the refiner is not run, 0: the drafter is
             not.
 
@@ -427,7 +427,8 @@ def load(
     Args:
         name: A folder, a Hub id or ``zoo:NAME``.
         device: ``None``: CUDA where there is one.
-        dtype: Of the transformer; the tokenizer is in float32 always, where running sums need it.
+        dtype: Data type of the transformer; the tokenizer is in float32 always, where running sums
+            need it.
 
     Raises:
         InputError: There is no such model, its weights are not all there, or it does not say where
@@ -479,7 +480,7 @@ def _with_null_class(model: VarForImageGeneration, labels: Tensor, drawing: Draw
 
 
 def _for_rows(inputs: Sequence[Tensor], rows: int) -> Tensor | None:
-    """Inputs one behind the other, the same for conditional and unconditional rows."""
+    """Inputs one after the other, the same for conditional and unconditional rows."""
     if not inputs:
         return None
     joined = torch.cat(list(inputs), 1)
@@ -487,7 +488,7 @@ def _for_rows(inputs: Sequence[Tensor], rows: int) -> Tensor | None:
 
 
 def _guided(logits: Tensor, rows: int, strength: float) -> Tensor:
-    """``(B, n, V)`` of conditional rows, and of the unconditional ones behind them if there are."""
+    """``(B, n, V)`` of conditional rows, and of the unconditional ones after them if there are."""
     if len(logits) == rows:
         return logits
     return guided(logits[:rows], logits[rows:], strength)

@@ -36,9 +36,9 @@ class ImageTokens:
     """Whole images as tokens.
 
     Attributes:
-        tokens: As generated, forced ones included, ``(B, layout.length)``.
-        codes: Of the image tokenizer, ``(B, rows, columns)``.
-        adapter: Of the model.
+        tokens: Generated tokens, forced ones included, ``(B, layout.length)``.
+        codes: Codes of the image tokenizer, ``(B, rows, columns)``.
+        adapter: Adapter of the model.
     """
 
     tokens: Tensor
@@ -49,7 +49,7 @@ class ImageTokens:
         """The images, float32 in 0..1, ``(B, 3, H, W)``.
 
         Raises:
-            IncompatibleError: What turns codes into pixels is not at hand.
+            IncompatibleError: No decoder from codes to pixels is at hand.
         """
         return self.adapter.decode(self.codes)
 
@@ -74,22 +74,22 @@ def generate(
     Args:
         model: A model that `mmdecode.registry.image_adapter_for` knows.
         decoder: The decoder; ``None`` decodes without a draft.
-        adapter: Of the model, where it is at hand.
+        adapter: Adapter of the model, where it is at hand.
         guidance: s of ``u + s (c - u)``, or a `Guidance`; ``None``: the decoder's guide, else what
             the family is published with. 1 does not run the unconditional branch.
         sampling: ``None``: what the family is published with.
-        do_sample: ``False``: the likeliest token everywhere.
+        do_sample: ``False``: the most likely token everywhere.
         seed: In the place of the decoder's.
         request: Names of the rows for keyed noise; default: what each is drawn of, and its ordinal
             among equal ones, so that an image does not depend on its batch.
         streamer: For the one row of a batch.
         trace: A list that is given the rounds of every image.
-        **given: What images are drawn of, see the adapter's ``condition``; and, without
+        **given: Conditions of the images, see the adapter's ``condition``; and, without
             ``adapter``, its options, such as ``vq`` or ``grid``.
 
     Raises:
-        OptionError: What is given does not suit the model.
-        IncompatibleError: ``guidance`` beside a decoder's guide, or of a model that has no
+        OptionError: A condition or option does not suit the model.
+        IncompatibleError: ``guidance`` next to a decoder's guide, or of a model that has no
             unconditional input.
     """
     decoder = decoder or Decoder()
@@ -129,7 +129,7 @@ def guide_of(decoder: Decoder, guidance: float | Guidance | None, published: flo
     """The decoder's guide, else one of the strength asked for, else of the published one.
 
     Raises:
-        IncompatibleError: The decoder has a guide, and ``guidance`` was asked for beside it.
+        IncompatibleError: The decoder has a guide, and ``guidance`` was asked for next to it.
     """
     if decoder.guide is None:
         scale = published if guidance is None else guidance
@@ -138,7 +138,7 @@ def guide_of(decoder: Decoder, guidance: float | Guidance | None, published: flo
         raise IncompatibleError.between(
             f"guidance={guidance!r}",
             f"guide {type(decoder.guide).__name__}",
-            "both want to set the law",
+            "both want to set the distribution",
             "drop one of them",
         )
     return decoder.guide

@@ -58,7 +58,7 @@ class GeneratedImage:
         seconds: Seconds of its batch without decoding pixels, divided by the batch size.
         log_likelihood: Log-likelihood of the sampled codes in nats, under the guided distribution
             at the temperature, before top-k and top-p; ``None``: not requested.
-        error: What was wrong, what was expected and what to do; ``None``: no error.
+        error: The problem, what was expected and what to do; ``None``: no error.
         kind: Name of the error's class.
     """
 

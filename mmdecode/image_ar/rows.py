@@ -3,18 +3,19 @@
 START HERE: `ZipAR.generate`. A code depends on what is near it, so a row may begin as soon as the
 row above has got a few codes ahead: the cell (i, j) is decided once row i - 1 has its cells up to
 j + window - 1, or has ended. Each pass then decides one cell in every row that has begun; h rows of
-w cells take ``w + (h - 1) min(window, w)`` passes. Every cell is decided once, by the law of the
-model at its place in raster order, over a context in which the ends of the rows above are missing.
+w cells take ``w + (h - 1) min(window, w)`` passes. Every cell is decided once, by the distribution
+of the model at its place in raster order, over a context in which the ends of the rows above are
+missing.
 
-What a token may attend to goes by raster order, not by the time at which it came, and cells that
+Attention follows raster order, not the order in which tokens came, and cells that
 nobody has decided are hidden. The first code of a row has no left neighbour, and the token before
 it in raster order may not be there yet: a newline is, since its place decides it; else the latest
 code of the row above stands in for it at its place, and is forgotten afterwards.
 
 This is a loop of its own, no token tree: drafts and rules of the engine do not apply. Noise belongs
 to the place, so that a window of a whole row gives the image of plain decoding token for token. The
-output has the law of the model if that looks no further than ``window`` cells up to the right, and
-another law otherwise.
+output has the distribution of the model if that looks no further than ``window`` cells up to the
+right, and another distribution otherwise.
 
 Source: He et al. 2024 (ZipAR), arXiv:2412.04062. Differs from the published code, whose mask shows
 empty slots of the cache; its rejection of too small windows is not part of it either.
@@ -45,7 +46,7 @@ from mmdecode.models.image_layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class RowTokens(ImageTokens):
-    """What `ZipAR.generate` makes.
+    """Result of `ZipAR.generate`.
 
     Attributes:
         passes: Passes of the model, that over the prompt included.
@@ -60,7 +61,7 @@ class ZipAR:
     """Decodes the rows of an image side by side.
 
     Args:
-        adapter: Of a model of image tokens, see `mmdecode.registry.image_adapter_for`.
+        adapter: Adapter of a model of image tokens, see `mmdecode.registry.image_adapter_for`.
         window: Cells that a row has to be ahead of the next one, s. From the width of the grid on
             it is neutral: plain raster order.
         guidance: s of ``u + s (c - u)``, or a `Guidance`; ``None``: what the family is published
@@ -118,14 +119,14 @@ class ZipAR:
         """Draws one image a row.
 
         Args:
-            do_sample: ``False``: the likeliest token everywhere.
-            seed: Of the noise; ``None`` draws one from torch's global generator.
+            do_sample: ``False``: the most likely token everywhere.
+            seed: Seed of the noise; ``None`` draws one from torch's global generator.
             request: Names of the rows for keyed noise, as of `mmdecode.image_ar.raster.generate`.
             on_tokens: Told how many tokens each pass adds to the batch.
-            **given: What images are drawn of, see the adapter's ``condition``.
+            **given: Conditions of the images, see the adapter's ``condition``.
 
         Raises:
-            OptionError: What is given does not suit the model, or ``request`` the batch.
+            OptionError: A condition or option does not suit the model, or ``request`` the batch.
             IncompatibleError: Guidance of a model that has no unconditional input.
         """
         layout, guide = self.adapter.layout, self.guidance
@@ -226,9 +227,7 @@ class Frontier(ModelRunner):
         """See `ModelRunner.prefill`."""
         scores = super().prefill(call, earlier)
         self.ends = self.cache.start.clone()  # of the prompts, (R,)
-        self.held = torch.empty(
-            0, dtype=torch.long, device=call.device
-        )  # place in each slot behind
+        self.held = torch.empty(0, dtype=torch.long, device=call.device)  # place in each slot after
         return scores
 
     def feed(
@@ -242,7 +241,7 @@ class Frontier(ModelRunner):
             real: Whether it stands there; else it is seen by itself alone, and by nobody later.
 
         Returns:
-            By branch, the logits of the token behind each, ``(B, Q, V)``.
+            Logits of the token after each, ``(B, Q, V)``, by branch.
         """
         device = tokens.device
         at, stays = torch.tensor(places, device=device), torch.tensor(real, device=device)
@@ -263,14 +262,14 @@ class Frontier(ModelRunner):
 def raster_mask(
     ends: Tensor, pads: Tensor, held: Tensor, at: Tensor, visible: int, dtype: torch.dtype
 ) -> Tensor:
-    """What tokens out of order may attend to, as an additive mask ``(R, 1, Q, visible)``.
+    """Attention of tokens that are out of order, as an additive mask ``(R, 1, Q, visible)``.
 
     The prompt, every token that stands at their place or before it, and themselves.
 
     Args:
         ends: Slots of each row's prompt, padding included, ``(R,)``.
         pads: Padding slots at its left, ``(R,)``.
-        held: Place of the token in each slot behind, -1 where none stands; the last are the
+        held: Place of the token in each slot after, -1 where none stands; the last are the
             tokens' own, ``(n,)``.
         at: Places of the tokens, ``(Q,)``.
         visible: Slots that attention covers.

@@ -1,8 +1,8 @@
-"""From raw logits to the law that image tokens are drawn from: one pure function of the logits.
+"""Sampling of image tokens: from raw logits to their distribution, in one pure function.
 
 Guidance on raw logits first, then the grammar's mask, then temperature, top-k and top-p in the
 order of the family's preset. Plain and parallel decoding, next-scale loops and row schedules all
-call this, so that a law can differ between them by nothing but the context.
+call this, so that a distribution can differ between them by nothing but the context.
 
 Source: image_ar families' published sampling code, normalised to ``u + s (c - u)``; models that
 state a strength t with ``(1 + t) c - t u`` have s = 1 + t.
@@ -25,12 +25,12 @@ WARPERS: tuple[Warper, ...] = ("temperature", "top_k", "top_p")
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a law is made of guided logits.
+    """How a distribution is made of guided logits.
 
     Args:
         temperature: Divisor of the logits, above 0; ``1`` is neutral.
         top_k: Tokens that stay, ties with the last of them included; ``0`` is neutral.
-        top_p: Mass that stays: the likeliest tokens up to and with the one that reaches it; ``1``
+        top_p: Mass that stays: the most likely tokens up to and with the one that reaches it; ``1``
             is neutral.
         order: In which the three are applied.
 
@@ -54,7 +54,7 @@ class Sampling:
             raise OptionError(f"order must name each of {', '.join(WARPERS)} once: {self.order}")
 
     def warp(self, logits: Tensor) -> Tensor:
-        """The unnormalised log-law, ``(..., V)`` as the logits; minus infinity outside it."""
+        """Warped logits ``(..., V)``; minus infinity for tokens that are excluded."""
         steps: dict[Warper, Callable[[Tensor], Tensor]] = {
             "temperature": lambda x: x if self.temperature == 1 else x / self.temperature,
             "top_k": lambda x: top_k(x, self.top_k),
@@ -81,7 +81,7 @@ def top_k(logits: Tensor, count: int) -> Tensor:
 
 
 def top_p(logits: Tensor, mass: float) -> Tensor:
-    """Minus infinity for all but the likeliest tokens that reach ``mass``, the one that does in."""
+    """Minus infinity for all but the most likely tokens that together reach ``mass``."""
     if mass >= 1:
         return logits
     values, order = logits.sort(-1, descending=True)

@@ -2,7 +2,7 @@
 
 transformers reads images with Chameleon and never writes them, so its checkpoints hold the encoder
 alone; the published ``vqgan.ckpt`` holds both halves, and `load_published` takes what writes.
-**Untested against published weights**: none could be had. What is tested is the layout and the
+**Untested against published weights**: none could be had. The tests cover the layout and the
 arithmetic, on random weights.
 
 Source: Chameleon 2024, arXiv:2405.09818; the tokenizer is a VQGAN, Esser et al. 2021,
@@ -36,7 +36,7 @@ class ChameleonVQConfig(PreTrainedConfig):
         channel_multipliers: Width of each level as a multiple of it, finest first.
         residual_blocks: Per level of the encoder; the decoder has one more.
         latent_channels: Between codebook and decoder.
-        norm_groups: Of every GroupNorm.
+        norm_groups: Groups of every GroupNorm.
         attends: Whether the coarsest level has attention, besides the middle.
     """
 
@@ -87,7 +87,7 @@ def load_published(file: str | Path, *, codebook_size: int | None = None) -> Cha
 
     Args:
         file: With the weights under ``state_dict``, or bare.
-        codebook_size: What the transformer that uses it expects; ``None``: whatever is there.
+        codebook_size: Size that the transformer expects; ``None``: any.
 
     Raises:
         InputError: The file has another layout, or another codebook.

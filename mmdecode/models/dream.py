@@ -66,7 +66,7 @@ class CrossAttention(nn.Module):
         return self.o_proj(found.transpose(1, 2).flatten(2))
 
     def _instead(self, value: Tensor, seen: Tensor) -> Tensor:
-        """What a query gets that sees nothing: 0, or the mean over what any other sees."""
+        """Output of a query that sees nothing: 0, or the mean over the keys any other sees."""
         if not self.uniform:
             return value.new_zeros(())
         there = seen.any(2).to(value.dtype)  # (B, 1, K)
@@ -143,7 +143,7 @@ def most_received(weights: Tensor, images: Tensor, share: float) -> Tensor:
     Args:
         weights: Attention that each token receives on average, ``(B, P)``.
         images: Image tokens, ``(B, P)`` bool.
-        share: Of a row's image tokens, rounded down, but at least one; 1 keeps all.
+        share: Share of a row's image tokens, rounded down, but at least one; 1 keeps all.
     """
     count = (images.sum(1).double() * share).long().clamp_min(1)
     order = weights.masked_fill(~images, -torch.inf).argsort(dim=1, descending=True, stable=True)
@@ -161,7 +161,7 @@ def early_layers(num_layers: int, share: float = 0.4) -> range:
 
 
 def least_entropy(states: Tensor, uncertain: Tensor) -> Tensor:
-    """Of each token, the state of the layer whose attention is surest.
+    """State of each token at the layer whose attention is most concentrated.
 
     Args:
         states: Inputs of layers, ``(layers, B, Q, H)``.

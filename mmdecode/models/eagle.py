@@ -36,7 +36,7 @@ class EagleLayer(nn.Module):
 
     Args:
         config: Sizes.
-        index: Of the layer.
+        index: Index of the layer.
         copies: How many states it makes of one, side by side.
     """
 
@@ -110,7 +110,7 @@ class EagleModel(FeatureDrafter):
         return ("last",)
 
     def read(self, rows: Rows) -> Tensor:
-        """What the first layer reads, ``(B, Q, H)``."""
+        """Input of the first layer, ``(B, Q, H)``."""
         return self.fc(torch.cat([rows.embeds, rows.features], -1))
 
     def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
@@ -122,11 +122,11 @@ class EagleModel(FeatureDrafter):
         return states
 
     def feature(self, states: Tensor) -> Tensor:
-        """What of a row's states is the feature of the next, ``(..., H)``."""
+        """Part of a row's states that is the feature of the next, ``(..., H)``."""
         return states[..., -self.width :]
 
     def logits(self, states: Tensor, adapter: Any) -> Tensor:
-        """By the target's head."""
+        """Logits by the target's head."""
         return adapter.head(states[..., : self.width])
 
     @classmethod
@@ -196,7 +196,7 @@ class Eagle3Model(FeatureDrafter):
         return min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """By one matrix."""
+        """Fuses the levels by one matrix."""
         return self.fc(features)
 
     def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
@@ -205,7 +205,7 @@ class Eagle3Model(FeatureDrafter):
         return self.midlayer(rows, rotation, mask, past)
 
     def logits(self, states: Tensor, adapter: Any) -> Tensor:
-        """By the own norm and head."""
+        """Logits by the own norm and head."""
         return self.lm_head(self.norm(states))
 
     def target_ids(self) -> Tensor | None:
@@ -216,9 +216,9 @@ class Eagle3Model(FeatureDrafter):
 
     @staticmethod
     def ignored(key: str) -> bool:
-        """Of a whole vocabulary the tables say nothing."""
+        """Whether a tensor is not needed: rotary tables, and maps of a whole vocabulary."""
         return key.endswith("rotary_emb.inv_freq") or key in ("d2t", "t2d")
 
 
 KINDS: dict[str, type[FeatureDrafter]] = {"eagle3": Eagle3Model, "eagle": EagleModel}
-"""By name, those with more of their own first."""
+"""Layouts by name, those with more tensors of their own first."""

@@ -1,4 +1,4 @@
-"""What small models share that draft from the states of a large one: feature drafters.
+"""Base of feature drafters: small models that draft from the states of a large one.
 
 Row t of such a model pairs the state of token t, as the target computed it, with the embedding of
 token t + 1, and makes of both a state from which token t + 2 is read. The state it made stands in
@@ -31,16 +31,17 @@ Level = int | str
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What a drafter reads in one pass.
+    """Input rows of a drafter in one pass.
 
     Attributes:
-        embeds: Of the token after each row's own, ``(B, Q, E)``.
+        embeds: Embedding of the token after each row's own, ``(B, Q, E)``.
         features: State of the row's token, fused by the drafter or made by it, ``(B, Q, H)``.
-        positions: Of the row's token, ``(B, Q)``, or in time, height and width, ``(B, 3, Q)``.
+        positions: Position of the row's token, ``(B, Q)``, or in time, height and width, ``(B, 3,
+            Q)``.
         kept: Rows that are no padding and that later rows may see, ``(B, Q)``; ``None``: all.
-        images: Which image the row's embedding is a part of, counted from 1, ``(B, Q)``; 0 of
+        images: Image that the row's embedding is a part of, counted from 1, ``(B, Q)``; 0 for
             none. ``None``: none of any.
-        carried: What the drafter keeps of the prompt for later rows, ``(B, 1 or Q, C)``.
+        carried: Prompt summary that the drafter keeps for later rows, ``(B, 1 or Q, C)``.
     """
 
     embeds: Tensor
@@ -155,7 +156,7 @@ class Attention(nn.Module):
 
     Args:
         config: Sizes.
-        index: Of the layer in the cache.
+        index: Index of the layer in the cache.
         inputs: Width of what is read; ``None``: the hidden size.
     """
 
@@ -226,8 +227,8 @@ class FeatureDrafter(nn.Module):
     """A small model over the states of a large one; what methods override.
 
     Args:
-        config: As in ``config.json``: the sizes of a Llama, and what a method adds. What it says of
-            the target is checked: ``target_hidden_size``, ``target_num_layers``, ``vocab_size``.
+        config: Content of ``config.json``: the sizes of a Llama, and fields of the method. Fields
+            of the target is checked: ``target_hidden_size``, ``target_num_layers``, ``vocab_size``.
         own_embedding: Whether it brings a table of embeddings; else the target's is used.
 
     Raises:
@@ -266,7 +267,7 @@ class FeatureDrafter(nn.Module):
         return self.config.get("target_hidden_size") or self.width
 
     def levels(self, num_layers: int) -> tuple[Level, ...]:
-        """Which states of a target with so many layers make a feature, in order."""
+        """Levels of a target with so many layers that make a feature, in order."""
         raise NotImplementedError
 
     def embed(self, ids: Tensor, adapter: Any) -> Tensor:
@@ -277,18 +278,18 @@ class FeatureDrafter(nn.Module):
         return self.embed_tokens(ids.clamp_max(self.embed_tokens.num_embeddings - 1))
 
     def fuse(self, features: Tensor) -> Tensor:
-        """What becomes of the target's states, ``(B, Q, levels * E)`` to ``(B, Q, H)``."""
+        """Fuses the target's states, ``(B, Q, levels * E)`` to ``(B, Q, H)``."""
         return features
 
     def prepare(self, rows: Rows) -> Rows:
-        """What the drafter makes of the prompt's rows; rows with ``kept`` unset are left out."""
+        """Processes the prompt's rows; rows with ``kept`` unset are left out."""
         return rows
 
     def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
         """States ``(B, Q, H)``, which are features for the rows after.
 
         Args:
-            rows: What is read.
+            rows: Input rows.
             mask: Additive, ``(B, 1, Q, K)``.
             past: A cache with ``update(keys, values, layer)``.
         """
@@ -358,7 +359,7 @@ def load_drafter(name: str | Path, kinds: Mapping[str, type[FeatureDrafter]]) ->
 
     Args:
         name: A folder, a Hub id or ``zoo:NAME``.
-        kinds: What may be there, by name; of published layouts the first whose marker is found.
+        kinds: Possible kinds by name; of published layouts the first whose marker is found.
 
     Raises:
         InputError: The checkpoint holds none of these.

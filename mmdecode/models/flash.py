@@ -83,7 +83,7 @@ class FlashModel(FeatureDrafter):
         return self.layers.ar_proj(states + self.layers(states, rotation, mask, past))
 
     def logits(self, states: Tensor, adapter: Any) -> Tensor:
-        """Of each state, ``(..., n * H)`` to ``(..., n, V)``; of one ``(..., V)``."""
+        """Logits of each state, ``(..., n * H)`` to ``(..., n, V)``; of one ``(..., V)``."""
         if states.shape[-1] == self.width:
             return adapter.head(states)
         return adapter.head(states.unflatten(-1, (-1, self.width)))

@@ -27,7 +27,7 @@ class Block(nn.Module):
 
     Args:
         inputs: Width of x.
-        width: Of what is made.
+        width: Width of the output.
     """
 
     def __init__(self, inputs: int, width: int) -> None:
@@ -88,7 +88,7 @@ class HydraHeads(nn.Module):
         return embedded(ids, adapter)
 
     def logits(self, head: int, read: Tensor, adapter: Any) -> Tensor:
-        """Of one head, ``(..., (2 + head) H)`` to ``(..., V)``; heads count from 0 here."""
+        """Logits of one head, ``(..., (2 + head) H)`` to ``(..., V)``; heads count from 0 here."""
         states = self.hydra_mlp[head](read)
         return self.hydra_lm_head[head](states) if self.hydra_lm_head else adapter.head(states)
 

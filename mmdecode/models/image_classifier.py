@@ -24,10 +24,10 @@ ZOO_CLASSIFIER = "zoo:scene-classifier"
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """What a classifier finds in images.
+    """Output of a classifier for images.
 
     Attributes:
-        features: Of the layer before the last, ``(n, d)``.
+        features: States of the layer before the last, ``(n, d)``.
         probabilities: ``(n, classes)``.
     """
 
@@ -42,7 +42,7 @@ class Classifier:
         network: It takes pixels from -1 to 1.
         classes: Names, in the order of its outputs.
         side: Pixels of the images it was trained on, to which others are resized.
-        name: What it is called in reports.
+        name: Its name in reports.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Positions of the codes of an image among the generated tokens of a raster model.
 
 The generated part is ``rows`` rows of ``columns`` codes, each row perhaps followed by a newline
-token, the last one perhaps by a fixed tail. Those tokens are forced: their position decides them.
+token, the last one perhaps by a fixed tail. These tokens are forced: their position decides them.
 Index 0 is the first generated token; whatever a model wants before the codes (sizes, the token that
 opens an image) belongs to its prompt.
 """

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 
 def numbered(images: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-    """Which image of its row each token belongs to, counted from 1, ``(B, L)``; 0 of none.
+    """Index of each token's image in its row, counted from 1, ``(B, L)``; 0 for none.
 
     Args:
         images: Tokens of images, ``(B, L)`` bool.

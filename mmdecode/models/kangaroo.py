@@ -57,7 +57,7 @@ class KangarooModel(FeatureDrafter):
         """The same after a layer of a running target, before the last norm.
 
         Args:
-            states: That the layer made, ``(B, Q, H)``.
+            states: States that the layer made, ``(B, Q, H)``.
             mask: Additive, as the layer was given.
             rotation: Cosines and sines of the target, ``(B, Q, D)`` each.
             past: Cache of the target's form, whose layer ``exit_layer`` is free.
@@ -80,7 +80,7 @@ class Exit(nn.Module):
     """The last layer that runs, with the adapter after it: stands in its place in a view.
 
     Args:
-        layer: Of the target.
+        layer: Layer of the target.
         adapter: Read with what the layer was called with.
     """
 
@@ -97,7 +97,7 @@ class Exit(nn.Module):
         past_key_values: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """As transformers calls a decoder's layer."""
+        """Runs like a decoder layer of transformers."""
         made = self.layer(
             hidden_states,
             attention_mask=attention_mask,
@@ -110,7 +110,7 @@ class Exit(nn.Module):
 
 
 def rope_of(config: Any) -> dict[str, Any]:
-    """What of a target's configuration its rotary positions follow from."""
+    """Fields of a target's configuration that define its rotary positions."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     sizes = {"rope_parameters": rope} if rope else {}
     if (dim := getattr(config, "head_dim", None)) is not None:

@@ -55,8 +55,8 @@ class LlamaGenConfig(PreTrainedConfig):
         hidden_size, intermediate_size: Width of states and of the feed-forward part.
         num_hidden_layers, num_attention_heads: The width of a head is a multiple of four.
         grid_size: Codes in each of the image's rows and columns.
-        num_classes: Of a class-conditional model, the null class not counted; 0 for captions.
-        caption_slots, caption_size: Of a caption-conditional model: how many text features stand
+        num_classes: Classes, the null class not counted; 0 for a caption-conditional model.
+        caption_slots, caption_size: For a caption-conditional model: how many text features stand
             before the image, and how wide they are; 0 for classes.
         grey: Whether codes are grey levels from black to white, so that there is no tokenizer.
     """
@@ -114,19 +114,19 @@ def rotary_table(config: LlamaGenConfig) -> Tensor:
 
 
 class GridRotary(nn.Module):
-    """Looks positions up in the table, which is in float32 whatever the model is in."""
+    """Looks positions up in ``tables``, one a device, in float32 whatever the model is in."""
 
     def __init__(self, config: LlamaGenConfig) -> None:
         super().__init__()
         self.config = config
-        self._tables: dict[torch.device, Tensor] = {}
+        self.tables: dict[torch.device, Tensor] = {}
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """Of positions ``(B or 1, Q)``, complex ``(B or 1, Q, 1, 1, head_dim / 2)``."""
+        """Rotary factors for ``(B or 1, Q)``, complex ``(B or 1, Q, 1, 1, head_dim / 2)``."""
         device = position_ids.device
-        if device not in self._tables:
-            self._tables[device] = rotary_table(self.config).to(device)
-        return torch.view_as_complex(self._tables[device][position_ids])[:, :, None, None]
+        if device not in self.tables:
+            self.tables[device] = rotary_table(self.config).to(device)
+        return torch.view_as_complex(self.tables[device][position_ids])[:, :, None, None]
 
 
 def rotate(states: Tensor, turns: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class LlamaGenAttention(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> Tensor:
-        """What the layer adds, ``(B, Q, hidden)``."""
+        """Residual of the layer, ``(B, Q, hidden)``."""
         split = self.qkv_proj(hidden_states).unflatten(-1, (3, -1, self.config.head_dim))
         turned = rotate(split[:, :, :2], position_embeddings)  # queries and keys
         query, key = turned.permute(2, 0, 3, 1, 4)
@@ -196,7 +196,7 @@ class LlamaGenMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the layer adds."""
+        """Residual of the layer."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -266,7 +266,7 @@ class CaptionCondition(nn.Module):
 
 
 class LlamaGenPreTrainedModel(PreTrainedModel):
-    """What both models share."""
+    """Base of both models."""
 
     config_class = LlamaGenConfig
     base_model_prefix = "model"
@@ -325,7 +325,7 @@ class LlamaGenModel(LlamaGenPreTrainedModel):
         return self.condition(condition)
 
     def unconditional(self, condition: Tensor) -> Tensor:
-        """What says nothing, of the shape of a condition: the null class, or learned features."""
+        """The null condition: the null class, or learned features."""
         return self.condition.unconditional(condition)
 
     def forward(
@@ -341,7 +341,7 @@ class LlamaGenModel(LlamaGenPreTrainedModel):
 
         Args:
             input_ids: Codes, ``(B, Q)``.
-            inputs_embeds: What stands for them, ``(B, Q, hidden)``; slots come from
+            inputs_embeds: Their embeddings, ``(B, Q, hidden)``; slots come from
                 `embed_condition`.
             attention_mask: Additive float or bool ``(B, 1, Q, K)``; ``None``: causal.
             position_ids: Positions in slots and grid, ``(B or 1, Q)``; ``None``: after the cache.
@@ -420,7 +420,7 @@ class LlamaGenForImageGeneration(LlamaGenPreTrainedModel):
         """The logits of every code given those before it, in one uncached pass.
 
         Args:
-            condition: As of `embed_condition`.
+            condition: Same as in `embed_condition`.
             codes: In raster order, ``(B, n)``; the last one's own logits do not depend on it.
             slot_mask: Slots that are no padding, bool ``(B, slots)``; ``None``: all.
 
@@ -441,7 +441,7 @@ def padding_mask(slot_mask: Tensor, length: int) -> Tensor:
 
     Args:
         slot_mask: Slots that are no padding, bool ``(B, slots)``.
-        length: Of slots and codes.
+        length: Number of slots and codes.
     """
     keys = F.pad(slot_mask, (0, length - slot_mask.shape[1]), value=True)
     square = torch.ones(length, length, dtype=torch.bool, device=keys.device)
@@ -453,7 +453,7 @@ def left_padded(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         features: Padded on the right, ``(B, slots, caption_size)``.
-        mask: What is no padding, bool or integer ``(B, slots)``.
+        mask: True where not padding, bool or integer ``(B, slots)``.
 
     Returns:
         Features and mask, bool, both moved.

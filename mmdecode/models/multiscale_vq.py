@@ -44,7 +44,7 @@ class MultiScaleVQConfig(PreTrainedConfig):
         channel_multipliers: Width of each level as a multiple of it; an image is halved between
             levels, so five levels make a latent of 16 x 16 pixels.
         residual_blocks: Per level of the encoder; the decoder has one more.
-        norm_groups: Of every normalisation; divides all widths.
+        norm_groups: Groups of every normalisation; divides all widths.
         kernel: Side of the convolutions between encoder, codebook and decoder.
         residual_convolutions: How many convolutions the scales share among them.
         residual_share: Weight of a convolution added to its input.
@@ -84,7 +84,7 @@ def scale_starts(patch_nums: Sequence[int]) -> tuple[int, ...]:
 
 
 def convolution_of_scale(scales: int, convolutions: int) -> tuple[int, ...]:
-    """Which shared convolution each scale uses: the one whose tick is nearest to its place.
+    """Index of the shared convolution of each scale: the one whose tick is nearest to it.
 
     Scales lie evenly from 0 to 1. Four convolutions have their ticks from 1/12 to 11/12, any other
     number at the middle of equal parts; as the published code has it, ties by its rounding too.
@@ -100,7 +100,7 @@ class Quantized:
     """An image in codes.
 
     Attributes:
-        codes: Of all scales, small ones first, int64 ``(B, L)``.
+        codes: Codes of all scales, small ones first, int64 ``(B, L)``.
         running: f_hat after each scale, ``(B, K, D, side, side)``.
     """
 
@@ -170,7 +170,7 @@ class MultiScaleVQ(ConvolutionalModel):
 
         Args:
             f_hat: The sum so far, ``(B, D, side, side)``.
-            codes: Of this scale, ``(B, side_k * side_k)``.
+            codes: Codes of this scale, ``(B, side_k * side_k)``.
             scale: Index k from 0.
         """
         config = self.config
@@ -183,14 +183,14 @@ class MultiScaleVQ(ConvolutionalModel):
         return f_hat + (1 - share) * grid + share * self.residual[chosen](grid)
 
     def scale_input(self, f_hat: Tensor, scale: int) -> Tensor:
-        """What a transformer reads at a scale: the sum so far on its grid, ``(B, n_k, D)``."""
+        """Input of a transformer at a scale: the sum so far on its grid, ``(B, n_k, D)``."""
         return resized(f_hat, self.config.patch_nums[scale]).flatten(2).mT
 
     def inputs_of(self, codes: Tensor) -> Tensor:
-        """What it reads at the scales after the first when these codes are given.
+        """Inputs at the scales after the first when these codes are given.
 
         Args:
-            codes: Of all scales ``(B, L)``, or of the first ones.
+            codes: Codes of all scales ``(B, L)``, or of the first ones.
 
         Returns:
             ``(B, n_1 + n_2 + ..., D)``, one scale further than the codes where there is one.

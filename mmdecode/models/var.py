@@ -44,12 +44,12 @@ class VarConfig(PreTrainedConfig):
         num_classes: The null class not counted.
         unconditional: Whether there is a null class, ``num_classes``, which guidance needs.
         hidden_size, intermediate_size: Width of states and of the feed-forward part.
-        num_hidden_layers, num_attention_heads: Of the blocks.
+        num_hidden_layers, num_attention_heads: Sizes of the blocks.
         attn_l2_norm: Queries and keys of length one, and a learned sharpness for each head, at
             most 100.
         shared_adaln: One projection of the class for all blocks next to a learned offset in each,
             as in the model for 512 pixels; otherwise a projection in each.
-        norm_eps: Of every normalisation.
+        norm_eps: Epsilon of every normalisation.
         tokenizer: Folder of the `MultiScaleVQ`, from this model's own folder; empty: not known.
     """
 
@@ -78,10 +78,10 @@ class ScaleCache:
     """Keys and values of every layer, in room that is there from the start.
 
     Args:
-        config: Of the model.
+        config: Configuration of the model.
         rows: Conditional and unconditional ones together.
         tokens: The most it will hold.
-        device, dtype: Of keys and values.
+        device, dtype: Device and data type of keys and values.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ScaleCache:
 
     @property
     def num_bytes(self) -> int:
-        """What it holds."""
+        """Its keys and values."""
         return self.room.nbytes
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +190,7 @@ class Block(nn.Module):
             condition: The class's embedding ``(R, W)``, or what all blocks share of it
                 ``(R, 6 W)``.
             mask: See `Attention`.
-            cache: Of the model.
+            cache: Cache of the model.
             layer: Index of the block.
         """
         whole = condition if self.shared else self.ada_lin(condition)
@@ -276,7 +276,7 @@ class VarForImageGeneration(PreTrainedModel):
             inputs: The picture so far at each place of the scales to feed,
                 ``(R, m, codebook_dim)``. Without a filled cache the first scale, which reads the
                 class, comes before them.
-            cache: Of the scales before; gets what is fed.
+            cache: Cache of the scales before; takes the new keys and values.
 
         Raises:
             ShapeError: The tokens fed do not end with a scale.
@@ -314,7 +314,7 @@ class VarForImageGeneration(PreTrainedModel):
 
 
 def visible(levels: Tensor, begin: int) -> Tensor:
-    """Which tokens those from ``begin`` on see: their own scale and all before it, ``(n, L)``."""
+    """Mask ``(n, L)`` of the tokens from ``begin`` on: they see their own scale and all before."""
     return levels[begin:, None] >= levels
 
 

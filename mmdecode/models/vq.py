@@ -38,8 +38,8 @@ class VQConfig(PreTrainedConfig):
             levels, so three levels make a code of 4 x 4 pixels.
         residual_blocks: Per level of the encoder; the decoder has one more.
         latent_channels: Between encoder and codebook.
-        norm_groups: Of every GroupNorm; divides the width of each level. As many groups as channels
-            would take the brightness out of a narrow model's image.
+        norm_groups: Groups of every GroupNorm; divides the width of each level. One group for
+            each channel would take the brightness out of a narrow model's image.
     """
 
     model_type = "llamagen_vq"
@@ -93,7 +93,7 @@ class VQModel(CodeDecoder):
         return F.normalize(self.quantize.embedding.weight, dim=-1)
 
     def latents(self, pixels: Tensor) -> Tensor:
-        """What is looked up in the codebook, ``(B, D, h, w)``, not of length one.
+        """Vectors looked up in the codebook, ``(B, D, h, w)``, not of length one.
 
         Args:
             pixels: From -1 to 1, ``(B, 3, H, W)``.
@@ -125,7 +125,7 @@ def load_published(file: str | Path, *, codebook_size: int | None = None) -> VQM
 
     Args:
         file: With the weights under ``model``, ``module`` or ``state_dict``, or bare.
-        codebook_size: What the transformer that uses it expects; ``None``: whatever is there.
+        codebook_size: Size that the transformer expects; ``None``: any.
 
     Raises:
         InputError: The file has another layout, or another codebook.

@@ -125,11 +125,12 @@ class Encoder(nn.Module):
     """Pixels ``(B, 3, H, W)`` to latents ``(B, z_channels, H / f, W / f)``.
 
     Args:
-        channels: Of the finest level.
-        multipliers: Of each level's channels, finest first; pictures are halved between levels.
+        channels: Channels of the finest level.
+        multipliers: Multiplier of each level's channels, finest first; pictures are halved between
+            levels.
         blocks: Residual blocks per level.
-        z_channels: Of the latents.
-        groups: Of every normalisation.
+        z_channels: Channels of the latents.
+        groups: Groups of every normalisation.
     """
 
     def __init__(
@@ -166,11 +167,11 @@ class PixelDecoder(nn.Module):
     """Latents ``(B, z_channels, h, w)`` to pixels ``(B, 3, h f, w f)``; a block more per level.
 
     Args:
-        channels: Of the finest level.
-        multipliers: Of each level's channels, finest first.
+        channels: Channels of the finest level.
+        multipliers: Multiplier of each level's channels, finest first.
         blocks: Residual blocks per level of the encoder.
-        z_channels: Of the latents.
-        groups: Of every normalisation.
+        z_channels: Channels of the latents.
+        groups: Groups of every normalisation.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class ConvolutionalModel(PreTrainedModel):
     """A tokenizer of the family: begins as torch begins its parts."""
 
     def _init_weights(self, module: nn.Module) -> None:
-        """As torch does: transformers' narrow normal starves a convolutional network."""
+        """Initialises like torch: transformers' narrow normal starves a convolutional network."""
         if isinstance(module, (nn.Conv2d, nn.GroupNorm, nn.Embedding)):
             module.reset_parameters()
 

@@ -1,1 +1,1 @@
-"""What every long job shares, whatever it decodes."""
+"""Parts that every long job shares, whatever it decodes."""

@@ -27,7 +27,7 @@ class Inputs:
     """Sizes and digests of input files, as far as they were noted.
 
     Args:
-        folder: Of the results; it need not exist.
+        folder: Folder of the results; it need not exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,14 +63,14 @@ class Inputs:
             self._read[path] = self.content(path)
 
     def as_read(self, path: str) -> dict[str, Any] | None:
-        """What `content` was before the file was first read; ``None``: it was not read."""
+        """Earlier `content`, before the file was first read; ``None``: it was not read."""
         return self._read.get(path)
 
     def changed(self, path: str, before: Mapping[str, Any]) -> bool:
         """Whether a file is another than it was; one that vanished, or was not noted, is not.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
             before: Its ``size`` and ``digest``, as a result's line has them.
         """
         if before.get("digest") is None or not os.path.isfile(path):
@@ -90,7 +90,7 @@ class Noted:
     """Sizes and digests of the files that rows of a run are made of, kept in `CONTENTS`.
 
     Args:
-        folder: Of the rows; it need not exist.
+        folder: Folder of the rows; it need not exist.
     """
 
     def __init__(self, folder: Path) -> None:

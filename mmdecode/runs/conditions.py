@@ -1,4 +1,4 @@
-"""What a measured number depends on: the machine, the versions, the options; and its clock."""
+"""Conditions of a measured number: the machine, the versions, the options; and its clock."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load_average() -> str | None:
 
 
 def conditions_of(transcribers: Mapping[str, Transcriber]) -> dict[str, Any]:
-    """What texts and times depend on: model, options, device, versions."""
+    """Conditions of texts and times: model, options, device, versions."""
     first = next(iter(transcribers.values()))
     return {
         **surroundings(first.model),
@@ -48,7 +48,7 @@ def conditions_of(transcribers: Mapping[str, Transcriber]) -> dict[str, Any]:
 
 
 def spoken(model: Any) -> dict[str, str]:
-    """What a demo's page says of where it ran, by name."""
+    """Conditions that a demo's page shows, by name."""
     found = surroundings(model)
     versions = (f"{name} {found[name]}" for name in ("mmdecode", "torch", "transformers"))
     return {

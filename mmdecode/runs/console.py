@@ -25,7 +25,7 @@ class Stderr(Console):
     tells_all = False
 
     def print(self, *objects: Any, style: Any = None, **how: Any) -> None:
-        """As in rich."""
+        """Same as in rich."""
         if style == "red" or not self.errors_only:
             super().print(*objects, style=style, **how)
 

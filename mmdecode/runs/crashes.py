@@ -29,7 +29,7 @@ class InFlight:
     """A file of the names over which runs have died, and of the one that is being read.
 
     Args:
-        path: Of the file; gone after a run that no name is left suspected in.
+        path: Path of the file; gone after a run that no name is left suspected in.
         suspects: Names that earlier runs died over, see `suspects_in`.
     """
 
@@ -69,12 +69,13 @@ class InFlight:
 class Batches:
     """A file of the items that are being decoded: what a process leaves that the system ended.
 
-    Such an end, as for want of memory, cannot be caught. The run that follows decodes the items of
-    that batch one by one; an item over which a process ended `OFTEN` times alone is a failure.
+    An end of this kind, as for want of memory, cannot be caught. The run that follows decodes the
+    items of that batch one by one; an item over which a process ended `OFTEN` times alone is a
+    failure.
 
     Args:
-        path: Of the file; gone after a run that no item is left in.
-        alone: What earlier runs ended over, see `ended_over`.
+        path: Path of the file; gone after a run that no item is left in.
+        alone: Items that earlier runs ended over, see `ended_over`.
 
     Attributes:
         alone: Items to decode one by one, and how often a process ended over each alone.
@@ -118,7 +119,7 @@ class Batches:
 
 
 def ended_over(notes: Iterable[Path], todo: Collection[str]) -> dict[str, int]:
-    """What processes of earlier runs ended over, and how often over each item alone.
+    """Items that processes of earlier runs ended over, and how often each did so alone.
 
     Args:
         notes: Files of `Batches`, one for each process of the last run.
@@ -144,9 +145,9 @@ def in_groups(
     """Items to decode together, then each over which a process ended, the least often first.
 
     Args:
-        items: What is to be decoded.
+        items: Items to decode.
         alone: See `Batches`.
-        name: Of an item, as notes have it.
+        name: Names an item in the notes.
     """
     single = [item for item in items if name(item) in alone]
     single.sort(key=lambda item: alone[name(item)])
@@ -164,8 +165,8 @@ def read_apart(code: str, path: str, advice: str) -> None:
 
     Args:
         code: Python that reads the file named by its first argument, and ends well if it can't be.
-        path: Of the file.
-        advice: What to do about a file that crashes.
+        path: Path of the file.
+        advice: Advice on a file that crashes.
 
     Raises:
         InputError: The process crashed. A process that failed in another way says nothing about

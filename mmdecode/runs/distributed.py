@@ -17,10 +17,10 @@ class Team:
     """The processes of one run, and this process's place among them.
 
     Args:
-        device: What the user asked for; ``None``: CUDA where there is one.
+        device: Requested device; ``None``: CUDA where there is one.
 
     Attributes:
-        rank: Of this process, from 0.
+        rank: Rank of this process, from 0.
         size: Processes in all.
         device: For this process; as the user asked where it is alone.
 
@@ -94,7 +94,7 @@ def share_out(sizes: Sequence[float], count: int) -> list[list[int]]:
     """Indices by process: the largest first, each to whom has least.
 
     Args:
-        sizes: Of the pieces of work.
+        sizes: Sizes of the pieces of work.
         count: Processes.
     """
     shares: list[list[int]] = [[] for _ in range(count)]

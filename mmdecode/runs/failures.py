@@ -1,4 +1,4 @@
-"""What a call does with inputs that fail: one rule for transcripts, answers and images.
+"""Treatment of inputs that fail: one rule for transcripts, answers and images.
 
 A call with a single input returns its result, or raises what was wrong with it. A call with many
 returns a list in their order, with a failure in the place of each result that there is none of.
@@ -20,12 +20,12 @@ OnError = Literal["raise", "return"]
 
 
 def collected(outcomes: Iterable[Any], single: bool, on_error: OnError | None = None) -> Any:
-    """What a call returns.
+    """Results of a call.
 
     Args:
-        outcomes: As they come: each with its ``index`` in the input, what was wrong as ``error``
-            (``None``: nothing was) and the name of that error's class as ``kind``. None is asked
-            for before ``on_error`` is checked.
+        outcomes: Outcomes as they come: each with its ``index`` in the input, its problem as
+            ``error`` (``None``: nothing was) and the name of that error's class as ``kind``. None
+            is asked for before ``on_error`` is checked.
         single: Whether a single input was given, and not a list.
         on_error: ``raise`` the first error, or ``return`` every failure in its position; ``None``:
             raise for a single input, return for many.
@@ -35,7 +35,7 @@ def collected(outcomes: Iterable[Any], single: bool, on_error: OnError | None = 
 
     Raises:
         OptionError: ``on_error`` is something else.
-        MMDecodeError: What a failure tells of; other built-in errors too.
+        MMDecodeError: The error of a failure; built-in errors too.
     """
     if on_error not in (None, "raise", "return"):
         raise OptionError(f"on_error={on_error!r}; expected 'raise' or 'return'")
@@ -54,7 +54,7 @@ def error_of(kind: str | None, message: str) -> Exception:
 
     Args:
         kind: Name of its class.
-        message: What it says.
+        message: Text of the error.
     """
     if kind == MissingExtraError.__name__:
         found = re.fullmatch(r"(.*); install it with: pip install 'mmdecode\[(\w+)\]'", message)

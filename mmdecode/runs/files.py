@@ -28,7 +28,7 @@ from mmdecode.errors import InputError, OptionError
 RUN = "run.json"
 
 MAKER = f"mmdecode {mmdecode.__version__}"
-"""Who made a file, as its head says: ``<meta name="generator" content=MAKER>`` in HTML, ``made by
+"""Mark of our files, in their head: ``<meta name="generator" content=MAKER>`` in HTML, ``made by
 MAKER`` in a comment, ``"made_by": MAKER`` as the first key of JSON, ``Software`` in a PNG."""
 
 LISTING = ".mmdecode-files"
@@ -57,8 +57,8 @@ def write_file(path: Path, data: str | bytes | BinaryIO, overwrite: bool = False
     library wrote it and nobody changed it since. Missing folders are made.
 
     Args:
-        path: Of the file. What is no regular file, as ``/dev/stdout``, is written into.
-        data: What it holds; a file that is open for reading is copied.
+        path: Path of the file. One that is not regular (``/dev/stdout``) is written into.
+        data: Its content; a file that is open for reading is copied.
         overwrite: Replace a file that is not ours.
 
     Raises:
@@ -137,7 +137,7 @@ def open_append(path: Path, overwrite: bool = False) -> BinaryIO:
     """Opens a file to append to, under the rule of `write_file`.
 
     Args:
-        path: Of the file; made where there is none, with its folder.
+        path: Path of the file; made where there is none, with its folder.
         overwrite: Start again where a file is there that is not ours.
 
     Raises:
@@ -191,8 +191,8 @@ def write_folder(folder: Path, fill: Callable[[Path], object], overwrite: bool =
 def write_once(folder: Path, make: Callable[[], Mapping[str, bytes]]) -> None:
     """Writes a folder of the user's cache that is complete or not there, once for all processes.
 
-    Of several processes that ask for it at once, one makes its files and the others wait. What is
-    there stays as it is.
+    If several processes ask for it at once, one makes its files and the others wait. Existing
+    files stay.
 
     Args:
         folder: In `mmdecode.checkpoints.cache_folder`.
@@ -270,7 +270,7 @@ def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
     """Refuses to go on where files are there that are not ours; before anything is computed.
 
     Args:
-        paths: Of files that would be written.
+        paths: Paths of files that would be written.
         overwrite: The user allows to replace them.
 
     Raises:
@@ -412,7 +412,7 @@ def _list(path: Path, content: str) -> None:
 
 
 def _listed(path: Path) -> Collection[str]:
-    """What a file may contain if it is ours."""
+    """Contents that mark a file as ours."""
     listing = path.parent / LISTING
     try:
         with listing.open("rb") as file:
@@ -434,7 +434,7 @@ def _listed(path: Path) -> Collection[str]:
 
 
 class _Listing:
-    """What was read of a `LISTING`, and up to which byte."""
+    """Names read from a `LISTING`, and up to which byte."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -442,11 +442,11 @@ class _Listing:
 
 
 _listings: dict[tuple[int, int, bytes], _Listing] = {}
-"""By device, inode and first line."""
+"""Listings by device, inode and first line."""
 
 
 def _name(path: Path) -> bytes:
-    """As a line can hold it; no name has a zero byte of its own."""
+    """Name in the form of a line; no name has a zero byte of its own."""
     return os.fsencode(path.name).replace(b"\n", b"\0")
 
 
@@ -628,9 +628,9 @@ def files_below(paths: Iterable[str], suffixes: Collection[str], kind: str) -> d
     searched even where it is a link.
 
     Args:
-        paths: Of files and folders.
+        paths: Paths of files and folders.
         suffixes: Endings by which a file in a folder is meant, with their dot.
-        kind: What such files hold, for the message.
+        kind: Content of such files, for the message.
 
     Returns:
         The folder of each file below the folder that was named: empty for files in that folder and

@@ -1,4 +1,4 @@
-"""What a user names as input: files are read, addresses are refused with what to do."""
+"""Inputs that a user names: files are read, addresses are refused with what to do."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def path_in(folder: Path, name: str) -> str:
 
 
 def content_of(file: Any) -> bytes:
-    """What an open file still holds.
+    """Rest of an open file.
 
     Raises:
         InputError: It is closed, cannot be read, or was opened as text.

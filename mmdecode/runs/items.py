@@ -2,7 +2,7 @@
 
 Items are decoded in batches. Where a batch raises, it is halved down to the item that does, and
 that item fails alone. Errors of the configuration would fail every item alike: where they did, they
-are the job's error (`Watch`). What ends the process, ``KeyboardInterrupt`` and ``SystemExit``,
+are the job's error (`Watch`). Ends of the process, ``KeyboardInterrupt`` and ``SystemExit``,
 passes through.
 """
 
@@ -30,7 +30,7 @@ from mmdecode.runs.memory import is_out_of_memory
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Noted = Callable[[Sequence[str]], contextlib.AbstractContextManager[object]]
-"""What is told the names of a batch, and is open while the batch is decoded."""
+"""Context that takes the names of a batch, open while the batch is decoded."""
 
 CONFIGURATION = (OptionError, IncompatibleError, UnsupportedModelError, MissingExtraError)
 ENOUGH = 16
@@ -45,7 +45,7 @@ class Failed:
     """Why an item has no result.
 
     Attributes:
-        error: What was wrong, what was expected and what to do.
+        error: The problem, what was expected and what to do.
         kind: Name of the error's class.
         problem: The error, without what it held.
     """
@@ -56,11 +56,11 @@ class Failed:
 
     @classmethod
     def of(cls, problem: Exception, advice: str) -> Failed:
-        """What an error means for its item.
+        """Failure of an item, by its error.
 
         Args:
             problem: It is emptied: what its frames held, as tensors of a batch, is let go.
-            advice: What to do where memory ran out.
+            advice: Advice where memory ran out.
         """
         kind, text = type(problem).__name__, " ".join(str(problem).split())
         if is_out_of_memory(problem):
@@ -80,7 +80,7 @@ def nothing_noted(names: Sequence[str]) -> contextlib.AbstractContextManager[obj
 
 
 class Watch:
-    """What is known of a job's items over all its batches.
+    """State of a job's items over all its batches.
 
     Args:
         noted: Told what is decoded, see `mmdecode.runs.crashes.Batches.decoding`.
@@ -126,13 +126,13 @@ def each(
     watch: Watch | None = None,
     attempt: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Iterator[tuple[Item, Result | Failed]]:
-    """What each item of a batch comes to, in order.
+    """Outcomes of the items of a batch, in order.
 
     Args:
         items: The batch.
         run: Gives a result per item; called again for halves of a batch that raised.
-        advice: What to do where an item alone needs more memory than there is.
-        name: Of an item, for the note of what is decoded.
+        advice: Advice where an item alone needs more memory than there is.
+        name: Names an item, in the note of what is decoded.
         watch: Keeps that note.
         attempt: Open while ``run`` runs, as `mmdecode.engine.stats.Stats.attempt`.
     """
@@ -162,17 +162,17 @@ def each(
 
 
 def tried(run: Callable[[], Result], advice: str) -> Result | Failed:
-    """What one thing comes to."""
+    """Outcome of one item."""
     [(_, found)] = each([None], lambda _: [run()], advice=advice)
     return found
 
 
 def written(write: Callable[[], Result], advice: str) -> Result | Failed:
-    """What writing the files of one item comes to.
+    """Outcome of writing the files of one item.
 
     Args:
         write: Makes and writes them.
-        advice: What to do where memory ran out.
+        advice: Advice where memory ran out.
 
     Raises:
         OSError: The place cannot be written, as where a disk is full: it is the job's error.

@@ -25,10 +25,10 @@ from mmdecode.runs.tables import write_rows
 
 
 class Recorded(Protocol):
-    """What a journal holds."""
+    """Row of a journal."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As a row."""
+        """Converts to a row."""
 
 
 Row = TypeVar("Row", bound=Recorded)
@@ -38,11 +38,11 @@ class Journal(Generic[Row]):
     """A file of rows.
 
     Args:
-        path: Of the file; its folder is created where it does not exist, and says in
+        path: Path of the file; its folder is created where it does not exist, and says in
             `mmdecode.runs.files.RUN` under which settings the rows are made.
         read: Reads the rows that are there.
-        key: What a row is about; of several rows about one thing the last counts.
-        settings: What may change a row.
+        key: Key of a row; of several rows with one key the last counts.
+        settings: Settings that may change a row.
         resume: Continue what is there.
         overwrite: Begin again where something is there, as the first row comes, and replace files
             that are not ours.
@@ -139,7 +139,7 @@ def refuse_taken(
 
     Args:
         folder: It need not exist.
-        name: Of the file of rows.
+        name: Name of the file of rows.
         resume: The user continues what is there.
         overwrite: The user allows to replace it.
         resumable: The user could ask to continue, for the message.
@@ -165,6 +165,6 @@ def is_taken(folder: Path, name: str) -> bool:
 
     Args:
         folder: It need not exist.
-        name: Of the file of rows.
+        name: Name of the file of rows.
     """
     return any((folder / one).exists() for one in (RUN, name, "summary.json"))

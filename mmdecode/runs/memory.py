@@ -55,8 +55,8 @@ def refuse_beyond_memory(needed: int, what: str, advice: str, free: int | None =
 
     Args:
         needed: Bytes, as estimated.
-        what: What needs them, for the message.
-        advice: What to do instead.
+        what: Purpose, for the message.
+        advice: The way out, for the message.
         free: Bytes; default: what `free_memory` finds.
 
     Raises:
@@ -78,7 +78,7 @@ def prompt_bytes(
     times keys: a mask, and scores where attention is written out. Rather too low than too high.
 
     Args:
-        config: Of the text model.
+        config: Configuration of the text model.
         rows: Rows of all branches.
         width: Tokens of the prompt.
         slots: Tokens that the cache holds.
@@ -118,7 +118,7 @@ def _of_machine(root: Path) -> Iterator[int]:
 
 
 def _of_groups(root: Path) -> Iterator[int]:
-    """What each control group of this process, and each above it, has left."""
+    """Free bytes of each control group of this process, and of each above it."""
     top = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)

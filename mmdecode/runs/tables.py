@@ -68,7 +68,7 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
 
 
 def _content(path: Path) -> bytes:
-    """What is in a table's file, unpacked."""
+    """Unpacked content of a table's file."""
     try:
         refuse_address(path)
     except InputError as error:
@@ -177,7 +177,7 @@ def text_of(row: Mapping[str, Any], names: Iterable[str], where: str) -> str | N
     """The first of some columns that a row has, as text; ``None``: it has none of them.
 
     Raises:
-        InputError: What stands there is no text.
+        InputError: The value is no text.
     """
     value = first_of(row, names)
     if value is None:

@@ -138,7 +138,7 @@ def exact_joint(
 
 
 def p_value(counts: Tensor, probabilities: Tensor) -> float:
-    """Of the G-test; cells expected less than five times are pooled; 0 for an impossible count."""
+    """P-value of the G-test; rare cells (below five) are pooled; 0 for an impossible count."""
     expected = probabilities.flatten() * counts.sum()
     counts = counts.flatten().double()
     if bool((counts[expected == 0] > 0).any()):
@@ -172,7 +172,7 @@ def assert_distribution(
         make: A new decoder, whose seed is set here.
         model: A table model with a vocabulary of 5 or less.
         distribution: The distribution the rows should follow.
-        prompt: Of all rows; they differ in their noise.
+        prompt: Prompt of all rows; they differ in their noise.
         length: Tokens that are counted, and generated.
         samples: Number of sequences.
         rows: Batch size.
@@ -237,7 +237,7 @@ def _promised(what: str) -> Iterator[None]:
 
 
 def _made(part: str, make: Callable[[], Any]) -> Any:
-    """What a factory makes.
+    """Calls a factory.
 
     Raises:
         OptionError: It is no factory, or makes no part of the kind.

@@ -29,11 +29,11 @@ class TestDrafter(Drafter):
         return TestSession(call, self)
 
     def draft(self, call: Call, budget: int) -> Proposal:
-        """What is proposed next."""
+        """Next proposal."""
         return Proposal.empty(call.batch, call.device)
 
     def learn(self, call: Call, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """What is made of a round."""
+        """Takes the result of a round."""
 
 
 class TestSession(DraftSession):
@@ -46,7 +46,7 @@ class TestSession(DraftSession):
         self.drafter = drafter
 
     def propose(self, budget: int) -> Proposal:
-        """What the drafter makes of the call."""
+        """Session of the drafter for the call."""
         return self.drafter.draft(self.call, budget)
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
@@ -72,7 +72,7 @@ class Random(TestDrafter):
     Args:
         tree: The shape; default a chain of four.
         ragged: Whether each row cuts it at a random node.
-        seed: Of its own generator.
+        seed: Seed of its own generator.
     """
 
     def __init__(self, tree: Tree | None = None, ragged: bool = False, seed: int = 0) -> None:
@@ -149,7 +149,7 @@ class Known(TestDrafter):
         self.length, self.wrong_at = length, torch.tensor(list(wrong_at), dtype=torch.long)
 
     def draft(self, call: Call, budget: int) -> Proposal:
-        """What follows the committed tokens, shifted by one id at the wrong positions."""
+        """True continuation, shifted by one id at the wrong positions."""
         index = call.rows.length[:, None] + torch.arange(self.length, device=call.device)
         rows = self.rows.to(call.device)
         inside = index < rows.shape[1]
@@ -165,7 +165,7 @@ class Bigram(TestDrafter):
     Args:
         logits: ``(V, V)``.
         length: Tokens per round.
-        kinds: What it offers.
+        kinds: Kinds that it offers.
         ragged: Whether a row stops drafting after each multiple of three positions.
     """
 
@@ -213,8 +213,8 @@ class Siblings(TestDrafter):
     Args:
         logits: ``(V, V)``.
         widths: Children of each node, by depth.
-        kinds: What it offers: ``iid`` draws may repeat, ``without_replacement`` are in Gumbel-top-k
-            order, ``deterministic`` ones the most likely.
+        kinds: Kinds that it offers: ``iid`` draws may repeat, ``without_replacement`` are in
+            Gumbel-top-k order, ``deterministic`` ones the most likely.
         ragged: Whether a row stops drafting after each multiple of three positions.
     """
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class LiveStorage(TorchDispatchMode):
     """Counts the storage of tensors that are made under it.
 
-    A storage counts once, however many tensors share it, until the last of them is gone. What an
-    operation allocates inside itself is not seen.
+    A storage counts once, however many tensors share it, until the last of them is gone. Memory
+    that an operation allocates inside itself is not seen.
 
     Attributes:
         bytes: Alive now.

@@ -1,6 +1,6 @@
 """Known mistakes of released samplers, planted for as long as a context lasts.
 
-What claims to find such mistakes has to be shown them: a test by enumeration, a benchmark by the
+A check that claims to find such mistakes must find these: a test by enumeration, a benchmark by the
 likelihood of what a real model draws.
 """
 
@@ -41,6 +41,6 @@ def stale_distribution() -> Iterator[None]:
 
 @contextmanager
 def resampled_from_p() -> Iterator[None]:
-    """What takes the place of a rejected token is drawn from p, and not from the residual."""
+    """The replacement of a rejected token is sampled from p, not from the residual."""
     with mock.patch("mmdecode.accept.rejection.residual", lambda p, q: p):
         yield

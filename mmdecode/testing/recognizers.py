@@ -32,7 +32,7 @@ BEYOND: dict[str, dict[str, Any]] = {
     "languages": {"task": "translate"},
     "fixed_windows": {"padding": "silence"},
 }
-"""What is refused to a family without a capability."""
+"""Options that need a capability, by its name."""
 
 
 def check_recognizer(
@@ -174,7 +174,7 @@ def _check_encoding(ours: Recognizer, recordings: Sequence[np.ndarray]) -> None:
 
 
 def _states(encoded: Encoded, row: int) -> torch.Tensor:
-    """Those of one window, without padding, ``(S, H)``."""
+    """States of one window, without padding, ``(S, H)``."""
     assert encoded.states is not None, "rows lost the states"
     states = encoded.states[row]
     return states if encoded.mask is None else states[encoded.mask[row].bool()]
@@ -204,7 +204,7 @@ def _decoded(ours: Recognizer, draft: Any, recordings: Sequence[np.ndarray]) -> 
 
 
 def _generate(ours: Recognizer) -> Callable[[np.ndarray], Sequence[int]] | None:
-    """What ``model.generate`` says of one window."""
+    """Tokens of ``model.generate`` for one window."""
     [first] = ours.features([np.zeros(ours.rate, np.float32)])
     if not isinstance(first, Mapping):
         return None

@@ -94,7 +94,7 @@ class Table(nn.Module):
         sharpness: Logits lie in ``-sharpness..sharpness``.
         bias: Added to the logits of single tokens, for example to make the end likelier.
         blind: Whether the tokens do not matter and positions alone do.
-        layout: Of the codes among the generated tokens, as for a model of image tokens.
+        layout: Layout of the codes among the generated tokens, as for a model of image tokens.
 
     A call may give ``salt``, int64 ``(B,)``: what an image or audio is to a real model. The
     transform ``"salt"`` of a branch adds its option ``by`` to it, and ``"unconditional"`` puts
@@ -146,7 +146,7 @@ class Table(nn.Module):
 
         Args:
             tokens: The whole prefix.
-            salt: Of the row.
+            salt: Salt of the row.
             layers: Read off the output of so many layers.
         """
         return self._distribution(tuple(tokens), salt, layers)
@@ -161,11 +161,11 @@ class Table(nn.Module):
         return torch.tensor([self._scale(w) + o for w, o in zip(words, offsets, strict=True)])
 
     def output(self, total: int) -> int:
-        """What a layer that has summed ``total`` hands on, as `distribution` counts it."""
+        """Output of a layer that has summed ``total``, as `distribution` counts it."""
         return _mix(total) & _KEEP
 
     def _sums_of(self, tokens: tuple[int, ...], salt: int) -> tuple[int, ...]:
-        """What each layer has summed over the prefix."""
+        """Sum of each layer over the prefix."""
         if not tokens:
             return (0,) * LAYERS
         before = self._sums(tokens[:-1], salt)
@@ -187,7 +187,7 @@ class TablePast:
         self.cache, self.salt = cache, salt
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """As a layer calls it."""
+        """Writes and returns keys and values, as a layer calls it."""
         return self.cache.update(key, value, layer)
 
     def reorder_cache(self, rows: Tensor) -> None:
@@ -279,7 +279,7 @@ def decode(
     Args:
         model: A `Table`, or any model with an adapter.
         ids: Prompts, padded on the left, ``(B, P)``.
-        decoder: What is tested.
+        decoder: Decoder under test.
         mask: True where the prompt is not padding.
         processors: Logits processors, in order.
         criteria: Stopping criteria next to length and end-of-sequence.
@@ -293,7 +293,7 @@ def decode(
         **config: Further fields of the generation configuration.
 
     Returns:
-        What the decoder returns; rows are padded with the id V, which no model emits.
+        The decoder's result; rows are padded with the id V, which no model emits.
     """
     length = ids.shape[1] + max_new_tokens
     generation_config = GenerationConfig(
@@ -375,7 +375,7 @@ def plain_loop(
             guide's formula.
         prompt: Without padding.
         choose: From processed scores and position to a token.
-        padding: What stands before the prompt in the batch; processors and criteria see it.
+        padding: Tokens before the prompt in the batch; processors and criteria see them.
         processors: Logits processors, called with the row's own prefix.
         criteria: Stopping criteria, likewise.
         eos: Ends the row.

@@ -2,9 +2,9 @@
 
 A CUDA graph replays kernels on fixed addresses and runs no Python. So does a tape: it holds the
 operations of a call with the very tensors that they read, and a replay runs them again and writes
-each result to the place of the first. What a round keeps in a new tensor, or decides in Python,
-is as wrong here as it is there. What no graph takes, a tape refuses: reading a value on the host,
-results whose size depends on values, and tensors made from values of Python.
+each result to the place of the first. A result that a round keeps in a new tensor, or decides in
+Python, is as wrong here as it is there. A tape refuses what no graph takes: reading a value on the
+host, results whose size depends on values, and tensors made from values of Python.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _tensors(result: Any) -> list[Tensor]:
 def record(
     call: Callable[[], T], device: Any = None, pool: Any = None
 ) -> tuple[T, Callable[[], None], Any]:
-    """As `mmdecode.engine.capture.record`; recording computes, so the first replay does nothing."""
+    """Replaces `mmdecode.engine.capture.record`; recording computes, the first replay does not."""
     with Tape() as tape:
         result = call()
     replays: Iterator[Callable[[], None]] = iter([lambda: None])

@@ -35,7 +35,7 @@ class AlignerOptions:
         steps: Batches.
         batch: Sentences per batch.
         peak_rate: Highest learning rate (AdamW, cosine).
-        seed: Of everything.
+        seed: Seed of the whole training.
     """
 
     sentences: int = 1500
@@ -71,7 +71,7 @@ def train_aligner(extractor: Any, data: list[Joined], options: AlignerOptions) -
 
     Args:
         extractor: The ``WhisperFeatureExtractor`` whose features it will read.
-        data: What to train on, none longer than the extractor's window.
+        data: Training data, none longer than the extractor's window.
         options: Settings.
     """
     torch.manual_seed(options.seed)

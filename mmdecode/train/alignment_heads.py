@@ -1,4 +1,4 @@
-"""Which heads of a Whisper's cross-attention follow the speech: ``alignment_heads`` by a recipe.
+"""Finds the cross-attention heads of a Whisper that follow the speech: ``alignment_heads``.
 
 The model transcribes recordings, forced alignment says when each token was said, and every head is
 scored by how much more of a token's attention than by chance lies in the token's own time. The best
@@ -41,8 +41,8 @@ class Aligned:
 
     Attributes:
         tokens: With the times that forced alignment gave them.
-        weights: Of every head, ``(layers * heads, tokens + 1, frames)``.
-        spoken: Which tokens are text.
+        weights: Weights of every head, ``(layers * heads, tokens + 1, frames)``.
+        spoken: Tokens that are text.
     """
 
     tokens: list[Token]
@@ -60,8 +60,8 @@ def collect(
         model: A Whisper.
         processor: Its processor.
         waves: At its rate; longer ones are cut.
-        method: Of forced alignment, see ``word_timestamps``.
-        language: Of the recordings, where the checkpoint knows several.
+        method: Method of forced alignment, see ``word_timestamps``.
+        language: Language of the recordings, where the checkpoint knows several.
     """
     extractor, config = processor.feature_extractor, model.config
     stride = extractor.nb_max_frames // config.max_source_positions
@@ -157,7 +157,7 @@ def find_heads(
         model: A Whisper.
         processor: Its processor.
         waves: Recordings at its rate.
-        method: Of forced alignment.
+        method: Method of forced alignment.
         most: Heads to choose at most.
 
     Returns:

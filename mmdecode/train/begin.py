@@ -20,16 +20,17 @@ from mmdecode.models.hydra import HydraHeads
 from mmdecode.models.vispec import ViSpecModel
 
 ELDERS: dict[type[FeatureDrafter], type[FeatureDrafter]] = {ViSpecModel: EagleModel}
-"""What else a kind may start from: its weights are a part of those of the kind."""
+"""Kinds that a kind may start from: their weights are a part of its own."""
 
 
 def begun(built: nn.Module, name: str, target: str) -> nn.Module:
-    """What is to learn, as it was left.
+    """The drafter to train, in its last state.
 
     Args:
         built: The untrained drafter for the target.
-        name: Of a drafter of the same kind, with its own configuration, or of the kind's elder,
-            whose weights take the place of those of their names: folder, Hub id or ``zoo:NAME``.
+        name: Name of a drafter of the same kind, with its own configuration, or of the kind's
+            elder, whose weights take the place of those of their names: folder, Hub id or
+            ``zoo:NAME``.
         target: For messages.
 
     Raises:

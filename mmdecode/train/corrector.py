@@ -55,10 +55,10 @@ class CorrectorOptions:
     """Settings of a training.
 
     Attributes:
-        method: Of `METHODS`.
+        method: One of `METHODS`.
         prompts: How a list is put to the model.
-        rank, alpha, dropout: Of LoRA.
-        targets: Which layers get adapters: ``attention``, or ``all-linear``.
+        rank, alpha, dropout: Settings of LoRA.
+        targets: Layers that get adapters: ``attention``, or ``all-linear``.
         longest: Lists with a longer prompt or answer, in tokens, are left out.
         copies: From scratch, the share of a step that only teaches to copy: lists whose words were
             replaced by others, each alike everywhere, with the first hypothesis as the answer.
@@ -124,7 +124,7 @@ class Example(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Of its longer part."""
+        """Length of its longer part."""
         return max(len(self.prompt), len(self.answer))
 
 
@@ -171,7 +171,7 @@ class Batches:
 
     Args:
         prompts: How lists are put.
-        lists: What is learned.
+        lists: Training lists.
         options: Settings; a batch depends on them and the step alone.
     """
 
@@ -274,7 +274,7 @@ def train(
     """Trains a corrector; run again to go on.
 
     Args:
-        model: What learns.
+        model: Model to train.
         tokenizer: Its tokenizer.
         data: Lists by part.
         options: Settings.
@@ -282,7 +282,7 @@ def train(
             answers.
         out: Folder of the result, which
             `mmdecode.asr.correction.corrector.Corrector.from_pretrained` takes.
-        base: What adapters are to be loaded on.
+        base: Model that adapters are loaded on.
 
     Returns:
         The card, also written to ``out/card.json``.
@@ -351,7 +351,7 @@ def train(
 def decoded(
     model: Any, tokenizer: Any, lists: Sequence[NBestList], options: CorrectorOptions
 ) -> dict[str, Any]:
-    """What greedy correction makes of held-out lists: word error rates, and how it was decoded."""
+    """Greedy correction of held-out lists: word error rates, and decoding settings."""
     chosen = lists[: options.decoded]
     corrector = Corrector(model, tokenizer, **asdict(options.prompts))
     found = corrector(chosen)

@@ -38,10 +38,10 @@ class Alone:
     """The neutral setting: one process, in float32.
 
     Attributes:
-        precision: Of `PRECISIONS`.
-        rank: Of this process, from 0.
+        precision: One of `PRECISIONS`.
+        rank: Rank of this process, from 0.
         size: Processes in all.
-        scaler: Of losses, ``torch.amp.GradScaler``; ``None``: they are not scaled.
+        scaler: Scaler of losses, ``torch.amp.GradScaler``; ``None``: they are not scaled.
     """
 
     precision = "fp32"
@@ -65,7 +65,7 @@ class Alone:
         loss.backward()
 
     def step(self, learner: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """By gradients whose norm is at most 1, which are gone then."""
+        """Steps with gradients clipped to norm 1, and clears them."""
         for optimizer in optimizers if self.scaler is not None else ():
             self.scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
@@ -83,11 +83,11 @@ class Worker(Alone):
     """A process of a training that others may share.
 
     Args:
-        device: ``None``: CUDA where there is one. Of several processes each has its own.
-        precision: Of `PRECISIONS`.
+        device: ``None``: CUDA where there is one. Each of several processes has its own.
+        precision: One of `PRECISIONS`.
 
     Attributes:
-        device: Of this process.
+        device: Device of this process.
 
     Raises:
         MissingExtraError: Half precision or several processes, and accelerate is not installed.

@@ -1,6 +1,6 @@
 """Drafters on the Hugging Face Hub: the page next to the weights, and pushing both.
 
-What is pushed is loaded by its id wherever a folder is.
+A pushed drafter is loaded by its id wherever a folder is.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ OURS = f"<!-- made by {MAKER} from card.json; without this line the page is left
 DRAFTS = {"eagle3": "eagle:path=", "text": "assistant:model="}
 """How a kind is named and found in a draft's string, where not as ``KIND:path=``."""
 LEFT_OUT = ["state/**", ".cache/**", "*.tmp", "*.tmp/**", LISTING]
-"""Of a folder: what a training needs to go on, and what says which files are ours."""
+"""Files of a folder from which training resumes, and the list of our own files."""
 
 
 def write_model_page(folder: str | Path, card: Mapping[str, Any], name: str = "") -> Path:
     """Writes ``README.md`` next to a drafter's weights, unless there is one that is not ours.
 
     Args:
-        folder: Of the drafter.
-        card: Of its training.
+        folder: Folder of the drafter.
+        card: Card of its training.
         name: Its id on the Hub; ``""``: the folder's name.
     """
     page = Path(folder) / "README.md"

@@ -32,13 +32,13 @@ class FitOptions:
         steps: At most; the learning rate falls over the last two thirds.
         batch: Images per step.
         peak_rate: Highest learning rate (AdamW).
-        matrix_rate: That of the matrices of layers, by Muon, which needs fewer steps; 0: they are
-            trained by AdamW like all others.
-        weight_decay: Of matrices.
+        matrix_rate: Learning rate of the matrices of layers, by Muon, which needs fewer steps; 0:
+            they are trained by AdamW like all others.
+        weight_decay: Weight decay of matrices.
         condition_dropout: Share of images whose condition is left out, so that guidance can be.
         every: Steps between looks at the held-out images.
         patience: Looks without a better likelihood before it stops.
-        seed: Of everything; a step's batch depends on it and the step alone.
+        seed: Seed of the training; a step's batch depends on it and the step alone.
     """
 
     steps: int
@@ -56,7 +56,7 @@ class FitOptions:
         return torch.Generator().manual_seed(self.seed * 2**32 + step)
 
     def share_at(self, step: int) -> float:
-        """Of the highest learning rate."""
+        """Share of the highest learning rate."""
         left = 1.5 * (1 - step / self.steps)
         return min(1.0, (step + 1) / 100, left + 0.03)
 

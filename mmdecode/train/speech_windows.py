@@ -255,7 +255,7 @@ class Stream(torch.utils.data.IterableDataset):
 
     Args:
         folder: The corpus.
-        processor: Of the model.
+        processor: Processor of the model.
         batch: Short windows per batch; full windows come in batches of half this.
         clock: How much of the training is over, 0 to 1, in shared memory.
     """

@@ -55,6 +55,10 @@ class Answerer:
         processor: Its processor.
         decoder: Decoder of the answers; ``None``: without a drafter or a guide.
 
+    Attributes:
+        max_positions: Most tokens of a prompt and its answer; ``None``: no limit is known.
+        made_for: Length that the model was made for; ``None``: not known.
+
     Raises:
         UnsupportedModelError: The processor reads no images.
     """
@@ -64,12 +68,12 @@ class Answerer:
         self.decoder = decoder or Decoder(seed=0)
         self.prompts = Prompts(model, processor)
         self._ends = set(token_ids(model.generation_config.eos_token_id))
-        self._max_positions: int | None = None
-        self._made_for: int | None = None
+        self.max_positions: int | None = None
+        self.made_for: int | None = None
         # some models pass their inner model to the decoder, which sets its own limit
         with contextlib.suppress(UnsupportedModelError):
             adapter = registry.adapter_for(model)
-            self._max_positions, self._made_for = adapter.max_positions, length_made_for(adapter)
+            self.max_positions, self.made_for = adapter.max_positions, length_made_for(adapter)
 
     @classmethod
     @trusting_as_asked
@@ -159,7 +163,7 @@ class Answerer:
         Any error of one question makes that question fail; the others are answered.
 
         Args:
-            requests: As `requests_of` returns them.
+            requests: Requests as `requests_of` returns them.
             watch: Watch of a job that calls several times; see `mmdecode.runs.items`.
             **options: Fields of `AnswerOptions`.
 
@@ -310,21 +314,18 @@ class Answerer:
         Raises:
             InputError: It fills the model's positions, or is far beyond what it was made for.
         """
-        if self._made_for is not None and tokens > _MOST_TIMES * self._made_for:
+        if self.made_for is not None and tokens > _MOST_TIMES * self.made_for:
             raise InputError(
                 f"the question and its images make a prompt of {tokens} tokens; "
-                f"{type(self.model).__name__} was made for {self._made_for} "
+                f"{type(self.model).__name__} was made for {self.made_for} "
                 f"(max_position_embeddings), and more than {_MOST_TIMES} times that is no text for "
                 "it: shorten the question"
             )
-        if (
-            self._max_positions is not None
-            and tokens + settings.max_new_tokens > self._max_positions
-        ):
+        if self.max_positions is not None and tokens + settings.max_new_tokens > self.max_positions:
             raise InputError(
                 f"the question and its images make a prompt of {tokens} tokens, an answer may "
                 f"have {settings.max_new_tokens}, and {type(self.model).__name__} has "
-                f"{self._max_positions} positions; shorten the question, give fewer or smaller "
+                f"{self.max_positions} positions; shorten the question, give fewer or smaller "
                 "images, or lower max_new_tokens"
             )
 

@@ -11,7 +11,7 @@ from mmdecode.vlm.images import ImageSource
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_READ = """
+READ = """
 import sys
 from mmdecode.errors import MMDecodeError
 from mmdecode.vlm.images import read_image
@@ -20,14 +20,21 @@ try:
 except MMDecodeError:
     pass
 """
+"""Program that reads the image that it is given."""
 
 
-def watched(source: ImageSource, journal: InFlight) -> ImageSource:
-    """The source, noted while it is read; a suspected one is read in a process apart first."""
+def watched(source: ImageSource, journal: InFlight, *, code: str = READ) -> ImageSource:
+    """The source, noted while it is read; a suspected one is read in a process apart first.
+
+    Args:
+        source: Source of the file.
+        journal: Where it is noted.
+        code: Program that reads a suspected one.
+    """
 
     def read() -> Image:
         if source.name in journal.suspects:
-            read_apart(_READ, source.name, "convert it with another program")
+            read_apart(code, source.name, "convert it with another program")
         with journal.reading(source.name):
             image = source.read()
         journal.cleared(source.name)

@@ -1,9 +1,9 @@
 """Images of any kind to what a processor reads: PIL images in RGB, upright, eight bits a channel.
 
-What can be read is simply read, as a viewer would show it on a white page: transparency over white,
+A readable image is read as a viewer would show it on a white page: transparency over white,
 palettes and CMYK turned into RGB, the turn that a camera noted applied, 16 bits scaled to 8, grey
-levels that have no fixed scale stretched from the darkest to the brightest. Of an animation or a
-document with pages the first one counts, with a warning. What cannot be trusted is refused: files
+levels that have no fixed scale stretched from the darkest to the brightest. In an animation or a
+document with pages the first one counts, with a warning. Untrusted files are refused: files
 that are cut off or damaged, that are no images whatever they are called, or that would unpack to
 more than ``PIL.Image.MAX_IMAGE_PIXELS``. Nothing is downloaded.
 
@@ -56,7 +56,7 @@ _OTHERS = (
     (0, rb"PK\x03\x04", "a zip archive", "unpack it"),
     (0, rb"RIFF....WAVE|OggS|fLaC|ID3", "audio", "use 'mmdecode transcribe'"),
 )
-"""What files called images turn out to be: where it shows, what it is, and what to do."""
+"""Signatures of files that are no images: offset and bytes, kind, advice."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ImageSource:
     """One image before it is read.
 
     Attributes:
-        name: What the user called it: the path, or ``image 2``.
+        name: Its name for users: the path, or ``image 2``.
         read: Reads it; may be called more than once.
     """
 
@@ -73,12 +73,12 @@ class ImageSource:
 
 
 def image_source(item: Any, name: str) -> ImageSource:
-    """What a user gave, as a source; files are not looked at yet.
+    """Turns a user's argument into a source; does not open files yet.
 
     Args:
         item: A path, the bytes of a file, an open file, a PIL image, an array or a tensor, or an
             `ImageSource`.
-        name: What to call an image that has no path.
+        name: Name of an image that has no path.
     """
     if isinstance(item, ImageSource):
         return item
@@ -92,7 +92,7 @@ def read_image(item: Any, name: str | None = None) -> Image:
 
     Args:
         item: A path, the bytes of a file, an open file, a PIL image, an array or a tensor.
-        name: What errors call it; ``None``: its path.
+        name: Its name in errors; ``None``: its path.
 
     Raises:
         InputError: It cannot be read or trusted; the message starts with its name.

@@ -1,6 +1,6 @@
 """A file of answers that survives being interrupted.
 
-Each answer is a line, appended and flushed as its batch ends; the file beside it, whose name ends
+Each answer is a line, appended and flushed as its batch ends; the file next to it, whose name ends
 in ``run.json``, says under which settings. A run that was stopped is continued only on request,
 only under the same settings, and only where an id still asks what was answered; what failed is
 tried again. Where a run ends, the lines are put in the order of the input, one per question:
@@ -49,18 +49,18 @@ class AnswerFile:
     """Where the answers of a run go.
 
     Args:
-        path: Of the file; created where it does not exist.
-        settings: What may change an answer.
+        path: Path of the file; created where it does not exist.
+        settings: Settings that may change an answer.
         resume: Continue what is there.
-        requests: What is asked, in order.
+        requests: Requests in order.
         overwrite: Replace files that are not ours, and without ``resume`` results; those go as
             the first answer comes.
 
     Attributes:
         done: Ids of the requests that have an answer.
         changed: Ids of those whose images are others now under the same paths: asked again.
-        journal: Of the image that is being read.
-        batches: Of the questions that are being decoded.
+        journal: Records the image that is being read.
+        batches: Batches of the questions that are being decoded.
 
     Raises:
         OptionError: The file holds answers and ``resume`` is not set, or holds answers of other
@@ -148,7 +148,7 @@ class AnswerFile:
             name, answered = found["id"], "error" not in found
             if answered or not lines.get(name, (b"", False))[1]:
                 lines[name] = line, answered
-        # answers to an earlier, longer input stay, behind the others
+        # answers to an earlier, longer input stay, after the others
         ordered = sorted(lines, key=lambda name: place.get(name, len(place)))
         with explained(self.path):
             write_file(self.path, b"".join(lines[name][0] for name in ordered))
@@ -212,7 +212,7 @@ class AnswerFile:
 
 
 def as_line(answer: Answer) -> dict[str, Any]:
-    """What a line says: the request, and the answer or what was wrong."""
+    """Content of a line: the request, and the answer or the error."""
     line: dict[str, Any] = {
         "id": answer.id,
         "images": [os.path.abspath(name) for name in answer.images],
@@ -228,7 +228,7 @@ def _paths(images: Sequence[Any]) -> list[str]:
 
 
 def _as_read(value: Any) -> Any:
-    """As it comes back from a line: names that are not UTF-8 have escapes there."""
+    """Restores text read from a line, where names that are not UTF-8 are escaped."""
     return json.loads(to_json(value))
 
 

@@ -1,4 +1,4 @@
-"""What is asked, before an image is read: from a call, from paths, and from tables.
+"""Requests before an image is read: from a call, from paths, and from tables.
 
 A table is JSON lines, a JSON list, csv or tsv (`mmdecode.runs.tables`). The question stands under
 one of `QUESTION`, its image under one of `IMAGE` or several as a list under one of `IMAGES`, its
@@ -32,7 +32,7 @@ class AnswerRequest:
     Attributes:
         id: Names it; keyed noise included, where the user gave it.
         index: Its place in the input.
-        text: What is asked.
+        text: The question.
         images: Not read yet.
         named: Whether the user gave the id.
         problem: Why it cannot be asked; ``None``: nothing is known to be wrong.
@@ -97,9 +97,9 @@ def read_requests(
         path: Its file.
         limit: Only the first so many; ``None``: all.
         folder: Where relative paths of images start; ``None``: at the folder of the table.
-        failing: Whether a line that cannot be asked is a request with a problem, beside others that
-            can; of several with one id the first keeps it, and the others have ``#`` and their
-            lines behind it.
+        failing: Whether a line that cannot be asked is a request with a problem, next to others
+            that can; of several with one id the first keeps it, and the others have ``#`` and their
+            lines after it.
 
     Raises:
         InputError: The file cannot be read, or a line asks nothing or has the id of another;

@@ -37,7 +37,7 @@ class Answer:
         seconds: Seconds of its batch divided by the batch size, without reading images.
         passes: Scoring passes of its batch after prefill.
         trace: Its rounds, see `mmdecode.engine.trace.Round`; ``None``: not requested.
-        error: What was wrong, what was expected and what to do; ``None``: no error.
+        error: The problem, what was expected and what to do; ``None``: no error.
         kind: Name of the error's class.
     """
 

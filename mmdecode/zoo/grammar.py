@@ -21,7 +21,7 @@ _SHARED = {
     "size": "small large tiny enormous narrow heavy broken ancient",
 }
 
-_DOMAINS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+TEMPLATES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "kitchen": (
         {
             "food": "bread butter cheese tomato potato pepper onion garlic mushroom chicken salmon "
@@ -167,24 +167,26 @@ _DOMAINS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         ),
     ),
 }
+"""Slots and templates of each domain."""
 
 
 def _options(text: str) -> list[str]:
     return text.split("|") if "|" in text else text.split()
 
 
-DOMAINS: tuple[str, ...] = tuple(_DOMAINS)
-_SLOTS = {
+DOMAINS: tuple[str, ...] = tuple(TEMPLATES)
+SLOTS = {
     domain: {name: _options(words) for name, words in (_SHARED | slots).items()}
-    for domain, (slots, _) in _DOMAINS.items()
+    for domain, (slots, _) in TEMPLATES.items()
 }
+"""Words for the slots of each domain."""
 _SLOT = re.compile(r"\{(\w+)\}")
 
 
 def sentence(rng: random.Random, domain: str | None = None) -> str:
     """One sentence, capitalised and punctuated; a slot used twice is filled with two words."""
     domain = domain or rng.choice(DOMAINS)
-    return filled(rng.choice(_DOMAINS[domain][1]), domain, rng)
+    return filled(rng.choice(TEMPLATES[domain][1]), domain, rng)
 
 
 def filled(template: str, domain: str, rng: random.Random) -> str:
@@ -193,7 +195,7 @@ def filled(template: str, domain: str, rng: random.Random) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name = match.group(1)
-        word = rng.choice([w for w in _SLOTS[domain][name] if w not in taken.get(name, ())])
+        word = rng.choice([w for w in SLOTS[domain][name] if w not in taken.get(name, ())])
         taken.setdefault(name, []).append(word)
         return word
 
@@ -202,7 +204,7 @@ def filled(template: str, domain: str, rng: random.Random) -> str:
 
 
 def split(text: str) -> Literal["train", "test"]:
-    """Which side a sentence belongs to: about one in twenty is kept for testing."""
+    """Side of a sentence: about one in twenty is kept for testing."""
     return "test" if hashlib.blake2b(text.encode(), digest_size=2).digest()[0] < 13 else "train"
 
 
@@ -220,7 +222,7 @@ def sentences(count: int, seed: int, side: Literal["train", "test"]) -> list[str
 def vocabulary() -> set[str]:
     """Every word the grammar can produce, lower case."""
     texts = [
-        t for _, templates in _DOMAINS.values() for t in (_SLOT.sub(" ", t) for t in templates)
+        t for _, templates in TEMPLATES.values() for t in (_SLOT.sub(" ", t) for t in templates)
     ]
-    texts += [w for slots in _SLOTS.values() for words in slots.values() for w in words]
+    texts += [w for slots in SLOTS.values() for words in slots.values() for w in words]
     return {word for text in texts for word in re.findall(r"[a-z']+", text.lower())}

@@ -71,7 +71,7 @@ def draw_joined_words(count: int, seed: int, side: str, longest_s: float) -> lis
 
     Args:
         count: How many.
-        seed: Of the draw.
+        seed: Seed of the draw.
         side: ``train`` or ``test``.
         longest_s: Longer ones are left out.
     """

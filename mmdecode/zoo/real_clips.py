@@ -31,11 +31,11 @@ class RealClip:
     Attributes:
         name: Unique.
         path: Its file.
-        text: What is said, spelled as its source does: some in capitals, some without marks.
+        text: Reference text, spelled as its source does: some in capitals, some without marks.
         duration_s: Seconds.
-        speaker: Who speaks; ``None``: not known.
-        origin: What it is a recording of.
-        licence: Under which terms it is given.
+        speaker: Speaker; ``None``: not known.
+        origin: Work that was recorded.
+        licence: Licence of the recording.
         source: Repository and path it was taken from.
     """
 
@@ -66,13 +66,13 @@ def real_clips(folder: str | os.PathLike[str] = FOLDER) -> list[RealClip]:
     return [_clip(entry) for entry in entries if entry.language == "en"]
 
 
-def all_clips() -> list[RealClip]:
-    """The shipped clips, and those of `MORE` where they are there: 11 or 22."""
+def all_clips(more: Path = MORE) -> list[RealClip]:
+    """The shipped clips, and those of another folder where it is there: 11, or 22 with `MORE`."""
     shipped = real_clips()
-    if not (MORE / "manifest.jsonl").exists():
+    if not (more / "manifest.jsonl").exists():
         return shipped
     known = {clip.source for clip in shipped}
-    return [*shipped, *(clip for clip in real_clips(MORE) if clip.source not in known)]
+    return [*shipped, *(clip for clip in real_clips(more) if clip.source not in known)]
 
 
 def _clip(entry: Entry) -> RealClip:

@@ -1,4 +1,4 @@
-"""Held-out utterances, spoken anew: a test set of any size for the zoo's recogniser.
+"""Held-out utterances, spoken again: a test set of any size for the zoo's recogniser.
 
 Sentences, voices and noise are those of ``zoo:speech-test`` in kind, none of them in its files;
 espeak-ng speaks them when they are asked for. Parts:
@@ -25,9 +25,9 @@ from mmdecode.zoo.speech import speech_test
 
 Part = Literal["development", "test", "unseen"]
 DEVELOPMENT = 300
-"""Sentences of the first part; those behind are of the test."""
+"""Sentences of the first part; those after are of the test."""
 TILT = 0.8
-"""Of the noise's spectrum, as in ``zoo:speech-test``."""
+"""Exponent of the noise's spectrum, as in ``zoo:speech-test``."""
 
 UNSEEN: dict[str, tuple[str, ...]] = {
     "kitchen": (
@@ -72,9 +72,9 @@ class Utterance:
 
     Attributes:
         name: Unique.
-        text: What is said.
-        voice: Who says it.
-        seed: Of pauses and noise.
+        text: Text to speak.
+        voice: Voice that speaks it.
+        seed: Seed of pauses and noise.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Utterance:
         )
 
     def noisy(self, wave: np.ndarray, snr_db: float) -> np.ndarray:
-        """What was `spoken`, in noise; each level has the same noise, louder or softer."""
+        """Speech of `spoken`, in noise; each level has the same noise, louder or softer."""
         generator = torch.Generator().manual_seed(self.seed)
         mixed = synthesis.add_noise(torch.from_numpy(wave), snr_db, generator, tilt=TILT)
         return mixed.clamp(-1, 1).numpy()

@@ -35,11 +35,11 @@ below it."""
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What a picture is like.
+    """Style of a picture.
 
     Attributes:
         main: Sizes and visibility of the large thing, noise and clutter of the picture.
-        sizes: Of the small things.
+        sizes: Sizes of the small things.
         counts: Weights of none, one and two small things.
         reach: How far the large thing's middle may be from the picture's, in pixels; ``None``: as
             far as it fits.
@@ -75,7 +75,7 @@ def draw_picture(seed: int, layout: Layout = PORTRAIT) -> Scene:
     """The picture of a seed: one large thing, which gives the class, and up to two small ones.
 
     All nouns are equally frequent as the large thing, which is painted last; its companion is often
-    beside it. Seeds from `HELD_OUT` on are never trained on.
+    next to it. Seeds from `HELD_OUT` on are never trained on.
 
     Args:
         seed: Any non-negative integer.

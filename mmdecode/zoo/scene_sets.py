@@ -111,7 +111,7 @@ def pope(scenes: Sequence[Scene], seed: int = 0) -> dict[Split, list[Row]]:
 
     Args:
         scenes: With three nouns or more each.
-        seed: Of the random split.
+        seed: Seed of the random split.
 
     Returns:
         Per split rows of question_id, image, text, label.

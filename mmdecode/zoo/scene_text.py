@@ -1,4 +1,4 @@
-"""What is said about scenes: captions, questions and answers, statements, instructions around them.
+"""Texts about scenes: captions, questions and answers, statements, instructions around them.
 
 Everything is true of the scene. Wordings and orders are drawn at random, so that a caption keeps
 some freedom at every step; adjectives are left out or put in freely. Questions about one thing are
@@ -51,7 +51,7 @@ class Exchange:
     """A request and its true answer.
 
     Attributes:
-        request: What follows the image in the prompt.
+        request: Text after the image in the prompt.
         answer: Without the end-of-sequence token.
         kind: existence, colour, count, relation, statement or caption.
     """
@@ -88,7 +88,7 @@ def exchanges(scene: Scene, rng: random.Random, count: int) -> list[Exchange]:
     """Different questions about a scene; a little less than half are about existence.
 
     Args:
-        scene: What is asked about.
+        scene: Scene of the question.
         rng: Source of the draw.
         count: How many at most.
     """
@@ -137,7 +137,7 @@ def single(scene: Scene) -> list[Thing]:
 
 
 def colour(scene: Scene, rng: random.Random) -> Exchange | None:
-    """Which colour, or whether it is a given one; None if no noun is single."""
+    """Question about a colour; None if no noun is single."""
     if not single(scene):
         return None
     thing = rng.choice(single(scene))

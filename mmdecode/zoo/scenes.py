@@ -1,7 +1,7 @@
 """One renderer of little scenes for all vision members of the zoo: numpy, 64 x 64 pixels, seeded.
 
 A scene is a handful of things (eighteen shapes, and digits from real scans) in eight colours and
-four textures on a muted background, with clutter, overlaps and noise. Which things meet is skewed
+four textures on a muted background, with clutter, overlaps and noise. Co-occurrence is skewed
 on purpose: some nouns are popular, and nouns of one group, above all a noun and its companion,
 like one another. A model that cannot quite see is thereby tempted to answer from habit.
 
@@ -88,7 +88,7 @@ class Thing:
         centre: Column and row of the box's middle.
         turn: Degrees, one of `TURNS`; digits are not turned.
         opacity: Blend over the background.
-        scan: Which scan of the digit; -1 for shapes.
+        scan: Index of the digit's scan; -1 for shapes.
         visible: Share of its pixels that no later thing covers.
     """
 
@@ -120,7 +120,7 @@ class Scene:
     """Things and how they are shown; `render` makes the pixels.
 
     Attributes:
-        seed: Of background, clutter and noise.
+        seed: Seed of background, clutter and noise.
         things: Painted in this order.
         noise: Standard deviation of the pixel noise, of a range of 1.
         clutter: Strokes behind and before the things.

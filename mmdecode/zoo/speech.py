@@ -31,10 +31,10 @@ class Clip:
     Attributes:
         name: Unique.
         path: The file of the clean variant.
-        text: What is said.
+        text: Reference text.
         duration_s: Seconds.
         voice: Accent and timbre of espeak-ng.
-        seed: Of the noise.
+        seed: Seed of the noise.
         long: Whether it is the recording of several minutes.
     """
 

@@ -31,6 +31,7 @@ import soxr
 from mmdecode.asr.audio.reading import blocks, recording
 from mmdecode.asr.output.manifest import read_manifest
 from mmdecode.errors import MMDecodeError
+from tests.support.files import json_lines
 
 DATA = Path(__file__).parents[1] / "data" / "speech"
 RATE, SECONDS = 16_000, 1.5
@@ -93,7 +94,7 @@ def containers(samples, rate):
 
 
 def rows():
-    return [json.loads(line) for line in (DATA / "manifest.jsonl").read_text().splitlines()]
+    return json_lines(DATA / "manifest.jsonl")
 
 
 # Ways to break bytes
@@ -307,8 +308,8 @@ def reader():
 class Reader:
     """The reader's process, begun again where it crashed or hung."""
 
-    def __init__(self, command=(sys.executable, __file__, "--reader")):
-        self.command, self.process = command, None
+    def __init__(self, command=(sys.executable, __file__, "--reader"), limit_s=LIMIT_S):
+        self.command, self.limit_s, self.process = command, limit_s, None
 
     def __call__(self, path):
         if self.process is None:
@@ -322,7 +323,7 @@ class Reader:
             self.answer(300)
         self.process.stdin.write(f"{path}\n")
         self.process.stdin.flush()
-        found = self.answer(LIMIT_S)
+        found = self.answer(self.limit_s)
         if found is None:
             self.process.kill()
             code = self.process.wait()

@@ -11,6 +11,7 @@ that crashes its decoder must cost one run, not every run.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -20,18 +21,20 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import accelerate  # noqa: F401, every child would load it
 
 from mmdecode.asr import transcriber
 from mmdecode.asr.audio import crashes
-from mmdecode.asr.audio import reading as audio
+from mmdecode.asr.output import manifest
 from mmdecode.asr.results import Failure, Segment, Transcript
 from mmdecode.asr.transcriber import Transcriber
 from mmdecode.cli.app import app
 from mmdecode.runs import crashes as notes
 from mmdecode.zoo.speech import speech_test
+from tests.support.files import contents
 
 RANKS = 2, 1, 3, 1, 2  # processes of one run after the other
 MOST_IN_A_ROW = 6
@@ -117,12 +120,6 @@ def reported(folder):
     return set(ids), len(ids)
 
 
-def contents(folder):
-    """All files but hidden ones."""
-    files = (p for p in folder.rglob("*") if p.is_file() and p.name[0] != ".")
-    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
-
-
 def series(inputs, options, kills, folder, log, exit_code):
     """Kills runs until there were enough, and compares each time one gets to its end.
 
@@ -168,13 +165,19 @@ def crash(clips, options, folder, log):
     """Each recording at which the decoder ends the process makes one run die, and no other."""
     bad = list(map(str, clips[1:]))
 
-    def dies(path, file):
-        if str(path) in bad:
-            os.abort()
-        return decode(path, file)
+    def dying(path, *names, **options):
+        source = recording(path, *names, **options)
 
-    decode, audio._soundfile = audio._soundfile, dies
-    crashes._READ = f"import os, sys\nif sys.argv[1] in {bad!r}: os.abort()"
+        def read():
+            if path in bad:
+                os.abort()
+            yield from source.read()
+
+        return replace(source, read=read)
+
+    recording, manifest.recording = manifest.recording, dying
+    code = f"import os, sys\nif sys.argv[1] in {bad!r}: os.abort()"
+    crashes.checked = functools.partial(crashes.checked, code=code)
     arguments = [*clips, *options, "--out", folder]
     runs = [arguments, *[[*arguments, "--resume"]] * 3]
     codes = [finish(start(run, 1, log)) for run in runs]

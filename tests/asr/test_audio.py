@@ -10,10 +10,9 @@ import pytest
 import soundfile
 import torch
 
-from mmdecode.asr.audio import recording as measured
-from mmdecode.asr.audio.reading import Source, blocks, part, recording, source_of
-from mmdecode.asr.recognizers import whisper_features as features
-from mmdecode.asr.recognizers.whisper_features import Mel, Speech
+from mmdecode.asr.audio.reading import BLOCK, Source, blocks, part, recording, source_of
+from mmdecode.asr.audio.recording import KEEP_S
+from mmdecode.asr.recognizers.whisper_features import STEP, Mel, Speech
 from mmdecode.errors import InputError
 
 
@@ -167,11 +166,10 @@ def test_a_part_has_the_samples_between_its_bounds_and_no_other(rate, size):
         np.testing.assert_array_equal(read, samples[first:])
 
 
-def test_a_part_of_a_file_is_the_part_of_its_samples(tmp_path, kit, monkeypatch):
-    monkeypatch.setattr("mmdecode.asr.audio.reading._BLOCK", 5_000)
+def test_a_part_of_a_file_is_the_part_of_its_samples(tmp_path, kit):
     samples = np.stack([kit.noise(3.0, seed=seed) for seed in (1, 2)], 1)
     soundfile.write(tmp_path / "a.wav", samples, kit.rate, subtype="FLOAT")
-    found = read(part(recording(tmp_path / "a.wav"), 0.7501, 1.25))
+    found = read(part(recording(tmp_path / "a.wav", block=5_000), 0.7501, 1.25))
     np.testing.assert_allclose(found, samples[12_002:32_002].mean(1), atol=1e-7)
 
 
@@ -300,22 +298,20 @@ def test_arrays_that_are_no_recording_are_refused(item, words):
 # Features
 
 
-def speech(item, processor, frames=100, **options):
-    return Speech(source_of(item, 16_000), Mel(processor.feature_extractor, frames), **options)
+def speech(item, processor, frames=100, block=BLOCK, step=STEP, **options):
+    mel = Mel(processor.feature_extractor, frames, step=step)
+    return Speech(source_of(item, 16_000, block=block), mel, **options)
 
 
 @pytest.mark.parametrize("seconds", [2.303, 7.77, 30.01])
 def test_windows_of_a_long_recording_are_those_of_the_feature_extractor(
-    tmp_path, processor, kit, monkeypatch, seconds
+    tmp_path, processor, kit, seconds
 ):
     samples = kit.noise(seconds, seed=3)
     samples[: len(samples) // 2] *= 0.01  # the maximum is in the second half
     expected = kit.long_features(processor, samples)[0]
-    monkeypatch.setattr(features, "_STEP", 64)
-    for keep in (measured.KEEP_S, 1):  # from memory, and streamed twice
-        monkeypatch.setattr(measured, "KEEP_S", keep)
-        monkeypatch.setattr("mmdecode.asr.audio.reading._BLOCK", 5_000)
-        found = speech(samples, processor)
+    for keep in (KEEP_S, 1):  # from memory, and streamed twice
+        found = speech(samples, processor, block=5_000, step=64, keep_s=keep)
         assert found.frames == expected.shape[1]
         for seek in range(0, found.frames, 70):
             part = expected[:, seek : seek + 100]

@@ -15,6 +15,7 @@ from mmdecode.asr.recognizers.moonshine import MoonshineRecognizer
 from mmdecode.asr.recognizers.whisper import WhisperRecognizer
 from mmdecode.errors import MMDecodeError
 from mmdecode.testing import check_recognizer
+from tests.support.plugins import install
 from tests.support.tiny_recognizers import MODELS
 
 
@@ -154,21 +155,18 @@ def test_what_generate_says_may_be_given(moonshine):
 @pytest.fixture
 def plugins(tmp_path, monkeypatch):
     """A distribution with a family of its own, one that cannot be loaded, and a taken name."""
-    info = tmp_path / "stranger-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[mmdecode.recognizers]\nmine = strange_ears:Mine\nlost = strange_gone:Lost\n"
-        "whisper = strange_ears:Mine\n"
-    )
-    (tmp_path / "strange_ears.py").write_text(
-        """
+    lines = "mine = strange_ears:Mine\nlost = strange_gone:Lost\nwhisper = strange_ears:Mine"
+    install(
+        tmp_path,
+        "stranger",
+        {"mmdecode.recognizers": lines},
+        strange_ears="""
 from mmdecode.asr.recognizers.generic import GenericRecognizer
 class Mine(GenericRecognizer):
     "Windows of one second."
     model_types = ("speech_to_text", "moonshine")
     window_s = 1.0
-"""
+""",
     )
     monkeypatch.syspath_prepend(tmp_path)
     yield

@@ -2,15 +2,13 @@
 
 import dataclasses
 import inspect
-import json
 
 import pytest
-from typer.testing import CliRunner
 
 from mmdecode.asr import TranscribeOptions, Transcriber
-from mmdecode.cli import app as cli
 from mmdecode.cli.transcribe import command
 from mmdecode.zoo.speech import speech_test
+from tests.support.commands import invoke, json_of
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(TranscribeOptions)}
 del DEFAULTS["scores"]  # a format asks for them
@@ -44,9 +42,9 @@ def test_flags_give_what_the_options_give(options, trained):
         flag = "--" + name.replace("_", "-")
         flags += [flag] if value is True else [flag, str(value)]
     words = ["transcribe", clip, "--model", trained, "--device", "cpu", "--json", *flags]
-    done = CliRunner().invoke(cli.app, words)
+    done = invoke(*words)
     assert done.exit_code == 0, done.output
-    [found] = json.loads(done.stdout.splitlines()[-1])["results"]
+    [found] = json_of(done)["results"]
     expected = Transcriber.from_pretrained(trained, device="cpu", **options)(clip)
     assert found["tokens"] == expected.tokens
     assert found["stats"] == expected.stats

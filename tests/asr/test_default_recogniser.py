@@ -4,13 +4,11 @@ import json
 import shutil
 
 import pytest
-from typer.testing import CliRunner
 
 from mmdecode.asr import Transcriber
-from mmdecode.cli.app import app
 from mmdecode.errors import OptionError
 from mmdecode.zoo.speech import speech_test
-from tests.support.commands import all_commands
+from tests.support.commands import all_commands, invoke
 from tests.support.moonshine import NAME, hide_wheel, needs_wheel, show_wheel
 
 SYNTHETIC = "zoo:whisper-synth"
@@ -30,7 +28,7 @@ def parsed(name, *words):
 
 
 def run(*words):
-    return CliRunner().invoke(app, [*words, "--device", "cpu"])
+    return invoke(*words, "--device", "cpu")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -122,5 +120,5 @@ def test_env_says_whether_the_published_model_is_installed(own, monkeypatch):
     for change, installed in ((hide_wheel, False), (show_wheel, True)):
         with monkeypatch.context() as patch:
             change(patch, own)
-            done = CliRunner().invoke(app, ["env", "--json"])
+            done = invoke("env", "--json")
             assert json.loads(done.stdout)["checkpoints"][NAME] is installed

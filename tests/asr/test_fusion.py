@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode import Decoder, generate
@@ -37,7 +37,7 @@ from mmdecode.train.zoo.lm_synth import TEMPLATE, LMSynthOptions, build_tokenize
 from mmdecode.zoo import grammar
 from mmdecode.zoo.real_clips import real_clips
 from mmdecode.zoo.speech import speech_test
-from tests.support import tiny_recognizers
+from tests.support import tiny_models, tiny_recognizers
 from tests.support.moonshine import NAME, needs_wheel
 
 OPTIONS = LMSynthOptions(vocabulary=400)
@@ -71,19 +71,16 @@ def features(zoo, clips):
 def language():
     """An untrained language model that prefers a different text everywhere, and its tokenizer."""
     tokenizer = build_tokenizer(OPTIONS)
-    torch.manual_seed(3)
-    config = LlamaConfig(
+    model = tiny_models.llama(
+        seed=3,
         vocab_size=len(tokenizer),
-        hidden_size=32,
         intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
         initializer_range=0.3,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return LlamaForCausalLM(config).eval(), tokenizer
+    return model, tokenizer
 
 
 # The definition, by full passes

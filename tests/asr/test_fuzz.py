@@ -68,9 +68,8 @@ for line in sys.stdin:
 
 
 @pytest.mark.parametrize("way", ["os.abort()", "time.sleep(99)", "sys.exit()"])
-def test_a_reader_that_crashes_or_hangs_is_seen_and_the_next_file_is_read(monkeypatch, way):
-    monkeypatch.setattr(fuzz, "LIMIT_S", 2)
-    read_file = fuzz.Reader([sys.executable, "-c", READER.replace("WAY", way)])
+def test_a_reader_that_crashes_or_hangs_is_seen_and_the_next_file_is_read(way):
+    read_file = fuzz.Reader([sys.executable, "-c", READER.replace("WAY", way)], limit_s=2)
     outcomes = [read_file(path)["outcome"].split()[0] for path in ("good", "bad", "good")]
     read_file.close()
     assert outcomes == ["read", "CRASH", "read"]

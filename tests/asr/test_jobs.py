@@ -21,7 +21,9 @@ from mmdecode.errors import InputError, MissingExtraError, OptionError
 from mmdecode.runs.crashes import InFlight, suspects_in
 from mmdecode.runs.distributed import Team, share_out
 from mmdecode.runs.files import LISTING, claimed, note_settings
+from tests.support.commands import json_of
 from tests.support.faults import ERRORS, said
+from tests.support.files import contents, json_lines
 
 HERE = Path(__file__).parent
 ENTRIES = [Entry(id=f"{name}/a.wav", audio=f"{name}/a.wav") for name in "wxyz"]
@@ -59,7 +61,7 @@ def write(folder, results, entries=ENTRIES, resume=False, rank=None, end=True):
 
 
 def lines(folder):
-    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    return json_lines(folder / "results.jsonl")
 
 
 def test_results_end_in_the_order_of_the_input_and_with_its_places_and_names(tmp_path):
@@ -71,12 +73,6 @@ def test_results_end_in_the_order_of_the_input_and_with_its_places_and_names(tmp
     write(tmp_path / "b", [told(ENTRIES[3].id)], end=False)
     write(tmp_path / "b", [told(e.id) for e in ENTRIES[:3]], resume=True)
     assert contents(tmp_path / "b") == contents(tmp_path / "a")
-
-
-def contents(folder):
-    """All files but hidden ones."""
-    files = (p for p in folder.rglob("*") if p.is_file() and p.name[0] != ".")
-    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
 def test_parts_of_several_processes_are_merged_also_by_the_next_run(tmp_path):
@@ -320,7 +316,7 @@ def run_interrupted(folder, kills, seed):
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json_of(done)
 
 
 @pytest.mark.timeout(300)
@@ -363,11 +359,11 @@ def test_a_journal_names_the_recording_whose_block_is_decoded_and_no_other(tmp_p
 
 
 @pytest.mark.timeout(120)
-def test_a_recording_that_crashed_a_run_is_a_failure_of_the_next(tmp_path, kit, monkeypatch):
+def test_a_recording_that_crashed_a_run_is_a_failure_of_the_next(tmp_path, kit):
     for name in ("bad.wav", "good.wav"):
         soundfile.write(tmp_path / name, kit.noise(1.0), kit.rate)
+    # a decoder that the shipped clips crash
     crash = "import os, sys\nif 'bad' in sys.argv[1]: os.abort()\n"
-    monkeypatch.setattr(crashes, "_READ", crash)  # a decoder that the shipped clips crash
     out = tmp_path / "out"
     out.mkdir()
     (out / ".reading-0.tmp").write_text("bad")
@@ -376,7 +372,7 @@ def test_a_recording_that_crashed_a_run_is_a_failure_of_the_next(tmp_path, kit, 
     assert prepare(out, {}, True, entries).suspects == {"bad"}
     assert not list(out.glob(".reading*"))
     for entry in entries:
-        source = crashes.checked(recording(entry.audio, entry.id), entry.audio)
+        source = crashes.checked(recording(entry.audio, entry.id), entry.audio, code=crash)
         if entry.id == "bad":
             with pytest.raises(InputError, match=r"bad\.wav: crashes the library"):
                 next(source.read())

@@ -1,15 +1,13 @@
-import contextlib
-import json
-
 import numpy as np
 import pytest
 import soundfile
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmdecode.asr.output.manifest import opened, read_manifest
 from mmdecode.errors import InputError, UnknownNameError
 from mmdecode.runs.tables import write_rows
+from tests.support.files import write_json_lines
 
 
 def write(folder, name, text):
@@ -158,25 +156,42 @@ VALUES = st.recursive(
 KEYS = st.sampled_from("audio path text duration id offset speaker lang".split())
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.lists(st.dictionaries(KEYS, VALUES, max_size=6), max_size=3))
-def test_no_table_ends_in_another_error(tmp_path_factory, rows):
-    path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def entries_of(path):
+    """Entries of a table; ``None``: it is refused."""
     try:
-        for entry in read_manifest(path):
-            assert entry.id and entry.audio
+        return read_manifest(path)
     except InputError:
-        pass
+        return None
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.binary(max_size=60), st.sampled_from(["f.jsonl", "f.csv", "f.tsv", "f.trn"]))
-def test_no_bytes_end_in_another_error(tmp_path_factory, data, name):
-    path = tmp_path_factory.getbasetemp() / name
-    path.write_bytes(data)
-    with contextlib.suppress(InputError):
-        read_manifest(path)
+def test_no_table_ends_in_another_error(tmp_path):
+    path, read = tmp_path / "fuzz.jsonl", []
+
+    @settings(max_examples=80, deadline=None)
+    @given(st.lists(st.dictionaries(KEYS, VALUES, max_size=6), max_size=3))
+    @example([{"audio": "a.wav", "text": "a"}, {"path": "b.wav"}])
+    def is_read_or_refused(rows):
+        write_json_lines(path, rows)
+        read.append(entries_of(path))
+
+    is_read_or_refused()
+    assert None in read and any(read)
+    assert all(entry.id and entry.audio for entries in read for entry in entries or ())
+
+
+def test_no_bytes_end_in_another_error(tmp_path):
+    read = []
+
+    @settings(max_examples=80, deadline=None)
+    @given(st.binary(max_size=60), st.sampled_from(["f.jsonl", "f.csv", "f.tsv", "f.trn"]))
+    @example(b"a word (talk-1)", "f.trn")
+    @example(b'{"audio": "a.wav"}', "f.jsonl")
+    def are_read_or_refused(data, name):
+        (tmp_path / name).write_bytes(data)
+        read.append(entries_of(tmp_path / name))
+
+    are_read_or_refused()
+    assert None in read and any(read)
 
 
 def test_an_empty_id_names_nothing(tmp_path):

@@ -21,6 +21,7 @@ from mmdecode.asr.output import jobs
 from mmdecode.asr.output.manifest import Entry
 from mmdecode.asr.results import Failure, Hypothesis, Transcript
 from mmdecode.errors import InputError, UnknownNameError
+from tests.support.files import write_json_lines
 
 WORDS = st.text("abc ,'", min_size=1, max_size=8).map(lambda text: f"x{text}".strip())
 LISTS = st.lists(
@@ -106,7 +107,7 @@ def test_what_a_format_cannot_tell_apart_is_refused(hypotheses, tmp_path):
 def test_a_list_without_an_id_is_called_alike_in_any_file_and_order(tmp_path):
     rows = [{"input": ["a", "b"], "output": "a"}, {"input": ["c"], "output": "c"}]
     (tmp_path / "a.json").write_text(json.dumps(rows))
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::-1] * 2))
+    write_json_lines(tmp_path / "b.jsonl", rows[::-1] * 2)
     first, second = (read_lists(tmp_path / name) for name in ("a.json", "b.jsonl"))
     assert [one.id for one in second[:2]] == [one.id for one in first[::-1]]
     assert [one.id for one in second[2:]] == [f"{one.id}-2" for one in second[:2]]

@@ -6,11 +6,11 @@ import shutil
 import numpy as np
 import pytest
 import soundfile
-from typer.testing import CliRunner
 
 from mmdecode.asr import Failure, Transcriber
-from mmdecode.cli.app import app
 from mmdecode.errors import IncompatibleError, InputError, UnsupportedModelError
+from tests.support.commands import invoke
+from tests.support.files import write_json_lines
 from tests.support.tiny_recognizers import MODELS
 
 RATE = 16_000
@@ -38,7 +38,7 @@ def talk(tmp_path, kit):
 
 
 def run(*words):
-    return CliRunner().invoke(app, [*map(str, words), "--device", "cpu"])
+    return invoke(*words, "--device", "cpu")
 
 
 @KINDS
@@ -76,7 +76,7 @@ def test_a_recording_is_streamed(kind, saved, talk):
 def test_a_data_set_is_scored(kind, saved, talk, tmp_path):
     rows = [{"audio": "talk.wav", "text": "w1 w2"}, {"audio": "gone.wav", "text": "w3"}]
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(data, rows)
     out = tmp_path / "wer"
     done = run("evaluate", "wer", "--model", saved[kind], "--data", data, "--out", out, "--json")
     assert done.exit_code == 1, done.output
@@ -91,7 +91,7 @@ def test_a_language_the_model_lacks_costs_its_row(kit, talk, tmp_path):
     for part in (model, processor):
         part.save_pretrained(tmp_path / "model")
     rows = [{"audio": "talk.wav", "id": name, "language": name} for name in ("en", "de")]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(tmp_path / "data.jsonl", rows)
     words = ["--model", tmp_path / "model", "--out", tmp_path / "out", "--format", "txt"]
     done = run("transcribe", "--data", tmp_path / "data.jsonl", *words)
     assert done.exit_code == 1, done.output

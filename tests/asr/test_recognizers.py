@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmdecode import Decoder
@@ -124,9 +124,23 @@ def test_a_long_recording_is_its_windows_and_they_follow_each_other(made, kind):
 LOUD = st.lists(st.tuples(st.floats(0.02, 2.0), st.sampled_from([0.0, 1e-3, 0.3])), max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
-@given(sound=LOUD, rest=st.integers(1, 4000), window_s=st.sampled_from([0.5, 1.0, 2.3]))
-def test_windows_hold_every_sample_and_none_is_too_long_or_short(parts, sound, rest, window_s):
+def test_windows_hold_every_sample_and_none_is_too_long_or_short(parts):
+    ends = set()
+
+    @settings(max_examples=60, deadline=None)
+    @given(sound=LOUD, rest=st.integers(1, 4000), window_s=st.sampled_from([0.5, 1.0, 2.3]))
+    @example(sound=[(2.0, 0.3)] * 3, rest=100, window_s=0.5)  # no pause
+    @example(sound=[(0.4, 0.3), (0.4, 0.0)] * 3, rest=100, window_s=1.0)
+    def hold(sound, rest, window_s):
+        ends.update(ends_of_windows(parts, sound, rest, window_s))
+
+    hold()
+    assert ends == {"joined", "apart", "last"}
+
+
+def ends_of_windows(parts, sound, rest, window_s):
+    """How the windows of a recording end, each checked."""
+    found = []
     random = np.random.default_rng(len(sound))
     samples = np.concatenate(
         [a * random.standard_normal(round(s * RATE)) for s, a in sound] + [np.full(rest, 0.1)]
@@ -143,8 +157,12 @@ def test_windows_hold_every_sample_and_none_is_too_long_or_short(parts, sound, r
         assert span.following == ends or (span.joined and seek < span.following < ends)
         if span.following == recording.frames:
             assert ends == recording.frames and not span.joined
+            found.append("last")
+        else:
+            found.append("joined" if span.joined else "apart")
         seek, joins = span.following, span.joined
     assert seek == recording.frames and not joins
+    return found
 
 
 def test_a_window_ends_in_the_middle_of_its_longest_pause():
@@ -233,6 +251,7 @@ def test_a_recording_without_pauses_has_windows_that_overlap_and_segments_that_d
         start = ours.recognizer.starts_word
         for segment in found.segments[1:]:
             assert start(segment.tokens[0]) or not any(map(start, segment.tokens))
+        assert any(start(segment.tokens[0]) for segment in found.segments[1:])
         said = [t for segment in found.segments for t in segment.tokens]
         assert said == found.tokens and found.tokens
     for batch_size in (1, 2):  # what was given out is not said again by a window that overlaps it

@@ -10,8 +10,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -29,6 +27,7 @@ from mmdecode.asr.correction.selection import (
     self_certainty,
 )
 from mmdecode.errors import InputError, OptionError, ShapeError, UnsupportedModelError
+from tests.support import tiny_models
 
 WORDS = [f"w{n}" for n in range(12)]
 TEXTS = ["w1 w2 w3", "w4", "", "w1 w2 w3 w5 w6 w7 w8", "w9 w1", "w2 w2 w2 w2", "w4", "w11 w10"]
@@ -42,10 +41,8 @@ def tokenizer(**special):
 
 
 def llama():
-    torch.manual_seed(0)
-    size = {"vocab_size": 15, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    config = LlamaConfig(**size, num_attention_heads=2, initializer_range=0.6)
-    return LlamaForCausalLM(config)
+    sizes = {"vocab_size": 15, "hidden_size": 16, "intermediate_size": 24}
+    return tiny_models.llama(**sizes, initializer_range=0.6)
 
 
 def gpt2():

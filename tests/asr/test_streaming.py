@@ -13,16 +13,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import soundfile
-from typer.testing import CliRunner
 
 from mmdecode.asr.results import Segment, Transcript, Word
 from mmdecode.asr.streaming import Commits, Stream, agreement, covered, hold, policy_of, words_of
 from mmdecode.asr.transcriber import Transcriber
-from mmdecode.cli import app as cli
 from mmdecode.cli.stream import follow
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.speed.latency import StreamMeter
 from tests.support import tiny_recognizers
+from tests.support.commands import invoke
 
 RATE, WINDOW_S, WORD, GAP = 10, 8.0, 3, 1
 
@@ -416,13 +415,13 @@ def test_the_command_prints_what_is_committed(trained, clip, tmp_path):
     samples = (clip.samples() * 32767).astype("<i2")
     soundfile.write(path, samples, 16_000)
     words = ["stream", str(path), "--model", trained, "--device", "cpu"]
-    shown = CliRunner().invoke(cli.app, words)
+    shown = invoke(*words)
     assert shown.exit_code == 0, shown.output
     summary = shown.stderr.replace("\n", " ")
     assert "words committed; lagging (AL, DAL)" in summary and "taken back" not in summary
     assert "% of the words shown were provisional and changed" in summary
     words = ["stream", "-", "--model", trained, "--device", "cpu", "--json"]
-    piped = CliRunner().invoke(cli.app, words, input=samples.tobytes() + b"\0")
+    piped = invoke(*words, input=samples.tobytes() + b"\0")
     assert piped.exit_code == 0, piped.output
     *updates, report = [json.loads(line) for line in piped.stdout.splitlines()]
     assert report["model"] == trained
@@ -437,7 +436,7 @@ def test_the_command_prints_what_is_committed(trained, clip, tmp_path):
 def test_the_command_refuses_a_file_with_a_header_on_stdin(trained, tmp_path):
     soundfile.write(tmp_path / "x.wav", np.zeros(100), 16_000)
     words = ["stream", "-", "--model", trained, "--device", "cpu"]
-    done = CliRunner().invoke(cli.app, words, input=(tmp_path / "x.wav").read_bytes())
+    done = invoke(*words, input=(tmp_path / "x.wav").read_bytes())
     assert isinstance(done.exception, InputError)
     assert "samples without a header" in str(done.exception)
 

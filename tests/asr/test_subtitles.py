@@ -126,9 +126,9 @@ LAYOUT = st.builds(
 def check(found, texts, layout):
     """The rules that hold for any input."""
     shortest = round(1000 * layout.min_duration_s)
+    assert all(cue.end_ms <= following.start_ms for cue, following in itertools.pairwise(found))
     for cue, following in itertools.zip_longest(found, found[1:]):
         assert cue.end_ms - cue.start_ms >= shortest
-        assert following is None or cue.end_ms <= following.start_ms
         assert 1 <= len(cue.lines) <= layout.max_line_count
         assert all(line and width(line) <= layout.max_line_width for line in cue.lines)
         if layout.max_reading_speed is not None and (

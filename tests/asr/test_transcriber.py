@@ -13,8 +13,10 @@ import torch
 from mmdecode import Decoder
 from mmdecode.asr import FALLBACK, Failure, TranscribeOptions, Transcriber, Transcript
 from mmdecode.asr.audio.reading import Source, source_of
+from mmdecode.asr.audio.recording import KEEP_S
 from mmdecode.asr.output.manifest import opened, read_manifest
 from mmdecode.errors import InputError, OptionError, UnknownNameError, UnsupportedModelError
+from tests.support.files import json_lines
 
 QUICK = {"max_new_tokens": 6}  # per window
 
@@ -194,12 +196,11 @@ def test_a_file_that_is_named_like_an_address_is_read(tiny, tmp_path, kit, monke
 
 
 def test_a_recording_that_vanishes_while_it_is_read_fails_alone(tiny, tmp_path, kit, monkeypatch):
-    monkeypatch.setattr("mmdecode.asr.audio.recording.KEEP_S", 1)
     read = source_of
 
     def reopened(item, *args):
         """As if each block were opened again, so that a vanished file shows at once."""
-        source = read(item, *args)
+        source = read(item, *args, block=8_000)
 
         def parts():
             for number, part in enumerate(source.read()):
@@ -210,9 +211,9 @@ def test_a_recording_that_vanishes_while_it_is_read_fails_alone(tiny, tmp_path, 
         return Source(source.name, parts)
 
     monkeypatch.setattr("mmdecode.asr.transcriber.source_of", reopened)
-    monkeypatch.setattr("mmdecode.asr.audio.reading._BLOCK", 8_000)
     path = tmp_path / "gone.wav"
-    soundfile.write(path, kit.noise(6.0), kit.rate)
+    long = np.tile(kit.noise(6.0), round(KEEP_S / 6) + 1)  # more than is kept in memory
+    soundfile.write(path, long, kit.rate)
     stream = tiny.stream([path, kit.noise(0.5)])
     assert next(stream).index == 1
     path.unlink()
@@ -227,7 +228,7 @@ def clips(kit):
 
 
 def rows_of(folder):
-    return [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()]
+    return json_lines(folder / "manifest.jsonl")
 
 
 def test_shipped_recordings_are_read_with_their_lengths(tiny, kit):

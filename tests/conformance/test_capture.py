@@ -8,8 +8,8 @@ import pytest
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
-from mmdecode.engine import capture
 from mmdecode.engine.cache import RaggedCache
+from mmdecode.engine.proposal import MAX_NODES
 from tests.conformance import test_encoder_decoder
 from tests.support import seams, tiny, tiny_vlm
 from tests.support.tiny import MOONSHINE_DRAFTS, TEXT_DRAFTS, WHISPER_DRAFTS
@@ -58,12 +58,9 @@ def test_drafts_of_real_states(family, name, taped):
     assert_replayed(lambda decoder: tiny.ours(decoder, family), draft_of(family, name), taped)
 
 
-def test_the_longest_draft_stays_within_the_reserved_slots(taped, monkeypatch):
-    for module in ("decoder", "engine.loop"):
-        monkeypatch.setattr(f"mmdecode.{module}.MAX_NODES", 24)
-
+def test_the_longest_draft_stays_within_the_reserved_slots(taped):
     def longest():
-        return Assistant(tiny.small_of("llama"), length=24)
+        return Assistant(tiny.small_of("llama"), length=MAX_NODES)
 
     assert_replayed(lambda decoder: tiny.ours(decoder, "llama"), longest, taped)
 
@@ -96,7 +93,7 @@ def test_encoder_decoders(family, taped):
 
 
 def test_a_view_of_the_whole_model(taped, monkeypatch):
-    monkeypatch.setattr(capture, "STEP", 64)
+    seams.STEP.plant(monkeypatch, lambda _: 64)
 
     def generate(decoder):
         return tiny.ours(decoder, "llama", max_new_tokens=30)

@@ -11,12 +11,11 @@ from torch._dynamo.testing import CompileCounter
 
 from mmdecode.decoder import Decoder
 from mmdecode.draft.layer_skip import LayerSkip
-from mmdecode.engine import capture
 from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.contracts import Requirements
 from mmdecode.guide.linear import Linear
 from tests.conformance import test_encoder_decoder
-from tests.support import tiny, tiny_vlm
+from tests.support import seams, tiny, tiny_vlm
 from tests.support.tiny import TEXT_DRAFTS, WHISPER_DRAFTS
 
 
@@ -24,8 +23,8 @@ from tests.support.tiny import TEXT_DRAFTS, WHISPER_DRAFTS
 def counter(monkeypatch):
     """A backend that counts the graphs it is given."""
     counter = CompileCounter()
-    monkeypatch.setattr(capture, "BACKEND", counter)
-    monkeypatch.setattr(capture, "_compiled", WeakKeyDictionary())
+    seams.BACKEND.plant(monkeypatch, lambda _: counter)
+    seams.COMPILED.plant(monkeypatch, lambda _: WeakKeyDictionary())
     return counter
 
 
@@ -94,7 +93,7 @@ def test_a_machine_without_a_compiler_runs_as_usual(counter, monkeypatch):
     def broken(graph, inputs):
         raise OSError("no compiler is found")
 
-    monkeypatch.setattr(capture, "BACKEND", broken)
+    seams.BACKEND.plant(monkeypatch, lambda _: broken)
     expected = tiny.ours(Decoder(), "llama")
     with pytest.warns(UserWarning, match="no compiler is found"):
         assert tiny.ours(Decoder(compile=True), "llama").tolist() == expected.tolist()
@@ -121,8 +120,8 @@ def test_states_of_inner_layers_are_taken_as_usual(counter):
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch builds its code with g++")
 def test_generated_code(monkeypatch):
-    monkeypatch.setattr(capture, "_compiled", WeakKeyDictionary())
-    monkeypatch.setattr(capture, "STEP", 16)
+    seams.COMPILED.plant(monkeypatch, lambda _: WeakKeyDictionary())
+    seams.STEP.plant(monkeypatch, lambda _: 16)
     expected, _ = tiny.reference("llama", ())
     found = tiny.ours(Decoder(compile=True), "llama")
     assert found.tolist() == expected.tolist()

@@ -309,9 +309,9 @@ def test_layers_are_fractions_of_the_depth():
     assert list(layer_range((0.15, 0.6), 32)) == list(range(5, 20))
 
 
-def test_an_encoder_decoder_shows_nothing_of_its_inside():
+def test_an_encoder_decoder_gives_no_access_to_its_layers():
     decoder = Decoder(guide=Edited(needs=Requirements(early_exit_logits=frozenset([0]))))
-    with pytest.raises(IncompatibleError, match="inside"):
+    with pytest.raises(IncompatibleError, match="no access to the model's layers"):
         tiny.ours(decoder, "whisper")
 
 

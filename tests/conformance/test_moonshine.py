@@ -166,13 +166,13 @@ def test_a_large_vocabulary_gives_the_same():
     model = MoonshineForConditionalGeneration(config).eval()
     adapter, hidden = MoonshineAdapter(model), torch.zeros(2, 1, config.hidden_size)
     adapter.unembed(hidden)
-    assert model.proj_out not in moonshine._columns, "nothing is copied for batches"
+    assert model.proj_out not in moonshine.by_column_copies, "nothing is copied for batches"
     expected = model.generate(**waves(1), max_new_tokens=NEW)
     assert len(set(expected[0].tolist())) >= 5
     for draft in (None, PromptLookup()):
         found = model.generate(**waves(1), max_new_tokens=NEW, custom_generate=Decoder(draft))
         assert found.tolist() == expected.tolist()
-    assert model.proj_out in moonshine._columns
+    assert model.proj_out in moonshine.by_column_copies
 
 
 # Known mistakes

@@ -326,17 +326,12 @@ def test_a_dropped_window_is_noticed(family, monkeypatch):
 
 def test_positions_from_zero_are_noticed_on_paligemma(monkeypatch):
     monkeypatch.setattr(PaliGemmaAdapter, "first_position", 0)
+    prefill = VisionLanguageAdapter.prefill
     monkeypatch.setattr(
         VisionLanguageAdapter,
         "prefill",
-        lambda self, prompt, mask, positions, past: (
-            self._whole(
-                input_ids=prompt.ids,
-                attention_mask=prompt.mask.long(),
-                position_ids=positions + 1,
-                past_key_values=past,
-                **prompt.inputs,
-            ).last_hidden_state
+        lambda self, prompt, mask, positions, past: prefill(
+            self, prompt, mask, positions + 1, past
         ),
     )
     assert_noticed("paligemma", "known")

@@ -1,29 +1,26 @@
 """``mmdecode demo image``: the same seeds drawn in three ways, and the page about them."""
 
-import json
+import functools
 import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from mmdecode.cli.app import app
 from mmdecode.demo.images import command as demo_image
 from mmdecode.demo.images import page
 from mmdecode.image_ar import ImageGenerator
 from mmdecode.runs.files import is_own
+from tests.support.commands import invoke, json_of
 from tests.support.pages import checked
 
-
-def run(*words):
-    return CliRunner().invoke(app, ["demo", "image", *map(str, words)], env={"COLUMNS": "120"})
+run = functools.partial(invoke, "demo", "image", env={"COLUMNS": "120"})
 
 
 @pytest.mark.slow
 def test_demo_draws_the_same_pictures_in_fewer_passes_and_writes_a_page(tmp_path):
     done = run("--limit", 1, "--json", "--out", tmp_path / "demo", "--device", "cpu")
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json_of(done)
     assert found["identical"] and found["pictures"] == ["house"]
     plain, exact, relaxed = (found["ways"][name] for name in ("ar", "exact", "relaxed"))
     assert plain["passes"] == [255] and plain["tokens_per_pass"] == 1
@@ -54,7 +51,10 @@ def drawn(**changes):
 
 def report(*ways):
     given = ways or (("ar", "exact", drawn(passes=5)), ("exact", "exact", drawn()))
-    made = [page.Way(name=n, about="a <b>", law=law, pictures=[one]) for n, law, one in given]
+    made = [
+        page.Way(name=n, about="a <b>", guarantee=guarantee, pictures=[one])
+        for n, guarantee, one in given
+    ]
     return page.Ways(model="zoo:m", names=["<ring>"], ways=made, conditions={"device": "cpu"})
 
 

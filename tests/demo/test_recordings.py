@@ -5,11 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.transcriber import Transcriber
-from mmdecode.cli.app import app
 from mmdecode.demo.speech import command as demo_speech
 from mmdecode.demo.speech import recordings as demo_recordings
 from mmdecode.demo.speech import recordings_page as recording_page
@@ -18,6 +16,8 @@ from mmdecode.engine.trace import Round
 from mmdecode.evaluation.speech.wer import wer
 from mmdecode.zoo.real_clips import all_clips, real_clips
 from tests.demo.test_speech import report
+from tests.support.commands import invoke
+from tests.support.files import json_lines
 from tests.support.moonshine import NAME, hide_wheel, needs_wheel, show_wheel
 from tests.support.pages import checked
 
@@ -169,14 +169,14 @@ def test_a_published_recogniser_hears_people_as_plain_generate_does():
 @pytest.mark.slow
 def test_the_demo_transcribes_recordings_of_people_first(tmp_path):
     words = ["demo", "speech", "--limit", "2", "--repeats", "1", "--json"]
-    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path)])
+    done = invoke(*words, "--out", tmp_path)
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     real = result["real"]
     assert real["model"] == NAME and real["identical"] and real["compared_with_generate"]
     assert real["wer"]["value"] < 0.2 and real["clips"] == 2
     names = [clip.name for clip in all_clips()[:2]]
-    rows = [json.loads(row) for row in (tmp_path / "transcripts.jsonl").read_text().splitlines()]
+    rows = json_lines(tmp_path / "transcripts.jsonl")
     assert [row["name"] for row in rows if row["set"] == "real"] == names
     assert {path.stem for path in (tmp_path / "subtitles").glob("*.srt")} >= {*names}
     text = Path(result["files"]["report.html"]).read_text()

@@ -166,9 +166,12 @@ def test_word_errors_are_marked_as_they_are_counted():
 
 
 def test_words_show_as_written_unless_the_normaliser_joined_them():
-    assert [step.heard for step in align_as_written("Add six.", "Add six.")] == ["Add", "six."]
+    assert [step.hypothesis for step in align_as_written("Add six.", "Add six.")] == ["Add", "six."]
     joined = align_as_written("twenty three cakes", "Twenty three cakes.")
-    assert [(step.said, step.heard) for step in joined] == [("23", "23"), ("cakes", "cakes.")]
+    assert [(step.reference, step.hypothesis) for step in joined] == [
+        ("23", "23"),
+        ("cakes", "cakes."),
+    ]
 
 
 def test_nothing_said_or_nothing_heard_is_shown():

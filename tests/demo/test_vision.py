@@ -1,17 +1,15 @@
 """``mmdecode demo vlm``: questions about scenes answered plainly and with guides, and its page."""
 
 import dataclasses
-import json
+import functools
 import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from mmdecode import registry
-from mmdecode.cli.app import app
 from mmdecode.decoder import Decoder
 from mmdecode.demo.vision import command as demo_vlm
 from mmdecode.demo.vision import page
@@ -23,6 +21,7 @@ from mmdecode.guide.edited import Edited
 from mmdecode.vlm import Answerer
 from mmdecode.zoo.scene_sets import image_name, scenes_from
 from mmdecode.zoo.scenes import COMPANIONS
+from tests.support.commands import invoke, json_of
 from tests.support.pages import checked
 
 
@@ -75,15 +74,14 @@ def report(*answers, **changes):
 # The command
 
 
-def run(*words):
-    return CliRunner().invoke(app, ["demo", *words], env={"COLUMNS": "120"})
+run = functools.partial(invoke, "demo", env={"COLUMNS": "120"})
 
 
 def test_demo_asks_and_writes_a_page(tmp_path):
     guides = ["--guide", "vcd", "--guide", "pai:alpha=1"]
     done = run("vlm", "--limit", "1", *guides, "--json", "--out", str(tmp_path / "demo"))
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json_of(done)
     assert found["methods"] == ["plain", "vcd", "pai:alpha=1"] and found["images"] == 1
     kinds = " ".join(one["question"].split()[0] for one in found["questions"])
     assert kinds == "Is Is How Describe"

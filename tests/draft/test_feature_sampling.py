@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from mmdecode import registry
 from mmdecode.draft.eagle import Eagle
@@ -14,6 +13,7 @@ from mmdecode.models import eagle, vispec
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.train.drafters.recipes import RECIPES, Batch, Options, Unrolled, targets_of
 from tests.draft.test_eagle import SIZES, decode, model_of, random_drafter
+from tests.support.commands import invoke
 from tests.support.tiny import VOCAB, WIDTH
 
 OWN = {"feature_sampling": True}
@@ -148,7 +148,5 @@ def test_other_kinds_have_no_such_form():
 
 
 def test_the_command_names_every_kind():
-    from mmdecode.cli.train import app
-
-    shown = CliRunner().invoke(app, ["drafter", "--help"], env={"COLUMNS": "400"}).output
+    shown = invoke("train", "drafter", "--help", env={"COLUMNS": "400"}).output
     assert all(f"'{kind}'" in shown for kind in RECIPES)

@@ -120,8 +120,8 @@ def test_a_chain_is_what_training_says_and_ends_after_an_unsure_token(confidence
             if len(written) + 4 < NEW:
                 assert True not in unsure[:-1]
                 assert len(drafted) == 4 or unsure[-1]
-            lengths.add(len(drafted))
-    assert len(lengths) > 1 or not confidence_threshold
+                lengths.add(len(drafted))
+    assert (lengths == {4}) == (not confidence_threshold) and 4 in lengths
 
 
 @torch.no_grad()

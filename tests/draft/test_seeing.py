@@ -336,13 +336,20 @@ def test_hidden_images_leave_nothing():
             asked, adapter = session.call.request, session.call.plan.adapter
             words = asked.prompt_mask & ~adapter.spans("image", asked.prompt_ids)
             widths.append((session._width, int(words.sum(1).max())))  # noqa: B023
-            vector = session._carried
-            assert vector is None or not vector.any()
+            assert session._carried is None
 
         inputs = vision_inputs("llava", 2)
         draft = CLASSES[kind](random_model(kind), depth=2, top_k=1, images="hidden")
         decode("llava", noting(draft, opened=note), inputs=inputs)
         assert widths[0][0] == widths[0][1] - (kind != "dream")
+        draft = CLASSES[kind](random_model(kind), depth=2, top_k=1)
+        carried = []
+        decode(
+            "llava",
+            noting(draft, opened=lambda session: carried.append(session._carried)),  # noqa: B023
+            inputs=inputs,
+        )
+        assert (carried[0] is not None) == (kind == "vispec"), "what is shown is carried"
 
 
 def test_what_replaces_an_image_lies_at_its_last_rows():
@@ -455,6 +462,7 @@ def test_a_share_of_the_image_is_what_words_attend_to_most(monkeypatch):
     monkeypatch.setattr(DreamSession, "visible_rows", noted)
     inputs = vision_inputs("llava", 3)
     expected, _ = decode("llava", inputs=inputs)
+    compared = set()
     for share in (1.0, 0.5, 0.1):
         draft = Dream(random_model("dream"), share=share, depth=3, top_k=2, nodes=5)
         assert decode("llava", draft, inputs=inputs)[0] == expected
@@ -471,6 +479,8 @@ def test_a_share_of_the_image_is_what_words_attend_to_most(monkeypatch):
             if 0 < stay[row] < count[row]:
                 stays = images[row] & ~left_out[row]
                 assert weights[row][stays].min() >= weights[row][left_out[row]].max()
+                compared.add(share)
+    assert compared == {0.5, 0.1}
 
 
 def test_options_out_of_range_are_refused():

@@ -213,5 +213,5 @@ def test_layers_that_see_a_window_are_refused():
 
 def test_a_model_that_does_not_show_its_inside_is_refused(monkeypatch):
     monkeypatch.setattr(VisionLanguageAdapter, "shows_inside", False)
-    with pytest.raises(IncompatibleError, match="inside"):
+    with pytest.raises(IncompatibleError, match="gives no access"):
         plain("llava", custom_generate=Decoder(Sparse()))

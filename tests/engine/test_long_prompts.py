@@ -13,8 +13,6 @@ from transformers import (
     CTRLConfig,
     GPT2Config,
     GPTJConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     OPTConfig,
 )
 
@@ -22,7 +20,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.engine.masks import block_mask
 from mmdecode.errors import InputError
 from mmdecode.testing.drafts import RandomTrees
-from tests.support import tiny_vlm
+from tests.support import tiny_models, tiny_vlm
 from tests.support.tiny import text_model
 
 WIDTH = 96
@@ -207,8 +205,7 @@ def refused_at_once(model, rows, match):
 
 
 def test_a_prompt_that_no_memory_holds_is_refused_at_once():
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "max_position_embeddings": 10**7})).eval()
+    model = tiny_models.llama(**{**SHAPE, "max_position_embeddings": 10**7})
     refused_at_once(model, 2, r"1500000 tokens in 2 rows needs about [\d.]+ TB")
 
 

@@ -54,7 +54,7 @@ def test_every_part_of_the_key_matters(other):
 
 
 def test_trials_differ_from_each_other():
-    trials = [NOISE.uniform(POSITIONS, Role.TAIL, trial=torch.full((50,), t)) for t in (0, 1, -1)]
+    trials = [NOISE.uniform(POSITIONS, Role.WINDOW, trial=torch.full((50,), t)) for t in (0, 1, -1)]
     assert not torch.equal(trials[0], trials[1]) and not torch.equal(trials[0], trials[2])
 
 

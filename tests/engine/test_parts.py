@@ -16,6 +16,7 @@ from mmdecode.engine.capabilities import DrafterCapabilities, RuleCapabilities
 from mmdecode.engine.contracts import Requirements
 from mmdecode.errors import IncompatibleError, MMDecodeError, OptionError
 from mmdecode.testing.table import Table, TableAdapter, decode
+from tests.support.plugins import install
 
 
 @pytest.mark.parametrize(
@@ -59,11 +60,7 @@ class Hasty(Drafter):
 def test_a_capability_misspelt_in_a_plugin_is_refused_with_the_plugin_and_what_was_meant(
     tmp_path, monkeypatch
 ):
-    info = tmp_path / "hurry-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hurry\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[mmdecode.draft]\nhasty = hurry_mod:Hasty\n")
-    (tmp_path / "hurry_mod.py").write_text(PLUGIN)
+    install(tmp_path, "hurry", {"mmdecode.draft": "hasty = hurry_mod:Hasty"}, hurry_mod=PLUGIN)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     meant = (
         r"draft 'hasty' of hurry \(hurry_mod:Hasty\) .*no capability of DrafterCapabilities named "
@@ -290,7 +287,7 @@ def test_an_adapter_that_does_not_show_the_inside_that_a_guide_needs_is_refused(
         shows_inside = False
 
     model = Table(8, seed=1)
-    with pytest.raises(IncompatibleError, match=r"guide Looks .* Closed does not show the inside"):
+    with pytest.raises(IncompatibleError, match=r"guide Looks .* Closed gives no access to"):
         given = {"mm_adapter": Closed(model)}
         decode(model, torch.ones(1, 2).long(), mm.Decoder(guide=Looks()), inputs=given)
 

@@ -4,8 +4,6 @@ import pytest
 import torch
 from transformers import (
     EosTokenCriteria,
-    LlamaConfig,
-    LlamaForCausalLM,
     MaxLengthCriteria,
     StoppingCriteriaList,
 )
@@ -19,28 +17,19 @@ from mmdecode.engine.proposal import MAX_NODES, Proposal
 from mmdecode.errors import IncompatibleError, OptionError, UnsupportedModelError
 from mmdecode.guide import Linear
 from mmdecode.testing import drafts
+from tests.support import tiny_models
 from tests.support.sessions import Wrapped
 
-
-def llama(**options):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        eos_token_id=60,
-        bos_token_id=1,
-        pad_token_id=0,
-        initializer_range=0.4,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-MODEL = llama()
+MODEL = tiny_models.llama(
+    vocab_size=61,
+    intermediate_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    eos_token_id=60,
+    bos_token_id=1,
+    pad_token_id=0,
+    initializer_range=0.4,
+)
 IDS = torch.randint(1, 60, (2, 6), generator=torch.Generator().manual_seed(4))
 MASK = torch.ones_like(IDS)
 

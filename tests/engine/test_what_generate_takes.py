@@ -15,8 +15,6 @@ from transformers import (
     GenerationMixin,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     StaticCache,
     StoppingCriteria,
@@ -29,6 +27,7 @@ from mmdecode.engine.checks import refuse_settings
 from mmdecode.engine.settings import ARGUMENTS, SETTINGS, Refused
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.testing.drafts import RandomTrees
+from tests.support import tiny_models
 from tests.support.tiny import VOCAB, audio, text_model, whisper_model
 
 IDS = torch.randint(1, 60, (2, 6), generator=torch.Generator().manual_seed(4))
@@ -320,16 +319,8 @@ def gpt2():
 
 
 def tiny_llama(dropout):
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        attention_dropout=dropout,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).train()
+    ends = {"vocab_size": VOCAB, "eos_token_id": None}
+    return tiny_models.llama(**ends, num_hidden_layers=1, attention_dropout=dropout).train()
 
 
 @pytest.mark.parametrize("model", [gpt2().train(), tiny_llama(0.1)], ids=["gpt2", "llama"])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, LogitsProcessor
+from transformers import GenerationMixin, LogitsProcessor
 
 from mmdecode.accept import exact, follow
 from mmdecode.accept.exact import Coupled, SampleMatch
@@ -24,7 +24,7 @@ from mmdecode.evaluation.stats.draws import FEWEST, p_of_draws
 from mmdecode.guide.cfg import CFG
 from mmdecode.testing.drafts import Known
 from mmdecode.zoo.speech import speech_test
-from tests.support import seams
+from tests.support import seams, tiny_models
 from tests.support.seams import edited, without_prefix
 
 MODEL, HEADS = "zoo:whisper-synth", "zoo:whisper-synth-medusa"
@@ -460,17 +460,14 @@ def test_calls_that_make_no_sense_are_refused():
 
 @functools.cache
 def untrained(dtype="bfloat16", layers=6, vocab=2000):
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    model = tiny_models.llama(
         vocab_size=vocab,
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=layers,
-        num_attention_heads=2,
         eos_token_id=None,
         initializer_range=0.3,
-    )
-    model = LlamaForCausalLM(config).eval().to(getattr(torch, dtype))
+    ).to(getattr(torch, dtype))
     found = []
     for index in range(4):
         ids = torch.randint(vocab, (1, 5), generator=torch.Generator().manual_seed(index))

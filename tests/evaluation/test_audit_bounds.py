@@ -1,11 +1,10 @@
 """What the audit forgives, and to the token no more: limits, cuts, edges, wrappers, recording."""
 
 import functools
-import sys
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import mmdecode
 from mmdecode.accept.exact import SampleMatch
@@ -16,23 +15,16 @@ from mmdecode.evaluation.audit.audit import audit
 from mmdecode.evaluation.audit.plain import UNCUT, Case, Plain, Tap
 from mmdecode.evaluation.stats.draws import FEWEST
 from mmdecode.guide.cfg import CFG
+from tests.support import tiny_models
 
 VOCAB = 300
 
 
 @functools.cache
 def model_of(dtype="float32"):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        eos_token_id=None,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config).eval().to(getattr(torch, dtype))
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64}
+    model = tiny_models.llama(**sizes, eos_token_id=None, initializer_range=0.3)
+    return model.to(getattr(torch, dtype))
 
 
 def cases(count=1, rows=1):
@@ -177,11 +169,12 @@ class Wobbly(CFG):
 @pytest.mark.parametrize(
     ("dtype", "guide"), [("bfloat16", None), ("float32", Wobbly(1.5))], ids=["plain", "guided"]
 )
-def test_drafts_under_top_k_pass_where_rounding_lets_tokens_in(dtype, guide, monkeypatch):
-    monkeypatch.setattr(sys.modules[audit.__module__], "GUIDED", torch.inf)
+def test_drafts_under_top_k_pass_where_rounding_lets_tokens_in(dtype, guide):
     decoder = Decoder(PromptLookup(6, ngram=1), guide, accept=SampleMatch(), seed=0)
     options = {"top_k": 4, "temperature": 2.0, "max_new_tokens": 40}
-    report = audit(model_of(dtype), cases(4), decoder, sample=True, draws=2, **options)
+    report = audit(
+        model_of(dtype), cases(4), decoder, sample=True, draws=2, most_guided=torch.inf, **options
+    )
     forgiven = [item for item in report.judged if item.worst_gap == torch.inf]
     assert forgiven, "no token was on the edge"
     assert report.verdict == "passes", report.words

@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
 from mmdecode.api import generate
 from mmdecode.cli import bench
-from mmdecode.cli.app import app
 from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import LookupSession, PromptLookup
 from mmdecode.draft.source import Source
@@ -21,6 +19,7 @@ from mmdecode.evaluation.speed.draft_speed import AGAIN, PLAIN, Setting, calls, 
 from mmdecode.evaluation.speed.stopwatch import Cost
 from mmdecode.runs.files import MAKER
 from mmdecode.vlm import Answerer
+from tests.support.commands import invoke, json_of
 from tests.support.correctors import model
 
 SETTING = Setting(max_new_tokens=12)
@@ -195,9 +194,9 @@ def test_the_command_measures_the_shipped_model(tmp_path):
     path = tmp_path / "new" / "bench"
     asked = ["bench", "vlm", "--limit", "2", "--max-new-tokens", "4", "--draft", "lookup:length=2"]
     asked += ["--batch-size", "1", "--batch-size", "2", "--out", str(path), "--json"]
-    done = CliRunner().invoke(app, asked)
+    done = invoke(*asked)
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout.splitlines()[-1])
+    told = json_of(done)
     assert json.loads((path / "results.json").read_text()) == {"made_by": MAKER} | told
     assert [case["batch"] for case in told["cases"]] == [1, 2]
     for case in told["cases"]:
@@ -207,5 +206,5 @@ def test_the_command_measures_the_shipped_model(tmp_path):
 
 
 def test_too_few_questions_for_a_batch_are_an_error():
-    done = CliRunner().invoke(app, ["bench", "vlm", "--limit", "2", "--batch-size", "4"])
+    done = invoke("bench", "vlm", "--limit", "2", "--batch-size", "4")
     assert isinstance(done.exception, OptionError) and "raise --limit" in str(done.exception)

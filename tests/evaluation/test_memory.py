@@ -10,10 +10,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
 )
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -29,7 +25,7 @@ from mmdecode.testing import drafts
 from mmdecode.testing.memory import LiveStorage
 from mmdecode.testing.table import decode
 from tests.conformance import test_encoder_decoder
-from tests.support import seams, tiny, tiny_vlm
+from tests.support import seams, tiny, tiny_models, tiny_vlm
 
 LAYERS, WIDTH, FRAMES = 6, 96, 50
 TOLERANCE = 0.03  # of a row: a pass of few tokens, counters, masks
@@ -37,21 +33,17 @@ TOLERANCE = 0.03  # of a row: a pass of few tokens, counters, masks
 
 @functools.cache
 def model_of(family, vocab, dtype=torch.float32):
-    torch.manual_seed(0)
     if family == "llama":
-        config = LlamaConfig(
+        return tiny_models.llama(
             vocab_size=vocab,
             hidden_size=WIDTH,
             intermediate_size=96,
             num_hidden_layers=LAYERS,
             num_attention_heads=4,
-            num_key_value_heads=4,
-        )
-        return LlamaForCausalLM(config).eval().to(dtype)
-    config = WhisperConfig(
+        ).to(dtype)
+    return tiny_models.whisper(
         vocab_size=vocab,
         d_model=WIDTH,
-        encoder_layers=1,
         decoder_layers=LAYERS,
         encoder_attention_heads=4,
         decoder_attention_heads=4,
@@ -64,7 +56,6 @@ def model_of(family, vocab, dtype=torch.float32):
         eos_token_id=1,
         decoder_start_token_id=1,
     )
-    return WhisperForConditionalGeneration(config).eval()
 
 
 def peak(model, batch, prompt, new, decoder, do_sample):

@@ -7,8 +7,8 @@ import pytest
 
 from mmdecode.errors import InputError
 from mmdecode.evaluation.vision.answers import PARSERS
-from mmdecode.evaluation.vision.items import YesNoItem
-from mmdecode.evaluation.vision.tasks.mme import mme_scores, read_mme, read_mme_results
+from mmdecode.evaluation.vision.items import YesNoItem, read_json_lines
+from mmdecode.evaluation.vision.tasks.mme import mme_scores, read_mme
 from mmdecode.evaluation.vision.yes_no_report import YesNoReport
 
 SAMPLE = Path(__file__).parents[3] / "shared" / "data" / "mme" / "lavin_sample_results.jsonl.gz"
@@ -33,7 +33,9 @@ def pair(image, category="count", said=("Yes", "No")):
 
 @pytest.mark.skipif(not SAMPLE.exists(), reason="the sample answers may not be shipped")
 def test_published_scores_of_the_sample():
-    items = read_mme_results(SAMPLE, "lavin")
+    outputs = [row["prediction"] for _, row in read_json_lines(SAMPLE)]
+    pairs = zip(read_mme(SAMPLE), outputs, strict=True)
+    items = [item.answered(mode="lavin", output=output) for item, output in pairs]
     scores = mme_scores(items, right(items))
     assert scores["perception"] == pytest.approx(963.6114, abs=5e-5)
     assert scores["cognition"] == pytest.approx(249.6429, abs=5e-5)
@@ -72,19 +74,22 @@ def test_images_without_two_questions_are_refused(items):
         mme_scores(items, right(items))
 
 
-def test_result_lines_of_the_tool(tmp_path):
-    (tmp_path / "count.txt").write_text("a.jpg\tOne?\tYes\tYes.\na.jpg\tTwo?\tNo\tno\tno\n\n")
-    (tmp_path / "color.txt").write_text("a.jpg\tRed?\tYes\t\na.jpg\tBlue?\tNo\tNo\n")
-    items = read_mme_results(tmp_path, "theirs")
-    assert [(i.sets, i.target, i.output) for i in items] == [
-        (("color",), "yes", ""),
-        (("color",), "no", "No"),
-        (("count",), "yes", "Yes."),
-        (("count",), "no", "no\tno"),
+def test_lines_of_question_and_answer(tmp_path):
+    (tmp_path / "count").mkdir()
+    file = tmp_path / "count" / "a.txt"
+    file.write_text("One?\tYes\n\nTwo?\tNo\tno\n")
+    items = read_mme(tmp_path)
+    assert [(i.sets, i.question, i.target) for i in items] == [
+        (("count",), "One?", "yes"),
+        (("count",), "Two?", "no"),
     ]
-    (tmp_path / "count.txt").write_text("a.jpg\tOne?\tYes")
-    with pytest.raises(InputError, match=r"count.txt, line 1 has 3 columns"):
-        read_mme_results(tmp_path)
+    file.write_text("One?\tYes\nTwo? No\n")
+    with pytest.raises(InputError, match=r"a.txt, line 2 has 1 column; expected a question"):
+        read_mme(tmp_path)
+    left_out = []
+    with pytest.raises(InputError, match="and no other row is better"):
+        read_mme(tmp_path, left_out)
+    assert "line 2 has 1 column" in left_out[0] and "other question of its pair" in left_out[1]
 
 
 def test_questions_in_folders(tmp_path):
@@ -104,7 +109,6 @@ def test_questions_in_folders(tmp_path):
         '{"category": "count", "image": "a", "question": "One?", "answer": "yes"}'
     )
     assert [i.id for i in read_mme(tmp_path / "mme.jsonl")] == ["count: a: One?"]
-    with pytest.raises(InputError, match="with None; expected text"):
-        read_mme_results(tmp_path / "mme.jsonl")
+
     with pytest.raises(InputError, match="no questions"):
         read_mme(tmp_path / "count")

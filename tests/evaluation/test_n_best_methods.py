@@ -144,13 +144,13 @@ def test_what_is_held_back_is_copied():
     development = lists_from([(["a b", "a c", "a c"], "a c")] * 3 + [(["a", "b", "c"], "a")])
     test = lists_from([(["x y", "x z", "x z"], "x z"), (["x", "y x", "y x", "x"], "x")])
     found = outputs(Method("mbr"), Parts([], development, test), NONE, {})
-    assert found.texts == ["x z", "x"] and found.held == ["x z", "x"]
+    assert found.texts == ["x z", "x"] and found.thresholded == ["x z", "x"]
     assert found.threshold == pytest.approx(1 / 3)
     worse = lists_from([(["a b", "a c", "a c"], "a b")] * 3)
     found = outputs(Method("mbr"), Parts([], worse, test), NONE, {})
-    assert found.texts == ["x z", "x"] and found.held == ["x y", "x"]
+    assert found.texts == ["x z", "x"] and found.thresholded == ["x y", "x"]
     assert found.fixed == {"threshold": "copy all"}
-    assert outputs(Method("mbr"), Parts([], [], test), NONE, {}).held is None
+    assert outputs(Method("mbr"), Parts([], [], test), NONE, {}).thresholded is None
 
 
 def test_weighted_votes_need_scores():
@@ -176,7 +176,7 @@ def test_a_corrector_that_copies_is_the_first_hypothesis():
     parts = parts_of(lists, 0.0, 0.5)
     rows = {row.id: row for row in corrected(Copier(), lists, "d", "corrector:m")}
     found = outputs(Method.of("corrector:m"), parts, NONE, rows)
-    assert found.texts == found.held == [one.best for one in parts.test]
+    assert found.texts == found.thresholded == [one.best for one in parts.test]
     assert found.fixed == {"threshold": "copy all", "refused": 0}
 
 
@@ -190,7 +190,7 @@ def test_corrections_are_held_by_the_share_of_words_they_change():
     rows["u2"] = ModelRow(data="d", source="corrector:m", id="u2", text="p r", refused="no")
     found = outputs(Method.of("corrector:m"), Parts([], lists, lists), NONE, rows)
     assert found.threshold == -0.5 and found.texts == texts
-    assert found.held == ["a b c e", "a b c d", "p r"] and found.refused == 1
+    assert found.thresholded == ["a b c e", "a b c d", "p r"] and found.refused == 1
 
 
 def test_corrections_are_held_by_preference_where_it_is_known():
@@ -202,7 +202,7 @@ def test_corrections_are_held_by_preference_where_it_is_known():
     }
     found = outputs(Method.of("corrector:m"), Parts([], lists, lists), NONE, rows)
     assert found.threshold == 2.0
-    assert found.held == ["e f g h", "a b c d", "p r"]
+    assert found.thresholded == ["e f g h", "a b c d", "p r"]
 
 
 def test_rows_of_a_run_come_back(tmp_path):
@@ -237,10 +237,10 @@ def spelt(count=12):
 
 def test_a_table_learns_conventions_with_the_context_they_need():
     table = learned(spelt(), NONE, 2)
-    said = {rule.heard: rule.said for rule in table.rules}
+    said = {rule.hypothesis: rule.reference for rule in table.rules}
     assert table("book us air and join us in colour") == "book u s air and join us in color"
     assert ("us",) not in said and said[("colour",)] == ("color",)
-    assert all(rule.gain >= 2 and rule.seen >= 2 for rule in table.rules)
+    assert all(rule.errors_saved >= 2 and rule.seen >= 2 for rule in table.rules)
     assert table.at_least(1000).rules == []
     assert not any(heard[0].startswith("n") and len(heard) == 1 for heard in said)
 
@@ -256,7 +256,7 @@ def test_rules_save_what_they_say():
     before, after = (
         sum(NONE.errors(one.reference, text(one.best)) for one in lists) for text in (str, table)
     )
-    assert before - after == sum(rule.gain for rule in table.rules)
+    assert before - after == sum(rule.errors_saved for rule in table.rules)
 
 
 def test_how_sure_a_rule_must_be_is_chosen_on_lists_it_was_not_learned_from():
@@ -273,7 +273,7 @@ def test_rules_that_never_come_again_are_not_kept():
 
 def test_a_table_is_learned_in_the_normalisers_own_terms():
     pairs = [("the colour is red", "the color is red"), ("a b", "a c")] * 6
-    said = {rule.heard for rule in learned(lists_from(pairs), Aligner("whisper")).rules}
+    said = {rule.hypothesis for rule in learned(lists_from(pairs), Aligner("whisper")).rules}
     assert not any("colour" in heard for heard in said) and ("b",) in said
 
 
@@ -281,4 +281,4 @@ def test_a_table_needs_lists_before_the_test():
     with pytest.raises(OptionError, match="development"):
         outputs(Method("table"), Parts([], [], spelt()), NONE, {})
     found = outputs(Method("table"), Parts(spelt(), [], spelt()), NONE, {})
-    assert found.held is None and found.fixed["rules"] == len(found.rules) > 0
+    assert found.thresholded is None and found.fixed["rules"] == len(found.rules) > 0

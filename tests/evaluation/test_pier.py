@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from mmdecode.cli.app import app
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.speech import pier as measured
 from mmdecode.evaluation.speech.normalisers import normaliser_of
 from mmdecode.evaluation.speech.pier import pier, points_of, untagged
 from mmdecode.evaluation.speech.wer import wer
+from tests.support.commands import invoke, json_of
 
 CASES = json.loads(
     (Path(__file__).parents[1] / "data" / "golden" / "pier" / "cases.json").read_text()
@@ -203,10 +202,7 @@ def test_the_command_keeps_a_given_segmentation(tmp_path):
     results = tmp_path / "MODEL_m_DATASET_d.jsonl"
     results.write_text(json.dumps(rows | {"pred_text": HEARD}) + "\n")
     command = ["evaluate", "wer", "--hypotheses", str(results), "--normalizer", "none", "--json"]
-    kept, cut = (
-        json.loads(CliRunner().invoke(app, [*command, *more]).stdout.splitlines()[-1])
-        for more in (["--segmented"], [])
-    )
+    kept, cut = (json_of(invoke(*command, *more)) for more in (["--segmented"], []))
     (mode,) = kept["modes"].values()
     assert (mode["words"], mode["pier"]["interest"]["substitutions"]) == (4, 1)
     assert kept["segmented"] and kept["by_characters"] == 0

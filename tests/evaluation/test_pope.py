@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,6 @@ from mmdecode.evaluation.vision.items import YesNoItem, file_hash, read_items, t
 from mmdecode.evaluation.vision.tasks.chair import coco_image, read_chair
 from mmdecode.evaluation.vision.tasks.pope import (
     SPLITS,
-    asked_object,
-    contradicted,
     find_pope,
     read_pope,
     structure,
@@ -98,7 +97,11 @@ def test_the_structure_of_the_published_files(questions):
 def test_some_labels_are_contradicted_by_the_captions(questions):
     expected = json.loads((DATA / "pope" / "structure.json").read_text())
     objects = {i.image: i.objects for i in read_chair(DATA / "chair" / "gt_objects.jsonl.gz")}
-    found = contradicted(questions, objects)
+    asked = {
+        i.id: re.fullmatch(r"is there an? (.+?) in the image\?", i.question.lower())[1]
+        for i in questions
+    }
+    found = [i for i in questions if (asked[i.id] in objects[i.image]) != (i.target == "yes")]
     assert {item.target for item in found} == {"no"}
     count = sum(len(item.sets) for item in found)
     assert count == expected["no_objects_present_in_chair_ground_truth"] == 6
@@ -112,7 +115,6 @@ def test_old_versions_are_told_apart(questions):
     text = "Is there an apple in the imange?"
     typo = [YesNoItem(id="0", image="a", question=text, target="yes")]
     assert "imange" in warnings_of(structure(typo))[0]
-    assert asked_object(text) == "apple"
 
 
 def test_a_file_and_its_gzip_have_one_hash(tmp_path):

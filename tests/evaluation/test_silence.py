@@ -1,5 +1,6 @@
 """Sounds without speech, the bar, and ``mmdecode evaluate silence`` on the shipped model."""
 
+import functools
 import itertools
 import json
 from dataclasses import replace
@@ -7,15 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from matplotlib.container import BarContainer
-from typer.testing import CliRunner
 
-from mmdecode.cli.app import app
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.report.layout import MADE_BY
 from mmdecode.evaluation.report.plots import words_per_minute
 from mmdecode.evaluation.speech.non_speech import LEVELS_DB, RATE, sound, sounds
 from mmdecode.evaluation.speech.samples import Sample
 from mmdecode.evaluation.speech.silence import SilenceReport
+from tests.support.commands import invoke, json_of
 from tests.support.pages import checked
 
 LEVELS = [(kind, level) for kind, levels in LEVELS_DB.items() for level in levels]
@@ -100,7 +100,7 @@ def report(plain, other, speech=()):
 
 
 def test_words_are_counted_by_the_minute_with_an_interval():
-    found = report([10, 20, 30, 0], [0, 0, 2, 0]).heard["noise"]
+    found = report([10, 20, 30, 0], [0, 0, 2, 0]).non_speech["noise"]
     plain, other = found["plain"], found["other"]
     assert (plain.rate, plain.with_words, plain.clips) == (30, 3, 4)
     assert plain.low < 30 < plain.high
@@ -123,7 +123,7 @@ def test_words_are_counted_by_the_minute_with_an_interval():
 )
 def test_the_bar(plain, other, passes):
     found = report(plain, other)
-    assert found.heard["noise"]["other"].passes == passes
+    assert found.non_speech["noise"]["other"].passes == passes
     assert found.verdicts["other"]["passes"] == passes
 
 
@@ -168,7 +168,7 @@ def test_the_figure_has_a_bar_with_its_interval_for_every_class_and_mode():
         for name in ("pink -20 dB", "music -40 dB")
         for number, words in enumerate(counts)
     ]
-    (axes,) = words_per_minute(SilenceReport(samples, resamples=2000).heard).axes
+    (axes,) = words_per_minute(SilenceReport(samples, resamples=2000).non_speech).axes
     plain, other = (group for group in axes.containers if isinstance(group, BarContainer))
     assert [bar.get_height() for bar in plain] == [6, 6]
     assert [bar.get_height() for bar in other] == [4, 4]
@@ -183,7 +183,7 @@ def test_the_figure_has_a_bar_with_its_interval_for_every_class_and_mode():
 def test_loops_are_counted_and_failures_left_out():
     samples = [heard("plain", "noise", 30, 0, looped=2), heard("other", "noise", 0, 0)]
     samples += [heard("plain", "noise", 0, 1), heard("other", "noise", 0, 1, error="broken")]
-    found = SilenceReport(samples, resamples=20).heard["noise"]
+    found = SilenceReport(samples, resamples=20).non_speech["noise"]
     assert (found["plain"].loop_rate, found["other"].clips) == (0.25, 1)
     with pytest.raises(OptionError, match="no recording"):
         SilenceReport([spoken("plain", 0)], resamples=20)
@@ -202,8 +202,7 @@ def test_a_class_that_could_not_be_read_is_left_out_and_the_others_are_scored():
 # The command
 
 
-def run(*args):
-    return CliRunner().invoke(app, ["evaluate", "silence", *args])
+run = functools.partial(invoke, "evaluate", "silence")
 
 
 def test_the_command_runs_its_modes_and_resumes(tmp_path):
@@ -211,7 +210,7 @@ def test_the_command_runs_its_modes_and_resumes(tmp_path):
     out = ["--out", str(tmp_path / "run")]
     first = run(*asked, *out, "--json")
     assert first.exit_code == 0, first.output
-    found = json.loads(first.stdout.splitlines()[-1])
+    found = json_of(first)
     assert found["modes"] == ["plain", "thresholds", "loop guard", "whisper_cd"]
     assert len(found["non_speech"]) == len(LEVELS)
     assert set(found["speech"]) == {"clean", "noisy"}
@@ -221,7 +220,7 @@ def test_the_command_runs_its_modes_and_resumes(tmp_path):
     (tmp_path / "run" / "samples.jsonl").write_text("\n".join(lines[:-5]) + "\n")
     resumed = run(*asked, *out, "--resume", "--json")
     assert resumed.exit_code == 0, resumed.output
-    other = json.loads(resumed.stdout.splitlines()[-1])
+    other = json_of(resumed)
     assert other["non_speech"] == found["non_speech"]
     files = {file: file.read_bytes() for file in tmp_path.rglob("*.*") if file.is_file()}
     for changed in (("--seconds", "2"), ("--limit", "2")):

@@ -17,9 +17,8 @@ from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
 from mmdecode.evaluation import YesNoReport
-from mmdecode.evaluation.vision import runs as vlm_runs
 from mmdecode.evaluation.vision.items import CaptionItem, YesNoItem, read_items, text_hash
-from mmdecode.evaluation.vision.runs import Mode, Recorder, draw, journal_of, modes_of
+from mmdecode.evaluation.vision.runs import Mode, Recorder, journal_of, modes_of, sampled_token
 from mmdecode.guide import VCD
 from mmdecode.guide.answers import word_ids, yes_no_ids
 from mmdecode.runs.journal import Journal
@@ -211,11 +210,10 @@ def test_captions_are_decoded_for_each_seed_and_have_no_margin(recorder):
     assert all(row.seconds > 0 and row.error is None for row in rows)
 
 
-def test_modes_take_turns_and_each_begins(recorder, monkeypatch):
-    monkeypatch.setattr(vlm_runs, "CHUNK", 1)
+def test_modes_take_turns_and_each_begins(recorder):
     seen = []
     modes = modes_of([LAST], controls=False)
-    recorder(modes, batch_size=4).run(progress=lambda row: seen.append(row.mode))
+    recorder(modes, batch_size=4, chunk=1).run(progress=lambda row: seen.append(row.mode))
     turns = [seen[place] for place in range(0, 32, 4)]
     assert turns == ["greedy", LAST, LAST, "greedy"] * 2
 
@@ -260,14 +258,15 @@ def test_seeds_draw_from_the_law_itself():
     law = torch.tensor([0.5, 2.0, -torch.inf, 1.0, -1.0])
     count = 2000
     for name in ("one", "another"):
-        drawn = np.bincount([draw(law, seed, name) for seed in range(count)], minlength=5)
+        drawn = np.bincount([sampled_token(law, seed, name) for seed in range(count)], minlength=5)
         expected = count * law.softmax(0).double().numpy()
         assert drawn[2] == 0
         seen = expected > 0
         assert chisquare(drawn[seen], expected[seen] * count / expected.sum()).pvalue > 1e-3
         hot = count * (law * 1.2).softmax(0).double().numpy()  # another distribution is told apart
         assert chisquare(drawn[seen], hot[seen] * count / hot.sum()).pvalue < 1e-6
-    pairs = [(draw(law, seed, "one"), draw(law, seed, "another")) for seed in range(200)]
+    sampled = ([sampled_token(law, n, name) for n in range(200)] for name in ("one", "another"))
+    pairs = list(zip(*sampled, strict=True))
     assert len(set(pairs)) > 8
 
 
@@ -356,13 +355,10 @@ def test_rows_from_before_forwards_were_counted_are_read(tmp_path, recorder):
 
 
 @pytest.mark.parametrize("written", [1, 50])
-def test_a_resumed_run_equals_an_uninterrupted_one(
-    recorder, journal, tmp_path, monkeypatch, written
-):
+def test_a_resumed_run_equals_an_uninterrupted_one(recorder, journal, tmp_path, written):
     modes = modes_of(["vcd"], seeds=range(2), controls=False)
-    monkeypatch.setattr(vlm_runs, "CHUNK", 1)
-    monkeypatch.setattr(vlm_runs, "_FEWEST", 8)
-    whole = recorder(modes).run()
+    small = {"chunk": 1, "fewest": 8}
+    whole = recorder(modes, **small).run()
 
     class Stopped(Exception):
         pass
@@ -373,7 +369,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
     begun = journal({"a": 1})
     with pytest.raises(Stopped):
-        recorder(modes).run(begun, stop)
+        recorder(modes, **small).run(begun, stop)
     begun.close()
     path = tmp_path / "items.jsonl"
     with path.open("a") as file:
@@ -384,7 +380,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert len(again.done) == written
     assert path.read_text().count("\n") == written and path.read_text().endswith("}\n")
     added = []
-    resumed = recorder(modes).run(again, added.append)
+    resumed = recorder(modes, **small).run(again, added.append)
     assert kept(resumed) == kept(whole) and len(added) == len(whole) - written
     assert kept(journal({"a": 1}, True).done.values()) == kept(whole)
 
@@ -409,14 +405,14 @@ def test_what_fails_is_told_and_the_rest_goes_on(recorder, journal):
     assert not any(row.error for row in mended)
 
 
-def test_a_question_that_a_guide_refuses_leaves_the_others(recorder, monkeypatch):
-    def refuse(self, questions, settings, inputs=Answerer._inputs):
-        if any("ring 7?" in question.text for question in questions):
+def test_a_question_that_a_guide_refuses_leaves_the_others(recorder, processor, monkeypatch):
+    def refuse(self, call, prefill, begin=VCD.begin):
+        if any("ring 7?" in text for text in processor.batch_decode(call.request.prompt_ids)):
             raise IncompatibleError("not this one")
-        return inputs(self, questions, settings)
+        return begin(self, call, prefill)
 
-    monkeypatch.setattr(Answerer, "_inputs", refuse)
-    rows = recorder([Mode(name="greedy")]).run()
+    monkeypatch.setattr(VCD, "begin", refuse)
+    rows = recorder([Mode(name="vcd", guide="vcd")]).run()
     assert [row.id for row in rows if row.error] == ["question 7"]
     assert rows[7].error == "not this one"
 

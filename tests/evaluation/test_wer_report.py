@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -15,12 +16,10 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import soundfile
-from typer.testing import CliRunner
 
 import mmdecode as mm
 from mmdecode import checkpoints
 from mmdecode.asr.output.manifest import Entry, read_manifest
-from mmdecode.cli.app import app
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.report.layout import MADE_BY
 from mmdecode.evaluation.speech import runs
@@ -30,6 +29,8 @@ from mmdecode.evaluation.speech.word_report import WERReport, wer_report
 from mmdecode.runs.files import claimed, write_files
 from mmdecode.runs.tables import write_rows
 from mmdecode.zoo.speech import speech_test
+from tests.support.commands import invoke, json_of
+from tests.support.files import json_lines, write_json_lines
 from tests.support.pages import checked
 
 
@@ -119,7 +120,7 @@ def test_chunks_of_one_recording_become_one(tmp_path):
     row = {"text": "one two", "duration": 1.0, "time": 0.25, "parent_id": "call"}
     lines = [row | {"pred_text": t, "chunk_index": i} for i, t in ((1, " two "), (0, "one"))]
     path = tmp_path / "r.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_json_lines(path, lines)
     (found,) = read_results(path, "m")
     assert (found.id, found.pred_text, found.duration, found.time) == ("call", "one two", 2.0, 0.5)
 
@@ -170,8 +171,8 @@ def test_the_loop_rate_is_pooled_over_windows_and_absent_where_none_is_known():
     samples = [sample(windows=1, looped=1), sample("b", windows=9, looped=1)]
     report = WERReport(samples)
     assert report.summary["modes"]["plain"]["loop_rate"] == 0.2
-    assert report.rows()[0]["looped %"] == "20.00"
-    assert "looped %" not in WERReport([sample()]).rows()[0]
+    assert report.rows()[0]["repeating windows %"] == "20.00"
+    assert "repeating windows %" not in WERReport([sample()]).rows()[0]
 
 
 def test_a_speedup_of_one_batch_has_no_interval():
@@ -389,15 +390,11 @@ def manifest(tmp_path_factory):
     (folder / "broken.wav").write_text("no audio")
     rows.insert(1, {"audio": "broken.wav", "text": "seven lost words are in this one"})
     path = folder / "test.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(path, rows)
     return path
 
 
-def run(*args):
-    done = CliRunner().invoke(app, ["evaluate", "wer", *map(str, args)])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done
+run = functools.partial(invoke, "evaluate", "wer", catch_exceptions=False)
 
 
 def settings(manifest, folder, *more):
@@ -418,7 +415,7 @@ def settings(manifest, folder, *more):
 
 def test_rows_that_cannot_be_used_are_left_out_and_counted(manifest, tmp_path):
     table = tmp_path / "test.jsonl"
-    rows = [json.loads(line) for line in manifest.read_text().splitlines()]
+    rows = json_lines(manifest)
     rows = [{**rows[0], "id": "a"}, {**rows[2], "id": "a"}, {"id": "b", "text": "none"}]
     lines = [json.dumps(row) for row in rows] + ["{", json.dumps({"audio": rows[0]["audio"]})]
     table.write_text("\n".join(lines) + "\n")
@@ -426,7 +423,7 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted(manifest, tmp_path):
     out = ["--resamples", 20, "--out", tmp_path / "run"]
     done = run(*given, *out, "--json")
     assert done.exit_code == 1
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json_of(done)
     assert found["recordings"] == 1 and found["conditions"]["rows_left_out"] == 4
     said = ("line 2 has the id 'a' of line 1", "names no recording", "not JSON", "has no text")
     for failure, text in zip(found["failures"], said, strict=True):
@@ -444,7 +441,7 @@ def finished(manifest, tmp_path_factory):
     done = run(*settings(manifest, folder), "--json")
     assert done.exit_code == 1, done.output  # one recording is broken
     assert "broken.wav" in done.stderr and "2 failed" in done.stderr
-    return folder, json.loads(done.stdout.splitlines()[-1])
+    return folder, json_of(done)
 
 
 def texts(folder):
@@ -475,10 +472,10 @@ def test_rescoring_gives_the_same_numbers_without_the_model(finished, tmp_path, 
     folder, found = finished
     monkeypatch.setattr(mm.asr.Transcriber, "__init__", None)
     done = run("--rescore", folder, "--resamples", 200, "--out", tmp_path / "again", "--json")
-    again = json.loads(done.stdout.splitlines()[-1])
+    again = json_of(done)
     assert without_conditions(again) == without_conditions(found)
     other = run("--rescore", folder, "--normalizer", "leaderboard", "--out", tmp_path, "--json")
-    assert json.loads(other.stdout.splitlines()[-1])["scorer"] == "merge"
+    assert json_of(other)["scorer"] == "merge"
 
 
 def test_files_of_the_leaderboard_score_the_same(finished, manifest):
@@ -491,7 +488,7 @@ def test_files_of_the_leaderboard_score_the_same(finished, manifest):
     ]
     for more in ([], ["--data", manifest]):
         done = run(*given, *more, "--resamples", 10, "--json")
-        modes = json.loads(done.stdout.splitlines()[-1])["modes"]
+        modes = json_of(done)["modes"]
         for mode, numbers in found["modes"].items():
             assert modes[mode]["wer"] == numbers["wer"]
             assert modes[mode]["rtfx"] == pytest.approx(numbers["rtfx"])
@@ -532,7 +529,7 @@ def test_a_recording_that_changed_under_its_path_is_transcribed_again(tmp_path, 
         shutil.copy(recording.path, tmp_path / f"{place}.flac")
     rows = [{"audio": f"{place}.flac", "text": "some words"} for place in range(2)]
     data, out = tmp_path / "test.jsonl", tmp_path / "out"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(data, rows)
     words = ["--data", data, "--model", "zoo:whisper-synth", "--device", "cpu", "--warmup", 0,
              "--resamples", 20, "--out", out]  # fmt: skip
     run(*words)
@@ -614,7 +611,7 @@ def test_without_data_a_model_is_scored_on_recordings_that_ship(tmp_path):
     given = ["--device", "cpu", "--warmup", 0, "--limit", 1, "--resamples", 10, "--json"]
     for model, data in (("zoo:whisper-synth", "zoo:speech-test"), (copy, "zoo:real-clips")):
         done = run("--model", model, *given)
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = json_of(done)
         assert found["conditions"]["data"] == data and found["recordings"] == 1
         assert f"data: {data} (" in done.stderr
 

@@ -195,11 +195,10 @@ def test_groups_are_drawn_whole():
     assert (drawn == [7, 30]).all()
 
 
-def test_draws_do_not_depend_on_how_many_are_held_at_once(monkeypatch):
+def test_draws_do_not_depend_on_how_many_are_held_at_once():
     table = np.arange(20).reshape(10, 2)
     whole = resampled_sums(table, 100, 3)
-    monkeypatch.setattr(statistics, "_AT_ONCE", 30)
-    assert (resampled_sums(table, 100, 3) == whole).all()
+    assert (resampled_sums(table, 100, 3, at_once=30) == whole).all()
 
 
 def test_spread_of_the_draws_is_the_standard_error():

@@ -1,19 +1,16 @@
-"""Characters of scripts without spaces, what was made up, marks and case; in report and command."""
-
-import json
+"""Characters of scripts without spaces, hallucinations, marks and case; in report and command."""
 
 import pytest
-from typer.testing import CliRunner
 
-from mmdecode.cli.app import app
 from mmdecode.errors import OptionError
-from mmdecode.evaluation.speech.hallucinated import RUN, made_up
+from mmdecode.evaluation.speech.hallucinated import RUN, count_hallucinations
 from mmdecode.evaluation.speech.punctuation import marked_words, punctuation
 from mmdecode.evaluation.speech.samples import Sample
 from mmdecode.evaluation.speech.scripts import is_spaceless, script, units
 from mmdecode.evaluation.speech.wer import align, wer
 from mmdecode.evaluation.speech.word_report import WERReport
 from mmdecode.runs.tables import write_rows
+from tests.support.commands import invoke, json_of
 
 # Scripts
 
@@ -67,11 +64,11 @@ def test_other_references_are_scored_by_words_whatever_was_heard():
     assert (score.words, score.heard_words) == (2, 1)
 
 
-# What was made up
+# Hallucinations
 
 
 def counted(*pairs):
-    return made_up([align(said, heard, "none") for said, heard in pairs])
+    return count_hallucinations([align(said, heard, "none") for said, heard in pairs])
 
 
 def test_words_where_nothing_was_said_are_made_up():
@@ -166,14 +163,16 @@ def samples():
 
 
 def test_a_report_scores_what_it_is_asked_to():
-    report = WERReport(samples(), normaliser="basic", resamples=20, made_up=True, punctuation=True)
+    report = WERReport(
+        samples(), normaliser="basic", resamples=20, hallucinations=True, punctuation=True
+    )
     found = report.summary["modes"]["m"]
     assert found["pier"]["value"] == 1 and found["pier"]["points"] == "tags"
     assert (found["words"], report.by_characters) == (4 + 6, 1)
     assert found["made_up"]["rate"] == 1 and found["made_up"]["runs"] == 1
     assert found["punctuation"]["marks"]["."]["recall"] == 0.5
     table = report.table()
-    for text in ("PIER %", "made up %", "marks F1 %", "scored by characters", "capitals"):
+    for text in ("PIER %", "hallucinated %", "marks F1 %", "scored by characters", "capitals"):
         assert text in table
         assert text in report.page()
     assert "<tag" not in "".join(sample.text for sample in report.samples)
@@ -195,12 +194,12 @@ def test_the_command_scores_them_from_files(tmp_path):
     write_rows(tmp_path / "h.jsonl", [{"id": i, "text": heard} for i, _, heard in ROWS])
     asked = ["--hallucinations", "--punctuation", "--normalizer", "basic", "--resamples", "20"]
     files = ["--data", str(tmp_path / "r.jsonl"), "--hypotheses", str(tmp_path / "h.jsonl")]
-    result = CliRunner().invoke(app, ["evaluate", "wer", *files, *asked, "--json"])
+    result = invoke("evaluate", "wer", *files, *asked, "--json")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout.splitlines()[-1])["modes"]["h.jsonl"]
+    found = json_of(result)["modes"]["h.jsonl"]
     assert (found["pier"]["value"], found["made_up"]["rate"]) == (1, 1)
     assert found["punctuation"]["overall"]["missed"] == 1
-    people = CliRunner().invoke(app, ["evaluate", "wer", *files, *asked])
+    people = invoke("evaluate", "wer", *files, *asked)
     assert "capitals" in people.stdout and "points of interest" in people.stdout
-    refused = CliRunner().invoke(app, ["evaluate", "wer", *files, "--points", "latn"])
+    refused = invoke("evaluate", "wer", *files, "--points", "latn")
     assert refused.exit_code != 0

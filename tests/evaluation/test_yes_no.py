@@ -1,6 +1,5 @@
 """Parsers, scores of yes/no answers, margins, and the check of published rows."""
 
-import json
 import math
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from mmdecode.evaluation.stats.margins import (
 from mmdecode.evaluation.vision.answers import PARSERS, choice, leading, original, parser_of
 from mmdecode.evaluation.vision.table_lint import PublishedRow, check_recalls, check_row
 from mmdecode.evaluation.vision.yes_no import count_answers, rates, score_answers
+from tests.support.files import json_lines
 
 CASES = Path(__file__).parents[1] / "data" / "pope" / "parser_cases.jsonl"
 
@@ -37,7 +37,7 @@ CASES = Path(__file__).parents[1] / "data" / "pope" / "parser_cases.jsonl"
 
 
 def cases():
-    return [json.loads(line) for line in CASES.read_text().splitlines()]
+    return json_lines(CASES)
 
 
 def test_every_column_of_the_published_parsers():

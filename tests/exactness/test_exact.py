@@ -377,11 +377,11 @@ def test_fastest_takes_the_exact_rule_for_the_kind():
     run = {"deterministic": SampleMatch, "iid": Rejection}
     for kind, expected in run.items():
         decoder = Decoder(drafts.Bigram(bigram(5), kinds=(kind,)), accept="fastest")
-        rule, chosen = decoder._resolve(do_sample=True)
+        rule, chosen = decoder.resolve_rule(do_sample=True)
         assert (type(rule), chosen) == (expected, kind)
-        assert type(decoder._resolve(do_sample=False)[0]) is GreedyMatch
+        assert type(decoder.resolve_rule(do_sample=False)[0]) is GreedyMatch
     decoder = Decoder(drafts.Siblings(bigram(5)), accept="fastest")
-    rule, chosen = decoder._resolve(do_sample=True)
+    rule, chosen = decoder.resolve_rule(do_sample=True)
     assert (type(rule), chosen) == (Rejection, "without_replacement")
 
 

@@ -16,10 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
 )
 from transformers.generation import logits_process as lp
 from transformers.modeling_outputs import BaseModelOutput
@@ -29,7 +25,7 @@ from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.testing import drafts
 from mmdecode.testing.table import decode
-from tests.support import seams
+from tests.support import seams, tiny_models
 
 VOCAB, WIDTH, PLACES = 40, 16, 512
 LENGTHS = ((8, 30), (200, 30), (8, 90))
@@ -69,28 +65,18 @@ COUNTERS = pytest.mark.parametrize("counter", [Operations, Lines])
 
 @functools.cache
 def model_of(family):
-    torch.manual_seed(0)
     if family == "llama":
-        config = LlamaConfig(
+        return tiny_models.llama(
             vocab_size=VOCAB,
             hidden_size=WIDTH,
             intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
             num_key_value_heads=1,
             max_position_embeddings=PLACES,
             tie_word_embeddings=True,  # says the last token again, so that lookup always finds it
         )
-        return LlamaForCausalLM(config).eval()
-    config = WhisperConfig(
+    return tiny_models.whisper(
         vocab_size=VOCAB,
         d_model=WIDTH,
-        encoder_layers=1,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
         max_source_positions=20,
         max_target_positions=PLACES,
         pad_token_id=0,
@@ -98,7 +84,6 @@ def model_of(family):
         eos_token_id=1,
         decoder_start_token_id=1,
     )
-    return WhisperForConditionalGeneration(config).eval()
 
 
 def processors_of(family, prompt):

@@ -195,8 +195,8 @@ CHOICE = "next_token = (p.log() + gumbel[:, 0]).argmax(-1)"
 RULES = {
     "ratio_upside_down": (
         "odds",
-        "at_token(asked.p, asked.token), at_token(asked.q, asked.token)",
-        "at_token(asked.q, asked.token), at_token(asked.p, asked.token)",
+        "at_token(candidate.p, candidate.token), at_token(candidate.q, candidate.token)",
+        "at_token(candidate.q, candidate.token), at_token(candidate.p, candidate.token)",
     ),
     "resampled_from_p": ("_chain", "residual(_at(p, last), _at(q, last))", "_at(p, last)"),
     "residual_of_the_first_q": (

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmdecode.adapters.text import DecoderOnlyAdapter
 from mmdecode.decoder import Decoder
@@ -22,6 +21,7 @@ from mmdecode.testing.checks import (
 )
 from mmdecode.testing.table import Table, TableAdapter, call_of, left_pad
 from tests.exactness.windows import window
+from tests.support import tiny_models
 from tests.support.sessions import Wrapped
 
 MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
@@ -68,7 +68,7 @@ class Watching(Wrapped):
         elif call.request.do_sample:
             count = proposal.size + 1
             rounds = call.rows.rounds - was_open.long()
-            noise = call.request.noise.gumbel(positions, Role.TAIL, MODEL.vocab, trial=rounds)
+            noise = call.request.noise.gumbel(positions, Role.WINDOW, MODEL.vocab, trial=rounds)
             assert count > 0
         drawn = (distribution + noise).argmax(-1)
         assert torch.equal(drawn[used], tail[used]), (
@@ -277,17 +277,8 @@ class Listener(drafts.Random):
 
 
 def tiny_llama():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.5,
-    )
-    return LlamaForCausalLM(config).eval()
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32}
+    return tiny_models.llama(**sizes, num_key_value_heads=1, initializer_range=0.5)
 
 
 def test_hidden_states_are_those_of_each_nodes_own_prefix():

@@ -202,4 +202,4 @@ def test_the_image_tokens_that_stay_match(share):
     stays = most_received(given["scores"], images, share) | ~images
     assert torch.equal(given["input_ids"][stays][None], given[f"ratio_{share}.input_ids"])
     assert torch.equal(given["embeds"][stays][None], given[f"ratio_{share}.embeds"])
-    assert share < 1 or bool(stays.all())
+    assert bool(stays.all()) == (share == 1)

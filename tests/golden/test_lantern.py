@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList
 
 from mmdecode.accept.exact import GreedyMatch
 from mmdecode.accept.lantern import LANTERN, nearest
-from mmdecode.accept.rejection import Asked, residual
+from mmdecode.accept.rejection import Candidate, residual
 from mmdecode.engine.call import Call
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Proposal, Tree
@@ -65,8 +65,8 @@ def children(node):
 
 def odds(rule, p, q, token):
     zero = torch.tensor(0)
-    asked = Asked(p=p, q=q, token=token, depth=zero, place=zero, adapter=None)
-    first, second = rule.odds(asked)
+    candidate = Candidate(p=p, q=q, token=token, depth=zero, position=zero, adapter=None)
+    first, second = rule.odds(candidate)
     return float(first / second)
 
 

@@ -386,7 +386,7 @@ def test_pixels_and_codes_of_another_shape_are_refused():
 def test_slots_turned_by_nothing_would_give_other_logits():
     model, io = class_model(), numbers("c2i")
     full_logits(model, io["full.in.cond"], io["full.in.idx"])
-    (table,) = model.model.rotary._tables.values()
+    (table,) = model.model.rotary.tables.values()
     table[0, :, 0] = 1  # the identity
     try:
         wrong = full_logits(model, io["full.in.cond"], io["full.in.idx"])

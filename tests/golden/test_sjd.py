@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from mmdecode.accept.exact import GreedyMatch
-from mmdecode.accept.rejection import Asked, Rejection, residual
+from mmdecode.accept.rejection import Candidate, Rejection, residual
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.contracts import Block, BranchOutput, DraftWindow
@@ -66,9 +66,9 @@ class Given:
 def test_odds_and_residuals_match(case):
     found = of(case)
     token = found.draft_tokens[:, 1:]
-    asked = {"depth": token * 0, "place": token * 0, "adapter": None}
+    rest = {"depth": token * 0, "position": token * 0, "adapter": None}
     p, q = found.p[:, :-1], found.q[:, 1:]
-    first, second = Rejection().odds(Asked(p=p, q=q, token=token, **asked))
+    first, second = Rejection().odds(Candidate(p=p, q=q, token=token, **rest))
     torch.testing.assert_close((first / second).clamp_max(1), found.accept_prob[:, 1:], **CLOSE)
     torch.testing.assert_close(residual(p, q), found.residual[:, 1:], **CLOSE)
     keeps = one_token(Rejection(), p, q).keeps.gather(-1, token[..., None])[..., 0]

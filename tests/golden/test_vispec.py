@@ -58,7 +58,7 @@ def states_of(drafter, rows):
     length = packed.embeds.shape[1]
     mask = ~torch.ones(length, length, dtype=torch.bool).tril() * torch.finfo(torch.float32).min
     past = Unrolled()
-    return packed, drafter(packed, mask[None, None], past), past._held[0]
+    return packed, drafter(packed, mask[None, None], past), past.held[0]
 
 
 def spread(packed, states, length):

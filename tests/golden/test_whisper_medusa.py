@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from mmdecode import registry
 from mmdecode.accept.typical import Typical
 from mmdecode.decoder import Decoder
-from mmdecode.draft.medusa import Medusa, _paths
+from mmdecode.draft.medusa import Medusa, paths_of_choices
 from mmdecode.engine.adapter import Prompt
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.call import Call
@@ -132,7 +132,9 @@ TREES = {
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_strict_decoding_is_plain_greedy_in_any_batch(name, tree):
     draft = medusa(name)
-    decoder = Decoder(Medusa(draft.heads, draft.block, TREES[tree] or _paths([1, 1, 1, 1, 1])))
+    decoder = Decoder(
+        Medusa(draft.heads, draft.block, TREES[tree] or paths_of_choices([1, 1, 1, 1, 1]))
+    )
     assert generate(name, slice(0, 6), decoder) == plain_of(name)
     assert decoder.stats.accepted > 0
     assert generate(name, slice(3, 4), decoder) == plain_of(name)[3:4]
@@ -155,7 +157,7 @@ def test_a_block_checkpoint_leaves_the_whisper_as_it_was():
 def test_trees_of_counts_per_level_are_those_of_the_reference(counts):
     key = "choices_" + "_".join(map(str, counts)) + "."
     buffers = {k.removeprefix(key): v for k, v in UTILS.items() if k.startswith(key)}
-    tree, order = Tree.from_paths(_paths(list(counts)))
+    tree, order = Tree.from_paths(paths_of_choices(list(counts)))
     _, depths, ancestors = tree.tensors(torch.device("cpu"))
     assert torch.equal(ancestors, buffers["medusa_attn_mask"][0, 0] > 0)
     assert [0, *depths.tolist()] == buffers["medusa_position_ids"].tolist()

@@ -4,18 +4,13 @@ import warnings
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
-)
 
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.engine.noise import Noise, Role
+from tests.support import tiny_models
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,10 +19,9 @@ pytestmark = [
 
 
 def llama(layers=3, seed=0):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
+    return tiny_models.llama(
+        seed,
         vocab_size=61,
-        hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=layers,
         num_attention_heads=4,
@@ -36,16 +30,13 @@ def llama(layers=3, seed=0):
         bos_token_id=1,
         pad_token_id=0,
         initializer_range=0.4,
-    )
-    return LlamaForCausalLM(config).eval().cuda()
+    ).cuda()
 
 
 def whisper():
-    torch.manual_seed(0)
-    config = WhisperConfig(
+    return tiny_models.whisper(
         vocab_size=101,
         num_mel_bins=16,
-        d_model=32,
         encoder_layers=2,
         decoder_layers=3,
         encoder_attention_heads=4,
@@ -61,8 +52,7 @@ def whisper():
         init_std=0.4,
         suppress_tokens=None,
         begin_suppress_tokens=None,
-    )
-    return WhisperForConditionalGeneration(config).eval().cuda()
+    ).cuda()
 
 
 def test_noise_is_the_same_on_both_devices():

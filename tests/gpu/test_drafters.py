@@ -22,7 +22,6 @@ from mmdecode.draft.lookahead import Lookahead
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa
 from mmdecode.draft.sparse import Sparse
-from mmdecode.engine.capture import Replayed
 from mmdecode.guide.vcd import VCD
 from mmdecode.train.distributed import PRECISIONS, Worker
 from mmdecode.train.drafters.recipes import RECIPES, Options
@@ -34,6 +33,7 @@ from tests.draft.test_hydra import random_heads as hydra_heads
 from tests.draft.test_kangaroo import random_adapter
 from tests.draft.test_seeing import random_draft
 from tests.gpu.devices import DEVICES
+from tests.support import seams
 from tests.support.kinds import having
 from tests.support.tiny import TREE, prompts, random_heads, text_model
 from tests.support.tiny_vlm import IMAGE, SQUARE, pixels, vision_inputs, vision_model
@@ -123,10 +123,8 @@ def captures(device, request, monkeypatch):
     """Notes each capture; those on a CPU are of a tape."""
     if device == "cpu":
         request.getfixturevalue("taped")
-    noted, capture = [], Replayed._capture
-    monkeypatch.setattr(
-        Replayed, "_capture", lambda self, *given: noted.append(1) or capture(self, *given)
-    )
+    noted = []
+    seams.CAPTURE.plant(monkeypatch, lambda sound: lambda *given: noted.append(1) or sound(*given))
     return noted
 
 
@@ -146,7 +144,7 @@ def test_captured_rounds_decode_as_the_loop_does(device, family, name, do_sample
 @pytest.mark.parametrize("name", UNLIKE)
 @DEVICES
 def test_a_draft_whose_rounds_are_unlike_says_so(device, name, captures):
-    with pytest.warns(UserWarning, match="does not say that its rounds are alike"):
+    with pytest.warns(UserWarning, match="not declared as graph_safe"):
         found = decode("llava", device, Decoder(UNLIKE[name](), seed=7, compile=True))
     assert captures, "the scoring alone"
     assert found == undrafted("llava", device, False)

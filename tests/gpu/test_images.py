@@ -14,10 +14,9 @@ from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
-from mmdecode.engine.capture import Replayed
 from tests.conformance.test_image_inputs import tiny_vq
 from tests.gpu.devices import DEVICES
-from tests.support import tiny_images
+from tests.support import seams, tiny_images
 
 FAMILIES = pytest.mark.parametrize("family", ["llamagen", "janus"])
 DRAFTS = {
@@ -105,9 +104,8 @@ def test_captured_rounds_draw_what_plain_ones_do(device, family, rule, request, 
     if device == "cpu":
         request.getfixturevalue("taped")
     captured = []
-    capture = Replayed._capture
-    monkeypatch.setattr(
-        Replayed, "_capture", lambda self, *given: captured.append(1) or capture(self, *given)
+    seams.CAPTURE.plant(
+        monkeypatch, lambda sound: lambda *given: captured.append(1) or sound(*given)
     )
     accept = RULES.get(rule, rule)
     expected = draw(family, device, Decoder(Jacobi(8), accept=accept))

@@ -274,9 +274,9 @@ def test_draws_are_of_the_place_and_the_request():
 @pytest.mark.parametrize("level", ["language", "vision", "released"])
 def test_what_no_intervention_uses_is_not_drawn(level, kind, monkeypatch):
     drawn = []
-    pairs, uniform = Noise.pairs, causalmm._uniform
+    pairs, uniform = Noise.pairs, causalmm.uniform
     monkeypatch.setattr(Noise, "pairs", lambda *a, **k: drawn.append(1) or pairs(*a, **k))
-    monkeypatch.setattr(causalmm, "_uniform", lambda *a: drawn.append(1) or uniform(*a))
+    monkeypatch.setattr(causalmm, "uniform", lambda *a: drawn.append(1) or uniform(*a))
     released = level == "released"
     guide = CausalMM("vision" if released else level, kind, released=released)
     decode(guide, batch=1, max_new_tokens=2)
@@ -297,9 +297,8 @@ def test_few_weights_are_drawn_for_at_once(kind, monkeypatch):
     monkeypatch.setattr(Noise, "pairs", pairs)
     assert decode(CausalMM("language", kind)) == whole
     prompt = max(largest)
-    monkeypatch.setattr(causalmm, "AT_ONCE", prompt // 5)
     largest.clear()
-    parts = Watched(CausalMM("language", kind))
+    parts = Watched(CausalMM("language", kind, at_once=prompt // 5))
     assert decode(parts) == whole
     assert max(largest) <= prompt // 5
     for before, after in zip(guide.scores, parts.scores, strict=True):

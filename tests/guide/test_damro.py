@@ -92,6 +92,7 @@ def test_logits_and_tokens_are_those_of_the_reference(run):
     assert torch.equal(distribution.isinf(), expected.isinf())
     assert torch.allclose(distribution, expected, atol=1e-4)
     for branch, other in (("main", "main"), ("outliers", "selected")):
+        assert (branch in guide.scores[0]) == (branch == "main" or run["alpha"] > 0)
         if branch in guide.scores[0]:
             own = torch.cat([scores[branch].logits[0] for scores in guide.scores])
             assert torch.allclose(own, EXPECTED[f"{name}.uncached_{other}"], atol=1e-4)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmdecode import Decoder, generate
 from mmdecode.draft.lookup import PromptLookup
@@ -14,6 +13,7 @@ from mmdecode.errors import InputError, OptionError
 from mmdecode.guide.fusion import ACOUSTIC, Shallow, Static, second_model
 from mmdecode.guide.uadf import UADF
 from mmdecode.testing import check_guide
+from tests.support import tiny_models
 from tests.support.target_logits import context, distribution
 from tests.support.tiny import whisper_model
 
@@ -165,19 +165,16 @@ def test_an_unused_candidate_takes_nothing_from_token_zero():
 def pair():
     """A recogniser, and a causal model of the same vocabulary."""
     recogniser = whisper_model(seed=4)
-    torch.manual_seed(5)
-    config = LlamaConfig(
+    language = tiny_models.llama(
+        seed=5,
         vocab_size=recogniser.config.vocab_size,
-        hidden_size=32,
         intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
         initializer_range=0.4,
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=1,
     )
-    return recogniser, LlamaForCausalLM(config).eval()
+    return recogniser, language
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ def test_a_branch_in_the_place_of_one_that_shares_its_pass_is_refused():
                 [BranchSpec(name="beside", transform="no_image"), edited], [0, 0.5, 0.5]
             )
 
-    with pytest.raises(IncompatibleError, match=r"in the place of 'main'.* with beside"):
+    with pytest.raises(IncompatibleError, match=r"replaces 'main' after prefill.* with beside"):
         decode(Clash())
 
 

@@ -14,31 +14,26 @@ import pytest
 import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from typer.testing import CliRunner
 
-from mmdecode.cli import app as cli
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.image_ar import ImageGenerator
 from mmdecode.image_ar.jobs import ImageFolder, codes_in, laid_out
 from mmdecode.image_ar.results import ImageRequest
+from tests.support.commands import invoke
+from tests.support.files import contents, json_lines
 
 
 @pytest.fixture
 def run(classes, tmp_path):
     def call(*words, model=classes, out=None):
         options = ["--model", model, "--device", "cpu", "--out", out or tmp_path / "out"]
-        return CliRunner().invoke(cli.app, [str(w) for w in ("generate-image", *words, *options)])
+        return invoke("generate-image", *words, *options)
 
     return call
 
 
-def contents(folder):
-    files = (path for path in folder.iterdir() if path.name[0] != ".")
-    return {path.name: path.read_bytes() for path in files}
-
-
 def lines(folder):
-    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    return json_lines(folder / "results.jsonl")
 
 
 # What is drawn
@@ -426,7 +421,7 @@ def test_the_commands_of_the_page_run_as_they_stand(scenes, tmp_path, monkeypatc
         words = [*shlex.split(command)[1:], "--device", "cpu"]
         if "--model" not in words:
             words += ["--model", str(scenes)]
-        done = CliRunner().invoke(cli.app, words)
+        done = invoke(*words)
         assert done.exit_code == 0, (command, done.output, done.exception)
     assert len(lines(Path("pictures"))) == 8
 

@@ -6,17 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from mmdecode import registry
 from mmdecode.accept.rejection import Rejection
 from mmdecode.adapters.images.llamagen import LlamaGenPast
-from mmdecode.cli.train import app
 from mmdecode.decoder import Decoder
 from mmdecode.draft import features
 from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.features import FeatureDraft, FeatureSession
 from mmdecode.draft.target import TargetDistribution
+from mmdecode.engine.adapter import Prompt
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.image_ar.loading import load
 from mmdecode.image_ar.raster import generate
@@ -27,6 +26,7 @@ from mmdecode.train.drafters.recipes import RECIPES, Options, Sample, sizes_of, 
 from mmdecode.train.drafters.targets import Drawing, Images, requests_for
 from mmdecode.train.drafters.trainer import collect, train
 from tests.image_ar.conftest import drawn, tiny_llamagen
+from tests.support.commands import invoke
 from tests.support.tiny_images import (
     GUIDED,
     SHAPES,
@@ -55,7 +55,9 @@ class Itself(FeatureDrafter):
     def forward(self, rows, mask, past):
         past = LlamaGenPast(past, torch.zeros(len(mask), 1, dtype=torch.long))
         positions = rows.positions[:, 1:].sum(1) if rows.positions.ndim == 3 else rows.positions
-        return self.adapter._run(mask, positions, past, inputs_embeds=rows.embeds)
+        ids = torch.zeros_like(positions)
+        prompt = Prompt(ids=ids, mask=ids == 0, inputs={"inputs_embeds": rows.embeds})
+        return self.adapter.prefill(prompt, mask, positions, past)
 
 
 SCALE = 2.0
@@ -244,7 +246,7 @@ def test_a_reduced_vocabulary_tells_its_law_by_the_targets_ids():
 
 def test_rows_of_a_class_lie_where_their_codes_do():
     adapter = registry.image_adapter_for(tiny_llamagen())
-    places = adapter.grid_places(torch.arange(8)[None])
+    places = adapter.grid_positions(torch.arange(8)[None])
     assert places[0].tolist() == [[0] * 8, [0, 0, 0, 0, 0, 0, 1, 1], [0, 0, 1, 2, 3, 4, 0, 1]]
     assert feature_drafter(adapter).rotary.sections == (0, 1, 1) * 4
     captions = registry.image_adapter_for(image_model("llamagen_captions"))
@@ -367,7 +369,7 @@ def test_what_cannot_be_trained_for_images_is_refused(classes, captions, tmp_pat
 
 def test_the_command_trains_for_an_image_model(classes, tmp_path):
     given = f"drafter --model {classes} --steps 1 --batch-size 2 --held-out 2 --tested 1 --limit 5"
-    found = CliRunner().invoke(app, [*given.split(), "--out", str(tmp_path), "--json"])
+    found = invoke("train", *given.split(), "--out", tmp_path, "--json")
     assert found.exit_code == 0, found.output
     card = json.loads((tmp_path / "card.json").read_text())
     assert card["options"]["kind"] == Options().kind

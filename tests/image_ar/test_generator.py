@@ -218,7 +218,7 @@ def test_a_guide_of_the_decoder_is_the_guidance(model, draw):
     for one, other in zip(images, again, strict=True):
         assert one.log_likelihood == other.log_likelihood
     assert generator.settings["guidance"] == 2.0
-    with pytest.raises(IncompatibleError, match="both want to set the law"):
+    with pytest.raises(IncompatibleError, match="both want to set the distribution"):
         ImageGenerator(model, Decoder(guide="guidance:scale=2.0"), guidance=3.0)
 
 
@@ -354,18 +354,21 @@ def test_families_of_transformers_are_loaded_with_their_processor(tmp_path, monk
     network = image_model("janus")
     monkeypatch.setattr(network.generation_config, "_from_model_config", False)
     network.save_pretrained(tmp_path)
-    asked = {}
-    processor = SimpleNamespace(tokenizer="words", chat_template=None)
+    asked = []
+
+    def tokenizer(texts, **options):
+        asked.extend(texts)
+        raise OptionError("no words")
+
+    tokenizer.boi_token = "<image>"
+    processor = SimpleNamespace(tokenizer=tokenizer, chat_template=None)
     monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda *_, **__: processor)
     model = load(str(tmp_path), "cpu")
     assert model.classes == 0
     assert model.given(["one"]) == {"prompt": ["one"], "tokenizer": processor}
-    monkeypatch.setattr(
-        model.adapter, "_read", lambda *given: asked.update(given=given) or (None, None)
-    )
-    with pytest.raises(OptionError, match="nothing to draw"):
+    with pytest.raises(OptionError, match="no words"):
         ImageGenerator(model)(["one"], on_error="raise")
-    assert asked["given"][:3] == ("prompt", ["one"], processor)
+    assert asked == ["one<image>"]
 
 
 @pytest.fixture

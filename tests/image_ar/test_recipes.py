@@ -1,11 +1,11 @@
 """The scripts of ``image_ar/`` run as their page says."""
 
 import re
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,14 +15,9 @@ def run(monkeypatch, capsys, classes):
     """Runs a script as if from the command line: its exit code, and what it prints."""
 
     def call(script, *words):
-        words = [script, *map(str, words), "--model", str(classes), "--device", "cpu"]
-        monkeypatch.setattr(sys, "argv", words)
-        code = 0
-        try:
-            runpy.run_path(str(ROOT / "image_ar" / script), run_name="__main__")
-        except SystemExit as end:
-            code = end.code or 0
-        return code, capsys.readouterr().out
+        given = [*words, "--model", classes, "--device", "cpu"]
+        done = run_script(monkeypatch, capsys, ROOT / "image_ar" / script, *given)
+        return done.code, done.out
 
     return call
 

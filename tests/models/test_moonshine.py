@@ -11,16 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
-from typer.testing import CliRunner
 
 import mmdecode as mm
 from mmdecode.checkpoints import is_installed, local_path
-from mmdecode.cli.app import app
 from mmdecode.errors import InputError, UnknownNameError
 from mmdecode.models.moonshine import convert, wheel
 from mmdecode.models.moonshine.ort_file import read_graph
 from mmdecode.models.moonshine.tokenizer import read_pieces, tokenizer_json
 from mmdecode.zoo.real_clips import real_clips
+from tests.support.commands import invoke, json_of
 from tests.support.moonshine import NAME, hide_wheel, needs_wheel
 
 ROOT = Path(__file__).parents[2]
@@ -210,7 +209,7 @@ def test_transformers_alone_writes_what_a_clip_says(folder):
     command = [sys.executable, "-c", PLAIN, folder, clip("librivox-0930").path]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json_of(done)
     assert found == {
         "text": ["He might even have been made amiable himself."],
         "tokenizer": [15043, 727, 29889],
@@ -285,13 +284,13 @@ print(found, took < 0.05, heavy)
 
 
 def test_the_zoo_lists_it_with_licence_origin_notice_and_command(no_wheel):
-    done = CliRunner().invoke(app, ["zoo", "--json"])
+    done = invoke("zoo", "--json")
     [row] = [row for row in json.loads(done.stdout) if row["name"] == NAME]
     assert row["licence"] == "MIT"
     assert row["notice"] == "Copyright (c) 2025 Moonshine AI"
     assert "moonshine-voice==0.1.0" in row["origin"]
     assert row["installed"] is False
     assert row["install"] == "pip install --no-deps moonshine-voice==0.1.0"
-    shown = CliRunner().invoke(app, ["zoo"]).stdout
+    shown = invoke("zoo").stdout
     assert NAME in shown
     assert "MIT" in shown

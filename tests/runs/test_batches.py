@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from mmdecode.runs.crashes import Batches, ended_over
 
 CODE = """
@@ -53,11 +55,8 @@ def test_a_batch_that_ended_well_or_raised_leaves_nothing(tmp_path):
     batches = Batches(tmp_path / "x", {})
     with batches.decoding(["a", "b"]):
         pass
-    try:
-        with batches.decoding(["c"]):
-            raise ValueError
-    except ValueError:
-        pass
+    with pytest.raises(ValueError), batches.decoding(["c"]):
+        raise ValueError
     batches.close()
     assert not (tmp_path / "x").exists()
 

@@ -1,6 +1,7 @@
 """What is free, what a prompt needs, and which errors mean that memory ran out."""
 
 import errno
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -67,7 +68,8 @@ MEMINFO = "MemTotal:  900 kB\nMemAvailable:  600 kB\nSwapFree:  0 kB\n"
 
 def test_what_the_machine_has_free_is_read(tmp_path):
     assert free_memory(machine(tmp_path, proc_meminfo=MEMINFO)) == 600 * 1024
-    assert free_memory() is None or free_memory() > 0
+    found = free_memory()
+    assert found > 0 if Path("/proc/meminfo").exists() else found is None
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ from torch.nn.functional import one_hot
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -17,6 +15,7 @@ from transformers import (
 
 from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.engine.contracts import Guide
+from tests.support import tiny_models
 
 LISTS = [
     NBestList("a", ("the cat sat on a mat", "the cat sits on the mat", "a cat sat on a map")),
@@ -64,12 +63,10 @@ def model(family, seed=2):
         )  # fmt: skip
         built = BartForConditionalGeneration(config)
     else:
-        config = LlamaConfig(
-            **ids, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-            num_attention_heads=2, max_position_embeddings=256, bos_token_id=0,
-            initializer_range=0.5, tie_word_embeddings=False,
+        built = tiny_models.llama(
+            seed, **ids, hidden_size=16, intermediate_size=32, max_position_embeddings=256,
+            bos_token_id=0, initializer_range=0.5,
         )  # fmt: skip
-        built = LlamaForCausalLM(config)
     return built.eval()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.accept.rejection import Asked, Rejection
+from mmdecode.accept.rejection import Candidate, Rejection
 from mmdecode.engine.sampling import residual
 
 
@@ -51,12 +51,12 @@ def one_token(
     vocab = p.shape[-1]
     drafts = torch.arange(vocab, device=p.device).expand(p.shape)  # (..., V)
     first, second = rule.odds(
-        Asked(
+        Candidate(
             p=p[..., None, :].expand(*p.shape, vocab),
             q=q[..., None, :].expand(*q.shape, vocab),
             token=drafts,
             depth=torch.full_like(drafts, depth),
-            place=torch.full_like(drafts, place),
+            position=torch.full_like(drafts, place),
             adapter=adapter,
         )
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import shlex
 import shutil
@@ -14,9 +13,9 @@ import soundfile
 from PIL import Image
 
 from mmdecode.checkpoints import ZOO
-from mmdecode.cli.app import app
 from mmdecode.zoo.scenes import draw_scene, render
 from mmdecode.zoo.speech import speech_test
+from tests.support.files import write_json_lines
 
 RATE = 16_000
 FOLDERS = {
@@ -55,7 +54,7 @@ def lay_out(folder: Path) -> None:
     said = [{"path": f"recordings/{n}.ogg", "text": c.text} for n, c in (("a", clips[0]),)]
     said.append({"path": "talk.ogg", "text": clips[2].text})
     for name in ("test.jsonl", "manifest.jsonl"):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in said))
+        write_json_lines(folder / name, said)
     for sub in ("scenes", "photos"):
         (folder / sub).mkdir()
     names = ("scene.png", "photo.jpg", "scenes/1.png", "scenes/2.png", "photos/1.jpg")
@@ -66,7 +65,7 @@ def lay_out(folder: Path) -> None:
     texts = {"input": ["one word", "one ward"], "output": "one word"}
     lists = [{"id": str(number), **texts} for number in range(9)]
     for name, rows in (("questions", asked), ("others", asked), ("lists", lists)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_json_lines(folder / f"{name}.jsonl", rows)
     (folder / "wanted.txt").write_text("star\n2\n")
     mask = Image.new("L", (64, 64), 0)
     mask.paste(255, (16, 16, 40, 40))
@@ -104,11 +103,11 @@ def piped(before: str) -> bytes:
 
 def run_line(line: str) -> None:
     """Runs a line of shell with ``mmdecode`` in it, in this process; it must succeed."""
-    from typer.testing import CliRunner
+    from tests.support.commands import invoke
 
     before, _, words = re.sub(r"\s+#.*$", "", line).partition("mmdecode ")
     stdin = piped(before.rstrip("| ")) if before.rstrip().endswith("|") else b""
-    done = CliRunner().invoke(app, shlex.split(words), input=stdin)
+    done = invoke(*shlex.split(words), input=stdin)
     assert done.exit_code == 0, (line, done.output, done.exception)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mmdecode.engine import branches
+from mmdecode.engine import branches, capture
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.loop import Run
@@ -56,6 +56,13 @@ COMMIT = Seam(Run, "commit")
 GUIDE = Seam(Run, "guided")
 FREE_LOOK = Seam(Run, "seen_to_end")
 """``(run)``: where looking at the rows costs nothing, whether none is active."""
+CAPTURE = Seam(capture.Replayed, "_capture")
+BACKEND = Seam(capture, "BACKEND")
+"""What compiles, by a name that torch knows or as a function."""
+STEP = Seam(capture, "STEP")
+"""Lengths of static caches are multiples of it; tests take fewer, to see them grow."""
+COMPILED = Seam(capture, "_compiled")
+"""Models that were compiled, with their code."""
 SYNC = Seam(Run, "sync")
 """``(run, result, count)``, once a round, on the host."""
 

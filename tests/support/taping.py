@@ -6,6 +6,7 @@ import pytest
 
 from mmdecode.engine import capture
 from mmdecode.testing import tape
+from tests.support import seams
 
 
 @contextmanager
@@ -20,5 +21,5 @@ def taping():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capture, "available", lambda device: True)
         patch.setattr(capture, "record", record)
-        patch.setattr(capture, "STEP", 8)
+        seams.STEP.plant(patch, lambda _: 8)
         yield replays

@@ -6,12 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from typer.testing import CliRunner
 
 from mmdecode.asr.correction.corrector import Corrector
 from mmdecode.asr.correction.n_best_lists import NBestList, place, split, write_lists
 from mmdecode.asr.correction.prompts import NO_LABEL, ListPrompts, PromptOptions
-from mmdecode.cli.app import app
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
 from mmdecode.runs.files import MAKER
 from mmdecode.train import corrector as recipe
@@ -27,7 +25,9 @@ from mmdecode.train.corrector import (
     train_from_lists,
 )
 from mmdecode.train.loop import BITS, FitOptions
+from tests.support.commands import invoke, json_of
 from tests.support.correctors import TEMPLATE, model, tokenizer
+from tests.support.files import json_lines
 
 WORDS = "ant bee cat dog eel fox gnu hen".split()
 LISTS = [
@@ -165,7 +165,7 @@ def test_adapters_are_trained_kept_and_loaded(family, tmp_path):
     assert bits["after"] < bits["before"]
     assert card["parameters_learnt"] < own.num_parameters() / 2
     assert json.loads((out / "card.json").read_text()) == {"made_by": MAKER} | card
-    rows = [json.loads(line) for line in (out / "state" / "log.jsonl").read_text().splitlines()]
+    rows = json_lines(out / "state" / "log.jsonl")
     assert [row["step"] for row in rows] == [3, 6]
     state = torch.load(out / "state" / "state.pt", weights_only=True)["modules"]
     assert sum(p.numel() for p in state.values()) == card["parameters_learnt"]
@@ -274,9 +274,9 @@ def test_the_command_trains_from_files_and_leaves_the_test_part_alone(tmp_path, 
     arguments += ["--data", str(tmp_path / "one.jsonl.gz"), "--data", str(tmp_path / "two.jsonl")]
     arguments += ["--out", str(tmp_path / "out"), "--steps", "4", "--batch-size", "4", "--json"]
     arguments += ["--template", TEMPLATE, "--n-best", "2"]
-    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    done = invoke(*arguments, catch_exceptions=False)
     assert done.exit_code == 0
-    card = json.loads(done.stdout.splitlines()[-1])
+    card = json_of(done)
     assert card["options"]["prompts"] == {"template": TEMPLATE, "count": 2, "chat": False}
     data = seen[0][2]
     assert max(place(one.id) for one in (*data.training, *data.development)) < JUDGED

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn import functional as F
-from typer.testing import CliRunner
 
 from mmdecode import registry
 from mmdecode.draft.dream import Dream
@@ -35,6 +34,7 @@ from mmdecode.train.drafters.targets import Texts, with_answers
 from mmdecode.train.drafters.trainer import answered, collect, train
 from mmdecode.vlm.requests import AnswerRequest
 from tests.draft.test_eagle import SECTIONS, random_drafter
+from tests.support.commands import invoke, json_of
 from tests.support.kinds import having
 from tests.support.tiny import VOCAB, WIDTH, text_model
 from tests.support.tiny_vlm import vision_inputs, vision_model
@@ -264,7 +264,7 @@ def test_each_kind_is_trained_and_can_be_loaded(kind, tmp_path):
             )
             for token in s.answer
         }
-        assert answers <= {*draft.drafter.target_ids().tolist()} or len(answers) > 40
+        assert len(answers) > 1 and answers <= {*draft.drafter.target_ids().tolist()}
 
 
 def test_a_text_drafter_learns_distributions_of_words_that_close_ranks():
@@ -386,20 +386,16 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
 
 
 def test_the_command_trains_for_the_zoo(tmp_path):
-    from mmdecode.cli.train import app
-
     given = "drafter --model zoo:llava-scenes --steps 1 --batch-size 2 --held-out 1 --tested 1"
     words = [*given.split(), "--limit", "3", "--json", "--out", str(tmp_path)]
-    found = CliRunner().invoke(app, words)
+    found = invoke("train", *words)
     assert found.exit_code == 0, found.output
-    card = json.loads(found.stdout.splitlines()[-1])
+    card = json_of(found)
     assert card["requests"] == {"learnt": 1, "held_out": 1, "tested": 1}
     assert Eagle.from_pretrained(tmp_path).drafter.config["target_num_layers"] == 8
 
 
 def test_medusa_heads_of_a_model_that_hears_nothing_are_a_kind_of_drafter(tmp_path, monkeypatch):
-    from mmdecode.cli.train import app
-
     asked = []
 
     def noted(model, data, out, options, **given):
@@ -412,6 +408,6 @@ def test_medusa_heads_of_a_model_that_hears_nothing_are_a_kind_of_drafter(tmp_pa
     table.write_text("{}\n")
     given = "medusa --model zoo:llava-scenes --heads 3 --limit 7 --seed 2 --dtype bf16 --data"
     words = [*given.split(), str(table), "--out", str(tmp_path / "out")]
-    found = CliRunner().invoke(app, words)
+    found = invoke("train", *words)
     assert found.exit_code == 0, found.output
     assert asked == [("zoo:llava-scenes", str(table), "medusa", 3, 2, 7)]

@@ -5,13 +5,12 @@ import shutil
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from mmdecode.asr.output.inputs import recordings_in
-from mmdecode.cli.app import app
 from mmdecode.errors import InputError
 from mmdecode.train.alignment_heads import recordings
 from mmdecode.zoo.speech import speech_test
+from tests.support.commands import invoke
 
 
 @pytest.fixture
@@ -38,6 +37,6 @@ def test_what_holds_no_recordings_is_refused(command, tmp_path):
     for name in ("notes.md", "empty"):
         words = ["train", command, "--model", "zoo:whisper-synth", "--data", str(tmp_path / name)]
         words += ["--out", str(tmp_path / "out")] if command == "medusa" else []
-        done = CliRunner().invoke(app, words)
+        done = invoke(*words)
         assert isinstance(done.exception, InputError), done.exception
     assert not (tmp_path / "out").exists()

@@ -9,14 +9,13 @@ import huggingface_hub
 import pytest
 import yaml
 from huggingface_hub.errors import HfHubHTTPError
-from typer.testing import CliRunner
 
 from mmdecode import registry
-from mmdecode.cli.app import app
 from mmdecode.draft.medusa import Medusa
 from mmdecode.errors import InputError, MMDecodeError, OptionError
 from mmdecode.train import hub
 from tests.draft.test_eagle import random_drafter
+from tests.support.commands import invoke
 
 NAME = "someone/a-drafter"
 CARD = {
@@ -184,7 +183,7 @@ def test_the_command_trains_and_pushes(server, tmp_path, kind):
         "train drafter --model zoo:llava-scenes --steps 1 --batch-size 2 --held-out 1 --tested 1"
     )
     words = [*given.split(), "--limit", "3", "--kind", kind, "--out", str(tmp_path / kind)]
-    found = CliRunner().invoke(app, [*words, "--push", NAME, "--private"])
+    found = invoke(*words, "--push", NAME, "--private")
     assert found.exit_code == 0, found.output
     assert f"pushed to https://hub/{NAME}" in found.output
     assert server.calls == [(NAME, True, True)]
@@ -202,8 +201,8 @@ def test_the_command_trains_and_pushes(server, tmp_path, kind):
 def test_the_command_refuses_before_it_trains(server, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     words = f"train drafter --model zoo:llava-scenes --out {tmp_path / 'out'} --push {NAME}"
-    found = CliRunner().invoke(app, words.split())
+    found = invoke(*words.split())
     assert isinstance(found.exception, (MMDecodeError, SystemExit)) and found.exit_code
-    found = CliRunner().invoke(app, [*words.split()[:-2], "--private"])
+    found = invoke(*words.split()[:-2], "--private")
     assert found.exit_code and "--push" in str(found.exception) + found.output
     assert not (tmp_path / "out").exists()

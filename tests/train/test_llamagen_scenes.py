@@ -53,9 +53,7 @@ OPTIONS = LlamaGenScenesOptions(
 def made(tmp_path_factory):
     """The whole recipe once."""
     folder = tmp_path_factory.mktemp("llamagen")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llamagen_scenes, "SHARD", 12)
-        cards = run(OPTIONS, folder / "work", folder / "out")
+    cards = run(OPTIONS, folder / "work", folder / "out", shard=12)
     return folder, cards
 
 
@@ -104,7 +102,6 @@ def test_a_finished_recipe_only_measures_its_best_models_again(made, monkeypatch
     state = torch.load(state_file, weights_only=True)
     state["modules"]["transformer.lm_head.weight"].zero_()  # the last model is not the best one
     torch.save(state, state_file)
-    monkeypatch.setattr(llamagen_scenes, "SHARD", 12)
     monkeypatch.setattr(Learner, "loss", lambda *args: pytest.fail("trains again"))
 
     def watched(model, seeds, **how):
@@ -112,13 +109,13 @@ def test_a_finished_recipe_only_measures_its_best_models_again(made, monkeypatch
         return encode(model, seeds, **how)
 
     monkeypatch.setattr(llamagen_scenes, "encode", watched)
-    assert run(OPTIONS, folder / "work", folder / "out") == cards
+    assert run(OPTIONS, folder / "work", folder / "out", shard=12) == cards
     assert min(encoded) >= HELD_OUT
 
 
 def test_captions_say_what_is_there_in_words_the_tokenizer_knows():
     tokenizer = build_text_tokenizer()
-    longest, said = 0, set()
+    longest, said, named = 0, set(), set()
     for seed in range(300):
         scene = draw_picture(seed)
         text = caption(scene, random.Random(seed))
@@ -130,12 +127,13 @@ def test_captions_say_what_is_there_in_words_the_tokenizer_knows():
         for name in NOUNS:
             if f" {name}" in text:
                 assert any(name in thing.name for thing in scene.things), text
+                named.add(name)
         for colour in COLOURS:
             if f" {colour} " in text:
                 assert any(thing.colour == colour for thing in scene.things), text
                 said.add(colour)
     assert longest <= SLOTS
-    assert said == set(COLOURS)
+    assert said == set(COLOURS) and named == set(NOUNS)
 
 
 # The tokenizer's training

@@ -66,7 +66,7 @@ def test_no_sentence_of_a_test_set_is_learned():
 
 def _filled(template, domain):
     """A pattern of what a template can become."""
-    ways = grammar._SLOTS[domain]
+    ways = grammar.SLOTS[domain]
     parts = re.split(r"\{(\w+)\}", template)
     parts[::2] = map(re.escape, parts[::2])
     parts[1::2] = [f"(?:{'|'.join(map(re.escape, ways[slot]))})" for slot in parts[1::2]]
@@ -78,7 +78,7 @@ def test_unseen_templates_are_of_known_words_and_of_no_known_template():
     assert words <= grammar.vocabulary()
     known = [
         re.compile(_filled(template, domain), re.IGNORECASE)
-        for domain, (_, templates) in grammar._DOMAINS.items()
+        for domain, (_, templates) in grammar.TEMPLATES.items()
         for template in templates
     ]
     found = [u.text for u in utterances("unseen", 200)]

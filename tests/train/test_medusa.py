@@ -70,3 +70,4 @@ def test_every_beginning_of_the_order_is_closed_under_prefixes():
     paths = choose_tree(hits, 20)
     for index, path in enumerate(paths):
         assert len(path) == 1 or path[:-1] in paths[:index]
+    assert {len(path) for path in paths} >= {1, 2}

@@ -3,9 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from mmdecode.cli.app import app
 from mmdecode.image_ar.loading import labels_of
 from mmdecode.image_ar.next_scale import Collaborative, Drawing, NextScale
 from mmdecode.models.multiscale_vq import MultiScaleVQ
@@ -28,6 +26,7 @@ from mmdecode.train.zoo.var_scenes import (
 )
 from mmdecode.zoo.scene_images import class_of, draw_picture, pictures, shown, to_pixels
 from mmdecode.zoo.scenes import HELD_OUT, NOUNS
+from tests.support.commands import invoke
 
 QUICK = FitOptions(steps=4, batch=3, every=2)
 OPTIONS = VarScenesOptions(
@@ -206,7 +205,7 @@ def test_the_command_runs_the_recipe(tmp_path, monkeypatch, device, batch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr(var_scenes, "run", lambda *given: asked.append(given) or {"folder": ""})
     command = ["train", "zoo", "var-scenes", "--work", str(tmp_path), "--device", device, "--json"]
-    result = CliRunner().invoke(app, command)
+    result = invoke(*command)
     assert result.exit_code == 0, result.output
     [(options, *folders)] = asked
     assert folders == [tmp_path, tmp_path / "models"]
@@ -217,7 +216,7 @@ def test_a_recipe_of_the_cpu_alone_refuses_another_device(tmp_path, monkeypatch)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     command = ["train", "zoo", "joined-words", "--work", str(tmp_path), "--device", "cuda"]
-    result = CliRunner().invoke(app, command)
+    result = invoke(*command)
     assert "--device cuda for joined-words, which learns on the CPU" in str(result.exception)
 
 

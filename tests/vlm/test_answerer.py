@@ -1,7 +1,6 @@
 """Images and questions in, answers out: as alone, as `generate` has them, and whatever fails."""
 
 import inspect
-import json
 import re
 import threading
 
@@ -19,6 +18,7 @@ from mmdecode.guide.linear import Linear
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.questions import noise_name
 from mmdecode.vlm.requests import read_requests, requests_of
+from tests.support.files import write_json_lines
 
 TEXTS = ["Is there a red circle in the image?", "What?", "Describe the image.", "How many rings?"]
 GUIDE = "contrast:alpha=1,prompt=last_token"
@@ -380,7 +380,7 @@ def test_what_a_processor_refuses_fails_alone(answerer, pictures, monkeypatch):
 
 
 def test_a_prompt_that_leaves_no_room_fails_alone(answerer, pictures, monkeypatch):
-    monkeypatch.setattr(answerer, "_max_positions", 60)
+    monkeypatch.setattr(answerer, "max_positions", 60)
     long = "What is beside the star? " * 40
     found = answerer(pictures[:2], ["What?", long], max_new_tokens=20)
     assert found[0].error is None
@@ -392,8 +392,8 @@ def test_a_prompt_that_leaves_no_room_fails_alone(answerer, pictures, monkeypatc
 def test_a_prompt_a_hundred_times_too_long_fails_alone_before_it_is_read(
     answerer, pictures, monkeypatch
 ):
-    monkeypatch.setattr(answerer, "_max_positions", None)
-    monkeypatch.setattr(answerer, "_made_for", 2)
+    monkeypatch.setattr(answerer, "max_positions", None)
+    monkeypatch.setattr(answerer, "made_for", 2)
     long = "What is beside the star? " * 100
     found = answerer(pictures[:2], ["What?", long], max_new_tokens=2)
     assert found[0].error is None
@@ -489,7 +489,7 @@ def test_a_table_names_images_by_folder(tmp_path, pictures):
         {"image": "a.png", "question": "Which?"},
         {"question": "Alone?"},
     ]
-    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(table, rows)
     found = read_requests(table)
     assert [(r.id, r.index, r.text, r.named) for r in found] == [
         ("7", 0, "Is it?", True),

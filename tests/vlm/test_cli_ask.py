@@ -11,9 +11,7 @@ import time
 import pytest
 from PIL import Image, ImageOps
 from transformers import GenerationMixin
-from typer.testing import CliRunner
 
-from mmdecode.cli import app as cli
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs import crashes as journals
 from mmdecode.runs.crashes import InFlight
@@ -23,6 +21,8 @@ from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.jobs import AnswerFile
 from mmdecode.vlm.requests import asked_of
 from mmdecode.vlm.results import Answer
+from tests.support.commands import invoke
+from tests.support.files import json_lines, write_json_lines
 
 GUIDE = "contrast:alpha=1,prompt=last_token"
 
@@ -42,7 +42,7 @@ def images(tmp_path, kit):
 def run(folder):
     def call(*args):
         options = ["--model", folder, "--device", "cpu", "--max-new-tokens", 5]
-        return CliRunner().invoke(cli.app, [str(a) for a in ("ask", *args, *options)])
+        return invoke("ask", *args, *options)
 
     return call
 
@@ -56,12 +56,8 @@ def table(tmp_path, images):
         for place, name in enumerate(names)
     ]
     path = images / "questions.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(path, rows)
     return path
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def results(folder):
@@ -158,7 +154,7 @@ def test_a_table_becomes_lines_in_its_order(run, table, tmp_path, images):
     done = run("--data", table, "--out", out, "--batch-size", 2)
     assert done.exit_code == 1
     assert done.stdout == ""
-    found = lines(results(out))
+    found = json_lines(results(out))
     assert [line["id"] for line in found] == [str(place) for place in range(6)]
     assert found[0]["images"] == [str(images / "x.png")]
     known = {"id", "images", "question", "text", "token_ids", "margin", "sizes", "digests"}
@@ -192,7 +188,7 @@ def test_an_interrupted_run_is_continued_where_it_stopped(run, table, tmp_path, 
     done = run("--data", table, "--out", out, "--resume")
     assert done.exit_code == 0
     assert "1 answered, 5 done before, 0 failed" in done.stderr
-    assert [line["id"] for line in lines(results(out))] == [str(place) for place in range(6)]
+    assert [line["id"] for line in json_lines(results(out))] == [str(place) for place in range(6)]
     assert run("--data", table, "--out", out, "--resume").exit_code == 0
 
 
@@ -345,25 +341,28 @@ def test_an_image_at_which_a_run_died_is_read_apart_from_then_on(
         assert done.exit_code == 1 and "crashes the library that decodes it (exit code -6)" in (
             done.stderr
         )
-        failed = ["error" in line for line in lines(results(out))]
+        failed = ["error" in line for line in json_lines(results(out))]
         assert failed == [True, False, False, True, True, False]
         assert reading.read_bytes() == died[0], "the other one was read to its end"
     assert set(apart) == set(died) and apart.count(died[1]) == 1
 
 
-def test_a_crash_in_a_process_apart_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(crashes, "_READ", "import os; os.abort()")
+def test_a_crash_in_a_process_apart_is_an_error(tmp_path):
     journal = InFlight(tmp_path / "reading", ["one.png"])
     with pytest.raises(InputError, match=r"one.png: crashes the library .* \(exit code -6\)"):
-        crashes.watched(ImageSource("one.png", lambda: None), journal).read()
+        crashes.watched(
+            ImageSource("one.png", lambda: None), journal, code="import os; os.abort()"
+        ).read()
     journal.close()
 
 
 @pytest.mark.parametrize("code", ["raise MemoryError", "import sys; sys.exit(3)"])
-def test_a_failure_of_python_in_a_process_apart_condemns_no_file(tmp_path, monkeypatch, code):
-    monkeypatch.setattr(crashes, "_READ", code)
+def test_a_failure_of_python_in_a_process_apart_condemns_no_file(tmp_path, code):
     journal = InFlight(tmp_path / "reading", ["one.png"])
-    assert crashes.watched(ImageSource("one.png", lambda: "image"), journal).read() == "image"
+    assert (
+        crashes.watched(ImageSource("one.png", lambda: "image"), journal, code=code).read()
+        == "image"
+    )
     assert not journal.suspects
     journal.close()
 
@@ -403,7 +402,7 @@ def test_whatever_one_question_of_a_stream_raises_the_others_are_answered(run, i
 def test_a_stream_passes_over_rows_that_ask_nothing(run, images):
     table = images / "t.jsonl"
     rows = [{"image": "x.png", "question": "What?"}, {"image": "y.bmp"}]
-    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(table, rows)
     done = run("--data", table, "--stream")
     assert "1 answered, 0 done before, 1 failed" in done.stderr
     assert "line 2 asks nothing" in " ".join(done.stderr.split())
@@ -411,7 +410,7 @@ def test_a_stream_passes_over_rows_that_ask_nothing(run, images):
 
 def test_a_stream_draws_what_is_drawn_otherwise(run, table, images):
     rows = [{"id": f"name {n}", "image": "y.bmp", "question": f"What {n}?"} for n in range(3)]
-    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(table, rows)
     words = ("--data", table, "--sample", "--temperature", 3)
     stock, streamed = run(*words), run(*words, "--stream")
     assert streamed.exit_code == stock.exit_code == 0, streamed.output
@@ -421,12 +420,12 @@ def test_a_stream_draws_what_is_drawn_otherwise(run, table, images):
 def test_an_answer_outweighs_a_later_failure(run, table, tmp_path):
     out = tmp_path / "answers"
     run("--data", table, "--out", out)
-    whole = lines(results(out))
+    whole = json_lines(results(out))
     failed = {key: whole[0][key] for key in ("id", "images", "question")} | {"error": "late"}
     with results(out).open("a") as file:
         file.write(json.dumps(failed) + "\n")
     run("--data", table, "--out", out, "--resume")
-    assert lines(results(out)) == whole
+    assert json_lines(results(out)) == whole
 
 
 # Rows that cannot be asked
@@ -441,18 +440,18 @@ def test_a_row_that_cannot_be_asked_fails_alone_and_stays_in_the_results(run, im
         {"id": "c", "image": "y.bmp", "question": "Is it?"},
     ]
     table, out = images / "t.jsonl", tmp_path / "out"
-    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(table, rows)
     done = run("--data", table, "--out", out)
     assert done.exit_code == 1, done.output
     assert "2 answered, 0 done before, 3 failed" in done.stderr
-    written = lines(out / "results.jsonl")
+    written = json_lines(out / "results.jsonl")
     assert [line["id"] for line in written] == ["a", "b", "a#3", "#4", "c"]
     assert ["error" in line for line in written] == [False, True, True, True, False]
     assert "line 2 asks nothing; expected 'question'" in written[1]["error"]
     assert "line 3 has the id 'a' of line 1" in written[2]["error"]
     done = run("--data", table, "--out", out, "--resume")
     assert "0 answered, 2 done before, 3 failed" in done.stderr
-    assert lines(out / "results.jsonl") == written
+    assert json_lines(out / "results.jsonl") == written
 
 
 def test_a_line_that_is_no_json_or_no_text_fails_alone(run, images, tmp_path):
@@ -462,7 +461,7 @@ def test_a_line_that_is_no_json_or_no_text_fails_alone(run, images, tmp_path):
     done = run("--data", table, "--out", tmp_path / "out")
     assert done.exit_code == 1, done.output
     assert "1 answered, 0 done before, 3 failed" in done.stderr
-    problems = [line.get("error", "") for line in lines(tmp_path / "out" / "results.jsonl")]
+    problems = [line.get("error", "") for line in json_lines(tmp_path / "out" / "results.jsonl")]
     for problem, said in zip(problems, ("", "not JSON", "not UTF-8", "holds int"), strict=True):
         assert said in problem
 
@@ -485,19 +484,19 @@ def test_results_that_we_did_not_write_are_refused_as_such(run, images, tmp_path
     assert [path.name for path in out.iterdir()] == ["results.jsonl"]
     assert (out / "results.jsonl").read_text() == "mine"
     assert run(*words, "--overwrite").exit_code == 0
-    assert len(lines(out / "results.jsonl")) == 1
+    assert len(json_lines(out / "results.jsonl")) == 1
 
 
 def test_questions_about_an_image_that_changed_are_asked_again(run, images, tmp_path, kit):
     out = tmp_path / "out"
     words = (images / "x.png", images / "y.bmp", "-q", "What?", "--out", out)
     assert run(*words).exit_code == 0
-    before = lines(out / "results.jsonl")
+    before = json_lines(out / "results.jsonl")
     kit.picture(9).save(images / "x.png")
     done = run(*words, "--resume", "--json")
     found = json.loads(done.stdout)
     assert (found["answered"], found["resumed"], found["changed"]) == (1, 1, 1)
-    after = lines(out / "results.jsonl")
+    after = json_lines(out / "results.jsonl")
     assert after[1] == before[1]
     assert after[0]["digests"] != before[0]["digests"]
     assert after[0]["token_ids"] != before[0]["token_ids"]

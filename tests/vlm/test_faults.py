@@ -180,8 +180,8 @@ def evaluated(name, stage, model, processor, kit, expected, monkeypatch):
         warmup=0,
     )
     if stage in DECODING:
-        answerer = Answerer(model, processor, Decoder(Faulty(is_bad, error, stage)))
-        monkeypatch.setattr(recorder, "_answerer", lambda guide, seed: answerer)
+        faulty = Decoder(Faulty(is_bad, error, stage))
+        monkeypatch.setattr("mmdecode.evaluation.vision.runs.Decoder", lambda **_: faulty)
     rows = {row.id: row for row in recorder.run()}
     assert said(name)[0] in rows.pop(str(BAD)).error
     assert {name: row.tokens for name, row in rows.items()} == {

@@ -4,13 +4,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-from typer.testing import CliRunner
 
 from mmdecode.asr.output import manifest
 from mmdecode.checkpoints import scheme_card
-from mmdecode.cli.app import app
 from mmdecode.zoo import real_clips
 from mmdecode.zoo.real_clips import FOLDER, MORE, all_clips
+from tests.support.commands import invoke, json_of
 
 CLIPS = real_clips.real_clips()
 
@@ -67,12 +66,11 @@ def folder_of(path, **changed):
 
 
 def test_english_clips_of_another_folder_come_after_the_shipped_ones_once_each(
-    tmp_path, monkeypatch
+    tmp_path,
 ):
-    monkeypatch.setattr(real_clips, "MORE", tmp_path / "none")
-    assert all_clips() == CLIPS
-    monkeypatch.setattr(real_clips, "MORE", folder_of(tmp_path / "more"))
-    assert [clip.name for clip in all_clips()] == [*(clip.name for clip in CLIPS), "a.wav"]
+    assert all_clips(tmp_path / "none") == CLIPS
+    found = all_clips(folder_of(tmp_path / "more"))
+    assert [clip.name for clip in found] == [*(clip.name for clip in CLIPS), "a.wav"]
 
 
 @pytest.mark.skipif(not MORE.exists(), reason="no further clips lie next to this checkout")
@@ -88,9 +86,9 @@ def test_the_shipped_clips_are_those_they_were_taken_from():
 
 
 def test_the_zoo_lists_its_recordings():
-    done = CliRunner().invoke(app, ["zoo", "--json"])
+    done = invoke("zoo", "--json")
     assert done.exit_code == 0, done.output
-    cards = {row["name"]: row for row in json.loads(done.stdout.splitlines()[-1])}
+    cards = {row["name"]: row for row in json_of(done)}
     assert "174 words" in cards["zoo:real-clips"]["measured"]
     for name in manifest.shipped_manifests():
         assert cards[f"zoo:{name}"]["what"], name

@@ -305,7 +305,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torc
 _checked: weakref.WeakKeyDictionary[Any, tuple[torch.device, torch.dtype, bool]] = (
     weakref.WeakKeyDictionary()
 )
-"""Of each model: device and dtype of its check, and the result."""
+"""Device and dtype of each model's check, and the result."""
 
 
 def agrees(adapter: LeanAdapter) -> bool:
@@ -333,7 +333,7 @@ def agrees(adapter: LeanAdapter) -> bool:
 
 
 def _difference(adapter: LeanAdapter) -> str:
-    """What is wrong with the lean step's states; empty: nothing."""
+    """Describes how the lean step's states differ from the modules'; empty: they agree."""
     expected = _states(adapter, lambda *inputs: EncoderDecoderAdapter.forward(adapter, *inputs))
     try:
         found = _states(adapter, adapter.step)

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from transformers import MoonshineForConditionalGeneration
 
 
-_columns: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = (
+by_column_copies: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = (
     weakref.WeakKeyDictionary()
 )
-"""Of each output layer: address and sum of bits of its weights, and a copy by column."""
+"""Copies by column of output layers, each with the address and sum of bits of its weights."""
 
 
 def by_column(head: nn.Module) -> Tensor | None:
@@ -54,9 +54,9 @@ def by_column(head: nn.Module) -> Tensor | None:
     if not weight.is_contiguous():
         return None
     found = (weight.data_ptr(), int(weight.view(torch.int64).sum()))
-    if head not in _columns or _columns[head][0] != found:
-        _columns[head] = (found, weight.t().contiguous())
-    return _columns[head][1]
+    if head not in by_column_copies or by_column_copies[head][0] != found:
+        by_column_copies[head] = (found, weight.t().contiguous())
+    return by_column_copies[head][1]
 
 
 class MoonshineAdapter(LeanAdapter):

@@ -139,10 +139,10 @@ class LlamaGenAdapter(ImageAdapter):
 
     @property
     def on_grid(self) -> bool:
-        """Whether `grid_places` is known: for classes, which have no padding."""
+        """Whether `grid_positions` is known: for classes, which have no padding."""
         return not self.config.caption_slots
 
-    def grid_places(self, positions: Tensor) -> Tensor:
+    def grid_positions(self, positions: Tensor) -> Tensor:
         """Time, row and column of positions ``(B, Q)``, ``(B, 3, Q)``; all 0 before the image."""
         index = (positions - self.config.slots).clamp_min(0)
         side = self.config.grid_size

@@ -48,7 +48,7 @@ class EncoderDecoderAdapter(Adapter):
         return int(self.model.config.d_model)
 
     def source_mask(self, call: Call) -> Tensor | None:
-        """Which of the encoder's states are not padding, ``(B, S)``; ``None``: all of them."""
+        """True at encoder states that are not padding, ``(B, S)``; ``None``: all of them."""
         return call.request.model_kwargs.get("attention_mask")
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:

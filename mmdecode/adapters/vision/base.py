@@ -157,7 +157,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         ]
 
     def spans(self, kind: str, ids: Tensor) -> Tensor:
-        """Which tokens are placeholders of images and videos, bool ``(B, P)``."""
+        """True at placeholders of images and videos, bool ``(B, P)``."""
         marks = torch.tensor(self._marks, device=ids.device)
         return torch.isin(ids, marks)
 
@@ -300,7 +300,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         return {}
 
     def prompt_attention(self, images: Tensor, mask: Tensor) -> Tensor | None:
-        """Which prompt tokens each one attends to, ``(B, P, P)`` bool; ``None``: all before it.
+        """Prompt tokens that each one attends to, ``(B, P, P)`` bool; ``None``: all before it.
 
         Args:
             images: Image tokens, ``(B, P)``.

@@ -8,8 +8,8 @@ computed from the layers' queries and keys, which temporary hooks read: the mode
 neither switched nor touched. A token's row is that of the query that predicted it, as there;
 transformers' ``return_token_timestamps`` takes the row after, where a token is read.
 
-``ctc``: letters by frame (`mmdecode.asr.alignment.ctc`) and torchaudio's forced alignment. What has
-no letters in the vocabulary but is spoken (figures, symbols, other scripts) takes a wildcard, which
+``ctc``: letters by frame (`mmdecode.asr.alignment.ctc`) and torchaudio's forced alignment. Spoken
+text without letters in the vocabulary (figures, symbols, other scripts) takes a wildcard, which
 stands for any letter.
 """
 
@@ -57,7 +57,7 @@ class Spoken:
         offset_s: Where it begins, in seconds of what the model heard.
         frames: Encoder frames of the recording in it; padding is not among them.
         features: ``(mels, feature frames)``.
-        samples: What was heard, at the model's rate; ``None``: nothing asked for it.
+        samples: Samples at the model's rate; ``None``: no method asked for them.
     """
 
     prompt: list[int]
@@ -94,7 +94,7 @@ class CrossAttention:
         self.keys: dict[int, Tensor] = {}
 
     def weights(self, row: int, frames: int) -> Tensor:
-        """Of one row of the batch, float32 ``(heads, tokens, frames)``; frames after are unseen.
+        """Attention of one row, float32 ``(heads, tokens, frames)``; no later frames.
 
         Rows sum to one over ``frames``.
         """
@@ -160,8 +160,8 @@ def warp(cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         cost: ``(rows, columns)``.
 
     Returns:
-        Row and column of each cell of the path. Of equally cheap ways in, the one along the row is
-        taken.
+        Row and column of each cell of the path. Among equally cheap ways in, the one along the row
+        is taken.
     """
     height, width = cost.shape
     total = np.full((height + 1, width + 1), np.inf)
@@ -198,8 +198,8 @@ def attention_spans(
     Args:
         weights: ``(heads, tokens + 1, frames)``, the last row being that of the end token.
         frame_s: Length of a frame.
-        spoken: Which tokens are text; the others last as long as they may.
-        median_width: Of the filter, in frames.
+        spoken: Tokens that are text; the others last as long as they may.
+        median_width: Width of the filter, in frames.
     """
     frames = weights.shape[-1]
     edges = [*token_starts(weights, median_width).tolist(), frames]
@@ -229,7 +229,7 @@ def forced_spans(log_probs: Tensor, texts: Sequence[str], letters: Letters) -> l
     Args:
         log_probs: ``(frames, symbols)``.
         texts: In the order in which they were said.
-        letters: Whose symbols they are.
+        letters: Head whose symbols they are.
     """
     functional = import_or_explain("torchaudio.functional", "forced alignment")
     wildcard = log_probs.shape[-1]
@@ -287,7 +287,7 @@ class Timer:
 
     Raises:
         OptionError: There is no such method.
-        InputError: What the method needs cannot be loaded.
+        InputError: A model that the method needs cannot be loaded.
     """
 
     def __init__(
@@ -370,7 +370,7 @@ def probabilities(logits: Tensor, window: Spoken) -> list[float]:
     """Probability of each token of a window under the decoded distribution.
 
     Args:
-        logits: Of the prompt's last token and of each token, ``(tokens + 1, V)``.
+        logits: Logits of the prompt's last token and of each token, ``(tokens + 1, V)``.
         window: It.
     """
     device = logits.device

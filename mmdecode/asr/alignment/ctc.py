@@ -22,7 +22,7 @@ from mmdecode.errors import InputError, OptionError, UnsupportedModelError
 from mmdecode.runs.files import write_folder
 
 SYMBOLS = "_'abcdefghijklmnopqrstuvwxyz"
-"""Of a `LetterHead`; index 0 is the blank."""
+"""Symbols of a `LetterHead`; index 0 is the blank."""
 FILE = "aligner.safetensors"
 
 
@@ -38,7 +38,7 @@ class Letters(Protocol):
     delimiter: int | None
 
     def symbols(self, text: str) -> list[int]:
-        """Those of a text that are in the vocabulary."""
+        """Symbols of a text that are in the vocabulary."""
 
     def emit(
         self, features: Tensor, samples: np.ndarray | None, end_s: float
@@ -47,7 +47,7 @@ class Letters(Protocol):
 
         Args:
             features: Whisper's, ``(mels, feature frames)``.
-            samples: What was heard.
+            samples: Samples of the audio.
             end_s: Where the recording ends in the window.
         """
 
@@ -130,7 +130,7 @@ class CTCModel:
     Args:
         model: An ``AutoModelForCTC``.
         processor: Its processor: a feature extractor and a tokenizer of single characters.
-        rate: Of the samples it will get.
+        rate: Sampling rate of the samples it will get.
 
     Raises:
         UnsupportedModelError: The model reads another rate, or its symbols are no characters.
@@ -181,13 +181,13 @@ class CTCModel:
 
 
 def letters_of(method: str | bool, model: Any, rate: int) -> LetterHead | CTCModel | None:
-    """What a method of word timestamps reads letters with; ``None``: it reads none.
+    """Loads the CTC model of a word timestamp method; ``None``: it needs none.
 
     Args:
         method: ``attention``, ``ctc``, ``ctc:model=NAME``, or ``True``, see
             `mmdecode.asr.alignment.cross_attention.Timer`.
         model: The Whisper; where no CTC model is named, the head in its folder is used.
-        rate: Of its samples.
+        rate: Sampling rate of its samples.
 
     Raises:
         OptionError: There is no such method.

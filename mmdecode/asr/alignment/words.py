@@ -37,7 +37,7 @@ class Token(int):
 
     Attributes:
         start_s, end_s: In seconds of what the model heard.
-        probability: Under the decoded distribution.
+        probability: Probability under the decoded distribution.
     """
 
     start_s: float
@@ -192,7 +192,7 @@ def in_order(
     Args:
         spans: Starts and ends.
         limit: Nothing may end after it.
-        shortest: What each gets at least, where all of them fit in.
+        shortest: Least length of each, where all of them fit in.
         begin: Nothing may start before it.
     """
     shortest = min(shortest, (limit - begin) / max(len(spans), 1))
@@ -220,7 +220,7 @@ def around_words(
 
     Args:
         spans: Starts and ends of segments.
-        words: Of each segment, in order of time.
+        words: Words of each segment, in order of time.
         begin_s: Where the words before these ended.
     """
     latest = [math.inf]  # where the next segment with words begins, from the last one on

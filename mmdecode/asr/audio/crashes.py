@@ -7,7 +7,7 @@ from dataclasses import replace
 from mmdecode.asr.audio.reading import Blocks, Source
 from mmdecode.runs.crashes import InFlight, read_apart
 
-_READ = """
+READ = """
 import sys
 from mmdecode.asr.audio.reading import blocks, recording
 from mmdecode.errors import MMDecodeError
@@ -17,6 +17,7 @@ try:
 except MMDecodeError:
     pass
 """
+"""Program that reads the recording that it is given."""
 
 
 def watched(source: Source, journal: InFlight) -> Source:
@@ -35,16 +36,17 @@ def watched(source: Source, journal: InFlight) -> Source:
     return replace(source, read=read)
 
 
-def checked(source: Source, path: str) -> Source:
+def checked(source: Source, path: str, *, code: str = READ) -> Source:
     """The source, read in a process apart first.
 
     Args:
-        source: Of the file; reading it is an `InputError` where the process crashed.
-        path: Of the file.
+        source: Source of the file; reading it is an `InputError` where the process crashed.
+        path: Path of the file.
+        code: Program that reads it there.
     """
 
     def read() -> Blocks:
-        read_apart(_READ, path, "convert it with ffmpeg")
+        read_apart(code, path, "convert it with ffmpeg")
         yield from source.read()
 
     return replace(source, read=read)

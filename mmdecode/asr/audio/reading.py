@@ -3,7 +3,7 @@
 Files are decoded block by block, so that the length of a recording does not set the memory it
 needs. soundfile reads wav, flac, ogg, opus, mp3, aiff and others; PyAV (extra ``media``) reads
 containers such as m4a, mp4 and webm; librosa is the last resort. Channels are averaged, and soxr
-resamples as a stream. What cannot be trusted is refused: files that end before their header says,
+resamples as a stream. Damaged files are refused: those that end before their header says,
 samples that are not numbers, and files without samples.
 
 Taken too are the bytes of a file, files that are open for reading, and arrays: one-dimensional ones
@@ -38,9 +38,10 @@ SUFFIXES = frozenset(
     ".aac .wma .mka .mov .amr .ac3 .3gp".split()
 )
 """Endings by which audio is found in a folder; a file that is named is read whatever its ending."""
-_BLOCK = 1 << 18  # samples decoded at once, all channels together
+BLOCK = 1 << 18
+"""Samples decoded at once, all channels together."""
 _CLAIM = re.compile(r"^ *(?:data|SSND|Data Size|riff) +: (\d+) \(should be (\d+)\)", re.MULTILINE)
-"""What libsndfile says of a wav, aiff, au or w64 file that is shorter than it should be."""
+"""Warning of libsndfile for a wav, aiff, au or w64 file that is shorter than it should be."""
 _TOLERANCE_S = 0.25  # by which a container may end before its header says
 _TIMED = ("mov", "matroska", "asf", "avi")
 """Containers whose header has their length; of others PyAV only estimates it."""
@@ -60,12 +61,12 @@ class Source:
     """One recording before it is read.
 
     Attributes:
-        name: What the user called it: the path, or ``array 2``.
-        read: Starts reading from the beginning; may be called more than once. Of a truncated file
+        name: Its name for users: the path, or ``array 2``.
+        read: Starts reading from the beginning; may be called more than once. From a truncated file
             it gives what can be read before it raises `Truncated`.
-        language: What is spoken, where that is known of this recording; else as for all.
+        language: Spoken language, where it is known of this recording; else that of all.
         allow_truncated: Whether what can be read of a truncated file is enough.
-        missing: What was found to be missing of it then.
+        missing: Part that was then found to be missing.
     """
 
     name: str
@@ -76,36 +77,42 @@ class Source:
 
 
 def recording(
-    path: str | os.PathLike[str], name: str | None = None, shown: str | None = None
+    path: str | os.PathLike[str],
+    name: str | None = None,
+    shown: str | None = None,
+    *,
+    block: int = BLOCK,
 ) -> Source:
     """A file as a source; it is not looked at yet.
 
     Args:
-        path: Of the file.
-        name: What to call it; ``None``: its path.
-        shown: What errors say instead of its path.
+        path: Path of the file.
+        name: Its name; ``None``: its path.
+        shown: Name in errors instead of its path.
+        block: Samples decoded at once, all channels together.
     """
 
     def read() -> Blocks:
         refuse_address(path)
-        yield from _file(Path(path))
+        yield from _file(Path(path), block)
 
     return Source(name or str(path), _naming(shown or str(path), read))
 
 
-def encoded(item: bytes | BinaryIO, name: str) -> Source:
+def encoded(item: bytes | BinaryIO, name: str, *, block: int = BLOCK) -> Source:
     """The bytes of an audio file as a source, or a file that is open for reading.
 
     Args:
         item: Bytes, or a file, of which is read what it still holds, once.
-        name: What to call it.
+        name: Its name.
+        block: Samples decoded at once, all channels together.
     """
     content = functools.cache(lambda: bytes(item) if _is_bytes(item) else content_of(item))
 
     def read() -> Blocks:
         if not content():
             raise InputError("is empty (0 bytes); expected an audio file")
-        yield from _decoded(content())
+        yield from _decoded(content(), block)
 
     return Source(name, _naming(name, read))
 
@@ -157,15 +164,16 @@ def part(source: Source, start_s: float, length_s: float | None = None) -> Sourc
     return replace(source, read=read)
 
 
-def source_of(item: Any, rate: int, index: int = 0) -> Source:
-    """What a user gave, as a source.
+def source_of(item: Any, rate: int, index: int = 0, *, block: int = BLOCK) -> Source:
+    """Turns a user's argument into a source.
 
     Args:
         item: A path, the bytes of an audio file, a file that is open for reading, an array at
             ``rate``, ``(array, rate)``, a mapping with ``array`` and ``sampling_rate``, a `Source`,
             or a mapping with one of these as ``audio`` and the ``language`` that is spoken.
-        rate: Of arrays that come without one.
+        rate: Sampling rate of arrays that come without one.
         index: Its place in the input, which names what has no name of its own.
+        block: Samples decoded at once, all channels together; a `Source` keeps its own.
 
     Raises:
         InputError: The item is none of these.
@@ -178,14 +186,14 @@ def source_of(item: Any, rate: int, index: int = 0) -> Source:
             raise InputError(
                 f"recording {index}: language is {language!r}; expected a name such as 'en'"
             )
-        return replace(source_of(item["audio"], rate, index), language=language)
+        return replace(source_of(item["audio"], rate, index, block=block), language=language)
     if isinstance(item, (str, os.PathLike)):
-        return recording(item)
+        return recording(item, block=block)
     if _is_bytes(item):
-        return encoded(item, f"bytes {index}")
+        return encoded(item, f"bytes {index}", block=block)
     if hasattr(item, "read"):
         name = getattr(item, "name", None)
-        return encoded(item, name if isinstance(name, str) else f"file {index}")
+        return encoded(item, name if isinstance(name, str) else f"file {index}", block=block)
     name = f"array {index}"
     if isinstance(item, Mapping) and {"array", "sampling_rate"} <= set(item):
         name, item = str(item.get("path") or name), (item["array"], item["sampling_rate"])
@@ -201,7 +209,7 @@ def source_of(item: Any, rate: int, index: int = 0) -> Source:
             f"{name}: cannot be made an array ({error}); expected a path, bytes, an open file, an "
             "array of samples or (array, rate)"
         ) from error
-    return Source(name, lambda: _array(name, array, rate))
+    return Source(name, lambda: _array(name, array, rate, block))
 
 
 def _is_bytes(item: Any) -> TypeGuard[bytes]:
@@ -241,7 +249,7 @@ def blocks(source: Source, rate: int) -> Iterator[np.ndarray]:
 
 
 def _readable(source: Source) -> Blocks:
-    """What can be read of a source; a truncated one is an error where that is not enough."""
+    """Reads a source; a truncated one is an error where its rest is not enough."""
     empty = True
     try:
         for block in source.read():
@@ -261,7 +269,7 @@ def import_or_explain(module: str, purpose: str) -> Any:
         raise MissingExtraError(f"{purpose} needs {module}", extra="asr") from error
 
 
-def _array(name: str, array: np.ndarray, rate: Any) -> Blocks:
+def _array(name: str, array: np.ndarray, rate: Any, block: int) -> Blocks:
     if array.dtype == bool or not (
         np.issubdtype(array.dtype, np.floating) or np.issubdtype(array.dtype, np.integer)
     ):
@@ -281,8 +289,8 @@ def _array(name: str, array: np.ndarray, rate: Any) -> Blocks:
     if array.size == 0:
         raise InputError(f"{name}: {_EMPTY}")
     frames = np.atleast_2d(array)
-    for start in range(0, frames.shape[1], _BLOCK):
-        part = frames[:, start : start + _BLOCK].T
+    for start in range(0, frames.shape[1], block):
+        part = frames[:, start : start + block].T
         if np.issubdtype(part.dtype, np.integer):
             limits = np.iinfo(part.dtype)
             middle = 0 if limits.min < 0 else (limits.max + 1) // 2  # unsigned audio is centred
@@ -291,7 +299,7 @@ def _array(name: str, array: np.ndarray, rate: Any) -> Blocks:
         yield int(rate), part.astype(np.float32)
 
 
-def _file(path: Path) -> Blocks:
+def _file(path: Path, block: int) -> Blocks:
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -304,10 +312,10 @@ def _file(path: Path) -> Blocks:
         raise InputError("is no regular file; give a pipe as '-', on stdin")
     if found.st_size == 0:
         raise InputError("is empty (0 bytes); expected an audio file")
-    yield from _decoded(path)
+    yield from _decoded(path, block)
 
 
-def _decoded(content: Path | bytes) -> Blocks:
+def _decoded(content: Path | bytes, block: int) -> Blocks:
     """Samples of a file or of its bytes."""
     soundfile = import_or_explain("soundfile", "reading audio files")
     try:
@@ -318,18 +326,18 @@ def _decoded(content: Path | bytes) -> Blocks:
     with file:
         if (file.format, file.subtype) == ("RAW", "ULAW"):  # what libsndfile takes any .au for
             raise _unreadable("it has no header", "check what it is")
-        yield from _soundfile(content, file)
+        yield from _soundfile(content, file, block)
 
 
 def _openable(content: Path | bytes) -> str | io.BytesIO:
     return io.BytesIO(content) if isinstance(content, bytes) else str(content)
 
 
-def _soundfile(content: Path | bytes, file: Any) -> Blocks:
+def _soundfile(content: Path | bytes, file: Any, block: int) -> Blocks:
     import soundfile
 
     claimed = _CLAIM.search(file.extra_info)
-    seen, size = 0, max(1, _BLOCK // file.channels)
+    seen, size = 0, max(1, block // file.channels)
     try:
         while len(frames := file.read(size, dtype="float32", always_2d=True)):
             seen += len(frames)
@@ -364,7 +372,7 @@ def _ogg_is_complete(content: Path | bytes) -> bool:
 
 
 def _other_readers(content: Path | bytes, error: Exception) -> Blocks:
-    """What soundfile does not open: PyAV where it is installed, then librosa."""
+    """Reads formats that soundfile does not open: by PyAV where installed, then librosa."""
     av: Any = None
     with contextlib.suppress(ImportError):
         av = importlib.import_module("av")

@@ -63,9 +63,10 @@ class Recording:
     Args:
         source: Where its samples come from.
         rate: At which they are wanted, in Hz.
+        keep_s: Most seconds that are kept in memory.
 
     Attributes:
-        name: What the user called it.
+        name: Its name for users.
         rate: Samples a second.
         key: A hash of its samples.
         samples: How many it has.
@@ -74,10 +75,10 @@ class Recording:
         InputError: The recording cannot be read or trusted, or holds no samples.
     """
 
-    def __init__(self, source: Source, rate: int) -> None:
+    def __init__(self, source: Source, rate: int, *, keep_s: float = KEEP_S) -> None:
         self.name, self.rate = source.name, rate
         meter = _Meter(blocks(source, rate))
-        kept = list(itertools.takewhile(lambda _: meter.samples <= KEEP_S * rate, meter))
+        kept = list(itertools.takewhile(lambda _: meter.samples <= keep_s * rate, meter))
         self._replay: Callable[[], Iterator[np.ndarray]]
         if meter.ended:
             samples = np.concatenate(kept) if kept else np.zeros(0, np.float32)

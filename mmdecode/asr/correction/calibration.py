@@ -36,11 +36,11 @@ _HALVINGS = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Temperatures:
-    """Of the models of a fusion.
+    """Temperatures of the models of a fusion.
 
     Attributes:
-        main: Of the language model.
-        acoustic: Of the recogniser's scores.
+        main: Temperature of the language model.
+        acoustic: Temperature of the recogniser's scores.
         tokens: Positions by which they were fitted.
     """
 
@@ -80,7 +80,7 @@ def fit_temperature(scores: Tensor, labels: Tensor) -> float:
 
     Args:
         scores: Logits ``(n, K)``, see `temperature_for`.
-        labels: What was right, ``(n,)``; -1 where it is not among the K.
+        labels: Index of the correct one, ``(n,)``; -1 where it is not among the K.
     """
     return temperature_for(scores, float((scores.argmax(-1) == labels).double().mean()))
 
@@ -130,7 +130,7 @@ def calibrate(
 def _forced(
     corrector: Corrector, one: NBestList, heard: Any
 ) -> tuple[Tensor, BranchOutput, Tensor]:
-    """What both models say at each token of a reference: ``(n, V)``, scores, labels ``(n,)``."""
+    """Outputs of both models at each token of a reference: ``(n, V)``, scores, labels ``(n,)``."""
     assert one.reference is not None and corrector.decoder.guide is not None
     device = corrector.model.device
     answer = corrector.prompts.answer(one.reference)

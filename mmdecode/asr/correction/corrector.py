@@ -56,17 +56,17 @@ if TYPE_CHECKING:
 
 
 ADVICE = "use a smaller batch_size, or show the model fewer hypotheses"
-"""What to do where a list needs more memory than there is."""
+"""Advice where a list needs more memory than there is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """What became of one list.
+    """Result of correcting one list.
 
     Attributes:
-        id: Of the list.
+        id: Id of the list.
         index: Its place in the input.
-        text: What is handed on: the answer, or the first hypothesis where it was refused.
+        text: Final text: the answer, or the first hypothesis where it was refused.
         best: The first hypothesis.
         raw: The answer as the model wrote it; empty where it was not asked.
         refused: Why the answer is not handed on; ``None``: it is.
@@ -94,7 +94,7 @@ class Correction:
         return words_of(self.text) != words_of(self.best)
 
     def as_dict(self) -> dict[str, Any]:
-        """As a row of a results file."""
+        """Row of a results file."""
         return {name: value for name, value in asdict(self).items() if name != "index"}
 
 
@@ -107,7 +107,7 @@ class Corrector:
         template: A name of `TEMPLATES`, or a text of one's own, see `Template`.
         count: Hypotheses shown to the model, at most.
         chat: Whether the prompt goes in as a user's turn of the tokenizer's chat template.
-        guard: Which answers are handed on; ``None``: all.
+        guard: Decides which answers are used; ``None``: all.
         copy_below: The first hypothesis is handed on where the model prefers its answer by less, in
             nats (`Correction.preference`); it costs a pass over those lists whose answer is another
             text. ``mmdecode evaluate nbest`` fixes it on a development part. ``None``: no such
@@ -116,14 +116,14 @@ class Corrector:
             draft or its name with options, or ``None``; greedy and sampled answers are the same.
         guide: A guide, or its name with options.
         beams: Sequences followed by transformers' beam search, which knows no draft; 1: none.
-        temperature: Of the distribution that answers are drawn from, with noise of the list's id;
+        temperature: Temperature at which answers are sampled, with noise of the list's id;
             0: the most likely tokens.
         batch_size: Lists decoded at once.
         max_new_tokens: Most tokens of an answer, or fewer where the model has no more positions.
-        seed: Of the noise that sampling uses.
+        seed: Seed of the noise that sampling uses.
 
     Attributes:
-        decoder: What decodes, with its ``stats`` and ``trace``; beams are not counted there.
+        decoder: Decoder, with its ``stats`` and ``trace``; beams are not counted there.
 
     Raises:
         IncompatibleError: Beams next to a guide, a draft that was asked for, or a temperature.
@@ -199,7 +199,7 @@ class Corrector:
                 the corrector was trained with where its folder says so.
             device: ``None``: CUDA where there is one.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
-            **options: Of the class.
+            **options: Options of the class.
 
         Raises:
             InputError: The checkpoint cannot be loaded.
@@ -248,7 +248,7 @@ class Corrector:
         Args:
             lists: See a call.
             audio: See a call.
-            watch: Of the job, where it calls several times; see `mmdecode.runs.items`.
+            watch: Progress of the job, where it calls several times; see `mmdecode.runs.items`.
         """
         watch = Watch() if watch is None else watch
         yield from watch.released(self.outcomes(lists, audio, watch))
@@ -331,7 +331,7 @@ class Corrector:
     def _answers(
         self, lists: Sequence[NBestList], prompts: Sequence[list[int]], audio: list[Any] | None
     ) -> list[list[int]]:
-        """What the model writes, ids up to and with the end."""
+        """Ids that the model generates, up to and with the end token."""
         ids, mask = (part.to(self.model.device) for part in self.prompts.padded(prompts))
         given: dict[str, Any] = {
             "input_ids": ids,

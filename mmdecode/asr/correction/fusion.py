@@ -1,4 +1,4 @@
-"""What a recogniser says of a language model's candidates, by the text that they stand for.
+"""Scores of a recogniser for a language model's candidates, by the text that they stand for.
 
 The two models need not share a vocabulary. A candidate is the text so far with one more token of
 the language model after it, and its score is the log-probability, under the recogniser, that a
@@ -67,11 +67,11 @@ from mmdecode.registry import adapter_for
 class AcousticScorer(BranchRunner):
     """A recogniser that scores a language model's most likely tokens as text.
 
-    See `mmdecode.engine.contracts.BranchRunner`; the module says what a score is. What is heard
+    See `mmdecode.engine.contracts.BranchRunner`; the module says what a score is. The audio
     comes with the call, as for `mmdecode.guide.fusion.SecondModel`.
 
     Args:
-        call: Of the call.
+        call: The call.
         model: A recogniser that the engine has an adapter for.
         spelling: How it writes.
         prompt: Its decoder's first ids, which ask for a transcript without times.
@@ -80,7 +80,7 @@ class AcousticScorer(BranchRunner):
         candidates: How many of its most likely tokens are scored.
 
     Attributes:
-        choices: What the language model and the audio might have taken, each alone.
+        choices: Choices of the language model and of the audio, each alone.
     """
 
     stage = 2
@@ -179,7 +179,7 @@ class AcousticScorer(BranchRunner):
         )
 
     def _asked(self, text: str | None, token: int) -> tuple[str, bool] | None:
-        """What a candidate stands for: a text, and whether it ends there."""
+        """Text that a candidate stands for, and whether it ends there."""
         if text is None or text.endswith(_NO_TEXT):
             return None
         if token in self.ends:
@@ -239,7 +239,7 @@ def _generated(call: Call) -> list[list[int]]:
 
 
 def _paths(call: Call, proposal: Proposal) -> Iterator[list[list[int] | None]]:
-    """By row, the generated ids up to the root and to each node, ``None`` for unused nodes."""
+    """Generated ids up to the root and to each node, by row, ``None`` for unused nodes."""
     parents = proposal.structure()[0].expand(call.batch, -1).tolist()
     tokens = proposal.tokens.tolist()
     for row, committed in enumerate(_generated(call)):
@@ -254,7 +254,7 @@ def pieces_of(tokenizer: Any, vocab: int) -> list[str | None]:
     """The text that each token adds after a word, ``None`` where it adds none.
 
     Args:
-        tokenizer: Of the language model.
+        tokenizer: Tokenizer of the language model.
         vocab: Rows of its output, which may be more than the tokenizer has.
     """
     anchor = tokenizer("a", add_special_tokens=False).input_ids[-1:]

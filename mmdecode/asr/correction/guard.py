@@ -70,8 +70,8 @@ class EditGuard:
         """Why an answer is refused; ``None``: it is not.
 
         Args:
-            answer: What the model wrote.
-            hypotheses: What it was asked about.
+            answer: Answer of the model.
+            hypotheses: Hypotheses of its prompt.
             template: How it was asked: an answer that repeats that is none.
         """
         said, heard = answer.strip(), [text.strip() for text in hypotheses]

@@ -24,7 +24,7 @@ class Block:
     Attributes:
         tokens: In an order in which parents come first.
         parents: -1 for those right after the cached prefix.
-        prefixes: What is known once the token was read: all tokens up to it, from the beginning.
+        prefixes: All tokens up to this one, from the beginning.
         kept: How many of the first stay in the cache.
     """
 
@@ -107,7 +107,7 @@ class Listener:
         self._masses = {k: mass for k, mass in self._masses.items() if k[0][:size] == trunk}
 
     def block(self) -> Block:
-        """What is to be read for `wanted`."""
+        """Tokens to be read for `wanted`."""
         block = Block()
         place = -1
         for end in range(self._cached + 1, len(self._trunk) + 1):
@@ -125,7 +125,7 @@ class Listener:
         """Takes over what was read.
 
         Args:
-            block: What `block` said.
+            block: Result of `block`.
             distributions: Log-distributions ``(V,)`` by place in it, at least those of `unread`.
         """
         for place, distribution in distributions.items():

@@ -6,8 +6,8 @@
 * ``generator``: ``input``, a list, best first, and ``output``, the reference, as HyPoradise's
   published sets have them (Chen et al., 2023, arXiv:2309.15701); further ``id`` and ``am_score``.
 * ``lora``: ``input1``, the best, ``input2``, the others as one text, and ``output``, as its
-  training scripts read them. Those do not say how the others are told apart; here each ends with a
-  full stop, as in its authors' later prompts, and lines are understood too.
+  training scripts read them. These do not say how the other hypotheses are separated; here each
+  ends with a full stop, as in its authors' later prompts, and lines are understood too.
 
 A row with ``n_best`` is a result of `mmdecode.asr.Transcriber`, or a line of the ``results.jsonl``
 of ``mmdecode transcribe --n-best``: each of its windows is a list.
@@ -41,13 +41,14 @@ REFERENCE = ("reference", "output")
 
 @dataclass(frozen=True)
 class NBestList:
-    """What a recogniser takes a recording, or a window of one, to say.
+    """N-best list of a recogniser for a recording, or a window of one.
 
     Attributes:
         id: Its name; unique among lists that are used together.
         hypotheses: Texts, the best first; equal ones may be among them.
-        scores: Of each, higher is better: mean log-probability per token; ``None``: not known.
-        reference: What was said; ``None``: not known.
+        scores: Score of each, higher is better: mean log-probability per token; ``None``: not
+            known.
+        reference: Reference text; ``None``: not known.
         audio: The recording; ``None``: not known.
 
     Raises:
@@ -121,7 +122,7 @@ def write_lists(
     Args:
         lists: In order.
         path: ``.json`` is one JSON list, anything else JSON lines; a further ``.gz`` packs it.
-        form: Of `FORMS`.
+        form: One of `FORMS`.
 
     Raises:
         InputError: A list cannot be written in this format.
@@ -166,7 +167,7 @@ def split(lists: Sequence[NBestList], share: float) -> tuple[list[NBestList], li
 
     Args:
         lists: In order, which both parts keep.
-        share: Of the lists that are to be in the first part, about, from 0 to 1.
+        share: Approximate share of the lists in the first part, from 0 to 1.
     """
     parts: tuple[list[NBestList], list[NBestList]] = ([], [])
     for one in lists:

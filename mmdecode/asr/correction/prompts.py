@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 SETTINGS = "corrector.json"
-"""What a trained corrector's folder says of its prompts."""
+"""File of a trained corrector's folder that describes its prompts."""
 
 
 NO_LABEL = -100
@@ -113,7 +113,7 @@ class Template:
 
     @cached_property
     def own_lines(self) -> list[str]:
-        """What the template itself says: its lines of several words, and its headings."""
+        """Text of the template itself: its lines of several words, and its headings."""
         literal = "\n".join(part for part, _, _, _ in Formatter().parse(self.text))
         lines = (line.strip() for line in literal.split("\n"))
         return [line for line in lines if line.startswith("#") or len(line.split()) > 2]
@@ -153,7 +153,7 @@ class PromptOptions:
 
     @classmethod
     def kept(cls, folder: str) -> dict[str, Any]:
-        """What a model's folder says of them; empty where it says nothing."""
+        """Prompt settings of a model's folder; empty where there are none."""
         file = Path(folder) / SETTINGS
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
@@ -187,11 +187,11 @@ class ListPrompts:
         self.pad = self.eos if pad is None else int(pad)
 
     def shown(self, hypotheses: Sequence[str]) -> Sequence[str]:
-        """Those of a list that are put to the model."""
+        """Hypotheses of a list that the prompt shows."""
         return hypotheses[: self.options.count]
 
     def prompt(self, hypotheses: Sequence[str]) -> list[int]:
-        """What the model reads of a list."""
+        """Prompt for a list."""
         text = self.template.prompt(self.shown(hypotheses))
         if self.options.chat:
             turn = [{"role": "user", "content": text}]
@@ -204,7 +204,7 @@ class ListPrompts:
         return ids
 
     def answer(self, text: str) -> list[int]:
-        """What the model is to write, with one end-of-sequence token, at its end."""
+        """Target ids, with one end-of-sequence token at the end."""
         if self.seq2seq:
             ids = self.tokenizer(text_target=text)["input_ids"]
         else:
@@ -212,12 +212,12 @@ class ListPrompts:
         return [*(token for token in ids if token != self.eos), self.eos]
 
     def text(self, ids: Sequence[int]) -> str:
-        """What some ids of an answer say."""
+        """Text of some ids of an answer."""
         decode = self.tokenizer.decode
         return decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
 
     def collated(self, pairs: Sequence[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
-        """What a model's forward takes of prompts and answers; nothing but answers has labels.
+        """Inputs of a model's forward for prompts and answers; only answers have labels.
 
         A seq2seq model gets ``labels (B, A)`` next to prompts ``(B, P)``; a causal one prompt and
         answer as one row, ``labels`` as wide. Rows are padded on the right.

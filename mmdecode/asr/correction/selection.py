@@ -1,4 +1,4 @@
-"""Which of the hypotheses to take: by their agreement, by a language model, or by certainty.
+"""Selects one of the hypotheses: by their agreement, by a language model, or by certainty.
 
 A choice is a place in the list; of equally good hypotheses the first is taken. Each way has a gain
 over the first hypothesis in its own unit, so that a threshold can be laid on it
@@ -32,7 +32,7 @@ class Choice:
 
     Attributes:
         place: Where it stands in the list, from 0.
-        gain: By how much it is better than the first hypothesis; 0 where it is that one.
+        gain: Improvement over the first hypothesis; 0 where it is that one.
     """
 
     place: int
@@ -107,8 +107,8 @@ def joined_scores(one: NBestList, language: Sequence[float], weight: float) -> l
 
     Args:
         one: The list, with scores.
-        language: Of a language model, one per hypothesis.
-        weight: Of the language model.
+        language: Scores of a language model, one per hypothesis.
+        weight: Weight of the language model.
 
     Raises:
         InputError: The list has no scores.
@@ -168,7 +168,7 @@ def most_certain(distributions: Sequence[Tensor]) -> Choice:
 
 @dataclass(frozen=True)
 class TextScore:
-    """What a language model makes of a text.
+    """Score of a text by a language model.
 
     Attributes:
         total: Log-probability in nats, the end token included.

@@ -16,7 +16,7 @@ Route = Literal["auto", "text", "ids"]
 
 
 MARKS = ("", ",", ".", "?", "!")
-"""What may follow a word, next to what the text itself has there."""
+"""Punctuation that may follow a word, next to that of the text itself."""
 
 _TRAILING = ",.?!;:"
 

@@ -39,8 +39,8 @@ class Corrected:
     """A corrected list.
 
     Attributes:
-        correction: What became of it.
-        words: Of its text.
+        correction: Result of correcting it.
+        words: Words of its text.
     """
 
     correction: Correction
@@ -48,7 +48,7 @@ class Corrected:
 
 
 class ListCorrection(ABC):
-    """What corrects lists, and says of each word who decided it.
+    """Corrects lists, and tells which model decided each word.
 
     Args:
         corrector: The language model.
@@ -70,7 +70,7 @@ class ListCorrection(ABC):
 
         Args:
             lists: N-best lists.
-            audio: What was heard, one entry for each.
+            audio: Encoded audio, one entry for each.
         """
 
 
@@ -97,7 +97,7 @@ class LanguageModelCorrection(ListCorrection):
 
         Args:
             model: A corrector: folder, Hub id or ``zoo:NAME``.
-            recogniser: Whose device is used; given by the transcriber.
+            recogniser: Recogniser whose device is used; given by the transcriber.
             count: Hypotheses shown; ``None``: as the corrector was trained.
             batch_size: Lists at once.
             max_new_tokens: Most tokens of an answer.
@@ -122,7 +122,7 @@ class FusedCorrection(ListCorrection):
         corrector: A causal language model; its guide is set here.
         recogniser: The model that hears.
         join: Makes the guide of the acoustic branch: how the two models are joined.
-        candidates: Of the language model's tokens, how many the audio is asked about.
+        candidates: Number of the language model's tokens that the recogniser scores.
         route: How they are scored, see `mmdecode.asr.correction.fusion.Acoustic.branch`.
 
     Raises:
@@ -163,7 +163,7 @@ class FusedCorrection(ListCorrection):
 
         Args:
             lists: N-best lists.
-            audio: What was heard, one entry for each.
+            audio: Encoded audio, one entry for each.
         """
         if audio is None:
             raise OptionError(f"{type(self).__name__} hears the audio; pass one entry per list")
@@ -183,7 +183,7 @@ class FusedCorrection(ListCorrection):
         return sorted(found, key=lambda one: one.correction.index)
 
     def _words_of_tokens(self, scorer: Any, row: int, count: int) -> list[DecidedWord]:
-        """Of each word of an answer, who decided its tokens."""
+        """Model that decided the tokens of each word of an answer."""
         tokens = scorer.choices.tokens(row)[:count]
         kept = scorer.choices.kept[row][:count]
         marks: list[set[By]] = []
@@ -239,7 +239,7 @@ def _words_of_text(one: Correction) -> list[DecidedWord]:
 
 
 class UADFCorrection(FusedCorrection):
-    """By uncertainty-aware dynamic fusion, see `mmdecode.guide.uadf`."""
+    """Corrects by uncertainty-aware dynamic fusion, see `mmdecode.guide.uadf`."""
 
     summary = "a language model corrects, the audio weighs in where it is unsure"
     source = "Chen et al. 2024; unlike tokenizers by text are ours"
@@ -268,14 +268,15 @@ class UADFCorrection(FusedCorrection):
             beta: See `mmdecode.guide.uadf.UADF`.
             scale: See there.
             main_temperature: See there; ``None``: that of the language model's card.
-            acoustic_temperature: As ``main_temperature``.
+            acoustic_temperature: Temperature of the recogniser's scores.
             candidates: See `FusedCorrection`.
             route: See `FusedCorrection`.
             count: See `LanguageModelCorrection.from_options`.
             batch_size: See `LanguageModelCorrection.from_options`.
             max_new_tokens: See `LanguageModelCorrection.from_options`.
-            draft: As there. It changes no token; every drafted one is listened for, so that it
-                pays where the language model's pass costs much more than the recogniser's.
+            draft: Drafter of the language model. It changes no token; every drafted one is listened
+                for, so that it pays where the language model's pass costs much more than the
+                recogniser's.
         """
         corrector = load_corrector(model, recogniser, count, batch_size, max_new_tokens, draft)
         heat = temperatures_of(model, main_temperature, acoustic_temperature)
@@ -287,7 +288,7 @@ class UADFCorrection(FusedCorrection):
 
 
 class _Weighted(FusedCorrection):
-    """By a fusion of one fixed weight."""
+    """Corrects by a fusion of one fixed weight."""
 
     fusion: ClassVar[type[Static] | type[Shallow]]
 
@@ -319,8 +320,9 @@ class _Weighted(FusedCorrection):
             count: See `LanguageModelCorrection.from_options`.
             batch_size: See `LanguageModelCorrection.from_options`.
             max_new_tokens: See `LanguageModelCorrection.from_options`.
-            draft: As there. It changes no token; every drafted one is listened for, so that it
-                pays where the language model's pass costs much more than the recogniser's.
+            draft: Drafter of the language model. It changes no token; every drafted one is listened
+                for, so that it pays where the language model's pass costs much more than the
+                recogniser's.
         """
         corrector = load_corrector(model, recogniser, count, batch_size, max_new_tokens, draft)
         heat = temperatures_of(model, main_temperature, acoustic_temperature)
@@ -332,7 +334,7 @@ class _Weighted(FusedCorrection):
 
 
 class StaticCorrection(_Weighted):
-    """By late fusion of a fixed weight, see `mmdecode.guide.fusion.Static`."""
+    """Corrects by late fusion of a fixed weight, see `mmdecode.guide.fusion.Static`."""
 
     summary = "a language model corrects, the audio weighs in with a fixed weight"
     source = "late fusion, the baseline of Chen et al. 2024"
@@ -340,7 +342,7 @@ class StaticCorrection(_Weighted):
 
 
 class ShallowCorrection(_Weighted):
-    """By shallow fusion, see `mmdecode.guide.fusion.Shallow`."""
+    """Corrects by shallow fusion, see `mmdecode.guide.fusion.Shallow`."""
 
     summary = "a language model corrects, log-probabilities of the audio are added"
     source = "shallow fusion, Gulcehre et al. 2015, with the roles exchanged"

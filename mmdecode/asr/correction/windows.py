@@ -34,7 +34,7 @@ class Stretch:
     """A stretch of a recording that is heard again.
 
     Attributes:
-        segments: Which of the transcript's it holds, first and after the last.
+        segments: Indices of the transcript's segments that it holds, first and after the last.
         start: Its first sample.
         end: After its last.
     """
@@ -52,7 +52,7 @@ class WindowCorrector:
     own. Corrected words go to the segment in which the words next to them were.
 
     Args:
-        method: What corrects.
+        method: Corrects the windows.
         loop: The transcriber's.
     """
 
@@ -126,13 +126,13 @@ class WindowCorrector:
         return found
 
     def _given(self, waves: Sequence[Any], prompt: tuple[int, ...]) -> list[Given]:
-        """What the model is given of some stretches."""
+        """Encoder inputs of some stretches."""
         return [Given(features=one, prompt=prompt) for one in self.recognizer.features(waves)]
 
     def _lists(
         self, transcript: Transcript, heard: Sequence[Stretch], given: Sequence[Given]
     ) -> list[NBestList]:
-        """Of each stretch the text it has, and what a beam search finds."""
+        """Text of each stretch, and the hypotheses of a beam search."""
         ours = self.recognizer
         seconds = [(one.end - one.start) / ours.rate for one in heard]
         encoded = ours.encode([one.features for one in given], seconds)
@@ -172,7 +172,7 @@ def places_in(before: Sequence[str], words: Sequence[str]) -> list[int]:
 
     Args:
         before: Words of the earlier text, at least one.
-        words: Of the text.
+        words: Words of the text.
     """
     places = []
     matcher = SequenceMatcher(None, before, words, autojunk=False)

@@ -1,1 +1,1 @@
-"""What is decoded and when: windows of long audio, retries, beams, and where a window is cut."""
+"""Order of decoding: windows of long audio, retries, beams, and where a window is cut."""

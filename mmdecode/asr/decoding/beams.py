@@ -33,7 +33,7 @@ def beam_search(
     Args:
         model: An encoder-decoder.
         prompt: ``(B, P)``, without padding.
-        inputs: What ``generate`` takes besides: the windows, or the encoder's states of them.
+        inputs: Further inputs of ``generate``: the windows, or the encoder's states of them.
         rules: Processors next to those that the checkpoint asks for.
         config: Lengths and special tokens.
         beams: Sequences followed.

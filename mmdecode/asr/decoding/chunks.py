@@ -4,10 +4,10 @@ Two windows heard what lies in both. The longest run of tokens that their texts 
 about the same time, is where they are joined: in the middle of it, since a window knows least about
 its edges. Without a shared run of two tokens the times decide: what the later window says of a time
 for which the earlier one has a complete segment was heard from the middle of a sentence on, and is
-dropped. A sentence longer than the overlap may lie whole in no window. Of a model without
+dropped. A sentence longer than the overlap may lie whole in no window. With a model without
 timestamps both texts end at the word that is about in the middle of what overlaps.
 
-What it costs: `zoo:whisper-synth`, whose windows are of 8 s, reads the zoo's recording of three
+Cost: `zoo:whisper-synth`, whose windows are of 8 s, reads the zoo's recording of three
 minutes with a word error rate of 17.7 % in chunks and of 14.0 % in sequence, its clips joined by
 sevens with 17.5 % and 16.4 %. Less overlap costs more: 2 s instead of 4 have 29.6 % and 30.8 %; 6
 have 5.4 % and 7.4 %, and decode three times as many windows as the sequence. On one CPU core, eight
@@ -64,8 +64,8 @@ def join(
     """One list of pieces from those of two neighbouring windows; the two that meet become one.
 
     Args:
-        left: Of the earlier window, or of all windows up to it.
-        right: Of the later window.
+        left: Text of the earlier window, or of all windows up to it.
+        right: Text of the later window.
         begin: Where the later window begins, in seconds.
         is_text: Whether an id stands for text.
     """
@@ -96,8 +96,8 @@ def join_windows(
     It is the word next to the middle of what they share, else to the middle of what overlaps.
 
     Args:
-        left: Of the earlier window, or of all windows up to it.
-        right: Of the later window.
+        left: Segments of the earlier window, or of all windows up to it.
+        right: Segments of the later window.
         begin: Where the later window begins, in seconds.
         is_text: Whether an id stands for text.
         starts_word: Whether an id begins a word.
@@ -154,7 +154,7 @@ def _until(
     is_text: Callable[[int], bool],
     starts_word: Callable[[int], bool],
 ) -> list[Piece]:
-    """What is said up to about a time, in whole words."""
+    """Text up to about a time, in whole words."""
     found = []
     for index, piece in enumerate(pieces):
         if piece.end > at:
@@ -171,7 +171,7 @@ def _from(
     is_text: Callable[[int], bool],
     starts_word: Callable[[int], bool],
 ) -> list[Piece]:
-    """What is said from about a time on, in whole words."""
+    """Text from about a time on, in whole words."""
     found = []
     for index, piece in enumerate(pieces):
         if piece.start < at:

@@ -80,11 +80,11 @@ class Attempts:
         """One judged attempt at each window.
 
         Args:
-            prompt: Of one length, ``(B, P)``.
+            prompt: Prompts of one length, ``(B, P)``.
             encoded: The windows.
             temperature: 0 is greedy.
-            names: What noise is keyed by.
-            sources: What a draft may copy from.
+            names: Keys of the noise.
+            sources: Texts that a drafter may copy from.
         """
         options, width, ours = self.options, prompt.shape[1], self.recognizer
         no_speech: list[float | None] = [None] * len(prompt)
@@ -177,7 +177,7 @@ def avg_logprob(scores: Tensor, tokens: Tensor, temperature: float) -> float:
     Args:
         scores: Processed, ``(L, V)``.
         tokens: ``(L,)``.
-        temperature: What the scores were divided by; 0 for none.
+        temperature: Sampling temperature; 0 for greedy decoding.
     """
     log_p = (scores * (temperature or 1.0)).float().log_softmax(-1)
     return float(log_p.gather(1, tokens[:, None]).mean())

@@ -51,7 +51,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a window.
+    """Decision about a window.
 
     Attributes:
         keep: Segments that stay.
@@ -82,7 +82,7 @@ def judge(segments: Sequence[Sequence[Word]], place: Place, threshold_s: float) 
 
     Args:
         segments: Words of each segment.
-        place: Of the window.
+        place: Position of the window.
         threshold_s: Longer pauses are silence.
 
     Returns:

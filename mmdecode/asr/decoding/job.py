@@ -21,22 +21,22 @@ class Job:
 
     Attributes:
         index: Its place in the input.
-        name: What it is called.
+        name: Its name.
         speech: Its audio; ``None``: nobody speaks.
         frame_s: Seconds in a frame.
         timeline: Where the stretches that are transcribed stand in the recording.
         language: Its language token.
         conditioned: Whether the next window is shown the text so far.
         shown: The last tokens of the text so far.
-        source: What a draft may copy from in the next window.
+        source: Text that a drafter may copy from in the next window.
         seek: First frame not yet read.
         joins: Whether the window that begins there overlaps the one before.
         windows: Windows begun.
         attempts: Windows decoded, repeats included.
-        results: What each window that ended came to.
+        results: Results of the windows that ended.
         pieces: Segments so far.
         said_s: End of the last word so far, where the options ask for it.
-        missing: What is missing of the recording, where that is allowed.
+        missing: Missing part of the recording, where that is allowed.
     """
 
     index: int
@@ -76,11 +76,11 @@ class Window:
 
     Attributes:
         job: The recording.
-        number: Which of its windows, from 0.
+        number: Index among its windows, from 0.
         seek: Its first frame.
         count: Frames of the recording in it.
         joined: Whether it overlaps the window before, so that their texts are joined.
-        samples: What it was made of, where words are timed by it.
+        samples: Samples it was made of, where words are timed by them.
         heard: The same as a guide may change it, where one does.
     """
 

@@ -1,6 +1,6 @@
 """START HERE for long audio: `LongForm`, the loop over the windows of many recordings.
 
-A recording is read window by window. Of a model with timestamps, where it says that a segment ended
+A recording is read window by window. For a model with timestamps, the end of its last segment
 decides where the next window starts; for others windows are cut at pauses before they are decoded,
 several of one recording in a step (`mmdecode.asr.recognizers`). Inside transformers' batched long
 form nothing can know which recording, window and attempt a row is, so the loop is here: each step
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 ADVICE = "lower batch_size or n_best, or load the model in half precision"
-"""What to do where one recording needs more memory than there is."""
+"""Advice where one recording needs more memory than there is."""
 
 
 class LongForm:
@@ -183,7 +183,7 @@ class LongForm:
         )
 
     def _attempt(self) -> contextlib.AbstractContextManager[None]:
-        """What fails in here is not counted."""
+        """Context in which failures are not counted."""
         decoder = self.attempts.decoder
         return decoder.stats.attempt() if decoder is not None else contextlib.nullcontext()
 
@@ -298,12 +298,12 @@ class LongForm:
                 result.tokens = [*tokens]
 
     def _request(self, window: Window, attempt: int | str) -> str:
-        """What the noise of an attempt is keyed by."""
+        """Keys of the noise of an attempt."""
         assert window.job.speech is not None
         return f"{window.job.speech.key}/{window.number}/{attempt}"
 
     def _detect_languages(self, windows: list[Window], encoded: Encoded) -> None:
-        """By the first window of each recording whose language is not known."""
+        """Detects unknown languages by the first window of each recording."""
         first: dict[int, int] = {}
         for row, window in enumerate(windows):
             if window.job.language is None and self.recognizer.detects:
@@ -316,7 +316,7 @@ class LongForm:
             windows[row].job.language = language
 
     def _prompt(self, job: Job) -> list[int]:
-        """What the decoder reads before it writes."""
+        """Decoder prompts."""
         shown = job.shown if job.conditioned else self.recognizer.first_shown
         return self.recognizer.prompt(job.language, shown)
 
@@ -378,7 +378,7 @@ class LongForm:
             job.pieces = join_windows(*given, ours.starts_word)
 
     def _doubt(self, window: Window, pieces: list[Piece]) -> Verdict | None:
-        """What becomes of a window in which text may be made up; ``None``: all of it stays."""
+        """Decision about a window whose text may be hallucinated; ``None``: all of it stays."""
         job, threshold = window.job, self.options.hallucination_silence_threshold
         ours = self.recognizer
         if threshold is None:

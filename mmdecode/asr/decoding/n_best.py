@@ -5,9 +5,9 @@ window; scores are its ``sequences_scores``, at the default length penalty the m
 per token. ``sample``: draws from the distribution of model and guide at temperature 1 through the
 engine, by a decoder of its own without a draft; scores are mean log-probabilities too.
 
-What differs in its times alone is one text, with the score and the tokens of the best: there may be
-fewer texts than were asked for. A text is of a whole window: where windows follow one another, an
-unfinished last sentence comes again in the next.
+Hypotheses that differ in times alone are one text, with the score and the tokens of the best: there
+may be fewer texts than were asked for. A text is of a whole window: where windows follow one
+another, an unfinished last sentence comes again in the next.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class Alternatives:
             )
 
     def __call__(self, prompt: Tensor, encoded: Encoded, names: list[str]) -> list[list[Scored]]:
-        """As many tries at each window as are asked for, equal ones included.
+        """The requested number of attempts at each window, equal ones included.
 
         Args:
-            prompt: Of one length, ``(B, P)``.
+            prompt: Prompts of one length, ``(B, P)``.
             encoded: The windows.
-            names: What noise is keyed by.
+            names: Keys of the noise.
         """
         if self.sampler is None:
             beams = max(self.count, self.attempts.options.beams)

@@ -18,7 +18,7 @@ def first_round_end(tokens: Sequence[object]) -> int | None:
     """Where the first round of the loop at the end is over; ``None``: nothing loops.
 
     Args:
-        tokens: Of the text, without times; or words.
+        tokens: Tokens of the text, without times; or words.
     """
     for period in range(1, len(tokens) // ROUNDS + 1):
         begin = len(tokens) - period

@@ -42,10 +42,10 @@ def split_segments(tokens: list[int], begin: int, whole: int) -> tuple[list[Cut]
 
 
 def unfinished(tokens: list[int], cuts: list[Cut]) -> list[int]:
-    """What a window says after its last complete segment, from its opening timestamp on.
+    """Tokens of a window after its last complete segment, from the opening timestamp on.
 
     Args:
-        tokens: Of the window.
+        tokens: Tokens of the window.
         cuts: Its segments, the last one with both timestamps.
     """
     rest = tokens[sum(len(part) for _, _, part in cuts) - 1 :]

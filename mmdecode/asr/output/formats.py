@@ -123,7 +123,7 @@ _LEAST = -1e4
 
 
 def _compression_ratio(text: str) -> float:
-    """Of the text's bytes, as in openai-whisper; thresholds here are of token ids."""
+    """Compression ratio of the text, as in openai-whisper; thresholds here are of token ids."""
     data = text.strip().encode(errors="replace")
     return len(data) / len(zlib.compress(data))
 
@@ -142,7 +142,7 @@ ALL = "all"
 
 
 def ending(kind: str) -> str:
-    """What files of a format end in, without the first dot."""
+    """File name extension of a format, without the first dot."""
     return "whisper.json" if kind == "whisper-json" else kind
 
 

@@ -1,4 +1,4 @@
-"""What to transcribe: paths, folders, lists, manifests and standard input, as manifest entries."""
+"""Manifest entries from paths, folders, lists, manifests and standard input."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ BATCHES = ".decoding-{}"
 
 
 class Prepared(NamedTuple):
-    """What a folder held.
+    """Contents of a folder of results.
 
     Attributes:
         suspects: Ids of recordings that were being decoded when an earlier run died.
@@ -87,7 +87,7 @@ def prepare(
 
     Args:
         folder: Where results go; it exists.
-        settings: What may change a file.
+        settings: Settings that may change a file.
         resume: Continue what is there.
         entries: The input, in order.
         formats: Written per recording.
@@ -141,7 +141,7 @@ def finish(folder: Path, entries: Sequence[Entry]) -> None:
     """Where a run ended: all lines are merged, and no note of what was decoded is left.
 
     Args:
-        folder: Of results; no process of the run writes any more.
+        folder: Folder of results; no process of the run writes any more.
         entries: The input.
 
     Raises:
@@ -157,7 +157,7 @@ def merge(folder: Path, entries: Sequence[Entry], without: Collection[str] = ())
     """Puts all lines into ``results.jsonl``: one per recording, in the order of the input.
 
     Args:
-        folder: Of results.
+        folder: Folder of results.
         entries: The input.
         without: Ids whose lines go.
 
@@ -196,17 +196,17 @@ class ResultFolder:
         folder: A prepared folder.
         formats: Written per recording.
         entries: The input, in order; all processes get the same.
-        layout: Of subtitles.
-        rank: Of this process; ``None``: it is alone.
-        suspects: Those that `prepare` returned.
-        alone: Those that `prepare` returned.
+        layout: Layout of subtitles.
+        rank: Rank of this process; ``None``: it is alone.
+        suspects: Suspects that `prepare` returned.
+        alone: Recordings to be read alone, as `prepare` returned them.
         overwrite: Replace files that are not ours.
         again: Settings to note as the first result comes; then older results go.
 
     Attributes:
         done: Ids of the recordings that have a transcript.
-        journal: Of what is being read.
-        batches: Of what is being decoded.
+        journal: Records the file that is being read.
+        batches: Batches that are being decoded.
 
     Raises:
         InputError: The folder cannot be written.
@@ -326,7 +326,7 @@ def _notes(folder: Path) -> list[Path]:
 
 
 def _recording(entry: Entry) -> dict[str, Any]:
-    """What a line says of the recording itself; that it was on standard input by no path."""
+    """Entry of the recording itself in a line; one from standard input has no path."""
     known = entry.audio is not None and not entry.stdin
     found: dict[str, Any] = {"audio": os.path.abspath(entry.audio or "") if known else None}
     if entry.offset_s is not None:
@@ -373,7 +373,7 @@ def _check_recordings(folder: Path, entries: Sequence[Entry], languages: bool) -
     """Whether the transcripts in a folder are of the recordings that have their ids now.
 
     Args:
-        folder: Of results.
+        folder: Folder of results.
         entries: The input.
         languages: Whether the entries' languages count: one language may be asked for of all.
 

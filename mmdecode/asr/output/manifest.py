@@ -46,11 +46,11 @@ class Entry:
         id: Unique in its manifest: the given one, else the path as it is written there, for a part
             with ``@`` its offset and ``+`` its duration.
         audio: Path to open; ``None``: the manifest names no recording here.
-        text: What is said; ``None``: not given.
+        text: Reference text; ``None``: not given.
         offset_s: Where the part of the file begins that is meant; ``None``: all of it is.
         duration_s: Length by the manifest; ``None``: not given, and of a part: to the end.
-        speaker: Who speaks; ``None``: not given.
-        language: What is spoken; ``None``: not given.
+        speaker: Speaker; ``None``: not given.
+        language: Spoken language; ``None``: not given.
         folder: Where its results go below the folder of results; empty: directly in it.
         stdin: Whether it came on standard input; its path is that of a temporary file.
         fields: Everything that stood there, by column.
@@ -75,7 +75,7 @@ def opened(entry: Entry, language: str | None = None) -> Source:
 
     Args:
         entry: It has a path.
-        language: What is asked for of all recordings; the entry's own counts where it is ``None``.
+        language: Language of all recordings; ``None``: each entry's own.
     """
     source = recording(entry.audio or "", entry.id, shown="stdin" if entry.stdin else None)
     if entry.problem is not None:
@@ -200,7 +200,7 @@ def seconds_of(row: Mapping[str, Any], names: Iterable[str], where: str) -> floa
     """The first of some columns that a row has, as seconds; ``None``: it has none of them.
 
     Raises:
-        InputError: What stands there is no length of time.
+        InputError: The value is no length of time.
     """
     value = first_of(row, names)
     if value in (None, ""):

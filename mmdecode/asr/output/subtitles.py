@@ -59,7 +59,7 @@ DEFAULT = Layout()
 
 @dataclass(frozen=True, kw_only=True)
 class Cue:
-    """What is shown at one time.
+    """Subtitle that is shown at one time.
 
     Attributes:
         start_ms, end_ms: When, in milliseconds from the beginning of the recording.

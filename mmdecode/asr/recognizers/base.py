@@ -1,9 +1,10 @@
 """`Recognizer`: what the front end of speech has to know of a family of models.
 
 The loop over windows (`mmdecode.asr.decoding.long_form`), the attempts at one and their gates,
-streams, jobs and evaluation are the same for all families. What differs is here: at which rate and
-in which windows a recording is heard, what the encoder is given, which tokens open a transcript,
-which ids are text, how many tokens a window may have, and what the family can do beyond text.
+streams, jobs and evaluation are the same for all families. The differences are here: at which rate
+and in which windows a recording is heard, what the encoder is given, which tokens open a
+transcript, which ids are text, how many tokens a window may have, and what the family can do beyond
+text.
 
 A family of your own is a class derived from this one, or from
 `mmdecode.asr.recognizers.generic.GenericRecognizer`, named under the entry-point group
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 KEPT_S = 12.0
-"""What streams keep of audio whose windows are cut at pauses: two windows at least."""
+"""Audio that streams keep where windows are cut at pauses: two windows at least."""
 
 
 class Recognizer:
@@ -54,7 +55,7 @@ class Recognizer:
 
     Attributes:
         model_types: ``config.model_type`` of the models that the class is for.
-        capabilities: What the family can do.
+        capabilities: Capabilities of the family.
         tokenizer: The processor's.
         config: The checkpoint's ``generation_config``.
         rate: Samples a second that it hears.
@@ -114,7 +115,7 @@ class Recognizer:
         Args:
             path: A folder or a Hub id.
             config: Its configuration.
-            dtype: Of the weights.
+            dtype: Data type of the weights.
         """
         raise NotImplementedError
 
@@ -214,7 +215,7 @@ class Recognizer:
         raise NotImplementedError
 
     def read(self, recording: Recording, seek: int, count: int) -> Any:
-        """What the encoder is given of a window; ``seek`` never goes back."""
+        """Encoder input of a window; ``seek`` never goes back."""
         raise NotImplementedError
 
     def is_silent(self, recording: Recording, seek: int, count: int) -> bool:
@@ -222,7 +223,7 @@ class Recognizer:
         return False
 
     def features(self, waves: Sequence[Any]) -> Sequence[Any]:
-        """What the encoder is given of samples ``(T,)`` by themselves, for each of several."""
+        """Encoder inputs of samples ``(T,)`` by themselves, for each of several."""
         raise NotImplementedError
 
     def samples(self, recording: Recording, seek: int, count: int) -> Any:
@@ -290,11 +291,11 @@ class Recognizer:
 
     @property
     def first_shown(self) -> list[int]:
-        """What the first window is shown."""
+        """Context of the first window."""
         return []
 
     def prompt(self, language: int | None, shown: Sequence[int]) -> list[int]:
-        """What the decoder reads before it writes.
+        """Decoder prompt.
 
         Args:
             language: Token of the language.
@@ -313,7 +314,7 @@ class Recognizer:
         return token not in self._special and token not in self.ends and token != self.pad
 
     def said(self, tokens: Sequence[int]) -> list[Any]:
-        """Those that are text, as they are: timed ones stay timed."""
+        """Segments that are text, unchanged: timed ones stay timed."""
         return [t for t in tokens if self.is_text(t) and t not in self._special]
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -372,12 +373,12 @@ class Recognizer:
 
         Args:
             decoder: How.
-            prompt: Of one length, ``(B, P)``.
+            prompt: Prompts of one length, ``(B, P)``.
             encoded: The windows.
             config: See `generation`; sampling and scores are set.
             temperature: 0 is greedy.
-            names: What the noise of each row is keyed by.
-            sources: What a draft may copy from.
+            names: Keys of the noise of each row.
+            sources: Texts that a drafter may copy from.
         """
         raise NotImplementedError
 
@@ -407,16 +408,16 @@ _INSTEAD = {
     True: f"{_ANOTHER} a Moonshine, as moonshine:tiny-en",
     False: f"{_ANOTHER} a Whisper, as openai/whisper-small",
 }
-"""What to do, by whether the windows of the model that was named have one length."""
+"""Advice, by whether the windows of the named model have one length."""
 
 
 def refuse_beyond(can: Capabilities, options: TranscribeOptions, name: str) -> None:
     """Refuses options that a family cannot serve.
 
     Args:
-        can: What the family can do.
-        options: What is asked for.
-        name: Of the model, for the error.
+        can: Capabilities of the family.
+        options: Requested options.
+        name: Name of the model, for the error.
 
     Raises:
         OptionError: The options ask for more.

@@ -1,4 +1,4 @@
-"""What a recogniser declares and returns."""
+"""Declarations and results of recognisers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a family can do; what it cannot is refused by name.
+    """Capabilities of a family; other requests are refused by name.
 
     Attributes:
         timestamps: Its tokens say when segments begin and end; else segments are windows.
@@ -58,7 +58,7 @@ class Split(NamedTuple):
         cuts: Its segments.
         forward: Steps from the start of the window to that of the next one; ``None``: the next one
             follows this one.
-        rest: What was said after the last complete segment, as the next window may say it again.
+        rest: Text after the last complete segment, which the next window may repeat.
     """
 
     cuts: list[Cut]
@@ -71,10 +71,10 @@ class Encoded:
     """Windows that the encoder has read, one a row.
 
     Attributes:
-        inputs: What it was given: ``(B, ...)``, or one entry a row.
+        inputs: Inputs of the encoder: ``(B, ...)``, or one entry a row.
         seconds: Length of each.
-        states: What it made of them, ``(B, S, H)``; ``None``: the model encodes them by itself.
-        mask: Which states are no padding, bool ``(B, S)``; ``None``: all.
+        states: Encoder states, ``(B, S, H)``; ``None``: the model encodes them by itself.
+        mask: True for states that are no padding, bool ``(B, S)``; ``None``: all.
         heard: Their waveforms, for guides that change them; empty where nothing asks for them.
     """
 

@@ -49,7 +49,7 @@ FAINTEST = 2.0**-14
 LEAST_S = 0.5
 """No cut leaves a rest shorter than this, or than a quarter of a window."""
 OVERLAP_S = 3.0
-"""By how much windows overlap where no pause was found, at most a third of a window."""
+"""Overlap of windows where no pause was found, at most a third of a window."""
 
 
 class GenericRecognizer(Recognizer):
@@ -130,12 +130,12 @@ class GenericRecognizer(Recognizer):
         return bool((np.abs(recording.waveform(seek, seek + count)) <= FAINTEST).all())
 
     def read(self, recording: Recording, seek: int, count: int) -> Mapping[str, Tensor]:
-        """What the processor makes of the samples."""
+        """Processor output for the samples."""
         [found] = self.features([recording.waveform(seek, seek + count)])
         return found
 
     def features(self, waves: Sequence[Any]) -> Sequence[Mapping[str, Tensor]]:
-        """Of each window by itself, tensors with a batch of 1."""
+        """Encoder inputs of each window by itself, tensors with a batch of 1."""
         shortest = round(SHORTEST_S * self.rate)
         found = []
         for wave in waves:
@@ -162,7 +162,7 @@ class GenericRecognizer(Recognizer):
     # ---- lengths
 
     def most_tokens(self, seconds: float) -> int:
-        """What the checkpoint's settings say, else what the decoder has positions for."""
+        """Limit in the checkpoint's settings, else the decoder's positions."""
         if self.config.max_new_tokens is not None:
             return int(self.config.max_new_tokens)
         positions = (
@@ -237,7 +237,7 @@ class GenericRecognizer(Recognizer):
         config: GenerationConfig,
         names: list[str],
     ) -> Any:
-        """By ``generate`` itself, each window alone, with noise of its own."""
+        """Samples by ``generate`` itself, each window alone, with noise of its own."""
         sequences, scores = [], []
         device = self.model.device
         devices = [device] if device.type == "cuda" else []

@@ -26,5 +26,5 @@ class MoonshineRecognizer(GenericRecognizer):
     model_types = ("moonshine",)
 
     def most_tokens(self, seconds: float) -> int:
-        """By the length of the window, and at most what the decoder has positions for."""
+        """Limit by the length of the window, and by the decoder's positions."""
         return max(1, min(math.ceil(seconds * TOKENS_PER_S), super().most_tokens(seconds)))

@@ -1,7 +1,7 @@
 """Where a window is cut: at a pause, found by how loud the samples are.
 
 A pause is a stretch of at least `SHORTEST_S` that is much quieter than the speech around it:
-nearer, in decibels, to the quietest tenth of the window than to its loudest. Of the pauses that
+nearer, in decibels, to the quietest tenth of the window than to its loudest. Among the pauses that
 leave a window long enough the longest is taken, and the window ends in its middle.
 """
 
@@ -14,7 +14,7 @@ SHORTEST_S = 0.15
 RANGE_DB = 10.0
 """Where quiet and loud are nearer to each other, nothing can be told."""
 QUIET = 0.35
-"""Which part of the way from quiet to loud, in decibels, still is a pause."""
+"""Share of the range from quiet to loud, in decibels, that still is a pause."""
 
 
 def levels(samples: np.ndarray, rate: int) -> np.ndarray:
@@ -32,7 +32,7 @@ def pause_in(samples: np.ndarray, rate: int, earliest: int) -> int | None:
     """The middle of the longest pause of a window, as a sample.
 
     Args:
-        samples: Of the longest window there may be, ``(T,)``.
+        samples: Samples of the longest possible window, ``(T,)``.
         rate: Theirs, in Hz.
         earliest: No cut is made before this sample.
 

@@ -38,7 +38,7 @@ class WhisperRecognizer(Recognizer):
     """A ``WhisperForConditionalGeneration`` with its ``WhisperProcessor``.
 
     Attributes:
-        prompts: What every window starts with.
+        prompts: Prompts of every window.
         mel: Its features.
 
     Raises:
@@ -123,7 +123,7 @@ class WhisperRecognizer(Recognizer):
         return self.mel.window_frames
 
     def steps(self, count: int) -> int:
-        """By their seconds, rounded as they are: times stay what they were."""
+        """Time tokens for ``count`` frames; times stay unchanged."""
         return int(count * self.frame_s / self.stamp_s)
 
     def open(self, source: Source) -> Speech:
@@ -144,7 +144,7 @@ class WhisperRecognizer(Recognizer):
         return extractor(list(waves), sampling_rate=self.rate, return_tensors="pt").input_features
 
     def samples(self, recording: Any, seek: int, count: int) -> Any:
-        """What is heard in a window, without padding."""
+        """Samples of a window, without padding."""
         return recording.heard_samples(seek)
 
     def heard(self, recording: Any, seek: int, count: int) -> Any:
@@ -219,11 +219,11 @@ class WhisperRecognizer(Recognizer):
         return Split(cuts, forward, moved)
 
     def most_tokens(self, seconds: float) -> int:
-        """What the decoder's positions or the checkpoint's settings leave."""
+        """Limit that the decoder's positions or the checkpoint's settings leave."""
         return int(self.model.config.max_target_positions)
 
     def generation(self, width: int, most: int) -> GenerationConfig:
-        """As transformers' long form has it: the settings count the prompt as well."""
+        """Limit as in transformers' long form: the settings count the prompt as well."""
         limit = self.model.config.max_target_positions
         if self.options.max_new_tokens is not None:
             limit = min(width + self.options.max_new_tokens, limit)
@@ -300,7 +300,7 @@ class WhisperRecognizer(Recognizer):
         return processors(self.config, width, self.options, 0.0)
 
     def timer(self) -> Timer | None:
-        """By cross-attention or letters, see `mmdecode.asr.alignment.cross_attention`."""
+        """Times words by cross-attention or CTC, see `mmdecode.asr.alignment.cross_attention`."""
         if not self.options.word_timestamps:
             return None
         return Timer(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.asr.audio.reading import source_of
-from mmdecode.asr.audio.recording import Recording, Tape
+from mmdecode.asr.audio.recording import KEEP_S, Recording, Tape
 from mmdecode.errors import InputError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 Padding = Literal["auto", "silence", "zeros"]
 PADDINGS: tuple[str, ...] = get_args(Padding)
-_STEP = 1024  # frames per step when looking for the maximum
+STEP = 1024
+"""Frames looked at together for the loudest value of a recording."""
 
 
 class Mel:
@@ -38,9 +39,10 @@ class Mel:
     Args:
         extractor: A ``WhisperFeatureExtractor``.
         window_frames: Frames that the encoder takes.
+        step: Frames looked at together for the loudest value of a recording.
     """
 
-    def __init__(self, extractor: Any, window_frames: int) -> None:
+    def __init__(self, extractor: Any, window_frames: int, *, step: int = STEP) -> None:
         if extractor.dither:
             raise UnsupportedModelError(
                 f"the feature extractor adds noise (dither={extractor.dither}), which would differ "
@@ -49,6 +51,7 @@ class Mel:
         self.rate, self.hop = int(extractor.sampling_rate), int(extractor.hop_length)
         self.size, self.window_frames = int(extractor.n_fft), window_frames
         self.filters = torch.from_numpy(np.asarray(extractor.mel_filters)).float().T
+        self._step = step
         self._hann = torch.hann_window(self.size)
 
     def frames(self, tape: Tape, first: int, count: int) -> Tensor:
@@ -70,7 +73,7 @@ class Mel:
         return (self.filters @ (spectrum.abs() ** 2)).clamp(min=1e-10).log10()
 
     def features(self, energies: Tensor, peak: float) -> Tensor:
-        """What the model is given of a window, filled up with zeros, ``(mels, window frames)``.
+        """Encoder input of a window, filled up with zeros, ``(mels, window frames)``.
 
         Args:
             energies: ``(mels, count)``.
@@ -83,11 +86,11 @@ class Mel:
         """The loudest value of a whole recording."""
         first, loudest = 0, -10.0
         while True:
-            tape.fill((first + _STEP) * self.hop + self.size)
-            count = min(_STEP, tape.end // self.hop - first)
+            tape.fill((first + self._step) * self.hop + self.size)
+            count = min(self._step, tape.end // self.hop - first)
             if count > 0:
                 loudest = max(loudest, float(self.frames(tape, first, count).max()))
-            if count < _STEP:
+            if count < self._step:
                 return loudest
             first += count
 
@@ -99,6 +102,7 @@ class Speech(Recording):
         source: The recording.
         mel: The model's features.
         padding: How the last window is filled up.
+        keep_s: Most seconds of samples that are kept in memory.
 
     Attributes:
         peak: Its loudest log-mel energy.
@@ -107,9 +111,11 @@ class Speech(Recording):
         InputError: The recording cannot be read or trusted.
     """
 
-    def __init__(self, source: Source, mel: Mel, padding: Padding = "auto") -> None:
+    def __init__(
+        self, source: Source, mel: Mel, padding: Padding = "auto", *, keep_s: float = KEEP_S
+    ) -> None:
         self.mel, self._padding = mel, padding
-        super().__init__(source, mel.rate)
+        super().__init__(source, mel.rate, keep_s=keep_s)
         self._tape = Tape(itertools.chain(self._replay(), self._silence()))
 
     def _first_pass(self, parts: Iterator[np.ndarray], known: int | None) -> None:
@@ -144,7 +150,7 @@ class Speech(Recording):
         return min(self.mel.window_frames, left)
 
     def heard_samples(self, seek: int) -> np.ndarray:
-        """What is heard from frame ``seek`` on, no padding; right after `window` of that frame."""
+        """Features from frame ``seek`` on, no padding; right after `window` of that frame."""
         mel = self.mel
         count = min(mel.window_frames, self.frames - seek) * mel.hop
         # begins where the window's first frame does: the tape never goes back
@@ -172,7 +178,7 @@ class Heard:
     certain: bool = True
 
     def features(self, samples: Tensor) -> Tensor:
-        """What the model is given of other samples at this place, ``(mels, window frames)``."""
+        """Encoder input of other samples at this position, ``(mels, window frames)``."""
         return self.mel.features(self.mel.energies(samples), self.peak)
 
 

@@ -24,7 +24,7 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class Prompts:
-    """What every window starts with.
+    """Prompt tokens of every window.
 
     Attributes:
         start: Start of transcript.

@@ -80,7 +80,7 @@ def run(
                 Way(
                     name=mode,
                     about=window if MODES[mode].drafts else "token by token",
-                    law=guarantee_of(decoder),
+                    guarantee=guarantee_of(decoder),
                     pictures=_drawn(images, ways[0].pictures if ways else None),
                 )
             )
@@ -156,7 +156,7 @@ def _summary(report: Ways) -> dict[str, Any]:
         "identical": all(way.same == len(report.names) for way in exact),
         "ways": {
             way.name: {
-                "law": way.law,
+                "law": way.guarantee,
                 "about": way.about,
                 "passes": [one.passes for one in way.pictures],
                 "tokens_per_pass": round(way.rate, 4),
@@ -180,8 +180,8 @@ def _show(report: Ways, summary: Mapping[str, Any]) -> None:
     table = Table(Column("", no_wrap=True, min_width=len("(heuristic distribution)")), *about)
     for way in report.ways:
         cells = [found[way.name][name] for name in about]
-        style = None if way.law == "exact" else "yellow"
-        table.add_row(f"{way.name}\n({way.law} distribution)", *cells, style=style)
+        style = None if way.guarantee == "exact" else "yellow"
+        table.add_row(f"{way.name}\n({way.guarantee} distribution)", *cells, style=style)
     console.print(table)
     for text in report.conditions.values():
         console.print(text, style="dim", markup=False, highlight=False)

@@ -19,11 +19,11 @@ class Drawn:
 
     Attributes:
         png: It.
-        codes: What it is made of, by row.
+        codes: Its codes, by row.
         commits: The pass in which each code was decided, by row.
         passes: Scoring passes after the prompt.
-        tokens: Of the picture.
-        seconds: What it took, pixels left out.
+        tokens: Tokens of the picture.
+        seconds: Time of decoding, pixels left out.
         bits: Mean negative log2-likelihood of a code under the guided distribution.
         same: Whether its tokens are those of the first way.
     """
@@ -48,7 +48,7 @@ class Way:
     """How pictures are drawn.
 
     Attributes:
-        name: Of the mode.
+        name: Name of the mode.
         about: Its draft and rule.
         distribution: ``exact`` or ``heuristic``.
         pictures: One for each of the report's.
@@ -56,12 +56,12 @@ class Way:
 
     name: str
     about: str
-    law: str
+    guarantee: str
     pictures: Sequence[Drawn]
 
     @property
     def passes(self) -> int:
-        """Of all pictures."""
+        """Sum over all pictures."""
         return sum(one.passes for one in self.pictures)
 
     @property
@@ -71,7 +71,7 @@ class Way:
 
     @property
     def seconds(self) -> float:
-        """Of all pictures."""
+        """Sum over all pictures."""
         return sum(one.seconds for one in self.pictures)
 
     @property
@@ -87,13 +87,13 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:
-    """What a page shows.
+    """Content of a page.
 
     Attributes:
         model: Its name.
-        names: What each picture is of.
+        names: Subject of each picture.
         ways: Plain decoding first.
-        conditions: What the numbers depend on, by name.
+        conditions: Conditions of the numbers, by name.
     """
 
     model: str
@@ -107,14 +107,14 @@ _SEAMS = (
     '<rect width="6" height="1"/>'
     '<path class="seam" d="M2 0v1"/></svg>'
 )
-_LAWS = {
+_GUARANTEES = {
     "exact": "pictures come as often as token by token, whatever is guessed",
     "heuristic": "other pictures: bits per token say where they went, not whether they are good",
 }
 
 
 def numbers(report: Ways) -> dict[str, dict[str, str]]:
-    """By way, in words."""
+    """Sentences on each way."""
     plain = report.ways[0]
     count = len(report.names)
     return {
@@ -125,7 +125,7 @@ def numbers(report: Ways) -> dict[str, dict[str, str]]:
             "times plain": f"{plain.seconds / max(way.seconds, 1e-9):.2f}",
             "pictures as plain": f"{way.same} of {count}",
             "bits per token": f"{way.bits:.2f}",
-            "law": way.law,
+            "law": way.guarantee,
         }
         for way in report.ways
     }
@@ -174,14 +174,18 @@ Tokens per pass leave out the first token, which comes with the prompt.</p>
 
 
 def _legend(report: Ways, last: int) -> str:
-    """What the maps and the tags of these ways mean."""
+    """Legend of the maps and tags of these ways."""
     scale = f'prompt <span class="scale"></span> pass {last}'
     found = [
         keyed(scale, "when a code was decided: the darker, the later"),
         keyed(_SEAMS, "a seam: another pass; codes without one between them are of one pass"),
     ]
-    laws = {way.law for way in report.ways}
-    found += [keyed(_tag(law), text) for law, text in _LAWS.items() if law in laws]
+    guarantees = {way.guarantee for way in report.ways}
+    found += [
+        keyed(_tag(guarantee), text)
+        for guarantee, text in _GUARANTEES.items()
+        if guarantee in guarantees
+    ]
     return "".join(found)
 
 
@@ -189,7 +193,7 @@ def _cards(report: Ways) -> str:
     names = ("passes", "times plain", "pictures as plain", "bits per token")
     return "".join(
         card(
-            f"{escape(way.name)} {_tag(way.law)}",
+            f"{escape(way.name)} {_tag(way.guarantee)}",
             f"{way.rate:.2f}",
             "tokens per pass",
             *(f"{found[name]} {name}" for name in names),
@@ -198,9 +202,9 @@ def _cards(report: Ways) -> str:
     )
 
 
-def _tag(law: str) -> str:
-    mood = "" if law == "exact" else " bad"
-    return f'<span class="tag{mood}">{escape(law)} distribution</span>'
+def _tag(guarantee: str) -> str:
+    mood = "" if guarantee == "exact" else " bad"
+    return f'<span class="tag{mood}">{escape(guarantee)} distribution</span>'
 
 
 def _picture(report: Ways, place: int, last: int) -> str:
@@ -212,7 +216,7 @@ def _picture(report: Ways, place: int, last: int) -> str:
 
 def _way(way: Way, one: Drawn, last: int) -> str:
     as_plain = "" if one.same else " \u00b7 another picture"
-    return f"""<figure class="way"><figcaption>{escape(way.name)} {_tag(way.law)}</figcaption>
+    return f"""<figure class="way"><figcaption>{escape(way.name)} {_tag(way.guarantee)}</figcaption>
 <div class="two"><img alt="drawn by {escape(way.name)}" src="{data_url(one.png)}">
 {_map(one, last)}</div>
 <p>{one.passes} passes \u00b7 {one.rate:.2f} tokens per pass \u00b7

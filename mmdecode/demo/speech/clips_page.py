@@ -48,9 +48,9 @@ class Item:
         name: Its name.
         audio: The file that the page plays.
         about: Voice and length.
-        reference: What was said.
-        hypothesis: What was recognised.
-        noisy: What was recognised when noise was added, or ``None``.
+        reference: Reference text.
+        hypothesis: Recognised text.
+        noisy: Recognised text with added noise, or ``None``.
         windows: Rounds of the drafted decoding, window by window.
         histogram: Passes that accepted 0, 1, 2, ... drafted tokens.
         tokens: Tokens committed.
@@ -59,7 +59,7 @@ class Item:
         plain_s, drafted_s: Seconds of decoding.
         plain_total_s, drafted_total_s: Seconds with reading, features and encoder.
         identical: Whether both ways gave the same token ids.
-        words: What was recognised, word by word, with times and confidences.
+        words: Recognised words with times and confidences.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a page shows.
+    """Content of a page.
 
     Attributes:
         model, draft: Their names.
@@ -93,7 +93,7 @@ class Report:
         tokens_per_pass: Over all items.
         histogram: Passes that accepted 0, 1, 2, ... drafted tokens.
         wer: Corpus scores by the name of the set.
-        conditions: What the numbers depend on, by name.
+        conditions: Conditions of the numbers, by name.
         label: The text of a token id.
     """
 
@@ -127,12 +127,12 @@ class Pass:
 
 
 class Opening(NamedTuple):
-    """What a page shows before the report.
+    """Part of a page before the report.
 
     Attributes:
-        title: Of the page, as HTML.
+        title: Title of the page, as HTML.
         header: Its heading, as HTML.
-        body: What follows, as HTML.
+        body: Rest, as HTML.
     """
 
     title: str
@@ -176,8 +176,8 @@ def page(report: Report, opening: Opening | None = None) -> str:
     """The whole page.
 
     Args:
-        report: What it shows.
-        opening: What it shows before that; ``None``: nothing.
+        report: Report that it shows.
+        opening: Part before the report; ``None``: nothing.
     """
     gain, low, high = report.ratio
     speed = f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times slower"
@@ -237,7 +237,7 @@ and with the draft, in turns, clip by clip.</p>
 
 
 def legend(windows: Iterable[Sequence[Round]]) -> str:
-    """What the chips of strips mean, as items of a list."""
+    """Legend of the chips of strips, as items of a list."""
     found = {
         origin for rounds in windows for step in passes(rounds) for _, origin in step.committed
     }
@@ -400,7 +400,7 @@ def strip(rounds: Sequence[Round], label: Callable[[int], str]) -> str:
     """Passes as boxes of chips, the prompt's first.
 
     Args:
-        rounds: Of one decoding.
+        rounds: Rounds of one decoding.
         label: The text of a token id.
     """
     groups = []

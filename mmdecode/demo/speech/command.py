@@ -116,7 +116,7 @@ class Part:
 def _parts(
     model: str | None, draft: str | None, device: str | None, dtype: str
 ) -> tuple[Part | None, Part, str]:
-    """What transcribes people, what synthetic speech, and why nothing transcribes people."""
+    """Models for people and for synthetic speech, and why there is none for people."""
     from mmdecode.demo.speech import recordings as demo_recordings
     from mmdecode.errors import MMDecodeError
 
@@ -170,7 +170,7 @@ class Way:
     Attributes:
         transcriber: Runs it.
         seconds: Time in the decoder since `start`.
-        ids: What the decoder returned since `start`, call by call.
+        ids: Results of the decoder since `start`, call by call.
     """
 
     transcriber: Transcriber
@@ -369,7 +369,7 @@ def _report(
 
 
 def _labels(transcriber: Transcriber) -> Callable[[int], str]:
-    """What a token id is called: text, a time in seconds, or the name of a special token."""
+    """Name of a token id: text, a time in seconds, or the name of a special token."""
     tokenizer = transcriber.processor.tokenizer
     config = transcriber.model.config
     config_ids = transcriber.model.generation_config

@@ -48,11 +48,11 @@ def transcribe(
         model: Its name.
         draft: Its name.
         ways: Without and with the draft, over the model.
-        clips: What to transcribe, at least one.
-        seed: Of the interval.
+        clips: Clips to transcribe, at least one.
+        seed: Seed of the interval.
 
     Returns:
-        What a page shows, and the drafted transcripts.
+        Content of a page, and the drafted transcripts.
     """
     from rich.progress import track
 
@@ -203,16 +203,16 @@ def show(found: Recordings) -> None:
 
 
 def _marked(item: Recording) -> Any:
-    """What was heard, with what was said where they differ."""
+    """Hypothesis, with the reference where they differ."""
     from rich.text import Text
 
     shown = {
-        "substitute": lambda step: f"{step.heard}({step.said})",
-        "insert": lambda step: f"+{step.heard}",
-        "delete": lambda step: f"-({step.said})",
+        "substitute": lambda step: f"{step.hypothesis}({step.reference})",
+        "insert": lambda step: f"+{step.hypothesis}",
+        "delete": lambda step: f"-({step.reference})",
     }
     parts = [
-        Text(step.heard) if step.kind == "equal" else Text(shown[step.kind](step), "bold red")
+        Text(step.hypothesis) if step.kind == "equal" else Text(shown[step.kind](step), "bold red")
         for step in item.steps
     ]
     return Text(" ").join(parts) if item.errors else Text(item.hypothesis)

@@ -27,11 +27,11 @@ class Recording:
     Attributes:
         name: Its name.
         audio: The file that the page plays.
-        speaker: Who speaks, or where it is from.
-        origin: What it is a recording of, and its licence.
+        speaker: Speaker, or source.
+        origin: Recorded work, and its licence.
         seconds: Its length.
-        reference: What was said.
-        hypothesis: What was recognised.
+        reference: Reference text.
+        hypothesis: Recognised text.
         windows: Rounds of the drafted decoding, window by window.
         tokens: Tokens committed.
         plain_passes, passes: Decoder passes without and with the draft.
@@ -63,7 +63,7 @@ class Recording:
 
     @property
     def steps(self) -> list[Step]:
-        """What was said and what was heard, aligned."""
+        """Reference and hypothesis, aligned."""
         return align_as_written(self.reference, self.hypothesis)
 
     @property
@@ -74,13 +74,13 @@ class Recording:
 
 @dataclass(frozen=True, kw_only=True)
 class Recordings:
-    """What the first screen shows.
+    """Content of the first screen.
 
     Attributes:
         model, draft: Their names.
         items: The recordings, at least one.
-        wer: Of all recordings.
-        note: What is to be known of drafts of this model; may be empty.
+        wer: Word error rate of all recordings.
+        note: Note on drafters of this model; may be empty.
         label: The text of a token id.
     """
 
@@ -130,14 +130,14 @@ class Recordings:
 
     @property
     def caution(self) -> str:
-        """What the score is worth."""
+        """Sentence on how much the score proves."""
         known = any("LibriSpeech" in item.origin for item in self.items)
         seen = ", and LibriSpeech, which some of it is from, may be in the training data"
         return f"{self.wer.words} words are little data{seen * known}"
 
     @property
     def ways(self) -> str:
-        """Whose token ids were compared."""
+        """Sentence on the comparison of token ids."""
         generate = "plain generate, " * self.with_generate
         return f"{generate}our loop without a draft, and our loop with {self.draft}"
 
@@ -156,7 +156,7 @@ class Recordings:
 
 
 def opening(found: Recordings) -> Opening:
-    """What the page of the demo begins with."""
+    """Opening of the demo's page."""
     first, count = found.items[0], len(found.items)
     others = f", one of {count} recordings of people" * (count > 1)
     differing = sum(not item.identical for item in found.items)

@@ -29,7 +29,7 @@ class AttentionMap:
     Attributes:
         plain: Share of all attention by image token, as the model has it, ``(n,)``.
         edited: The same under the guide's edits.
-        layers: Those it is the mean of.
+        layers: Layers of the mean.
         branch: The branch that is edited.
     """
 
@@ -51,10 +51,10 @@ def attention_map(
     """Attention to the image before the first token.
 
     Args:
-        answerer: Whose model and processor are used.
-        image: As `mmdecode.vlm.Answerer` takes it.
-        question: What is asked.
-        guide: Whose edits are looked at.
+        answerer: Answerer whose model and processor are used.
+        image: Image as `mmdecode.vlm.Answerer` takes it.
+        question: The question.
+        guide: Guide whose edits are shown.
 
     Returns:
         ``None`` where the guide edits no attention of the language model.

@@ -133,7 +133,7 @@ def chosen(limit: int | None) -> dict[str, list[Scene]]:
     """The scenes of each set, those as they come first; sets without any are left out.
 
     Args:
-        limit: Of all; ``None``: `IMAGES`.
+        limit: Images in all; ``None``: `IMAGES`.
     """
     from mmdecode.zoo.scene_sets import scenes_from
 
@@ -148,7 +148,7 @@ def chosen(limit: int | None) -> dict[str, list[Scene]]:
 
 
 def drafter_of(model: str) -> str:
-    """What drafts captions: the drafter that belongs to a zoo model, else what needs none."""
+    """Drafter of captions: that of a zoo model, else one that needs no training."""
     from mmdecode.checkpoints import paired
 
     return f"eagle:path={name}" if (name := paired(model, "eagle")) else "lookup"
@@ -171,7 +171,7 @@ def tasks(scene: Scene, *, tempting: bool) -> Iterator[Task]:
     """Is something there that is, that nothing speaks for; how many; and a caption.
 
     Args:
-        scene: What is asked about.
+        scene: Scene of the questions.
         tempting: Whether to ask for what mostly is there too and is not here, as the second.
     """
     from mmdecode.zoo.scene_text import COUNTS, DESCRIBE, existence_question, plural
@@ -278,7 +278,7 @@ def _drafted(plain: Answerer, decoder: Decoder, png: bytes, answer: Answer) -> D
 
 
 def _margins(answer: Answer, guided: bool) -> dict[str, float]:
-    """By branch, the guided distribution last; without a guide the model's own."""
+    """Log-probabilities by branch, the guided ones last; without a guide the model's own."""
     known = answer.margins or {}
     names = [name for name in known if name != "guided"] + ["guided"] * guided
     return {name: known[name] for name in names if name in known}
@@ -319,7 +319,7 @@ def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> l
 
 
 def _plain_choices(plain: Answerer, png: bytes, answers: Sequence[Answer]) -> list[list[int]]:
-    """What transformers alone would say at each place of given answers, read from left to right."""
+    """Choice of transformers alone at each position of given answers."""
     from mmdecode.vlm.images import image_source
 
     picture = image_source(png, "image").read()
@@ -350,11 +350,11 @@ class _Following:
 
     def __call__(self, ids: Any, scores: Any) -> Any:
         forced = scores.new_full(scores.shape, -float("inf"))
-        likeliest = scores.argmax(-1).tolist()
+        best = scores.argmax(-1).tolist()
         for number, row in enumerate(self.rows):
             inside = self._place < len(row)
             if inside:
-                self.choices[number].append(likeliest[number])
+                self.choices[number].append(best[number])
             forced[number, row[self._place] if inside else row[-1]] = 0
         self._place += 1
         return forced
@@ -375,7 +375,7 @@ def _judged(task: Task, text: str, scene: Scene, words: Vocabulary) -> tuple[boo
 
 
 def _scores(pictures: Sequence[Pictured], methods: Sequence[str]) -> dict[str, dict[str, str]]:
-    """By method, in words."""
+    """Sentences on each method."""
     found = {}
     asked = [one for picture in pictures for one in picture.asked]
     times = [sum(one.answers[place].seconds for one in asked) for place in range(len(methods))]
@@ -396,7 +396,7 @@ def _scores(pictures: Sequence[Pictured], methods: Sequence[str]) -> dict[str, d
 
 
 def _passes(given: Sequence[Given]) -> str:
-    """Of drafted answers, next to those without the draft."""
+    """Costs of drafted answers, next to those without the draft."""
     drafted = [one.drafted for one in given if one.drafted is not None]
     return f"{sum(one.passes for one in drafted)} for {sum(one.undrafted for one in drafted)}"
 

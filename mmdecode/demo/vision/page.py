@@ -34,10 +34,10 @@ class Token:
     """One token of an answer.
 
     Attributes:
-        text: As it is written, with the space before it.
-        instead: What the plain model would have said after the same words; ``None``: the same.
+        text: Its text, with the space before it.
+        instead: Choice of the plain model after the same words; ``None``: the same.
         survivors: Tokens that the guided distribution left; ``None``: no guide was at work.
-        distances: By branch, its largest difference of a log-probability from the main branch.
+        distances: Largest difference of a log-probability from the main branch, by branch.
         total: S, the sum of the branch weights; ``None``: the guide has none.
     """
 
@@ -53,8 +53,8 @@ class Drafted:
     """An answer that was written again, with a draft.
 
     Attributes:
-        rounds: What each pass drafted and kept, the prompt's first.
-        passes: Of the model, after the prompt.
+        rounds: Drafted and kept tokens of each pass, the prompt's first.
+        passes: Passes of the model after the prompt.
         undrafted: The same without the draft.
         same: Whether all tokens are.
         label: The text of a token id.
@@ -69,16 +69,16 @@ class Drafted:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What one method says to one question.
+    """Answer of one method to one question.
 
     Attributes:
         method: Its name; `PLAIN`: no guide.
         tokens: The answer.
         right: Whether it is true; of a caption, whether nothing is made up.
-        note: What was right or wrong about it.
-        made_up: Of a caption, how many objects it names that are not there; ``None``: no caption.
+        note: Verdict on it.
+        made_up: Hallucinated objects of a caption; ``None``: no caption.
         margins: Yes-no margins by branch, ``guided`` with the guide; empty for other questions.
-        seconds: What it took.
+        seconds: Time of decoding.
         attention: Where it looks; ``None``: it leaves attention alone.
         drafted: The same once more; ``None``: it was not drafted.
     """
@@ -124,8 +124,8 @@ class Pictured:
     """One image and what was asked about it.
 
     Attributes:
-        name: Of the image.
-        about: What is to be seen.
+        name: Name of the image.
+        about: Content of the image.
         png: The image.
         asked: The questions.
     """
@@ -141,7 +141,7 @@ class Pictures:
     """Images that were chosen alike.
 
     Attributes:
-        title: What they are.
+        title: Title of the section.
         about: How they were chosen and why, in a sentence or two.
         pictures: The images.
     """
@@ -153,14 +153,14 @@ class Pictures:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What a page shows.
+    """Content of a page.
 
     Attributes:
         model: Its name.
         methods: Names of the guides, `PLAIN` first.
         sets: The images; a method's number in its card is of the first of them.
-        scores: By method what is said of it, by what it is about.
-        conditions: What the numbers depend on, by name.
+        scores: Scores of each method, by task.
+        conditions: Conditions of the numbers, by name.
         draft: Name of what drafted, where something did.
     """
 
@@ -248,7 +248,7 @@ def drafting(report: Answers) -> dict[str, Any]:
 
 
 def _drafting(report: Answers) -> str:
-    """What drafting saved and what its colours mean; nothing where nothing was drafted."""
+    """Savings of drafting and the legend of its colours; nothing where nothing was drafted."""
     windows = [given.drafted.rounds for given in _all(report) if given.drafted is not None]
     if not windows:
         return ""
@@ -262,7 +262,7 @@ def _drafting(report: Answers) -> str:
 
 
 def headline(report: Answers) -> str:
-    """What drafts save and guides change, as HTML."""
+    """Savings of drafts and effects of guides, as HTML."""
     found, (changed, asked) = drafting(report), _changed(report)
     guides = f"guides change <b>{changed} of {asked}</b> answers" if asked else "no guide"
     if not found["passes"]:
@@ -287,7 +287,7 @@ def outcome(report: Answers) -> str:
 
 
 def short_of(part: Pictures, method: str) -> list[Given]:
-    """What a method says to the short questions of a set."""
+    """Answers of a method to the short questions of a set."""
     answers = [given for one in part.pictures for asked in one.asked for given in asked.answers]
     return [one for one in answers if one.method == method and one.made_up is None]
 
@@ -376,7 +376,7 @@ def _row(given: Given, widest: float) -> str:
 
 
 def _drafted(method: str, found: Drafted, shown: bool) -> str:
-    """Which tokens were drafted, folded up unless ``shown``."""
+    """Strip of drafted tokens, folded up unless ``shown``."""
     same = "" if found.same else ' <b class="bad">tokens differ</b>'
     return (
         f"<details{' open' * shown}><summary>{escape(method)}, drafted: {found.passes} passes in "
@@ -402,7 +402,7 @@ def _token(token: Token) -> str:
 
 
 def told(token: Token) -> str:
-    """What a guide made of a token, in words."""
+    """Effect of a guide on a token, in words."""
     parts = [f"plain would say {(token.instead or '').strip() or END!r}"]
     if token.survivors is not None:
         parts.append(f"{token.survivors:,} tokens left by the guide")

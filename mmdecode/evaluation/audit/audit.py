@@ -12,7 +12,7 @@ rounding may have raised the token and lowered the plain choice. Where what is f
 10 % quantile of the plain gaps between the best two tokens, a wrong token could hide in it: the
 audit is inconclusive.
 
-What is compared with what:
+Comparisons:
 
 * Greedy: plain ``generate``, and our own loop without a draft.
 * Sampling by the coupled rule: our own loop without a draft and with the same seed; gaps include
@@ -59,11 +59,9 @@ from mmdecode.evaluation.stats.draws import FEWEST, LEVEL, on_the_edge, p_of_dra
 
 Verdict = Literal["passes", "fails", "inconclusive"]
 QUANTILE = 0.1
-"""Of the plain gaps between the best two tokens; noise above it decides nothing."""
+"""Quantile of the plain gaps between the best two tokens; noise above it decides nothing."""
 SUSPECT = 4.0
 """A drafted pass whose logits are off by so many times the noise is remarked upon."""
-GUIDED = 100.0
-"""A guide magnifies rounding; what exceeds the model's own so many times is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +70,10 @@ class Finding:
 
     Attributes:
         case: Name of the input.
-        position: Of the first differing token, from 0.
-        token: What was generated; ``None``: it had already ended.
-        plain: What the plain distribution chooses there; ``None``: it had already ended.
-        gap: By how much the plain distribution prefers its choice; infinite where it forbids the
+        position: Position of the first differing token, from 0.
+        token: Generated token; ``None``: it had already ended.
+        plain: Choice of the plain distribution; ``None``: it had already ended.
+        gap: Preference of the plain distribution for its choice; infinite where it forbids the
             token.
         explained: Whether rounding explains it.
     """
@@ -90,7 +88,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """What was found about one sequence.
+    """Result for one sequence.
 
     Attributes:
         case: Name of the input.
@@ -124,12 +122,12 @@ class AuditReport:
     Attributes:
         verdict: ``passes``, ``fails`` or ``inconclusive``.
         words: The same in a sentence.
-        model, draft, guide, rule, dtype, device: What was audited.
-        reference: What it was held to.
+        model, draft, guide, rule, dtype, device: The audited parts.
+        reference: Reference of the comparison.
         identical: Whether every sequence equals every one it was compared with.
         noise: Largest difference of a logit between scoring in blocks and token by token.
         gap_quantile: The 10 % quantile of the plain gaps between the best two tokens.
-        p_value: Of the statistical test, where one was made.
+        p_value: P-value of the statistical test, where one was made.
         judged: One entry per sequence.
     """
 
@@ -164,6 +162,7 @@ def audit(
     draws: int = 1,
     plain: Plain | None = None,
     progress: Callable[[str], None] | None = None,
+    most_guided: float = 100.0,
     **options: Any,
 ) -> AuditReport:
     """Judges what a decoder generates, or tokens from elsewhere, by the model's plain distribution.
@@ -171,7 +170,7 @@ def audit(
     Args:
         model: A model of transformers, on its device and in its dtype.
         cases: Inputs, one row each.
-        decoder: What is audited. Its seed, counters and trace are left as they were; a draft that
+        decoder: Decoder to audit. Its seed, counters and trace are left as they were; a draft that
             learns from call to call learns from the audit too. With a heuristic rule expect a
             failure.
         tokens: Instead: generated ids by the name of their case, without the prompt, of any length;
@@ -181,7 +180,8 @@ def audit(
         draws: Sequences per case, where sampling is judged by statistics.
         plain: Used instead of a new one; for several audits of one model.
         progress: Called with the name of each case that is done.
-        **options: Of ``generate``, where ``plain`` is left out.
+        most_guided: Rounding that a guide magnifies counts up to so many times the model's own.
+        **options: Options of ``generate``, where ``plain`` is left out.
 
     Raises:
         OptionError: Neither or both of ``decoder`` and ``tokens``, or options next to ``plain``.
@@ -215,7 +215,7 @@ def audit(
             continue
         sheets = subject.sheets(case)
         rows += [_weigh(sheet, subject) for sheet in sheets]
-        noise = max(noise, subject.noise(case, sheets[0]))
+        noise = max(noise, subject.noise(case, sheets[0], most_guided))
         if progress is not None:
             progress(case.name)
     if not rows:
@@ -234,7 +234,7 @@ class _Sheet:
         gumbel: Keyed noise of the positions, ``(T, V)``.
         block: Logits of the passes that scored blocks, ``(T, V)``; of a guide, its distribution;
             ``None``: not at hand.
-        tap: Of the drafted call.
+        tap: Tap of the drafted call.
     """
 
     case: Case
@@ -246,7 +246,7 @@ class _Sheet:
 
 
 class _Subject(ABC):
-    """What is audited: where sequences come from and which distribution judges them."""
+    """Subject of an audit: the source of sequences and the distribution that judges them."""
 
     rule, draft, guide, reference = "", "-", "-", "plain generate"
     statistical, foreign, guided = False, False, False
@@ -258,7 +258,7 @@ class _Subject(ABC):
     def sheets(self, case: Case) -> list[_Sheet]:
         """The sequences of one input, with the plain distribution along each."""
 
-    def noise(self, case: Case, sheet: _Sheet) -> float:
+    def noise(self, case: Case, sheet: _Sheet, most_guided: float) -> float:
         return self.plain.noise(case)
 
     def target_logits(self, case: Case, tokens: list[int], **options: Any) -> Replay:
@@ -305,7 +305,7 @@ class _Foreign(_Subject):
 
 
 class _Drafted(_Subject):
-    """What a decoder generates."""
+    """Tokens that a decoder generates."""
 
     def __init__(self, plain: Plain, decoder: Decoder, sample: bool, draws: int) -> None:
         super().__init__(plain, sample)
@@ -338,13 +338,13 @@ class _Drafted(_Subject):
         sheets = [self._sheet(case, seed, tap.tokens, tap)]
         return sheets if bare == tap.tokens else [*sheets, self._sheet(case, seed, bare)]
 
-    def noise(self, case: Case, sheet: _Sheet) -> float:
+    def noise(self, case: Case, sheet: _Sheet, most_guided: float) -> float:
         if not self.guided:
-            return super().noise(case, sheet)
+            return super().noise(case, sheet, most_guided)
         tokens = sheet.replay.tokens
         blocks = self._played(case, tokens, Blocks(tokens))
         own = self.plain.noise(case)
-        return min(furthest(blocks.scores, sheet.replay.scores), GUIDED * own)
+        return min(furthest(blocks.scores, sheet.replay.scores), most_guided * own)
 
     def _sheet(self, case: Case, seed: int, tokens: list[int], tap: Tap | None = None) -> _Sheet:
         sheet = _Sheet(
@@ -389,14 +389,14 @@ class _Row:
     Attributes:
         case: Name of its input.
         tokens: The sequence.
-        best: What the plain distribution chooses; longer or shorter than ``tokens`` as in `Replay`.
-        gaps: By how much it prefers that to the token.
+        best: Choices of the plain distribution; longer or shorter than ``tokens`` as in `Replay`.
+        gaps: Its preference for that over the token.
         lead: Its own gap between the best two.
         end: Gap of the best end-of-sequence token after the last token.
         away: Largest difference of the drafted pass's logits from the plain ones.
         chosen: Whether the token follows from those logits: is their choice, or can be drawn where
             statistics judge; asked only where it does not follow from the plain ones.
-        excuses: Of sampled tokens that the distribution forbids: whether so much rounding explains
+        excuses: For sampled tokens that the distribution forbids: whether so much rounding explains
             it.
         same: Whether the sequence equals plain and undrafted output.
         ranks, excess, variance: See `p_of_draws`.

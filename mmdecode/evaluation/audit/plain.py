@@ -44,7 +44,7 @@ class Case:
 
     Attributes:
         name: Unique; also names the row for keyed noise.
-        inputs: What ``generate`` takes for this one row.
+        inputs: Inputs of ``generate`` for this one row.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Replay:
         logits: Before processors, ``(T, V)`` float32; one row more than tokens where the plain
             loop would not have stopped after them, fewer where it would have stopped before.
         scores: After the processors, of the same shape.
-        process: Of a sampling call: the processors, from tokens and logits ``(V,)`` after them.
+        process: Processors of a sampling call, from tokens and logits ``(V,)`` after them.
     """
 
     tokens: list[int]
@@ -76,9 +76,9 @@ class Plain:
 
     Args:
         model: A model of transformers.
-        generate: What is called instead of ``model.generate``.
+        generate: Function to call instead of ``model.generate``.
         keep: Whether the plain output of all cases is remembered, for several audits of one model.
-        **options: Of every call of ``generate``.
+        **options: Options of every call of ``generate``.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Plain:
 
     @torch.no_grad()
     def own(self, case: Case) -> Replay:
-        """What plain greedy ``generate`` gives."""
+        """Result of plain greedy ``generate``."""
         if case.name not in self._own:
             if not self.keep:
                 self._own.clear()
@@ -174,7 +174,7 @@ class Tap:
     Args:
         decoder: The decoder.
         request: Name of the row.
-        record: Whether it is asked for logits and scores. What is recorded is not captured in
+        record: Whether it is asked for logits and scores. Recorded calls are not captured in
             graphs, so that only a call without it runs as users run it.
     """
 
@@ -285,7 +285,7 @@ class BlocksSession(DraftSession):
         self.tokens = tokens
 
     def propose(self, budget: int) -> Proposal:
-        """What comes next in them."""
+        """The next tokens of the text."""
         call, done = self.call, int(self.call.rows.length[0])
         block = list(self.tokens[done : done + min(BLOCK, budget)])
         if not block:

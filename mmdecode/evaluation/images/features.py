@@ -1,4 +1,4 @@
-"""What a classifier makes of images, distances between samples, and the check against memorising.
+"""Classifier features of images, distances between samples, and the check against memorising.
 
 A distance of features is never called FID here: it depends on the classifier, and compares with
 nothing but other distances by the same one at the same number of images.
@@ -23,7 +23,7 @@ class Distance:
     """A distance of two samples of features.
 
     Attributes:
-        value: Of the samples as they are.
+        value: Value of the samples as they are.
         low, high: 95 % interval, by bootstrap over images of both; what resampling alone adds to
             the distance is taken off.
     """
@@ -41,9 +41,9 @@ def frechet(first: np.ndarray, second: np.ndarray, resamples: int = 200, seed: i
 
     Args:
         first: Features of one sample.
-        second: Of the other.
+        second: Features of the other.
         resamples: Draws of the bootstrap.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     tables = [np.asarray(features, dtype=np.float64) for features in (first, second)]
     even = [np.ones(len(table)) for table in tables]
@@ -68,9 +68,9 @@ def kernel_distance(
 
     Args:
         first: Features of one sample, ``(n, d)``.
-        second: Of the other, ``(m, d)``.
+        second: Features of the other, ``(m, d)``.
         resamples: Draws of the bootstrap.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     size = first.shape[1]
     one, other = (np.asarray(features, dtype=np.float32) for features in (first, second))
@@ -99,7 +99,7 @@ def floor(features: np.ndarray, size: int, splits: int = 20, seed: int = 0) -> D
         features: ``(n, d)``.
         size: Images in each part, at most half of them.
         splits: Random splits; the value is their mean, the interval holds 95 % of them.
-        seed: Of the splits.
+        seed: Seed of the splits.
 
     Raises:
         OptionError: There are too few images.
@@ -133,7 +133,7 @@ def _frechet(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.
 
 @dataclass(frozen=True, kw_only=True)
 class Classes:
-    """What a classifier finds in images.
+    """Output of a classifier for images.
 
     Attributes:
         accuracy: Share that shows the class asked for.
@@ -150,7 +150,7 @@ def judged(probabilities: np.ndarray, wanted: np.ndarray) -> Classes:
     """Class accuracy and entropies.
 
     Args:
-        probabilities: Of a classifier, ``(n, classes)``.
+        probabilities: Probabilities of a classifier, ``(n, classes)``.
         wanted: Class asked for, ``(n,)``.
     """
     share = mean_of(probabilities.argmax(1) == wanted, list(wanted))
@@ -161,9 +161,9 @@ def judged(probabilities: np.ndarray, wanted: np.ndarray) -> Classes:
     )
 
 
-def _entropy(laws: np.ndarray) -> np.ndarray:
+def _entropy(probabilities: np.ndarray) -> np.ndarray:
     """In bits."""
-    return -(laws * np.log2(np.maximum(laws, 1e-30))).sum(-1)
+    return -(probabilities * np.log2(np.maximum(probabilities, 1e-30))).sum(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,8 @@ class Memory:
     Attributes:
         samples, held_out: Median distance to the nearest training image.
         copies: Share of samples that are nearer to one than 99 % of the held-out images are.
-        p: That samples are as near as held-out images, against nearer (Mann and Whitney, 1947).
+        p: P-value of samples being as near as held-out images, against nearer (Mann and Whitney,
+            1947).
     """
 
     samples: float
@@ -198,9 +199,9 @@ def memory(samples: np.ndarray, held_out: np.ndarray) -> Memory:
     """Compares distances to the nearest training image.
 
     Args:
-        samples: Of samples, ``(n,)``; see `nearest`.
-        held_out: Of images that were not trained on and went the same way, through the tokenizer
-            if samples did, ``(m,)``.
+        samples: Distances of samples, ``(n,)``; see `nearest`.
+        held_out: Distances of images that were not trained on and went the same way, through the
+            tokenizer if samples did, ``(m,)``.
 
     Raises:
         MissingExtraError: scipy is not installed.

@@ -1,6 +1,6 @@
 """Pictures that are no samples, for distances and for the check against memorising.
 
-Those of the zoo's scenes are rendered; others are read from folders. What they are compared with
+References of the zoo's scenes are rendered; others are read from folders. The generated images
 came through the model's image tokenizer, so they go through it too.
 """
 
@@ -36,7 +36,7 @@ def truth_of(
 
     Args:
         model: Its tokenizer reads the pictures.
-        classifier: What judges them.
+        classifier: Classifier that judges them.
         real: `SCENES`, or a folder of pictures that the model was not trained on.
         training: Folder of those that it was trained on; of scenes they are known.
         count: Real pictures at most.
@@ -53,7 +53,7 @@ def truth_of(
         seeds = range(UNSEEN, UNSEEN + count)
         classes = np.array([class_of(draw_picture(seed)) for seed in seeds])
         shown = _scenes(seeds, side)
-        trained = _scenes(_seeds_of_training(), side)
+        trained = _scenes(seeds_of_training(), side)
     else:
         shown = _folder(Path(real), side, count)
     if training is not None:
@@ -80,7 +80,7 @@ def _side(model: RasterModel) -> tuple[int, int]:
     return height, width
 
 
-def _seeds_of_training() -> range:
+def seeds_of_training() -> range:
     """Scenes that ``zoo:llamagen-scenes`` learned from."""
     from mmdecode.zoo.scene_images import CORPUS_PICTURES, CORPUS_SEED
 

@@ -74,9 +74,9 @@ class Truth:
     Attributes:
         unseen: Features of pictures the model was not trained on, ``(m, d)``.
         decoded: The same pictures after the image tokenizer.
-        held_out: Those as `small` points, ``(m, k)``.
+        held_out: The same as `small` points, ``(m, k)``.
         training: Training pictures as points, ``(t, k)``; ``None``: not at hand.
-        classes: Of the unseen pictures, ``(m,)``; ``None``: not known.
+        classes: Classes of the unseen pictures, ``(m,)``; ``None``: not known.
     """
 
     unseen: Judged
@@ -88,14 +88,14 @@ class Truth:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """What was found in the images of one mode.
+    """Measurements of the images of one mode.
 
     Attributes:
-        rows: Of its images that were drawn, in order.
+        rows: Rows of its generated images, in order.
         codes: ``(n, rows, columns)``.
-        likelihood: Under the distribution that all modes are held to.
-        judged: By a classifier; ``None``: there is none.
-        points: As `small`; ``None``: there are no pixels.
+        likelihood: Likelihood under the reference distribution of all modes.
+        judged: Output of a classifier; ``None``: there is none.
+        points: Points of `small`; ``None``: there are no pixels.
         shown: Some images, ``(k, H, W, 3)`` uint8; ``None``: there are no pixels.
     """
 
@@ -108,7 +108,7 @@ class Measured:
 
     @property
     def conditions(self) -> list[int | str]:
-        """Of its images."""
+        """Conditions of its images."""
         return [row.condition for row in self.rows]
 
 
@@ -122,10 +122,10 @@ def measured(
     """Reads the images of all modes again, and looks at their pixels.
 
     Args:
-        model: That drew them.
-        recorder: By which they were drawn.
-        rows: Of it.
-        classifier: What judges them.
+        model: Model that drew the images.
+        recorder: Recorder of the run.
+        rows: Its rows.
+        classifier: Judges the decoded images; ``None``: only codes are measured.
         batch: Images at once.
     """
     layout = model.adapter.layout
@@ -139,16 +139,15 @@ def measured(
         codes, commits = stacked(own, (layout.rows, layout.columns))
         conditions = [row.condition for row in own]
 
-        def laws(part: slice, conditions: list[Any] = conditions, codes: Tensor = codes) -> Tensor:
-            logits = forced_logits(model, conditions[part], codes[part], settings["guidance"])
-            return logits.cpu()
+        def target(part: slice, asked: list[Any] = conditions, codes: Tensor = codes) -> Tensor:
+            return forced_logits(model, asked[part], codes[part], settings["guidance"]).cpu()
 
         drawn = pictures_of(model, codes, batch)
         found[mode.name] = Measured(
             rows=own,
             codes=codes.numpy(),
             likelihood=likelihood(
-                laws, codes, sampling, commits=commits, groups=groups, batch=batch
+                target, codes, sampling, commits=commits, groups=groups, batch=batch
             ),
             judged=None
             if classifier is None or drawn is None
@@ -184,18 +183,18 @@ class ImageReport:
     """Scores of modes that drew images of one model.
 
     Args:
-        found: By mode, see `measured`; plain decoding first.
-        distributions: What each mode claims to be.
-        groups: Of every code, ``(C,)``, for tables of pairs.
+        found: Measurements by mode, see `measured`; plain decoding first.
+        distributions: Guarantee of each mode.
+        groups: Group of every code, ``(C,)``, for tables of pairs.
         failed: Images of each mode that failed.
         classes: For each condition the class by which the classifier knows it; ``None``: it knows
             none.
         truth: Pictures that are no samples; ``None``: there are none.
-        conditions: What the numbers depend on.
-        margin: Of `equivalence`.
-        permutations: Of `two_sample`.
-        resamples: Of distances.
-        seed: Of draws.
+        conditions: Conditions of the numbers.
+        margin: Margin of `equivalence`.
+        permutations: Permutations of `two_sample`.
+        resamples: Resamples of distances.
+        seed: Seed of draws.
 
     Raises:
         OptionError: There are no two plain images to compare with.
@@ -207,7 +206,7 @@ class ImageReport:
         self,
         found: Mapping[str, Measured],
         *,
-        laws: Mapping[str, str],
+        guarantees: Mapping[str, str],
         groups: np.ndarray,
         failed: Mapping[str, int] | None = None,
         classes: Mapping[Any, int] | None = None,
@@ -223,7 +222,7 @@ class ImageReport:
                 "fewer than two plain images were drawn, and all modes are compared with them; "
                 "give a larger --n, or see why they failed"
             )
-        self.found, self.laws, self.groups = dict(found), laws, groups
+        self.found, self.guarantees, self.groups = dict(found), guarantees, groups
         self.failed, self.classes, self.truth = failed or {}, classes, truth
         self.conditions = dict(conditions or {})
         self.margin, self.permutations = margin, permutations
@@ -243,10 +242,10 @@ class ImageReport:
             tests[name][test] = {"p": raw[name][test], "p_holm": p}
         modes = {
             name: {
-                "claims": self.laws[name],
+                "claims": self.guarantees[name],
                 "failed": self.failed.get(name, 0),
                 **self._cost(name),
-                **self._law(name),
+                **self._distribution(name),
                 "tests": tests[name],
                 "pictures": self._pictures(name),
             }
@@ -272,7 +271,7 @@ class ImageReport:
             "seconds": float(np.mean([row.seconds for row in rows])),
         }
 
-    def _law(self, name: str) -> dict[str, Any]:
+    def _distribution(self, name: str) -> dict[str, Any]:
         one = self.found[name]
         bits = one.likelihood.per_image * BITS / one.likelihood.tokens
         found = {
@@ -300,7 +299,7 @@ class ImageReport:
         return float(np.mean(same))
 
     def _p_values(self, name: str) -> dict[str, float]:
-        """By test, before they are corrected for their number."""
+        """P-values by test, before correction for their number."""
         plain, one = self.found[PLAIN], self.found[name]
         found, first = {"tokens": one.likelihood.all.p}, one.likelihood.first
         alone = all((row.passes or 0) + 1 >= one.likelihood.tokens for row in one.rows)
@@ -357,7 +356,7 @@ class ImageReport:
         return nearest(self.truth.held_out, self.truth.training)
 
     def _real(self) -> dict[str, Any] | None:
-        """What the classifier makes of pictures that are no samples, and the floor of distances."""
+        """Classifier results for pictures that are no samples, and the floor of distances."""
         if self.truth is None:
             return None
         features = self.truth.decoded.features
@@ -380,7 +379,7 @@ class ImageReport:
         """Cost and likelihood, tests of the distribution, and pictures where they were judged."""
         modes = self.summary["modes"]
         tables: list[Rows] = [
-            without_empty([_law_row(name, mode) for name, mode in modes.items()]),
+            without_empty([_distribution_row(name, mode) for name, mode in modes.items()]),
             without_empty([_test_row(name, mode) for name, mode in modes.items()]),
         ]
         if all(mode["pictures"] for mode in modes.values()):
@@ -396,7 +395,7 @@ class ImageReport:
         return "\n".join([*map(markdown, self.tables()), f"{self.about()}\n"])
 
     def about(self) -> str:
-        """What the numbers mean."""
+        """Explanation of the numbers."""
         real = self.summary["real_pictures"]
         parts = [
             "bits per token are of the guided distribution, before top-k and top-p; "
@@ -444,10 +443,10 @@ class ImageReport:
 
 
 def verdict(mode: Mapping[str, Any]) -> str:
-    """What the tests say of a mode's distribution, in words.
+    """Result of the tests of a mode's distribution, in words.
 
     Args:
-        mode: Of `ImageReport.summary`.
+        mode: A mode of `ImageReport.summary`.
     """
     worst = min(mode["tests"], key=lambda test: mode["tests"][test]["p_holm"])
     p, ratio = mode["tests"][worst]["p_holm"], mode.get("equivalence")
@@ -491,7 +490,7 @@ def sheet(images: np.ndarray, title: str, columns: int = 10) -> bytes:
     return plots.png(figure)
 
 
-def _law_row(name: str, mode: Mapping[str, Any]) -> dict[str, str]:
+def _distribution_row(name: str, mode: Mapping[str, Any]) -> dict[str, str]:
     ratio = mode.get("equivalence")
     return {
         "mode": name,

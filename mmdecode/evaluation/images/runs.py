@@ -42,7 +42,7 @@ class Mode:
     Attributes:
         name: In tables and rows.
         preset: One of `mmdecode.image_ar.modes.MODES`; ``None``: draft and rule are given.
-        draft, accept: As the registry reads them.
+        draft, accept: Specifications for the registry.
         shift: Added to the seed.
     """
 
@@ -88,7 +88,7 @@ class ImageRow:
         codes: In raster order; ``None``: it failed.
         commits: The pass in which each was committed.
         passes: Scoring passes after the prompt was read.
-        seconds: Of its batch, shared out evenly.
+        seconds: Time of its batch, shared out evenly.
         error: Why it failed.
     """
 
@@ -102,7 +102,7 @@ class ImageRow:
     error: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """As a row of the journal."""
+        """Row of the journal."""
         return asdict(self)
 
 
@@ -143,13 +143,13 @@ class Recorder:
         modes: See `modes_of`.
         conditions: Classes or prompts, one an image; they may repeat.
         model_id: Its name, for drafts that belong to it.
-        seed: Of the keyed noise.
+        seed: Seed of the keyed noise.
         batch: Images drawn at once.
         **how: Guidance and sampling, see `ImageGenerator`.
 
     Attributes:
-        generators: By the name of their mode.
-        requests: What each mode draws.
+        generators: Generators by the name of their mode.
+        requests: Requests of each mode.
 
     Raises:
         OptionError: A condition cannot be drawn of.
@@ -201,8 +201,8 @@ class Recorder:
         return self.generators[self.modes[0].name].settings
 
     @property
-    def laws(self) -> dict[str, str]:
-        """What each mode claims to be, see `GeneratedImage`."""
+    def guarantees(self) -> dict[str, str]:
+        """Guarantee of each mode, see `GeneratedImage`."""
         return {name: generator.guarantee for name, generator in self.generators.items()}
 
     def run(

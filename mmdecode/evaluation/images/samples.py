@@ -45,8 +45,8 @@ class TokenTest:
     Attributes:
         tokens: How many were tested.
         surprise: Nats per token beyond the entropy of the distributions, 0 on average for draws.
-        p: Of ranks and surprise together.
-        pairs_p: Of the token with the one before it, and with the one above it: the smallest
+        p: P-value of ranks and surprise together.
+        pairs_p: P-value of pairs of a token with the one before and the one above: the smallest
             p-value of their cells, corrected for their number; ``None``: not asked for.
     """
 
@@ -58,7 +58,7 @@ class TokenTest:
 
 @dataclass(frozen=True, kw_only=True)
 class Likelihood:
-    """What a model thinks of images.
+    """Likelihood of images under a model.
 
     Attributes:
         per_image: Negative log-likelihood in nats under the guided distribution with its
@@ -66,7 +66,7 @@ class Likelihood:
         tokens: Tokens of an image that were free.
         outside: Share of tokens that top-k or top-p forbid, ``(n,)``.
         all: All tokens against the distribution they are decoded by.
-        first: Those that were committed first in a pass, where a trace says which; the image's
+        first: Tokens that were committed first in a pass, where a trace says which; the image's
             first token is left out. ``None``: there is no such token.
     """
 
@@ -94,10 +94,10 @@ def likelihood(
 
     Args:
         distributions: Teacher-forced logits, see `mmdecode.evaluation.images.runs.forced_logits`.
-        codes: As the distributions count them, ``(n, rows, columns)`` in raster order.
+        codes: Codes in the order of the distributions, ``(n, rows, columns)`` in raster order.
         sampling: How they were meant to be drawn.
         commits: The pass in which each token was committed, of the same shape.
-        groups: Of every code, ``(V,)``, where the logits are, see
+        groups: Group of every code, ``(V,)``, where the logits are, see
             `mmdecode.evaluation.stats.image_tables.code_groups`: asks for pairs too.
         batch: Images at once.
 

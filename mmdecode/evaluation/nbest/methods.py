@@ -1,10 +1,10 @@
-"""Ways to turn an N-best list into one text, and how far each is let go.
+"""Methods that turn an N-best list into one text, with settings fitted on a development part.
 
-A method says what it would hand on, and how sure it is. What it may change is fixed on a
-development part of the lists: the *copy threshold*, below which the first hypothesis is handed on
-as it is; the weight of a language model next to the recogniser's scores; the table of spellings.
-The parts are cut by the lists' ids alone (`mmdecode.asr.correction.n_best_lists.split`), so that
-they are the same in every run. `METHODS` holds the methods by name.
+A method proposes a text and how strongly it prefers it to the first hypothesis. Three settings are
+fitted on the development part of the lists: the *copy threshold*, below which the first hypothesis
+is kept; the weight of a language model next to the recogniser's scores; and the table of spellings.
+Lists are assigned to parts by their ids alone (`mmdecode.asr.correction.n_best_lists.split`), so
+that parts are the same in every run. `METHODS` holds the methods by name.
 """
 
 from __future__ import annotations
@@ -48,21 +48,22 @@ METHODS = {
     "lm": "the hypothesis with the highest log-probability per token under a language model",
     "lm-total": "the same by total log-probability",
     "lm+scores": "the same by the recogniser's score plus a fitted weight times the mean",
-    "corrector": "what a generative corrector makes of the list",
+    "corrector": "the text that a generative corrector writes for the list",
 }
 WEIGHTS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
 ROWS = "rows.jsonl"
-_AT_ONCE = 256  # lists of which a language model's scores are written down together
+_AT_ONCE = 256  # lists whose language model scores are computed before their rows are written
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Lists by what they are for.
+    """Lists of one set, by part.
 
     Attributes:
-        training: What a corrector was trained on; the table learns from it too.
-        development: Where thresholds and weights are fixed; the table learns from it too.
-        test: What is reported.
+        training: Lists that a corrector was trained on; the table learns from them too.
+        development: Lists on which thresholds and weights are fitted; the table learns from them
+            too.
+        test: Lists on which results are reported.
     """
 
     training: list[NBestList]
@@ -71,17 +72,17 @@ class Parts:
 
     @property
     def before(self) -> list[NBestList]:
-        """All that is not the test."""
+        """Training and development lists."""
         return self.training + self.development
 
 
 def parts_of(lists: Sequence[NBestList], train_share: float, dev_share: float) -> Parts:
-    """Cuts lists by their ids.
+    """Splits lists into parts by their ids.
 
     Args:
-        lists: In order.
-        train_share: Of the lists, from 0 to 1.
-        dev_share: Of the lists; those after both are the test.
+        lists: Lists, in order.
+        train_share: Share of training lists, from 0 to 1.
+        dev_share: Share of development lists; the rest is the test.
 
     Raises:
         OptionError: The shares leave no test.
@@ -104,7 +105,8 @@ class Method:
 
     Attributes:
         kind: The name.
-        model: Of the language model or corrector: a folder, a Hub id or ``zoo:NAME``.
+        model: Language model or corrector: a folder, a Hub id or ``zoo:NAME``; ``None``: the method
+            needs no model.
     """
 
     kind: str
@@ -112,10 +114,10 @@ class Method:
 
     @classmethod
     def of(cls, text: str) -> Method:
-        """From ``mbr`` or ``lm:MODEL``.
+        """Parses a method such as ``mbr`` or ``lm:MODEL``.
 
         Raises:
-            OptionError: A language model is asked for and none is named, or the other way round.
+            OptionError: The method needs a model and none is named, or the other way round.
             UnknownNameError: There is no such method.
         """
         kind, _, model = text.partition(":")
@@ -129,12 +131,12 @@ class Method:
 
     @property
     def name(self) -> str:
-        """As it is given."""
+        """The method as `of` parses it."""
         return self.kind if self.model is None else f"{self.kind}:{self.model}"
 
     @property
     def source(self) -> str | None:
-        """What makes the rows that it needs; ``None``: it needs none."""
+        """Source of the model rows that the method needs, see `ModelRow`; ``None``: no rows."""
         if self.model is None:
             return None
         return f"{'corrector' if self.kind == 'corrector' else 'lm'}:{self.model}"
@@ -142,16 +144,17 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """What a model made of one list.
+    """Output of a language model or corrector for one list.
 
     Attributes:
         data: Name of the set.
         source: ``lm:MODEL`` or ``corrector:MODEL``.
-        id: Of the list.
-        totals, tokens: Of a language model: the `TextScore` of each hypothesis.
-        text: Of a corrector: what it hands on.
-        refused: Why its answer was not handed on; ``None``: it was.
-        preference: Of a corrector: how much it prefers its answer to the first hypothesis, in nats.
+        id: Id of the list.
+        totals, tokens: `TextScore` of each hypothesis by a language model.
+        text: Text of a corrector, after its guard.
+        refused: Why the guard refused the corrector's answer; ``None``: it did not.
+        preference: Log-probability of the corrector's answer minus that of the first hypothesis, in
+            nats.
         error: Why the list failed; ``None``: it did not.
     """
 
@@ -172,12 +175,12 @@ class ModelRow:
         return [TextScore(total, count).mean for total, count in pairs]
 
     def as_dict(self) -> dict[str, Any]:
-        """As a row."""
+        """The fields that are not ``None``, as a JSON row."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def read_model_rows(path: Path) -> Iterator[ModelRow]:
-    """Rows of an earlier run; a last line that was cut off is none.
+    """Reads the rows of an earlier run; an incomplete last line is ignored.
 
     Raises:
         InputError: A line is damaged.
@@ -199,17 +202,17 @@ def scored(
     source: str,
     watch: Watch | None = None,
 ) -> Iterator[ModelRow]:
-    """Rows of a language model; a list that raises has an error, whatever it is.
+    """Scores lists by a language model; a list that raises gets a row with its error.
 
     Args:
-        scorer: The model.
-        lists: What is scored.
+        scorer: The language model.
+        lists: Lists to score.
         data: Name of the set.
         source: See `ModelRow`.
-        watch: Of the job, where it scores several sets.
+        watch: Watch of a job that scores several sets.
 
     Raises:
-        MMDecodeError: An error of the configuration: all lists fail by it.
+        MMDecodeError: The configuration is wrong, so that every list fails.
     """
     watch = Watch() if watch is None else watch
 
@@ -237,7 +240,7 @@ def corrected(
     source: str,
     watch: Watch | None = None,
 ) -> Iterator[ModelRow]:
-    """Rows of a corrector, as its batches end; see `scored`."""
+    """Corrects lists; rows are yielded batch by batch, see `scored`."""
     found: Iterable[Correction] = corrector.corrections(lists, watch=watch)
     for one in found:
         yield ModelRow(
@@ -253,35 +256,37 @@ def corrected(
 
 @dataclass(frozen=True)
 class Edit:
-    """What a method would hand on.
+    """Text that a method proposes for a list.
 
     Attributes:
-        text: It.
-        gain: How sure it is, in a unit of the method's own; thresholds are laid on it.
+        text: The text.
+        preference: How strongly the method prefers it to the first hypothesis, in a unit of the
+            method's own; compared with the copy threshold.
     """
 
     text: str
-    gain: float
+    preference: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What a method hands on for the test part.
+    """Texts of a method for the test part, with the settings that were fitted.
 
     Attributes:
-        texts: Of each list, as the method would have them.
-        held: The same, with the first hypothesis where the method is less sure than the copy
-            threshold; ``None``: there is no development part to fix one on, or nothing to hold.
-        threshold: Least gain of what is handed on; infinity: all is copied.
-        weight: Of the language model next to the recogniser's scores.
-        minimum: Errors that a rule of the table must have saved; ``None``: no rule was learned.
-        rules: Of the table; ``None``: the method has none.
-        refused: Answers of a corrector that were not handed on.
-        failed: Why lists failed, by id; of them the first hypothesis is handed on.
+        texts: Proposed text of each list.
+        thresholded: The same, with the first hypothesis where the preference is below the copy
+            threshold; ``None``: there is no development part, or the method has no threshold.
+        threshold: Copy threshold: least preference of a text that is used; infinity: the first
+            hypothesis is always kept.
+        weight: Weight of the language model next to the recogniser's scores.
+        minimum: Errors that a rule of the table must have removed; ``None``: no rule was learned.
+        rules: Rules of the table; ``None``: the method has none.
+        refused: Number of answers of a corrector that its guard refused.
+        failed: Why lists failed, by id; their first hypotheses are used.
     """
 
     texts: list[str]
-    held: list[str] | None = None
+    thresholded: list[str] | None = None
     threshold: float | None = None
     weight: float | None = None
     minimum: int | None = None
@@ -291,7 +296,7 @@ class Output:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """What was fixed before the test, by name; no texts."""
+        """Settings that were fitted before the test and counts, by name; no texts."""
         found = {"threshold": self.threshold, "weight": self.weight, "minimum": self.minimum}
         known: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
         if self.threshold is not None and math.isinf(self.threshold):
@@ -304,17 +309,17 @@ class Output:
 
 
 def outputs(method: Method, parts: Parts, aligner: Aligner, rows: Mapping[str, ModelRow]) -> Output:
-    """Fixes a method on the development part and applies it to the test.
+    """Fits a method on the development part and applies it to the test part.
 
     Args:
-        method: Which.
-        parts: Of one set.
-        aligner: What counts as an error.
-        rows: What its model made of the development and test lists, by id.
+        method: The method.
+        parts: Parts of one set.
+        aligner: Aligner that counts errors.
+        rows: Rows of the method's model for development and test lists, by id.
 
     Raises:
-        InputError: It needs scores that none of the lists has.
-        OptionError: It must be fixed and there is no development part.
+        InputError: The method needs scores that none of the lists has.
+        OptionError: The method must be fitted and there is no development part.
     """
     if method.kind == FIRST:
         return Output(texts=[one.best for one in parts.test])
@@ -344,8 +349,8 @@ def outputs(method: Method, parts: Parts, aligner: Aligner, rows: Mapping[str, M
         edits = _edited(edit, parts.development, rows, failed)
         threshold = copy_threshold(parts.development, edits, aligner)
         found["threshold"] = threshold
-        found["held"] = [
-            edited.text if edited.gain >= threshold else one.best
+        found["thresholded"] = [
+            edited.text if edited.preference >= threshold else one.best
             for one, edited in zip(parts.test, proposed, strict=True)
         ]
     return Output(**found)
@@ -357,10 +362,10 @@ def _edited(
     rows: Mapping[str, ModelRow],
     failed: dict[str, str],
 ) -> list[Edit]:
-    """Edits of lists; one that raises keeps its first hypothesis, and the error goes to ``failed``.
+    """Edits of lists; one that raises keeps its first hypothesis, and its error goes to ``failed``.
 
     Raises:
-        Exception: Every list failed without its model: what the first one raised.
+        Exception: The exception of the first list, if every list raised.
     """
     found: list[Edit] = []
     problems: list[Exception] = []
@@ -382,39 +387,39 @@ def _edited(
 
 
 def copy_threshold(lists: Sequence[NBestList], edits: Sequence[Edit], aligner: Aligner) -> float:
-    """The gain from which on edits remove the most errors; of equally good ones the highest.
+    """The threshold on preferences that removes the most errors; ties go to the highest.
 
     Args:
-        lists: With references.
-        edits: Of each.
-        aligner: What counts as an error.
+        lists: Lists with references.
+        edits: Edit of each list.
+        aligner: Aligner that counts errors.
 
     Returns:
-        Infinity where every threshold adds errors or saves none.
+        The threshold; infinity if no threshold removes errors.
     """
     saved: dict[float, int] = {}
     for one, edit in zip(lists, edits, strict=True):
-        said = reference_of(one)
-        fewer = aligner.errors(said, one.best) - aligner.errors(said, edit.text)
-        saved[edit.gain] = saved.get(edit.gain, 0) + fewer
+        reference = reference_of(one)
+        fewer = aligner.errors(reference, one.best) - aligner.errors(reference, edit.text)
+        saved[edit.preference] = saved.get(edit.preference, 0) + fewer
     best, threshold, total = 0, math.inf, 0
-    for gain in sorted(saved, reverse=True):
-        total += saved[gain]
+    for preference in sorted(saved, reverse=True):
+        total += saved[preference]
         if total > best:
-            best, threshold = total, gain
+            best, threshold = total, preference
     return threshold
 
 
 def _needs(lists: Sequence[NBestList], method: Method) -> None:
     if not lists:
         raise OptionError(
-            f"{method.name!r} is fixed on a development part, and there is none; give a "
+            f"{method.name!r} is fitted on a development part, and there is none; give a "
             "development share above 0"
         )
 
 
 def _weight(lists: Sequence[NBestList], aligner: Aligner, rows: Mapping[str, ModelRow]) -> float:
-    """Of `WEIGHTS` the one with the fewest errors, of equals the smallest."""
+    """The weight of `WEIGHTS` with the fewest errors; ties go to the smallest."""
 
     def errors(weight: float) -> int:
         edits = _edited(partial(_joined, weight=weight), lists, rows, {})
@@ -439,10 +444,7 @@ def _joined(one: NBestList, row: ModelRow, weight: float) -> Edit:
 
 
 def _rewritten(one: NBestList, row: ModelRow) -> Edit:
-    """A correction is as sure as the corrector prefers it to the first hypothesis.
-
-    Where that is not known, it is the surer, the fewer of the words it changes.
-    """
+    """The corrector's text with its preference; if unknown, minus the share of changed words."""
     text, words = row.text or "", words_of(one.best)
     if row.preference is not None:
         return Edit(text, row.preference)

@@ -1,12 +1,12 @@
-"""N-best lists against what was said: what choosing and composing could reach, and what edits did.
+"""Oracles of N-best lists, and changes of the first hypotheses, counted against references.
 
 For utterances u with reference r_u and hypotheses h (Chen et al., 2023, arXiv:2309.15701):
 
 * ``o_nb = sum_u min_h ED(h, r_u) / sum_u |r_u|``: the best hypothesis of each list.
-* ``o_cp = sum_u #{words of r_u that are in no hypothesis} / sum_u |r_u|``: the best text made of
-  the list's words. Words are looked up in the set of the list's words, however often and wherever
-  they stand there; whether the published figures count a word that the reference has twice and a
-  hypothesis once as missing is not known.
+* ``o_cp = sum_u #{words of r_u that are in no hypothesis} / sum_u |r_u|``: the best text composed
+  of the list's words. A word counts as present if any hypothesis has it, regardless of position and
+  count. Whether the published figures count a word as missing that the reference has twice and a
+  hypothesis once is not known.
 
 ``o_cp <= o_nb <= WER of the first hypothesis`` holds list by list, since each missing word is an
 error of every hypothesis. With merged compounds a word also counts as present where some alignment
@@ -30,14 +30,14 @@ from mmdecode.evaluation.speech.wer import Step, align, count_steps, default_sco
 SHIPPED: Mapping[str, Path] = {
     path.name.partition(".")[0]: path for path in sorted((DATA / "nbest").glob("*.jsonl.gz"))
 }
-"""Real lists of a Whisper that come with the package, by name; see the README next to them."""
+"""N-best lists of a Whisper model that ship with the package, by name; see their README."""
 
 
 class Aligner:
-    """Aligns texts under one normaliser and remembers what it has seen.
+    """Aligns texts under one normaliser, with a cache.
 
     Args:
-        normaliser: Of `NORMALISERS`.
+        normaliser: Name in `mmdecode.evaluation.speech.normalisers.NORMALISERS`.
         scorer: ``plain`` or ``merge``; ``None``: as `mmdecode.evaluation.speech.wer.wer` chooses.
 
     Raises:
@@ -57,22 +57,22 @@ class Aligner:
         self._errors: dict[tuple[str, str], int] = {}
 
     def normal(self, text: str) -> str:
-        """The text as it is scored."""
+        """The normalised text."""
         if text not in self._normal:
             self._normal[text] = " ".join(self._normalise(text).split())
         return self._normal[text]
 
-    def steps(self, said: str, heard: str) -> list[Step]:
-        """The alignment that is scored."""
-        return self.aligned(self.normal(said), self.normal(heard))
+    def steps(self, reference: str, hypothesis: str) -> list[Step]:
+        """Alignment of two texts after normalisation."""
+        return self.aligned(self.normal(reference), self.normal(hypothesis))
 
-    def aligned(self, said: str, heard: str) -> list[Step]:
-        """The alignment of texts that are normalised already; twice is not the same as once."""
-        return align(said, heard, "none", self.scorer)
+    def aligned(self, reference: str, hypothesis: str) -> list[Step]:
+        """Alignment of normalised texts; normalising twice may differ from normalising once."""
+        return align(reference, hypothesis, "none", self.scorer)
 
-    def errors(self, said: str, heard: str) -> int:
-        """Word errors of a text."""
-        pair = self.normal(said), self.normal(heard)
+    def errors(self, reference: str, hypothesis: str) -> int:
+        """Number of word errors of a hypothesis."""
+        pair = self.normal(reference), self.normal(hypothesis)
         if pair not in self._errors:
             self._errors[pair] = errors_in(self.aligned(*pair))
         return self._errors[pair]
@@ -83,13 +83,13 @@ class ListCounts:
     """Counts of lists, in order.
 
     Attributes:
-        first: ``(lists, 7)`` of `mmdecode.evaluation.speech.wer.count_errors`, of the first
+        first: ``(lists, 7)`` of `mmdecode.evaluation.speech.wer.count_errors`, for the first
             hypotheses.
-        best: The same of the hypothesis with the fewest errors, of equals the first.
-        missing: ``(lists,)`` words of the reference that no hypothesis has.
-        present: Words of the hypotheses, as they are scored.
-        distinct: ``(lists,)`` different texts among the hypotheses, as they came.
-        hypotheses: ``(lists,)`` hypotheses.
+        best: The same for the hypotheses with the fewest errors; ties go to the first.
+        missing: ``(lists,)`` number of words of the reference that no hypothesis has.
+        present: Normalised words of each list's hypotheses.
+        distinct: ``(lists,)`` number of different hypotheses, before normalisation.
+        hypotheses: ``(lists,)`` number of hypotheses.
     """
 
     first: np.ndarray
@@ -123,38 +123,40 @@ def count_lists(lists: Sequence[NBestList], aligner: Aligner) -> ListCounts:
 def _counted(
     one: NBestList, aligner: Aligner
 ) -> tuple[list[Step], list[Step], int, frozenset[str]]:
-    """Alignments of the first and of the best hypothesis, words missing, and words present."""
-    said = aligner.normal(reference_of(one))
+    """Alignments of the first and the best hypothesis, number of missing words, words present."""
+    reference = aligner.normal(reference_of(one))
     texts = dict.fromkeys(map(aligner.normal, one.hypotheses))
-    alignments = [aligner.aligned(said, text) for text in texts]
-    present = frozenset(w for steps in alignments for step in steps for w in step.heard.split())
+    alignments = [aligner.aligned(reference, text) for text in texts]
+    present = frozenset(
+        w for steps in alignments for step in steps for w in step.hypothesis.split()
+    )
     missing = sum(
         not right and word not in present
-        for word, right in zip(_said(alignments[0]), _right(alignments), strict=True)
+        for word, right in zip(_reference_words(alignments[0]), _right(alignments), strict=True)
     )
     return alignments[0], min(alignments, key=errors_in), missing, present
 
 
-def _said(steps: Sequence[Step]) -> list[str]:
-    return [word for step in steps for word in step.said.split()]
+def _reference_words(steps: Sequence[Step]) -> list[str]:
+    return [word for step in steps for word in step.reference.split()]
 
 
 def _right(alignments: Sequence[Sequence[Step]]) -> list[bool]:
-    """Whether each word of the reference is right in one of them."""
-    each = [[s.kind == "equal" for s in steps for _ in s.said.split()] for steps in alignments]
+    """Whether each word of the reference is right in at least one alignment."""
+    each = [[s.kind == "equal" for s in steps for _ in s.reference.split()] for steps in alignments]
     return [any(flags) for flags in zip(*each, strict=True)]
 
 
 def errors_in(steps: Sequence[Step]) -> int:
-    """Errors of an alignment."""
+    """Number of errors of an alignment."""
     return sum(step.kind != "equal" for step in steps)
 
 
 def reference_of(one: NBestList) -> str:
-    """What was said.
+    """The reference of a list.
 
     Raises:
-        InputError: It is not known.
+        InputError: The list has no reference.
     """
     if one.reference is None:
         raise InputError(
@@ -165,9 +167,9 @@ def reference_of(one: NBestList) -> str:
 
 
 def with_references(lists: Sequence[NBestList], entries: Sequence[Entry]) -> list[NBestList]:
-    """Lists with the texts of a manifest, found by id or by the path of the recording.
+    """Adds the texts of a manifest to lists, matched by id or by the path of the recording.
 
-    Lists that have a reference keep it.
+    Lists with a reference keep it.
 
     Raises:
         InputError: A list has none, and the manifest has no text for it.
@@ -190,13 +192,13 @@ def with_references(lists: Sequence[NBestList], entries: Sequence[Entry]) -> lis
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What became of the first hypotheses when they were replaced.
+    """Effect of replacing the first hypotheses by other texts.
 
     Attributes:
-        improved, unchanged, worse: Lists by their number of errors, before and after.
-        edited: Lists whose normalised text is another.
-        new_words: Words that stand in no hypothesis of their list.
-        new_words_right: Of these, the ones that are right.
+        improved, unchanged, worse: Number of lists with fewer, as many and more errors than before.
+        edited: Number of lists whose normalised text changed.
+        new_words: Number of words that are in no hypothesis of their list.
+        new_words_right: Number of these new words that are right.
     """
 
     improved: int
@@ -217,11 +219,11 @@ def changes(
     """Compares texts with the first hypotheses of their lists.
 
     Args:
-        lists: With references.
-        counts: Of these.
-        texts: What is handed on for each.
-        alignments: Of the references with ``texts``.
-        aligner: With which they were made.
+        lists: Lists with references.
+        counts: Counts of the lists.
+        texts: Text that replaces the first hypothesis of each list.
+        alignments: Alignments of the references with ``texts``.
+        aligner: Aligner that made them.
     """
     before = counts.first[:, 2:5].sum(1)
     after = np.array([errors_in(steps) for steps in alignments])
@@ -229,7 +231,7 @@ def changes(
         step.kind
         for steps, present in zip(alignments, counts.present, strict=True)
         for step in steps
-        for word in step.heard.split()
+        for word in step.hypothesis.split()
         if word not in present
     ]
     pairs = zip(lists, texts, strict=True)

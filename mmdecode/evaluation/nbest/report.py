@@ -1,4 +1,4 @@
-"""`NBestReport`: results of methods on N-best lists, with oracles and first hypotheses."""
+"""`NBestReport`: results of methods on N-best lists, with oracles and the first hypotheses."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from mmdecode.evaluation.stats.intervals import RESAMPLES, holm, interval, resam
 from mmdecode.runs.files import marked_json, write_files
 from mmdecode.runs.tables import rows_text
 
-HELD = " (threshold)"
-"""Ends the name of a method under its copy threshold."""
-MARGIN = 0.001  # of `Comparison`
-SHOWN = 5  # lists of a method that a page shows, of those made better and of those made worse
+THRESHOLD = " (threshold)"
+"""Suffix of the name of a method with its copy threshold."""
+MARGIN = 0.001  # margin of `Comparison`
+SHOWN = 5  # improved lists, and worse lists, that a page shows for each method
 RULES = 20  # rules of a table that a page shows
 
 
 class NBestReport:
-    """Scores of one set of lists: the test part, with what was fixed on the others.
+    """Scores of methods on the test part of one set of lists, with the fitted settings.
 
-    Every list counts, those without words in the reference too, as in published counts of such
+    Every list counts, also those without words in the reference, as in published counts of such
     sets.
 
     Args:
         data: Name of the set.
-        parts: Of its lists; those of the test have references.
+        parts: Parts of the set; the test lists have references.
         found: Outputs of the methods for the test, by name; the first hypotheses are added.
-        aligner: What counts as an error.
-        resamples: Draws of every bootstrap.
-        seed: Of every bootstrap.
-        conditions: What the texts depend on, by name; kept and shown.
+        aligner: Aligner that counts errors.
+        resamples: Resamples of every bootstrap.
+        seed: Seed of every bootstrap.
+        conditions: Settings of the run by name; kept in the summary and shown on the page.
 
     Attributes:
-        texts: What each method hands on, in order; the first hypotheses first.
-        counts: Of the lists.
+        texts: Texts of each method, by name; the first hypotheses come first.
+        counts: Counts of the test lists.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class NBestReport:
         texts = {FIRST: [one.best for one in parts.test]}
         for name, output in found.items():
             texts[name] = output.texts
-            if output.held is not None:
-                texts[name + HELD] = output.held
+            if output.thresholded is not None:
+                texts[name + THRESHOLD] = output.thresholded
         self.texts = texts
         self.counts = count_lists(parts.test, aligner)
         self.resamples, self.seed = resamples, seed
@@ -99,7 +99,7 @@ class NBestReport:
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
-        """Each method against the first hypotheses, corrected for their number."""
+        """Comparison of each method with the first hypotheses; p-values are corrected by Holm."""
         first, *others = self.scored.values()
         found = [
             compared(
@@ -112,8 +112,8 @@ class NBestReport:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Every number and what it depends on; no texts."""
-        said = {self.aligner.normal(one.reference or "") for one in self.parts.before}
+        """All numbers and settings of the report; no texts."""
+        before = {self.aligner.normal(one.reference or "") for one in self.parts.before}
         test = [self.aligner.normal(reference_of(one)) for one in self.parts.test]
         return {
             "data": self.data,
@@ -123,7 +123,7 @@ class NBestReport:
             "training": len(self.parts.training),
             "development": len(self.parts.development),
             "test": len(test),
-            "references_seen_before": sum(text in said for text in test) / len(test),
+            "references_seen_before": sum(text in before for text in test) / len(test),
             "hypotheses": float(self.counts.hypotheses.mean()),
             "distinct": float(self.counts.distinct.mean()),
             "interval": {"unit": "list", "resamples": self.resamples, "seed": self.seed},
@@ -155,8 +155,8 @@ class NBestReport:
         """Errors and rates of o_nb and o_cp, with intervals."""
         best = self._summed(self.counts.best)
         table = np.stack([self.counts.missing, self.counts.first[:, 0]], 1)
-        drawn = resampled_sums(table, self.resamples, self.seed)
-        low, high = interval(drawn[:, 0] / np.maximum(drawn[:, 1], 1))
+        sums = resampled_sums(table, self.resamples, self.seed)
+        low, high = interval(sums[:, 0] / np.maximum(sums[:, 1], 1))
         missing, words = (int(total) for total in table.sum(0))
         return {
             "o_nb": {"errors": best.errors, "rate": best.value, "low": best.low, "high": best.high},
@@ -191,30 +191,30 @@ class NBestReport:
         return without_empty(rows)
 
     def table(self) -> str:
-        """The scores as Markdown, with what they mean below."""
+        """The scores as a Markdown table, with an explanation below it."""
         return f"{markdown(self.rows())}\n{self.about()}\n"
 
     def about(self) -> str:
-        """What the numbers mean, in a sentence or two."""
+        """Explains the numbers in a sentence or two."""
         found = self.summary
         parts = [
             f"{self.data}: {found['test']} lists of the test part, "
-            f"{found['methods'][FIRST]['words']} words; {found['development']} lists to fix "
-            f"thresholds on, {found['training']} more to train on",
+            f"{found['methods'][FIRST]['words']} words; {found['development']} development lists "
+            f"to fit thresholds on, {found['training']} training lists",
             f"{found['distinct']:.2f} different hypotheses of {found['hypotheses']:.2f}",
-            f"{100 * found['references_seen_before']:.1f} % of the references stand in the other "
+            f"{100 * found['references_seen_before']:.1f} % of the references are in the other "
             "parts too",
             f"normaliser {found['normaliser']} ({found['normaliser_origin']}), scorer "
             f"{found['scorer']}; 95 % intervals by bootstrap over lists; p by matched pairs "
             "(MAPSSWE), corrected by Holm",
-            "new words stand in no hypothesis of their list",
+            "new words are in no hypothesis of their list",
         ]
         fixed = [
             f"{name} {', '.join(f'{key} {_short(value)}' for key, value in one.items())}"
             for name, one in found["fixed"].items()
         ]
         if fixed:
-            parts.append(f"fixed before the test: {'; '.join(fixed)}")
+            parts.append(f"fitted before the test: {'; '.join(fixed)}")
         parts += [
             f"{count} lists failed under {name}: their first hypotheses count"
             for name, count in found["failed"].items()
@@ -224,28 +224,28 @@ class NBestReport:
         return "; ".join(parts)
 
     def shown(self, mode: str, count: int = SHOWN) -> str:
-        """Lists that a method made better or worse, most first, aligned, as HTML."""
+        """Alignments of the lists that a method improved or made worse most, as HTML."""
         before = self.counts.first[:, 2:5].sum(1)
         after = self.scored[mode].counts[:, 2:5].sum(1)
         order = np.argsort(after - before, kind="stable")
-        better = [int(p) for p in order[:count] if after[p] < before[p]]
-        worse = [int(p) for p in order[::-1][:count] if after[p] > before[p]]
+        better = [int(i) for i in order[:count] if after[i] < before[i]]
+        worse = [int(i) for i in order[::-1][:count] if after[i] > before[i]]
         return "".join(
-            f"<h3>{len(places)} that it made {what}</h3>"
-            + "".join(self._article(mode, p, int(before[p]), int(after[p])) for p in places)
-            for what, places in (("better", better), ("worse", worse))
-            if places
+            f"<h3>{len(indices)} that it made {what}</h3>"
+            + "".join(self._article(mode, i, int(before[i]), int(after[i])) for i in indices)
+            for what, indices in (("better", better), ("worse", worse))
+            if indices
         )
 
-    def _article(self, mode: str, place: int, before: int, after: int) -> str:
-        one, text = self.parts.test[place], self.texts[mode][place]
+    def _article(self, mode: str, index: int, before: int, after: int) -> str:
+        one, text = self.parts.test[index], self.texts[mode][index]
 
-        def aligned(heard: str) -> str:
+        def aligned(hypothesis: str) -> str:
             scorer = self.aligner.scorer
-            steps = align_as_written(reference_of(one), heard, self.aligner.normaliser, scorer)
+            steps = align_as_written(reference_of(one), hypothesis, self.aligner.normaliser, scorer)
             return marked(steps)
 
-        lines = [("said", html.escape(reference_of(one))), ("heard", aligned(one.best))]
+        lines = [("reference", html.escape(reference_of(one))), ("1-best", aligned(one.best))]
         lines.append((html.escape(mode), aligned(text)))
         others = [other for other in dict.fromkeys(one.hypotheses[1:]) if other != one.best]
         lines += [("also", aligned(other)) for other in others]
@@ -257,7 +257,7 @@ class NBestReport:
         )
 
     def section(self) -> str:
-        """Table, notes, comparisons and examples of the set, as HTML."""
+        """Table, explanation, comparisons and examples of the set, as HTML."""
         compared = "".join(f"<li>{html.escape(str(found))}</li>" for found in self.comparisons)
         examples = "".join(
             f"<h2>{html.escape(self.data)}: {html.escape(mode)}</h2>{shown}"
@@ -273,13 +273,13 @@ class NBestReport:
         rules = [rule for output in self.outputs.values() for rule in output.rules or ()]
         if not rules:
             return ""
-        strongest = sorted(rules, key=lambda rule: -rule.gain)[:RULES]
+        strongest = sorted(rules, key=lambda rule: -rule.errors_saved)[:RULES]
         return "<h3>Rules of the table, the strongest first</h3>" + html_table(
             [
                 {
-                    "heard": " ".join(rule.heard),
-                    "said": " ".join(rule.said),
-                    "errors saved": str(rule.gain),
+                    "recognised": " ".join(rule.hypothesis),
+                    "replaced by": " ".join(rule.reference),
+                    "errors saved": str(rule.errors_saved),
                     "seen": str(rule.seen),
                 }
                 for rule in strongest
@@ -303,7 +303,7 @@ def joined_rows(reports: Sequence[NBestReport]) -> Rows:
 def save_reports(
     reports: Sequence[NBestReport], folder: str | os.PathLike[str], overwrite: bool = False
 ) -> list[Path]:
-    """Writes summary, tables, a page and the texts of several sets; returns the files.
+    """Writes summary, tables, a page and the texts of several sets; returns the files' paths.
 
     The summary and the tables hold numbers alone; references and texts are in ``texts.jsonl`` and
     on the page.
@@ -311,7 +311,7 @@ def save_reports(
     Args:
         reports: One for each set.
         folder: Created where it does not exist.
-        overwrite: Replace files that are not ours.
+        overwrite: Replace files that this library did not write.
     """
     summary = {"task": "nbest", "sets": [report.summary for report in reports]}
     tables = "\n".join(
@@ -339,8 +339,8 @@ def _texts(report: NBestReport) -> list[dict[str, Any]]:
     lists: Sequence[NBestList] = report.parts.test
     return [
         {"data": report.data, "id": one.id, "reference": one.reference}
-        | {"texts": {mode: texts[place] for mode, texts in report.texts.items()}}
-        for place, one in enumerate(lists)
+        | {"texts": {mode: texts[index] for mode, texts in report.texts.items()}}
+        for index, one in enumerate(lists)
     ]
 
 
@@ -353,7 +353,7 @@ def _row(mode: str, rate: float, low: float, high: float) -> dict[str, str]:
 
 
 def _difference(found: Comparison) -> str:
-    """In points; negative: fewer errors than the first hypotheses."""
+    """Difference of error rates in points; negative: fewer errors than the first hypotheses."""
     test = found.bootstrap
     change, low, high = (-100 * v + 0.0 for v in (test.difference, test.high, test.low))
     return f"{change:+.2f} [{low:+.2f}, {high:+.2f}]"

@@ -1,8 +1,8 @@
-"""A table of spellings: what a recogniser writes and what the references of its domain have there.
+"""A table of spellings that replaces words of a recogniser by those of the references.
 
-The simplest thing that learns from corrected transcripts, and what a corrector has to beat: much of
-what correction gains on a set is the convention of its references ("one" for "1", "u s air" for "us
-air"), which needs no language model.
+It is the simplest method that learns from corrected transcripts, and the baseline that a corrector
+has to beat: much of the improvement by correction on a set is the convention of its references
+("one" for "1", "u s air" for "us air"), which needs no language model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mmdecode.evaluation.nbest.n_best import Aligner, reference_of
 from mmdecode.evaluation.speech.wer import align
 
 Words = tuple[str, ...]
-LONGEST = 4  # words that are replaced at once
+LONGEST = 4  # largest number of words that one rule replaces
 MINIMUMS = (1, 2, 3, 5, 10, 20)
 FOLDS = 5
 
@@ -26,15 +26,15 @@ class Rule:
     """One replacement.
 
     Attributes:
-        heard: Words of the recogniser.
-        said: What stands for them; may be empty.
-        gain: Errors that it removed, less those that it made, when it was learned.
-        seen: Times that the references had it so.
+        hypothesis: Words of the recogniser.
+        reference: Words that replace them; may be empty.
+        errors_saved: Errors removed minus errors added on the lists that it was learned from.
+        seen: Number of times that it occurred in the alignments.
     """
 
-    heard: Words
-    said: Words
-    gain: int
+    hypothesis: Words
+    reference: Words
+    errors_saved: int
     seen: int
 
 
@@ -43,33 +43,35 @@ class Substitutions:
     """Replaces words, from left to right, the longest match first; each word once.
 
     Attributes:
-        rules: At most one for the same words.
+        rules: Rules, at most one for the same words.
     """
 
     rules: Sequence[Rule] = ()
-    _said: Mapping[Words, Words] = field(init=False, repr=False)
+    _replacements: Mapping[Words, Words] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_said", {rule.heard: rule.said for rule in self.rules})
+        object.__setattr__(
+            self, "_replacements", {rule.hypothesis: rule.reference for rule in self.rules}
+        )
 
     def __call__(self, text: str) -> str:
-        """The text with its replacements, words apart by one space."""
-        return " ".join(_replaced(text.split(), self._said))
+        """The text after replacement, with words separated by one space."""
+        return " ".join(_replaced(text.split(), self._replacements))
 
     def at_least(self, minimum: int) -> Substitutions:
-        """The rules that were seen so often and gained as much."""
-        return Substitutions([r for r in self.rules if min(r.gain, r.seen) >= minimum])
+        """The rules that were seen ``minimum`` times and saved as many errors."""
+        return Substitutions([r for r in self.rules if min(r.errors_saved, r.seen) >= minimum])
 
 
 def fitted(lists: Sequence[NBestList], aligner: Aligner) -> tuple[Substitutions, int | None]:
-    """Learns a table, and how sure a rule must be, from the same lists.
+    """Learns a table from lists, and the errors that each of its rules must save.
 
-    What a rule must gain at least, of `MINIMUMS`, is chosen by cross-validation: the value with the
-    fewest errors where a table is learned from four fifths of the lists and applied to the rest.
+    The minimum is chosen from `MINIMUMS` by five-fold cross-validation: it is the value with the
+    fewest errors if tables are learned from four folds and applied to the fifth.
 
     Args:
-        lists: With references.
-        aligner: What counts as an error.
+        lists: Lists with references.
+        aligner: Aligner that counts errors.
 
     Returns:
         The table, and the minimum; ``None``: no table has fewer errors than the first hypotheses,
@@ -81,9 +83,9 @@ def fitted(lists: Sequence[NBestList], aligner: Aligner) -> tuple[Substitutions,
         for minimum in MINIMUMS:
             smaller = table.at_least(minimum)
             for one in lists[fold::FOLDS]:
-                said = reference_of(one)
-                after = aligner.errors(said, smaller(one.best))
-                saved[minimum] += aligner.errors(said, one.best) - after
+                reference = reference_of(one)
+                after = aligner.errors(reference, smaller(one.best))
+                saved[minimum] += aligner.errors(reference, one.best) - after
     most = max(saved.values())
     if most <= 0:
         return Substitutions(), None
@@ -94,50 +96,52 @@ def fitted(lists: Sequence[NBestList], aligner: Aligner) -> tuple[Substitutions,
 def learned(
     lists: Sequence[NBestList], aligner: Aligner, minimum: int = MINIMUMS[0]
 ) -> Substitutions:
-    """All rules that remove at least ``minimum`` errors from the first hypotheses, net.
+    """Learns all rules that save at least ``minimum`` errors of the first hypotheses, net.
 
-    Candidates are what stands for what in the alignments, alone and with a word of context on
-    either side. They are taken in, the most frequent and the shortest first, where they are right
-    more often than not and, next to the rules before them, remove enough errors.
+    Candidates are the replacements in the alignments, alone and with a word of context on either
+    side. They are tried in order, the most frequent and the shortest first. A candidate becomes a
+    rule if it is right more often than not and saves enough errors in addition to earlier rules.
 
     Args:
-        lists: With references.
-        aligner: What counts as an error.
-        minimum: Errors to remove, and times that a candidate must be seen.
+        lists: Lists with references.
+        aligner: Aligner that counts errors.
+        minimum: Errors that a rule must save, and times that it must be seen.
     """
     pairs = [(reference_of(one), one.best) for one in lists]
     candidates: Counter[tuple[Words, Words]] = Counter()
-    places: defaultdict[Words, list[int]] = defaultdict(list)
-    for number, (said, heard) in enumerate(pairs):
-        candidates.update(_candidates(said, heard))
-        words = heard.split()
+    lists_with: defaultdict[Words, list[int]] = defaultdict(list)
+    for number, (reference, hypothesis) in enumerate(pairs):
+        candidates.update(_candidates(reference, hypothesis))
+        words = hypothesis.split()
         for length in range(1, LONGEST + 1):
             for start in range(len(words) - length + 1):
-                places[tuple(words[start : start + length])].append(number)
+                lists_with[tuple(words[start : start + length])].append(number)
     rules: dict[Words, Rule] = {}
     table: dict[Words, Words] = {}
-    errors = [aligner.errors(said, heard) for said, heard in pairs]
+    errors = [aligner.errors(reference, hypothesis) for reference, hypothesis in pairs]
     ordered = sorted(candidates.items(), key=lambda one: (-one[1], len(one[0][0]), one[0]))
     for (old, new), seen in ordered:
-        if seen < minimum or old in table or 2 * seen <= len(places[old]):
+        if seen < minimum or old in table or 2 * seen <= len(lists_with[old]):
             continue
         wider = table | {old: new}
         after = {}
-        for number in set(places[old]):
-            said, heard = pairs[number]
-            after[number] = aligner.errors(said, " ".join(_replaced(heard.split(), wider)))
-        gain = sum(errors[number] - count for number, count in after.items())
-        if gain >= minimum:
+        for number in set(lists_with[old]):
+            reference, hypothesis = pairs[number]
+            after[number] = aligner.errors(
+                reference, " ".join(_replaced(hypothesis.split(), wider))
+            )
+        saved = sum(errors[number] - count for number, count in after.items())
+        if saved >= minimum:
             table = wider
-            rules[old] = Rule(old, new, gain, seen)
+            rules[old] = Rule(old, new, saved, seen)
             for number, count in after.items():
                 errors[number] = count
     return Substitutions(list(rules.values()))
 
 
-def _candidates(said: str, heard: str) -> Iterator[tuple[Words, Words]]:
-    """What stands for what in one pair of texts, each once."""
-    steps = align(said, heard, "none", "plain")
+def _candidates(reference: str, hypothesis: str) -> Iterator[tuple[Words, Words]]:
+    """Replacements in the alignment of a pair of texts, each once."""
+    steps = align(reference, hypothesis, "none", "plain")
     wrong = [step.kind != "equal" for step in steps]
     found = set()
     start = 0
@@ -149,18 +153,18 @@ def _candidates(said: str, heard: str) -> Iterator[tuple[Words, Words]]:
         for first in {start, max(start - 1, 0)}:
             for last in {end, min(end + 1, len(steps))}:
                 span = steps[first:last]
-                replaced = tuple(step.heard for step in span if step.heard)
+                replaced = tuple(step.hypothesis for step in span if step.hypothesis)
                 if 0 < len(replaced) <= LONGEST:
-                    found.add((replaced, tuple(step.said for step in span if step.said)))
+                    found.add((replaced, tuple(step.reference for step in span if step.reference)))
         start = end
     yield from found
 
 
-def _replaced(words: Sequence[str], said: Mapping[Words, Words]) -> Iterator[str]:
+def _replaced(words: Sequence[str], replacements: Mapping[Words, Words]) -> Iterator[str]:
     start = 0
     while start < len(words):
         for length in range(min(LONGEST, len(words) - start), 0, -1):
-            found = said.get(tuple(words[start : start + length]))
+            found = replacements.get(tuple(words[start : start + length]))
             if found is not None:
                 yield from found
                 start += length

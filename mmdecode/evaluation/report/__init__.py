@@ -1,1 +1,1 @@
-"""What reports share: tables, figures, pages and comparisons."""
+"""Shared parts of reports: tables, figures, pages and comparisons."""

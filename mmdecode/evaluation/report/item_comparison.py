@@ -23,7 +23,7 @@ from mmdecode.evaluation.stats.intervals import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Of one number.
+    """Difference of one number.
 
     Attributes:
         value: Second minus first.
@@ -44,7 +44,7 @@ class Flips:
     Attributes:
         gained: Only the second has them right.
         lost: Only the first has them right.
-        p: Of the exact test of McNemar, over all of them.
+        p: P-value of McNemar's exact test, over all of them.
         p_by_target: The same for each right answer alone.
     """
 
@@ -65,7 +65,7 @@ class ItemComparison:
     Attributes:
         first, second: Their names.
         within: Name of the set.
-        differences: By name; the first is the one that is tested.
+        differences: Differences by name; the first is the one that is tested.
         flips: ``None``: one of the modes has several seeds, or nothing is right or wrong.
         p_holm: P-value of the flips, else of the first difference, corrected for the comparisons
             made together; ``None``: it was made alone.
@@ -80,7 +80,7 @@ class ItemComparison:
 
     @property
     def p(self) -> float:
-        """Of the flips, else of the first difference."""
+        """P-value of the flips, else of the first difference."""
         return self.flips.p if self.flips else next(iter(self.differences.values())).p
 
     def __str__(self) -> str:
@@ -118,9 +118,9 @@ def differences(
         second: The same of the second.
         images: The image of each item.
         rates: From summed counts to numbers by name.
-        names: Which of them.
+        names: Names of the numbers to compare.
         resamples: Bootstrap draws.
-        seed: Of the bootstrap.
+        seed: Seed of the bootstrap.
     """
     width = first.shape[1]
     table = np.concatenate([first, second], 1)
@@ -137,7 +137,7 @@ def difference(value: float | np.ndarray, draws: np.ndarray) -> Difference:
 
 
 def flips(first: np.ndarray, second: np.ndarray, targets: Sequence[str]) -> Flips:
-    """What flipped.
+    """Counts of flips.
 
     Args:
         first: ``(items,)``, whether the first mode is right.

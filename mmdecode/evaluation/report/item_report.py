@@ -1,4 +1,4 @@
-"""What reports on questions about images have in common: modes, seeds, tables, files and page."""
+"""Base of reports on questions about images: modes, seeds, tables, files and page."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ItemReport(abc.ABC, Generic[Some]):
         items: Answered questions of one or more modes, the baseline first; each mode has the same
             questions, and each of its seeds has all of them.
         resamples: Draws of every bootstrap.
-        seed: Of every bootstrap.
-        conditions: What the answers depend on, by name; kept and shown.
+        seed: Seed of every bootstrap.
+        conditions: Conditions of the answers, by name; kept and shown.
         against: Names of the modes that a mode is compared with, by its own; the first of them is
             what its computed controls are made of. ``None``, or a mode that is missing: the
             baseline.
@@ -46,7 +46,7 @@ class ItemReport(abc.ABC, Generic[Some]):
 
     Attributes:
         modes: Names, the baseline first; controls that are computed stand among them.
-        ids: Of the questions.
+        ids: Ids of the questions.
 
     Raises:
         OptionError: There are no answers, or modes have different questions.
@@ -54,7 +54,7 @@ class ItemReport(abc.ABC, Generic[Some]):
 
     title = "Answers"
     unit = "image"
-    """What intervals draw."""
+    """Unit that intervals resample."""
     gain = 1
     """Sign of a difference that is a gain, of the number that is compared first."""
 
@@ -81,15 +81,15 @@ class ItemReport(abc.ABC, Generic[Some]):
         self.add(items)
         self._recorded_modes = list(self.modes)
 
-    def add(self, items: Sequence[Some], beside: str | None = None) -> None:
-        """Takes in further modes.
+    def add(self, items: Sequence[Some], after: str | None = None) -> None:
+        """Adds modes to the report.
 
         Args:
-            items: Their answers.
-            beside: The mode after which they stand; ``None``: at the end.
+            items: Answers of the modes.
+            after: Mode after which they are listed; ``None``: at the end.
 
         Raises:
-            OptionError: They have other questions, or two answers to one.
+            OptionError: A mode has other questions, or two answers to one question.
         """
         for item in items:
             found = self._of.setdefault(item.mode, {}).setdefault(item.seed, {})
@@ -104,11 +104,11 @@ class ItemReport(abc.ABC, Generic[Some]):
                         f"{mode!r}{f', seed {seed},' * (seed is not None)} lacks answers that "
                         f"others have ({min(other)!r}); finish the run with --resume"
                     )
-        if beside is not None:
+        if after is not None:
             added = dict.fromkeys(item.mode for item in items)
             order = [mode for mode in self._of if mode not in added]
-            place = order.index(beside) + 1
-            self._of = {mode: self._of[mode] for mode in (*order[:place], *added, *order[place:])}
+            index = order.index(after) + 1
+            self._of = {mode: self._of[mode] for mode in (*order[:index], *added, *order[index:])}
 
     @property
     def modes(self) -> list[str]:
@@ -116,7 +116,7 @@ class ItemReport(abc.ABC, Generic[Some]):
         return list(self._of)
 
     def against(self, mode: str) -> list[str]:
-        """What a mode is compared with; the baseline itself with nothing."""
+        """Baselines of a mode; the baseline itself with nothing."""
         first = self._recorded_modes[0]
         named = [one for one in self._against.get(mode, ()) if one in self._recorded_modes]
         return [] if mode == first else named or [first]
@@ -126,7 +126,7 @@ class ItemReport(abc.ABC, Generic[Some]):
         return [(one, mode) for mode in self._recorded_modes for one in self.against(mode)]
 
     def answers(self, mode: str) -> list[list[Some]]:
-        """Of a mode, one list per seed, questions in order.
+        """Rows of a mode, one list per seed, questions in order.
 
         Raises:
             UnknownNameError: There is no such mode.
@@ -167,7 +167,7 @@ class ItemReport(abc.ABC, Generic[Some]):
         }
 
     def _basis(self) -> dict[str, Any]:
-        """What every summary tells about the questions and the intervals."""
+        """Part of every summary on the questions and the intervals."""
         return {
             "questions": len(self.ids),
             "images": len(set(self.image_names)),
@@ -191,7 +191,7 @@ class ItemReport(abc.ABC, Generic[Some]):
 
     @abc.abstractmethod
     def about(self) -> str:
-        """What the numbers mean, in a sentence or two."""
+        """Explanation of the numbers, in a sentence or two."""
 
     @abc.abstractmethod
     def worst(self, count: int = 5, mode: str | None = None) -> Shown:
@@ -210,8 +210,8 @@ class ItemReport(abc.ABC, Generic[Some]):
         return self.rows()
 
     @abc.abstractmethod
-    def told(self, mode: str, within: str) -> str:
-        """The scores of a mode in a set that decide, in a few words."""
+    def summary_line(self, mode: str, within: str) -> str:
+        """The main scores of a mode in a set, in a few words."""
 
     @abc.abstractmethod
     def level(self, mode: str, within: str) -> float:
@@ -222,7 +222,7 @@ class ItemReport(abc.ABC, Generic[Some]):
         return [(control, mode) for control in self.against(mode)[1:]]
 
     def verdict(self) -> list[str]:
-        """What the comparisons show, in a sentence on all methods and one or two on each."""
+        """Result of the comparisons, in a sentence on all methods and one or two on each."""
         judged = [one for one in self._recorded_modes[1:] if one not in self.controls]
         return verdict_of(self, judged)
 

@@ -1,4 +1,4 @@
-"""What a report on questions about images comes to, in sentences: which methods help, and how."""
+"""Verdict of a report on questions about images, in sentences: which methods help, and how."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def verdict_of(report: ItemReport[Any], judged: Sequence[str]) -> list[str]:
     sets = list(dict.fromkeys(one.within for one in report.comparisons)) or _sets(report)
     hardest = min(sets, key=lambda name: report.level(baseline, name))
     where = f" in {hardest}, where it scores lowest" if len(sets) > 1 else ""
-    plain = f"{baseline}{where}: {report.told(baseline, hardest)}."
+    plain = f"{baseline}{where}: {report.summary_line(baseline, hardest)}."
     if not judged:
         return [plain]
     found = {mode: _judged(report, mode, known, sets, hardest) for mode in judged}
@@ -80,7 +80,7 @@ def _judged(
     control = f"; {', '.join(held)}" if held else ""
     where = f"{hardest}: " if len(sets) > 1 else ""
     return bool(helps), (
-        f"{mode}: {said}. {where}{report.told(mode, hardest)}; against {baseline} "
+        f"{mode}: {said}. {where}{report.summary_line(mode, hardest)}; against {baseline} "
         f"{_difference(known[baseline, mode, hardest], p=True)}{control}."
     )
 

@@ -66,11 +66,11 @@ def document(
     """One HTML file that holds everything of a report.
 
     Args:
-        title: Of the page.
+        title: Title of the page.
         overview: Tables and what they mean, as HTML.
         figures: PNG by name.
         worst: Examples, as HTML.
-        conditions: What the numbers depend on.
+        conditions: Conditions of the numbers.
     """
     drawn = "".join(
         f'<figure><img alt="{html.escape(name)}" style="max-width:100%" '

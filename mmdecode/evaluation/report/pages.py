@@ -18,7 +18,7 @@ def head(title: str, *styles: str) -> str:
     """The beginning of a page, up to its body.
 
     Args:
-        title: As HTML.
+        title: Title as HTML.
         *styles: Names of style sheets next to that of all pages.
     """
     sheets = "".join(map(asset, ("report.css", *styles)))
@@ -45,7 +45,7 @@ def card(title: str, value: str, *notes: str) -> str:
     """A number that a page begins with.
 
     Args:
-        title: What it is of, as HTML.
+        title: Subject, as HTML.
         value: The number.
         *notes: Lines below it, as text.
     """
@@ -57,8 +57,8 @@ def keyed(sign: str, text: str) -> str:
     """An item of a legend: a sign, and what it means next to it.
 
     Args:
-        sign: As HTML.
-        text: As HTML.
+        sign: Sign as HTML.
+        text: Text as HTML.
     """
     return f'<li><span class="key">{sign}</span> <span>{text}</span></li>'
 
@@ -87,23 +87,23 @@ def data_url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def marked(steps: Sequence[Step], heard: Sequence[str] | None = None) -> str:
-    """An alignment as HTML: what was heard, with what was said where they differ.
+def marked(steps: Sequence[Step], shown: Sequence[str] | None = None) -> str:
+    """An alignment as HTML: the hypothesis, with the words of the reference where they differ.
 
     Args:
         steps: In order.
-        heard: HTML of what was heard, by step; ``None``: its text.
+        shown: HTML of the hypothesis's words, by step; ``None``: their text.
     """
-    texts = [escape(step.heard) for step in steps] if heard is None else heard
-    shown = []
+    texts = [escape(step.hypothesis) for step in steps] if shown is None else shown
+    words = []
     for step, text in zip(steps, texts, strict=True):
-        said = escape(step.said)
-        shown.append(
+        expected = escape(step.reference)
+        words.append(
             {
                 "equal": text,
-                "substitute": f'<span class="substitute">{text}<del>{said}</del></span>',
+                "substitute": f'<span class="substitute">{text}<del>{expected}</del></span>',
                 "insert": f'<span class="insert">{text}</span>',
-                "delete": f'<del class="delete">{said}</del>',
+                "delete": f'<del class="delete">{expected}</del>',
             }[step.kind]
         )
-    return " ".join(shown) or "<i>nothing</i>"
+    return " ".join(words) or "<i>nothing</i>"

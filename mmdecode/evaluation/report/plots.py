@@ -66,7 +66,7 @@ def by_duration(
 
     Args:
         durations: Seconds of each recording.
-        counts: Of `mmdecode.evaluation.speech.wer.count_errors`, by mode.
+        counts: Counts of `mmdecode.evaluation.speech.wer.count_errors`, by mode.
     """
     known = np.array([np.nan if d is None else d for d in durations])
     if np.isnan(known).all():
@@ -92,32 +92,32 @@ def by_duration(
     return figure
 
 
-def words_per_minute(heard: Mapping[str, Mapping[str, Any]]) -> Figure:
+def words_per_minute(scores: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Words made up in each kind of non-speech, a bar for each mode with its 95 % interval.
 
     Args:
-        heard: Scores (`mmdecode.evaluation.speech.silence.Heard`) by class and mode.
+        scores: Scores (`mmdecode.evaluation.speech.silence.NonSpeechScore`) by class and mode.
     """
     figure, axes = _figure("Words where nobody speaks")
-    modes = list(next(iter(heard.values())))
+    modes = list(next(iter(scores.values())))
     figure.set_size_inches(10, 4)
     width = 0.8 / len(modes)
     for index, mode in enumerate(modes):
-        scores = [found[mode] for found in heard.values()]
-        places = np.arange(len(heard)) + (index - (len(modes) - 1) / 2) * width
+        own = [found[mode] for found in scores.values()]
+        places = np.arange(len(scores)) + (index - (len(modes) - 1) / 2) * width
         spread = [
-            [max(one.rate - one.low, 0) for one in scores],
-            [max(one.high - one.rate, 0) for one in scores],
+            [max(one.rate - one.low, 0) for one in own],
+            [max(one.high - one.rate, 0) for one in own],
         ]
         axes.bar(
             places,
-            [one.rate for one in scores],
+            [one.rate for one in own],
             width=width,
             yerr=spread,
             error_kw={"linewidth": 0.7},
             label=mode.lstrip("_") or mode,
         )
-    axes.set_xticks(range(len(heard)), [name.replace(" ", "\n", 1) for name in heard])
+    axes.set_xticks(range(len(scores)), [name.replace(" ", "\n", 1) for name in scores])
     axes.set_ylabel("words per minute")
     _legend(figure, axes, columns=2)
     return figure
@@ -194,8 +194,8 @@ def forest(comparisons: Sequence[ItemComparison], name: str) -> Figure | None:
     """A difference of each comparison with its interval; ``None``: there is none.
 
     Args:
-        comparisons: Of any number of pairs and sets.
-        name: Which of their differences.
+        comparisons: Comparisons of any number of pairs and sets.
+        name: Name of the difference.
     """
     shown = [found for found in comparisons if name in found.differences]
     if not shown:
@@ -282,7 +282,7 @@ def _legend(figure: Figure, axes: Any, columns: int = 4) -> None:
     Args:
         figure: It.
         axes: With what is named.
-        columns: Of the legend, at most; fewer where names are long.
+        columns: Most columns of the legend; fewer where names are long.
     """
     handles, names = axes.get_legend_handles_labels()
     widest = 0.5 + 0.075 * max(map(len, names), default=0)  # inches, of a name of that size

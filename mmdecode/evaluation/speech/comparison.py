@@ -24,12 +24,12 @@ from mmdecode.evaluation.stats.intervals import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scored:
-    """One mode, scored.
+    """Samples of one mode with their alignments and error counts.
 
     Attributes:
-        mode: Its name.
-        samples: Of the recordings, in order.
-        alignments: Of each.
+        mode: Name of the mode.
+        samples: One sample per recording, in order.
+        alignments: Alignment of each sample.
         counts: ``(recordings, 7)`` of `mmdecode.evaluation.speech.wer.count_errors`.
     """
 
@@ -44,19 +44,19 @@ class Comparison:
     """Two modes on the same recordings; differences are first minus second.
 
     Attributes:
-        first, second: Their names.
-        same: Recordings whose normalised texts are equal.
-        of: Recordings compared.
-        bootstrap: Of the difference of the word error rates.
+        first, second: Names of the two modes.
+        same: Number of recordings whose normalised texts are equal.
+        of: Number of recordings compared.
+        bootstrap: Paired bootstrap of the difference of the word error rates.
         mapsswe: Matched-pairs sentence-segment word error test.
-        utterances: The same test with whole recordings.
-        p_holm: P-value of ``mapsswe``, corrected for the comparisons made together; ``None``: it
-            was made alone.
-        margin: Loss of word error rate that would still do.
-        within_margin: Whether the interval shows that the second loses less than that.
+        utterances: The same test with whole recordings as segments.
+        p_holm: P-value of ``mapsswe``, corrected by Holm for all comparisons of the report;
+            ``None``: not corrected.
+        margin: Increase of the word error rate that is tolerated (non-inferiority margin).
+        within_margin: Whether the interval shows that the second mode loses less than the margin.
         speedup: Time of the first over time of the second; ``None``: not timed.
-        speedup_low, speedup_high: Its 95 % interval, by bootstrap over batches; ``None``: there
-            was one batch.
+        speedup_low, speedup_high: 95 % interval of the speedup, by bootstrap over batches;
+            ``None``: there was one batch.
     """
 
     first: str
@@ -80,7 +80,7 @@ class Comparison:
             f"{self.second} against {self.first}: {self.same} of {self.of} texts are the same",
             f"WER {_signed(-100 * found.difference)} points "
             f"[{_signed(-100 * found.high)}, {_signed(-100 * found.low)}]; "
-            f"better in {100 * found.p_second_better:.1f} % of the draws",
+            f"better in {100 * found.p_second_better:.1f} % of the resamples",
             f"matched pairs: z = {self.mapsswe.z:.3f} over {self.mapsswe.count} segments, "
             f"p = {self.mapsswe.p:.4f}{corrected}",
             f"a loss under {100 * self.margin:g} points is "
@@ -103,37 +103,37 @@ def compared(
     resamples: int,
     seed: int,
 ) -> Comparison:
-    """Compares two modes alone, so that nothing is corrected for other comparisons.
+    """Compares two modes, without a correction for further comparisons.
 
     Args:
         first: The baseline.
         second: The other mode.
-        groups: Unit of the bootstrap of each recording; ``None``: the recording.
+        groups: Bootstrap unit of each recording; ``None``: the recording itself.
         margin: See `Comparison`.
-        resamples: Draws of every bootstrap.
-        seed: Of every bootstrap.
+        resamples: Resamples of every bootstrap.
+        seed: Seed of every bootstrap.
 
     Raises:
-        OptionError: They have different recordings or references.
+        OptionError: The modes have different recordings or references.
     """
     mine, theirs = ([(s.id, s.text) for s in one.samples] for one in (first, second))
     if mine != theirs:
         raise OptionError(
-            "the reports have different recordings or references; compare what was said alike"
+            "the reports have different recordings or references; compare runs on the same data"
         )
     errors = first.counts[:, 2:5].sum(1), second.counts[:, 2:5].sum(1)
     words = np.stack([first.counts[:, 0], second.counts[:, 0]], 1)
     bootstrap = paired_bootstrap(*errors, words, groups, resamples, seed)
     matched = mapsswe(first.alignments, second.alignments)
-    heard = [
-        [[step.heard for step in steps if step.heard] for steps in one.alignments]
+    texts = [
+        [[step.hypothesis for step in steps if step.hypothesis] for steps in one.alignments]
         for one in (first, second)
     ]
     speedup, low, high = _speedup(first.samples, second.samples, resamples, seed)
     return Comparison(
         first=first.mode,
         second=second.mode,
-        same=sum(a == b for a, b in zip(*heard, strict=True)),
+        same=sum(a == b for a, b in zip(*texts, strict=True)),
         of=len(first.samples),
         bootstrap=bootstrap,
         mapsswe=matched,
@@ -150,7 +150,7 @@ def compared(
 def _speedup(
     first: Sequence[Sample], second: Sequence[Sample], resamples: int, seed: int
 ) -> tuple[float | None, float | None, float | None]:
-    """Time of the first over time of the second, with its interval over batches."""
+    """Time of the first mode over time of the second, and the 95 % interval over batches."""
     timed = [(a, b) for a, b in zip(first, second, strict=True) if a.time and b.time]
     if not timed:
         return None, None, None
@@ -159,8 +159,8 @@ def _speedup(
     before, after = table.sum(0)
     if len(set(batches)) == 1:
         return float(before / after), None, None
-    drawn = resampled_sums(sums_by(table, batches), resamples, seed)
-    return (float(before / after), *interval(drawn[:, 0] / drawn[:, 1]))
+    sums = resampled_sums(sums_by(table, batches), resamples, seed)
+    return (float(before / after), *interval(sums[:, 0] / sums[:, 1]))
 
 
 def _signed(value: float) -> str:

@@ -1,8 +1,8 @@
-"""Corrected texts with each word coloured by who decided it: a page, or inline in a notebook.
+"""Corrected texts with each word coloured by which model decided it, as a page or in a notebook.
 
-Next to each stands what the recogniser alone says. Where it is known what was said, both are
-aligned to it. Colours are those that people with any kind of colour vision tell apart, and each has
-a line of its own below the word and the same in words as a title.
+Each text is shown next to the recogniser's own hypothesis (1-best). Where there is a reference,
+both are aligned to it. The colours can be told apart with any kind of colour vision; each also has
+a line style of its own below the word, and a title that says the same in words.
 """
 
 from __future__ import annotations
@@ -24,68 +24,64 @@ from mmdecode.evaluation.speech.wer import WER, Step, align_as_written, wer
 from mmdecode.evaluation.speech.word_page import MARKS, PLAYED
 
 if TYPE_CHECKING:
-    from mmdecode.asr.correction.n_best_lists import NBestList
-    from mmdecode.asr.correction.transcripts import Corrected
     from mmdecode.asr.results import Transcript
 
 STYLES = "decided.css"
 MOST = 100
 """Texts that a page shows."""
-_HELD = 64 << 20  # bytes of recordings that a page holds
+HELD = 64 << 20
+"""Bytes of recordings that are embedded in a page."""
 _CLASSES: dict[By, str] = {"both": "by-both", "audio": "by-audio", "language model": "by-model"}
 TELLS: dict[By, str] = {
     "both": "each of the two alone would have written it",
     "audio": "decided by the audio; the language model would not have written it, or was refused",
     "language model": "decided by the language model; the audio alone would not have written it",
 }
-"""What it means that a word was decided by each."""
+"""Explanation of each decider."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorrectedText:
-    """A text and who decided its words.
+    """A corrected text and which model decided each of its words.
 
     Attributes:
-        name: Of the recording.
-        words: Of the corrected text.
-        before: What the recogniser alone says.
-        said: The reference; ``None``: not known.
-        audio: The recording; ``None``: not at hand.
+        name: Name of the recording.
+        words: Words of the corrected text with their deciders.
+        before: Hypothesis of the recogniser alone (1-best).
+        reference: Reference text; ``None``: not known.
+        audio: Path of the recording; ``None``: not available.
     """
 
     name: str
     words: Sequence[DecidedWord]
     before: str
-    said: str | None = None
+    reference: str | None = None
     audio: Path | None = None
-
-    @classmethod
-    def of_list(cls, found: Corrected, one: NBestList) -> CorrectedText:
-        """Of a list that was corrected."""
-        return cls(name=one.id, words=found.words, before=found.correction.best, said=one.reference)
 
     @classmethod
     def of_transcript(
         cls,
         transcript: Transcript | Mapping[str, Any],
-        said: str | None = None,
+        reference: str | None = None,
         audio: Path | None = None,
     ) -> CorrectedText:
-        """Of a transcript, or its row of ``results.jsonl``; where nothing was corrected, by audio.
+        """The corrected text of a transcript, or of its row of ``results.jsonl``.
+
+        Words of a segment that was not corrected count as decided by the audio.
 
         Args:
-            transcript: Of a transcriber that corrects.
-            said: See the class.
+            transcript: Result of a transcriber that corrects.
+            reference: See the class.
             audio: See the class.
         """
         row = transcript if isinstance(transcript, Mapping) else dataclasses.asdict(transcript)
         words: list[DecidedWord] = []
         for segment in row["segments"]:
-            heard = [{"text": word, "by": "audio"} for word in segment["text"].split()]
-            decided = heard if segment["decided"] is None else segment["decided"]
+            plain = [{"text": word, "by": "audio"} for word in segment["text"].split()]
+            decided = plain if segment["decided"] is None else segment["decided"]
             words += (DecidedWord(**word) for word in decided)
         before = row["text"] if row["uncorrected"] is None else row["uncorrected"]
-        return cls(name=row["source"], words=words, before=before, said=said, audio=audio)
+        return cls(name=row["source"], words=words, before=before, reference=reference, audio=audio)
 
     @property
     def text(self) -> str:
@@ -94,7 +90,7 @@ class CorrectedText:
 
     @cached_property
     def changed(self) -> list[bool]:
-        """Of each word whether the recogniser alone has another one there, or none."""
+        """Whether each corrected word differs from the 1-best: another word is there, or none."""
         before, after = (
             ["".join(words_of(word)) for word in words]
             for words in (self.before.split(), [word.text for word in self.words])
@@ -106,11 +102,11 @@ class CorrectedText:
 
 
 class CorrectedTexts:
-    """Texts to look at; shows them in a notebook, and writes a page.
+    """Corrected texts, displayed in a notebook or on a page.
 
     Args:
-        texts: In any order; those with the most changed words are shown first.
-        normaliser: With which errors are counted, see `mmdecode.evaluation.speech.normalisers`.
+        texts: Texts in any order; those with the most changed words are shown first.
+        normaliser: Normaliser for the error counts, see `mmdecode.evaluation.speech.normalisers`.
     """
 
     def __init__(self, texts: Iterable[CorrectedText], *, normaliser: str = "whisper") -> None:
@@ -122,83 +118,93 @@ class CorrectedTexts:
 
     @cached_property
     def aligned(self) -> list[tuple[list[Step], list[int]] | None]:
-        """Of each text its alignment and each word's step in it; ``None``: it has no reference."""
-        return [None if one.said is None else _aligned(one, self.normaliser) for one in self.texts]
+        """Alignment of each text, and the step of each word; ``None``: it has no reference."""
+        return [
+            None if one.reference is None else _aligned(one, self.normaliser) for one in self.texts
+        ]
 
     @cached_property
     def scores(self) -> dict[str, WER]:
-        """Word errors before and after, of the texts whose reference is known."""
-        known = [one for one in self.texts if one.said is not None]
+        """Word error rates before and after correction, over the texts with a reference."""
+        known = [one for one in self.texts if one.reference is not None]
         if not known:
             return {}
-        said = [one.said or "" for one in known]
+        references = [one.reference or "" for one in known]
         sides = {"1-best": [o.before for o in known], "corrected": [o.text for o in known]}
-        return {n: wer(said, texts, normaliser=self.normaliser) for n, texts in sides.items()}
+        return {n: wer(references, texts, normaliser=self.normaliser) for n, texts in sides.items()}
 
     def rows(self) -> list[dict[str, str]]:
-        """By who decided them: how many words, how many were changed, and how many are right."""
+        """One row per decider: its words, how many were changed, and how many are right."""
         rows = []
         total = sum(len(one.words) for one in self.texts)
         for by in _CLASSES:
             own = changed = known = right = 0
             for one, aligned in zip(self.texts, self.aligned, strict=True):
-                places = [place for place, word in enumerate(one.words) if word.by == by]
-                own += len(places)
-                changed += sum(one.changed[place] for place in places)
+                indices = [index for index, word in enumerate(one.words) if word.by == by]
+                own += len(indices)
+                changed += sum(one.changed[index] for index in indices)
                 if aligned is not None:
                     steps, at = aligned
-                    known += len(places)
-                    right += sum(steps[at[place]].kind == "equal" for place in places)
+                    known += len(indices)
+                    right += sum(steps[at[index]].kind == "equal" for index in indices)
             row = {"decided by": by, "words": f"{own:,}", "share, %": percent(own / max(total, 1))}
-            row |= {"not so in the 1-best": f"{changed:,}"}
+            row |= {"not in the 1-best": f"{changed:,}"}
             if self.scores:
                 row["right, %"] = percent(right / known if known else None)
             rows.append(row)
         return rows
 
-    def as_html(self) -> str:
-        """A legend and the texts, without styles."""
-        order = sorted(range(len(self)), key=lambda place: -sum(self.texts[place].changed))
-        held, articles = 0, []
-        for place in order[:MOST]:
-            audio = self.texts[place].audio
+    def as_html(self, *, most: int = MOST, held: int = HELD, played: int = PLAYED) -> str:
+        """A legend and the texts as HTML, without styles.
+
+        Args:
+            most: Texts that are shown, those with the most changes.
+            held: Most bytes of all recordings that play.
+            played: Most bytes of a recording that plays.
+        """
+        order = sorted(range(len(self)), key=lambda index: -sum(self.texts[index].changed))
+        taken, articles = 0, []
+        for index in order[:most]:
+            audio = self.texts[index].audio
             size = audio.stat().st_size if audio is not None and audio.is_file() else None
-            plays = size is not None and size <= PLAYED and held + size <= _HELD
-            held += size or 0 if plays else 0
-            articles.append(self._article(place, plays))
+            plays = size is not None and size <= played and taken + size <= held
+            taken += size or 0 if plays else 0
+            articles.append(self._article(index, plays))
         legend = "".join(
             keyed(f'<span class="{_CLASSES[by]}">word</span>', escape(text))
             for by, text in TELLS.items()
         )
-        legend += keyed('<span class="changed">word</span>', "not so in the 1-best")
+        legend += keyed('<span class="changed">word</span>', "not in the 1-best")
         legend += LEGEND if self.scores else ""
         return f'<ul class="legend deciders">{legend}</ul>{"".join(articles)}'
 
-    def page(self, conditions: Mapping[str, str]) -> str:
+    def page(self, conditions: Mapping[str, str], *, most: int = MOST) -> str:
         """One HTML file that holds everything.
 
         Args:
-            conditions: What the words depend on, by name.
+            conditions: Settings of the run, by name.
+            most: Texts that are shown, those with the most changes.
         """
         counted = {row["decided by"]: row["words"] for row in self.rows()}
         total = sum(len(one.words) for one in self.texts)
-        few = f"The {MOST} of {len(self):,} recordings with the most changes are shown. "
+        few = f"The {most} of {len(self):,} recordings with the most changes are shown. "
         facts = escape(" \u00b7 ".join(f"{n} {value}" for n, value in conditions.items()))
         return f"""{head("mmdecode: who decided the words", STYLES)}<body>
 <header>
 <p class="eyebrow">mmdecode transcribe --correct</p>
 <h1>Of {total:,} words the audio decided <b>{counted["audio"]}</b>, the language model
 <b>{counted["language model"]}</b></h1>
-<p class="lead">The 1-best is what the recogniser alone says. Who decides is asked word by word,
-given the words before and what the language model holds likely: so a word of both may be none of
-the 1-best. {few if len(self) > MOST else ""}Numbers are of all recordings.</p>
+<p class="lead">The 1-best is the hypothesis of the recogniser alone. The decider is determined word
+by word, given the words before it and the language model's probabilities: so a word that both
+models would write may differ from the 1-best. {few if len(self) > most else ""}Numbers are of all
+recordings.</p>
 <p class="conditions">{facts}</p>
 </header>
 <main>
 <section class="cards">{self._cards()}</section>
 <section><h2>Words by who decided them</h2>{html_table(self.rows())}</section>
 <section><h2>Recording by recording</h2>
-{self.as_html()}</section>
+{self.as_html(most=most)}</section>
 </main>
 </body>
 </html>
@@ -213,22 +219,22 @@ the 1-best. {few if len(self) > MOST else ""}Numbers are of all recordings.</p>
             cards.append((f"WER, {name}", f"{percent(score.value, '.1f')} %", about))
         return "".join(card(escape(name), value, about) for name, value, about in cards)
 
-    def _article(self, place: int, plays: bool) -> str:
-        one, aligned = self.texts[place], self.aligned[place]
+    def _article(self, index: int, plays: bool) -> str:
+        one, aligned = self.texts[index], self.aligned[index]
         words = [_word(*pair) for pair in zip(one.words, one.changed, strict=True)]
         lines = []
-        if one.said is not None:
-            lines.append(("said", escape(one.said)))
-            before = marked(align_as_written(one.said, one.before, self.normaliser))
+        if one.reference is not None:
+            lines.append(("reference", escape(one.reference)))
+            before = marked(align_as_written(one.reference, one.before, self.normaliser))
         else:
             before = escape(one.before) or "<i>nothing</i>"
         lines.append(("1-best", before))
         if aligned is not None:
-            steps, places = aligned
-            heard: list[list[str]] = [[] for _ in steps]
-            for word, at in zip(words, places, strict=True):
-                heard[at].append(word)
-            after = marked(steps, [" ".join(own) for own in heard])
+            steps, indices = aligned
+            by_step: list[list[str]] = [[] for _ in steps]
+            for word, at in zip(words, indices, strict=True):
+                by_step[at].append(word)
+            after = marked(steps, [" ".join(own) for own in by_step])
         else:
             after = " ".join(words) or "<i>nothing</i>"
         lines.append(("corrected", after))
@@ -251,21 +257,21 @@ the 1-best. {few if len(self) > MOST else ""}Numbers are of all recordings.</p>
 
 
 def _word(word: DecidedWord, changed: bool) -> str:
-    """A word as HTML; a title says who decided it."""
+    """A word as HTML with a title that explains its decider."""
     names = _CLASSES[word.by] + " changed" * changed
     return f'<span class="{names}" title="{escape(TELLS[word.by])}">{escape(word.text)}</span>'
 
 
 def _aligned(one: CorrectedText, normaliser: str) -> tuple[list[Step], list[int]]:
-    """The steps from what was said to the corrected text, and the step of each of its words.
+    """Steps from the reference to the corrected text, and the step of each corrected word.
 
-    Words that a normaliser joins, parts or leaves out are in no step as they are written; they
-    stand where what they became stands, else after the word before.
+    A word that the normaliser joins, splits or drops is in no step as it is written; it is put at
+    the step of its normalised form, else at the step of the word before.
     """
-    steps = align_as_written(one.said or "", one.text, normaliser)
-    heard = [place for place, step in enumerate(steps) if step.heard]
-    if one.words and not heard:  # a normaliser may leave nothing over
-        heard = [len(steps)]
+    steps = align_as_written(one.reference or "", one.text, normaliser)
+    filled = [index for index, step in enumerate(steps) if step.hypothesis]
+    if one.words and not filled:  # a normaliser may leave nothing over
+        filled = [len(steps)]
         steps = [*steps, Step("equal", "", "")]
-    at = places_in([steps[place].heard for place in heard], [word.text for word in one.words])
-    return steps, [heard[place] for place in at]
+    at = places_in([steps[index].hypothesis for index in filled], [word.text for word in one.words])
+    return steps, [filled[index] for index in at]

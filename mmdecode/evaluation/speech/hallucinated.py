@@ -1,7 +1,8 @@
-"""What a recogniser made up: words where nothing was said, runs of insertions, and loops.
+"""Hallucinations of a recogniser: words on non-speech, runs of insertions, and repetition.
 
-Told from texts alone, so that it holds of transcripts made elsewhere too. Next to it, a transcriber
-counts the windows that ended in a loop.
+They are counted from reference and hypothesis alone, so that transcripts of other systems can be
+scored too. A transcriber of this package also counts the windows that ended in repetition
+(`mmdecode.evaluation.speech.samples.Sample.looped`).
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from mmdecode.asr.decoding.repetition import first_round_end
 from mmdecode.evaluation.speech.wer import Step
 
 RUN = 5
-"""So many insertions in a row, with no word of the reference between them, are made up."""
+"""Insertions in a row, with no word of the reference between them, that count as hallucinated."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadeUp:
-    """Counts over a corpus.
+class HallucinationCounts:
+    """Counts of hallucinations over a corpus.
 
     Attributes:
-        utterances: Scored.
-        empty: References without a word.
-        empty_heard: Of these, the ones in which words were recognised.
-        empty_words: Those words.
-        runs: Utterances with a run of at least `RUN` insertions, empty references among them.
+        utterances: Utterances scored.
+        empty: Utterances whose reference has no word (non-speech).
+        empty_heard: Utterances with an empty reference in which words were recognised.
+        empty_words: Words recognised in them.
+        runs: Utterances with a run of at least `RUN` insertions, empty references included.
         run_words: Words of all such runs.
-        loops: Utterances whose recognised text ends in a loop, see
-            `mmdecode.asr.decoding.repetition`, and the reference does not.
+        loops: Utterances whose hypothesis ends in repetition, see
+            `mmdecode.asr.decoding.repetition`, while the reference does not.
     """
 
     utterances: int
@@ -42,7 +43,7 @@ class MadeUp:
 
     @property
     def rate(self) -> float | None:
-        """Hallucination rate: of empty references, in how many words were recognised."""
+        """Share of empty references with recognised words; ``None``: no reference is empty."""
         return self.empty_heard / self.empty if self.empty else None
 
     @property
@@ -52,34 +53,35 @@ class MadeUp:
 
     @property
     def loop_rate(self) -> float:
-        """Share of utterances that end in a loop."""
+        """Share of utterances that end in repetition."""
         return self.loops / self.utterances
 
 
-def made_up(alignments: Iterable[Sequence[Step]]) -> MadeUp:
-    """Counts what was made up.
+def count_hallucinations(alignments: Iterable[Sequence[Step]]) -> HallucinationCounts:
+    """Counts hallucinations in aligned utterances.
 
     Args:
-        alignments: Of at least one utterance, see `mmdecode.evaluation.speech.wer.align`.
+        alignments: Alignment of each utterance, at least one; see
+            `mmdecode.evaluation.speech.wer.align`.
     """
     utterances = empty = empty_heard = empty_words = runs = run_words = loops = 0
     for steps in alignments:
-        said = [word for step in steps for word in step.said.split()]
-        heard = [word for step in steps for word in step.heard.split()]
+        expected = [word for step in steps for word in step.reference.split()]
+        recognised = [word for step in steps for word in step.hypothesis.split()]
         inserted = [
-            sum(len(step.heard.split()) for step in group)
+            sum(len(step.hypothesis.split()) for step in group)
             for kind, group in groupby(steps, lambda step: step.kind)
             if kind == "insert"
         ]
         long = [words for words in inserted if words >= RUN]
         utterances += 1
-        empty += not said
-        empty_heard += not said and bool(heard)
-        empty_words += 0 if said else len(heard)
+        empty += not expected
+        empty_heard += not expected and bool(recognised)
+        empty_words += 0 if expected else len(recognised)
         runs += bool(long)
         run_words += sum(long)
-        loops += first_round_end(heard) is not None and first_round_end(said) is None
-    return MadeUp(
+        loops += first_round_end(recognised) is not None and first_round_end(expected) is None
+    return HallucinationCounts(
         utterances=utterances,
         empty=empty,
         empty_heard=empty_heard,

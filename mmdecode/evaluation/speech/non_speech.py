@@ -1,7 +1,7 @@
-"""Sounds in which nobody speaks, made by formula: silence, noises at several levels, music.
+"""Synthetic non-speech: silence, noises at several levels, music.
 
 A level is the root mean square in decibels below full scale. ``babble`` has the spectrum, pitch and
-rhythm of several talkers at once, and no words; ``music`` are chords of decaying harmonic tones.
+rhythm of several talkers at once, and no words; ``music`` is chords of decaying harmonic tones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEVELS_DB: dict[str, tuple[int | None, ...]] = {
     "babble": (-60, -40, -20),
     "music": (-40, -20),
 }
-"""Levels of each kind."""
+"""Levels of each kind in dB relative to full scale; ``None``: digital silence."""
 _TALKERS = 6
 
 
@@ -34,10 +34,10 @@ def sound(kind: str, level_db: int | None, seconds: float, seed: int) -> np.ndar
     """One sound, mono float32 at 16 kHz, clipped to full scale.
 
     Args:
-        kind: Of `LEVELS_DB`.
-        level_db: Its level; ``None``: digital silence.
-        seconds: Its length.
-        seed: Other seeds, other sounds.
+        kind: Key of `LEVELS_DB`.
+        level_db: Level in dB relative to full scale; ``None``: digital silence.
+        seconds: Length.
+        seed: Seed of the random samples.
     """
     count = round(seconds * RATE)
     if level_db is None:
@@ -51,15 +51,15 @@ def sound(kind: str, level_db: int | None, seconds: float, seed: int) -> np.ndar
 def sounds(
     folder: Path, clips: int, seconds: float, seed: int
 ) -> Iterator[tuple[Entry, Callable[[], np.ndarray]]]:
-    """Clips of every kind and level, with empty texts, and what makes the samples of each.
+    """Clips of every kind and level: entries with empty texts, and functions that make the samples.
 
     Ids are ``KIND LEVEL/NUMBER``. Nothing is written: see `write_flac`.
 
     Args:
-        folder: Where the entries say that their files are.
-        clips: Of each kind and level.
-        seconds: Length of each.
-        seed: Of all.
+        folder: Folder of the files that the entries name.
+        clips: Number of clips of each kind and level.
+        seconds: Length of each clip.
+        seed: Seed of all clips.
     """
     for kind, levels in LEVELS_DB.items():
         for level in levels:
@@ -73,7 +73,7 @@ def sounds(
 
 
 def write_flac(path: Path, wave: np.ndarray, overwrite: bool = False) -> None:
-    """Writes mono samples at 16 kHz, of 16 bits.
+    """Writes mono samples at 16 kHz as 16-bit FLAC.
 
     Raises:
         MissingExtraError: soundfile is not installed.
@@ -101,7 +101,7 @@ def _babble(count: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _talker(count: int, random: np.random.Generator) -> np.ndarray:
-    """Sounds of a tenth of a second, voiced, unvoiced or silent, under changing formants."""
+    """Voiced, unvoiced or silent sounds, a new one each tenth of a second, with random formants."""
     size = RATE // 5  # two sounds: each fades into the next
     fade = np.hanning(size)
     frequency = np.fft.rfftfreq(size, 1 / RATE)
@@ -121,17 +121,17 @@ def _talker(count: int, random: np.random.Generator) -> np.ndarray:
 
 def _music(count: int, random: np.random.Generator) -> np.ndarray:
     wave = np.zeros(count)
-    place = 0
-    while place < count:
-        size = min(round(random.uniform(0.3, 1.2) * RATE), count - place)
+    start = 0
+    while start < count:
+        size = min(round(random.uniform(0.3, 1.2) * RATE), count - start)
         times = np.arange(size) / RATE
         root = 110 * 2 ** (random.integers(0, 24) / 12)
         chord = root * 2 ** (np.array([0, random.choice([3, 4]), 7, 12]) / 12)
         for tone in chord:
             for harmonic in range(1, 6):
                 phase = 2 * np.pi * (tone * harmonic * times + random.random())
-                wave[place : place + size] += np.sin(phase) * np.exp(-2 * times) / harmonic
-        place += size
+                wave[start : start + size] += np.sin(phase) * np.exp(-2 * times) / harmonic
+        start += size
     return wave
 
 

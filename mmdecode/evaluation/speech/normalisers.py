@@ -1,4 +1,4 @@
-"""Text normalisers: what counts as the same word. A rate means nothing without their name.
+"""Text normalisers, which decide what counts as the same word. Error rates depend on them.
 
 `NORMALISERS` holds them by name:
 
@@ -6,7 +6,7 @@
 * ``basic``: Whisper's normaliser for all languages: lower case, no brackets, no symbols.
 * ``whisper``: Whisper's English normaliser (openai/whisper c0d2f62, appendix C of its paper), as
   transformers ships it.
-* ``leaderboard``: what the Open ASR leaderboard made of it (huggingface/open_asr_leaderboard
+* ``leaderboard``: the Open ASR leaderboard's variant of it (huggingface/open_asr_leaderboard
   d1e99b2): fewer ``'s`` read as "is", more fillers, joined acronyms, folded names, compounds. Its
   oddities are kept: "O'Neil" becomes "0 neil", "10mm" becomes "10 hmm".
 """
@@ -45,11 +45,11 @@ def basic() -> Normaliser:
 
 
 @lru_cache
-def leaderboard() -> Normaliser:
-    """The leaderboard's: Whisper's English one with other tables and three steps more."""
+def leaderboard(folder: Path = DATA) -> Normaliser:
+    """The leaderboard's: Whisper's English normaliser with other tables and three more steps."""
     from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-    tables = json.loads((DATA / "leaderboard_tables.json").read_text(encoding="utf-8"))
+    tables = json.loads((folder / "leaderboard_tables.json").read_text(encoding="utf-8"))
     normaliser = EnglishTextNormalizer(tables["spelling"])
     normaliser.ignore_patterns = rf"\b({'|'.join(tables['fillers'])})\b"
     normaliser.replacers = dict(tables["replacements"])
@@ -94,14 +94,14 @@ ORIGINS = {
     "whisper": "openai/whisper EnglishTextNormalizer c0d2f62",
     "leaderboard": "huggingface/open_asr_leaderboard d1e99b2",
 }
-"""Which version of what a name stands for, for reports."""
+"""Source and version of each normaliser, shown in reports."""
 
 
 def normaliser_of(name: str) -> Normaliser:
     """The normaliser of that name.
 
     Raises:
-        UnknownNameError: There is none.
+        UnknownNameError: There is no such normaliser.
     """
     if name not in NORMALISERS:
         raise UnknownNameError.of("normaliser", name, NORMALISERS)
@@ -109,11 +109,11 @@ def normaliser_of(name: str) -> Normaliser:
 
 
 def is_scored(reference: str, normalise: Normaliser | None = None) -> bool:
-    """Whether the leaderboard scores an item, by its reference.
+    """Whether the leaderboard scores an utterance: its reference has words after normalisation.
 
     Args:
-        reference: What was said.
-        normalise: ``None``: the leaderboard's.
+        reference: Reference text.
+        normalise: Normaliser; ``None``: the leaderboard's.
     """
     text = (normalise or leaderboard())(reference).strip()
     return text not in ("", "ignore time segment in scoring")

@@ -2,17 +2,18 @@
 
 ``PIER = (S + D + I) / (H + S + D)`` over the reference's points of interest in the alignment that
 counts word errors. An insertion belongs to the reference word that follows it, at the end of a
-sentence to the last one; in a sentence without a reference word to the rest. Next to it stands the
-same rate of the rest, and the errors of both add up to those of the word error rate.
+sentence to the last one; in a sentence without a reference word it belongs to the rest. The same
+rate is given for the rest; the errors of both add up to those of the word error rate.
 
 Points of interest are spans tagged in the reference, ``das <tag meeting> ist heute``, or all words
 of a script, such as the Latin ones of an Arabic sentence. Characters of scripts without spaces are
-units of their own, in references and in hypotheses, unless both are said to be segmented.
+units of their own in references and hypotheses, unless ``segmented`` is set.
 
 Source: Ugan et al. 2025, PIER; the rules are those of its code, enesyugan/PIER-CodeSwitching-
-Evaluation. Not followed: there, sentences are dropped that consist of points of interest only, or
-have none; places in the raw reference are used for normalised words, which shifts them where words
-were dropped; and references are cut into characters for the places, but not for the alignment.
+Evaluation. Three of its choices are not followed: it drops sentences that consist of points of
+interest only, or have none; it applies word indices of the raw reference to the normalised one,
+which shifts them where the normaliser drops words; and it splits references into characters to find
+the points of interest, but not for the alignment.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ _TAG = re.compile(r"<tag\s+([^<>]*)>")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Reference words of one kind, and what became of them.
+    """Counts over the reference words of one kind: points of interest, or the rest.
 
     Attributes:
-        hits, substitutions, deletions: Of the words.
-        insertions: That belong to them.
+        hits, substitutions, deletions: Reference words by outcome.
+        insertions: Inserted words that belong to them, see the module.
     """
 
     hits: int
@@ -81,7 +82,7 @@ class PIER:
         rest: All other words.
         low, high: 95 % interval of the rate, bootstrap over utterances or groups; ``None``: there
             is no point of interest.
-        points: How they were found: ``tags``, or the name of a script.
+        points: Kind of the points of interest: ``tags``, or the name of a script.
     """
 
     interest: Part
@@ -109,24 +110,24 @@ def pier(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> PIER:
-    """Scores a corpus.
+    """Computes the point-of-interest error rate of a corpus.
 
     Args:
-        references: What was said.
-        hypotheses: What was recognised, in the same order.
+        references: Reference texts.
+        hypotheses: Recognised texts, in the same order.
         points: ``tags``, or one of `SCRIPTS`.
-        normaliser: Of `mmdecode.evaluation.speech.normalisers.NORMALISERS`; tags keep to their
-            words.
+        normaliser: Name in `mmdecode.evaluation.speech.normalisers.NORMALISERS`; a tagged word
+            stays tagged after normalisation.
         scorer: ``plain`` or ``merge``, see `mmdecode.evaluation.speech.wer`.
         split_hyphens: Whether hyphens separate words.
         segmented: See `mmdecode.evaluation.speech.wer.wer`.
-        groups: Speaker or recording of each pair, which the bootstrap then draws; ``None``: it
-            draws pairs.
-        resamples: Bootstrap draws of the interval.
-        seed: Of the bootstrap.
+        groups: Speaker or recording of each pair, which the bootstrap then resamples; ``None``: it
+            resamples pairs.
+        resamples: Bootstrap resamples for the interval.
+        seed: Seed of the bootstrap.
 
     Raises:
-        OptionError: The sides differ in length or are empty, or the scorer knows no single words.
+        OptionError: The sides differ in length or are empty, or the scorer is ``sclite``.
         UnknownNameError: There are no such points of interest.
         InputError: A tag is not closed.
     """
@@ -138,10 +139,10 @@ def pier(
     normalise = normaliser_of(normaliser)
     rows = []
     for reference, hypothesis in zip(references, hypotheses, strict=True):
-        said, marked = points_of(reference, points, normalise, split_hyphens, segmented)
-        heard = normalise(_apart(hypothesis, split_hyphens))
-        _, heard_units = paired_units("".join(said), heard, segmented)
-        rows.append(count_points(align_units(said, heard_units, scorer), marked))
+        expected, marked = points_of(reference, points, normalise, split_hyphens, segmented)
+        text = normalise(_apart(hypothesis, split_hyphens))
+        _, recognised = paired_units("".join(expected), text, segmented)
+        rows.append(count_points(align_units(expected, recognised, scorer), marked))
     table = np.array(rows, dtype=np.int64)  # (pairs, 8)
     interest, rest = (
         Part(**{name: int(n) for name, n in zip(COLUMNS, half, strict=True)})
@@ -150,23 +151,23 @@ def pier(
     low = high = None
     if interest.words:
         both = np.stack([table[:, 1:4].sum(1), table[:, :3].sum(1)], 1)
-        drawn = resampled_sums(sums_by(both, groups), resamples, seed)
-        low, high = interval(drawn[:, 0] / np.maximum(drawn[:, 1], 1))
+        sums = resampled_sums(sums_by(both, groups), resamples, seed)
+        low, high = interval(sums[:, 0] / np.maximum(sums[:, 1], 1))
     return PIER(interest=interest, rest=rest, low=low, high=high, points=points)
 
 
 def refuse_points(points: str, scorer: str) -> None:
-    """Raises where there are no such points of interest, or they cannot be told after alignment.
+    """Refuses unknown points of interest, and a scorer that does not keep their word indices.
 
     Raises:
-        UnknownNameError: There are none of that name.
-        OptionError: References have alternatives in this scorer, of which one is aligned.
+        UnknownNameError: There are no points of interest of that name.
+        OptionError: The scorer is ``sclite``, which aligns one of several readings of a reference.
     """
     if points != TAGS and points not in SCRIPTS:
         raise UnknownNameError.of("points of interest", points, (TAGS, *SCRIPTS))
     if scorer == "sclite":
         raise OptionError(
-            "points of interest need words at known places, and scorer 'sclite' chooses among "
+            "points of interest need fixed word positions, and scorer 'sclite' chooses among "
             "readings of a reference; use scorer 'plain' or 'merge'"
         )
 
@@ -195,9 +196,9 @@ def points_of(
     """Normalised units of a reference, and which of them are points of interest.
 
     Args:
-        reference: What was said.
+        reference: Reference text, with its tags.
         points: See `pier`.
-        normalise: What words are made of.
+        normalise: Normaliser.
         split_hyphens: See `pier`.
         segmented: See `pier`.
 
@@ -207,20 +208,20 @@ def points_of(
     text, flags = _untagged(reference)
     text = _apart(text, split_hyphens)
     cut = str.split if segmented else units
-    said = cut(normalise(text))
+    found = cut(normalise(text))
     if points != TAGS:
-        return said, [any(script(c) == SCRIPTS[points] for c in unit) for unit in said]
+        return found, [any(script(c) == SCRIPTS[points] for c in unit) for unit in found]
     tagged = iter([flag for character, flag in zip(text, flags, strict=True) if character.strip()])
     single = []  # each unit as it is normalised alone, with its flag
     for unit in cut(text):
         flag = sum(next(tagged) for _ in unit) > 0
         single += [(part, flag) for part in cut(normalise(unit))]
-    marked = [False] * len(said)
-    matcher = SequenceMatcher(None, [part for part, _ in single], said, autojunk=False)
+    marked = [False] * len(found)
+    matcher = SequenceMatcher(None, [part for part, _ in single], found, autojunk=False)
     for kind, first, last, begin, end in matcher.get_opcodes():
         own = [flag for _, flag in single[first:last]]
         marked[begin:end] = own if kind == "equal" else [any(own)] * (end - begin)
-    return said, marked
+    return found, marked
 
 
 def count_points(steps: Sequence[Step], marked: Sequence[bool]) -> list[int]:
@@ -232,20 +233,20 @@ def count_points(steps: Sequence[Step], marked: Sequence[bool]) -> list[int]:
     """
     interest, rest = dict.fromkeys(COLUMNS, 0), dict.fromkeys(COLUMNS, 0)
     names = {"equal": "hits", "substitute": "substitutions", "delete": "deletions"}
-    place = 0
+    index = 0
     for step in steps:
         if step.kind == "insert":
-            owner = bool(marked) and marked[min(place, len(marked) - 1)]
+            owner = bool(marked) and marked[min(index, len(marked) - 1)]
             (interest if owner else rest)["insertions"] += 1
             continue
-        for _ in step.said.split():
-            (interest if marked[place] else rest)[names[step.kind]] += 1
-            place += 1
+        for _ in step.reference.split():
+            (interest if marked[index] else rest)[names[step.kind]] += 1
+            index += 1
     return [*interest.values(), *rest.values()]
 
 
 def _untagged(reference: str) -> tuple[str, list[bool]]:
-    """The text without tags, and whether each of its characters was inside one."""
+    """The text without tags, and whether each of its characters was inside a tag."""
     text, flags, end = "", [], 0
     for found in _TAG.finditer(reference):
         for part, flag in ((reference[end : found.start()], False), (found[1], True)):

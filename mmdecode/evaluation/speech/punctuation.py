@@ -1,10 +1,10 @@
-"""Punctuation and casing of a transcript, where its words are aligned to those of the reference.
+"""Punctuation and casing of a transcript whose words are aligned to those of the reference.
 
-Words are aligned without marks and case, minimal edit distance. A place is what follows a word that
-both sides have, equal or substituted: there each of `MARKS` is right, missed or false. Marks after
-words that were deleted or inserted stand at no such place; they are counted apart. Case is compared
-where both sides have the same word. Full-width and ideographic marks count as the plain ones; what
-a normaliser would do is not done.
+Words are aligned by minimal edit distance, without marks and case. Marks are compared after each
+pair of aligned words, equal or substituted: there each of `MARKS` is right, missed or false. Marks
+after deleted or inserted words have no counterpart; they are counted separately. Case is compared
+where both sides have the same word. Full-width and ideographic marks count as the plain ones. No
+normaliser is applied.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _WORD = re.compile(r"\w+(?:(?:['\u2019\-](?=\w)|(?<=\d)[.,](?=\d))\w+)*")
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Of one mark, or of capitals.
+    """Counts of one punctuation mark, or of capitals.
 
     Attributes:
-        right: In both texts.
-        missed: In the reference only.
-        false: In the hypothesis only.
+        right: Occurrences in both texts.
+        missed: Occurrences in the reference only.
+        false: Occurrences in the hypothesis only.
     """
 
     right: int
@@ -38,19 +38,19 @@ class Agreement:
 
     @property
     def precision(self) -> float | None:
-        """Right ones among those of the hypothesis; ``None``: it has none."""
+        """Share of the hypothesis's occurrences that are right; ``None``: it has none."""
         given = self.right + self.false
         return self.right / given if given else None
 
     @property
     def recall(self) -> float | None:
-        """Right ones among those of the reference; ``None``: it has none."""
+        """Share of the reference's occurrences that are right; ``None``: it has none."""
         wanted = self.right + self.missed
         return self.right / wanted if wanted else None
 
     @property
     def f1(self) -> float | None:
-        """Their harmonic mean; ``None``: neither text has any."""
+        """Harmonic mean of precision and recall; ``None``: neither text has any."""
         total = 2 * self.right + self.missed + self.false
         return 2 * self.right / total if total else None
 
@@ -60,14 +60,14 @@ class Punctuation:
     """One corpus score.
 
     Attributes:
-        marks: By mark of `MARKS`.
-        capitals: Words with a capital letter, where both sides have the word; right where they are
-            written alike.
-        same_words: Words that both sides have.
-        same_case: Of these, the ones that are written alike.
-        places: Words aligned to words.
-        unplaced: Marks of the reference after words that were deleted.
-        unplaced_heard: Marks of the hypothesis after words that were inserted.
+        marks: Counts of each mark of `MARKS`.
+        capitals: Words with a capital letter, where both sides have the word; right where both have
+            the same case.
+        same_words: Words that both sides have, case ignored.
+        same_case: Words that both sides have in the same case.
+        places: Pairs of aligned words, after which marks are compared.
+        unplaced: Marks of the reference after deleted words.
+        unplaced_heard: Marks of the hypothesis after inserted words.
     """
 
     marks: dict[str, Agreement]
@@ -89,16 +89,16 @@ class Punctuation:
 
     @property
     def case(self) -> float | None:
-        """Share of the words of both sides that are written alike; ``None``: there is none."""
+        """Share of the words of both sides that have the same case; ``None``: there is none."""
         return self.same_case / self.same_words if self.same_words else None
 
 
 def punctuation(references: Sequence[str], hypotheses: Sequence[str]) -> Punctuation:
-    """Scores a corpus of texts as they were written.
+    """Scores punctuation and casing of a corpus of texts that are not normalised.
 
     Args:
-        references: What was said.
-        hypotheses: What was recognised, in the same order.
+        references: Reference texts.
+        hypotheses: Recognised texts, in the same order.
 
     Raises:
         OptionError: The sides differ in length.
@@ -107,16 +107,18 @@ def punctuation(references: Sequence[str], hypotheses: Sequence[str]) -> Punctua
         raise OptionError(
             f"{len(references)} references and {len(hypotheses)} hypotheses; expected pairs"
         )
-    found: list[tuple[str, bool, bool]] = []  # mark, whether said, whether heard
+    found: list[
+        tuple[str, bool, bool]
+    ] = []  # mark, whether each side has it: reference, hypothesis
     cased: list[tuple[str, str]] = []  # a word of both sides, as each writes it
     places = unplaced = unplaced_heard = 0
     for reference, hypothesis in zip(references, hypotheses, strict=True):
         left, right = list(marked_words(reference)), list(marked_words(hypothesis))
         steps = align_units([w.casefold() for w, _ in left], [w.casefold() for w, _ in right])
-        said, heard = iter(left), iter(right)
+        ours, theirs = iter(left), iter(right)
         for step in steps:
-            word, marks = next(said) if step.said else ("", "")
-            other, other_marks = next(heard) if step.heard else ("", "")
+            word, marks = next(ours) if step.reference else ("", "")
+            other, other_marks = next(theirs) if step.hypothesis else ("", "")
             if not word or not other:
                 unplaced += len(marks)
                 unplaced_heard += len(other_marks)
@@ -126,10 +128,7 @@ def punctuation(references: Sequence[str], hypotheses: Sequence[str]) -> Punctua
             if step.kind == "equal":
                 cased.append((word, other))
     return Punctuation(
-        marks={
-            mark: _agreement((said, heard) for one, said, heard in found if one == mark)
-            for mark in MARKS
-        },
+        marks={mark: _agreement(both for one, *both in found if one == mark) for mark in MARKS},
         capitals=_capitals(cased),
         same_words=len(cased),
         same_case=sum(word == other for word, other in cased),
@@ -151,17 +150,17 @@ def marked_words(text: str) -> Iterable[tuple[str, str]]:
         yield last, marks
 
 
-def _agreement(pairs: Iterable[tuple[bool, bool]]) -> Agreement:
+def _agreement(pairs: Iterable[Sequence[bool]]) -> Agreement:
     counts = {(True, True): 0, (True, False): 0, (False, True): 0}
-    for pair in pairs:
-        counts[pair] += 1
+    for wanted, given in pairs:
+        counts[wanted, given] += 1
     return Agreement(
         right=counts[True, True], missed=counts[True, False], false=counts[False, True]
     )
 
 
 def _capitals(cased: Sequence[tuple[str, str]]) -> Agreement:
-    """A word with a capital that the other side writes otherwise is missed, false, or both."""
+    """A word with a capital and another case on the other side is missed, false, or both."""
     return Agreement(
         right=sum(word == other and word != word.lower() for word, other in cased),
         missed=sum(word != other and word != word.lower() for word, other in cased),

@@ -1,8 +1,8 @@
 """Runs modes of decoding over the same recordings, timed as the Open ASR leaderboard times them.
 
-The clock runs over features, encoder, decoding and text; it is stopped while files are read and
-resampled. A batch's time is shared out evenly among its recordings. Modes take turns batch by
-batch, A B B A, so that a machine that slows down slows all of them.
+Time includes features, encoder, decoding and text; it excludes reading and resampling of files. A
+batch's time is divided evenly among its recordings. Modes take turns batch by batch, A B B A, so
+that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def journal_of(
     overwrite: bool = False,
     entries: Sequence[Entry] = (),
 ) -> Journal[Sample]:
-    """The samples of a run, in a folder; see `Journal`."""
+    """The journal of a run's samples in a folder; see `Journal`."""
     audio = {entry.id: entry.audio for entry in entries}
     return Journal(
         folder / SAMPLES,
@@ -54,10 +54,10 @@ def journal_of(
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """What a run has recorded so far; of several lines for one recording the last counts.
+    """Reads the samples of a run; the last line for a mode and recording counts.
 
     Raises:
-        InputError: The folder holds no samples, or a line of them is damaged.
+        InputError: The folder holds no samples, or a line is damaged.
     """
     path = folder / SAMPLES
     try:
@@ -92,10 +92,10 @@ def record(
     """Transcribes recordings in each mode and times it.
 
     Args:
-        transcribers: By the name of their mode.
+        transcribers: Transcriber of each mode, by the mode's name.
         entries: Recordings with texts.
-        journal: Where samples go as they come; recordings that have a transcript there are left
-            out, failed ones are tried again.
+        journal: Receives samples as they are made; recordings with a transcript there are skipped,
+            failed ones are decoded again.
         group: See `mmdecode.evaluation.speech.samples.sample_of`.
         batch_size: Recordings at once; ``None``: as many as the first transcriber decodes at once.
         warmup: Untimed runs of the first batch in each mode; the leaderboard makes ten.
@@ -128,12 +128,12 @@ def record(
             if journal:
                 for entry in todo:
                     journal.reading(entry.audio)
-            heard, failed = _read(todo, transcriber, mode, group)
-            if heard and mode not in warm:
+            loaded, failed = _read(todo, transcriber, mode, group)
+            if loaded and mode not in warm:
                 for _ in range(warmup):
-                    transcriber([one.source for one in heard])
+                    transcriber([one.source for one in loaded])
                 warm.add(mode)
-            for sample in (*failed, *_timed(transcriber, heard, mode, group, number)):
+            for sample in (*failed, *_timed(transcriber, loaded, mode, group, number)):
                 found[mode, sample.id] = sample
                 if journal:
                     journal.add(sample)
@@ -146,14 +146,14 @@ def record(
 
 
 def data_hash(entries: Sequence[Entry]) -> str:
-    """Of what is to be recognised, in order: names and texts, parts and languages."""
+    """Hash of the entries in order: ids, texts, offsets, durations and languages."""
     asked = [(e.id, e.text, e.offset_s, e.duration_s, e.language) for e in entries]
     return hashlib.blake2b(json.dumps(asked).encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
-class _Heard:
-    """A recording in memory at the model's rate, and how long it is."""
+class _Loaded:
+    """A recording in memory at the model's sampling rate, and its length."""
 
     entry: Entry
     source: Source
@@ -162,10 +162,10 @@ class _Heard:
 
 def _read(
     entries: Sequence[Entry], transcriber: Transcriber, mode: str, group: str | None
-) -> tuple[list[_Heard], list[Sample]]:
+) -> tuple[list[_Loaded], list[Sample]]:
     """Recordings that can be read, and samples of those that cannot."""
     rate = transcriber.sampling_rate
-    heard, failed = [], []
+    loaded, failed = [], []
     for entry in entries:
         source = opened(entry, transcriber.options.language)
         wave = tried(partial(_wave, source, rate), ADVICE)
@@ -173,8 +173,8 @@ def _read(
             failed.append(sample_of(entry, mode, group, error=wave.error))
             continue
         held = replace(source_of((wave, rate), rate), name=entry.id, language=source.language)
-        heard.append(_Heard(entry, held, len(wave) / rate))
-    return heard, failed
+        loaded.append(_Loaded(entry, held, len(wave) / rate))
+    return loaded, failed
 
 
 def _wave(source: Source, rate: int) -> np.ndarray:
@@ -183,35 +183,35 @@ def _wave(source: Source, rate: int) -> np.ndarray:
 
 def _timed(
     transcriber: Transcriber,
-    heard: Sequence[_Heard],
+    loaded: Sequence[_Loaded],
     mode: str,
     group: str | None,
     number: int,
 ) -> Iterator[Sample]:
     from mmdecode.asr.results import Failure
 
-    if not heard:
+    if not loaded:
         return
     passes, tokens = _scored(transcriber)
     began = now(transcriber.model.device)
-    results = transcriber([one.source for one in heard])
+    results = transcriber([one.source for one in loaded])
     seconds = now(transcriber.model.device) - began
     passes_now, tokens_now = _scored(transcriber)
     counters = {
         "number": number,
-        "size": len(heard),
+        "size": len(loaded),
         "seconds": seconds,
         "row_passes": passes_now - passes,
         "scored_tokens": tokens_now - tokens,
     }
-    for one, result in zip(heard, results, strict=True):
+    for one, result in zip(loaded, results, strict=True):
         known: dict[str, Any] = {"duration": one.duration_s}
         if isinstance(result, Failure):
             known["error"] = result.error
         else:
             known |= {
                 "pred_text": result.text,
-                "time": seconds / len(heard),
+                "time": seconds / len(loaded),
                 "token_ids": list(result.tokens),
                 "batch": counters,
                 "windows": result.stats["windows"],
@@ -221,6 +221,6 @@ def _timed(
 
 
 def _scored(transcriber: Transcriber) -> tuple[int, int]:
-    """Passes of all rows after the prompt was read, and the tokens they committed."""
+    """Row passes after prefill, and the tokens that they committed."""
     stats = transcriber.stats
     return stats.rounds, round(stats.acceptance_length * stats.rounds)

@@ -1,4 +1,4 @@
-"""What was said, what was recognised and how long it took: the rows that everything is scored from.
+"""Samples: reference, recognised text and time of each recording, from which all is scored.
 
 Rows hold raw texts under the names of the Open ASR leaderboard's result files (``audio_filepath``,
 ``duration``, ``time``, ``text``, ``pred_text``), so that scoring can be repeated without a model,
@@ -19,28 +19,28 @@ from mmdecode.asr.output.manifest import AUDIO, ID, TEXT, Entry, seconds_of
 from mmdecode.errors import InputError
 from mmdecode.runs.tables import first_of, read_rows, rows_text, text_of
 
-HEARD = ("pred_text", "hypothesis", "hyp", "prediction", *TEXT)
+HYPOTHESIS = ("pred_text", "hypothesis", "hyp", "prediction", *TEXT)
 KEY = (*ID[:-1], *AUDIO, "source", *ID[-1:])
 LEADERBOARD = ("audio_filepath", "duration", "time", "text", "pred_text")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One recording as one mode of decoding heard it.
+    """Transcript of one recording by one mode of decoding, with its reference.
 
     Attributes:
-        id: Of the recording.
-        mode: Which way of decoding, or whose transcript.
-        text: What was said, as it was given.
-        pred_text: What was recognised, as it came; empty where it failed.
-        audio_filepath: The recording; ``None``: not known.
-        duration: Its seconds; ``None``: not known.
-        time: Seconds it took: its batch's time over the size of the batch; ``None``: not known.
-        group: Speaker or other unit of the interval; ``None``: not given.
-        token_ids: Ids of the transcript; ``None``: not known.
-        batch: Counters of the batch it was decoded in; ``None``: not known.
-        windows: Windows it was decoded in; ``None``: not known.
-        looped: Of these, the ones that ended in a loop, see `mmdecode.asr.decoding.repetition`.
+        id: Id of the recording.
+        mode: Name of the mode, or of the system that made the transcript.
+        text: Reference text, as it was given.
+        pred_text: Recognised text, not normalised; empty where decoding failed.
+        audio_filepath: Path of the recording; ``None``: not known.
+        duration: Length in seconds; ``None``: not known.
+        time: Decoding time in seconds: time of the batch over its size; ``None``: not known.
+        group: Speaker or other unit of the bootstrap; ``None``: not given.
+        token_ids: Token ids of the transcript; ``None``: not known.
+        batch: Counters of the batch that held the recording; ``None``: not known.
+        windows: Number of decoded windows; ``None``: not known.
+        looped: Number of windows that ended in repetition, see `mmdecode.asr.decoding.repetition`.
         error: Why there is no transcript; ``None``: there is one.
     """
 
@@ -59,17 +59,17 @@ class Sample:
     error: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """As a row."""
+        """The fields as a JSON row."""
         return dataclasses.asdict(self)
 
 
 def sample_of(entry: Entry, mode: str, group: str | None = None, **known: Any) -> Sample:
-    """A sample of a manifest's entry.
+    """The sample of an entry of a manifest.
 
     Args:
         entry: The recording; it must have a text.
         mode: See `Sample`.
-        group: Column of the manifest that is the unit of the interval; ``None``: the speaker.
+        group: Column of the manifest that is the unit of the bootstrap; ``None``: the speaker.
         **known: Further fields of `Sample`; ``pred_text`` is empty by default.
 
     Raises:
@@ -89,23 +89,23 @@ def sample_of(entry: Entry, mode: str, group: str | None = None, **known: Any) -
 def match(
     entries: Sequence[Entry], hypotheses: Path, mode: str, group: str | None = None
 ) -> list[Sample]:
-    """Transcripts made elsewhere, brought to the entries they belong to.
+    """Matches transcripts of another system to the entries of a manifest.
 
-    A transcript belongs to an entry by its id or its path; else by the name of the file without
-    folder, ending and case, where only one of each is called so. Where an entry has none, it counts
-    as a failure: all its words were missed.
+    A transcript is matched by id or path; else by file name without folder, extension and case,
+    where that name is unique on both sides. An entry without a transcript counts as a failure: all
+    its words are deletions.
 
     Args:
-        entries: With texts.
+        entries: Recordings with texts.
         hypotheses: JSON lines, a table, a ``.trn``, or a folder of ``.txt`` files.
-        mode: Its name.
+        mode: Name of the system.
         group: See `sample_of`.
 
     Raises:
         InputError: The file cannot be read, or none of its transcripts belongs to an entry.
     """
     found: dict[str, dict[str, Any]] = {}
-    for key, row in _heard(hypotheses):
+    for key, row in _hypotheses(hypotheses):
         if key in found:
             raise InputError(f"{hypotheses} has two transcripts of {key!r}; expected one")
         found[key] = row
@@ -130,7 +130,7 @@ def match(
     return samples
 
 
-def _heard(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+def _hypotheses(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
     """Key and fields of each transcript."""
     if path.is_dir():
         files = sorted(path.glob("*.txt"))
@@ -145,14 +145,14 @@ def _heard(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
         return
     for line, row in read_rows(path):
         where = f"{path}, line {line}"
-        key, heard = text_of(row, KEY, where), text_of(row, HEARD, where)
+        key, hypothesis = text_of(row, KEY, where), text_of(row, HYPOTHESIS, where)
         failed = text_of(row, ("error",), where)
-        if key is None or (heard is None and failed is None):
+        if key is None or (hypothesis is None and failed is None):
             raise InputError(f"{where} needs an id or a path, and a text; it has {', '.join(row)}")
         yield (
             key,
             {
-                "pred_text": heard or "",
+                "pred_text": hypothesis or "",
                 "time": seconds_of(row, ("time",), where),
                 "duration": seconds_of(row, ("duration", "duration_s"), where),
                 "error": failed,
@@ -166,23 +166,23 @@ def _stem(name: str) -> str:
 
 
 def read_results(path: Path, mode: str) -> list[Sample]:
-    """A result file of the leaderboard: references and transcripts in one.
+    """Reads a result file of the Open ASR leaderboard, which holds references and transcripts.
 
-    Rows of one recording that was cut into chunks (``parent_id``, ``chunk_index``) become one, as
-    there: transcripts in order, lengths and times added up.
+    Chunks of one recording (``parent_id``, ``chunk_index``) become one sample, as on the
+    leaderboard: transcripts are joined in order, lengths and times are added up.
 
     Args:
         path: JSON lines with ``text`` and ``pred_text``.
-        mode: Its name.
+        mode: Name of the system.
 
     Raises:
-        InputError: The file cannot be read, or is none.
+        InputError: The file cannot be read, or is no result file.
     """
     samples: list[Sample] = []
     chunks: dict[str, list[tuple[int, Sample]]] = defaultdict(list)
     for line, row in read_rows(path):
         where = f"{path}, line {line}"
-        text, heard = text_of(row, ("text",), where), row.get("pred_text")
+        text, hypothesis = text_of(row, ("text",), where), row.get("pred_text")
         if text is None or "pred_text" not in row:
             raise InputError(
                 f"{where} has no 'text' and 'pred_text'; give the references with a manifest"
@@ -191,7 +191,7 @@ def read_results(path: Path, mode: str) -> list[Sample]:
             id=text_of(row, KEY, where) or f"sample_{line - 1}",
             mode=mode,
             text=text,
-            pred_text="" if heard is None else str(heard),
+            pred_text="" if hypothesis is None else str(hypothesis),
             audio_filepath=text_of(row, AUDIO, where),
             duration=seconds_of(row, ("duration",), where),
             time=seconds_of(row, ("time",), where),
@@ -200,20 +200,20 @@ def read_results(path: Path, mode: str) -> list[Sample]:
         if sample.group is None:
             samples.append(sample)
         else:
-            place = row.get("chunk_index")
-            if not isinstance(place, int):
-                raise InputError(f"{where} has the chunk_index {place!r}; expected a number")
-            chunks[sample.group].append((place, sample))
+            index = row.get("chunk_index")
+            if not isinstance(index, int):
+                raise InputError(f"{where} has the chunk_index {index!r}; expected a number")
+            chunks[sample.group].append((index, sample))
     for parent, pieces in sorted(chunks.items()):
         ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
-        heard = " ".join(p.pred_text.strip() for p in ordered if p.pred_text.strip())
+        hypothesis = " ".join(p.pred_text.strip() for p in ordered if p.pred_text.strip())
         durations, times = [p.duration for p in ordered], [p.time for p in ordered]
         samples.append(
             dataclasses.replace(
                 ordered[0],
                 id=parent,
                 audio_filepath=parent,
-                pred_text=heard,
+                pred_text=hypothesis,
                 duration=None if None in durations else sum(d for d in durations if d),
                 time=None if None in times else sum(t for t in times if t),
                 group=None,
@@ -225,12 +225,12 @@ def read_results(path: Path, mode: str) -> list[Sample]:
 
 
 def leaderboard_files(model: str, data: str, samples: Sequence[Sample]) -> dict[str, str]:
-    """Each mode's rows as a file that the leaderboard's own scripts read, by its name.
+    """Result files that the leaderboard's own scripts read, one for each mode, by file name.
 
     Args:
         model: Name of the model.
         data: Name of the set.
-        samples: Of any number of modes.
+        samples: Samples of any number of modes.
     """
     by_mode: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in samples:

@@ -1,4 +1,4 @@
-"""Scripts: which are written without spaces between words, and what counts as a unit of a text.
+"""Scripts: which ones are written without spaces, and the units into which texts are split.
 
 A character's script is the first word of its Unicode name: ``LATIN``, ``CYRILLIC``, ``HIRAGANA``;
 that of Han characters is ``CJK``.
@@ -31,7 +31,7 @@ def is_spaceless(text: str) -> bool:
 
 
 def units(text: str) -> list[str]:
-    """Words at spaces; of scripts without spaces each character, with the marks that belong to it.
+    """Splits a text at spaces, and scripts without spaces into characters with their marks.
 
     For example ``我用 laptop`` has the units ``我``, ``用`` and ``laptop``.
     """
@@ -39,7 +39,7 @@ def units(text: str) -> list[str]:
         return text.split()
     found: list[str] = []
     for word in text.split():
-        started = joined = False  # whether the next character may go on with the last unit
+        started = joined = False  # whether the next character may continue the last unit
         for character in word:
             is_mark = unicodedata.category(character)[0] == "M"
             alone = script(character) in SPACELESS

@@ -1,13 +1,13 @@
-"""`SilenceReport`: words made up where nobody speaks, loops, and what their cure costs on speech.
+"""`SilenceReport`: hallucinations on non-speech, and what avoiding them costs on speech.
 
-Each mode of decoding hears the same clips without speech and the same speech. Of non-speech it is
-counted how many words come out per minute, and how many windows end in a loop; of speech the word
-error rate, paired with the first mode's.
+Each mode of decoding transcribes the same clips without speech and the same speech. On non-speech
+the report counts recognised words per minute and windows that end in repetition; on speech, the
+word error rate, compared pairwise with the first mode's.
 
-The bar, for each kind and level of non-speech: words down by 80 % at least, or at most one a minute
-where the first mode has fewer than five. On each set of speech: word errors not worse beyond their
-intervals, which says both that the rate is inside the first mode's interval or below, and that the
-interval of the paired difference reaches zero.
+A mode passes the bar for a kind and level of non-speech if it has at least 80 % fewer words than
+the first mode, or at most one word a minute where the first mode has fewer than five. It passes on
+a set of speech if its word error rate is not significantly worse: the rate is inside the first
+mode's interval or below it, and the interval of the paired difference reaches zero.
 """
 
 from __future__ import annotations
@@ -41,25 +41,26 @@ from mmdecode.evaluation.stats.intervals import RESAMPLES, interval, resampled_s
 from mmdecode.runs.files import marked_json, write_files
 
 NON_SPEECH, SPEECH = "non-speech", "speech"
-"""What the id of a sample begins with: ``non-speech/CLASS/NAME``, ``speech/SET/NAME``."""
+"""Prefixes of sample ids: ``non-speech/CLASS/NAME``, ``speech/SET/NAME``."""
 DOWN, FEW, MOST = 0.8, 5.0, 1.0
-"""The bar: share of words that must be gone; rate below which instead at most ``MOST`` are left."""
+"""The bar: least share of words that is removed. Where the first mode has fewer than ``FEW`` words
+a minute, at most ``MOST`` words a minute pass too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Heard:
-    """What one mode heard in one class of non-speech.
+class NonSpeechScore:
+    """Words that one mode recognises in one class of non-speech.
 
     Attributes:
-        clips: That it could read.
-        with_words: Of these, the ones in which it heard words.
-        minutes: Of all clips.
-        words: Made up.
+        clips: Number of clips that could be read.
+        with_words: Number of clips in which words were recognised.
+        minutes: Length of all clips.
+        words: Number of recognised words, all of them hallucinated.
         low, high: 95 % interval of the words per minute, bootstrap over clips.
-        windows: Decoded.
-        loops: Of these, the ones that ended in a loop.
-        down: Share of the first mode's words that are gone; ``None``: that has none.
-        passes: Whether it is above the bar; of the first mode always false.
+        windows: Number of decoded windows.
+        loops: Number of windows that ended in repetition.
+        down: Share of the first mode's words that is removed; ``None``: the first mode has none.
+        passes: Whether the mode passes the bar; always false for the first mode.
     """
 
     clips: int
@@ -80,25 +81,26 @@ class Heard:
 
     @property
     def loop_rate(self) -> float | None:
-        """Windows that ended in a loop, of all; ``None``: not known."""
+        """Share of windows that ended in repetition; ``None``: not known."""
         return self.loops / self.windows if self.windows else None
 
 
 class SilenceReport:
-    """Scores of saved samples.
+    """Scores of samples of non-speech and speech.
 
     Args:
-        samples: Of each mode, of the same recordings; ids tell what they are, see `NON_SPEECH`.
-        normaliser: Of `mmdecode.evaluation.speech.normalisers.NORMALISERS`.
-        resamples: Draws of every bootstrap.
-        seed: Of every bootstrap.
-        conditions: What the samples depend on, by name; kept and shown.
+        samples: Samples of the same recordings in each mode; ids begin with `NON_SPEECH` or
+            `SPEECH`.
+        normaliser: Name in `mmdecode.evaluation.speech.normalisers.NORMALISERS`.
+        resamples: Resamples of every bootstrap.
+        seed: Seed of every bootstrap.
+        conditions: Settings of the run by name; kept in the summary and shown on the page.
 
     Attributes:
-        modes: Names, the baseline first.
-        classes: Of non-speech, in order.
-        left_out: Classes of which some mode could read no recording: nothing is said of them.
-        speech: Word error reports by set.
+        modes: Names of the modes, the baseline first.
+        classes: Classes of non-speech (kind and level), in order.
+        left_out: Classes of which some mode could read no recording; they are not scored.
+        speech: Word error reports by set of speech.
 
     Raises:
         OptionError: There is no sample of non-speech that every mode could read.
@@ -143,15 +145,15 @@ class SilenceReport:
         }
 
     @cached_property
-    def heard(self) -> dict[str, dict[str, Heard]]:
-        """By class and mode."""
+    def non_speech(self) -> dict[str, dict[str, NonSpeechScore]]:
+        """Scores of non-speech, by class and mode."""
         return {name: self._class(name) for name in self.classes}
 
-    def _class(self, name: str) -> dict[str, Heard]:
-        found: dict[str, Heard] = {}
+    def _class(self, name: str) -> dict[str, NonSpeechScore]:
+        found: dict[str, NonSpeechScore] = {}
         first = self.modes[0]
         for mode in self.modes:
-            one = self._heard(name, mode)
+            one = self._score(name, mode)
             if mode != first:
                 before = found[first]
                 down = 1 - one.rate / before.rate if before.words else None
@@ -163,17 +165,17 @@ class SilenceReport:
         return found
 
     def _known(self, name: str) -> Callable[[str], list[Sample]]:
-        """From a mode to its samples of a class that did not fail."""
+        """A function from a mode to its samples of a class that did not fail."""
         return lambda mode: [s for s in self._of.get((name, mode), ()) if s.error is None]
 
-    def _heard(self, name: str, mode: str) -> Heard:
+    def _score(self, name: str, mode: str) -> NonSpeechScore:
         normalise = normaliser_of(self.normaliser)
         known = self._known(name)(mode)
         words = [len(units(normalise(sample.pred_text))) for sample in known]
         minutes = [(sample.duration or 0.0) / 60 for sample in known]
-        drawn = resampled_sums(np.array([words, minutes]).T, self.resamples, self.seed)
-        low, high = interval(drawn[:, 0] / drawn[:, 1])
-        return Heard(
+        sums = resampled_sums(np.array([words, minutes]).T, self.resamples, self.seed)
+        low, high = interval(sums[:, 0] / sums[:, 1])
+        return NonSpeechScore(
             clips=len(known),
             with_words=sum(map(bool, words)),
             minutes=sum(minutes),
@@ -185,7 +187,7 @@ class SilenceReport:
         )
 
     def speech_holds(self, mode: str, name: str) -> bool:
-        """Whether a mode's word errors on a set are not worse beyond their intervals."""
+        """Whether a mode passes the bar on a set of speech, see the module."""
         report = self.speech[name]
         found, first = (report.summary["modes"][m] for m in (mode, self.modes[0]))
         difference = report.compare(mode).bootstrap  # first minus second
@@ -193,10 +195,10 @@ class SilenceReport:
 
     @cached_property
     def verdicts(self) -> dict[str, dict[str, Any]]:
-        """By mode but the first: classes that miss the bar, sets that got worse, and all in all."""
+        """For each mode but the first: classes that miss the bar, worse sets, and the verdict."""
         found = {}
         for mode in self.modes[1:]:
-            missed = [name for name in self.classes if not self.heard[name][mode].passes]
+            missed = [name for name in self.classes if not self.non_speech[name][mode].passes]
             worse = [name for name in self.speech if not self.speech_holds(mode, name)]
             found[mode] = {
                 "missed": missed,
@@ -207,7 +209,7 @@ class SilenceReport:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Every number and what it depends on."""
+        """All numbers and settings of the report."""
         return {
             "task": "silence",
             "normaliser": self.normaliser,
@@ -220,7 +222,7 @@ class SilenceReport:
                     mode: dataclasses.asdict(one) | {"rate": one.rate, "loop_rate": one.loop_rate}
                     for mode, one in found.items()
                 }
-                for name, found in self.heard.items()
+                for name, found in self.non_speech.items()
             },
             "speech": {
                 name: {
@@ -238,7 +240,7 @@ class SilenceReport:
         """Words per minute, a row of text per class and a column per mode."""
         return [
             {"words per minute": name} | {mode: _cell(one) for mode, one in found.items()}
-            for name, found in self.heard.items()
+            for name, found in self.non_speech.items()
         ]
 
     def speech_rows(self) -> list[dict[str, str]]:
@@ -248,7 +250,7 @@ class SilenceReport:
             for mode, found in report.summary["modes"].items():
                 row = {"speech": name, "mode": mode, "WER %": percent(found["wer"])}
                 row["95 %"] = f"{percent(found['wer_low'])} to {percent(found['wer_high'])}"
-                row |= {"change": "", "looped %": percent(found["loop_rate"]), "bar": ""}
+                row |= {"change": "", "repeating windows %": percent(found["loop_rate"]), "bar": ""}
                 if mode != self.modes[0]:
                     change = report.compare(mode).bootstrap  # first minus second
                     points = (-100 * v + 0.0 for v in (change.difference, change.high, change.low))
@@ -258,7 +260,7 @@ class SilenceReport:
         return rows
 
     def all_rows(self) -> list[dict[str, str]]:
-        """Everything of non-speech, a row of text per class and mode."""
+        """All scores of non-speech, a row of text per class and mode."""
         return [
             {
                 "non-speech": name,
@@ -267,21 +269,21 @@ class SilenceReport:
                 "95 %": f"{one.low:.2f} to {one.high:.2f}",
                 "down %": percent(one.down, ".1f"),
                 "clips with words": f"{one.with_words} of {one.clips}",
-                "looped %": percent(one.loop_rate),
+                "repeating windows %": percent(one.loop_rate),
                 "bar": "" if mode == self.modes[0] else "above" if one.passes else "missed",
             }
-            for name, found in self.heard.items()
+            for name, found in self.non_speech.items()
             for mode, one in found.items()
         ]
 
     def about(self) -> str:
-        """What the numbers mean, and the verdicts, in a few sentences."""
-        first = next(iter(self.heard.values()))[self.modes[0]]
+        """Explains the numbers and gives the verdicts, in a few sentences."""
+        first = next(iter(self.non_speech.values()))[self.modes[0]]
         parts = [
             f"{first.minutes:.1f} minutes of each kind and level; 95 % intervals by bootstrap over "
             f"clips and recordings; bar: words down by {100 * DOWN:.0f} % against "
             f"{self.modes[0]!r} (+), or at most {MOST:g} a minute where it has fewer than {FEW:g}, "
-            "and word errors on speech not worse beyond their interval"
+            "and a word error rate on speech that is not significantly worse"
         ]
         if self.conditions.get("rows_left_out"):
             rows = self.conditions["rows_left_out"]
@@ -295,12 +297,12 @@ class SilenceReport:
         return ".\n".join(parts) + "."
 
     def table(self) -> str:
-        """Both tables as Markdown, with what they mean below."""
+        """Both tables as Markdown, with an explanation below them."""
         tables = [self.rows(), self.speech_rows()]
         return "\n".join(markdown(rows) for rows in tables if rows) + f"\n{self.about()}\n"
 
     def worst(self, mode: str, count: int = 5) -> Worst:
-        """Clips in which a mode made up most words, to listen to."""
+        """Clips in which a mode hallucinated the most words, to listen to."""
         found = [s for name in self.classes for s in self._of[name, mode] if s.pred_text]
         found.sort(key=lambda sample: -len(sample.pred_text.split()))
         errors = [len(sample.pred_text.split()) for sample in found[:count]]
@@ -322,17 +324,17 @@ class SilenceReport:
         return document(
             "Words where nobody speaks",
             f"<p>{about}</p>{shown}",
-            {"words per minute": plots.png(plots.words_per_minute(self.heard))},
+            {"words per minute": plots.png(plots.words_per_minute(self.non_speech))},
             worst,
             self.conditions,
         )
 
     def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
-        """Writes summary, tables and a page; returns them.
+        """Writes summary, tables and a page; returns their paths.
 
         Args:
             folder: Created where it does not exist.
-            overwrite: Replace files that are not ours.
+            overwrite: Replace files that this library did not write.
 
         Raises:
             MissingExtraError: matplotlib is not installed.
@@ -352,5 +354,5 @@ class SilenceReport:
         return self.table()
 
 
-def _cell(one: Heard) -> str:
+def _cell(one: NonSpeechScore) -> str:
     return f"{one.rate:.2f}{' +' * one.passes}"

@@ -3,21 +3,21 @@
 A pair of texts is normalised, split at spaces and aligned by one of `SCORERS`:
 
 * ``plain``: minimal edit distance, each error costs one (jiwer).
-* ``merge``: the same, but neighbouring words of one side may stand for one word of the other when
-  their letters are equal: "white paper" is "whitepaper" (kaldialign; the leaderboard's). The number
-  of reference words stays as it was.
-* ``sclite``: insertions and deletions cost 3, substitutions 4 (kaldialign); upper and lower case
-  are the same, and of alternatives in the reference, ``{ a / b }`` with ``@`` for nothing, the best
-  one counts, as in NIST's sclite.
+* ``merge``: the same, but neighbouring words of one side may match one word of the other when
+  their letters are equal: "white paper" matches "whitepaper" (kaldialign; used by the Open ASR
+  leaderboard). The number of reference words stays as it was.
+* ``sclite``: insertions and deletions cost 3, substitutions 4 (kaldialign). Case is ignored. The
+  reference may hold alternatives, ``{ a / b }`` with ``@`` for nothing; the one with the fewest
+  errors counts, as in NIST's sclite.
 
 Rates are those of jiwer: WER = (S + D + I) / N, MER = (S + D + I) / (H + S + D + I) and WIL =
 1 - (H / N) (H / M) for H hits, N reference words and M recognised words (Morris et al., 2004), with
 sums over the corpus. Where no reference has a word, WER is the number of insertions.
 
-A reference that holds characters of a script without spaces (Chinese, Japanese, Thai and others) is
-aligned by them: each is a word of its own, words of other scripts next to them stay words, and the
-rate is the character error rate, of mixed texts the mixed one. Its character errors leave spaces
-out.
+A reference in a script without spaces (Chinese, Japanese, Thai and others) is aligned by its
+characters: each is a unit of its own, and words of other scripts next to them stay words. The rate
+is then the character error rate, or for mixed texts the mixed error rate. Character errors of such
+a reference leave spaces out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COLUMNS = (
     "characters",
     "character_errors",
 )
-"""What `count_errors` counts, in order."""
+"""Columns of `count_errors`, in order."""
 Kind = Literal["equal", "substitute", "insert", "delete"]
 _MOST_READINGS = 10_000
 
@@ -57,13 +57,13 @@ class Step:
 
     Attributes:
         kind: ``equal``, ``substitute``, ``insert`` or ``delete``.
-        said: Word of the reference, empty for an insertion; several where words were merged.
-        heard: Word of the hypothesis, empty for a deletion; several where words were merged.
+        reference: Word of the reference, empty for an insertion; several where words were merged.
+        hypothesis: Word of the hypothesis, empty for a deletion; several where words were merged.
     """
 
     kind: Kind
-    said: str
-    heard: str
+    reference: str
+    hypothesis: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,11 @@ class WER:
         low, high: 95 % interval of the word error rate, bootstrap over utterances or groups.
         words, heard_words: Words of the references and of the hypotheses.
         substitutions, deletions, insertions: The errors.
-        characters, character_errors: Of the references, spaces included.
+        characters: Characters of the references, spaces included.
+        character_errors: Their minimal edit distance to the hypotheses.
         utterances: Pairs scored.
-        normaliser: Its name.
-        scorer: How words were aligned.
+        normaliser: Name of the normaliser.
+        scorer: Name of the scorer that aligned the words.
     """
 
     low: float
@@ -115,7 +116,7 @@ class WER:
 
     @property
     def wil(self) -> float:
-        """Word information lost."""
+        """Word information lost: 1 - (H / N) (H / M), see the module."""
         if not self.words or not self.heard_words:
             return float(self.words != self.heard_words)
         kept = (self.words - self.substitutions - self.deletions) / self.words
@@ -141,19 +142,20 @@ def wer(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> WER:
-    """Scores a corpus.
+    """Computes the word error rate of a corpus.
 
     Args:
-        references: What was said.
-        hypotheses: What was recognised, in the same order.
-        normaliser: Of `NORMALISERS`, applied to both sides.
-        scorer: Of `SCORERS`; ``None``: ``merge`` for the leaderboard's normaliser, else ``plain``.
-        segmented: Whether spaces separate words in scripts without spaces too, on both sides; else
-            each of their characters is a unit.
-        groups: Speaker or recording of each pair, which the bootstrap then draws; ``None``: it
-            draws pairs.
-        resamples: Bootstrap draws of the interval.
-        seed: Of the bootstrap.
+        references: Reference texts.
+        hypotheses: Recognised texts, in the same order.
+        normaliser: Name in `NORMALISERS`; applied to both sides.
+        scorer: One of `SCORERS`; ``None``: ``merge`` for the leaderboard's normaliser, else
+            ``plain``.
+        segmented: Whether both sides are split into words at spaces in scripts without spaces too;
+            else each of their characters is a unit.
+        groups: Speaker or recording of each pair, which the bootstrap then resamples; ``None``: it
+            resamples pairs.
+        resamples: Bootstrap resamples for the interval.
+        seed: Seed of the bootstrap.
 
     Raises:
         OptionError: The two sides differ in length or are empty, or the scorer does not exist.
@@ -174,19 +176,19 @@ def summed(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> WER:
-    """The score of counted pairs; arguments as of `wer`.
+    """Corpus score from the counts of its pairs.
 
     Args:
-        counts: ``(pairs, 7)``, of `count_errors`.
-        normaliser: With which it was counted.
-        scorer: With which it was counted.
+        counts: ``(pairs, 7)``, from `count_errors`.
+        normaliser: Name of the normaliser that was applied.
+        scorer: Name of the scorer that aligned the pairs.
         groups: See `wer`.
         resamples: See `wer`.
         seed: See `wer`.
     """
     table = np.stack([counts[:, 2:5].sum(1), counts[:, 0]], 1)
-    drawn = resampled_sums(sums_by(table, groups), resamples, seed)
-    low, high = interval(drawn[:, 0] / np.maximum(drawn[:, 1], 1), LEVEL)
+    sums = resampled_sums(sums_by(table, groups), resamples, seed)
+    low, high = interval(sums[:, 0] / np.maximum(sums[:, 1], 1), LEVEL)
     return WER(
         **{name: int(total) for name, total in zip(COLUMNS, counts.sum(0), strict=True)},
         low=low,
@@ -198,7 +200,7 @@ def summed(
 
 
 def default_scorer(normaliser: str) -> str:
-    """How the leaderboard aligns, for its normaliser; else ``plain``."""
+    """``merge`` for the leaderboard's normaliser, else ``plain``."""
     return "merge" if normaliser == "leaderboard" else "plain"
 
 
@@ -210,13 +212,13 @@ def count_errors(
     scorer: str = "plain",
     segmented: bool = False,
 ) -> np.ndarray:
-    """Counts of each pair.
+    """Counts words and errors of each pair.
 
     Args:
-        references: What was said.
-        hypotheses: What was recognised, in the same order.
-        normaliser: Of `NORMALISERS`.
-        scorer: Of `SCORERS`.
+        references: Reference texts.
+        hypotheses: Recognised texts, in the same order.
+        normaliser: Name in `NORMALISERS`.
+        scorer: One of `SCORERS`.
         segmented: See `wer`.
 
     Returns:
@@ -236,25 +238,25 @@ def count_errors(
 
 
 def count_steps(alignments: Iterable[Sequence[Step]]) -> np.ndarray:
-    """Counts of aligned pairs, see `count_errors`."""
+    """Counts words and errors of aligned pairs, see `count_errors`."""
     jiwer = _scoring("jiwer", "asr")
     rows = []
     for steps in alignments:
         kinds = [step.kind for step in steps]
-        said = " ".join(step.said for step in steps if step.said)
-        heard = " ".join(step.heard for step in steps if step.heard)
-        words = len(said.split()), len(heard.split())
-        if is_spaceless(said):
-            said, heard = said.replace(" ", ""), heard.replace(" ", "")
-        letters = jiwer.process_characters(said, heard)
+        reference = " ".join(step.reference for step in steps if step.reference)
+        hypothesis = " ".join(step.hypothesis for step in steps if step.hypothesis)
+        words = len(reference.split()), len(hypothesis.split())
+        if is_spaceless(reference):
+            reference, hypothesis = reference.replace(" ", ""), hypothesis.replace(" ", "")
+        characters = jiwer.process_characters(reference, hypothesis)
         rows.append(
             (
                 *words,
                 kinds.count("substitute"),
                 kinds.count("delete"),
                 kinds.count("insert"),
-                len(said),
-                letters.substitutions + letters.deletions + letters.insertions,
+                len(reference),
+                characters.substitutions + characters.deletions + characters.insertions,
             )
         )
     return np.array(rows, dtype=np.int64)
@@ -270,10 +272,10 @@ def align(
     """Aligns the normalised words of two texts as the error rate counts them.
 
     Args:
-        reference: What was said.
-        hypothesis: What was recognised.
-        normaliser: Of `NORMALISERS`.
-        scorer: Of `SCORERS`.
+        reference: Reference text.
+        hypothesis: Recognised text.
+        normaliser: Name in `NORMALISERS`.
+        scorer: One of `SCORERS`.
         segmented: See `wer`.
 
     Raises:
@@ -282,33 +284,35 @@ def align(
     """
     normalise = normaliser_of(normaliser)
     if scorer != "sclite":
-        said, heard = normalise(reference), normalise(hypothesis)
-        return align_units(*paired_units(said, heard, segmented), scorer)
-    heard = normalise(hypothesis.lower())
+        pair = paired_units(normalise(reference), normalise(hypothesis), segmented)
+        return align_units(*pair, scorer)
+    hypothesis = normalise(hypothesis.lower())
     found = [
-        align_units(*paired_units(normalise(reading), heard, segmented), scorer)
+        align_units(*paired_units(normalise(reading), hypothesis, segmented), scorer)
         for reading in readings(reference.lower())
     ]
     return min(found, key=_sclite_cost)
 
 
-def align_units(said: Sequence[str], heard: Sequence[str], scorer: str = "plain") -> list[Step]:
-    """Aligns words, or other units without spaces in them, that are normalised already.
+def align_units(
+    reference: Sequence[str], hypothesis: Sequence[str], scorer: str = "plain"
+) -> list[Step]:
+    """Aligns normalised words, or other units without spaces in them.
 
     Args:
-        said: Of the reference; for ``sclite`` of one reading of it, in lower case.
-        heard: Of the hypothesis.
-        scorer: Of `SCORERS`.
+        reference: Words of the reference; for ``sclite``, of one of its readings in lower case.
+        hypothesis: Words of the hypothesis.
+        scorer: One of `SCORERS`.
 
     Raises:
         OptionError: The scorer does not exist.
     """
     if scorer == "plain":
-        return _plain(said, heard)
+        return _plain(reference, hypothesis)
     if scorer not in SCORERS:
         raise UnknownNameError.of("scorer", scorer, SCORERS)
     mode = {"merge": "merge_compounds", "sclite": "sclite_mode"}[scorer]
-    return _kaldi(said, heard, **{mode: True})
+    return _kaldi(reference, hypothesis, **{mode: True})
 
 
 def align_as_written(
@@ -318,16 +322,19 @@ def align_as_written(
     scorer: str = "plain",
     segmented: bool = False,
 ) -> list[Step]:
-    """Like `align`, but shows words as they were written where the normaliser kept them apart."""
+    """Like `align`, with words as they were written where the normaliser kept one word one word."""
     normalise = normaliser_of(normaliser)
     steps = align(reference, hypothesis, normaliser, scorer, segmented)
-    said = iter(_written(reference, [w for s in steps for w in s.said.split()], normalise))
-    heard = iter(_written(hypothesis, [w for s in steps for w in s.heard.split()], normalise))
+    left = iter(_written(reference, [w for s in steps for w in s.reference.split()], normalise))
+    right = iter(_written(hypothesis, [w for s in steps for w in s.hypothesis.split()], normalise))
 
     def shown(words: str, source: Any) -> str:
         return " ".join(itertools.islice(source, len(words.split())))
 
-    return [Step(step.kind, shown(step.said, said), shown(step.heard, heard)) for step in steps]
+    return [
+        Step(step.kind, shown(step.reference, left), shown(step.hypothesis, right))
+        for step in steps
+    ]
 
 
 def readings(reference: str) -> list[str]:
@@ -348,49 +355,37 @@ def readings(reference: str) -> list[str]:
     return [" ".join(word for word in words if word != "@") for words in texts]
 
 
-def best_of(tables: Sequence[np.ndarray]) -> np.ndarray:
-    """Counts of the best hypothesis of each utterance: the N-best oracle.
+def paired_units(
+    reference: str, hypothesis: str, segmented: bool = False
+) -> tuple[list[str], list[str]]:
+    """Splits two texts into units: words, or characters for a script without spaces.
 
     Args:
-        tables: Of `count_errors`, one per rank; of equals the first counts.
-
-    Returns:
-        ``(pairs, 7)`` integers.
-    """
-    stacked = np.stack(list(tables))  # (ranks, pairs, 7)
-    best = stacked[:, :, 2:5].sum(2).argmin(0)
-    return stacked[best, np.arange(stacked.shape[1])]
-
-
-def paired_units(said: str, heard: str, segmented: bool = False) -> tuple[list[str], list[str]]:
-    """Words of both texts, by characters where the reference is of a script without spaces.
-
-    Args:
-        said: The reference.
-        heard: The hypothesis.
+        reference: Normalised text of the reference.
+        hypothesis: Normalised text of the hypothesis.
         segmented: See `wer`.
     """
-    cut = units if is_spaceless(said) and not segmented else str.split
-    return cut(said), cut(heard)
+    cut = units if is_spaceless(reference) and not segmented else str.split
+    return cut(reference), cut(hypothesis)
 
 
-def _plain(said: Sequence[str], heard: Sequence[str]) -> list[Step]:
+def _plain(reference: Sequence[str], hypothesis: Sequence[str]) -> list[Step]:
     jiwer = _scoring("jiwer", "asr")
-    if not said:
-        return [Step("insert", "", word) for word in heard]
+    if not reference:
+        return [Step("insert", "", word) for word in hypothesis]
     steps = []
-    for chunk in jiwer.process_words(" ".join(said), " ".join(heard)).alignments[0]:
-        left = said[chunk.ref_start_idx : chunk.ref_end_idx]
-        right = heard[chunk.hyp_start_idx : chunk.hyp_end_idx]
+    for chunk in jiwer.process_words(" ".join(reference), " ".join(hypothesis)).alignments[0]:
+        left = reference[chunk.ref_start_idx : chunk.ref_end_idx]
+        right = hypothesis[chunk.hyp_start_idx : chunk.hyp_end_idx]
         pairs = itertools.zip_longest(left, right, fillvalue="")
         steps += [Step(chunk.type, a, b) for a, b in pairs]
     return steps
 
 
-def _kaldi(said: Sequence[str], heard: Sequence[str], **mode: bool) -> list[Step]:
+def _kaldi(reference: Sequence[str], hypothesis: Sequence[str], **mode: bool) -> list[Step]:
     kaldialign = _scoring("kaldialign", "eval")
     steps = []
-    for left, right in kaldialign.align(list(said), list(heard), "", **mode):
+    for left, right in kaldialign.align(list(reference), list(hypothesis), "", **mode):
         kind: Kind = "substitute"
         if not left or not right:
             kind = "delete" if left else "insert"

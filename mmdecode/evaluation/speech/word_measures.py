@@ -1,4 +1,4 @@
-"""What `WERReport` scores next to error rates, where it is asked to: PIER, inventions, marks."""
+"""Optional measures of `WERReport` next to error rates: PIER, hallucinations, punctuation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.report.layout import percent
-from mmdecode.evaluation.speech.hallucinated import RUN, made_up
+from mmdecode.evaluation.speech.hallucinated import RUN, count_hallucinations
 from mmdecode.evaluation.speech.pier import TAGS, pier
 from mmdecode.evaluation.speech.punctuation import Agreement, punctuation
 from mmdecode.evaluation.speech.wer import Step
@@ -18,9 +18,9 @@ COLUMNS = {
     "pier": "PIER %",
     "pier_interval": "PIER 95 %",
     "pier_rest": "PIER rest %",
-    "made_up": "made up %",
-    "runs": "runs %",
-    "loops": "loops %",
+    "hallucinated": "hallucinated %",
+    "runs": "insertion runs %",
+    "repetition": "repetition %",
     "marks": "marks F1 %",
     "case": "case %",
 }
@@ -28,29 +28,31 @@ COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """What to score.
+    """Selects the optional measures.
 
     Attributes:
         points: Points of interest of PIER, see `mmdecode.evaluation.speech.pier`; ``None``: no
             PIER.
         split_hyphens: Whether hyphens separate words, for PIER.
-        made_up: Whether to count what was made up, see `mmdecode.evaluation.speech.hallucinated`.
-        punctuation: Whether to score marks and case, see `mmdecode.evaluation.speech.punctuation`.
+        hallucinations: Whether to count hallucinations, see
+            `mmdecode.evaluation.speech.hallucinated`.
+        punctuation: Whether to score punctuation and case, see
+            `mmdecode.evaluation.speech.punctuation`.
 
     Raises:
-        OptionError: Hyphens are to be split, and there are no points of interest.
+        OptionError: ``split_hyphens`` is set without points of interest.
     """
 
     points: str | None = None
     split_hyphens: bool = False
-    made_up: bool = False
+    hallucinations: bool = False
     punctuation: bool = False
 
     def __post_init__(self) -> None:
         if self.split_hyphens and self.points is None:
             raise OptionError(
-                "split_hyphens is about points of interest, and there are none: say which with "
-                "points, or leave it out"
+                "split_hyphens is about points of interest, and none are given: give points, or "
+                "leave it out"
             )
 
     def scores(
@@ -64,9 +66,9 @@ class Measures:
         """Every number of one mode, by measure.
 
         Args:
-            references: What was said, tags included.
-            hypotheses: What was recognised.
-            alignments: Of each pair.
+            references: Reference texts, tags included.
+            hypotheses: Recognised texts.
+            alignments: Alignment of each pair.
             untagged: The references without tags.
             **scoring: Options of `mmdecode.evaluation.speech.pier.pier`.
         """
@@ -81,8 +83,8 @@ class Measures:
             )
             rates = {"value": score.value, "rest_value": score.rest.value}
             found["pier"] = rates | dataclasses.asdict(score)
-        if self.made_up:
-            counted = made_up(alignments)
+        if self.hallucinations:
+            counted = count_hallucinations(alignments)
             names = ("rate", "run_rate", "loop_rate")
             rates = {name: getattr(counted, name) for name in names}
             found["made_up"] = rates | dataclasses.asdict(counted)
@@ -98,29 +100,29 @@ class Measures:
         return found
 
     def about(self, scores: Mapping[str, Any]) -> list[str]:
-        """What the columns mean, for one mode's `scores`."""
+        """Sentences that explain the columns, for the `scores` of one mode."""
         parts = []
         if self.points is not None:
             found = scores["pier"]["interest"]
             count = found["hits"] + found["substitutions"] + found["deletions"]
-            named = "tagged spans" if self.points == TAGS else f"words in {self.points} letters"
+            named = "tagged spans" if self.points == TAGS else f"words in {self.points} script"
             parts.append(f"PIER over {count} points of interest ({named}), rest: all other words")
-        if self.made_up:
+        if self.hallucinations:
             parts.append(
-                f"made up: of {scores['made_up']['empty']} references without words, those in "
-                f"which words were recognised; runs: recordings with {RUN} or more insertions in "
-                "a row; loops: texts that end in a loop"
+                f"hallucinated: share of the {scores['made_up']['empty']} references without words "
+                f"in which words were recognised; insertion runs: recordings with {RUN} or more "
+                "insertions in a row; repetition: texts that end in repetition"
             )
         if self.punctuation:
             parts.append(
-                "marks: F1 of , . ? ! behind aligned words, as written; case: words of both sides "
-                "that are written alike"
+                "marks: F1 of , . ? ! after aligned words, as written; case: share of the words of "
+                "both sides that have the same case"
             )
         return parts
 
 
 def cells(scores: Mapping[str, Any]) -> dict[str, str]:
-    """Cells of a mode's row, under `COLUMNS`."""
+    """Table cells of one mode, by key of `COLUMNS`."""
     found = {}
     if (points := scores.get("pier")) is not None:
         found["pier"], found["pier_rest"] = (
@@ -130,7 +132,7 @@ def cells(scores: Mapping[str, Any]) -> dict[str, str]:
         if points["low"] is not None:
             found["pier_interval"] = f"{percent(points['low'])} to {percent(points['high'])}"
     if (counted := scores.get("made_up")) is not None:
-        names = {"made_up": "rate", "runs": "run_rate", "loops": "loop_rate"}
+        names = {"hallucinated": "rate", "runs": "run_rate", "repetition": "loop_rate"}
         found |= {name: percent(counted[rate]) for name, rate in names.items()}
     if (marked := scores.get("punctuation")) is not None:
         found |= {"marks": percent(marked["f1"]), "case": percent(marked["case"])}
@@ -138,7 +140,7 @@ def cells(scores: Mapping[str, Any]) -> dict[str, str]:
 
 
 def mark_rows(modes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """One row of text per mode and mark; none where marks are not scored.
+    """One row of text per mode and punctuation mark; none where marks are not scored.
 
     Args:
         modes: Scores by mode.

@@ -1,4 +1,4 @@
-"""The page of a word error report, and the recordings with the most errors as players."""
+"""The page of a word error report, with audio players for the recordings with the most errors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.speech.word_report import WERReport
 
 PLAYED = 4 << 20
-"""Bytes of a recording that a page still holds."""
+"""Largest recording, in bytes, that is embedded in a page."""
 MARKS = ".substitute,.insert,del.delete{color:#b3261e}.substitute del{color:gray;margin-left:.3em}"
-"""Styles of an alignment in a notebook; pages have those of ``report.css``."""
+"""Styles of an alignment in a notebook; pages use ``report.css``."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Worst:
-    """Samples with many errors; shows players and alignments in a notebook.
+    """Samples with many errors; displayed in a notebook with audio players and alignments.
 
     Attributes:
-        samples: The one with the most errors first.
-        errors: Word errors of each.
-        normaliser, scorer, segmented: With which they were counted.
+        samples: Samples, the one with the most errors first.
+        errors: Word errors of each sample.
+        normaliser, scorer, segmented: Options with which the errors were counted.
     """
 
     samples: list[Sample]
@@ -39,7 +39,7 @@ class Worst:
     segmented: bool = False
 
     def as_html(self) -> str:
-        """Players and alignments, without styles."""
+        """Audio players and alignments as HTML, without styles."""
         return "".join(
             self._article(sample, errors)
             for sample, errors in zip(self.samples, self.errors, strict=True)
@@ -56,8 +56,8 @@ class Worst:
             f'<article class="clip"><h3>{html.escape(sample.id)}</h3>'
             f"<p>{errors} word error{'s' * (errors != 1)}</p>{failed}"
             f"{player(audio, sample.id) if audio is not None and small else ''}"
-            f"<dl><dt>said</dt><dd>{html.escape(sample.text)}</dd>"
-            f"<dt>heard</dt><dd>{marked(steps)}</dd></dl></article>"
+            f"<dl><dt>reference</dt><dd>{html.escape(sample.text)}</dd>"
+            f"<dt>hypothesis</dt><dd>{marked(steps)}</dd></dl></article>"
         )
 
     def _repr_html_(self) -> str:
@@ -67,7 +67,8 @@ class Worst:
         lines = []
         for sample, errors in zip(self.samples, self.errors, strict=True):
             lines.append(f"{sample.id}: {errors} word errors")
-            lines.append(f"  said  {sample.text}\n  heard {sample.error or sample.pred_text}")
+            lines.append(f"  reference  {sample.text}")
+            lines.append(f"  hypothesis {sample.error or sample.pred_text}")
         return "\n".join(lines)
 
     def __len__(self) -> int:
@@ -80,12 +81,12 @@ def page_of(report: WERReport) -> str:
         f"<h2>Most errors, {html.escape(mode)}</h2>{report.worst(10, mode).as_html()}"
         for mode in report.modes
     )
-    drawn = {name: plots.png(figure) for name, figure in report.figures().items()}
-    return document("Word errors", overview(report), drawn, worst, report.conditions)
+    figures = {name: plots.png(figure) for name, figure in report.figures().items()}
+    return document("Word errors", overview(report), figures, worst, report.conditions)
 
 
 def overview(report: WERReport) -> str:
-    """The scores as a table, what they mean and the comparisons, without styles."""
+    """Table of the scores, its explanation and the comparisons as HTML, without styles."""
     compared = "".join(f"<li>{html.escape(str(found))}</li>" for found in report.comparisons)
     marks = report.mark_rows()
     table = html_table(marks) if marks else ""

@@ -54,7 +54,7 @@ COLUMNS = {
     "del": "D %",
     "ins": "I %",
     "failed": "failed",
-    "looped": "looped %",
+    "repeating": "repeating windows %",
     **word_measures.COLUMNS,
     "rtfx": "RTFx",
     "p50": "p50 s",
@@ -65,26 +65,26 @@ MARGIN = 0.001
 
 
 class WERReport:
-    """Scores of saved samples; made by `wer_report`, or from `mmdecode.evaluation.speech.runs`.
+    """Word error rates of samples, with comparisons, tables and a page; see also `wer_report`.
 
     Args:
-        samples: Of one or more modes, each with the same recordings.
-        normaliser: Of `NORMALISERS`.
+        samples: Samples of one or more modes, each with the same recordings.
+        normaliser: Name in `mmdecode.evaluation.speech.normalisers.NORMALISERS`.
         scorer: See `mmdecode.evaluation.speech.wer.wer`.
-        only_scored: Leave out recordings that the leaderboard leaves out, those without words in
-            the reference; ``None``: with its normaliser.
+        only_scored: Leave out recordings without words in the reference, as the leaderboard does;
+            ``None``: only with the leaderboard's normaliser.
         margin: See `Comparison`.
-        resamples: Draws of every bootstrap.
-        seed: Of every bootstrap.
-        conditions: What the samples depend on, by name; kept and shown.
+        resamples: Resamples of every bootstrap.
+        seed: Seed of every bootstrap.
+        conditions: Settings of the run by name; kept in the summary and shown on the page.
         points: Points of interest of PIER, see `mmdecode.evaluation.speech.pier`: ``tags``, or the
             name of a script; ``None``: ``tags`` where a reference has some. Tags are never words.
         segmented: See `mmdecode.evaluation.speech.wer.wer`.
         **measures: Further fields of `mmdecode.evaluation.speech.word_measures.Measures`.
 
     Attributes:
-        modes: Names, the baseline first.
-        left_out: Recordings left out by ``only_scored``.
+        modes: Names of the modes, the baseline first.
+        left_out: Number of recordings left out by ``only_scored``.
 
     Raises:
         OptionError: There are no samples, or modes have different recordings.
@@ -151,16 +151,16 @@ class WERReport:
 
     @property
     def samples(self) -> list[Sample]:
-        """Everything scored, mode by mode."""
+        """All scored samples, mode by mode."""
         return [sample for mode in self.modes for sample in self._samples(mode)]
 
     def _samples(self, mode: str) -> list[Sample]:
-        """Of one mode, in order."""
+        """Samples of one mode, recordings in order."""
         return [self._of[mode][name] for name in self.ids]
 
     @cached_property
     def alignments(self) -> dict[str, list[list[Step]]]:
-        """Of each recording, by mode."""
+        """Alignment of each recording, by mode."""
         return {
             mode: [
                 align(
@@ -182,7 +182,7 @@ class WERReport:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Every number and what it depends on."""
+        """All numbers and settings of the report."""
         first = self._of[self.modes[0]]
         durations = [d for d in (first[name].duration for name in self.ids) if d is not None]
         return {
@@ -211,7 +211,7 @@ class WERReport:
 
     @cached_property
     def by_characters(self) -> int:
-        """References of scripts without spaces, which are scored by their characters."""
+        """Number of references in scripts without spaces, which are scored by characters."""
         if self.segmented:
             return 0
         return sum(is_spaceless(sample.text) for sample in self._samples(self.modes[0]))
@@ -277,7 +277,7 @@ class WERReport:
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
-        """Each further mode against the first, corrected for their number."""
+        """Comparison of each further mode with the first; p-values are corrected by Holm."""
         found = [self.compare(mode) for mode in self.modes[1:]]
         corrected = holm([one.mapsswe.p for one in found])
         return [dataclasses.replace(one, p_holm=p) for one, p in zip(found, corrected, strict=True)]
@@ -285,12 +285,12 @@ class WERReport:
     def compare(
         self, other: WERReport | str, *, mode: str | None = None, other_mode: str | None = None
     ) -> Comparison:
-        """Compares a mode with another, here or in another report of the same recordings.
+        """Compares two modes of this report, or one with a mode of another report.
 
         Args:
-            other: The second: a mode of this report, or another report.
-            mode: The first; ``None``: the first mode of this report.
-            other_mode: Of another report; ``None``: its first.
+            other: The second mode of this report, or another report of the same recordings.
+            mode: First mode; ``None``: the first of this report.
+            other_mode: Mode of the other report; ``None``: its first.
 
         Raises:
             OptionError: The reports have other recordings, another normaliser or other references.
@@ -317,7 +317,7 @@ class WERReport:
 
     @property
     def _scoring(self) -> str:
-        """How words are counted."""
+        """Normaliser, scorer and segmentation in one string."""
         return f"{self.normaliser}, {self.scorer}{', segmented' * self.segmented}"
 
     def _scored(self, mode: str) -> Scored:
@@ -348,8 +348,7 @@ class WERReport:
             row = {name: f"{value:.2f}" for name, value in percent.items()}
             row |= {"mode": mode, "interval": f"{low:.2f} to {high:.2f}" * (units > 1)}
             row["failed"] = str(found["failed"])
-            looped = found["loop_rate"]
-            row["looped"] = percent_of(looped)
+            row["repeating"] = percent_of(found["loop_rate"])
             row["rtfx"] = number(found["rtfx"])
             row["p50"], row["p95"] = (number(spread.get(k), ".3f") for k in ("p50", "p95"))
             row["tokens_per_pass"] = number(found["tokens_per_pass"])
@@ -359,17 +358,17 @@ class WERReport:
         return [{COLUMNS[name]: row.get(name, "") for name in used} for row in rows]
 
     def mark_rows(self) -> list[dict[str, str]]:
-        """One row of text per mode and mark of punctuation; none where they are not scored."""
+        """One row of text per mode and punctuation mark; none where marks are not scored."""
         return word_measures.mark_rows(self.summary["modes"])
 
     def table(self) -> str:
-        """The scores as Markdown, with what they mean below."""
+        """The scores as a Markdown table, with an explanation below it."""
         marks = self.mark_rows()
         more = f"\n{markdown(marks)}" if marks else ""
         return f"{markdown(self.rows())}\n{self.about()}\n{more}"
 
     def about(self) -> str:
-        """What the numbers mean, in a sentence or two."""
+        """Explains the numbers in a sentence or two."""
         found = self.summary
         unit = found["interval"]
         parts = [
@@ -388,7 +387,7 @@ class WERReport:
                 "characters: their rate is the CER"
             )
         if self.segmented:
-            parts.append("words are what stands between spaces, in every script")
+            parts.append("words are separated by spaces, in every script")
         parts += self.measures.about(found["modes"][self.modes[0]])
         size = max((int(s.batch["size"]) for s in self.samples if s.batch), default=1)
         if size > 1:
@@ -401,7 +400,7 @@ class WERReport:
         return "; ".join(parts)
 
     def to_pandas(self) -> Any:
-        """Every sample with its counts, as a pandas frame.
+        """A pandas frame with a row for each sample and its counts.
 
         Raises:
             MissingExtraError: pandas is not installed.
@@ -423,18 +422,18 @@ class WERReport:
         """The recordings with the most errors, to listen to.
 
         Args:
-            count: How many at most; those without an error are left out.
-            mode: ``None``: the first.
+            count: Largest number of recordings; those without an error are left out.
+            mode: Name of the mode; ``None``: the first.
         """
         name = self._known(mode or self.modes[0])
         errors = self.counts[name][:, 2:5].sum(1)
-        places = [int(p) for p in np.argsort(-errors, kind="stable")[:count] if errors[p]]
-        samples = [self._of[name][self.ids[place]] for place in places]
-        counted = [int(errors[p]) for p in places]
+        order = [int(i) for i in np.argsort(-errors, kind="stable")[:count] if errors[i]]
+        samples = [self._of[name][self.ids[index]] for index in order]
+        counted = [int(errors[index]) for index in order]
         return Worst(samples, counted, self.normaliser, self.scorer, self.segmented)
 
     def figures(self) -> dict[str, Any]:
-        """Figures by name, those left out for which nothing is known."""
+        """Figures by name; a figure without data is left out."""
         modes = self.summary["modes"]
         durations = [self._of[self.modes[0]][name].duration for name in self.ids]
         found = {
@@ -445,11 +444,11 @@ class WERReport:
         return {name: figure for name, figure in found.items() if figure is not None}
 
     def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
-        """Writes summary, tables, figures, a page and the leaderboard's files; returns them.
+        """Writes summary, tables, figures, a page and the leaderboard's files; returns their paths.
 
         Args:
             folder: Created where it does not exist.
-            overwrite: Replace files that are not ours.
+            overwrite: Replace files that this library did not write.
         """
         folder = Path(folder)
         compared = "".join(f"\n- {found}" for found in self.comparisons)
@@ -500,7 +499,7 @@ def wer_report(
             baseline.
         data: A manifest with texts, or pairs of a path and a text.
         limit: Only the first so many recordings.
-        group: Column of the manifest to draw intervals by; ``None``: its speakers, if any.
+        group: Column of the manifest that is the bootstrap unit; ``None``: its speakers, if any.
         batch_size: Recordings at once; ``None``: as the first transcriber's options say.
         warmup: Untimed runs before the first batch.
         progress: Called with each sample.
@@ -545,10 +544,10 @@ def wer_report(
 
 
 def _named(pairs: Sequence[tuple[Any, str]]) -> list[Entry]:
-    """Entries of paths and texts, called by their files' names where these are all different.
+    """Manifest entries of paths and texts; ids are file names where they differ, else paths.
 
     Raises:
-        InputError: What should be a path is none.
+        InputError: A recording is not given as a path.
     """
     for path, _ in pairs:
         if not isinstance(path, (str, os.PathLike)):

@@ -30,7 +30,7 @@ from mmdecode.errors import OptionError
 from mmdecode.evaluation.speed.stopwatch import Cost, interleaved, timed
 
 Inputs = Mapping[str, Any]
-"""Of a model, for a batch of prompts that are padded on the left."""
+"""Inputs of a model for a batch of prompts that are padded on the left."""
 PLAIN, AGAIN = "undrafted", "undrafted, again"
 PEERS: Mapping[str, Mapping[str, Any]] = {
     "generate": {},
@@ -51,13 +51,13 @@ _CLOCKED = 4  # batches on which a draft's own time is taken
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is decoded, whatever drafts.
+    """Decoding settings that all drafters share.
 
     Attributes:
         max_new_tokens: Most tokens of an answer.
-        temperature: Of the distribution that answers are drawn from, with noise of their own; 0:
+        temperature: Sampling temperature, with noise of each answer's own; 0:
             greedy.
-        seed: Of that noise.
+        seed: Seed of that noise.
         repeats: How often everything is timed; medians count.
 
     Raises:
@@ -77,7 +77,7 @@ class Setting:
             )
 
     def generation(self) -> dict[str, Any]:
-        """As arguments of ``generate``."""
+        """Arguments of ``generate``."""
         drawn = self.temperature > 0
         return {
             "do_sample": drawn,
@@ -90,7 +90,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What one way of decoding came to.
+    """Measured row of one way of decoding.
 
     Attributes:
         way: Its name.
@@ -102,11 +102,11 @@ class Speed:
         by_depth: Share of the passes that accepted at least 1, 2, ... drafted tokens.
         draft_share: Share of decoding time spent in the draft.
         first_token_ms: From the prompt to its first token, a batch.
-        ms_per_token: Of decoding after it, over all tokens of the batch.
+        ms_per_token: Time of decoding after it, over all tokens of the batch.
         decode: How many times as fast as the undrafted loop, per token, with its interval.
         end_to_end: The same from prompts to answers.
         tokens: Mean length of an answer.
-        seconds: Of each repeat and batch, whole.
+        seconds: Time of each repeat and batch, whole.
     """
 
     way: str
@@ -123,7 +123,7 @@ class Speed:
     seconds: list[list[float]]
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain numbers."""
+        """Converts to plain numbers."""
         return asdict(self)
 
 
@@ -141,14 +141,15 @@ def measure(
     """Times every draft, the undrafted loop and transformers' own ways on the same prompts.
 
     Args:
-        model: Of transformers.
+        model: Model of transformers.
         batches: Prompts.
-        drafts: By name.
-        setting: What is decoded.
+        drafts: Drafters by name.
+        setting: Decoding settings.
         guide: The distribution's; ``None``: the model's own.
-        peers: By name, what ``model.generate`` is given next to the inputs: its own assisted
+        peers: Arguments of ``model.generate`` next to the inputs, by name: its own assisted
             generation, for example. They know no guide.
-        compile: As of `Decoder`, for all but the peers; a captured draft's share is not clocked.
+        compile: Same as in `Decoder`, for all but the peers; a captured draft's share is not
+            clocked.
         done: Called after each timed call, of which there are `calls` in all.
 
     Returns:
@@ -202,7 +203,7 @@ def measure(
 def working(
     model: Any, inputs: Inputs, peers: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
-    """Those of transformers' ways that get through a few tokens, and why the others do not."""
+    """Ways of transformers that get through a few tokens, and why the others do not."""
     found: dict[str, Mapping[str, Any]] = {}
     failed = {}
     for name, options in peers.items():
@@ -229,10 +230,10 @@ def calls(batches: int, drafts: int, peers: int, setting: Setting) -> int:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What was seen of one way.
+    """Observations of one way.
 
     Attributes:
-        answers: By batch and row, ids up to the end.
+        answers: Ids up to the end, by batch and row.
         whole: Seconds by repeat and batch.
         first: The same to the first token, medians by batch.
     """
@@ -242,7 +243,7 @@ class _Seen:
     first: np.ndarray
 
     def cost(self, decoding: bool) -> Cost:
-        """Of whole answers, or of what is after their first tokens."""
+        """Cost of whole answers, or of the part after their first tokens."""
         skipped = 1 if decoding else 0
         counts = [sum(len(row) - skipped for row in rows) for rows in self.answers]
         spent = np.median(self.whole, 0) - (self.first if decoding else 0)
@@ -386,7 +387,7 @@ class Sureness:
 def sureness(
     model: Any, batches: Sequence[Inputs], setting: Setting, guide: Guide | None
 ) -> Sureness:
-    """Of the distribution along the undrafted loop's own answers, greedy ones or drawn."""
+    """Concentration of the distribution along the undrafted loop's own answers."""
     distributions, ends = [], token_ids(model.generation_config.eos_token_id)
     decoder = Decoder(guide=guide, seed=setting.seed)
     for item, batch in enumerate(batches):

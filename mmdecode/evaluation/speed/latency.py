@@ -43,7 +43,7 @@ def average_lagging(
     """AL; with the larger of both numbers of words, LAAL.
 
     Args:
-        delays: How much of the source was heard when each word was committed, in order. Those that
+        delays: How much of the source was heard when each word was committed, in order. Delays that
             count the time of the machine may be longer than the source.
         source: Length of the source, in the same unit.
         words: Number of words that an ideal speaker would have said; ``None``: as many as delays.
@@ -75,7 +75,7 @@ def differentiable_average_lagging(delays: Sequence[float], source: float) -> fl
 
 
 def _pace(delays: Sequence[float], source: float, words: int | None = None) -> float | None:
-    """Of the source per word; ``None``: there are no words."""
+    """Length of the source per word; ``None``: there are no words."""
     if source <= 0 or (words is not None and words < 1):
         raise OptionError(f"source={source}, words={words}; expected more than 0")
     if any(later < delay for delay, later in pairwise(delays)):
@@ -101,7 +101,7 @@ class Lagging:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamReport:
-    """What one recording's stream was like.
+    """Report on one recording's stream.
 
     Attributes:
         committed_words: How many; none of them was ever taken back.

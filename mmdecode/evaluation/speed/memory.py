@@ -19,14 +19,14 @@ _DRAW = 24  # keyed Gumbel noise is computed from three int64 or float64 at a ti
 
 @dataclass(frozen=True, kw_only=True)
 class RowBytes:
-    """What one row of a batch holds, in bytes.
+    """Memory of one row of a batch, in bytes.
 
     Attributes:
         cache: Keys and values of prompt and output, in all branches.
         source: An encoder's states, and keys and values of them in all branches.
         ids: Prompt, output and the room after it.
-        scores: Of one round at root and nodes: logits, and noise where tokens are sampled.
-        growth: What a layer held before, next to what it holds, while the cache grows.
+        scores: Scores of one round at root and nodes: logits, and noise where tokens are sampled.
+        growth: Former storage of a layer, next to the new, while the cache grows.
     """
 
     cache: int

@@ -1,4 +1,4 @@
-"""What speed is measured with: seconds on the wall, bytes per second, and the machine's name."""
+"""Measuring speed: seconds on the wall, bytes per second, and the machine's name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def interleaved(
     """Every call on every item, one item at a time, so that a drifting clock meets all alike.
 
     Args:
-        calls: By name; each is given the item and the repeat.
+        calls: Calls by name; each is given the item and the repeat.
         items: How many items there are.
         repeats: How often the whole is repeated.
         device: Where the work runs.
@@ -67,7 +67,7 @@ def interleaved(
 
 
 def ratio(over: np.ndarray, under: np.ndarray) -> tuple[float, list[float]]:
-    """Of two sums over the same items, with the interval of a paired bootstrap, three digits."""
+    """Ratio of sums over the same items, with the interval of a paired bootstrap, three digits."""
     sums = resampled_sums(np.stack([over, under], 1))
     low, high = interval(sums[:, 0] / sums[:, 1])
     return round(float(over.sum() / under.sum()), 3), [round(float(low), 3), round(float(high), 3)]
@@ -75,7 +75,7 @@ def ratio(over: np.ndarray, under: np.ndarray) -> tuple[float, list[float]]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What each unit cost in one way, a unit being an item or a batch of items.
+    """Costs of the units in one way, a unit being an item or a batch of items.
 
     Attributes:
         amount: Seconds, or passes, ``(units,)``.

@@ -53,7 +53,7 @@ def p_of_draws(ranks: Tensor, excess: float, variance: float) -> float:
         ranks: Each token's place in its distribution ordered by falling probability, as the mass
             before it and a uniform share of its own, 0..1, ``(T,)``.
         excess: Sum over tokens of ``-log p`` minus the entropy of the distribution.
-        variance: Of that sum.
+        variance: Variance of that sum.
     """
     cells = (ranks * _BINS).long().clamp(0, _BINS - 1)
     counts = torch.bincount(cells, minlength=_BINS).double()

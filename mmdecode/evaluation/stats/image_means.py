@@ -161,7 +161,7 @@ def _shared_freedom(first: Mean, second: Mean, errors: tuple[float, float]) -> f
 
 
 def _quantile(level: float, freedom: float) -> float:
-    """Of Student's t, two-sided."""
+    """P-value of Student's t, two-sided."""
     return float(scipy_parts().special.stdtrit(freedom, (1 + level) / 2))
 
 

@@ -31,7 +31,7 @@ class TwoSample:
     Attributes:
         g: G-statistic over all cells of all tables.
         expected: Its mean where images are dealt out to the samples at random.
-        p: By permutation of images, of the sum over tables and of the table that stands out most,
+        p: P-value by permutation of images, of the sum over tables and of the extreme table,
             together (Bonferroni).
         worst: Number of that table.
         cells: Cells of all tables after pooling.
@@ -60,13 +60,13 @@ def two_sample(
     in either sample are pooled, table by table.
 
     Args:
-        first: What each image shows in each table, ``(n, tables, entries)`` of small ints; see
+        first: Values of each image in each table, ``(n, tables, entries)`` of small ints; see
             `marginals` and `neighbours`.
         second: ``(m, tables, entries)``.
         strata: Conditions of both samples' images, where they were chosen: images are then
             exchanged within a condition.
         permutations: Draws.
-        seed: Of the draws.
+        seed: Seed of the draws.
 
     Raises:
         ShapeError: The samples have other tables.
@@ -112,7 +112,7 @@ def neighbours(codes: np.ndarray, groups: np.ndarray, down: int = 0) -> np.ndarr
 
     Args:
         codes: ``(n, rows, columns)``.
-        groups: Of every code, ``(V,)``.
+        groups: Group of every code, ``(V,)``.
         down: 0: a code and the one to its right; 1: a code and the one below.
 
     Returns:
@@ -198,7 +198,7 @@ def code_groups(codebook: Tensor, count: int = 16) -> Tensor:
     """Sorts codes into groups of like meaning, so that tables of pairs have cells with counts.
 
     Args:
-        codebook: What each code stands for, ``(V, d)``.
+        codebook: Embedding of each code, ``(V, d)``.
         count: Groups; a codebook of no more codes is left as it is.
 
     Returns:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 LEVEL = 0.95
 RESAMPLES = 10_000
 _TAIL = 20  # draws beyond zero that are enough to count
-_AT_ONCE = 1 << 22  # drawn units held in memory together
+AT_ONCE = 1 << 22
+"""Drawn units held in memory together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class PairedTest:
 
     Attributes:
         count: Differences: segments or utterances.
-        mean: Of the differences, first minus second; positive: the second makes fewer errors.
+        mean: Mean of the differences, first minus second; positive: the second makes fewer errors.
         sd: Their standard deviation.
         z: Mean over its standard error; 0 where the differences are all equal.
         p: Two-sided, by the normal distribution.
@@ -96,7 +97,7 @@ def segments(
 
     Args:
         first: Alignment of the first system.
-        second: Of the second, to the same reference.
+        second: Errors of the second, to the same reference.
         between: Correct words that separate two segments.
 
     Returns:
@@ -139,7 +140,7 @@ def _by_word(steps: Sequence[Step]) -> tuple[list[bool], list[int]]:
         if step.kind == "insert":
             inserted[-1] += 1
             continue
-        for _ in step.said.split():
+        for _ in step.reference.split():
             right.append(step.kind == "equal")
             inserted.append(0)
     return right, inserted
@@ -152,7 +153,7 @@ def mapsswe(
 
     Args:
         first: Alignments of the first system, utterance by utterance.
-        second: Of the second, to the same references in the same order.
+        second: Errors of the second, to the same references in the same order.
         between: Correct words that separate two segments.
 
     Raises:
@@ -180,7 +181,7 @@ def paired_bootstrap(
         words: ``(items,)`` reference words, or ``(items, 2)`` where the systems' differ.
         groups: Speaker or recording of each item; ``None``: items are drawn.
         resamples: Draws.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     both = np.broadcast_to(words.reshape(len(first), -1), (len(first), 2))
     table = np.column_stack([first, second, both])
@@ -207,20 +208,23 @@ def sums_by(table: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
     return sums
 
 
-def resampled_sums(table: np.ndarray, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+def resampled_sums(
+    table: np.ndarray, resamples: int = RESAMPLES, seed: int = 0, *, at_once: int = AT_ONCE
+) -> np.ndarray:
     """Sums over units drawn with replacement, as many as there are.
 
     Args:
         table: ``(units, columns)``.
         resamples: Draws.
-        seed: Of the draws.
+        seed: Seed of the draws.
+        at_once: Drawn units held in memory together; the draws do not depend on it.
 
     Returns:
         ``(resamples, columns)``.
     """
     random = np.random.default_rng(seed)
     units = len(table)
-    step = max(1, _AT_ONCE // units)
+    step = max(1, at_once // units)
     chunks = [min(step, resamples - start) for start in range(0, resamples, step)]
     return np.concatenate([table[random.integers(units, size=(n, units))].sum(1) for n in chunks])
 
@@ -275,7 +279,7 @@ def draw_units(units: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndar
     Args:
         units: Their number.
         resamples: Draws.
-        seed: Of the draws.
+        seed: Seed of the draws.
 
     Returns:
         ``(resamples, units)``, not to be written to.
@@ -295,7 +299,7 @@ def drawn_sums(
         table: ``(items, columns)``.
         groups: Unit of each item; ``None``: items are drawn.
         resamples: Draws.
-        seed: Of the draws.
+        seed: Seed of the draws.
 
     Returns:
         ``(resamples, columns)``.
@@ -310,7 +314,7 @@ def item_weights(groups: Sequence[str], resamples: int, seed: int) -> np.ndarray
     Args:
         groups: Unit of each item.
         resamples: Draws.
-        seed: Of the draws.
+        seed: Seed of the draws.
 
     Returns:
         ``(resamples, items)``.

@@ -1,7 +1,7 @@
-"""What the margin of yes over no says apart from where its threshold lies.
+"""Measures of the margin of yes over no that do not depend on its threshold.
 
 A method that only moves every margin up says yes more often and ranks nothing better: AUROC and
-average precision stay, and the same answers come from the plain margin plus a constant. That
+average precision stay, and the same answers come from the plain margin plus a constant. This
 constant is the control of the published critique (Yin, Si and Wang, 2025); it is fitted on other
 images than it is used on.
 """
@@ -78,7 +78,7 @@ def auroc_draws(
         positive: See `auroc`.
         groups: Image of each item.
         resamples: Draws.
-        seed: Of the draws.
+        seed: Seed of the draws.
 
     Returns:
         ``(resamples,)``.
@@ -123,7 +123,7 @@ def cross_fitted_shifts(
         said_yes: ``(items,)``, how often the method said yes: 0 or 1, between over several seeds.
         groups: Image of each item.
         folds: Parts the images are dealt into; each is left out of its own fit.
-        seed: Of the dealing.
+        seed: Seed of the dealing.
 
     Returns:
         ``(items,)``; see `fit_shift`.

@@ -1,8 +1,8 @@
-"""What an answer in free text says: yes, no, or nothing that can be told.
+"""Parsers of answers in free text: yes, no, or neither; and the chosen one of several options.
 
 `PARSERS` holds the five rules that published numbers come from, which disagree, and ``leading``,
-the one to use: it looks at the first word, does not know the label, and leaves what is neither yes
-nor no unparsed. Numbers under two rules do not compare.
+the recommended one: it looks at the first word, does not know the label, and leaves an answer that
+is neither yes nor no unparsed. Numbers under different rules cannot be compared.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Label = Literal["yes", "no"]
 
 @dataclass(frozen=True)
 class Parser:
-    """One rule.
+    """A rule that parses answers.
 
     Attributes:
-        name: In `PARSERS`.
-        origin: Whose rule it is.
-        parse: From an answer and its label to what it says; ``None``: neither yes nor no.
-        drops_unparsed: Whether unparsed answers to yes-questions leave the recall, as there, and
-            don't count as missed.
+        name: Name in `PARSERS`.
+        origin: Project and file that the rule comes from.
+        parse: Function from an answer and its label to yes or no; ``None``: neither.
+        drops_unparsed: Whether unparsed answers to yes-questions are left out of the recall, as in
+            the original project, and are not counted as missed.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Parser:
 
 
 def leading(text: str, label: Label | None = None) -> Label | None:
-    """The first word, whatever stands around it: ``**Yes**, there is`` is yes, ``None`` nothing."""
+    """The first word, without signs around it: ``**Yes**, there is`` is yes; ``None``: neither."""
     found = re.match(r"[\W_]*(yes|no)(?![\w'\u2019]|[-/]\w)", text, re.IGNORECASE)
     return _label(found[1].lower()) if found else None
 
@@ -48,13 +48,13 @@ def original(text: str, label: Label | None = None) -> Label:
 
 
 def vcd(text: str, label: Label) -> Label:
-    """VCD: right if the letters of the label occur anywhere; "know" holds a no."""
+    """VCD: right if the label occurs anywhere as a substring; "know" contains "no"."""
     other: Label = "no" if label == "yes" else "yes"
     return label if label in text.lower() else other
 
 
 def lmms(text: str, label: Label | None = None) -> Label | None:
-    """lmms-eval: nothing but the word; "Yes." is unparsed."""
+    """lmms-eval: the whole answer is the word; "Yes." is unparsed."""
     return _label(text.lower().strip())
 
 
@@ -66,10 +66,10 @@ def vlmevalkit(text: str, label: Label | None = None) -> Label | None:
 
 def mme(text: str, label: Label | None = None) -> Label | None:
     """MME and Otter: yes, or else no, within the first four characters; a lone y or n counts."""
-    said = text.lower().strip().replace(".", "")
-    if len(said) == 1:
-        return _label({"y": "yes", "n": "no"}.get(said, ""))
-    return "yes" if "yes" in said[:4] else "no" if "no" in said[:4] else None
+    answer = text.lower().strip().replace(".", "")
+    if len(answer) == 1:
+        return _label({"y": "yes", "n": "no"}.get(answer, ""))
+    return "yes" if "yes" in answer[:4] else "no" if "no" in answer[:4] else None
 
 
 PARSERS = {
@@ -104,7 +104,7 @@ def choice(text: str, options: Sequence[str]) -> str | None:
 
     Args:
         text: The answer.
-        options: What could be said, each differently.
+        options: The options; all different.
 
     Raises:
         OptionError: There are no options, one is empty, or two are the same.
@@ -112,8 +112,8 @@ def choice(text: str, options: Sequence[str]) -> str | None:
     words = {option: " ".join(_words(option)) for option in options}
     if not words or "" in words.values() or len(set(words.values())) < len(words):
         raise OptionError(f"the options are {list(options)}; expected different words")
-    said = re.sub(r"\bon (?=the (?:left|right)\b)", "", " ".join(_words(text)))
-    rest, named = f" {said} ", set()
+    answer = re.sub(r"\bon (?=the (?:left|right)\b)", "", " ".join(_words(text)))
+    rest, named = f" {answer} ", set()
     for option in sorted(words, key=lambda option: -len(words[option])):
         if f" {words[option]} " in rest:
             named.add(option)

@@ -1,7 +1,8 @@
-"""`CaptionReport`: CHAIR of several modes, with the baseline cut to the length of each.
+"""`CaptionReport`: CHAIR of several modes, compared at equal caption length.
 
-Shorter captions hallucinate less. So where a mode says less than the baseline, the baseline's
-captions are cut to the mode's mean length and stand next to it; where it says more, its own are.
+Shorter captions hallucinate less. So where a mode's captions are shorter than the baseline's, a
+copy of the baseline is cut to the mode's mean length and compared with it; where they are longer, a
+copy of the mode is cut.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class CaptionReport(ItemReport[CaptionItem]):
 
     Args:
         items: See `ItemReport`. A caption that failed counts as empty: all its objects are missed.
-        vocabulary: ``None``: COCO's.
-        baseline_controls: Whether to add captions cut to matching length.
+        vocabulary: Words for objects; ``None``: COCO's.
+        baseline_controls: Whether to add captions that are cut to equal length.
         **basis: See `ItemReport`.
 
     Raises:
@@ -77,13 +78,13 @@ class CaptionReport(ItemReport[CaptionItem]):
             pairs = zip(answers, texts, strict=True)
             unknown = dict.fromkeys(("tokens", "passes", "forwards", "changed", "seconds"))
             cut = [i.answered(mode=name, output=text, **unknown) for i, text in pairs]
-            self.add(cut, beside=mode)
+            self.add(cut, after=mode)
         self._cut[mode] = name
         self._alike.append((name, mode) if longer == baseline else (baseline, name))
 
     @cached_property
     def counts(self) -> dict[str, np.ndarray]:
-        """Counts of `chair.count_mentions` by mode, (seeds, images, 7)."""
+        """Counts of `chair.count_mentions` by mode, ``(seeds, images, 7)``."""
         return {
             mode: np.stack(
                 [
@@ -100,7 +101,7 @@ class CaptionReport(ItemReport[CaptionItem]):
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Every number and what it depends on."""
+        """All numbers and settings of the report."""
         return {
             "task": "chair",
             "vocabulary": {"names": len(self.vocabulary.names), "hash": self.vocabulary.hash},
@@ -127,7 +128,7 @@ class CaptionReport(ItemReport[CaptionItem]):
 
     @cached_property
     def comparisons(self) -> list[ItemComparison]:
-        """Each mode against its baselines, as it is and at the same length."""
+        """Comparison of each mode with its baselines, in full and at equal length."""
         return corrected([self._compared(*pair) for pair in self._pairs() + self._alike])
 
     def compare(
@@ -137,12 +138,12 @@ class CaptionReport(ItemReport[CaptionItem]):
         mode: str | None = None,
         other_mode: str | None = None,
     ) -> ItemComparison:
-        """Compares a mode with another, here or in another report on the same images.
+        """Compares two modes of this report, or one with a mode of another report.
 
         Args:
-            other: The second: a mode of this report, or another report.
-            mode: The first; ``None``: the first mode of this report.
-            other_mode: Of another report; ``None``: its first.
+            other: The second mode of this report, or another report on the same images.
+            mode: First mode; ``None``: the first of this report.
+            other_mode: Mode of the other report; ``None``: its first.
 
         Raises:
             OptionError: The reports have other images.
@@ -153,7 +154,7 @@ class CaptionReport(ItemReport[CaptionItem]):
             return self._compared(first, other)
         second = other_mode or other.modes[0]
         if {i.id: i.objects for i in self.questions} != {i.id: i.objects for i in other.questions}:
-            raise OptionError("the reports have different images; compare what was asked alike")
+            raise OptionError("the reports have different images; compare runs on the same data")
         named = f"{second} (other)"
         items = [item for answers in self.answers(first) for item in answers]
         theirs = [item for answers in other.answers(second) for item in answers]
@@ -185,8 +186,8 @@ class CaptionReport(ItemReport[CaptionItem]):
             flips=None,
         )
 
-    def told(self, mode: str, within: str) -> str:
-        """Both shares of what is made up, recall and length."""
+    def summary_line(self, mode: str, within: str) -> str:
+        """CHAIR_i, CHAIR_s, recall and length."""
         score = self.summary["modes"][mode]
         shares = ", ".join(
             f"{name} {percent(score[key], '.1f')} %"
@@ -195,17 +196,17 @@ class CaptionReport(ItemReport[CaptionItem]):
         return f"{shares}, {score['length']:.1f} words"
 
     def level(self, mode: str, within: str) -> float:
-        """Share of the mentions that are there."""
+        """Share of mentioned objects that are in the image."""
         return 1 - float(self.summary["modes"][mode]["chair_i"])
 
     def rivals(self, mode: str) -> list[tuple[str, str]]:
-        """Its recorded controls, and the baseline at equal length."""
+        """The mode's recorded controls, and the baseline at equal length."""
         alike = [pair for pair in self._alike if self._cut.get(mode) in pair and mode in pair]
         own = [pair for pair in self._alike if pair[1] == self._cut.get(mode)]
         return super().rivals(mode) + (alike or own)
 
     def brief(self) -> Rows:
-        """Objects made up and found, and length."""
+        """One row of text per mode: hallucinated objects, recall and length."""
         names = ("mode", "CHAIR_i %", "CHAIR_s %", "recall %", "words")
         return [{name: row[name] for name in names} for row in self.rows()]
 
@@ -239,7 +240,7 @@ class CaptionReport(ItemReport[CaptionItem]):
         return without_empty(rows)
 
     def about(self) -> str:
-        """What the numbers mean, in a sentence or two."""
+        """Explains the numbers in a sentence or two."""
         found = self.summary
         parts = [
             f"{found['questions']} captions of {found['images']} images; "
@@ -255,8 +256,8 @@ class CaptionReport(ItemReport[CaptionItem]):
         """Captions with the most hallucinated mentions.
 
         Args:
-            count: How many at most; those without one are left out.
-            mode: ``None``: the first.
+            count: Largest number of captions; those without such a mention are left out.
+            mode: Name of the mode; ``None``: the first.
         """
         name = mode or self.modes[0]
         found = [
@@ -269,13 +270,13 @@ class CaptionReport(ItemReport[CaptionItem]):
         items = [item for _, item in found[:count]]
         notes = []
         for item in items:
-            told = dict.fromkeys(self.vocabulary.objects(item.output))
-            absent = ", ".join(one for one in told if one not in item.objects)
+            mentioned = dict.fromkeys(self.vocabulary.objects(item.output))
+            absent = ", ".join(one for one in mentioned if one not in item.objects)
             notes.append(f"not there: {absent}; there: {', '.join(item.objects) or 'nothing'}")
         return Shown(items, notes, self.images)
 
     def figures(self) -> dict[str, Figure]:
-        """Figures by name, those left out for which nothing is known."""
+        """Figures by name; a figure without data is left out."""
         modes = self.summary["modes"]
         found = {
             "chair_against_recall": plots.chair_against_recall(modes, self._cut),

@@ -1,4 +1,4 @@
-"""`ChoiceReport`: questions with options in several modes, single ones, pairs and whole sets."""
+"""`ChoiceReport`: accuracy on questions with options: single questions, pairs and whole sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmdecode.evaluation.report.item_page import Shown
 from mmdecode.evaluation.report.item_report import ItemReport
 from mmdecode.evaluation.report.layout import Rows, number, percent, without_empty
 from mmdecode.evaluation.vision.answers import choice
-from mmdecode.evaluation.vision.items import ChoiceItem, places_by_set
+from mmdecode.evaluation.vision.items import ChoiceItem, indices_by_set
 from mmdecode.evaluation.vision.tasks.spatial import count_choices, rates, summed, unit_of
 
 if TYPE_CHECKING:
@@ -29,16 +29,16 @@ class ChoiceReport(ItemReport[ChoiceItem]):
 
     @cached_property
     def sets(self) -> dict[str, np.ndarray]:
-        """Places of the questions of each set."""
-        return places_by_set(self.questions)
+        """Indices of the questions of each set."""
+        return indices_by_set(self.questions)
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Every number and what it depends on."""
+        """All numbers and settings of the report."""
         return {
             "task": "spatial",
             **self._basis(),
-            "sets": {name: len(places) for name, places in self.sets.items()},
+            "sets": {name: len(indices) for name, indices in self.sets.items()},
             "modes": {
                 mode: {
                     **self.cost(mode),
@@ -67,19 +67,19 @@ class ChoiceReport(ItemReport[ChoiceItem]):
 
     def _chosen(self, mode: str, name: str) -> list[list[ChoiceItem]]:
         """Answers of a mode in a set, one list per seed."""
-        return [[answers[place] for place in self.sets[name]] for answers in self.answers(mode)]
+        return [[answers[index] for index in self.sets[name]] for answers in self.answers(mode)]
 
     @cached_property
     def comparisons(self) -> list[ItemComparison]:
-        """Each mode against its baselines, in every set."""
+        """Comparison of each mode with its baselines, in every set."""
         return corrected([self._compared(*p, name) for name in self.sets for p in self._pairs()])
 
     def compare(self, other: str, *, mode: str | None = None) -> list[ItemComparison]:
         """Compares two modes, in every set.
 
         Args:
-            other: The second.
-            mode: The first; ``None``: the first mode of this report.
+            other: Second mode.
+            mode: First mode; ``None``: the first of this report.
 
         Raises:
             UnknownNameError: There is no such mode.
@@ -107,19 +107,19 @@ class ChoiceReport(ItemReport[ChoiceItem]):
             flips=flipped,
         )
 
-    def told(self, mode: str, within: str) -> str:
-        """Right answers next to chance."""
+    def summary_line(self, mode: str, within: str) -> str:
+        """Share of right answers, and the share by chance."""
         score = self.summary["modes"][mode]["sets"][within]
         chance = percent(score["chance"], ".1f")
         return f"{percent(score['individual'], '.1f')} % right, by chance {chance} %"
 
     def level(self, mode: str, within: str) -> float:
-        """Share of right answers beyond chance."""
+        """Share of right answers minus the share by chance."""
         score = self.summary["modes"][mode]["sets"][within]
         return float(score["individual"] - score["chance"])
 
     def brief(self) -> Rows:
-        """A row for each mode: right answers by set, and those that name no single option."""
+        """A row for each mode: right answers by set, and answers that name no single option."""
         rows = []
         for mode, found in self.summary["modes"].items():
             scores = found["sets"]
@@ -156,7 +156,7 @@ class ChoiceReport(ItemReport[ChoiceItem]):
         return without_empty(rows)
 
     def about(self) -> str:
-        """What the numbers mean, in a sentence or two."""
+        """Explains the numbers in a sentence or two."""
         found = self.summary
         parts = [
             f"{found['questions']} questions on {found['images']} images; an answer counts if it "
@@ -171,15 +171,15 @@ class ChoiceReport(ItemReport[ChoiceItem]):
         """Wrong answers, in order.
 
         Args:
-            count: How many at most.
-            mode: ``None``: the first.
+            count: Largest number of answers.
+            mode: Name of the mode; ``None``: the first.
         """
         answers = self.answers(mode or self.modes[0])
         items = [item for one in answers for item in one if not _right(item)][:count]
         return Shown(items, [f"right is {item.target}" for item in items], self.images)
 
     def figures(self) -> dict[str, Figure]:
-        """Figures by name, those left out for which nothing is known."""
+        """Figures by name; a figure without data is left out."""
         figure = plots.forest(self.comparisons, "individual")
         return {} if figure is None else {"differences": figure}
 

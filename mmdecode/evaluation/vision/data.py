@@ -1,4 +1,4 @@
-"""Questions of a benchmark and the images they are about: of the zoo, or of published files."""
+"""Questions of a benchmark with their images, from the zoo or from published files."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ TASKS: tuple[Task, ...] = ("pope", "chair", "mme", "amber", "spatial")
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """What is asked.
+    """Questions of a benchmark.
 
     Attributes:
-        task: Of `TASKS`; ``vsr`` where the spatial questions are statements.
+        task: One of `TASKS`, or ``vsr`` where the spatial questions are statements.
         items: Each distinct question once.
-        files: By name, those the questions came from.
-        folder: Of the images; ``None``: they are the zoo's and drawn when they are asked about.
+        files: Files of the questions, by name.
+        folder: Folder of the images; ``None``: they are scenes of the zoo, rendered when needed.
         synonyms: Words for the objects of captions, see `vocabulary_of`.
-        warnings: What makes scores differ from those of the clean files.
-        left_out: What is wrong with rows that are not asked.
+        warnings: Properties of the files by which scores differ from those of the clean files.
+        left_out: Errors of the rows that were left out.
     """
 
     task: str
@@ -63,18 +63,18 @@ class Questions:
         return {name: file_hash(path) for name, path in self.files.items()}
 
     @property
-    def shown(self) -> Path | Callable[[str], bytes]:
-        """The images as a report shows them."""
+    def report_images(self) -> Path | Callable[[str], bytes]:
+        """Folder of the images, or a function from their names to PNG files, for a report."""
         return drawn_image if self.folder is None else self.folder
 
     def image(self, name: str) -> ImageSource:
-        """An image, before it is read or drawn."""
+        """The source of an image, which is read or rendered later."""
         if self.folder is not None:
             return image_source(str(self.folder / name), name)
         return ImageSource(name, partial(_scene, name))
 
     def check_images(self) -> None:
-        """Whether the folder is the right one.
+        """Checks that the folder has images of the questions.
 
         Raises:
             InputError: None of the images is there.
@@ -89,14 +89,14 @@ class Questions:
             )
 
     def limited(self, limit: int | None) -> Questions:
-        """The first questions, image by image, so that each split of POPE has its share of them.
+        """The first ``limit`` questions, image by image, so that each split of POPE has its share.
 
-        Of MME and of questions in groups also those that make a pair or a set with them.
+        Pairs of MME and groups of spatial questions are kept whole.
         """
         if limit is None:
             return self
-        place = {name: n for n, name in enumerate(dict.fromkeys(i.image for i in self.items))}
-        ordered = sorted(self.items, key=lambda item: place[item.image])
+        rank = {name: n for n, name in enumerate(dict.fromkeys(i.image for i in self.items))}
+        ordered = sorted(self.items, key=lambda item: rank[item.image])
         unit = {"mme": lambda item: (item.image, item.sets), "spatial": unit_of}.get(
             self.task, lambda item: item.id
         )
@@ -114,22 +114,22 @@ def read_questions(
     prefix: str = "",
     synonyms: str | None = None,
 ) -> Questions:
-    """Reads what is asked.
+    """Reads the questions of a task.
 
     Args:
-        task: Of `TASKS`.
+        task: One of `TASKS`.
         data: ``("zoo",)``, or paths. POPE: a folder with a file per split, or the files; captions:
             JSON lines of images and their objects; MME and AMBER: their folders, or JSON lines for
             MME; spatial: JSON lines with options, What's Up's file, or VSR's.
-        part: Of the zoo's sets.
-        images: Their folder; ``None``: where the task's own layout has them.
-        splits: Of POPE; none: all.
-        prefix: What names of POPE's files begin with, where a folder holds several sets.
+        part: Part of the zoo's sets.
+        images: Folder of the images; ``None``: where the task's own layout has them.
+        splits: Splits of POPE; empty: all.
+        prefix: First characters of the names of POPE's files, if a folder holds several sets.
         synonyms: Words for the objects of captions, see `vocabulary_of`; ``None``: those that go
             with the data.
 
     Raises:
-        InputError: Something cannot be read.
+        InputError: A file cannot be read.
         OptionError: The task has no such data, or needs a folder of images.
         UnknownNameError: There is no such task, part or split.
     """
@@ -183,7 +183,7 @@ def read_questions(
 
 
 def _once(items: Sequence[Item], path: Path, left_out: list[str]) -> list[Item]:
-    """Each question once: the first of that id."""
+    """Questions without repeated ids; the first of each id is kept."""
     found: dict[str, Item] = {}
     for item in items:
         if item.id in found:
@@ -212,10 +212,10 @@ def vocabulary_of(synonyms: str | None) -> Vocabulary:
 
 
 def drawn_image(name: str) -> bytes:
-    """An image of the zoo as PNG.
+    """An image of the zoo as a PNG file.
 
     Raises:
-        InputError: There is none of that name.
+        InputError: There is no image of that name.
     """
     data = io.BytesIO()
     _scene(name).save(data, "PNG")
@@ -235,7 +235,7 @@ def _pope_files(paths: Sequence[Path], prefix: str) -> dict[str, Path]:
 
 
 def _within(items: Sequence[YesNoItem], splits: Sequence[str]) -> list[YesNoItem]:
-    """Questions of some splits."""
+    """Questions of the given splits."""
     if not splits:
         return list(items)
     kept = [
@@ -251,7 +251,7 @@ def _within(items: Sequence[YesNoItem], splits: Sequence[str]) -> list[YesNoItem
 def _read(
     task: str, path: Path, left_out: list[str]
 ) -> tuple[str, Sequence[Item], dict[str, Path]]:
-    """The task, which statements change, its questions, and the files they stand in."""
+    """The task (``vsr`` for a file of statements), its questions, and their files."""
     if task == "amber":
         files = sorted(path.glob("*.json*"))
         return task, read_amber(path, left_out), {file.name: file for file in files}
@@ -273,7 +273,7 @@ def _read(
 
 
 def _own_images(task: str, path: Path) -> Path:
-    """Where a data set keeps its images."""
+    """Folder in which a data set keeps its images."""
     if task == "mme" and path.is_dir():
         return path
     if task == "amber" and (path / "image").is_dir():
@@ -284,10 +284,10 @@ def _own_images(task: str, path: Path) -> Path:
 
 
 def _scene(name: str) -> Any:
-    """A picture of the zoo.
+    """A rendered scene of the zoo.
 
     Raises:
-        InputError: There is none of that name.
+        InputError: There is no scene of that name.
         MissingExtraError: Pillow is not installed.
     """
     try:

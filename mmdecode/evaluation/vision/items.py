@@ -1,8 +1,7 @@
-"""One question about one image and what one mode of decoding answered: the rows scores come from.
+"""Items: a question about an image and the answer of one mode, from which everything is scored.
 
-Readers of data sets return rows that nobody has answered yet; a run fills them with `Item.answered`
-and appends them to a file. Rows hold raw outputs, so that scoring can be repeated without the
-model.
+Readers of data sets return items without answers; a run fills them with `Item.answered` and appends
+them to a file. Items hold raw outputs, so that scoring can be repeated without the model.
 """
 
 from __future__ import annotations
@@ -30,30 +29,29 @@ QUESTION = ("text", "question")
 ANSWER = ("label", "answer", "target")
 Some = TypeVar("Some", bound="Item")
 LeftOut = list[str] | None
-"""What is wrong with the rows of a table that are not used; ``None``: any of them is an error."""
+"""List that receives the errors of unusable rows; ``None``: an unusable row raises."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """What every row has.
+    """Fields of every item.
 
     Attributes:
-        id: Of the question, the same in every run.
-        image: Name of the image's file or of the scene; the unit that intervals draw.
-        question: As the data set asks it, without the prompt around it.
-        mode: Which way of decoding; empty: not answered yet.
-        output: The answer as it came; empty where it failed.
+        id: Id of the question, the same in every run.
+        image: Name of the image's file or of the scene; the unit that the bootstrap resamples.
+        question: Question of the data set, without the prompt around it.
+        mode: Name of the mode of decoding; empty: not answered yet.
+        output: Raw answer; empty where decoding failed.
         prompt_hash: `text_hash` of the prompt as it was sent; ``None``: not known.
-        seed: Of the repeat where the mode samples; ``None``: it has one answer.
+        seed: Seed of the answer where the mode samples; ``None``: the mode has one answer.
         tokens: Number of tokens of the answer; ``None``: not known.
-        passes: Rows sent through the model for the whole answer; a branch counts like the main
-            one, also where both share a forward pass; ``None``: not known.
-        forwards: Forward passes for the tokens after the first, which reading the prompt decides;
-            ``None``: not known.
-        changed: Tokens at which the guide's most likely is another than the plain model's, given
-            the same text before; ``None``: there is no guide, no trace was kept, or the guide edits
-            or replaces the main branch, so that the plain model's is not known.
-        seconds: Time it took; ``None``: not known.
+        passes: Row passes for the whole answer; each branch counts, also where branches share a
+            forward pass; ``None``: not known.
+        forwards: Forward passes after prefill, which yields the first token; ``None``: not known.
+        changed: Number of tokens at which the guide's most likely token differs from the plain
+            model's after the same text; ``None``: there is no guide, no trace was kept, or the
+            guide edits or replaces the main branch, so that the plain model's is not known.
+        seconds: Decoding time in seconds; ``None``: not known.
         error: Why there is no answer; ``None``: there is one.
     """
 
@@ -74,7 +72,7 @@ class Item:
     lists: ClassVar[tuple[str, ...]] = ()
     """Fields that JSON holds as lists."""
     derived: ClassVar[tuple[str, ...]] = ()
-    """What `as_dict` adds for readers of the file and scoring finds again."""
+    """Properties that `as_dict` adds for readers of the file; `from_dict` ignores them."""
 
     def answered(self, *, mode: str, output: str = "", **known: Any) -> Self:
         """The same question with an answer.
@@ -87,13 +85,13 @@ class Item:
         return dataclasses.replace(self, mode=mode, output=output, **known)
 
     def as_dict(self) -> dict[str, Any]:
-        """As a row."""
+        """The item as a JSON row."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {name: getattr(self, name) for name in self.derived}
 
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Self:
-        """From a row.
+        """The item of a JSON row.
 
         Raises:
             TypeError: Fields are missing or unknown.
@@ -108,11 +106,11 @@ class YesNoItem(Item):
 
     Attributes:
         target: The right answer.
-        sets: Splits, categories or dimensions it counts in, as often as it stands there.
-        margin: Logit of yes over no at the first answer token, before any cut and with guidance;
-            ``None``: not known.
-        main_margin: The same of the model alone, without a guide; ``None``: not known, also where
-            the guide edits or replaces the main branch.
+        sets: Splits, categories or dimensions that the question counts in, with repeats.
+        margin: Logit of yes minus logit of no at the first answer token, with guidance and before
+            any cut; ``None``: not known.
+        main_margin: The same margin without the guide; ``None``: not known, also where the guide
+            edits or replaces the main branch.
     """
 
     target: Label
@@ -131,7 +129,7 @@ class YesNoItem(Item):
 
     @property
     def parsed(self) -> Label | None:
-        """What the answer says by its first word."""
+        """The answer by its first word: yes or no; ``None``: neither."""
         return leading(self.output)
 
 
@@ -140,7 +138,7 @@ class CaptionItem(Item):
     """An image to be described.
 
     Attributes:
-        objects: Names of what is in the image.
+        objects: Names of the objects in the image.
     """
 
     objects: tuple[str, ...]
@@ -156,8 +154,8 @@ class ChoiceItem(Item):
     Attributes:
         options: The possible answers.
         target: The right one.
-        group: What it belongs to with the questions that differ from it only in the answer: in
-            What's Up the two objects; empty: nothing.
+        group: Name of the group of questions that differ in the answer alone, such as the two
+            objects in What's Up; empty: no group.
         sets: See `YesNoItem`.
     """
 
@@ -173,22 +171,22 @@ class ChoiceItem(Item):
             raise InputError(f"{self.id} has the answer {self.target!r}, of {list(self.options)}")
 
 
-def places_by_set(items: Sequence[YesNoItem | ChoiceItem]) -> dict[str, np.ndarray]:
-    """Places of the questions of each set; a question may stand there several times."""
+def indices_by_set(items: Sequence[YesNoItem | ChoiceItem]) -> dict[str, np.ndarray]:
+    """Indices of the questions of each set; a question may be in a set several times."""
     found: dict[str, list[int]] = {}
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         for name in item.sets:
-            found.setdefault(name, []).append(place)
-    return {name: np.array(places) for name, places in found.items()}
+            found.setdefault(name, []).append(index)
+    return {name: np.array(indices) for name, indices in found.items()}
 
 
 def text_hash(text: str) -> str:
-    """Of a prompt: 16 hexadecimal digits."""
+    """Hash of a text such as a prompt: 16 hexadecimal digits."""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of what is in a file, the same for a file and its gzip.
+    """SHA-256 of the content of a file; a file and its gzip have the same.
 
     Raises:
         InputError: The file cannot be read.
@@ -197,7 +195,7 @@ def file_hash(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """What is in a file; of a ``.gz`` what was packed.
+    """Content of a file; a ``.gz`` file is unpacked.
 
     Raises:
         InputError: The file cannot be read.
@@ -211,7 +209,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file, packed or not.
+    """Reads a JSON file, packed or not.
 
     Raises:
         InputError: It cannot be read or is no JSON.
@@ -220,7 +218,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_lines(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Objects of JSON lines, packed or not, each with where it stands.
+    """Objects of JSON lines, packed or not, each after its location (file and line).
 
     Args:
         path: The file.
@@ -244,7 +242,7 @@ def read_json_lines(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str,
 
 @contextlib.contextmanager
 def leaving_out(left_out: LeftOut) -> Iterator[None]:
-    """What is wrong with a row in here goes to a list; without one it is raised."""
+    """Context in which errors of a row are appended to ``left_out``; ``None``: they are raised."""
     try:
         yield
     except InputError as error:
@@ -254,12 +252,12 @@ def leaving_out(left_out: LeftOut) -> Iterator[None]:
 
 
 def refuse_empty(items: Sequence[Any], left_out: LeftOut, otherwise: str) -> None:
-    """Refuses a table without a row that can be used.
+    """Refuses a table without a usable row.
 
     Args:
-        items: What was read.
+        items: Usable rows.
         left_out: See `leaving_out`.
-        otherwise: What is wrong where nothing was left out.
+        otherwise: Message for a table from which nothing was left out.
 
     Raises:
         InputError: There is no item.
@@ -272,7 +270,7 @@ def field_of(row: dict[str, Any], names: Sequence[str], where: str) -> str:
     """The first of some fields that a row has, as text.
 
     Raises:
-        InputError: It has none of them, or what stands there is neither text nor a number.
+        InputError: It has none of them, or the value is neither text nor a number.
     """
     value = next((row[name] for name in names if row.get(name) is not None), None)
     if isinstance(value, bool) or not isinstance(value, (str, int)):
@@ -282,7 +280,7 @@ def field_of(row: dict[str, Any], names: Sequence[str], where: str) -> str:
 
 
 def label_of(value: str, where: str) -> Label:
-    """A right answer in any spelling.
+    """The label of a right answer: its first word, yes or no, in any case.
 
     Raises:
         InputError: It is neither yes nor no.
@@ -294,10 +292,10 @@ def label_of(value: str, where: str) -> Label:
 
 
 def read_items(path: Path, kind: type[Some]) -> list[Some]:
-    """Rows of a run; of several for one question, mode and seed the last counts.
+    """Reads the items of a run; the last line for a question, mode and seed counts.
 
     Args:
-        path: The file, or the folder of the run. A last line that a crash cut off is left out.
+        path: File, or folder of the run. An incomplete last line, left by a crash, is ignored.
         kind: `YesNoItem`, `CaptionItem` or `ChoiceItem`.
 
     Raises:

@@ -1,17 +1,17 @@
 """Runs modes of decoding over the same questions about images.
 
-A mode is a guide with a way to choose tokens: the most likely, or drawn with several seeds. Modes
-take turns chunk by chunk, A B B A, so that a machine that slows down slows all of them; a chunk
-that was interrupted is decoded again as a whole, in the same batches, so that a resumed run gives
-what an uninterrupted one gives.
+A mode is a guide with greedy decoding, or with sampling under several seeds. Modes take turns chunk
+by chunk, A B B A, so that a machine that slows down slows all of them. A chunk that was interrupted
+is decoded again as a whole, in the same batches, so that a resumed run gives what an uninterrupted
+one gives.
 
-Answers to a yes/no question that are drawn with several seeds come of one distribution where they
-can: the distribution of the first token, with guide, cut and processors, is the same for all seeds
-unless the guide itself is random, which is tried out on the first questions. A seed's token is
-drawn from it with the very noise that the engine uses for that seed and question, so it is the
-first token that decoding with that seed would give. Where it is a yes or a no, the row's answer is
-that word alone, without what decoding might put after it; where it is another token, that seed is
-decoded in full, as captions, choices and random guides always are.
+Sampled answers to a yes/no question share one forward pass where they can: the distribution of the
+first token, with guide, cut and processors, is the same for all seeds unless the guide itself is
+random, which is tested on the first questions. The token of each seed is sampled from it with the
+noise that the engine uses for that seed and question, so it is the first token that decoding with
+that seed gives. If it is a yes or a no, the row's answer is that word alone, without the text that
+decoding may put after it; for another token, that seed is decoded in full, as captions, choices and
+random guides always are.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ if TYPE_CHECKING:
 NONE = "none"
 """The guide of the plain model."""
 GREEDY, SAMPLED = "greedy", "sampled"
-"""Modes of the plain model."""
+"""Names of the plain model's modes."""
 CONTROLS = ("plausible", "temperature_matched", "prompt_bias", "near_ties", "margin_shift")
 """Guides that are controls themselves."""
 INERT = ("plausible", "temperature_matched", "dfd")
-"""Guides that leave the most likely token the most likely, and so are for sampling only."""
+"""Guides that never change the most likely token, and so are for sampling only."""
 CHUNK = 8
-"""Batches that are decoded before it is another mode's turn."""
-_TRIED = 64  # questions on which the distributions of two seeds show whether a guide is random
-_FEWEST = 16  # with fewer it is taken for random
-_SAME = 1e-3  # difference of logits that rounding makes
+"""Batches that one mode decodes before the next takes its turn."""
+_TRIED = 64  # questions on which two seeds are compared to find out whether a guide is random
+FEWEST = 16
+"""With fewer questions, a guide is assumed to be random."""
+_SAME = 1e-3  # difference of logits by rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +64,10 @@ class Mode:
     """One way of decoding.
 
     Attributes:
-        name: In tables and rows.
-        guide: As the registry reads it; `NONE`: the plain model.
-        seeds: Of the repeats where tokens are drawn; none: the most likely are taken.
-        control: Whether it is there for others to be compared with.
+        name: Name in tables and rows.
+        guide: Name and options of the guide for the registry; `NONE`: the plain model.
+        seeds: Seeds of the sampled repeats; empty: greedy decoding.
+        control: Whether other modes are compared with it.
         against: Names of the modes that it is compared with.
     """
 
@@ -85,17 +86,17 @@ def modes_of(
     controls: bool = True,
     yes_no: bool = True,
 ) -> list[Mode]:
-    """The modes of a run: the plain model first, each guide, and the controls a gain has to beat.
+    """The modes of a run: the plain model, each guide, and the controls a gain has to beat.
 
-    Next to them stand, for yes/no questions, an instruction to say yes and the flip of near ties,
-    sampled where nothing is greedy; next to each sampled guide the same plausibility cut alone, and
-    the temperature that weights with another sum than 1 amount to. The baseline with a shifted
-    margin is computed from its rows (`mmdecode.evaluation.vision.yes_no_report`).
+    The controls for yes/no questions are an instruction to answer yes and the flip of near ties
+    (sampled if there is no greedy mode). A sampled guide is compared with its plausibility cut
+    alone, and with the temperature that its weights imply if their sum is not 1. The baseline with
+    a shifted margin is computed from its rows (`mmdecode.evaluation.vision.yes_no_report`).
 
     Args:
-        guides: As the registry reads them; `NONE` may be among them.
+        guides: Names and options of guides for the registry; `NONE` may be among them.
         greedy: Whether guides decode greedily.
-        seeds: Of sampling; none: nothing is sampled.
+        seeds: Seeds of sampling; empty: nothing is sampled.
         controls: Whether to add the controls.
         yes_no: Whether the answers are yes and no.
 
@@ -108,9 +109,9 @@ def modes_of(
         raise OptionError("neither greedy decoding nor a seed is wanted; give one of them")
     found: dict[str, Mode] = {}
 
-    def add(name: str, guide: str, drawn: bool, control: bool, *against: str) -> None:
+    def add(name: str, guide: str, sampled: bool, control: bool, *against: str) -> None:
         earlier = tuple(dict.fromkeys(one for one in against if one in found))
-        mode = Mode(name=name, guide=guide, seeds=seeds * drawn, control=control, against=earlier)
+        mode = Mode(name=name, guide=guide, seeds=seeds * sampled, control=control, against=earlier)
         found.setdefault(name, mode)
 
     if greedy or controls:
@@ -122,7 +123,7 @@ def modes_of(
             if greedy:
                 add(name, name, False, True, GREEDY)
             else:
-                add(_drawn(name), name, True, True, SAMPLED)
+                add(_sampled(name), name, True, True, SAMPLED)
     for spec in dict.fromkeys(guides):
         if spec == NONE:
             continue
@@ -137,15 +138,15 @@ def modes_of(
         if greedy and kind not in INERT:
             add(spec, spec, False, control, GREEDY)
         if seeds:
-            beside = [] if control or not controls else controls_beside(guide)
-            for other in beside:
-                add(_drawn(other), other, True, True, SAMPLED)
-            add(_drawn(spec), spec, True, control, SAMPLED, *map(_drawn, beside))
+            more = [] if control or not controls else sampled_controls(guide)
+            for other in more:
+                add(_sampled(other), other, True, True, SAMPLED)
+            add(_sampled(spec), spec, True, control, SAMPLED, *map(_sampled, more))
     return list(found.values())
 
 
-def controls_beside(guide: Guide) -> list[str]:
-    """Guides to sample with next to another: its cut alone, and its hidden temperature."""
+def sampled_controls(guide: Guide) -> list[str]:
+    """Controls of a sampled guide: its plausibility cut alone, and its implied temperature."""
     beta = getattr(guide, "beta", 0.0) or getattr(guide, "relative_top", 0.0)
     total = guide.total
     found = [f"plausible:beta={beta:g}"] if beta else []
@@ -154,7 +155,7 @@ def controls_beside(guide: Guide) -> list[str]:
     return found
 
 
-def _drawn(spec: str) -> str:
+def _sampled(spec: str) -> str:
     return f"{spec}, {SAMPLED}"
 
 
@@ -171,9 +172,9 @@ def journal_of(
     overwrite: bool = False,
     images: Path | None = None,
 ) -> Journal[Some]:
-    """The rows of a run, in a folder; see `Journal`.
+    """The journal of a run's rows in a folder; see `Journal`.
 
-    Their images stand in the folder ``images``; ``None``: they are drawn.
+    Images are files in the folder ``images``; ``None``: they are scenes of the zoo.
     """
     return Journal(
         folder / ITEMS,
@@ -194,16 +195,18 @@ class Recorder(Generic[Some]):
         processor: Its processor.
         items: Questions, each once.
         modes: See `modes_of`.
-        image: From the name of an item's image to where it is read.
-        suffix: Put after each question.
-        max_new_tokens: Most tokens of an answer.
+        image: Function from the name of an item's image to its source.
+        suffix: Text appended to each question.
+        max_new_tokens: Largest number of tokens of an answer.
         batch_size: Questions decoded at once.
-        seed: Of what guides draw in greedy decoding.
-        redraw: Whether seeds share the distribution of the first token, see above.
+        seed: Seed of the noise of guides in greedy decoding.
+        redraw: Whether seeds share the distribution of the first token, see the module.
         warmup: Untimed runs of each guide's first batch.
+        chunk: Batches that one mode decodes before the next takes its turn.
+        fewest: With fewer questions, a guide is assumed to be random.
 
     Attributes:
-        image: See above.
+        image: See the arguments.
 
     Raises:
         OptionError: There is no mode.
@@ -224,6 +227,8 @@ class Recorder(Generic[Some]):
         seed: int = 0,
         redraw: bool = True,
         warmup: int = 1,
+        chunk: int = CHUNK,
+        fewest: int = FEWEST,
     ) -> None:
         if not modes:
             raise OptionError("no mode to run; expected at least one")
@@ -231,6 +236,7 @@ class Recorder(Generic[Some]):
         self._model, self._processor, self.image = model, processor, image
         self._suffix, self._warmup = suffix, warmup
         self._yes_no = isinstance(items[0], YesNoItem)
+        self._fewest = fewest
         self._redraw = redraw and self._yes_no
         self._options = {
             "max_new_tokens": max_new_tokens,
@@ -242,7 +248,7 @@ class Recorder(Generic[Some]):
             spec: None if spec == NONE else registry.create("guide", spec, target=model)
             for spec in dict.fromkeys(mode.guide for mode in modes)
         }
-        size = CHUNK * batch_size
+        size = chunk * batch_size
         self._chunks = [self.items[i : i + size] for i in range(0, len(self.items), size)]
         self._words = {i for ids in yes_no_ids(processor.tokenizer) for i in ids}
         self._random: dict[str, bool] = {}
@@ -256,8 +262,8 @@ class Recorder(Generic[Some]):
         """Rows of all modes, questions in order.
 
         Args:
-            journal: Where rows go as they come; what has an answer there is left out, what failed
-                is tried again.
+            journal: Receives rows as they are made; questions with an answer there are skipped,
+                failed ones are decoded again.
             progress: Called with each row.
         """
         found: dict[tuple[str, int | None, str], Some] = {}
@@ -292,7 +298,7 @@ class Recorder(Generic[Some]):
 
     @property
     def prompt(self) -> str:
-        """The first question as the processor is given it."""
+        """The prompt of the first question, as it is given to the processor."""
         from PIL import Image
 
         prompts, first = Prompts(self._model, self._processor), self._requests(self.items[:1])[0]
@@ -316,45 +322,45 @@ class Recorder(Generic[Some]):
         return [mode for mode in self.modes if mode.guide == guide]
 
     def _warm(self, guide: str) -> None:
-        """Untimed runs; a guide that does not fit the model raises here, before anything is run."""
+        """Untimed runs; a guide that does not fit the model raises here, before the run starts."""
         first = self.items[: int(self._options["batch_size"])]
-        drawn = all(mode.seeds for mode in self._of(guide))
+        sampled = all(mode.seeds for mode in self._of(guide))
         for _ in range(self._warmup):
             answerer = self._answerer(guide, self.seed)
             watch = self._watches[guide]
             list(
                 answerer.answers(
-                    self._requests(first), watch=watch, do_sample=drawn, **self._options
+                    self._requests(first), watch=watch, do_sample=sampled, **self._options
                 )
             )
 
     def _rows(self, guide: str, chunk: Sequence[Some]) -> Iterator[Some]:
         """Rows of a chunk under all modes of a guide."""
         greedy = [mode for mode in self._of(guide) if not mode.seeds]
-        drawn = [mode for mode in self._of(guide) if mode.seeds]
-        redrawn = bool(drawn) and self._redraw and not self._is_random(guide)
+        sampled = [mode for mode in self._of(guide) if mode.seeds]
+        shares = bool(sampled) and self._redraw and not self._is_random(guide)
         again: dict[tuple[str, int], list[Some]] = {
-            (mode.name, seed): [] if redrawn else list(chunk)
-            for mode in drawn
+            (mode.name, seed): [] if shares else list(chunk)
+            for mode in sampled
             for seed in mode.seeds
         }
-        if greedy or redrawn:
+        if greedy or shares:
             known = {item.id: item for item in chunk}
-            options: dict[str, Any] = {"first_logits": redrawn}
+            options: dict[str, Any] = {"first_logits": shares}
             if not greedy:
                 options |= {"do_sample": True, "max_new_tokens": 1}
             for answer in self._answers(guide, chunk, self.seed, **options):
                 item = known[answer.id]
                 for mode in greedy:
                     yield self._row(item, mode.name, None, answer)
-                for name, seed in again if redrawn else ():
+                for name, seed in again if shares else ():
                     token = (
                         None
                         if answer.first_logits is None
-                        else draw(answer.first_logits, seed, answer.id)
+                        else sampled_token(answer.first_logits, seed, answer.id)
                     )
                     if token is None or token in self._words:
-                        yield self._redrawn(item, name, seed, answer, token)
+                        yield self._as_word(item, name, seed, answer, token)
                     else:
                         again[name, seed].append(item)
         for (name, seed), items in again.items():
@@ -367,7 +373,7 @@ class Recorder(Generic[Some]):
         if guide not in self._random:
             first = self.items[:_TRIED]
             self._random[guide] = guide != NONE and (
-                len(first) < _FEWEST or self._differs(guide, first)
+                len(first) < self._fewest or self._differs(guide, first)
             )
         return self._random[guide]
 
@@ -380,7 +386,9 @@ class Recorder(Generic[Some]):
             }
             for seed in (self.seed, self.seed + 1)
         )
-        return any(law is not None and not _alike(law, other[name]) for name, law in one.items())
+        return any(
+            logits is not None and not _alike(logits, other[name]) for name, logits in one.items()
+        )
 
     def _answers(
         self, guide: str, items: Sequence[Some], seed: int, **options: Any
@@ -421,8 +429,8 @@ class Recorder(Generic[Some]):
             **self._margins(mode, answer),
         )
 
-    def _redrawn(self, item: Some, mode: str, seed: int, answer: Answer, token: int | None) -> Some:
-        """The row of one word; it has no time of its own."""
+    def _as_word(self, item: Some, mode: str, seed: int, answer: Answer, token: int | None) -> Some:
+        """The row of an answer that is its sampled first token; it has no time of its own."""
         if token is None:
             return item.answered(mode=mode, seed=seed, error=answer.error)
         return item.answered(
@@ -449,7 +457,7 @@ class Recorder(Generic[Some]):
         }
 
     def _passes(self, mode: str, tokens: int) -> int:
-        """Rows sent through the model: one per branch and token, the first read with the prompt."""
+        """Row passes: one per branch and token; the first token's includes the prompt."""
         guide = self._guide(mode)
         if guide is None or guide.neutral:
             return tokens
@@ -457,7 +465,7 @@ class Recorder(Generic[Some]):
         return 1 + len(guide.branches) + (tokens - 1) * later
 
     def _forwards(self, mode: str, tokens: int) -> int:
-        """Forward passes after the prompt: branches of one model and stage share one."""
+        """Forward passes after prefill; branches of one model and stage share a pass."""
         guide = self._guide(mode)
         main = (1, id(None))
         shared = {main}
@@ -471,21 +479,21 @@ class Recorder(Generic[Some]):
         return self._guides[next(one.guide for one in self.modes if one.name == mode)]
 
 
-def draw(law: Tensor, seed: int, name: str) -> int:
-    """The first token that decoding with a seed draws from a distribution.
+def sampled_token(logits: Tensor, seed: int, name: str) -> int:
+    """The first token that decoding with a seed samples from given logits.
 
     Args:
-        law: Logits, ``(V,)``.
-        seed: Of the decoder.
-        name: Id of the request.
+        logits: ``(V,)``.
+        seed: Seed of the decoder.
+        name: Id of the request, which keys the noise.
     """
     noise = Noise.of(seed, [request_key(noise_of_id(name), 0)])
     first = torch.zeros((1, 1), dtype=torch.long)
-    return int((law + noise.gumbel(first, Role.TARGET, len(law))[0, 0]).argmax())
+    return int((logits + noise.gumbel(first, Role.TARGET, len(logits))[0, 0]).argmax())
 
 
 def _alike(one: Tensor, other: Tensor | None) -> bool:
-    """Whether two distributions are the same but for rounding; a missing one is none to tell by."""
+    """Whether two distributions are equal up to rounding; a missing one counts as equal."""
     return other is None or torch.allclose(
         one.softmax(-1), other.softmax(-1), rtol=_SAME, atol=1e-6
     )

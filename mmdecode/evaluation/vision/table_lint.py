@@ -1,8 +1,8 @@
-"""Published rows of POPE that no answers can have produced.
+"""Checks published rows of POPE for numbers that no answers can have produced.
 
-With ``t`` right and ``f`` wrong answers yes, everything that a row prints follows; on 1,500 yes-
-and 1,500 no-questions accuracy = 0.5 + 0.5 R (2 - 1 / P) and the share of yes = R / (2 P). So a row
-of one run either is rounded from some pair of counts or is wrong: all of them are tried. The mean
+All numbers of a row follow from the count ``t`` of right and ``f`` of wrong answers yes; on 1,500
+yes- and 1,500 no-questions accuracy = 0.5 + 0.5 R (2 - 1 / P) and the share of yes = R / (2 P). So
+a row of one run is either rounded from some pair of counts or wrong: all pairs are tried. The mean
 of several runs need not be a pair of counts, but the same equations nearly hold for it.
 
 The yes-questions are the same in the three splits, so a decoder without randomness has the same
@@ -24,17 +24,17 @@ from mmdecode.runs.tables import read_rows
 SIZES = {"3,000 questions": (1500, 1500), "the old 2,910 questions": (1500, 1410)}
 """Yes- and no-questions of one split of POPE, by its version."""
 _SLACK = 1e-9
-_BENT = 0.5  # points by which a mean of runs may miss the equations
+_BENT = 0.5  # points by which a mean of runs may deviate from the equations
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
-    """What a table prints, in percent.
+    """One row of a published table, in percent.
 
     Attributes:
-        accuracy, precision, recall, f1, yes_ratio: ``None``: not printed.
-        step: Unit of the last digit. A printed number may be rounded or cut off.
-        averaged: Whether it is the mean of several runs, models or splits.
+        accuracy, precision, recall, f1, yes_ratio: Printed numbers; ``None``: not printed.
+        step: Unit of the last digit. A printed number may be rounded or truncated.
+        averaged: Whether the row is the mean of several runs, models or splits.
     """
 
     accuracy: float | None = None
@@ -46,7 +46,7 @@ class PublishedRow:
     averaged: bool = False
 
     def printed(self) -> dict[str, float]:
-        """What is there, by name."""
+        """The printed numbers, by name."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name in _NAMES}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -55,10 +55,10 @@ _NAMES = ("accuracy", "precision", "recall", "f1", "yes_ratio")
 
 
 def check_row(row: PublishedRow) -> list[str]:
-    """What is wrong with a row; nothing is, where the list is empty.
+    """Finds contradictions between the numbers of a row; an empty list means none.
 
     Raises:
-        OptionError: It prints fewer than two numbers, so that there is nothing to check.
+        OptionError: The row prints fewer than two numbers, so that there is nothing to check.
     """
     printed = row.printed()
     if len(printed) < 2:
@@ -75,14 +75,14 @@ def check_row(row: PublishedRow) -> list[str]:
     shown = ", ".join(f"{name} {value}" for name, value in printed.items())
     if fitting:
         return [f"no answers to {newest} give {shown}; answers to {fitting[0]} do"]
-    told = ", ".join(f"{name} of {value:.2f}" for name, value in _implied(row).items())
-    return [f"no answers of one run give {shown}{f'; they mean {told}' if told else ''}"]
+    implied = ", ".join(f"{name} of {value:.2f}" for name, value in _implied(row).items())
+    return [f"no answers of one run give {shown}{f'; they imply {implied}' if implied else ''}"]
 
 
 def check_recalls(splits: Mapping[str, PublishedRow]) -> list[str]:
-    """Whether rows of one decoder can have one recall, as they must where nothing is drawn.
+    """Checks that the splits can have the same recall, as they must in greedy decoding.
 
-    Copies of the files with misspelt questions differ in their yes-questions, too, so that this
+    Copies of the files with misspelt questions also differ in their yes-questions, so that this
     need not hold for them.
 
     Args:
@@ -94,7 +94,7 @@ def check_recalls(splits: Mapping[str, PublishedRow]) -> list[str]:
     ranges = {}
     for name, row in splits.items():
         if row.averaged or len(row.printed()) < 2:
-            raise OptionError(f"the row of {name!r} does not tell a recall; expected one run's")
+            raise OptionError(f"the row of {name!r} does not fix a recall; expected one run's")
         sizes = [(_fits(row, *size)[0], size[0]) for size in SIZES.values()]
         true, asked = next((one for one in sizes if len(one[0])), sizes[0])
         if not len(true):
@@ -107,7 +107,7 @@ def check_recalls(splits: Mapping[str, PublishedRow]) -> list[str]:
 
 
 def read_published(path: Path) -> Iterator[tuple[str, str, PublishedRow]]:
-    """Rows of a published table.
+    """Reads the rows of a published table.
 
     Args:
         path: A table as `mmdecode.runs.tables` reads it, with ``method`` and ``split`` where there
@@ -118,7 +118,7 @@ def read_published(path: Path) -> Iterator[tuple[str, str, PublishedRow]]:
         Method, split and row.
 
     Raises:
-        InputError: It cannot be read, or a number is none.
+        InputError: The table cannot be read, or a value is no number.
     """
     for line, row in read_rows(path):
         shown = {name: str(row[name]).strip() for name in _NAMES if row.get(name) is not None}
@@ -137,13 +137,13 @@ def read_published(path: Path) -> Iterator[tuple[str, str, PublishedRow]]:
 
 
 def check_table(path: Path) -> list[str]:
-    """What is wrong with a published table, a line per row, and per method where recalls differ.
+    """Finds contradictions in a published table: a line per row, and per method if recalls differ.
 
     Args:
         path: See `read_published`.
 
     Raises:
-        InputError: It cannot be read, holds no row, or a row prints fewer than two numbers.
+        InputError: The table cannot be read, has no row, or a row prints fewer than two numbers.
     """
     problems, splits = [], dict[str, dict[str, PublishedRow]]()
     for method, split, row in read_published(path):
@@ -165,7 +165,7 @@ def check_table(path: Path) -> list[str]:
 
 
 def _fits(row: PublishedRow, asked_yes: int, asked_no: int) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of right and of wrong answers yes that a row is rounded from."""
+    """Counts of right and of wrong answers yes that a row can be rounded from."""
     true, false = np.arange(asked_yes + 1.0)[:, None], np.arange(asked_no + 1.0)[None]
     with np.errstate(invalid="ignore"):
         found = {
@@ -177,7 +177,7 @@ def _fits(row: PublishedRow, asked_yes: int, asked_no: int) -> tuple[np.ndarray,
         }
     fits = np.ones((asked_yes + 1, asked_no + 1), dtype=bool)
     for name, value in row.printed().items():
-        # rounded: within half a step; cut off: up to a step above what is printed
+        # rounded: within half a step; truncated: up to a step above the printed number
         above = 100 * np.nan_to_num(found[name]) - value
         fits &= (above >= -row.step / 2 - _SLACK) & (above < row.step - _SLACK)
     true_yes, false_yes = np.nonzero(fits)
@@ -185,17 +185,17 @@ def _fits(row: PublishedRow, asked_yes: int, asked_no: int) -> tuple[np.ndarray,
 
 
 def _mean_problems(row: PublishedRow) -> list[str]:
-    """Of a mean: what the equations say, with room for what averaging bends."""
+    """Contradictions in a mean of runs: the equations, with tolerance for averaging."""
     printed = row.printed()
     return [
-        f"the other numbers of the row mean {name} of {value:.2f}, and {printed[name]} is printed"
+        f"the other numbers of the row imply {name} of {value:.2f}, but {printed[name]} is printed"
         for name, value in _implied(row).items()
         if name in printed and abs(value - printed[name]) > _BENT + row.step
     ]
 
 
 def _implied(row: PublishedRow) -> dict[str, float]:
-    """What precision and recall, or else accuracy and F1, say about the rest, in percent."""
+    """Numbers that precision and recall, or else accuracy and F1, imply, in percent."""
     if row.precision and row.recall is not None:
         precision, recall = row.precision / 100, row.recall / 100
         return {

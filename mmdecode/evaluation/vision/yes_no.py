@@ -1,8 +1,8 @@
-"""Scores of yes/no answers: accuracy, share of yes, and answers that could not be parsed.
+"""Scores of yes/no answers: accuracy, precision, recall, F1, share of yes, and unparsed answers.
 
-Yes is the positive class. The images are the sample, so intervals draw images. An answer that
-cannot be parsed, or that never came, is wrong; it stays in every denominator, unless the chosen
-rule's own project leaves it out of the recall (`mmdecode.evaluation.vision.answers.Parser`).
+Yes is the positive class. The bootstrap resamples images. An answer that cannot be parsed, or that
+is missing, is wrong; it stays in every denominator, unless the project of the chosen parser leaves
+it out of the recall (`mmdecode.evaluation.vision.answers.Parser`).
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from mmdecode.evaluation.vision.answers import Label, Parser, parser_of
 from mmdecode.evaluation.vision.items import YesNoItem
 
 COLUMNS = ("true_yes", "false_yes", "true_no", "false_no", "unparsed_yes", "unparsed_no")
-"""What `count_answers` counts, in order; the last two by the right answer."""
+"""Columns of `count_answers`, in order; the last two are unparsed answers by the right answer."""
 METRICS = ("accuracy", "precision", "recall", "f1", "yes_ratio", "unparsed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class YesNoScore:
-    """Scores of one set; each is a share, 0 where it has no denominator.
+    """Scores of one set; each is a share, 0 where its denominator is 0.
 
     Attributes:
-        accuracy: Right answers.
-        precision: Of the answers yes, those that are right.
-        recall: Of the yes-questions, those answered yes.
-        f1: Harmonic mean of the two; saying yes to half no-questions already earns 2 / 3.
-        yes_ratio: Answers yes.
-        unparsed: Answers that say neither, and missing ones.
-        intervals: 95 % interval of each, by bootstrap over images.
-        answers: Their number.
+        accuracy: Share of right answers.
+        precision: Share of right answers among the answers yes.
+        recall: Share of the yes-questions that are answered yes.
+        f1: Harmonic mean of precision and recall; 2 / 3 for always yes, if half the questions are
+            yes-questions.
+        yes_ratio: Share of the answers yes.
+        unparsed: Share of answers that are neither yes nor no, or missing.
+        intervals: 95 % interval of each score, by bootstrap over images.
+        answers: Number of answers.
         images: Number of images.
-        parser: Name of the rule.
+        parser: Name of the parser.
     """
 
     accuracy: float
@@ -60,16 +61,16 @@ class YesNoScore:
 
 
 def verdict(item: YesNoItem, parser: Parser) -> Label | None:
-    """What an answer says; ``None``: nothing, or there is none."""
+    """The parsed answer; ``None``: neither yes nor no, or there is no answer."""
     return None if item.error is not None else parser.parse(item.output, item.target)
 
 
 def count_answers(verdicts: Sequence[Label | None], targets: Sequence[Label]) -> np.ndarray:
-    """One row per answer with a single 1.
+    """Sorts answers into columns: one row per answer with a single 1.
 
     Args:
-        verdicts: What the answers say.
-        targets: What is right.
+        verdicts: Parsed answers, see `verdict`.
+        targets: Right answers.
 
     Returns:
         ``(answers, 6)``; the columns are `COLUMNS`.
@@ -80,7 +81,7 @@ def count_answers(verdicts: Sequence[Label | None], targets: Sequence[Label]) ->
     if len(verdicts) != len(targets) or not targets:
         raise OptionError(f"{len(verdicts)} answers for {len(targets)} questions; expected pairs")
     table = np.zeros((len(targets), len(COLUMNS)), dtype=np.int64)
-    places = {
+    columns = {
         ("yes", "yes"): 0,
         ("yes", "no"): 1,
         ("no", "no"): 2,
@@ -89,32 +90,32 @@ def count_answers(verdicts: Sequence[Label | None], targets: Sequence[Label]) ->
         (None, "no"): 5,
     }
     pairs = zip(verdicts, targets, strict=True)
-    table[np.arange(len(targets)), [places[pair] for pair in pairs]] = 1
+    table[np.arange(len(targets)), [columns[pair] for pair in pairs]] = 1
     return table
 
 
 def rates(counts: np.ndarray, drops_unparsed: bool = False) -> dict[str, np.ndarray]:
-    """`METRICS` of summed counts.
+    """Computes `METRICS` from summed counts.
 
     Args:
-        counts: ``(..., 6)`` under `COLUMNS`.
+        counts: ``(..., 6)``, see `COLUMNS`.
         drops_unparsed: See `mmdecode.evaluation.vision.answers.Parser`.
 
     Returns:
-        ``(...)`` each.
+        Each metric, of shape ``(...)``, by name.
     """
     counts = counts.astype(float)
     true_yes, false_yes, true_no, false_no, lost_yes, lost_no = np.moveaxis(counts, -1, 0)
     total = counts.sum(-1)
-    said = true_yes + false_yes
-    asked = true_yes + false_no + (0 if drops_unparsed else lost_yes)
-    precision, recall = _share(true_yes, said), _share(true_yes, asked)
+    predicted = true_yes + false_yes
+    positive = true_yes + false_no + (0 if drops_unparsed else lost_yes)
+    precision, recall = _share(true_yes, predicted), _share(true_yes, positive)
     return {
         "accuracy": _share(true_yes + true_no, total),
         "precision": precision,
         "recall": recall,
         "f1": _share(2 * precision * recall, precision + recall),
-        "yes_ratio": _share(said, total),
+        "yes_ratio": _share(predicted, total),
         "unparsed": _share(lost_yes + lost_no, total),
     }
 
@@ -131,12 +132,12 @@ def score_answers(
     """Scores answers in free text.
 
     Args:
-        outputs: Answers as they came.
-        targets: What is right.
-        images: The image of each, which the interval draws.
-        parser: Of `mmdecode.evaluation.vision.answers.PARSERS`.
-        resamples: Bootstrap draws of the intervals.
-        seed: Of the bootstrap.
+        outputs: Raw answers.
+        targets: Right answers.
+        images: Name of each answer's image, the unit of the bootstrap.
+        parser: Name in `mmdecode.evaluation.vision.answers.PARSERS`.
+        resamples: Bootstrap resamples for the intervals.
+        seed: Seed of the bootstrap.
 
     Raises:
         OptionError: The three differ in length, or are empty.
@@ -145,19 +146,19 @@ def score_answers(
     rule = parser_of(parser)
     if len(outputs) != len(targets):
         raise OptionError(f"{len(outputs)} answers for {len(targets)} questions; expected pairs")
-    verdicts = [rule.parse(said, right) for said, right in zip(outputs, targets, strict=True)]
+    verdicts = [rule.parse(text, right) for text, right in zip(outputs, targets, strict=True)]
     return summed(count_answers(verdicts, targets), images, rule, resamples, seed)
 
 
 def summed(
     counts: np.ndarray, images: Sequence[str], parser: Parser, resamples: int, seed: int
 ) -> YesNoScore:
-    """The score of counted answers; arguments as of `score_answers`.
+    """Scores of counted answers.
 
     Args:
-        counts: Of `count_answers`.
+        counts: ``(answers, 6)``, from `count_answers`.
         images: See `score_answers`.
-        parser: With which they were parsed.
+        parser: Parser of the answers.
         resamples: See `score_answers`.
         seed: See `score_answers`.
 
@@ -166,9 +167,8 @@ def summed(
     """
     if len(images) != len(counts):
         raise OptionError(f"{len(images)} images for {len(counts)} answers; expected one for each")
-    drawn = drawn_sums(counts, images, resamples, seed)
     found = rates(counts.sum(0), parser.drops_unparsed)
-    draws = rates(drawn, parser.drops_unparsed)
+    draws = rates(drawn_sums(counts, images, resamples, seed), parser.drops_unparsed)
     return YesNoScore(
         **{name: float(value) for name, value in found.items()},
         intervals={name: interval(values) for name, values in draws.items()},

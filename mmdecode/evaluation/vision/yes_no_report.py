@@ -1,9 +1,9 @@
 """`YesNoReport`: yes/no answers of several modes, with the controls that a gain has to beat.
 
-Next to each mode stands the baseline with its margins shifted by a constant until it says yes as
-often as the mode does; the constant is fitted on other images
-(`mmdecode.evaluation.stats.margins`). What the shifted baseline gains as well is no better looking
-at images. POPE, MME, AMBER's questions, VSR and HallusionBench are all rows of this kind.
+Each mode is compared with the shifted baseline: the baseline's margins plus a constant, so that it
+answers yes as often as the mode does. The constant is fitted on other images
+(`mmdecode.evaluation.stats.margins`). A gain that the shifted baseline has too comes from answering
+yes more often, not from the image. Tasks: POPE, MME, AMBER's questions, VSR and HallusionBench.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mmdecode.evaluation.report.layout import Rows, number, percent, without_emp
 from mmdecode.evaluation.stats import margins as margins_of
 from mmdecode.evaluation.stats.intervals import interval
 from mmdecode.evaluation.vision.answers import Label, parser_of
-from mmdecode.evaluation.vision.items import YesNoItem, places_by_set
+from mmdecode.evaluation.vision.items import YesNoItem, indices_by_set
 from mmdecode.evaluation.vision.tasks.amber import amber_scores
 from mmdecode.evaluation.vision.tasks.hallusion import hallusion_scores
 from mmdecode.evaluation.vision.tasks.mme import mme_scores
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 TASKS = ("pope", "mme", "amber", "vsr", "hallusionbench", "yes_no")
 ALWAYS = "always yes"
 COLUMNS = 4
-"""Sets that have a column each in the short table."""
+"""Largest number of sets that have a column each in the short table."""
 TOTALS = ("perception", "cognition", "hallucination", "aacc", "facc", "qacc")
-"""Scores of a task's own tool that the short table has."""
+"""Scores of a task's own tool that are shown in the short table."""
 UNPARSED = 0.01
-"""A larger share of unparsed answers means that the prompt or the stop is at fault."""
+"""Share of unparsed answers above which a report warns about the prompt and the stop rule."""
 
 
 class YesNoReport(ItemReport[YesNoItem]):
@@ -61,10 +61,10 @@ class YesNoReport(ItemReport[YesNoItem]):
 
     Args:
         items: See `ItemReport`.
-        task: Of `TASKS`; MME, AMBER and HallusionBench add their own scores.
-        parser: Of `mmdecode.evaluation.vision.answers.PARSERS`.
-        baseline_controls: Whether to add the shifted baselines, but for modes that are controls
-            themselves, and the row that always says yes.
+        task: One of `TASKS`; MME, AMBER and HallusionBench add their own scores.
+        parser: Name in `mmdecode.evaluation.vision.answers.PARSERS`.
+        baseline_controls: Whether to add a mode that always answers yes, and the shifted baseline
+            of each mode that is no control itself.
         **basis: See `ItemReport`.
 
     Raises:
@@ -87,7 +87,7 @@ class YesNoReport(ItemReport[YesNoItem]):
         super().__init__(items, **basis)
         self._shifted: dict[str, str] = {}
         self._unshifted = 0
-        self._drawn: dict[tuple[str, str, bytes], tuple[float, np.ndarray]] = {}
+        self._aurocs: dict[tuple[str, str, bytes], tuple[float, np.ndarray]] = {}
         if baseline_controls:
             self._add_controls()
 
@@ -105,9 +105,9 @@ class YesNoReport(ItemReport[YesNoItem]):
         if len({item.image or item.id for item in known}) > 1:
             for mode in others:
                 if mode not in self.controls:
-                    said = np.mean([self._says_yes(answers) for answers in self.answers(mode)], 0)
+                    share = np.mean([self._is_yes(answers) for answers in self.answers(mode)], 0)
                     name = f"{baseline} shifted to {mode}"
-                    self.add(shifted(plain, said, name, self.seed), beside=mode)
+                    self.add(shifted(plain, share, name, self.seed), after=mode)
                     self._shifted[mode] = name
         unknown = "margin main_margin tokens passes forwards changed seconds error".split()
         self.add(
@@ -118,20 +118,20 @@ class YesNoReport(ItemReport[YesNoItem]):
         )
 
     def verdicts(self, mode: str) -> list[list[Label | None]]:
-        """What the answers of a mode say, one list per seed, questions in order."""
+        """Parsed answers of a mode, one list per seed, questions in order."""
         return [[verdict(item, self.parser) for item in one] for one in self.answers(mode)]
 
-    def _says_yes(self, answers: Sequence[YesNoItem]) -> np.ndarray:
+    def _is_yes(self, answers: Sequence[YesNoItem]) -> np.ndarray:
         return np.array([verdict(item, self.parser) == "yes" for item in answers])
 
     @cached_property
     def sets(self) -> dict[str, np.ndarray]:
-        """Places of the questions of each set; a question may stand there several times."""
-        return places_by_set(self.questions)
+        """Indices of the questions of each set; a question may be in a set several times."""
+        return indices_by_set(self.questions)
 
     @cached_property
     def counts(self) -> dict[str, np.ndarray]:
-        """Counts of `yes_no.count_answers` by mode, (seeds, questions, 6)."""
+        """Counts of `yes_no.count_answers` by mode, ``(seeds, questions, 6)``."""
         targets = [item.target for item in self.questions]
         return {
             mode: np.stack([count_answers(one, targets) for one in self.verdicts(mode)])
@@ -140,7 +140,7 @@ class YesNoReport(ItemReport[YesNoItem]):
 
     @cached_property
     def margins(self) -> dict[str, np.ndarray]:
-        """``(seeds, questions)``, NaN where unknown, by mode."""
+        """Margins by mode, ``(seeds, questions)``; NaN where unknown."""
         return {
             mode: np.array(
                 [
@@ -153,7 +153,7 @@ class YesNoReport(ItemReport[YesNoItem]):
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Every number and what it depends on."""
+        """All numbers and settings of the report."""
         return {
             "task": self.task,
             "parser": self.parser.name,
@@ -161,10 +161,10 @@ class YesNoReport(ItemReport[YesNoItem]):
             **self._basis(),
             "sets": {
                 name: {
-                    "questions": len(places),
-                    "yes": sum(self.questions[place].target == "yes" for place in places),
+                    "questions": len(indices),
+                    "yes": sum(self.questions[index].target == "yes" for index in indices),
                 }
-                for name, places in self.sets.items()
+                for name, indices in self.sets.items()
             },
             "modes": {mode: self._mode(mode) for mode in self.modes},
             "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
@@ -179,11 +179,11 @@ class YesNoReport(ItemReport[YesNoItem]):
         }
 
     def _set(self, mode: str, name: str) -> dict[str, Any]:
-        places = self.sets[name]
-        counts = self.counts[mode][:, places]
+        indices = self.sets[name]
+        counts = self.counts[mode][:, indices]
         score = summed(
             counts.reshape(-1, counts.shape[-1]),
-            [self.image_names[place] for _ in counts for place in places],
+            [self.image_names[index] for _ in counts for index in indices],
             self.parser,
             self.resamples,
             self.seed,
@@ -199,14 +199,14 @@ class YesNoReport(ItemReport[YesNoItem]):
         }
 
     def _margin(self, mode: str, name: str) -> dict[str, Any] | None:
-        """Scores that no threshold enters, of the questions that have a margin in every seed.
+        """Scores of the margins without a threshold, on questions with a margin in every seed.
 
         Returns:
-            The scores, and how many questions are ``missing``; ``None``: those with a margin do
-            not have both answers.
+            The scores, and how many questions are ``missing``; ``None``: the questions with a
+            margin all have the same right answer.
         """
-        places = self.sets[name]
-        found, positive = self.margins[mode][:, places], self._positive(places)
+        indices = self.sets[name]
+        found, positive = self.margins[mode][:, indices], self._positive(indices)
         known = ~np.isnan(found).any(0)
         if not _both(positive[known]):
             return None
@@ -225,25 +225,25 @@ class YesNoReport(ItemReport[YesNoItem]):
             "missing": int((~known).sum()),
         }
 
-    def _positive(self, places: np.ndarray) -> np.ndarray:
-        return np.array([self.questions[place].target == "yes" for place in places])
+    def _positive(self, indices: np.ndarray) -> np.ndarray:
+        return np.array([self.questions[index].target == "yes" for index in indices])
 
     def _own_scores(self, mode: str) -> dict[str, Any] | None:
-        """What the task's own tool prints, the mean over seeds; ``None``: nothing more."""
+        """Scores of the task's own tool, the mean over seeds; ``None``: it has none."""
         if self.task == "amber":
             return {"amber": [amber_scores(answers) for answers in self.answers(mode)]}
         scorer = {"mme": mme_scores, "hallusionbench": hallusion_scores}.get(self.task)
         if scorer is None:
             return None
         found = []
-        for answers, said in zip(self.answers(mode), self.verdicts(mode), strict=True):
-            right = [v == i.target for v, i in zip(said, answers, strict=True)]
+        for answers, parsed in zip(self.answers(mode), self.verdicts(mode), strict=True):
+            right = [v == i.target for v, i in zip(parsed, answers, strict=True)]
             found.append(scorer(answers, right))
         return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
 
     @cached_property
     def comparisons(self) -> list[ItemComparison]:
-        """Each mode against its baselines and against the shifted baseline, in every set."""
+        """Comparison of each mode with its baselines and the shifted baseline, in every set."""
         pairs = self._pairs() + [(control, mode) for mode, control in self._shifted.items()]
         return corrected([self._compared(*pair, name) for name in self.sets for pair in pairs])
 
@@ -254,15 +254,15 @@ class YesNoReport(ItemReport[YesNoItem]):
         mode: str | None = None,
         other_mode: str | None = None,
     ) -> list[ItemComparison]:
-        """Compares a mode with another, here or in another report on the same questions.
+        """Compares two modes of this report, or one with a mode of another report.
 
         Args:
-            other: The second: a mode of this report, or another report.
-            mode: The first; ``None``: the first mode of this report.
-            other_mode: Of another report; ``None``: its first.
+            other: The second mode of this report, or another report on the same questions.
+            mode: First mode; ``None``: the first of this report.
+            other_mode: Mode of the other report; ``None``: its first.
 
         Returns:
-            One for each set, corrected for their number.
+            One comparison for each set; p-values are corrected by Holm.
 
         Raises:
             OptionError: The reports have other questions or another parser.
@@ -279,7 +279,7 @@ class YesNoReport(ItemReport[YesNoItem]):
         second = other_mode or other.modes[0]
         asked = {item.id: (item.target, item.sets) for item in self.questions}
         if asked != {item.id: (item.target, item.sets) for item in other.questions}:
-            raise OptionError("the reports have different questions; compare what was asked alike")
+            raise OptionError("the reports have different questions; compare runs on the same data")
         mine, theirs = self.answers(first), other.answers(second)
         both = [item for answers in mine for item in answers] + [
             dataclasses.replace(item, mode=f"{second} (other)") for one in theirs for item in one
@@ -295,14 +295,14 @@ class YesNoReport(ItemReport[YesNoItem]):
         return joined.compare(f"{second} (other)")
 
     def _compared(self, first: str, second: str, name: str) -> ItemComparison:
-        places = self.sets[name]
+        indices = self.sets[name]
         for mode in (first, second):
             self.answers(mode)
-        before, after = (self.counts[mode][:, places] for mode in (first, second))
+        before, after = (self.counts[mode][:, indices] for mode in (first, second))
         found = differences(
             before.sum(0),
             after.sum(0),
-            [self.image_names[place] for place in places],
+            [self.image_names[index] for index in indices],
             lambda counts: rates(counts, self.parser.drops_unparsed),
             ("accuracy", "yes_ratio", "f1"),
             self.resamples,
@@ -312,7 +312,7 @@ class YesNoReport(ItemReport[YesNoItem]):
         flipped = None
         if len(before) == len(after) == 1:
             was, now = (counts[0][:, [0, 2]].any(1) for counts in (before, after))
-            flipped = flips(was, now, [self.questions[place].target for place in places])
+            flipped = flips(was, now, [self.questions[index].target for index in indices])
         return ItemComparison(
             first=first,
             second=second,
@@ -322,11 +322,11 @@ class YesNoReport(ItemReport[YesNoItem]):
         )
 
     def _ranking(self, first: str, second: str, name: str) -> Difference | None:
-        """Difference of the AUROC, of the questions that have a margin in both modes."""
-        places = self.sets[name]
-        both = [self.margins[mode][:, places] for mode in (first, second)]
+        """Difference of the AUROC, on questions that have a margin in both modes."""
+        indices = self.sets[name]
+        both = [self.margins[mode][:, indices] for mode in (first, second)]
         known = ~np.isnan(np.concatenate(both)).any(0)
-        if not _both(self._positive(places)[known]):
+        if not _both(self._positive(indices)[known]):
             return None
         (before, first_draws), (after, second_draws) = (
             self._auroc(mode, name, known) for mode in (first, second)
@@ -334,21 +334,21 @@ class YesNoReport(ItemReport[YesNoItem]):
         return difference(after - before, _known(second_draws - first_draws))
 
     def _auroc(self, mode: str, name: str, known: np.ndarray) -> tuple[float, np.ndarray]:
-        """AUROC of some questions, the mean over seeds, and with images drawn, alike for all."""
+        """AUROC of the ``known`` questions, the mean over seeds, and its bootstrap over images."""
         key = mode, name, known.tobytes()
-        if key not in self._drawn:
-            places = self.sets[name]
-            images = [self.image_names[place] for place in places]
-            margins = np.where(known, self.margins[mode][:, places], np.nan)
+        if key not in self._aurocs:
+            indices = self.sets[name]
+            images = [self.image_names[index] for index in indices]
+            margins = np.where(known, self.margins[mode][:, indices], np.nan)
             # where no branch is random, the seeds have the same margins
             same = np.array_equal(margins, np.broadcast_to(margins[0], margins.shape), True)
-            distinct, positive = margins[:1] if same else margins, self._positive(places)
+            distinct, positive = margins[:1] if same else margins, self._positive(indices)
             values = [margins_of.auroc(one[known], positive[known]) for one in distinct]
             draws = [margins_of.auroc_draws(m, positive, images, seed=self.seed) for m in distinct]
-            self._drawn[key] = float(np.mean(values)), np.mean(draws, 0)
-        return self._drawn[key]
+            self._aurocs[key] = float(np.mean(values)), np.mean(draws, 0)
+        return self._aurocs[key]
 
-    def told(self, mode: str, within: str) -> str:
+    def summary_line(self, mode: str, within: str) -> str:
         """Accuracy, F1 and the share of yes."""
         score = self.summary["modes"][mode]["sets"][within]
         return (
@@ -361,13 +361,13 @@ class YesNoReport(ItemReport[YesNoItem]):
         return float(self.summary["modes"][mode]["sets"][within]["accuracy"])
 
     def rivals(self, mode: str) -> list[tuple[str, str]]:
-        """Its recorded controls, and the baseline that says yes as often."""
+        """The mode's recorded controls, and the shifted baseline."""
         return super().rivals(mode) + [
             (control, mode) for control in [self._shifted.get(mode)] if control
         ]
 
     def brief(self) -> Rows:
-        """A row for each mode: accuracy by set, the rest on average over the sets."""
+        """A row for each mode: accuracy by set, other scores as the mean over the sets."""
         own = {m: found["task"] or {} for m, found in self.summary["modes"].items()}
         rows = []
         for mode, found in self.summary["modes"].items():
@@ -424,7 +424,7 @@ class YesNoReport(ItemReport[YesNoItem]):
         return without_empty(rows)
 
     def tables(self) -> list[Rows]:
-        """The scores, and those of the task's own tool where it has some."""
+        """The table of scores, and a table of the task's own scores where it has some."""
         own = {mode: found["task"] for mode, found in self.summary["modes"].items()}
         if self.task == "amber":
             rows = [
@@ -449,7 +449,7 @@ class YesNoReport(ItemReport[YesNoItem]):
         ]
 
     def about(self) -> str:
-        """What the numbers mean, in a sentence or two."""
+        """Explains the numbers in a sentence or two."""
         found = self.summary
         parts = [
             f"{found['questions']} questions on {found['images']} images; parser "
@@ -461,13 +461,13 @@ class YesNoReport(ItemReport[YesNoItem]):
         shares = [s["unparsed"] for m in found["modes"].values() for s in m["sets"].values()]
         if max(shares) > UNPARSED:
             parts.append(
-                f"up to {100 * max(shares):.1f} % of the answers say neither yes nor no: look at "
-                "the prompt and at what ends an answer"
+                f"up to {100 * max(shares):.1f} % of the answers are neither yes nor no: check "
+                "the prompt and the stop rule"
             )
         if self._shifted:
             parts.append(
-                "a shifted baseline says yes as often as its mode by a constant fitted on other "
-                "images; a gain that it has too comes from saying yes more often"
+                "a shifted baseline answers yes as often as its mode, by a constant fitted on "
+                "other images; a gain that it has too comes from answering yes more often"
             )
         if self._shifted and self._unshifted:
             parts.append(
@@ -484,28 +484,28 @@ class YesNoReport(ItemReport[YesNoItem]):
         return "; ".join(parts)
 
     def worst(self, count: int = 5, mode: str | None = None) -> Shown:
-        """Wrong answers, the surest first.
+        """Wrong answers, those with the largest margin first.
 
         Args:
-            count: How many at most.
-            mode: ``None``: the first.
+            count: Largest number of answers.
+            mode: Name of the mode; ``None``: the first.
         """
         found: list[tuple[float, YesNoItem, str]] = []
         name = mode or self.modes[0]
-        for answers, said in zip(self.answers(name), self.verdicts(name), strict=True):
-            for item, answer in zip(answers, said, strict=True):
+        for answers, parsed in zip(self.answers(name), self.verdicts(name), strict=True):
+            for item, answer in zip(answers, parsed, strict=True):
                 if answer != item.target:
-                    sure = abs(item.margin) if item.margin is not None else 0.0
+                    size = abs(item.margin) if item.margin is not None else 0.0
                     note = f"says {answer or 'neither'}, right is {item.target}"
-                    shown = "" if item.margin is None else f", margin {item.margin:+.2f}"
-                    found.append((sure, item, note + shown))
+                    margin = "" if item.margin is None else f", margin {item.margin:+.2f}"
+                    found.append((size, item, note + margin))
         found.sort(key=lambda one: -one[0])
         return Shown(
             [i for _, i, _ in found[:count]], [n for _, _, n in found[:count]], self.images
         )
 
     def figures(self) -> dict[str, Figure]:
-        """Figures by name, those left out for which nothing is known."""
+        """Figures by name; a figure without data is left out."""
         scores = {m: f["sets"] for m, f in self.summary["modes"].items() if m != ALWAYS}
         first = next(iter(self.sets))
         positive = self._positive(self.sets[first])
@@ -525,24 +525,24 @@ class YesNoReport(ItemReport[YesNoItem]):
 def shifted(
     plain: Sequence[YesNoItem], said_yes: np.ndarray, mode: str, seed: int = 0
 ) -> list[YesNoItem]:
-    """Answers of a model whose margins are shifted until it says yes as often as a method does.
+    """Answers of a model with shifted margins, so that it answers yes as often as a method does.
 
     Args:
-        plain: Its answers; those without a margin stay as they are, and nothing is fitted on them.
-        said_yes: How often the method said yes to each, see
+        plain: The model's answers; those without a margin are kept and not used for fitting.
+        said_yes: Share of answers yes of the method to each question, see
             `mmdecode.evaluation.stats.margins.cross_fitted_shifts`.
-        mode: Name of the result.
-        seed: See there.
+        mode: Mode of the returned answers.
+        seed: Seed of the folds, see the same function.
 
     Raises:
-        OptionError: Margins are of less than two images.
+        OptionError: Fewer than two images have margins.
     """
     known = np.array([item.margin is not None for item in plain])
     # a question that counts in three splits weighs three times in the yes-ratio
     repeated = np.repeat(np.arange(len(plain)), [len(item.sets) for item in plain])
     repeated = repeated[known[repeated]]
     margins = np.array([item.margin for item in plain], dtype=float)
-    images = [plain[place].image or plain[place].id for place in repeated.tolist()]
+    images = [plain[index].image or plain[index].id for index in repeated.tolist()]
     shifts = np.zeros(len(plain))
     # every repeat of a question has its image's shift
     shifts[repeated] = margins_of.cross_fitted_shifts(
@@ -551,9 +551,9 @@ def shifted(
     moved = margins + shifts
     return [
         item.answered(mode=mode, output="Yes" if margin > 0 else "No", margin=float(margin))
-        if shown
+        if has_margin
         else dataclasses.replace(item, mode=mode)
-        for item, margin, shown in zip(plain, moved, known, strict=True)
+        for item, margin, has_margin in zip(plain, moved, known, strict=True)
     ]
 
 
@@ -563,5 +563,5 @@ def _both(positive: np.ndarray) -> bool:
 
 
 def _known(draws: np.ndarray) -> np.ndarray:
-    """Draws that hold both kinds of questions."""
+    """Resamples in which both right answers occur."""
     return draws[~np.isnan(draws)]

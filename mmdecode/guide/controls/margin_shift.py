@@ -23,11 +23,11 @@ class MarginShift(FirstWord):
 
     Args:
         shift: Logits by which the margin grows; negative: towards no.
-        spread: Half of it is taken from no, so that other tokens keep their place between the two;
+        spread: Half of it is taken from no, so that other tokens keep their rank between the two;
             else yes gets all of it.
         yes: See `mmdecode.guide.answers.FirstWord`.
-        no: As ``yes``.
-        tokenizer: As ``yes``.
+        no: See ``yes``.
+        tokenizer: See ``yes``.
 
     Neutral: ``shift`` 0.
     """

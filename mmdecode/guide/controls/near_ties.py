@@ -25,8 +25,8 @@ class NearTies(FirstWord):
         gap: See above.
         mass: See above.
         yes: See `mmdecode.guide.answers.FirstWord`.
-        no: As ``yes``.
-        tokenizer: As ``yes``.
+        no: See ``yes``.
+        tokenizer: See ``yes``.
 
     Neutral: ``gap`` 0.
     """

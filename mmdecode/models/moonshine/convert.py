@@ -18,7 +18,7 @@ from mmdecode.models.moonshine.ort_file import Graph, read_graph
 from mmdecode.models.moonshine.tokenizer import read_pieces, tokenizer_config, tokenizer_json
 
 MOST_TOKENS = 194
-"""Of the longest text, its start token included."""
+"""Tokens of the longest text, its start token included."""
 NUM_TENSORS, NUM_PARAMETERS = 160, 27_092_736
 ENCODER, DECODER, TOKENIZER = "encoder_model.ort", "decoder_model_merged.ort", "tokenizer.bin"
 
@@ -55,8 +55,9 @@ CONFIG = {
     "initializer_range": 0.02,
     "use_cache": True,
 }
-"""Of tiny-en. No file shows the number of positions, which is recalled. The graphs pad heads from
-36 to 40 values; that this is to a multiple of 8 is recalled too, and does not change results."""
+"""Configuration of tiny-en. No file shows the number of positions, which is recalled. The graphs
+pad heads from 36 to 40 values; that this is to a multiple of 8 is recalled too, and does not change
+results."""
 
 GENERATION = {
     "bos_token_id": 1,

@@ -41,7 +41,7 @@ class Node:
 
     Attributes:
         name: For example ``/layers.0/self_attn/q_proj/MatMul_quant``.
-        kind: Of the operation, for example ``DynamicQuantizeMatMul``.
+        kind: Kind of the operation, for example ``DynamicQuantizeMatMul``.
         inputs: Names of its inputs; an empty one is left out.
     """
 
@@ -52,7 +52,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """What a file holds, branches included.
+    """Content of a file, branches included.
 
     Attributes:
         tensors: Stored arrays by name, read-only views of the file.

@@ -44,9 +44,10 @@ def read_pieces(data: bytes) -> list[bytes]:
 def tokenizer_json(pieces: list[bytes]) -> str:
     """The text of a ``tokenizer.json``: byte-pair encoding that falls back to bytes.
 
-    The file has no merges. As in every vocabulary of SentencePiece's byte-pair encoding, ids stand
-    in the order in which pieces were merged, so that they follow from it: all the pairs of pieces
-    that make a piece, the piece with the lowest id first. It adds neither start nor end token.
+    The file has no merges. Like in every vocabulary of SentencePiece's byte-pair encoding, ids
+    stand in the order in which pieces were merged, so that they follow from it: all the pairs of
+    pieces that make a piece, the piece with the lowest id first. It adds neither start nor end
+    token.
 
     Raises:
         InputError: The pieces are not those of such a tokenizer.
@@ -111,7 +112,7 @@ def _merges(names: list[str], ids: dict[str, int]) -> list[list[str]]:
 
 
 def tokenizer_config(longest: int) -> dict[str, object]:
-    """What ``tokenizer_config.json`` holds.
+    """Content of ``tokenizer_config.json``.
 
     Args:
         longest: Tokens of the longest text that the model writes.

@@ -32,7 +32,7 @@ SIZES = {
 """In bytes."""
 
 FORMAT = 2
-"""Of what is written; one more when that changes, so that an older cache is not taken for it."""
+"""Version of the converted files; raised when they change, so that no older cache is used."""
 
 CARD: dict[str, Any] = {
     "mib": 105.0,

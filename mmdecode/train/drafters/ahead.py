@@ -1,4 +1,4 @@
-"""What each step of a training needs, made by other processes while earlier steps still run."""
+"""Data of each training step, made by other processes while earlier steps still run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _Made(Dataset[T]):
-    """What a function makes of an index."""
+    """Results of a function, by index."""
 
     def __init__(self, make: Callable[[int], T], steps: int) -> None:
         self.make = make
@@ -33,7 +33,7 @@ class Ahead(Generic[T]):
     """``make(step)`` for steps that are asked for in rising order, from any step on.
 
     Args:
-        make: What a step needs; must depend on the step alone.
+        make: Makes the data of a step; must depend on the step alone.
         steps: How many there are.
         workers: Processes; 0 makes each when it is asked for.
     """
@@ -45,7 +45,7 @@ class Ahead(Generic[T]):
         self._coming: Iterator[T] = iter(())
 
     def __call__(self, step: int) -> T:
-        """What ``step`` needs."""
+        """Data of ``step``."""
         if step != self._next:
             rest = range(step, len(self.made))
             loader = DataLoader(

@@ -18,7 +18,7 @@ class EarlyStates(Edited):
     """Looks at the early layers while a prompt is read, and changes nothing.
 
     Args:
-        adapter: Of the target.
+        adapter: Adapter of the target.
 
     Source: Hu et al. 2025 (DREAM), arXiv:2505.19201, section 3.2.
     """
@@ -45,7 +45,7 @@ class EarlyStates(Edited):
         return weights
 
     def surest(self) -> Tensor | None:
-        """Of each token of the prompt, ``(B, P, H)``; ``None``: the target has no early layers."""
+        """States of each token of the prompt, ``(B, P, H)``; ``None``: no early layers."""
         if self.neutral:
             return None
         layers = sorted(self._inputs)

@@ -60,7 +60,7 @@ class MedusaOptions:
         batch: Samples per step.
         nodes: Size of the tree that is chosen; 0 keeps the chain.
         top: Ranks per head that the tree may use.
-        seed: Of order and split.
+        seed: Seed of order and split.
     """
 
     kind: str = "block"
@@ -112,13 +112,13 @@ def head_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def moved(labels: Tensor, places: int, length: int, nothing: int = -100) -> Tensor:
-    """Of each of ``length`` positions the label so many places on, ``(B, length)``.
+    """Label so many positions ahead, for each of ``length`` positions, ``(B, length)``.
 
     Args:
         labels: ``(B, T)``, of any T.
         places: From a position to its label.
         length: Positions.
-        nothing: What stands for the labels that are missing at the end.
+        nothing: Value for the labels that are missing at the end.
     """
     rest = labels[:, places:]
     return F.pad(rest, (0, length - rest.shape[1]), value=nothing)
@@ -133,7 +133,7 @@ def collect(
     Args:
         model: A Whisper.
         batches: Features ``(B, mel, frames)`` and decoder prompts ``(B, P)`` without padding.
-        decoder: What decodes; any exact decoder gives the same samples.
+        decoder: Decoder; any exact decoder gives the same samples.
         max_new_tokens: Cut of a transcript.
     """
     eos = model.generation_config.eos_token_id
@@ -332,7 +332,7 @@ def _pad(samples: Sequence[Sample], device: torch.device) -> _Batch:
 
 
 def _targets(batch: _Batch) -> Tensor:
-    """What the first head is asked at each state: the token after the one the state decides."""
+    """Labels of the first head at each state: the token after the one the state decides."""
     after = moved(batch.ids, 2, batch.ids.shape[1])
     position = torch.arange(batch.ids.shape[1], device=batch.ids.device)
     asked = (position >= batch.prompt[:, None] - 1) & (position < batch.length[:, None] - 2)
@@ -378,9 +378,9 @@ def train_from_manifest(
         options: Settings.
         limit: Use the first so many lines.
         device: Where to train.
-        dtype: Of the model while it transcribes, see `mmdecode.checkpoints.dtype_of`; heads are
-            trained in float32.
-        language: Of the recordings, where the checkpoint knows several.
+        dtype: Data type of the model while it transcribes, see `mmdecode.checkpoints.dtype_of`;
+            heads are trained in float32.
+        language: Language of the recordings, where the checkpoint knows several.
 
     Returns:
         The report, also written to ``out/report.json``.
@@ -437,7 +437,7 @@ def whisper_prompt(model: Any, rows: int, timestamps: int, language: str = "en")
 
 
 def target_config(model: Any) -> dict[str, Any]:
-    """What a drafter needs of its target's configuration to rebuild its block."""
+    """Part of the target's configuration from which a drafter rebuilds its block."""
     config = model.config
     return {"model_type": "whisper"} | {
         name: getattr(config, name)

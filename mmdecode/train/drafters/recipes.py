@@ -1,8 +1,8 @@
 """Kinds of drafters: the model of each, its loss and what drafts with it.
 
-A kind is a `Recipe`. Those of a `FeatureDrafter` differ in the model they build and in the loss of
-one pass: the passes after the first feed the drafter its own states, each seeing the states of the
-prompt as in the first pass and its own chain alone, which is what drafting does.
+A kind is a `Recipe`. Recipes of a `FeatureDrafter` differ in the model they build and in the loss
+of one pass: the passes after the first feed the drafter its own states, each seeing the states of
+the prompt as in the first pass and its own chain alone, which is what drafting does.
 
 Sources: Li et al. 2024, arXiv:2401.15077, section 3.2 (EAGLE); Zhang et al. 2024, arXiv:2408.15766
 (HASS, several passes); Li et al. 2025, arXiv:2503.01840, section 3 (EAGLE-3, training-time test);
@@ -65,29 +65,29 @@ class Options:
     """Settings of a training.
 
     Attributes:
-        kind: Of `RECIPES`.
+        kind: One of `RECIPES`.
         passes: Passes over a batch, each but the first over the drafter's own states; ``None``: as
             the kind does.
         decay: Weight of each pass over that of the one before.
-        feature_weight, law_weight: Of smooth L1 between states and of cross-entropy between
+        feature_weight, law_weight: Weights of smooth L1 between states and of cross-entropy between
         distributions,
-            for eagle and flash; the published ones. Of distributions ``None`` is the published 0.1,
-            and 1 for a target that draws images: what is flat is foreseen by its distribution, not
-            by a state.
+            for eagle and flash; the published ones. For distributions ``None`` is the published
+            0.1, and 1 for a target that draws images: what is flat is foreseen by its distribution,
+            not by a state.
         noise: Width of uniform noise on the target's states in the first pass, times 512 over the
             length; published 0.2.
         draft_vocabulary: Tokens of the head of a kind that has its own, the most frequent in the
             answers; ``None``: all.
-        heads: Of Medusa and Hydra.
+        heads: Heads of Medusa and Hydra.
         feature_sampling: Whether an eagle or vispec samples features by embeddings and keeps what
             it hands on apart from what it says (FSPAD; see `mmdecode.models.eagle`).
-        exit_layer: Of kangaroo: how many of the target's first layers draft; published 2.
-        layers: Of a drafter that reads words alone.
-        queries: Of an image: vispec's, the global vector counted, published 2; flash's latents,
-            published 64. ``None``: as published.
+        exit_layer: Number of the target's first layers that draft in kangaroo; published 2.
+        layers: Layers of a drafter that reads words alone.
+        queries: Queries per image: vispec's, the global vector counted, published 2; flash's
+            latents, published 64. ``None``: as published.
         tokens: A pass of flash; published 5.
-        length: Of the chain by which training is judged.
-        max_new_tokens: Of an answer in words.
+        length: Length of the chain by which training is judged.
+        max_new_tokens: Longest answer in words.
         temperature: At which answers in words are drawn; 0: greedy. Images are drawn as their
             model's checkpoint says.
         held_out: Requests that are not learned, which choose what is kept.
@@ -165,9 +165,9 @@ class Batch:
         last: The target's states after its final norm, ``(B, S, H)``.
         words: Tokens that are no padding and no part of an image, ``(B, S)`` bool.
         asked: Tokens of answers, ``(B, S)`` bool.
-        adapter: Of the target.
+        adapter: Adapter of the target.
         inner: States that an inner block is asked to make, ``(B, S, H)``; ``None``: none.
-        guided: What guidance makes of the logits of all rows, ``(B, ..., V)``, where the rows of a
+        guided: Applies guidance to the logits of all rows, ``(B, ..., V)``, where the rows of a
             sequence under several conditions stand branch by branch: each has the distribution of
             all.
     """
@@ -195,7 +195,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """What one pass is asked: row t should make the state of a later token and its distribution.
+    """Targets of one pass: row t should make the state of a later token and its distribution.
 
     Attributes:
         features: ``(B, L, H)``.
@@ -208,7 +208,7 @@ class Targets:
     asked: Tensor
 
     def mean(self, losses: Tensor) -> Tensor:
-        """Of losses ``(B, L)`` over what is asked."""
+        """Mean of losses ``(B, L)`` over the rows that have a target."""
         return (losses * self.asked).sum() / self.asked.sum().clamp_min(1)
 
 
@@ -220,7 +220,7 @@ class Recipe:
         raise NotImplementedError
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """Of a batch."""
+        """Loss of a batch."""
         raise NotImplementedError
 
     def draft(self, module: Any, length: int) -> Drafter:
@@ -228,7 +228,7 @@ class Recipe:
         raise NotImplementedError
 
     def reads(self, module: Any) -> FeatureDrafter | None:
-        """Whose rows a batch holds; ``None``: the last states alone are read."""
+        """Drafter whose rows a batch holds; ``None``: only the last states are read."""
         return None
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
@@ -241,7 +241,7 @@ class FeatureRecipe(Recipe):
 
     Attributes:
         passes: Where the options do not say.
-        drafts: What drafts with it.
+        drafts: Makes the drafter of decoding.
     """
 
     passes = 1
@@ -250,11 +250,11 @@ class FeatureRecipe(Recipe):
     def pass_loss(
         self, module: Any, states: Tensor, logits: Tensor, targets: Targets, options: Options
     ) -> Tensor:
-        """Of one pass, from its states ``(B, L, H)`` and their logits ``(B, L, D)``."""
+        """Loss of one pass, from its states ``(B, L, H)`` and their logits ``(B, L, D)``."""
         raise NotImplementedError
 
     def rows(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Rows:
-        """What the first pass reads, with noise on the target's states."""
+        """Input of the first pass, with noise on the target's states."""
         rows = batch.rows
         assert rows is not None, "read by `collect`"
         if options.noise:
@@ -471,7 +471,7 @@ class TextRecipe(Recipe):
         return Assistant(module, length, text_only=True)
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
-        """As transformers does, in half precision."""
+        """Same as in transformers, in half precision."""
         save_half(module, out)
 
 
@@ -497,7 +497,7 @@ class MedusaRecipe(Recipe):
         return (losses[known] * weights[known]).sum() / weights[known].sum()
 
     def draft(self, module: Any, length: int) -> Drafter:
-        """As many heads as tokens, at most."""
+        """A chain of at most as many tokens as there are heads."""
         most = min(length, module.weight.shape[1])
         return Medusa(module, paths=[(0,) * count for count in range(1, most + 1)])
 
@@ -542,7 +542,7 @@ class HydraRecipe(Recipe):
         return total / weights
 
     def draft(self, module: Any, length: int) -> Drafter:
-        """As many heads as tokens, at most."""
+        """A chain of at most as many tokens as there are heads."""
         return Hydra(module, depth=min(length, len(module)), top_k=1)
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
@@ -635,14 +635,14 @@ class Unrolled:
     """The cache of a training: each pass sees what all passes before it wrote, side by side."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``(B, heads, L, D)`` of all passes."""
-        if layer in self._held:
-            before = self._held[layer]
+        if layer in self.held:
+            before = self.held[layer]
             keys, values = torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
-        self._held[layer] = keys, values
+        self.held[layer] = keys, values
         return keys, values
 
 
@@ -681,7 +681,7 @@ def unrolled(drafter: FeatureDrafter, rows: Rows, passes: int) -> list[Tensor]:
 
 
 def _moved(carried: Tensor | None) -> Tensor | None:
-    """What is carried for each row, one place on."""
+    """Carried state of each row, one position on."""
     if carried is None or carried.shape[1] == 1:
         return carried
     return torch.cat([carried[:, 1:], carried[:, -1:]], 1)
@@ -701,7 +701,7 @@ def targets_of(batch: Batch, logits: Tensor, index: int) -> Targets:
 
 
 def ahead(values: Tensor, places: int, length: int) -> Tensor:
-    """Of each of ``length`` rows the value so many places on, ``(B, length, ...)``; after them 0.
+    """Value some positions ahead of each row, ``(B, length, ...)``; 0 after the last.
 
     Args:
         values: ``(B, S, ...)``.
@@ -723,7 +723,7 @@ def eagle_losses(states: Tensor, logits: Tensor, targets: Targets) -> tuple[Tens
 
 
 def law_weight(module: FeatureDrafter, options: Options) -> float:
-    """That of the options, or what is usual for the drafter's target."""
+    """Weight in the options, or the default for the drafter's target."""
     usual = 1.0 if module.config.get("draws_images") else 0.1
     return usual if options.law_weight is None else options.law_weight
 
@@ -735,8 +735,8 @@ def distribution_losses(
 
     Args:
         logits: The drafter's, ``(B, L, D)``.
-        targets: Of the pass. Its distribution is renormalised over the drafter's vocabulary, and
-            nothing is asked where its most likely token is outside.
+        targets: Targets of the pass. Their distribution is renormalised over the drafter's
+            vocabulary, and nothing is asked where its most likely token is outside.
         own: The target's id of each of the drafter's, ``(D,)``; ``None``: the same.
     """
     wanted, asked = targets.logits, targets.asked

@@ -1,4 +1,4 @@
-"""Whose drafters are trained: models that answer in words, and models that draw images in codes.
+"""Targets that drafters are trained for: models of text answers, and models of image codes.
 
 A `Target` answers requests, reads them with their answers in one pass of the engine, and is decoded
 with a draft; `mmdecode.train.drafters.trainer` knows no more of it. Answers are the target's own,
@@ -51,11 +51,11 @@ Build = Callable[[Sequence[AnswerRequest]], dict[str, Any]]
 
 
 class Target(Protocol):
-    """What drafters are trained for.
+    """Model that drafters are trained for.
 
     Attributes:
         at_once: Requests that are decoded together.
-        kinds: Of drafters that are known for it; ``None``: all.
+        kinds: Kinds of drafters that are known for it; ``None``: all.
     """
 
     at_once: int
@@ -67,11 +67,11 @@ class Target(Protocol):
 
     @property
     def model(self) -> Any:
-        """What is run."""
+        """The model that is run."""
 
     @property
     def adapter(self) -> Any:
-        """Of the model."""
+        """Adapter of the model."""
 
     def answers(self, requests: Sequence[Any], options: Options) -> list[list[int]]:
         """Its own answers, as ids with the one that ends each."""
@@ -80,7 +80,7 @@ class Target(Protocol):
         """One pass over prompts and answers, with a decoder whose guide takes what it wants."""
 
     def guided(self, logits: Tensor) -> Tensor:
-        """What decides, of the logits of all branches; see `Batch`."""
+        """Guided logits from those of all branches; see `Batch`."""
 
     def drafted(self, draft: Drafter, requests: Sequence[Any], options: Options) -> Decoder:
         """The decoder, with its counters, after all requests were answered with a draft."""
@@ -103,7 +103,7 @@ class Texts:
 
     @property
     def adapter(self) -> Any:
-        """Of the model."""
+        """Adapter of the model."""
         return registry.adapter_for(self.model)
 
     def answers(self, requests: Sequence[AnswerRequest], options: Options) -> list[list[int]]:
@@ -127,7 +127,7 @@ class Texts:
         generate(self.model, decoder=decoder, **inputs, **_greedily(1))
 
     def guided(self, logits: Tensor) -> Tensor:
-        """As they are."""
+        """Logits unchanged."""
         return unguided(logits)
 
     def drafted(
@@ -143,7 +143,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Drawing:
-    """What an image is drawn of.
+    """Condition of an image.
 
     Attributes:
         id: Names it, and its noise.
@@ -168,7 +168,7 @@ class Images:
 
     @property
     def branches(self) -> Sequence[BranchSpec]:
-        """Those of the checkpoint's guidance."""
+        """Branches of the checkpoint's guidance."""
         guide = Guidance(self.raster.preset.guidance)
         return () if guide.neutral else guide.branches
 
@@ -179,7 +179,7 @@ class Images:
 
     @property
     def adapter(self) -> Any:
-        """Of the model."""
+        """Adapter of the model."""
         return self.raster.adapter
 
     def answers(self, requests: Sequence[Drawing], options: Options) -> list[list[int]]:
@@ -204,7 +204,7 @@ class Images:
         )
 
     def guided(self, logits: Tensor) -> Tensor:
-        """By the strength of the checkpoint; 1 has no second branch."""
+        """Guides by the checkpoint's strength; 1 has no second branch."""
         if self.raster.preset.guidance == 1:
             return logits
         conditional, nothing = logits.chunk(2)
@@ -287,7 +287,7 @@ def loaded(model_id: str, device: str = "cpu", dtype: torch.dtype | None = None)
 
 
 def requests_for(target: Target, data: str, limit: int | None) -> list[Any]:
-    """What a target is asked.
+    """Prompt of a target.
 
     Args:
         target: One that draws of classes is asked for each in turn.

@@ -7,7 +7,7 @@ room; nothing but ids is written. Training stops at the best
 measured drafting of a chain on held-out prompts, and not by a loss, since losses saturate at the
 first position long before acceptance does at the last.
 
-Whose drafters these are is in `mmdecode.train.drafters.targets`, kinds of drafters and their losses
+Targets are in `mmdecode.train.drafters.targets`, kinds of drafters and their losses
 in `mmdecode.train.drafters.recipes`.
 """
 
@@ -59,9 +59,9 @@ class Collector(Edited):
     """Takes the states of a whole prompt from the engine's pass, and changes nothing.
 
     Args:
-        drafter: Whose rows are made; ``None``: none.
+        drafter: Drafter whose rows are made; ``None``: none.
         branches: Other conditionings whose states are taken too.
-        early: What looks at the model's early layers in the same pass, if anything does.
+        early: Reads the model's early layers in the same pass; ``None``: nothing does.
     """
 
     neutral = False
@@ -77,7 +77,7 @@ class Collector(Edited):
         self.found: Any = None
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """What the drafter reads, of the whole prompt."""
+        """Requirements of the drafter, for the whole prompt."""
         if self.drafter is None:
             return Requirements(hidden=frozenset({"last"}), prompt_hidden=True)
         return feature_needs(self.drafter, adapter)
@@ -103,8 +103,8 @@ def collect(target: Target, drafter: FeatureDrafter | None, samples: Sequence[Sa
 
     Args:
         target: The target.
-        drafter: Whose rows are wanted.
-        samples: Of which.
+        drafter: Drafter whose rows are wanted.
+        samples: Samples that the rows are made of.
     """
     early = EarlyStates(target.adapter) if isinstance(drafter, DreamModel) else None
     collector = Collector(drafter, target.branches, early)
@@ -132,8 +132,8 @@ class Batches:
 
     Args:
         target: The target.
-        drafter: Whose rows are wanted.
-        samples: What is learned.
+        drafter: Drafter whose rows are wanted.
+        samples: Training samples.
         options: Settings; a batch depends on them and the step alone.
     """
 
@@ -153,7 +153,7 @@ class Batches:
         self._room = options.memory * 2**20
 
     def __call__(self, step: int) -> Batch:
-        """Of a step."""
+        """Batch of a step."""
         epoch, place = divmod(step, len(self._parts))
         dice = torch.Generator().manual_seed(self._seed * 2**32 + epoch)
         index = int(torch.randperm(len(self._parts), generator=dice)[place])

@@ -63,7 +63,7 @@ def bits_per_code(
 def position_entropy(codes: Tensor) -> float:
     """Mean over positions of the entropy in bits of the code there, images ``(n, tokens)``.
 
-    What a model that knows positions and nothing else would need per code; too small by about
+    Bits per code of a model that knows positions and nothing else; too small by about
     ``codes / (1.4 n)`` bits where a position has that many codes.
     """
     entropies = []
@@ -79,7 +79,8 @@ class Drawn:
 
     Attributes:
         codes: ``(B, tokens)``.
-        entropy: Of the distribution that each code was drawn from, in bits, ``(B, tokens)``.
+        entropy: Entropy of the distribution that each code was sampled from, in bits, ``(B,
+            tokens)``.
     """
 
     codes: Tensor
@@ -91,8 +92,8 @@ class Setting:
     """How a model is decoded.
 
     Attributes:
-        scale: Of guidance; 1 is neutral.
-        sampling: What follows guidance.
+        scale: Scale of guidance; 1 is neutral.
+        sampling: Sampling options after guidance.
     """
 
     scale: float = 1.0
@@ -167,12 +168,12 @@ def reach(
     a left neighbour matters, at the grid's width what the one above does.
 
     Args:
-        model: Which.
+        model: The model.
         conditions: One per image.
         codes: Images drawn from the model under ``setting``, ``(B, tokens)``.
         setting: How it is decoded.
         dice: Source of positions and codes.
-        slot_mask: As of `LlamaGenForImageGeneration.code_logits`.
+        slot_mask: Same as in `LlamaGenForImageGeneration.code_logits`.
     """
     both = torch.cat([conditions, model.unconditional(conditions)])
     mask = None if slot_mask is None else slot_mask.repeat(2, 1)
@@ -236,8 +237,8 @@ def write_card(
     """Writes ``card.json`` and ``README.md`` of a member of the zoo, and gives the card.
 
     Args:
-        folder: Of the member.
-        recipe: That rebuilds it.
+        folder: Folder of the member.
+        recipe: Recipe that rebuilds it.
         what: One line about it.
         measured: The most telling numbers in one line.
         facts: Sentences about its data and how it is meant to be decoded.

@@ -47,10 +47,10 @@ class TokenizerOptions:
         batch: Images per step.
         peak_rate: Highest learning rate (Adam).
         commitment: Weight of the latents' distance to their codes.
-        decay: Of the codebook's moving average.
+        decay: Decay of the codebook's moving average.
         codebook_size, codebook_dim, channels, channel_multipliers, residual_blocks,
             latent_channels, norm_groups: See `VQConfig`.
-        seed: Of everything; images of a step depend on it and the step alone.
+        seed: Seed of the training; images of a step depend on it and the step alone.
     """
 
     steps: int = 1800
@@ -118,7 +118,7 @@ class Codebook:
         return {"sums": self.sums, "counts": self.counts}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """What `state` gave."""
+        """Restores the result of `state`."""
         self.sums, self.counts = state["sums"], state["counts"]
 
 
@@ -214,7 +214,7 @@ def begin_codebook(
 
 @torch.no_grad()
 def measure(model: VQModel, pixels: Tensor) -> dict[str, Any]:
-    """What held-out images ``(B, 3, H, W)`` say about a tokenizer.
+    """Measures a tokenizer on held-out images ``(B, 3, H, W)``.
 
     Returns:
         Share of the codebook that occurs, perplexity of its use, PSNR in dB, and the

@@ -33,7 +33,7 @@ class LlamaGenDigitsOptions:
     """Settings of the recipe.
 
     Attributes:
-        width, layers, heads, inner: Of the transformer; ``inner`` is its feed-forward width.
+        width, layers, heads, inner: Sizes of the transformer; ``inner`` is its feed-forward width.
         shifted: Share of the scans that are shifted, by up to one pixel in each direction.
         fit: How it is trained.
         setting: How the model is meant to be decoded.

@@ -1,6 +1,6 @@
 """Recipe of ``zoo:llamagen-scenes``: LlamaGen, three orders of magnitude smaller, from scratch.
 
-What it makes, in this order: a tokenizer of 64 x 64 images into 16 x 16 codes, which learns from
+Output, in this order: a tokenizer of 64 x 64 images into 16 x 16 codes, which learns from
 harder pictures than the others; codes of some ten thousand pictures, once for all that follows; a
 transformer conditioned on the noun of a picture's large thing; a small one of the same kind, which
 drafts for it; and one conditioned on captions, with the text encoder it learns next to it, which is
@@ -62,7 +62,7 @@ class Plan:
     """Shape and training of a part's transformer.
 
     Attributes:
-        width, layers, heads, inner: Of the transformer; ``inner`` is its feed-forward width.
+        width, layers, heads, inner: Sizes of the transformer; ``inner`` is its feed-forward width.
         fit: How it is trained.
     """
 
@@ -87,12 +87,12 @@ class LlamaGenScenesOptions:
     """Settings of the recipe.
 
     Attributes:
-        tokenizer: Of the tokenizer's training.
+        tokenizer: Plan of the tokenizer's training.
         pictures: In the corpus of codes.
         development: Held-out pictures that decide when to stop.
         test: Others, that are reported.
-        plans: Of each part, in the order of training.
-        text_width, text_layers: Of the text encoder.
+        plans: Plan of each part, in the order of training.
+        text_width, text_layers: Sizes of the text encoder.
         setting: How the models are meant to be decoded.
         drawn: Images drawn for the card.
         device: On which transformers learn; the tokenizer learns on the CPU.
@@ -192,19 +192,21 @@ def encode(model: VQModel, seeds: Sequence[int], *, batch: int = 50, workers: in
     )
 
 
-def build_corpus(model: VQModel, options: LlamaGenScenesOptions, folder: Path) -> Corpus:
-    """The training pictures' codes, in shards that are kept; resumable."""
+def build_corpus(
+    model: VQModel, options: LlamaGenScenesOptions, folder: Path, *, shard: int = SHARD
+) -> Corpus:
+    """The training pictures' codes, in shards of so many pictures that are kept; resumable."""
     parts = []
-    for start in progress(range(0, options.pictures, SHARD), "encoding"):
+    for start in progress(range(0, options.pictures, shard), "encoding"):
         file = folder / f"{start:07d}.npz"
-        seeds = range(CORPUS_SEED + start, CORPUS_SEED + min(start + SHARD, options.pictures))
+        seeds = range(CORPUS_SEED + start, CORPUS_SEED + min(start + shard, options.pictures))
         if not file.exists():
             made = encode(model, seeds, workers=options.workers)
-            shard = {
+            arrays = {
                 "codes": made.codes.numpy().astype(np.uint16),
                 "classes": made.classes.numpy(),
             }
-            write_arrays(file, shard, packed=True)
+            write_arrays(file, arrays, packed=True)
         with np.load(file) as stored:
             codes = torch.from_numpy(stored["codes"].astype(np.int64))
             classes = torch.from_numpy(stored["classes"])
@@ -276,12 +278,12 @@ class CaptionReader(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What a step learns from.
+    """Training batch of a step.
 
     Attributes:
         codes: ``(B, tokens)`` int64.
         told: Classes ``(B,)`` or captions.
-        left_out: Whose condition is left out, bool ``(B,)``.
+        left_out: Rows whose condition is left out, bool ``(B,)``.
     """
 
     codes: Tensor
@@ -301,7 +303,7 @@ class Learner(nn.Module):
         self.reader = CaptionReader(options) if part == "caption" else None
 
     def told(self, corpus: Corpus, rows: Tensor, salt: int) -> Tensor | list[str]:
-        """What is said about pictures: classes, or captions drawn by ``salt``."""
+        """Conditions of pictures: classes, or captions drawn by ``salt``."""
         if self.reader is None:
             return corpus.classes[rows]
         return [
@@ -317,7 +319,7 @@ class Learner(nn.Module):
         return self.reader(told)
 
     def batch_at(self, corpus: Corpus, options: FitOptions, step: int) -> Batch:
-        """What a step learns from."""
+        """Training batch of a step."""
         dice = options.dice(step)
         rows = torch.randint(len(corpus.codes), (options.batch,), generator=dice)
         left_out = torch.rand(options.batch, generator=dice) < options.condition_dropout
@@ -464,15 +466,24 @@ def describe(
     )
 
 
-def run(options: LlamaGenScenesOptions, work: Path, out: Path) -> dict[str, Any]:
-    """The whole recipe; resumable. ``out`` receives one folder per part."""
+def run(
+    options: LlamaGenScenesOptions, work: Path, out: Path, *, shard: int = SHARD
+) -> dict[str, Any]:
+    """The whole recipe; resumable.
+
+    Args:
+        options: Its numbers.
+        work: State that it resumes from.
+        out: Receives one folder per part.
+        shard: Pictures whose codes are kept together.
+    """
     torch.set_num_threads(1)
     vq = work / "vq"
     if not (vq / "config.json").exists():
         scattered = partial(pictures, layout=SCATTERED)
         image_tokenizer.train(options.tokenizer, scattered, work / "tokenizer", vq)
     tokenizer = VQModel.from_pretrained(vq).eval().to(options.device)
-    corpus = build_corpus(tokenizer, options, work / "corpus")
+    corpus = build_corpus(tokenizer, options, work / "corpus", shard=shard)
     held = held_out(tokenizer, options)
     tokenizer = tokenizer.cpu()
     cards = {

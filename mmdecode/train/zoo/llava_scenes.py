@@ -1,6 +1,6 @@
 """Recipe of ``zoo:llava-scenes``: a real LLaVA, three orders of magnitude smaller, from scratch.
 
-What it makes: a ``LlavaForConditionalGeneration`` of about 3.6 M parameters (CLIP tower of 64
+Output: a ``LlavaForConditionalGeneration`` of about 3.6 M parameters (CLIP tower of 64
 patches, projector, Llama text model of eight layers) and its ``LlavaProcessor`` folder. Data are
 scenes rendered while training runs (`mmdecode.zoo.scenes`, `mmdecode.zoo.scene_text`); nothing is
 stored, and a step's batch depends on the seed and the step's number alone.
@@ -79,10 +79,10 @@ class LlavaScenesOptions:
         tower_batch, batch: Scenes per step in the two parts.
         questions: Fewest and most questions packed after a scene.
         vocabulary: Size of the tokenizer.
-        vision_width, vision_layers: Of the tower.
-        width, layers: Of the text model.
+        vision_width, vision_layers: Sizes of the tower.
+        width, layers: Sizes of the text model.
         peak_rate: Highest learning rate (AdamW).
-        seed: Of everything.
+        seed: Seed of the training.
     """
 
     tower_steps: int = 4000
@@ -192,7 +192,7 @@ def build_model(
 
 
 class TowerHeads(nn.Module):
-    """What the tower is asked in training: linear readings of patches and of the class token."""
+    """Training targets of the tower: linear readings of patches and of the class token."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ def tower_loss(states: Tensor, pooled: Tensor, heads: TowerHeads, batch: Picture
 def drawn_exchanges(
     scene: Scene, rng: random.Random, options: LlavaScenesOptions
 ) -> list[Exchange]:
-    """What is asked about a scene in training: questions, and a caption four times in five."""
+    """Training prompts about a scene: questions, and a caption four times in five."""
     made = scene_text.exchanges(scene, rng, rng.randint(*options.questions))
     if rng.random() < 0.8:
         length = rng.choices(tuple(scene_text.DESCRIBE), (3, 3, 4))[0]
@@ -282,7 +282,7 @@ class Packed:
         positions: Where each token would stand if its exchange were alone.
         part: 0 for the beginning, then the number of the exchange; negative without an image.
         answers: Whether the token belongs to an answer.
-        weight: Of the token's loss.
+        weight: Weight of the token's loss.
     """
 
     ids: list[int]
@@ -311,7 +311,7 @@ class Packer:
 
         Args:
             made: Exchanges about one scene.
-            blind: Which of them are asked without the image.
+            blind: Prompts that are asked without the image.
         """
         start = len(self.prefix)
         packed = Packed(
@@ -506,7 +506,7 @@ def train(
 
 @torch.no_grad()
 def tower_accuracy(learner: Learner, count: int) -> dict[str, float]:
-    """What the tower alone would score on POPE's questions with the best threshold for each split.
+    """Accuracy of the tower alone on POPE's questions with the best threshold for each split.
 
     Args:
         learner: Model and heads.
@@ -534,7 +534,7 @@ def pope_accuracy(
 
     Args:
         model: In any mode.
-        packer: Of its processor.
+        packer: Packer of its processor.
         count: Scenes.
         part: development or test.
     """

@@ -1,6 +1,6 @@
 """Recipe of ``zoo:lm-synth``: a small language model, corrector of ``zoo:whisper-synth``.
 
-What it makes: a ``LlamaForCausalLM`` of about 1.4 M parameters with a tokenizer unlike Whisper's
+Output: a ``LlamaForCausalLM`` of about 1.4 M parameters with a tokenizer unlike Whisper's
 (BPE over words with a mark before each, as SentencePiece has it). It learns the zoo's grammar in
 two forms: a sentence alone, and N-best lists with what was said. The lists are of two kinds: real
 ones, of training sentences that espeak-ng speaks and the recogniser hears in noise, and made ones,
@@ -181,7 +181,7 @@ class Confusions:
 
     @cached_property
     def near(self) -> dict[str, list[str]]:
-        """By word, the eight that look most like it."""
+        """The eight most similar words, by word."""
         found = {}
         for word in self.words:
             alike = SequenceMatcher(b=word, autojunk=False)
@@ -205,7 +205,7 @@ class Confusions:
         return [" ".join(" ".join(rng.choice(way) for way in ways).split()) for _ in range(count)]
 
     def _instead(self, word: str, rng: random.Random) -> str:
-        """What is heard instead of a word: one like it, any, or none, or another next to it."""
+        """Substitute for a word: one like it, any, or none, or another next to it."""
         core = word.rstrip(".,?!")
         near = self.near.get(core.lower(), self.words)
         dice = rng.random()
@@ -222,7 +222,7 @@ class Confusions:
 
 @dataclass(frozen=True)
 class Example:
-    """What a row is, and how much each of its tokens counts."""
+    """Ids of a row, and weights of its tokens."""
 
     ids: list[int]
     weights: list[float]

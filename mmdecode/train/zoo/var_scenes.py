@@ -1,6 +1,6 @@
 """Recipe of ``zoo:var-scenes`` and its small sister: two VARs over one tokenizer, from scratch.
 
-What it makes: a `MultiScaleVQ` (64 x 64 pixels, seven grids up to 8 x 8, 155 codes an image) and
+Output: a `MultiScaleVQ` (64 x 64 pixels, seven grids up to 8 x 8, 155 codes an image) and
 two `VarForImageGeneration`, a large one and a small one for CoDe, conditional on the large thing of
 a scene. Pictures are rendered while it trains (`mmdecode.zoo.scene_images`) and depend on the
 step alone; none occurs twice, so that nothing can be learned by heart.
@@ -49,7 +49,7 @@ class ModelShape:
     """Size of a transformer.
 
     Attributes:
-        width, layers, heads: Of the transformer.
+        width, layers, heads: Sizes of the transformer.
         shared_adaln: See `VarConfig`; a third smaller at eight layers.
     """
 
@@ -65,7 +65,8 @@ class VarScenesOptions:
 
     Attributes:
         patch_nums: Side of each scale's grid.
-        codebook_size, codebook_dim, channels, channel_multipliers, norm_groups: Of the tokenizer.
+        codebook_size, codebook_dim, channels, channel_multipliers, norm_groups: Sizes of the
+        tokenizer.
         plain: Training of the tokenizer before there are codes.
         coded: Its training with codes.
         fitting: Training of either transformer.
@@ -351,7 +352,7 @@ def train_transformer(
 
 @torch.no_grad()
 def measure_tokenizer(tokenizer: MultiScaleVQ, pixels: Tensor) -> dict[str, Any]:
-    """What images ``(n, 3, H, W)`` say: use of the codebook, entropy by scale, PSNR in dB."""
+    """Codebook use, entropy by scale and PSNR in dB of a tokenizer on images ``(n, 3, H, W)``."""
     size, starts = tokenizer.config.codebook_size, tokenizer.starts
     codes, errors = [], []
     for part in pixels.split(32):
@@ -382,14 +383,14 @@ def measure_transformer(
     nothing = mean_losses(model, tokenizer, torch.full_like(classes, model.null_class), codes)
     maker = NextScale(model, tokenizer)
     drawn = maker.generate(classes[:64]).codes
-    law = VAR.sampling_of(0).warp(maker.score(classes[:64], drawn)).log_softmax(-1)
+    logprobs = VAR.sampling_of(0).warp(maker.score(classes[:64], drawn)).log_softmax(-1)
     return {
         "bits_per_code": round(float(known.mean()), 4),
         "bits_per_code_by_scale": [
             round(float(known[begin:end].mean()), 3) for begin, end in pairwise(starts)
         ],
         "bits_per_code_without_class": round(float(nothing.mean()), 4),
-        "entropy_bits_when_drawn": round(float(entropy_of(law).mean()), 3),
+        "entropy_bits_when_drawn": round(float(entropy_of(logprobs).mean()), 3),
         "guidance": VAR.guidance,
         "parameters": sum(p.numel() for p in model.parameters()),
     }

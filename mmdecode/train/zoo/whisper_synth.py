@@ -1,6 +1,6 @@
 """Recipe of ``zoo:whisper-synth``: a real Whisper, four orders of magnitude smaller, from scratch.
 
-What it makes: a ``WhisperForConditionalGeneration`` of about 3.6 M parameters with 8-second
+Output: a ``WhisperForConditionalGeneration`` of about 3.6 M parameters with 8-second
 windows, its ``WhisperProcessor`` folder, and a small CTC head on the encoder (an auxiliary loss
 that shortens the road to alignment, kept for forced alignment). Data are sentences of
 `mmdecode.zoo.grammar` spoken by espeak-ng with many voices, noise and reverberation; test voices
@@ -68,7 +68,7 @@ class WhisperSynthOptions:
         merges: Byte-pair merges of the tokenizer; sets the tokens per word.
         peak_rate: Highest learning rate (AdamW).
         batch: Windows per step when they are short; full windows come in batches of half this.
-        seed: Of everything.
+        seed: Seed of the training.
     """
 
     minutes: float = 80.0
@@ -301,7 +301,7 @@ def save_state(
     step: int,
     spent: float,
 ) -> None:
-    """What `train` needs to go on."""
+    """State from which `train` resumes."""
     medusa.write_state(
         path,
         {

@@ -1,8 +1,9 @@
-"""AMBER's questions: existence, attributes and relations, scored as published and plainly.
+"""AMBER's questions: existence, attributes and relations, with the scores of AMBER's own tool.
 
-As published, the positive class is *no*, only the exact answers "Yes" and "No" count, every counter
-starts at 0.001 and F1 is made of rounded percentages with a little more below the line. `amber`
-does the same; accuracy per dimension, which others report under AMBER's name, is another number.
+The published tool takes *no* as the positive class, counts only the exact answers "Yes" and "No",
+starts every counter at 0.001, and computes F1 from rounded percentages with a small constant in the
+denominator. `amber_scores` does the same. Accuracy per dimension, which others report under AMBER's
+name, is another number.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ KINDS = {
 }
 """Dimensions of a question by its type."""
 DIMENSIONS = ("existence", "attribute", "state", "number", "action", "relation")
-_START = 0.001  # what every counter of the tool begins with
+_START = 0.001  # initial value of every counter of the tool
 
 
 def read_amber(folder: Path, left_out: LeftOut = None) -> list[YesNoItem]:
-    """Questions to be answered with yes or no; their sets are AMBER's dimensions.
+    """Reads AMBER's yes/no questions; the sets of the items are AMBER's dimensions.
 
     Args:
-        folder: With ``query_discriminative.json`` and ``annotations.json``, packed or not.
+        folder: Folder with ``query_discriminative.json`` and ``annotations.json``, packed or not.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
     Raises:
@@ -72,7 +73,7 @@ def amber_scores(items: Sequence[YesNoItem]) -> dict[str, dict[str, float]]:
     """Percentages of each dimension and of all questions, as AMBER's tool prints them.
 
     Args:
-        items: Answered once each.
+        items: Items, each answered once.
 
     Returns:
         ``accuracy``, ``precision``, ``recall`` and ``f1`` by dimension, ``all`` last.
@@ -89,7 +90,7 @@ def _published(name: str, items: Sequence[YesNoItem]) -> dict[str, float]:
     no = np.array([item.target == "no" for item in items])
     said_no = np.array([item.output == "No" for item in items])
     said_yes = np.array([item.output == "Yes" for item in items])
-    # one counter for each type, and the attributes are three
+    # the tool has a counter for each type, and attributes have three
     start = 3 * _START if name == "attribute" else _START
     right = float((said_no & no).sum())
     accuracy = _percent(right + float((said_yes & ~no).sum()), len(items) + start)

@@ -1,10 +1,10 @@
 """CHAIR: which of the objects that a caption mentions are not in the image (Rohrbach et al., 2018).
 
 CHAIR_i = hallucinated mentions / mentions, and CHAIR_s = captions with a hallucinated mention /
-captions; mentions count as often as they occur. Both fall when captions get shorter, so recall and
-length stand next to them, and `shortened` cuts a baseline to the length of what it is compared
-with. The reference tags and lemmatises words with nltk; here a word is looked up as it is and in
-its possible singular forms, which moves the scores by a few tenths of a point.
+captions; repeated mentions count repeatedly. Both fall when captions get shorter, so recall and
+length are given as well, and `shortened` cuts captions to the mean length of those that they are
+compared with. The reference code tags and lemmatises words with nltk; here a word is looked up as
+it is and in its possible singular forms, which changes the scores by a few tenths of a point.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mmdecode.evaluation.vision.items import (
 )
 
 COLUMNS = ("hallucinated", "mentions", "hallucinating", "captions", "found", "present", "words")
-"""What `count_mentions` counts, in order."""
+"""Columns of `count_mentions`, in order."""
 METRICS = ("chair_i", "chair_s", "recall", "length", "mentions")
 IRREGULAR = {
     "men": "man",
@@ -47,18 +47,18 @@ IRREGULAR = {
 
 
 class Vocabulary:
-    """Words for objects.
+    """Finds the objects that a text mentions.
 
     Args:
         synonyms: Words and phrases by the name of the object; the name is one of them.
-        merges: Phrases that stand for one of these words, or for nothing where it is empty: a
-            "passenger train" is no person, a "home plate" no plate. The longest phrase counts.
-        overruled: Words that are no mention where another word occurs in the text: a "seat" where
-            there is a "toilet".
+        merges: Phrases by the word that they mean; an empty word means no object: a "passenger
+            train" is no person, a "home plate" no plate. The longest phrase counts.
+        overruled: Words that are no mention if another word occurs in the text: a "seat" if there
+            is a "toilet".
 
     Attributes:
-        names: Of the objects.
-        hash: Of everything above.
+        names: Names of the objects.
+        hash: Hash of the vocabulary.
 
     Raises:
         OptionError: A word stands for two objects, or there is none.
@@ -90,28 +90,28 @@ class Vocabulary:
         )
 
     def objects(self, text: str) -> list[str]:
-        """Names of the objects a text mentions, in order, each as often as it is mentioned."""
+        """Names of the objects that a text mentions, in order, with repeats."""
         words = [self._base(word) for word in _words(text)]
         present = set(words)
-        found, place = [], 0
-        while place < len(words):
-            for size in range(min(self._longest, len(words) - place), 0, -1):
-                phrase = tuple(words[place : place + size])
+        found, start = [], 0
+        while start < len(words):
+            for size in range(min(self._longest, len(words) - start), 0, -1):
+                phrase = tuple(words[start : start + size])
                 if phrase in self._name_of:
                     name = self._name_of[phrase]
                     if name is not None and self._overruled.get(phrase[0]) not in present:
                         found.append(name)
                     break
-            place += size
+            start += size
         return found
 
     def _base(self, word: str) -> str:
-        """The word, or its singular where only that is in the vocabulary."""
+        """The word, or its singular if only that is in the vocabulary."""
         return next((form for form in _forms(word) if form in self._known), word)
 
 
 def read_synonyms(path: Path) -> dict[str, list[str]]:
-    """Synonyms by name: a line for each object, with commas, its name first.
+    """Reads synonyms by name: one line per object, separated by commas, its name first.
 
     Raises:
         InputError: The file cannot be read.
@@ -140,12 +140,12 @@ class ChairScore:
 
     Attributes:
         chair_i: Share of the mentions that are hallucinated.
-        chair_s: Share of the captions with such a mention.
+        chair_s: Share of the captions with a hallucinated mention.
         recall: Share of the objects in all images that their captions mention.
         length: Words per caption.
         mentions: Mentions per caption.
-        intervals: 95 % interval of each, by bootstrap over images.
-        captions: Their number.
+        intervals: 95 % interval of each score, by bootstrap over images.
+        captions: Number of captions.
         images: Number of images.
     """
 
@@ -174,18 +174,19 @@ def chair(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> ChairScore:
-    """Scores captions.
+    """Computes CHAIR of captions.
 
     Args:
         captions: Texts.
-        objects: What is in the image of each, by the vocabulary's names.
-        images: The image of each, which the interval draws; ``None``: each has its own.
-        vocabulary: ``None``: COCO's.
-        resamples: Bootstrap draws of the intervals.
-        seed: Of the bootstrap.
+        objects: Objects in the image of each caption, by the vocabulary's names.
+        images: Name of each caption's image, the unit of the bootstrap; ``None``: each caption has
+            an image of its own.
+        vocabulary: Words for objects; ``None``: COCO's.
+        resamples: Bootstrap resamples for the intervals.
+        seed: Seed of the bootstrap.
 
     Raises:
-        OptionError: The two differ in length, or are empty.
+        OptionError: Captions and objects differ in length, or are empty.
     """
     counts = count_mentions(captions, objects, vocabulary or coco_vocabulary())
     return summed(counts, images, resamples, seed)
@@ -194,7 +195,7 @@ def chair(
 def count_mentions(
     captions: Sequence[str], objects: Sequence[Sequence[str]], vocabulary: Vocabulary
 ) -> np.ndarray:
-    """Counts of each caption; arguments as of `chair`.
+    """Counts mentions, objects and words of each caption.
 
     Args:
         captions: See `chair`.
@@ -205,7 +206,7 @@ def count_mentions(
         ``(captions, 7)``; the columns are `COLUMNS`.
 
     Raises:
-        OptionError: The two differ in length, or are empty.
+        OptionError: Captions and objects differ in length, or are empty.
     """
     if len(captions) != len(objects) or not captions:
         raise OptionError(f"{len(captions)} captions for {len(objects)} images; expected pairs")
@@ -220,13 +221,13 @@ def count_mentions(
 
 
 def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
-    """`METRICS` of summed counts, 0 where nothing is mentioned or present.
+    """Computes `METRICS` from summed counts; 0 where nothing is mentioned or present.
 
     Args:
-        counts: ``(..., 7)`` under `COLUMNS`.
+        counts: ``(..., 7)``, see `COLUMNS`.
 
     Returns:
-        ``(...)`` each.
+        Each metric, of shape ``(...)``, by name.
     """
     wrong, mentions, wrong_captions, captions, found, present, words = np.moveaxis(counts, -1, 0)
     return {
@@ -241,10 +242,10 @@ def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
 def summed(
     counts: np.ndarray, images: Sequence[str] | None, resamples: int, seed: int
 ) -> ChairScore:
-    """The score of counted captions; arguments as of `chair`.
+    """Scores of counted captions.
 
     Args:
-        counts: Of `count_mentions`.
+        counts: ``(captions, 7)``, from `count_mentions`.
         images: See `chair`.
         resamples: See `chair`.
         seed: See `chair`.
@@ -260,11 +261,11 @@ def summed(
 
 
 def shortened(captions: Sequence[str], mean_length: float) -> list[str]:
-    """Cuts captions after a common number of words, so that their mean length is as wanted.
+    """Cuts captions after a common number of words, so that their mean length is as given.
 
     Args:
         captions: Texts.
-        mean_length: Words per caption; where they are shorter already, nothing is cut.
+        mean_length: Mean number of words; nothing is cut if the captions are shorter already.
     """
     lengths = np.array([len(caption.split()) for caption in captions])
     caps = np.arange(lengths.max(initial=0) + 1)
@@ -274,15 +275,15 @@ def shortened(captions: Sequence[str], mean_length: float) -> list[str]:
 
 
 def read_chair(objects: Path, left_out: LeftOut = None) -> list[CaptionItem]:
-    """Images to be described.
+    """Reads images to be captioned.
 
     Args:
         objects: JSON lines, packed or not, with ``objects`` and with ``image`` or, for COCO's
-            val2014, ``image_id``; the request may stand under one of `QUESTION`.
+            val2014, ``image_id``; one of `QUESTION` may hold the request.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
     Raises:
-        InputError: The file cannot be read, or a line lacks these.
+        InputError: The file cannot be read, or a line lacks a field.
     """
     items = []
     for where, row in read_json_lines(objects, left_out):
@@ -303,31 +304,8 @@ def read_chair(objects: Path, left_out: LeftOut = None) -> list[CaptionItem]:
     return items
 
 
-def read_captions(path: Path, items: Sequence[CaptionItem], mode: str) -> list[CaptionItem]:
-    """Captions made elsewhere, for the images they describe.
-
-    Args:
-        path: JSON lines, packed or not, with ``caption`` and with ``image`` or ``image_id``.
-        items: Images; those without a caption are left out.
-        mode: See `mmdecode.evaluation.vision.items.Item`.
-
-    Raises:
-        InputError: The file cannot be read, or describes an image that is not there.
-    """
-    known = {item.image: item for item in items}
-    found = []
-    for where, row in read_json_lines(path):
-        number = row.get("image_id")
-        image = row.get("image") or (coco_image(number) if isinstance(number, int) else None)
-        caption = row.get("caption")
-        if image not in known or not isinstance(caption, str):
-            raise InputError(f"{where} is no caption of one of the {len(known)} images")
-        found.append(known[image].answered(mode=mode, output=caption))
-    return found
-
-
 def coco_image(number: int) -> str:
-    """Name of an image of COCO's val2014."""
+    """File name of an image of COCO's val2014."""
     return f"COCO_val2014_{number:012d}.jpg"
 
 
@@ -336,7 +314,7 @@ def _words(text: str) -> list[str]:
 
 
 def _forms(word: str) -> Iterator[str]:
-    """A word and what it may be the plural of: "es" is cut off only after s, x, z, ch, sh or o."""
+    """A word and its possible singulars; "es" is cut off only after s, x, z, ch, sh or o."""
     yield word
     if word in IRREGULAR:
         yield IRREGULAR[word]

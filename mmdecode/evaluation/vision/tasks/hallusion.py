@@ -17,10 +17,10 @@ _KEYS = ("category", "subcategory", "set_id", "figure_id", "question_id")
 
 
 def read_hallusion(path: Path) -> list[YesNoItem]:
-    """Questions of HallusionBench.
+    """Reads the questions of HallusionBench.
 
-    The id of a question is made of category, subcategory, set, figure and question. Questions
-    without a figure have no image.
+    The id of a question joins category, subcategory, set, figure and question. Questions without a
+    figure have no image.
 
     Args:
         path: ``HallusionBench.json``, packed or not.
@@ -52,10 +52,10 @@ def read_hallusion(path: Path) -> list[YesNoItem]:
 
 
 def hallusion_scores(items: Sequence[YesNoItem], right: Sequence[bool]) -> dict[str, float]:
-    """``aacc``, ``facc`` and ``qacc``, as shares.
+    """Computes ``aacc``, ``facc`` and ``qacc``, as shares.
 
     Args:
-        items: Of `read_hallusion`, answered once each.
+        items: Items of `read_hallusion`, each answered once.
         right: Whether each answer is right.
     """
     figures: dict[str, list[bool]] = defaultdict(list)

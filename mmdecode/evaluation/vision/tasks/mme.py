@@ -1,7 +1,7 @@
-"""MME: two questions about each image, one to be answered yes and one no.
+"""MME: two questions about each image, one with the answer yes and one with the answer no.
 
-The score of a category is its accuracy plus the share of images with both questions right, in
-points of 100 each. A category of 30 images moves by up to 5 points with one answer.
+The score of a category is its accuracy plus the share of images with both questions right, 100
+points each. In a category of 30 images, one answer changes the score by up to 5 points.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ SUBTOTALS = {"perception": PERCEPTION, "cognition": COGNITION, "hallucination": 
 
 
 def mme_scores(items: Sequence[YesNoItem], right: Sequence[bool]) -> dict[str, float]:
-    """Score of each category and of the sums that have all their categories.
+    """Score of each category, and of each sum of `SUBTOTALS` whose categories are all present.
 
     Questions are paired by category and image, whatever their order.
 
     Args:
-        items: Answered once each; their sets are categories.
+        items: Items, each answered once; their sets are categories.
         right: Whether each answer is right.
 
     Raises:
@@ -69,23 +69,20 @@ def mme_scores(items: Sequence[YesNoItem], right: Sequence[bool]) -> dict[str, f
 
 
 def read_mme(path: Path, left_out: LeftOut = None) -> list[YesNoItem]:
-    """Questions in MME's form.
+    """Reads questions in MME's format.
 
     Args:
-        path: MME's folder, with a folder for each category that holds a text file for each image,
-            with a question and its answer on a line, separated by a tab, and the images next to
-            them or in ``images``; or JSON lines, packed or not, with ``category``, ``image``, one
-            of `QUESTION` and one of `ANSWER`.
-        left_out: See `mmdecode.evaluation.vision.items.leaving_out`; it gets the other question of
-            a pair too, of which one cannot be used.
+        path: MME's folder, which has a folder for each category. A category has a text file for
+            each image, with question, tab and answer on a line, and the images next to them or in
+            ``images``. Or JSON lines, packed or not, with ``category``, ``image``, one of
+            `QUESTION` and one of `ANSWER`.
+        left_out: See `mmdecode.evaluation.vision.items.leaving_out`. If one question of a pair
+            cannot be used, the other is left out too.
 
     Raises:
-        InputError: It cannot be read, there is no question, or a line is no pair.
+        InputError: A file cannot be read, there is no question, or a line has no answer.
     """
-    if path.is_file():
-        items = [item for item, _ in _rows(path, left_out)]
-    else:
-        items = _in_folders(path, left_out)
+    items = _in_rows(path, left_out) if path.is_file() else _in_folders(path, left_out)
     if left_out:
         items = _in_pairs(items, left_out)
     otherwise = f"{path} has no questions; expected a folder of text files per category"
@@ -94,7 +91,7 @@ def read_mme(path: Path, left_out: LeftOut = None) -> list[YesNoItem]:
 
 
 def _in_pairs(items: Sequence[YesNoItem], left_out: list[str]) -> list[YesNoItem]:
-    """Questions of which an image has two in their category."""
+    """The questions whose image has two questions in their category."""
     counts = Counter((item.image, item.sets) for item in items)
     for item in items:
         if counts[item.image, item.sets] == 1:
@@ -111,51 +108,21 @@ def _in_folders(folder: Path, left_out: LeftOut) -> list[YesNoItem]:
             if path.suffix.lower() in (".jpg", ".jpeg", ".png")
         }
         for path in sorted(category.rglob("*.txt")):
-            for where, question, answer in _lines(path, 2, left_out):
+            for where, question, answer in _lines(path, left_out):
                 image = images.get(path.stem, f"{category.name}/{path.stem}")
                 with leaving_out(left_out):
                     items.append(_item(category.name, image, question, answer, where))
     return items
 
 
-def read_mme_results(path: Path, mode: str = "") -> list[YesNoItem]:
-    """Answers that were written down for MME's own tool.
-
-    Args:
-        path: A folder with a text file per category, whose lines are image, question, right answer
-            and answer, separated by tabs; or JSON lines as for `read_mme`, with the
-            field ``prediction``.
-        mode: See `mmdecode.evaluation.vision.items.Item`.
-
-    Raises:
-        InputError: It cannot be read.
-    """
+def _in_rows(path: Path, left_out: LeftOut) -> list[YesNoItem]:
     items = []
-    if path.is_dir():
-        for file in sorted(path.glob("*.txt")):
-            for where, image, question, answer, said in _lines(file, 4):
-                item = _item(file.stem, image, question, answer, where)
-                items.append(item.answered(mode=mode, output=said))
-    else:
-        for item, prediction in _rows(path):
-            if not isinstance(prediction, str):
-                raise InputError(f"{path} answers {item.id!r} with {prediction!r}; expected text")
-            items.append(item.answered(mode=mode, output=prediction))
-    if not items:
-        raise InputError(f"{path} holds no answers")
-    return items
-
-
-def _rows(path: Path, left_out: LeftOut = None) -> Iterator[tuple[YesNoItem, object]]:
-    """Questions of JSON lines, and what stands under ``prediction``."""
     for where, row in read_json_lines(path, left_out):
-        item = None
         with leaving_out(left_out):
             fields = (("category",), ("image",), QUESTION, ANSWER)
             category, image, question, answer = (field_of(row, names, where) for names in fields)
-            item = _item(category, image, question, answer, where)
-        if item is not None:
-            yield item, row.get("prediction")
+            items.append(_item(category, image, question, answer, where))
+    return items
 
 
 def _item(category: str, image: str, question: str, answer: str, where: str) -> YesNoItem:
@@ -168,15 +135,15 @@ def _item(category: str, image: str, question: str, answer: str, where: str) -> 
     )
 
 
-def _lines(path: Path, columns: int, left_out: LeftOut = None) -> Iterator[tuple[str, ...]]:
-    """Where a line stands, and its columns; the last may hold tabs and may be empty."""
+def _lines(path: Path, left_out: LeftOut) -> Iterator[tuple[str, str, str]]:
+    """Location, question and answer of each line."""
     for number, line in enumerate(read_bytes(path).decode(errors="replace").splitlines(), 1):
         if not line.strip():
             continue
-        parts = line.split("\t", columns - 1)
         where = f"{path}, line {number}"
+        question, tab, answer = line.partition("\t")
         with leaving_out(left_out):
-            if len(parts) != columns:
-                raise InputError(f"{where} has {len(parts)} columns; expected {columns}")
-        if len(parts) == columns:
-            yield (where, *parts)
+            if not tab:
+                raise InputError(f"{where} has 1 column; expected a question, a tab and an answer")
+        if tab:
+            yield where, question, answer

@@ -1,9 +1,9 @@
 """POPE: is there an object in the image? Three splits that differ in how absent objects are chosen.
 
-The yes-questions are the same in the three splits, and some no-questions are, too; each distinct
-question is asked once and counts in every split that holds it. Several versions of the files are
-around, which `structure` tells apart: 2,910 instead of 3,000 random questions, and "imange" where
-"a" was replaced within a whole question.
+The yes-questions are the same in the three splits, and so are some no-questions; each distinct
+question is asked once and counts in every split that contains it. Several versions of the files are
+in use, which `structure` distinguishes: some have 2,910 instead of 3,000 random questions, or
+"imange", where "a" was replaced by "an" in the whole question.
 """
 
 from __future__ import annotations
@@ -36,16 +36,15 @@ SUFFIXES = {
     "one-word": " Please answer this question with one word.",
     "short": "\nAnswer the question using a single word or phrase.",
 }
-"""What is put after a question by POPE and RITUAL, by VCD, and by LLaVA and lmms-eval."""
+"""Text that is appended to a question by POPE and RITUAL, by VCD, and by LLaVA and lmms-eval."""
 
 
 def read_pope(files: Mapping[str, Path], left_out: LeftOut = None) -> list[YesNoItem]:
-    """Distinct questions of several splits, in the order in which they first come.
+    """Reads the distinct questions of several splits, in order of first occurrence.
 
     Args:
         files: JSON lines by the name of the split, packed or not, with ``image``, one of
-            `QUESTION` and one of `ANSWER`. A question that stands there twice counts
-            twice.
+            `QUESTION` and one of `ANSWER`. A question that a file has twice counts twice.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
     Raises:
@@ -73,11 +72,11 @@ def read_pope(files: Mapping[str, Path], left_out: LeftOut = None) -> list[YesNo
 
 
 def find_pope(folder: Path, prefix: str = "") -> dict[str, Path]:
-    """Files of the splits in a folder, whatever stands before and after the split's name.
+    """Finds the files of the splits in a folder, with any text around the split's name.
 
     Args:
-        folder: For instance with ``coco_pope_random.jsonl.gz``.
-        prefix: What the names begin with, where a folder holds several sets.
+        folder: Folder, for instance with ``coco_pope_random.jsonl.gz``.
+        prefix: First characters of the names, if a folder holds several sets.
 
     Raises:
         InputError: There is no split, or there are several files of one.
@@ -100,12 +99,12 @@ def find_pope(folder: Path, prefix: str = "") -> dict[str, Path]:
 
 
 def structure(items: Sequence[YesNoItem]) -> dict[str, Any]:
-    """What tells the versions of the files apart.
+    """Statistics that distinguish the versions of the files.
 
     Returns:
         Numbers of questions, yes-questions, images and misspelt questions by split, questions per
         image; whether all splits have the same yes-questions; distinct questions; how many
-        no-questions two splits share; and what always saying yes or no would score.
+        no-questions two splits share; and the scores of always answering yes or no.
     """
     names = list(dict.fromkeys(name for item in items for name in item.sets))
     rows = {name: [i for i in items for one in i.sets if one == name] for name in names}
@@ -128,47 +127,21 @@ def structure(items: Sequence[YesNoItem]) -> dict[str, Any]:
 
 
 def warnings_of(found: Mapping[str, Any]) -> list[str]:
-    """What about a `structure` makes its scores differ from those of the clean files."""
-    told = []
+    """Properties of a `structure` by which scores differ from those of the clean files."""
+    notes = []
     for name, count in found["questions"].items():
         if found["misspelt"][name]:
-            told.append(
+            notes.append(
                 f"{found['misspelt'][name]} questions of {name} say 'imange': an old version; "
                 "recalls of the splits may differ"
             )
         if count == 2910:
-            told.append(f"{name} has 2,910 questions: an old version, not comparable with 3,000")
+            notes.append(f"{name} has 2,910 questions: an old version, not comparable with 3,000")
         elif 2 * found["yes"][name] != count:
-            told.append(f"{name} has {found['yes'][name]} yes-questions of {count}, not half")
+            notes.append(f"{name} has {found['yes'][name]} yes-questions of {count}, not half")
     if not found["yes_questions_identical"] and not any(found["misspelt"].values()):
-        told.append("the splits have different yes-questions, so that their recalls may differ")
-    return told
-
-
-def asked_object(question: str) -> str | None:
-    """The object of a question of POPE's form; ``None``: it has another form."""
-    found = re.fullmatch(r"is there an? (.+?) in the im[an]+ge\?", question.strip().lower())
-    return found[1] if found else None
-
-
-def contradicted(
-    items: Sequence[YesNoItem], present: Mapping[str, Sequence[str]]
-) -> list[YesNoItem]:
-    """Questions whose label other annotations contradict.
-
-    Args:
-        items: Questions.
-        present: Names of the objects in each image, as the questions call them; images that are
-            missing here are not looked at.
-    """
-    found = []
-    for item in items:
-        name = asked_object(item.question)
-        if name is None or item.image not in present:
-            continue
-        if (name in present[item.image]) != (item.target == "yes"):
-            found.append(item)
-    return found
+        notes.append("the splits have different yes-questions, so that their recalls may differ")
+    return notes
 
 
 def _always(word: Label, items: Sequence[YesNoItem]) -> dict[str, float]:

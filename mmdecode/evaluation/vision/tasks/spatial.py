@@ -1,8 +1,8 @@
 """Spatial relations: What's Up's photographs of the same two objects, and VSR's statements.
 
 In What's Up (Kamath et al., 2023) two objects are shown in four relations, so that an answer which
-ignores the image has one of the four right. Beside single questions it counts pairs (left and
-right, on and under, in front and behind) and whole sets of four.
+ignores the image has one of the four right. Besides single questions, pairs (left and right, on and
+under, in front and behind) and whole sets of four are counted.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ WHATS_UP = {"left": "left", "right": "right", "on": "on", "under": "under", "beh
 
 
 COLUMNS = ("right", "questions", "right_pairs", "pairs", "right_sets", "sets", "unparsed")
-"""What `count_choices` counts, in order."""
+"""Columns of `count_choices`, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpatialScore:
-    """Shares of right answers, and what answering without the image would earn.
+    """Shares of right answers, and the shares that are reached without the image.
 
     Attributes:
-        individual: Of the questions.
-        pair: Of the pairs; ``None``: there is none.
-        set: Of the whole sets; ``None``: there is none.
-        unparsed: Answers that name none of the options or several; they are wrong.
-        chance: Of the questions, by drawing an option for each.
-        majority: Of the questions, by always giving the commonest right answer.
-        intervals: 95 % interval of the first four that are known, by bootstrap over groups, or
-            over images where a question has no group.
-        questions, pairs, sets: Their numbers; those of several seeds are added up.
+        individual: Share of questions that are answered right.
+        pair: Share of pairs with both questions right; ``None``: there is no pair.
+        set: Share of sets with all questions right; ``None``: there is no set.
+        unparsed: Share of answers that name none of the options or several; they are wrong.
+        chance: Expected share of right answers if an option is chosen at random.
+        majority: Share of right answers if the most common right answer is always given.
+        intervals: 95 % interval of each of the first four that is known, by bootstrap over groups,
+            or over images where a question has no group.
+        questions, pairs, sets: Number of questions, pairs and sets, summed over seeds.
     """
 
     individual: float
@@ -86,13 +86,13 @@ class SpatialScore:
 
 
 def count_choices(items: Sequence[ChoiceItem]) -> dict[str, np.ndarray]:
-    """Counts of each group of questions, or of each image whose questions have none.
+    """Counts right answers of each group of questions, or of each image without a group.
 
     A pair is two questions of one group with opposite answers; a set is all questions of a group
     with more than two of them.
 
     Args:
-        items: Answered once each.
+        items: Items, each answered once.
 
     Returns:
         ``(7,)`` by group; the columns are `COLUMNS`.
@@ -103,13 +103,13 @@ def count_choices(items: Sequence[ChoiceItem]) -> dict[str, np.ndarray]:
     groups: dict[str, dict[str, bool]] = defaultdict(dict)
     table: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(COLUMNS), dtype=np.int64))
     for item in items:
-        said = None if item.error else choice(item.output, item.options)
+        chosen = None if item.error else choice(item.output, item.options)
         unit = unit_of(item)
         if item.group and item.target in groups[unit]:
             raise OptionError(f"{item.group!r} has two questions with the answer {item.target!r}")
         if item.group:
-            groups[unit][item.target] = said == item.target
-        table[unit][[1, 0, 6]] += [1, said == item.target, said is None]
+            groups[unit][item.target] = chosen == item.target
+        table[unit][[1, 0, 6]] += [1, chosen == item.target, chosen is None]
     for unit, group in groups.items():
         pairs = [group[a] and group[b] for a, b in OPPOSITES if a in group and b in group]
         whole = [all(group.values())] if len(group) > 2 else []
@@ -118,18 +118,18 @@ def count_choices(items: Sequence[ChoiceItem]) -> dict[str, np.ndarray]:
 
 
 def unit_of(item: ChoiceItem) -> str:
-    """What intervals draw: the group of a question, or else its image."""
+    """Unit of the bootstrap: the group of a question, or else its image."""
     return item.group or item.image or item.id
 
 
 def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Shares of summed counts, NaN where there is no pair or set.
+    """Shares of summed counts; NaN where there is no pair or set.
 
     Args:
-        counts: ``(..., 7)`` under `COLUMNS`.
+        counts: ``(..., 7)``, see `COLUMNS`.
 
     Returns:
-        ``(...)`` each.
+        Each share, of shape ``(...)``, by name.
     """
     right, questions, right_pairs, pairs, right_sets, sets, unparsed = np.moveaxis(
         counts.astype(float), -1, 0
@@ -149,9 +149,9 @@ def score_choices(
     """Scores answers to questions with options.
 
     Args:
-        items: Answered once each.
-        resamples: Bootstrap draws of the intervals.
-        seed: Of the bootstrap.
+        items: Items, each answered once.
+        resamples: Bootstrap resamples for the intervals.
+        seed: Seed of the bootstrap.
 
     Raises:
         OptionError: There are none, or a group has two questions with one answer.
@@ -164,11 +164,11 @@ def score_choices(
 def summed(
     items: Sequence[ChoiceItem], counts: np.ndarray, resamples: int, seed: int
 ) -> SpatialScore:
-    """The score of counted answers.
+    """Scores of counted answers.
 
     Args:
         items: The questions, each once.
-        counts: ``(units, 7)`` under `COLUMNS`, of several seeds added up.
+        counts: ``(units, 7)``, see `COLUMNS`, summed over seeds.
         resamples: See `score_choices`.
         seed: See `score_choices`.
     """
@@ -190,12 +190,12 @@ def summed(
 
 
 def read_choices(path: Path, name: str = "all", left_out: LeftOut = None) -> list[ChoiceItem]:
-    """Questions with options.
+    """Reads questions with options.
 
     Args:
         path: JSON lines, packed or not, with ``image``, one of `QUESTION`, ``options``, one of
             `ANSWER`, and ``group`` where there are pairs.
-        name: Of the set they count in.
+        name: Name of the questions' set.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
     Raises:
@@ -228,9 +228,9 @@ def read_choices(path: Path, name: str = "all", left_out: LeftOut = None) -> lis
 
 
 def read_whats_up(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
-    """Questions on What's Up's controlled images: where is one object in relation to the other?
+    """Reads What's Up's controlled images as questions on the relation of two objects.
 
-    Objects and relation are those of the file's name, ``mug_left_of_table.jpeg``; the options are
+    Objects and relation are taken from the file's name, ``mug_left_of_table.jpeg``; the options are
     the relations that occur in the file.
 
     Args:
@@ -238,7 +238,7 @@ def read_whats_up(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
     Raises:
-        InputError: It cannot be read, or an image is not named so.
+        InputError: The file cannot be read, or an image's name has another form.
     """
     rows = read_json(path)
     if not isinstance(rows, list) or not rows:
@@ -280,11 +280,11 @@ def read_vsr(
     ask: str = "{} Is this statement about the image true?",
     left_out: LeftOut = None,
 ) -> list[YesNoItem]:
-    """Statements of Visual Spatial Reasoning; true ones are to be answered with yes.
+    """Reads statements of Visual Spatial Reasoning; the right answer to a true one is yes.
 
     Args:
         path: JSON lines, packed or not.
-        name: Of the set they count in.
+        name: Name of the questions' set.
         ask: The question, with ``{}`` for the statement.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
@@ -294,14 +294,14 @@ def read_vsr(
     items = []
     for where, row in read_json_lines(path, left_out):
         with leaving_out(left_out):
-            image, said = field_of(row, ("image",), where), field_of(row, ("caption",), where)
+            image, claim = field_of(row, ("image",), where), field_of(row, ("caption",), where)
             if row.get("label") not in (0, 1):
                 raise InputError(f"{where} has the label {row.get('label')!r}; expected 0 or 1")
             items.append(
                 YesNoItem(
-                    id=f"{image}: {said}",
+                    id=f"{image}: {claim}",
                     image=image,
-                    question=ask.format(said),
+                    question=ask.format(claim),
                     target="yes" if row["label"] else "no",
                     sets=(name,),
                 )

@@ -159,11 +159,10 @@ def test_a_recording_is_heard_alike_after_another(clips):
 
 
 @pytest.mark.parametrize("rate", [8_000, 16_000])
-def test_the_cut_recording_is_its_stretches(clips, rate, monkeypatch):
-    monkeypatch.setattr("mmdecode.asr.audio.reading._BLOCK", 5_000)
+def test_the_cut_recording_is_its_stretches(clips, rate):
     samples = np.concatenate([clips[0], silence(4.0), clips[1], silence(4.0), clips[2]])
     samples += 1e-4
-    source, timeline = detector().cut(source_of(samples, RATE), rate)
+    source, timeline = detector().cut(source_of(samples, RATE, block=5_000), rate)
     assert len(timeline.stretches) == 3
     packed = np.concatenate([part[:, 0] for _, part in source.read()])
     edges = [(round(s.begin * rate), round(s.stop * rate)) for s in timeline.stretches]

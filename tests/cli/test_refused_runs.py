@@ -1,12 +1,10 @@
 """A command that is refused leaves every file and folder as it was, and is refused first."""
 
 import pytest
-from typer.testing import CliRunner
 
-from mmdecode.cli.app import app
 from mmdecode.errors import MMDecodeError, OptionError
 from mmdecode.runs.files import note_settings, write_file
-from tests.support.commands import all_commands
+from tests.support.commands import all_commands, invoke
 
 NO_MODEL = ["--model", "./nowhere"]
 OUT = ["--out", "out"]
@@ -58,7 +56,7 @@ REPLACED = {
 
 def refused(name):
     """The error of a command line."""
-    done = CliRunner().invoke(app, [*name.split(), *COMMAND_LINES[name]])
+    done = invoke(*name.split(), *COMMAND_LINES[name])
     assert isinstance(done.exception, MMDecodeError), (done.output, done.exception)
     return done.exception
 

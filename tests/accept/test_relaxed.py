@@ -12,7 +12,7 @@ from mmdecode.accept import rejection as rejection_rule
 from mmdecode.accept.cool_sd import CoolSD
 from mmdecode.accept.gsd import GSD
 from mmdecode.accept.lantern import LANTERN, borrowed, nearest
-from mmdecode.accept.rejection import Asked, Rejection, residual
+from mmdecode.accept.rejection import Candidate, Rejection, residual
 from mmdecode.decoder import Decoder
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.engine import window
@@ -282,11 +282,11 @@ def test_a_group_is_next_to_its_token_in_order_close_in_probability_and_close_in
     q = torch.tensor([0.05, 0.5, 0.1, 0.2, 0.05, 0.1])
 
     def odds(token, adapter=None, **options):
-        place = torch.tensor(0)
-        asked = Asked(
-            p=p, q=q, token=torch.tensor(token), depth=place, place=place, adapter=adapter
+        first = torch.tensor(0)
+        candidate = Candidate(
+            p=p, q=q, token=torch.tensor(token), depth=first, position=first, adapter=adapter
         )
-        first, second = GSD(**options).odds(asked)
+        first, second = GSD(**options).odds(candidate)
         return round(float(first), 6), round(float(second), 6)
 
     wide = {"gap": 1.0, "distance": None}

@@ -1,18 +1,20 @@
 """``mmdecode evaluate images`` from end to end, on a tiny random LlamaGen."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
+
+from tests.support.commands import invoke, json_of
+from tests.support.files import json_lines
 
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 pytest.importorskip("timm")
 
 from mmdecode.accept.rejection import Rejection
-from mmdecode.cli import app as cli
 from mmdecode.decoder import Decoder
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
@@ -96,10 +98,7 @@ def pictures(tmp_path_factory):
 def evaluate(checkpoint, *options):
     arguments = ["evaluate", "images", "--model", str(checkpoint), "--permutations", "99"]
     arguments += ["--resamples", "20", "--batch-size", "4", "--guidance", "1.5", *options]
-    result = CliRunner().invoke(cli.app, arguments)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+    return invoke(*arguments, catch_exceptions=False)
 
 
 def test_every_number_from_a_checkpoint_to_the_page(checkpoint, pictures, tmp_path):
@@ -110,7 +109,7 @@ def test_every_number_from_a_checkpoint_to_the_page(checkpoint, pictures, tmp_pa
         checkpoint, *options, "--training", str(pictures), "--out", str(folder), "--json"
     )
     assert result.exit_code == 0, result.output
-    summary = json.loads(result.stdout.splitlines()[-1])
+    summary = json_of(result)
     modes = summary["modes"]
     assert list(modes) == [PLAIN, AGAIN, "exact", "relaxed", LANTERN]
     assert [mode["claims"] for mode in modes.values()] == ["exact"] * 3 + ["heuristic"] * 2
@@ -128,7 +127,7 @@ def test_every_number_from_a_checkpoint_to_the_page(checkpoint, pictures, tmp_pa
     assert summary["real_pictures"]["floor_images"] == 4
     assert modes[PLAIN]["pictures"]["memory"]["held_out"] > 0
     assert summary["conditions"]["sampling"]["top_k"] == 2000
-    rows = [json.loads(line) for line in (folder / "images.jsonl").read_text().splitlines()]
+    rows = json_lines(folder / "images.jsonl")
     assert len(rows) == 5 * 9
     assert {row["condition"] for row in rows} == {0, 1, 2}
     page = (folder / "report.html").read_text()
@@ -172,7 +171,7 @@ def test_a_run_goes_on_at_the_next_image(checkpoint, tmp_path, monkeypatch):
 
 
 def test_scenes_are_rendered_and_go_through_the_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.setattr(image_truth, "_seeds_of_training", lambda: range(6))
+    monkeypatch.setattr(image_truth, "seeds_of_training", lambda: range(6))
     model = load(str(build(tmp_path, levels=5)))
     classifier = Classifier.from_pretrained()
     truth = image_truth.truth_of(model, classifier, image_truth.SCENES, count=10)
@@ -214,14 +213,17 @@ def test_images_that_fail_are_told_and_left_out(checkpoint, monkeypatch):
     def images(self, requests, **options):
         for image in original(self, requests, **options):
             if image.ordinal == 1 and image.condition == 2 and self.guarantee == "heuristic":
-                yield self._failed(requests[image.index % 4], 0, Failed.of(InputError("lost"), ""))
+                failed = Failed.of(InputError("lost"), "")
+                lost = {"error": failed.error, "kind": failed.kind}
+                none = torch.empty(0)
+                yield replace(image, codes=none, tokens=none, commits=none, **lost)
             else:
                 yield image
 
     monkeypatch.setattr(ImageGenerator, "images", images)
     result = evaluate(checkpoint, "-n", "8", "--modes", "relaxed", "--json")
     assert result.exit_code == 1
-    summary = json.loads(result.stdout.splitlines()[-1])
+    summary = json_of(result)
     assert summary["failures"][0]["mode"] == "relaxed"
     assert summary["failures"][0]["error"] == "lost"
     assert summary["modes"]["relaxed"]["failed"] == 1
@@ -279,7 +281,11 @@ def test_a_rule_with_stale_bookkeeping_is_not_exact(checkpoint):
     )
     found = measured(model, recorder, recorder.run(), batch=240)
     report = ImageReport(
-        found, laws=recorder.laws, groups=groups_of(model).numpy(), permutations=99, resamples=20
+        found,
+        guarantees=recorder.guarantees,
+        groups=groups_of(model).numpy(),
+        permutations=99,
+        resamples=20,
     )
     modes = report.summary["modes"]
     assert modes["old distribution"]["claims"] == "exact"

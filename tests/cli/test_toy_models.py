@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
 from mmdecode.checkpoints import zoo_names
-from mmdecode.cli.app import app
 from mmdecode.cli.models import INSTEAD, MODELS, toy_note
 from mmdecode.zoo.scenes import draw_scene, render
 from mmdecode.zoo.speech import speech_test
-from tests.support.commands import all_commands
+from tests.support.commands import all_commands, invoke
 from tests.support.moonshine import NAME, hide_wheel, show_wheel
 
 CLIP = speech_test()[3].path
@@ -30,7 +28,7 @@ def own(tmp_path, monkeypatch):
 
 
 def printed(*words, **options):
-    done = CliRunner().invoke(app, words, **options)
+    done = invoke(*words, **options)
     assert done.exit_code == 0, (done.output, done.exception)
     return done
 

@@ -5,14 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from mmdecode.cli import transcribe
-from mmdecode.cli.app import app, main
+from mmdecode.cli.app import main
 from mmdecode.cli.shared import given_in, with_devices
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.console import console
-from tests.support.commands import all_commands
+from tests.support.commands import all_commands, invoke
 
 GONE = "--manifest --input --output --batch --image-folder --precision --norm --n".split()
 
@@ -35,9 +34,9 @@ def test_no_command_has_a_name_of_its_own_for_a_common_option(name):
 def test_out_is_a_folder_in_every_command(name, tmp_path):
     (tmp_path / "file").write_text("")
     given = [*name.split(), "--out"]
-    refused = CliRunner().invoke(app, [*given, str(tmp_path / "new/a.JSONL")]).exception
+    refused = invoke(*given, tmp_path / "new/a.JSONL").exception
     assert isinstance(refused, OptionError) and "give --out" in str(refused)
-    refused = CliRunner().invoke(app, [*given, str(tmp_path / "file")]).exception
+    refused = invoke(*given, tmp_path / "file").exception
     assert isinstance(refused, InputError)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -45,7 +44,7 @@ def test_out_is_a_folder_in_every_command(name, tmp_path):
 def test_a_folder_may_have_a_dot_in_its_name(tmp_path):
     (tmp_path / "odd.json").mkdir()
     for name in ("odd.json", "run-0.1", ".hidden"):
-        done = CliRunner().invoke(app, ["ask", "--out", str(tmp_path / name)])
+        done = invoke("ask", "--out", tmp_path / name)
         assert "nothing to ask" in str(done.exception)
 
 
@@ -92,21 +91,21 @@ def test_what_is_no_option_or_no_value_is_refused(given, text, message):
 def test_the_command_line_wins_over_a_file(tmp_path):
     (tmp_path / "o.yaml").write_text("seed: wrong\nresume: true\n")
     words = ["ask", "--options", str(tmp_path / "o.yaml")]
-    done = CliRunner().invoke(app, words)
+    done = invoke(*words)
     assert done.exit_code == 2 and "'--seed'" in done.stderr
-    done = CliRunner().invoke(app, [*words, "--seed", "1"])
+    done = invoke(*words, "--seed", "1")
     assert "--resume does nothing without --out" in str(done.exception)
 
 
 def test_what_a_file_says_is_among_the_settings(tmp_path):
     (tmp_path / "o.yaml").write_text("data: cv\nmethods: 1best\nlimit: 6\nresamples: 20\n")
     words = ["evaluate", "nbest", "--options", str(tmp_path / "o.yaml"), "--out"]
-    done = CliRunner().invoke(app, [*words, str(tmp_path / "a")])
+    done = invoke(*words, tmp_path / "a")
     assert done.exit_code == 0, done.output
     (tmp_path / "o.yaml").write_text("data: cv\nmethods: 1best\nlimit: 5\nresamples: 20\n")
-    done = CliRunner().invoke(app, [*words, str(tmp_path / "a"), "--resume"])
+    done = invoke(*words, tmp_path / "a", "--resume")
     assert "limit was 6, is 5" in str(done.exception)
-    done = CliRunner().invoke(app, [*words, str(tmp_path / "a"), "--resume", "--limit", "6"])
+    done = invoke(*words, tmp_path / "a", "--resume", "--limit", "6")
     assert done.exit_code == 0, done.output
 
 
@@ -116,12 +115,12 @@ def test_what_a_file_says_is_among_the_settings(tmp_path):
 def test_quiet_leaves_errors_alone_on_stderr(tmp_path):
     (tmp_path / "o.yaml").write_text("data: cv\nmethods: 1best\nlimit: 6\nresamples: 20\n")
     words = ["evaluate", "nbest", "--options", str(tmp_path / "o.yaml"), "--out"]
-    plain = CliRunner().invoke(app, [*words, str(tmp_path / "a")])
-    quiet = CliRunner().invoke(app, [*words, str(tmp_path / "b"), "--quiet"])
+    plain = invoke(*words, tmp_path / "a")
+    quiet = invoke(*words, tmp_path / "b", "--quiet")
     assert "a smoke test" in plain.stderr and quiet.stderr == ""
     assert quiet.stdout == plain.stdout
     words = ["transcribe", str(tmp_path / "gone.wav"), "--model", "zoo:whisper-synth", "--quiet"]
-    missing = CliRunner().invoke(app, words)
+    missing = invoke(*words)
     assert missing.exit_code == 1 and missing.stderr.startswith("failed: ")
     console.errors_only = False
 
@@ -134,7 +133,7 @@ def test_verbose_says_where_an_error_was_raised(capfd, monkeypatch):
         said = capfd.readouterr().err
         assert "error: --resume does nothing" in said
         assert ("Traceback" in said) == shown
-    both = CliRunner().invoke(app, ["ask", "--quiet", "--verbose"])
+    both = invoke("ask", "--quiet", "--verbose")
     assert "contradict" in str(both.exception)
     console.errors_only = console.tells_all = False
 
@@ -148,7 +147,7 @@ def test_the_help_of_transcribe_begins_with_ten_options_and_has_all_others_in_gr
     assert len(first) == 10 and not [p.name for p in options if not p.rich_help_panel]
     named = " ".join(transcribe.PANELS.values()).split()
     assert {p.name for p in options} - {"options", "quiet", "verbose"} <= set(named)
-    shown = CliRunner().invoke(app, ["transcribe", "--help"]).stdout
+    shown = invoke("transcribe", "--help").stdout
     titles = re.findall(r"─ ([^─]+) ─", shown)
     assert titles == ["Arguments", *transcribe.PANELS, "Every command"]
 
@@ -158,7 +157,7 @@ def test_the_help_of_transcribe_begins_with_ten_options_and_has_all_others_in_gr
 
 @pytest.mark.parametrize("words", [[], ["evaluate"], ["train"], ["bench"]])
 def test_a_group_alone_shows_its_help_and_succeeds(words):
-    done = CliRunner().invoke(app, words)
+    done = invoke(*words)
     assert done.exit_code == 0
     assert "Usage: " in done.stdout and done.stderr == ""
 
@@ -184,14 +183,14 @@ def test_shells_complete_commands_and_their_options(shell, words, expected, monk
     }
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    done = CliRunner().invoke(app, [], prog_name="mmdecode")
+    done = invoke(prog_name="mmdecode")
     assert expected in done.stdout and "error" not in done.output.lower()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_that_is_shown_is_the_one_that_is_answered(shell, monkeypatch):
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
-    done = CliRunner().invoke(app, ["--show-completion", shell], prog_name="mmdecode")
+    done = invoke("--show-completion", shell, prog_name="mmdecode")
     assert f"_MMDECODE_COMPLETE=complete_{shell}" in done.stdout
     for name in LEAVES:
         options = [flag for p in LEAVES[name].params for flag in p.opts]
@@ -214,9 +213,9 @@ def test_none_is_a_draft_and_a_guide_in_every_command(tmp_path):
 def test_numbers_are_finite_in_every_command(number, tmp_path):
     (tmp_path / "o.yaml").write_text(f"top-p: {number}\n")
     for words in (["--top-p", number], ["--options", str(tmp_path / "o.yaml")]):
-        done = CliRunner().invoke(app, ["ask", "a.png", "-q", "a", *words])
+        done = invoke("ask", "a.png", "-q", "a", *words)
         assert "--top-p" in str(done.exception) and "finite" in str(done.exception)
-    done = CliRunner().invoke(app, ["ask", "a.png", "-q", "a", "--limit", "9" * 20])
+    done = invoke("ask", "a.png", "-q", "a", "--limit", "9" * 20)
     assert "--limit 99999999999999999999: expected" in str(done.exception)
 
 
@@ -229,8 +228,8 @@ def test_whole_numbers_count_something_in_every_command(tmp_path):
         ["--n-best", "-1"],
         ["--batch-size", "0"],
     ):
-        done = CliRunner().invoke(app, [*words, *more])
+        done = invoke(*words, *more)
         assert isinstance(done.exception, OptionError) and "or more" in str(done.exception)
     words = ["train", "medusa", "--model", "m", "--data", str(tmp_path), "--out", "out"]
-    done = CliRunner().invoke(app, [*words, "--limit", "0"])
+    done = invoke(*words, "--limit", "0")
     assert "--limit 0: expected 1 or more" in str(done.exception)

@@ -1,19 +1,20 @@
 """``mmdecode evaluate pope|chair|mme|amber|spatial`` from end to end, on a tiny random LLaVA."""
 
+import functools
 import gzip
 import json
 import shutil
 import subprocess
 
 import pytest
-from typer.testing import CliRunner
 
-from mmdecode.cli import app as cli
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.vision.data import read_questions
 from mmdecode.runs import crashes
 from mmdecode.runs.journal import Journal
 from mmdecode.vlm import loading
+from tests.support.commands import invoke, json_of
+from tests.support.files import json_lines, write_json_lines
 from tests.vlm.conftest import build_model, build_processor, picture
 
 OBJECTS = ("ring", "star", "circle")
@@ -46,9 +47,11 @@ def data(tmp_path_factory):
             for place in range(3)
             for name in ("ring", "star" if split == "random" else "circle")
         ]
-        write(folder / f"my_pope_{split}.jsonl", rows)
-    write(folder / "objects.jsonl", [{"image": f"{i}.png", "objects": ["dog"]} for i in range(2)])
-    write(
+        write_json_lines(folder / f"my_pope_{split}.jsonl", rows)
+    write_json_lines(
+        folder / "objects.jsonl", [{"image": f"{i}.png", "objects": ["dog"]} for i in range(2)]
+    )
+    write_json_lines(
         folder / "mme.jsonl",
         [
             {"category": "color", "image": f"{i}.png", "question": f"{text}?", "answer": text}
@@ -60,11 +63,11 @@ def data(tmp_path_factory):
         {"image": f"{i}.png", "question": "Where?", "options": ["left", "right"], "group": "one"}
         for i in range(2)
     ]
-    write(
+    write_json_lines(
         folder / "images" / "choices.jsonl",
         [row | {"answer": row["options"][i]} for i, row in enumerate(choices)],
     )
-    write(
+    write_json_lines(
         folder / "images" / "vsr.jsonl",
         [{"image": f"{i}.png", "caption": "It is left.", "label": i} for i in range(2)],
     )
@@ -81,16 +84,11 @@ def data(tmp_path_factory):
     return folder
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def run(*words):
-    return CliRunner().invoke(cli.app, ["evaluate", *map(str, words)], catch_exceptions=False)
+run = functools.partial(invoke, "evaluate", catch_exceptions=False)
 
 
 def parsed(done):
-    return json.loads(done.stdout.splitlines()[-1])
+    return json_of(done)
 
 
 @pytest.fixture
@@ -206,7 +204,7 @@ def test_a_run_prints_and_writes_everything(finished):
     assert ("plausible:beta=0.1, sampled", "vcd, sampled") in pairs
     assert ("greedy shifted to vcd", "vcd") in pairs and ("sampled", "vcd, sampled") in pairs
     assert ("greedy", "vcd, sampled") not in pairs
-    rows = [json.loads(line) for line in (out / "items.jsonl").read_text().splitlines()]
+    rows = json_lines(out / "items.jsonl")
     assert len(rows) == 9 * (1 + 2 + 1 + 1 + 1 + 2 + 2)
     assert {row["image"] for row in rows if row["error"]} == {"2.png"}
     for name in ("summary.json", "report.html", "table.md", "differences.png"):
@@ -414,14 +412,14 @@ def test_an_image_at_which_a_run_died_is_read_apart(settings, data, tmp_path, mo
     words = settings("chair", data / "objects.jsonl", "--greedy", "--out", tmp_path)
     done = run(*words)
     assert done.exit_code == 1 and "0.png: crashes the library that decodes it" in done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "items.jsonl").read_text().splitlines()]
+    rows = json_lines(tmp_path / "items.jsonl")
     errors = {row["id"]: row["error"] for row in rows}
     assert errors["0.png"] and errors["1.png"] is None
     assert (tmp_path / ".reading").exists()
 
 
 def test_help_names_both_kinds_of_models():
-    told = CliRunner().invoke(cli.app, ["--help"]).stdout
+    told = invoke("--help").stdout
     assert "Score models on speech or on images" in " ".join(told.split())
     assert "Score models on speech or on images" in run("--help").stdout
 

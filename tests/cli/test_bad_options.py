@@ -21,7 +21,7 @@ from mmdecode.runs.console import console
 from mmdecode.zoo.speech import speech_test
 from tests.support.commands import all_commands
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LEAVES = all_commands()
 BASES = {
     "demo": "vlm --limit 1",

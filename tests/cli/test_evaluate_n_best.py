@@ -9,19 +9,20 @@ import pytest
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as models_of
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner
+from transformers import PreTrainedTokenizerFast
 
 from mmdecode.asr.correction import corrector as correction
 from mmdecode.asr.correction import selection
 from mmdecode.asr.correction.n_best_lists import NBestList, read_lists, write_lists
-from mmdecode.cli import app as cli
-from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
+from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.nbest.methods import Output, parts_of
 from mmdecode.evaluation.nbest.n_best import Aligner
 from mmdecode.evaluation.nbest.report import NBestReport, save_reports
 from mmdecode.evaluation.report.layout import MADE_BY
 from mmdecode.evaluation.speech.wer import wer
+from tests.support import tiny_models
+from tests.support.commands import invoke, json_of
+from tests.support.files import json_lines, write_json_lines
 from tests.support.pages import checked
 
 
@@ -46,18 +47,13 @@ def data(tmp_path):
 
 
 def run(*args, ok=True):
-    result = CliRunner().invoke(
-        cli.app, ["evaluate", "nbest", "--resamples", "50", *map(str, args)]
-    )
-    if ok:
-        assert result.exit_code == 0, result.output
-    elif result.exception is not None and isinstance(result.exception, MMDecodeError):
-        raise result.exception
+    result = invoke("evaluate", "nbest", "--resamples", "50", *args, catch_exceptions=ok)
+    assert result.exit_code == 0 or not ok, result.output
     return result
 
 
 def summary_of(result):
-    return json.loads(result.stdout.splitlines()[-1])["sets"]
+    return json_of(result)["sets"]
 
 
 class Copier:
@@ -133,11 +129,9 @@ def test_models_are_loaded_by_their_folder(data, tmp_path):
     own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=own, **special).save_pretrained(tmp_path / "m")
-    torch.manual_seed(0)
-    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    ends = {"bos_token_id": 0, "eos_token_id": 1}
-    config = LlamaConfig(vocab_size=len(vocab), num_attention_heads=2, **size, **ends)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "m")
+    sizes = {"vocab_size": len(vocab), "hidden_size": 16, "intermediate_size": 24}
+    language = tiny_models.llama(**sizes, bos_token_id=0, eos_token_id=1)
+    language.save_pretrained(tmp_path / "m")
     model = tmp_path / "m"
     [found] = summary_of(
         run("--data", data, "--limit", 12, "--methods", f"lm:{model}", "--corrector", model,
@@ -168,7 +162,7 @@ def test_a_list_at_which_a_model_raises_keeps_its_first_hypothesis(data, monkeyp
     monkeypatch.setattr(Stumbling, "bad", bad)
     result = run(*args, "--json", ok=False)
     assert result.exit_code == 1
-    told = json.loads(result.stdout.splitlines()[-1])
+    told = json_of(result)
     assert {(one["method"], one["id"]) for one in told["failures"]} == {
         (f"{kind}:small", name) for kind in ("lm", "lm+scores") for name in bad
     }
@@ -176,7 +170,7 @@ def test_a_list_at_which_a_model_raises_keeps_its_first_hypothesis(data, monkeyp
     assert "4 failed; their first hypotheses count" in result.stderr
     [found] = told["sets"]
     assert found["failed"] == {"lm:small": 2, "lm+scores:small": 2}
-    texts = [json.loads(line) for line in (tmp_path / "r" / "texts.jsonl").read_text().splitlines()]
+    texts = json_lines(tmp_path / "r" / "texts.jsonl")
     row = next(one for one in texts if one["id"] == bad[0])
     assert row["texts"]["lm:small"] == row["texts"]["1best"]
     monkeypatch.setattr(Stumbling, "bad", ())
@@ -227,7 +221,7 @@ def test_files_hold_everything_and_the_summary_no_texts(data, models, tmp_path):
     assert (out / "table.md").read_text().startswith(MADE_BY)
     assert '<span class="substitute">read<del>red</del></span>' in page and "made better" in page
     assert "<td>read</td><td>red</td>" in page
-    rows = [json.loads(line) for line in (out / "texts.jsonl").read_text().splitlines()]
+    rows = json_lines(out / "texts.jsonl")
     assert {*rows[0]["texts"]} >= {"1best", "mbr", "table", "corrector:c"}
     assert len(rows) == json.loads((out / "summary.json").read_text())["sets"][0]["test"]
 
@@ -270,7 +264,7 @@ def test_references_come_from_a_manifest(tmp_path):
     write_lists(bare, tmp_path / "bare.jsonl")
     manifest = tmp_path / "said.jsonl"
     rows = [{"id": one.id, "text": one.reference} for one in lists]
-    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(manifest, rows)
     with pytest.raises(InputError, match="no reference"):
         run("--data", tmp_path / "bare.jsonl", ok=False)
     [found] = summary_of(run("--data", tmp_path / "bare.jsonl", "--references", manifest, "--json"))
@@ -327,7 +321,7 @@ def test_a_report_shows_what_it_made_worse_and_how_sure_it_is(tmp_path):
 
 def test_what_is_held_back_is_a_mode_of_its_own():
     lists = some_lists(12)
-    found = {"m": Output(texts=["x"] * 12, held=[one.best for one in lists], threshold=1.0)}
+    found = {"m": Output(texts=["x"] * 12, thresholded=[one.best for one in lists], threshold=1.0)}
     report = NBestReport("d", parts_of(lists, 0.0, 0.0), found, Aligner("none"), resamples=5)
     methods = report.summary["methods"]
     assert methods["m (threshold)"] == methods["1best"] != methods["m"]

@@ -1,27 +1,22 @@
 """``mmdecode audit``: verdicts, tables, JSON and exit codes."""
 
+import functools
 import json
 
 import pytest
-import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from mmdecode import checkpoints
-from mmdecode.cli.app import app
 from mmdecode.errors import InputError, OptionError
+from tests.support import tiny_models
+from tests.support.commands import invoke, json_of
 
-
-def run(*args):
-    done = CliRunner().invoke(app, ["audit", *map(str, args)])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done
+run = functools.partial(invoke, "audit", catch_exceptions=False)
 
 
 def test_a_draft_for_the_shipped_model_passes():
     done = run("--draft", "medusa", "--limit", 1, "--dtype", "bf16", "--json")
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json_of(done)
     assert done.exit_code == 0, found["words"]
     assert found["verdict"] == "passes"
     assert (found["draft"], found["dtype"], len(found["judged"])) == ("Medusa", "bfloat16", 1)
@@ -34,18 +29,13 @@ def text_model(tmp_path_factory):
     """A tiny random Llama with the shipped tokenizer."""
     folder = tmp_path_factory.mktemp("llama")
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoints.ZOO / "whisper-synth"))
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    tiny_models.llama(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
         num_attention_heads=4,
         initializer_range=0.4,
         eos_token_id=None,
         bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "prompts.txt").write_text("one two three one two\n\nfour five\n")
     return folder
@@ -112,7 +102,7 @@ def test_a_recording_that_cannot_be_read_is_listed_and_the_others_are_audited(tm
     (tmp_path / "a.ogg").write_bytes(clip.read_bytes())
     (tmp_path / "b.ogg").write_bytes(b"no audio")
     done = run("--data", tmp_path, "--no-timestamps", "--json", "--max-new-tokens", 6)
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json_of(done)
     assert done.exit_code == 1
     assert found["verdict"] == "passes"
     assert [failure["source"] for failure in found["failures"]] == [str(tmp_path / "b.ogg")]

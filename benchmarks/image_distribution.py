@@ -1,6 +1,6 @@
 """Whether images drawn under the rejection rule are as likely as plain ones, and what a bug does.
 
-    python benchmarks/image_law.py --page docs/image_speed.md     # CPU, about an hour
+    python benchmarks/image_distribution.py --page docs/image_speed.md     # CPU, about an hour
 
 Images of the same classes are drawn by the plain loop, by a Jacobi window under the rejection rule,
 and by two known mistakes: a window that keeps tokens with the distribution they had before they
@@ -108,11 +108,11 @@ def run(arguments: argparse.Namespace) -> Path:
             for label in subject.labels(arguments.batch_size, item)
         ]
 
-        def laws(part: slice, codes: Any = codes, labels: Any = labels) -> torch.Tensor:
+        def distributions(part: slice, codes: Any = codes, labels: Any = labels) -> torch.Tensor:
             return forced_logits(subject.model, labels[part], codes[part], subject.guidance)
 
         scored = likelihood(
-            laws, codes, subject.sampling, commits=commits, batch=arguments.batch_size
+            distributions, codes, subject.sampling, commits=commits, batch=arguments.batch_size
         )
         mean = mean_of(scored.per_image, labels)
         plain = plain or mean
@@ -137,10 +137,10 @@ def run(arguments: argparse.Namespace) -> Path:
         "rows": found,
     }
     torch_version = torch.__version__.partition("+")[0]
-    path = arguments.out / f"image-law-{device.type}-torch{torch_version}.json"
+    path = arguments.out / f"image-distribution-{device.type}-torch{torch_version}.json"
     write_result(path, result)
     if arguments.page:
-        write_page(arguments.page, tables(result, path.name), "law")
+        write_page(arguments.page, tables(result, path.name), "distribution")
     return path
 
 
@@ -178,13 +178,13 @@ def main() -> None:
     parser.add_argument("-n", "--count", type=int, default=4000)
     parser.add_argument("--batch-size", type=int, default=40)
     parser.add_argument("--window", type=int, default=32)
-    parser.add_argument("--work", type=Path, default=Path("outputs/image-law"))
+    parser.add_argument("--work", type=Path, default=Path("outputs/image-distribution"))
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument(
         "--draw", action="append", help="only draw this way's images, beside other processes"
     )
     parser.add_argument("--page", type=Path, help="a Markdown page to put the table into")
-    arguments = parsed(parser, page="law")
+    arguments = parsed(parser, page="distribution")
     only_our_output()
     run(arguments)
 
