@@ -19,6 +19,13 @@ COINED = {
 }
 """Identifiers and words that house style replaced by those of the field."""
 
+NAMES = {
+    *("place", "places", "behind", "beside", "drawn", "said", "heard", "told", "advice"),
+    *("painter", "painters", "picture", "pictures", "letters", "cuts", "looped", "made_up"),
+    *("doubt", "doubts", "doubtful", "sure", "sureness", "sees"),
+}
+"""Words that are English in a sentence, and that no identifier is made of."""
+
 KEPT = {
     # keys of results and files on disk
     ('"law"', "generate_image.py"),
@@ -104,6 +111,31 @@ def test_modules_speak_the_words_of_the_field(room):
     path = ROOT / "mmdecode" / room
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.suffix == ".py" else []
     assert [line for file in files for line in found_in(file)] == []
+
+
+NAMED = ("id", "attr", "arg", "name", "asname", "module")
+"""Fields of syntax nodes that hold identifiers."""
+
+
+def named_in(file):
+    """Lines of a module with identifiers that are made of a word of `NAMES`, also in f-strings."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = [getattr(node, field, None) for field in NAMED]
+        for name in {name for name in names if isinstance(name, str)}:
+            parts = f"_{name}_".lower()
+            if any(f"_{word}_" in parts for word in NAMES):
+                found.append(f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: {name}")
+    return found
+
+
+CODE = ("mmdecode", "tests", "benchmarks", "examples", "asr", "vlm", "image_ar")
+
+
+@pytest.mark.parametrize("folder", CODE)
+def test_identifiers_are_made_of_words_of_the_field(folder):
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert [line for file in files for line in named_in(file)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
