@@ -79,8 +79,8 @@ def attention_configs(model: Any, name: str) -> Iterator[None]:
     configs = [c for c in {id(c): c for c in parts}.values() if attention_implementation(c)]
     with _lock:
         # first read, then set: a config hands on what it is told to those within
-        for config, said in [(c, attention_implementation(c)) for c in configs]:
-            _stock.setdefault(id(config), [said, 0])[1] += 1
+        for config, original in [(c, attention_implementation(c)) for c in configs]:
+            _stock.setdefault(id(config), [original, 0])[1] += 1
         for config in configs:
             config._attn_implementation = name
     try:
@@ -88,9 +88,9 @@ def attention_configs(model: Any, name: str) -> Iterator[None]:
     finally:
         with _lock:
             for config in configs:  # the outer ones first
-                said, held = _stock[id(config)]
+                original, held = _stock[id(config)]
                 _stock[id(config)][1] = held - 1
-                config._attn_implementation = name if held > 1 else said
+                config._attn_implementation = name if held > 1 else original
                 if held == 1:
                     del _stock[id(config)]
 

@@ -94,12 +94,12 @@ def cache_folder() -> Path:
         InputError: None of them is set, and the user has no home.
     """
     own, shared = os.environ.get("MMDECODE_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    place = Path(own) if own else Path(shared or "~/.cache") / "mmdecode"
+    folder = Path(own) if own else Path(shared or "~/.cache") / "mmdecode"
     try:
-        return place.expanduser()
+        return folder.expanduser()
     except RuntimeError as error:
         raise InputError(
-            f"no folder for a cache: this user has no home ({place}); set MMDECODE_CACHE to one"
+            f"no folder for a cache: this user has no home ({folder}); set MMDECODE_CACHE to one"
         ) from error
 
 
@@ -504,23 +504,23 @@ def read_tensors(file: Path) -> dict[str, Any]:
         ) from error
 
 
-PLACES = ("model", "module", "state_dict")
+WRAPPER_KEYS = ("model", "module", "state_dict")
 """Keys under which training frameworks put weights: DDP, DeepSpeed and others."""
 
 
 def published_weights(file: str | Path, marker: str) -> dict[str, Any]:
-    """Weights of a research checkpoint: under one of `PLACES`, or bare.
+    """Weights of a research checkpoint: under one of `WRAPPER_KEYS`, or bare.
 
     Args:
         file: ``.pt``, ``.pth``, ``.bin`` or ``.safetensors``.
         marker: A parameter that the architecture always has.
 
     Raises:
-        InputError: None of the places holds the parameter, or the file cannot be read.
+        InputError: The parameter is under none of these keys, or the file cannot be read.
     """
     found = read_tensors(Path(file))
-    for place in PLACES:
-        inner = found.get(place)
+    for key in WRAPPER_KEYS:
+        inner = found.get(key)
         if isinstance(inner, dict) and marker in inner:
             return dict(inner)
     if marker in found:
@@ -528,7 +528,7 @@ def published_weights(file: str | Path, marker: str) -> dict[str, Any]:
     shown = ", ".join(sorted(map(str, found))[:6]) or "nothing"
     raise InputError(
         f"{file} holds {shown}; expected {marker!r} at the top or under "
-        f"{', '.join(map(repr, PLACES))}: give a checkpoint of this architecture"
+        f"{', '.join(map(repr, WRAPPER_KEYS))}: give a checkpoint of this architecture"
     )
 
 

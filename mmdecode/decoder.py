@@ -277,11 +277,11 @@ class Decoder:
             streamer.put(input_ids.cpu())
         edited = _looks_inside(guide, needs)
         with attention.switched(model) if edited else nullcontext():
-            longest = run.run()
+            cur_len = run.run()
         self.stats.merge(stats)
-        checks.warn_beyond_training(adapter, call.prompt_length + longest, call.prompt_length)
+        checks.warn_beyond_training(adapter, call.prompt_length + cur_len, call.prompt_length)
         encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", 0))
-        return output(call, config, recorder, longest, encoder_decoder)
+        return output(call, config, recorder, cur_len, encoder_decoder)
 
     def _draft_target(
         self, guide: Guide | None, processors: LogitsProcessorList, images: bool

@@ -71,9 +71,11 @@ class Entry:
 
     def described(self) -> Entry:
         """This entry with what its class says of itself; a plug-in is loaded for that."""
-        told = _told_by(self.load()) if self.plugin else _written_in(self.target)
+        attributes = (
+            _attributes_of(self.load()) if self.plugin else _attributes_in_source(self.target)
+        )
         rule = {"guarantee": "as the rule"} if self.kind == "draft" else {}
-        return replace(self, **told | rule)
+        return replace(self, **attributes | rule)
 
 
 def plugins(kind: str, taken: Iterable[str]) -> dict[str, Entry]:
@@ -115,13 +117,13 @@ def _scan(kind: str, taken: tuple[str, ...], path: tuple[str, ...]) -> dict[str,
     return found
 
 
-def _told_by(cls: type) -> dict[str, str]:
+def _attributes_of(cls: type) -> dict[str, str]:
     first_line = (inspect.getdoc(cls) or "").partition("\n")[0]
     found = {name: str(getattr(cls, name)) for name in _ATTRIBUTES if hasattr(cls, name)}
     return {"summary": first_line} | found
 
 
-def _written_in(target: str) -> dict[str, str]:
+def _attributes_in_source(target: str) -> dict[str, str]:
     """The same of a class of this package by its source, up to its first method."""
     module, _, name = target.partition(":")
     package, _, path = module.partition(".")
@@ -130,6 +132,6 @@ def _written_in(target: str) -> dict[str, str]:
     found = {}
     for node in ast.walk(ast.parse(head)):
         match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(told))):
-                found[name] = told
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(literal))):
+                found[name] = literal
     return {name: found[name] for name in _ATTRIBUTES if name in found}

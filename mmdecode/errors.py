@@ -42,16 +42,16 @@ class IncompatibleError(MMDecodeError, ValueError):
     """Two parts do not fit each other; the message names both sides."""
 
     @classmethod
-    def between(cls, left: str, right: str, because: str, advice: str) -> IncompatibleError:
+    def between(cls, left: str, right: str, because: str, hint: str) -> IncompatibleError:
         """Builds the error from its four parts.
 
         Args:
             left: One side, for example ``accept 'rejection'``.
             right: The other side, for example ``draft 'lookup'``.
             because: Reason: the need of the one and the state of the other, without a full stop.
-            advice: The way out, in the imperative.
+            hint: The way out, in the imperative.
         """
-        return cls(f"{left} does not fit {right}: {because}; {advice}")
+        return cls(f"{left} does not fit {right}: {because}; {hint}")
 
 
 class ShapeError(MMDecodeError, ValueError):
@@ -123,15 +123,15 @@ def refuse_unknown(options: Iterable[str], known: Sequence[str], what: str = "op
 
 def one_line(error: Exception) -> str:
     """Text of an error for users; marks an unforeseen one as such."""
-    said = " ".join(str(error).split())
+    text = " ".join(str(error).split())
     if isinstance(error, MMDecodeError):
-        return said
+        return text
     if isinstance(error, OSError) and error.filename is not None:
         return f"{str(error.filename)[:200]}: {error.strerror}; check the path, or choose another"
-    if isinstance(error, RuntimeError) and "device string" in said:
+    if isinstance(error, RuntimeError) and "device string" in text:
         return "no such device; expected cpu, cuda, cuda:N or mps"
     return (
-        f"unexpected {type(error).__name__}: {said[:300]}; set MMDECODE_DEBUG=1 to see where it "
+        f"unexpected {type(error).__name__}: {text[:300]}; set MMDECODE_DEBUG=1 to see where it "
         "was raised, and report it"
     )
 

@@ -311,7 +311,7 @@ def image_adapter_for(model: Any, **options: Any) -> Any:
 
 
 @functools.cache
-def _adapter_that(lists: str, model_type: str, advice: str) -> Any:
+def _adapter_that(lists: str, model_type: str, hint: str) -> Any:
     """The first adapter class whose attribute ``lists`` has the type."""
     known: list[str] = []
     for _, cls in classes("adapters"):
@@ -321,7 +321,7 @@ def _adapter_that(lists: str, model_type: str, advice: str) -> Any:
         known += types
     raise UnsupportedModelError(
         f"no adapter for model_type {model_type!r}; expected one of "
-        f"{', '.join(sorted(set(known)))}; {advice}register an adapter under the entry-point group "
+        f"{', '.join(sorted(set(known)))}; {hint}register an adapter under the entry-point group "
         "mmdecode.adapters"
     )
 

@@ -33,7 +33,7 @@ from tests.support.tiny import (
 from tests.support.tiny_vlm import IMAGE, vision_inputs, vision_model
 
 
-def letters(words=None):
+def character_tokenizer(words=None):
     """One printable character for each id of the tiny models; ``words`` for some of them."""
     vocabulary = {(words or {}).get(i, chr(33 + i)): i for i in range(VOCAB)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="!"))
@@ -68,7 +68,7 @@ def test_without_a_decoder_it_is_plain_generate():
 @pytest.mark.parametrize("draft", ["none", "known"])
 def test_stop_strings_end_rows_where_generate_ends_them(draft):
     rows = reference("llama", (("batch", 4),))[1]
-    tokenizer = letters()
+    tokenizer = character_tokenizer()
     stops = [tokenizer.decode(rows[0][3:5]), tokenizer.decode(rows[2][6:7])]
     options = {"stop_strings": stops, "tokenizer": tokenizer, "pad_token_id": 0}
     options["eos_token_id"] = VOCAB + 1  # so that transformers pads rows that ended
@@ -81,7 +81,7 @@ def test_stop_strings_end_rows_where_generate_ends_them(draft):
 
 def test_stop_strings_of_a_config_end_rows_too(monkeypatch):
     rows = reference("llama", (("batch", 4),))[1]
-    tokenizer = letters()
+    tokenizer = character_tokenizer()
     config = GenerationConfig(
         stop_strings=[tokenizer.decode(rows[0][3:5])],
         max_new_tokens=NEW,
@@ -160,10 +160,10 @@ class Listener(TestDrafter):
     """Proposes nothing and keeps the raw inputs of each call."""
 
     def __init__(self):
-        self.heard = []
+        self.inputs_of_calls = []
 
     def begin(self, call, prefill):
-        self.heard.append(dict(call.request.inputs))
+        self.inputs_of_calls.append(dict(call.request.inputs))
         return super().begin(call, prefill)
 
 
@@ -195,7 +195,7 @@ def test_raw_inputs_reach_a_decoder_inside_attach_and_only_there(family):
         mmdecode.generate(model(), decoder=decoder, **prompts_of(family))
     call(custom_generate=decoder)
     assert inside.tolist() == plainly.tolist()
-    before, during, named, front, after = draft.heard
+    before, during, named, front, after = draft.inputs_of_calls
     assert before == after == {}
     name = {"llava": "pixel_values", "whisper": "input_features"}[family]
     assert torch.equal(during[name], raw)
@@ -244,7 +244,7 @@ def test_a_callable_that_is_no_decoder_is_left_alone_inside_attach():
 
 def image_pipeline():
     """Of a tiny LLaVA, whose processor reads letters and pictures of 8 by 8."""
-    tokenizer = letters({IMAGE: "<image>"})
+    tokenizer = character_tokenizer({IMAGE: "<image>"})
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"], "pad_token": "!"})
     tokenizer.padding_side = "left"
     processor = LlavaProcessor(
@@ -263,7 +263,7 @@ def image_pipeline():
 def test_a_decoder_works_inside_the_image_pipeline():
     ask = image_pipeline()
     noise = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), dtype=np.uint8)
-    images = [Image.fromarray(picture) for picture in noise]
+    images = [Image.fromarray(array) for array in noise]
     texts = ["<image>abc", "de<image>f"]
 
     def answer(**options):
@@ -276,7 +276,7 @@ def test_a_decoder_works_inside_the_image_pipeline():
     assert answer(custom_generate=decoder) == expected
     with mmdecode.attach(ask.model):
         assert answer(custom_generate=decoder) == expected
-    seen = [call.get("pixel_values") for call in draft.heard]
+    seen = [call.get("pixel_values") for call in draft.inputs_of_calls]
     half = len(seen) // 2
     assert half and all(pixels is None for pixels in seen[:half])
     assert all(pixels is not None for pixels in seen[half:])

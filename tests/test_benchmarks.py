@@ -134,7 +134,7 @@ MARKED = {
 }  # fmt: skip
 
 
-def test_what_is_said_of_published_checkpoints_is_in_the_results(benchmarks):
+def test_sentences_on_published_checkpoints_follow_from_the_results(benchmarks):
     measured, pages = importlib.import_module("measured"), importlib.import_module("pages")
     begin, end = pages.marks(measured.NAME)
     shown = measured.shown(ROOT / "benchmarks" / "results")
@@ -395,9 +395,9 @@ def test_the_encoder_is_subtracted_only_where_it_ran(benchmarks):
 
     spent, encoder = [[5.0, 6.0], [5.0, 60.0], [4.0, 6.0]], [[1.0, 1.0], [1.0, 9.0], [1.0, 1.0]]
     assert timing(spent, encoder, True)["decode_s"] == 9
-    behind = timing(spent, encoder, False)
-    assert behind["decode_s"] == 11 and behind["encoder_share"] == round(2 / 13, 3)
-    assert behind["spread"] == 6.5
+    after_encoder = timing(spent, encoder, False)
+    assert after_encoder["decode_s"] == 11 and after_encoder["encoder_share"] == round(2 / 13, 3)
+    assert after_encoder["spread"] == 6.5
 
 
 def test_each_engine_is_shown_at_its_best(benchmarks):
@@ -565,16 +565,16 @@ def measured(*rows, ratio=0.9):
     }
 
 
-def test_what_is_said_of_real_speech_follows_from_what_was_measured(benchmarks):
+def test_sentences_on_real_speech_follow_from_the_measurements(benchmarks):
     script = importlib.import_module("real_speech")
     shown = importlib.import_module("real_speech_tables")
 
-    def said(result):
+    def page_of(result):
         return shown.tables(result | {"bars": script.bars(result)}, "r.json")
 
     undrafted, int8 = way("undrafted", 6.0, length=1.0), way("onnxruntime, int8", 4.0, 9)
     slow, fast = way("lookup", 7.0, length=1.1), way("lookahead", 5.0, length=1.4)
-    text = said(measured(undrafted, slow, int8, way("transformers' pipeline", None, 8)))
+    text = page_of(measured(undrafted, slow, int8, way("transformers' pipeline", None, 8)))
     assert "1.67 [1.10, 1.90] times as fast a token" in text
     assert text.count(": held.") == 2 and "MISSED" not in text
     assert "None of these drafts gains time: the best, lookup, is 0.86" in text
@@ -582,10 +582,10 @@ def test_what_is_said_of_real_speech_follows_from_what_was_measured(benchmarks):
     assert "Onnxruntime, int8 has them in 9 of 11" in text and "pipeline has them in 8" in text
     assert "Every row of ours has the ids" in text and "- swift: it needs more." in text
     assert "174 reference words" in text and "10 (5.7 %) wrong" in text
-    text = said(measured(way("undrafted", 9.0, length=1.0), fast, ratio=1.2))
+    text = page_of(measured(way("undrafted", 9.0, length=1.0), fast, ratio=1.2))
     assert text.count(": MISSED.") == 2 and "Some draft gains time here: the best" in text
     assert "lookahead, is 1.80 times" in text
-    text = said(measured(undrafted, fast | {"identical": 10}))
+    text = page_of(measured(undrafted, fast | {"identical": 10}))
     assert "DIFFERENT ids than `generate` in rows of ours: lookahead" in text
 
 

@@ -168,7 +168,7 @@ def hub():
     server.server_close()
 
 
-def test_what_the_hub_answers_decides_what_is_said(hub):
+def test_the_answer_of_the_hub_decides_the_message(hub):
     there, bare, missing, gated, broken = asked(
         *("some/model", "bare/model", "missing/whisper-small", "gated/model", "broken/model"),
         HF_ENDPOINT=hub,
@@ -270,7 +270,7 @@ LOADING = [
 """A line for each way in which a command comes to load a model."""
 
 
-def said(line, model):
+def output_of(line, model):
     """What a command prints and raises, with a yes on standard input."""
     words = [word.replace("MODEL", str(model)) for word in line.split()]
     done = invoke(*words, input="y\n" * 9)
@@ -289,7 +289,7 @@ def tried(line):
 @pytest.mark.parametrize("line", [tried(line) for line in LOADING])
 def test_no_command_runs_code_of_a_checkpoint_unasked(line, trap, own):
     folder, trace = trap
-    message = said(line, folder)
+    message = output_of(line, folder)
     assert not trace.exists()
     assert "--trust-remote-code" in message
     assert "read its .py files" in message
@@ -297,7 +297,7 @@ def test_no_command_runs_code_of_a_checkpoint_unasked(line, trap, own):
 
 def test_the_flag_alone_lets_code_run(trap, own):
     folder, trace = trap
-    message = said("transcribe talk.ogg --model MODEL --trust-remote-code", folder)
+    message = output_of("transcribe talk.ogg --model MODEL --trust-remote-code", folder)
     assert trace.exists()
     assert "is a trap model" in message
 

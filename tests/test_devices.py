@@ -81,7 +81,7 @@ def test_a_device_is_one_that_is_there(cuda):
         device_of("cuda:1")
 
 
-def test_what_was_chosen_is_said_first_and_stands_in_the_settings(tmp_path, cuda):
+def test_the_chosen_device_is_printed_first_and_stands_in_the_settings(tmp_path, cuda):
     words = ["evaluate", "nbest", "--data", "cv", "--limit", "6", "--methods", "1best"]
     words += ["--resamples", "20", "--out", str(tmp_path / "run")]
     done = invoke(*words)
@@ -91,8 +91,8 @@ def test_what_was_chosen_is_said_first_and_stands_in_the_settings(tmp_path, cuda
     assert invoke(*words, "--resume", "--dtype", "fp32").exit_code == 0
     changed = invoke(*words, "--resume", "--dtype", "bf16")
     assert "dtype was 'float32', is 'bfloat16'" in str(changed.exception)
-    said = invoke("ask", "--model", "zoo:llava-scenes", "--dtype", "bf16")
-    assert said.stderr.splitlines()[0] == "model zoo:llava-scenes on cpu, bfloat16"
+    outcome = invoke("ask", "--model", "zoo:llava-scenes", "--dtype", "bf16")
+    assert outcome.stderr.splitlines()[0] == "model zoo:llava-scenes on cpu, bfloat16"
     cuda()
-    said = invoke("ask")
-    assert said.stderr.splitlines()[0] == "model zoo:llava-scenes on cuda, float32"
+    outcome = invoke("ask")
+    assert outcome.stderr.splitlines()[0] == "model zoo:llava-scenes on cuda, float32"

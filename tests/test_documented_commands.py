@@ -134,9 +134,9 @@ def in_python(text: str, first: int = 1) -> Iterator[Line]:
 def joined(number: int, paragraph: str) -> list[tuple[int, str]]:
     """The commands of a paragraph, each on one line; in docstrings lines are wrapped bare."""
     lines: list[tuple[int, str]] = []
-    for place, line in enumerate(paragraph.replace("\\\n", "\n").splitlines()):
+    for offset, line in enumerate(paragraph.replace("\\\n", "\n").splitlines()):
         if not lines or line.split()[:1] in (["mmdecode"], ["accelerate"], ["python"], ["#"]):
-            lines.append((number + place, line.strip()))
+            lines.append((number + offset, line.strip()))
         else:
             lines[-1] = lines[-1][0], f"{lines[-1][1]} {line.strip()}"
     return lines
@@ -194,12 +194,12 @@ def refused(words: tuple[str, ...], mentioned: bool) -> str | None:
     except InputError as error:  # files need not be there
         return None if "cannot be read" in str(error) else str(error)
     except Exception as error:
-        said = getattr(error, "format_message", lambda: "")() or repr(error)
-        if "does not exist" in said or (
-            mentioned and ("Missing" in said or "requires an argument" in said)
+        complaint = getattr(error, "format_message", lambda: "")() or repr(error)
+        if "does not exist" in complaint or (
+            mentioned and ("Missing" in complaint or "requires an argument" in complaint)
         ):
             return None
-        return said
+        return complaint
     finally:
         console.errors_only = console.tells_all = False
     return None

@@ -83,7 +83,7 @@ def without_encoding(text):
 
 
 @pytest.mark.parametrize("room", ["mmdecode", "asr", "vlm", "image_ar"])
-def test_text_is_read_and_written_in_an_encoding_that_is_said(room):
+def test_text_is_read_and_written_in_a_named_encoding(room):
     texts = {file: file.read_text(encoding="utf-8") for file in (ROOT / room).rglob("*.py")}
     found = {str(file): without_encoding(text) for file, text in texts.items() if "open" in text
              or "_text(" in text}  # fmt: skip

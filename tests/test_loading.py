@@ -53,7 +53,7 @@ def test_what_generates_nothing_is_refused_by_name(name):
         mm.load(name, "cpu")
 
 
-def test_a_model_of_letters_is_refused_with_what_is_expected(tmp_path):
+def test_a_character_model_is_refused_with_what_is_expected(tmp_path):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Wav2Vec2Config(
         **sizes, intermediate_size=8, conv_dim=[8], conv_stride=[2], conv_kernel=[2],

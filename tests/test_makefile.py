@@ -32,11 +32,11 @@ def install(tmp_path):
 
 
 def test_a_failure_is_one_line_stops_nothing_and_is_tried_again(install):
-    code, said, asked = install(1)
-    assert (code, len(said), len(asked)) == (0, 1, 1)
-    assert said[0].startswith("going on without moonshine:tiny-en, which could not be installed")
-    assert said[0].endswith("pip install --no-deps -c constraints.txt moonshine-voice")
-    assert install(1) == (0, said, asked * 2)
+    code, output, asked = install(1)
+    assert (code, len(output), len(asked)) == (0, 1, 1)
+    assert output[0].startswith("going on without moonshine:tiny-en, which could not be installed")
+    assert output[0].endswith("pip install --no-deps -c constraints.txt moonshine-voice")
+    assert install(1) == (0, output, asked * 2)
 
 
 def test_what_is_installed_is_not_asked_for_again(install):

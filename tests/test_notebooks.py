@@ -10,7 +10,7 @@ from tests.support.moonshine import NAME, needs_wheel
 from tests.support.notebooks import FOLDER, differences, execute, page
 
 WITH_WHEEL = "07_real_speech"
-WITHOUT_PICTURES = {"05_correction_and_fusion", WITH_WHEEL}
+WITHOUT_IMAGES = {"05_correction_and_fusion", WITH_WHEEL}
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -92,7 +92,7 @@ def test_notebook_ships_with_outputs_in_order_and_small(path):
     code = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
     assert [c.execution_count for c in code] == list(range(1, len(code) + 1))
     assert any("image/png" in output.get("data", {}) for c in code for output in c.outputs) or (
-        path.stem in WITHOUT_PICTURES
+        path.stem in WITHOUT_IMAGES
     )
     assert path.stat().st_size < 600_000
 
@@ -103,19 +103,19 @@ def test_notebooks_are_numbered_once_and_listed():
     assert [path.name for path in NOTEBOOKS] == re.findall(r"\]\((\S+\.ipynb)\)", index)
 
 
-def test_a_page_of_the_site_shows_text_pictures_and_code(tmp_path):
+def test_a_page_of_the_site_shows_text_images_and_code(tmp_path):
     page(FOLDER / "01_whisper_medusa.ipynb", tmp_path)
     text = (tmp_path / "01_whisper_medusa.md").read_text(encoding="utf-8")
     assert (
         text.startswith("# Whisper with Medusa heads")
         and "```text\nthe same 25 tokens\n```" in text
     )
-    [picture] = re.findall(r"!\[.*\]\((\S+\.png)\)", text)
-    assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    [image] = re.findall(r"!\[.*\]\((\S+\.png)\)", text)
+    assert (tmp_path / image).read_bytes().startswith(b"\x89PNG")
 
 
 @notebooks
-def test_notebook_installs_nothing_and_names_no_place_of_one_machine(path):
+def test_notebook_installs_nothing_and_names_no_path_of_one_machine(path):
     text = path.read_text(encoding="utf-8")  # outputs, too
     for wrong in ("pip install", "/home/", "/root/", "/tmp/", "/work/"):
         assert wrong not in text

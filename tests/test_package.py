@@ -200,8 +200,8 @@ def test_what_is_read_from_the_source_of_a_class_is_what_the_class_has(entry):
         assert entry.guarantee == "as the rule" and not hasattr(cls, "guarantee")
     else:
         assert entry.guarantee == getattr(cls, "guarantee", "-")
-    told = re.fullmatch("exact|exact for .+|lossy", entry.guarantee)
-    assert bool(told) == (entry.kind == "accept")
+    lenient = re.fullmatch("exact|exact for .+|lossy", entry.guarantee)
+    assert bool(lenient) == (entry.kind == "accept")
 
 
 # Strings
@@ -328,9 +328,9 @@ def test_a_plugin_cannot_take_a_taken_name(plugins):
     with pytest.warns(RuntimeWarning, match="'greedy', which exists already"):
         found = {entry.name: entry for entry in registry.describe("accept")}
     assert found["greedy"].plugin == ""
-    told = found["lenient"]
-    assert (told.summary, told.guarantee) == ("keeps everything", "lossy")
-    assert told.source == "of its own"
+    lenient = found["lenient"]
+    assert (lenient.summary, lenient.guarantee) == ("keeps everything", "lossy")
+    assert lenient.source == "of its own"
 
 
 def test_a_broken_adapter_is_named_where_no_other_is_for_a_model(plugins):

@@ -90,8 +90,8 @@ def written(page):
     for name, make in TABLES[page].items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         assert text.count(begin) == text.count(end) == 1, f"{page.name} has no place for {name}"
-        place = re.compile(f"{begin}.*{end}", re.DOTALL)
-        text = place.sub(lambda _, n=make, b=begin, e=end: f"{b}\n{n()}\n{e}", text)
+        section = re.compile(f"{begin}.*{end}", re.DOTALL)
+        text = section.sub(lambda _, n=make, b=begin, e=end: f"{b}\n{n()}\n{e}", text)
     return text
 
 

@@ -28,7 +28,7 @@ def run(monkeypatch, capsys):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
+def image_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
     for seed in range(3):
         Image.fromarray(render(draw_scene(seed))).save(folder / f"{seed}.png")
@@ -36,9 +36,9 @@ def pictures(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plain(pictures):
+def plain(image_folder):
     answerer = Answerer.from_pretrained("zoo:llava-scenes", device="cpu")
-    return [one.text for one in answerer(sorted(pictures.iterdir()), QUESTION)]
+    return [one.text for one in answerer(sorted(image_folder.iterdir()), QUESTION)]
 
 
 @pytest.mark.parametrize("name", ["asr", "vlm", "image_ar"])
@@ -49,19 +49,19 @@ def test_every_script_of_a_folder_is_on_its_page(name):
 
 
 @pytest.mark.recipe
-def test_a_folder_is_answered_and_what_cannot_be_read_is_listed(run, pictures, plain):
-    done = run("vlm/answer_folder.py", pictures, QUESTION, "--guide", "margin_shift:shift=100")
+def test_a_folder_is_answered_and_what_cannot_be_read_is_listed(run, image_folder, plain):
+    done = run("vlm/answer_folder.py", image_folder, QUESTION, "--guide", "margin_shift:shift=100")
     assert done.code == 0, done.err
     *lines, last = done.out.splitlines()
     assert [line.split("'")[1] for line in lines] == plain
     assert [line.split("'")[3] for line in lines] == ["Yes"] * 3
     assert last == f"{sum(text != 'Yes' for text in plain)} of 3 answers changed"
-    done = run("vlm/answer_folder.py", pictures, QUESTION, "--guide", "pai")
+    done = run("vlm/answer_folder.py", image_folder, QUESTION, "--guide", "pai")
     assert done.code == 0 and re.findall(r"; (\S+) of \d+ tokens", done.out) == ["?"] * 3
-    (pictures / "broken.png").write_bytes(b"no image")
-    done = run("vlm/answer_folder.py", pictures, QUESTION, "--draft", "lookup")
+    (image_folder / "broken.png").write_bytes(b"no image")
+    done = run("vlm/answer_folder.py", image_folder, QUESTION, "--draft", "lookup")
     assert all(n.isdigit() for n in re.findall(r"; (\S+) of \d+ tokens", done.out))
-    (pictures / "broken.png").unlink()
+    (image_folder / "broken.png").unlink()
     assert done.code == 1 and "failed: " in done.out and "of 3 answers" in done.out
 
 
@@ -87,11 +87,11 @@ def test_pope_runs_on_files_and_a_folder_of_images(run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.recipe
-def test_a_drafter_is_trained_on_a_table_and_answers_as_the_model_does(run, pictures, tmp_path):
+def test_a_drafter_is_trained_on_a_table_and_answers_as_the_model_does(run, image_folder, tmp_path):
     for name, count in (("learnt", 3), ("test", 1)):
         rows = [
-            {"id": f"{picture.stem} {asked}", "image": str(picture), "question": asked}
-            for picture in sorted(pictures.iterdir())[:count]
+            {"id": f"{image.stem} {asked}", "image": str(image), "question": asked}
+            for image in sorted(image_folder.iterdir())[:count]
             for asked in ("Describe the image.", QUESTION)
         ]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -117,7 +117,7 @@ def test_a_drafter_is_trained_on_a_table_and_answers_as_the_model_does(run, pict
     drafted, plain = re.fullmatch(r"(\d+) passes for (\d+); the same: True", last).groups()
     assert int(drafted) < int(plain) and "[" in shown
     answer = Answerer.from_pretrained("zoo:llava-scenes", device="cpu")(
-        sorted(pictures.iterdir())[0], "Describe the image.", max_new_tokens=16
+        sorted(image_folder.iterdir())[0], "Describe the image.", max_new_tokens=16
     )
     assert re.sub(r"[][]| \|", "", shown).strip() == answer.text
     refused = run(*words)
@@ -125,14 +125,14 @@ def test_a_drafter_is_trained_on_a_table_and_answers_as_the_model_does(run, pict
 
 
 @pytest.mark.recipe
-def test_a_pipeline_is_guided_and_left_as_it_was(run, pictures, plain):
-    picture = sorted(pictures.iterdir())[0]
-    done = run("vlm/pipeline.py", picture, QUESTION, "--guide", "damro")
+def test_a_pipeline_is_guided_and_left_as_it_was(run, image_folder, plain):
+    image = sorted(image_folder.iterdir())[0]
+    done = run("vlm/pipeline.py", image, QUESTION, "--guide", "damro")
     assert done.code == 0, done.err
     first, second, last = done.out.splitlines()
     assert first == f"plain:  {plain[0]}" and last == "as before: True"
     guided = Answerer.from_pretrained("zoo:llava-scenes", guide="damro", device="cpu")
-    assert second == f"guided: {guided(picture, QUESTION).text}"
+    assert second == f"guided: {guided(image, QUESTION).text}"
 
 
 @pytest.mark.recipe
@@ -155,9 +155,9 @@ def test_lists_are_corrected_and_a_run_goes_on_where_it_stopped(run, tmp_path):
     rows_file.write_bytes(whole[: whole.index(b"\n") + 9])
     again = run(*words, tmp_path / "whole", "--resume")
     assert json.loads(again.out)["resumed"] == 1 and rows_file.read_bytes() == whole
-    for more, said in (((), "--resume"), (("--resume", "--distance", "0.1"), "distance")):
+    for more, expected in (((), "--resume"), (("--resume", "--distance", "0.1"), "distance")):
         refused = run(*words, tmp_path / "whole", *more)
-        assert refused.code == 2 and refused.err.startswith("error: ") and said in refused.err
+        assert refused.code == 2 and refused.err.startswith("error: ") and expected in refused.err
 
 
 @pytest.mark.recipe

@@ -101,7 +101,7 @@ class Rejection(AcceptanceRule):
         p = target.at(torch.where(call.rows.active, 0, -1)).softmax(-1)
         node = torch.full_like(call.rows.length, -1)  # where a row stands; -1 is the root
         fresh = call.rows.active  # whether no child of that node was tested yet
-        drawn = torch.zeros_like(p, dtype=torch.bool)  # its siblings that were
+        rejected = torch.zeros_like(p, dtype=torch.bool)  # its siblings rejected so far
         steps = []
         for index, nodes in enumerate(tests):
             below = (parents[:, nodes] == node[:, None]) & (proposal.tokens[:, nodes] >= 0)
@@ -110,7 +110,7 @@ class Rejection(AcceptanceRule):
             token = proposal.tokens.gather(1, child[:, None])[:, 0].clamp_min(0)
             q = self._sampled_from(proposal, child)
             if proposal.kind == "without_replacement":
-                q = q.masked_fill(drawn, 0)
+                q = q.masked_fill(rejected, 0)
                 q = q / q.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
             p = torch.where((tested & fresh)[:, None], self.followed(p, q), p)
             depth = depths.expand(call.batch, -1).gather(1, child[:, None])[:, 0] - 1
@@ -123,10 +123,10 @@ class Rejection(AcceptanceRule):
             keep = tested & passes(draws[:, index], *odds)
             stay = tested & ~keep
             p = torch.where(stay[:, None], residual(p, q), p)
-            drawn = drawn.scatter(
-                1, token[:, None], drawn.gather(1, token[:, None]) | stay[:, None]
+            rejected = rejected.scatter(
+                1, token[:, None], rejected.gather(1, token[:, None]) | stay[:, None]
             )
-            drawn = drawn & ~keep[:, None]
+            rejected = rejected & ~keep[:, None]
             fresh = keep | (fresh & ~tested)
             if target.vectorised or bool(keep.any()):  # unknown processors run at kept nodes alone
                 ahead = target.at(torch.where(keep, child + 1, -1)).softmax(-1)

@@ -120,7 +120,7 @@ def check(adapter: DecoderOnlyAdapter) -> None:
         UnsupportedModelError: They differ, or a pass fails.
     """
     name = adapter.name
-    advice = (
+    hint = (
         "decode it with plain generate, or register an adapter under the entry-point group "
         "mmdecode.adapters"
     )
@@ -129,12 +129,12 @@ def check(adapter: DecoderOnlyAdapter) -> None:
     except Exception as error:  # a model may object to a mask or a cache in any way
         raise UnsupportedModelError(
             f"{name} has no adapter, and the default one failed its start-up check: "
-            f"{type(error).__name__}: {error}; {advice}"
+            f"{type(error).__name__}: {error}; {hint}"
         ) from error
     if not worst <= tolerance:
         raise UnsupportedModelError(
             f"{name} has no adapter, and through the default one logits at {where} differ by "
-            f"{worst:.3g} from a pass of their own; expected at most {tolerance:.3g}: {advice}"
+            f"{worst:.3g} from a pass of their own; expected at most {tolerance:.3g}: {hint}"
         )
 
 

@@ -240,7 +240,7 @@ class Transcriber:
                 [(_, found)] = each(
                     [done],
                     lambda jobs: [self._result(jobs[0], places[jobs[0].index])],
-                    advice=ADVICE,
+                    hint=ADVICE,
                     name=lambda job: job.name,
                     watch=watch,
                 )

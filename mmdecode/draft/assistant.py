@@ -108,10 +108,10 @@ class Assistant(Drafter):
     def begin(self, call: Call, prefill: BranchOutput) -> AssistantSession:
         """Reads the prompt with the drafting model."""
         adapter = self._adapter(call, prefill)
-        text_only, sees = self.text_only, _sees(call.plan.adapter)
+        text_only, target_reads_images = self.text_only, _reads_images(call.plan.adapter)
         if text_only is None:
-            text_only = sees and not _sees(adapter)
-        words = text_only and sees
+            text_only = target_reads_images and not _reads_images(adapter)
+        words = text_only and target_reads_images
         asked = call.plan.draft_target
         target = DraftTarget(guide=self.guide or asked.guide, warp=self.warp or asked.warp)
         unguided = None if self.guide else _unguided(target.guide, adapter, words)
@@ -312,7 +312,7 @@ def _unguided(guide: Guide | None, adapter: Any, words: bool) -> str | None:
     return why_unguided(guide, adapter)
 
 
-def _sees(adapter: Any) -> bool:
+def _reads_images(adapter: Any) -> bool:
     """Whether a model reads images."""
     return "image" in adapter.inputs
 

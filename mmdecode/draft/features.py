@@ -285,14 +285,14 @@ class FeatureSession(DraftSession):
         assert self.state is not None, "observe was not called"
         drafter, own, adapter = self.drafter, self.drafter.target_ids(), self.call.plan.adapter
         each = self.target.each
-        states, sees = self.state, None
+        states, attended = self.state, None
         logits = drafter.logits(states, adapter)
         visible = self.slots(levels, logits.shape[-1])
 
         def step(level: int, tokens: Tensor, above: Tensor) -> Tensor:
-            nonlocal states, sees
+            nonlocal states, attended
             tokens, above, top_k = each(tokens), each(above), tokens.shape[1]
-            sees = extended(sees, above)
+            attended = extended(attended, above)
             slots = (self.cache.start + level)[:, None].expand(-1, top_k)
             ids = tokens if own is None else own[tokens]
             rows = Rows(
@@ -301,7 +301,7 @@ class FeatureSession(DraftSession):
                 positions=self.positions(slots),
                 carried=self._carried,
             )
-            mask = tree_mask(self.cache.start, self._pads, sees, visible, rows.embeds.dtype)
+            mask = tree_mask(self.cache.start, self._pads, attended, visible, rows.embeds.dtype)
             states = self._run(rows, mask, visible, offset=level * top_k)
             return drafter.logits(states, adapter)
 
@@ -335,8 +335,8 @@ def feature_needs(drafter: FeatureDrafter, adapter: Any) -> Requirements:
         IncompatibleError: The drafter was made for another target.
     """
     refuse_encoder(drafter, adapter)
-    shown = {0} if "image" in adapter.inputs else set()
-    hidden = frozenset({"last", *_levels(drafter, adapter), *shown})
+    image_levels = {0} if "image" in adapter.inputs else set()
+    hidden = frozenset({"last", *_levels(drafter, adapter), *image_levels})
     return Requirements(hidden=hidden, prompt_hidden=True)
 
 

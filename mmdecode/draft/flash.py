@@ -49,21 +49,21 @@ class FlashSession(FeatureSession):
         drafter, adapter = self.drafter, self.call.plan.adapter
         assert isinstance(drafter, FlashModel)
         width, steps = drafter.width, drafter.steps
-        made, sees = self.state, None  # of each node of the frontier, (B, k, steps * H)
+        made, attended = self.state, None  # of each node of the frontier, (B, k, steps * H)
         unread: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # of the levels since a pass
         logits = drafter.logits(made[..., :width], adapter)
         visible = self.slots(levels, logits.shape[-1])
 
         def step(level: int, tokens: Tensor, above: Tensor) -> Tensor:
-            nonlocal made, sees
+            nonlocal made, attended
             tokens, above = self.target.each(tokens), self.target.each(above)
-            top_k, place = tokens.shape[1], level % steps
-            made, sees = gathered(made, above), extended(sees, above)
+            top_k, index = tokens.shape[1], level % steps
+            made, attended = gathered(made, above), extended(attended, above)
             states = made.unflatten(-1, (steps, width))
             slots = (self.cache.start + level)[:, None].expand(-1, top_k)
-            unread.append((tokens, states[:, :, place], slots, sees))
-            if place < steps - 1:
-                return drafter.logits(states[:, :, place + 1], adapter)
+            unread.append((tokens, states[:, :, index], slots, attended))
+            if index < steps - 1:
+                return drafter.logits(states[:, :, index + 1], adapter)
             parts = list(zip(*unread, strict=True))
             unread.clear()
             rows = Rows(
@@ -71,9 +71,11 @@ class FlashSession(FeatureSession):
                 features=torch.cat(parts[1], 1),
                 positions=self.positions(torch.cat(parts[2], 1)),
             )
-            seen = torch.cat([pad(own, (0, sees.shape[2] - own.shape[2])) for own in parts[3]], 1)
+            seen = torch.cat(
+                [pad(own, (0, attended.shape[2] - own.shape[2])) for own in parts[3]], 1
+            )
             mask = tree_mask(self.cache.start, self._pads, seen, visible, rows.embeds.dtype)
-            first = (level - place) * top_k
+            first = (level - index) * top_k
             made = self._run(rows, mask, visible, offset=first)[:, -top_k:]
             return drafter.logits(made[..., :width], adapter)
 

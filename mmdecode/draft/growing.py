@@ -76,7 +76,7 @@ class Worth:
         self._best = torch.zeros(call.batch, 0, device=call.device)
         self._expected = torch.zeros(call.batch, 1, device=call.device)
 
-    def shown(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def masked(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and scores of a level, ``(B, n)``, unused in rows that have ended."""
         ended = ~self.going
         return tokens.masked_fill(ended, -1), scores.masked_fill(ended, -torch.inf)
@@ -115,9 +115,9 @@ class Grown:
         kept = self.scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
         kept = kept.sort(dim=1).values
         order = torch.arange(nodes, device=kept.device).expand_as(kept)
-        place = kept.new_full((len(kept), size), -1).scatter(1, kept, order)
+        new_index = kept.new_full((len(kept), size), -1).scatter(1, kept, order)
         above = self.parents.gather(1, kept)
-        parents = place.gather(1, above.clamp_min(0)).masked_fill(above < 0, -1)
+        parents = new_index.gather(1, above.clamp_min(0)).masked_fill(above < 0, -1)
         return Grown(
             tokens=self.tokens.gather(1, kept),
             parents=parents,
@@ -159,12 +159,12 @@ def grow(
         log_prob = log_q.gather(-1, chosen).clamp_max(0)
         score = (weight[..., None] + log_prob).flatten(1)
         chosen = chosen.flatten(1)
-        shown = (chosen, score) if worth is None else worth.shown(chosen, score)
+        drafted = (chosen, score) if worth is None else worth.masked(chosen, score)
         # a warped distribution may leave fewer tokens than a node should have children
-        tokens.append(shown[0].masked_fill(shown[1] == -torch.inf, -1))
+        tokens.append(drafted[0].masked_fill(drafted[1] == -torch.inf, -1))
         parents.append(node.repeat_interleave(top_k, 1))
-        scores.append(shown[1])
-        if level == levels - 1 or (worth is not None and worth.ended(shown[1])):
+        scores.append(drafted[1])
+        if level == levels - 1 or (worth is not None and worth.ended(drafted[1])):
             break
         going = score.topk(top_k, dim=1).indices
         node, weight = first + going, score.gather(1, going)
@@ -225,33 +225,33 @@ def grown_proposal(
 
 
 def tree_mask(
-    begin: Tensor, pads: Tensor, sees: Tensor, visible: int, dtype: torch.dtype
+    begin: Tensor, pads: Tensor, attended: Tensor, visible: int, dtype: torch.dtype
 ) -> Tensor:
     """Additive mask of a tree's level: slots that each node may attend to, ``(B, 1, k, visible)``.
 
     Args:
         begin: Slot after the committed rows, where the tree's first level lies, ``(B,)``.
         pads: Slots at the left of each row that hold nothing, ``(B,)``.
-        sees: Nodes so far that each node may attend to, itself included, ``(B, k, W)`` bool.
+        attended: Nodes so far that each node may attend to, itself included, ``(B, k, W)`` bool.
         visible: Slots that attention covers.
         dtype: The model's.
     """
     slots = torch.arange(visible, device=begin.device)
     relative = slots - begin[:, None]
-    width = sees.shape[-1]
-    column = relative.clamp(0, width - 1)[:, None].expand(-1, sees.shape[1], -1)
+    width = attended.shape[-1]
+    column = relative.clamp(0, width - 1)[:, None].expand(-1, attended.shape[1], -1)
     inside = ((relative >= 0) & (relative < width))[:, None]
     committed = ((relative < 0) & (slots >= pads[:, None]))[:, None]
-    seen = torch.where(inside, sees.gather(2, column), committed)
+    seen = torch.where(inside, attended.gather(2, column), committed)
     low = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=begin.device)
     return torch.where(seen, 0.0, low)[:, None]
 
 
-def extended(sees: Tensor | None, above: Tensor) -> Tensor:
+def extended(attended: Tensor | None, above: Tensor) -> Tensor:
     """Nodes that a level's nodes may attend to: those that their parents do, and themselves."""
     batch, width = above.shape
     itself = torch.eye(width, dtype=torch.bool, device=above.device).expand(batch, -1, -1)
-    if sees is None:
+    if attended is None:
         return itself
-    inherited = sees.gather(1, above[..., None].expand(-1, -1, sees.shape[-1]))
+    inherited = attended.gather(1, above[..., None].expand(-1, -1, attended.shape[-1]))
     return torch.cat([inherited, itself], -1)

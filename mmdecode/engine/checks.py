@@ -268,13 +268,13 @@ def refuse_no_part(part: str, given: Any) -> None:
         kind: Any = type(given)
         refuse_near_misses(tuple(vars(given)), kind)
         return refuse_other_kinds(vars(given), kind)
-    advice = (
+    hint = (
         f"make an object of a class that inherits from mmdecode.{base.__name__}"
         if part in ("adapter", "runner")
         else f"give a name as 'mmdecode methods {part}' lists them, with options as "
         f"name:key=value, or an object of a class that inherits from mmdecode.{base.__name__}"
     )
-    raise OptionError(f"{part}={given!r} is no {part} ({why}); {advice}")
+    raise OptionError(f"{part}={given!r} is no {part} ({why}); {hint}")
 
 
 def _lacks(given: Any, name: str, base: type) -> bool:

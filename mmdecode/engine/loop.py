@@ -240,10 +240,10 @@ class Run:
     def sync(self, result: RoundResult, count: Callable[[Tensor], None]) -> HostState:
         """The one transfer of a round; ``count`` is called with its counts."""
         count(result.counts)
-        active, longest, self.shortest, width = result.sync_vector.tolist()
-        call, seen = self.call, longest
+        active, cur_len, self.shortest, width = result.sync_vector.tolist()
+        call, seen = self.call, cur_len
         if call.plan.static_shapes:
-            seen = min(capture.coarse(longest), call.request.max_new_tokens)
+            seen = min(capture.coarse(cur_len), call.request.max_new_tokens)
         call.rows.cur_len = seen
         proposal = result.proposal
-        return HostState(active, longest, proposal.narrow(width_bucket(width, proposal.size)))
+        return HostState(active, cur_len, proposal.narrow(width_bucket(width, proposal.size)))

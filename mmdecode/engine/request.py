@@ -163,27 +163,31 @@ def _requests(
     share their noise, which does not change the distribution of each row. To avoid this, name the
     rows, or use the Transcriber.
     """
-    copies = int(config.num_return_sequences or 1)
+    num_return_sequences = int(config.num_return_sequences or 1)
     if given is not None:
         names = [given] if isinstance(given, (str, int, bytes)) else list(given)
-        if len(names) * copies == len(ids):
-            names = [name for name in names for _ in range(copies)]
+        if len(names) * num_return_sequences == len(ids):
+            names = [name for name in names for _ in range(num_return_sequences)]
         if len(names) != len(ids):
             raise OptionError(
                 f"mm_request names {len(names)} requests for {len(ids)} rows; give one per row"
             )
-        return [request_key(name, row % copies) for row, name in enumerate(names)]
+        return [request_key(name, row % num_return_sequences) for row, name in enumerate(names)]
     known = {name: mm_inputs[name] for name in _CONTENT if name in mm_inputs}
-    known = {name: value for name, value in known.items() if len(value) * copies == len(ids)}
-    seen = adapter.contents(mm_inputs, ids[::copies])
+    known = {
+        name: value
+        for name, value in known.items()
+        if len(value) * num_return_sequences == len(ids)
+    }
+    seen = adapter.contents(mm_inputs, ids[::num_return_sequences])
     keys = []
     rows, masks = ids.tolist(), mask.bool().tolist()
     for row, (tokens, real) in enumerate(zip(rows, masks, strict=True)):
         parts: list[Any] = [t for t, r in zip(tokens, real, strict=True) if r]
         for name, value in known.items():
-            parts += [name, _bytes(value[row // copies])]
-        parts += [_bytes(image) for image in seen[row // copies]]
-        keys.append(request_key(*parts, row % copies))
+            parts += [name, _bytes(value[row // num_return_sequences])]
+        parts += [_bytes(image) for image in seen[row // num_return_sequences]]
+        keys.append(request_key(*parts, row % num_return_sequences))
     return keys
 
 

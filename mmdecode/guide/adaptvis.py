@@ -24,7 +24,7 @@ from mmdecode.errors import OptionError
 from mmdecode.guide.edited import Edited
 from mmdecode.guide.scalingvis import checked_weight
 
-_UNSURE, _SURE = 1.0, 2.0
+_UNCONFIDENT, _CONFIDENT = 1.0, 2.0
 
 
 class AdaptVis(Edited):
@@ -44,9 +44,9 @@ class AdaptVis(Edited):
     def __init__(self, unsure: float = 0.5, sure: float = 1.5, threshold: float = 0.4) -> None:
         if not 0 <= threshold <= 1:
             raise OptionError(f"threshold must be a probability in 0..1, got {threshold}")
-        self.unsure, self.sure = checked_weight(unsure), checked_weight(sure)
+        self.weight_below, self.weight_above = checked_weight(unsure), checked_weight(sure)
         self.threshold = threshold
-        self.neutral = self.unsure == self.sure == 1
+        self.neutral = self.weight_below == self.weight_above == 1
         edit = AttentionEdit(
             branch="edited", rows="last_prompt", scores=self._scaled, strength=self._choice
         )
@@ -58,8 +58,8 @@ class AdaptVis(Edited):
         return confidence.round(decimals=2) >= self.threshold
 
     def _choice(self, call: Call, earlier: Mapping[str, BranchOutput]) -> Tensor:
-        return torch.where(self.confident(earlier["main"].logits), _SURE, _UNSURE)
+        return torch.where(self.confident(earlier["main"].logits), _CONFIDENT, _UNCONFIDENT)
 
     def _scaled(self, scores: Tensor, site: Site) -> Tensor:
-        weight = torch.where(site.strength == _SURE, self.sure, self.unsure)
+        weight = torch.where(site.strength == _CONFIDENT, self.weight_above, self.weight_below)
         return torch.where(site.images, scores * weight, scores)

@@ -203,13 +203,13 @@ def counterfactual(
     result = torch.empty_like(weights)
     for first in range(0, queries, step):
         part = slice(first, first + step)
-        result[:, :, part] = _made_up(
+        result[:, :, part] = _intervened(
             change, weights[:, :, part], seen[:, :, part], partial(draws, part)
         )
     return result
 
 
-def _made_up(change: Intervention, weights: Tensor, allowed: Tensor, draws: Draws) -> Tensor:
+def _intervened(change: Intervention, weights: Tensor, allowed: Tensor, draws: Draws) -> Tensor:
     edited = change(weights, allowed, draws) * allowed
     total = edited.sum(-1, keepdim=True)
     uniform = allowed / allowed.sum(-1, keepdim=True).clamp_min(1)

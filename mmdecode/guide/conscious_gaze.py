@@ -127,7 +127,7 @@ class ConsciousGaze(Guide):
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
         """The logits before the cut."""
-        logits = self._law(outputs)
+        logits = self._uncut_logits(outputs)
         if not self.update:
             return logits
         interaction = harsanyi(outputs)
@@ -139,9 +139,11 @@ class ConsciousGaze(Guide):
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         combined = self.combine(constants, call, proposal, outputs)
-        return plausible(combined, self._law(outputs), self.beta) if self.update else combined
+        return (
+            plausible(combined, self._uncut_logits(outputs), self.beta) if self.update else combined
+        )
 
-    def _law(self, outputs: Mapping[str, BranchOutput]) -> Tensor:
+    def _uncut_logits(self, outputs: Mapping[str, BranchOutput]) -> Tensor:
         return outputs["edited" if self.alpha else "main"].logits
 
 

@@ -126,8 +126,10 @@ class DAGCD(Guide):
         usage = torch.zeros_like(main.logits)
         for layer, weights in words.weights.items():
             attention = main.attention[layer][..., : words.ids.shape[1]]
-            looked = attention.transpose(1, 2) * words.share[:, None, None]  # (B, N + 1, heads, P)
-            ratio = looked / looked.sum(-1, keepdim=True).clamp_min(_TINY)
+            attended = (
+                attention.transpose(1, 2) * words.share[:, None, None]
+            )  # (B, N + 1, heads, P)
+            ratio = attended / attended.sum(-1, keepdim=True).clamp_min(_TINY)
             part = (ratio * weights).sum(2)
             usage.scatter_add_(-1, words.ids[:, None].expand_as(part), part)
         return usage.clamp_min(0)
@@ -146,7 +148,7 @@ class DAGCD(Guide):
         main = outputs["main"]
         logits = main.logits
         logprobs = logits.log_softmax(-1)
-        doubt = torch.special.entr(logprobs.exp()).sum(-1, keepdim=True) / math.log(
+        entropy = torch.special.entr(logprobs.exp()).sum(-1, keepdim=True) / math.log(
             logits.shape[-1]
         )
         ranked = logits.topk(min(self.rank, logits.shape[-1]), -1).indices
@@ -154,6 +156,6 @@ class DAGCD(Guide):
         usage = torch.zeros_like(usage).scatter(-1, ranked, usage.gather(-1, ranked))
         usage = usage / usage.sum(-1, keepdim=True).clamp_min(_TINY)
         ending = (ranked[..., :1] == call.request.eos_token_ids).any(-1, keepdim=True)
-        boost = torch.where(ending, 0.0, self.alpha * doubt * usage)
+        boost = torch.where(ending, 0.0, self.alpha * entropy * usage)
         # in the space of the logits, so that a row without a gain keeps them bit for bit
         return torch.logaddexp(logits, logits.logsumexp(-1, keepdim=True) + boost.log())

@@ -51,12 +51,12 @@ class RITUAL(Linear):
         branch = BranchSpec(
             name="transformed",
             transform="pictures",
-            transform_options={"change": partial(_drawn, names)},
+            transform_options={"change": partial(_randomly_transformed, names)},
         )
         divisor = total if normalize else 1.0
         super().__init__([branch], [1 / divisor, alpha / divisor], beta)
 
 
-def _drawn(names: tuple[str, ...], picture: Tensor, draw: torch.Generator) -> Tensor:
+def _randomly_transformed(names: tuple[str, ...], image: Tensor, draw: torch.Generator) -> Tensor:
     name = names[int(torch.randint(len(names), (), generator=draw))]
-    return TRANSFORMS[name](picture, draw)
+    return TRANSFORMS[name](image, draw)

@@ -17,40 +17,40 @@ SIDE = 336
 """Side of a picture whose blur has 13 pixels."""
 
 
-def horizontal_flip(picture: Tensor, draw: torch.Generator) -> Tensor:
+def horizontal_flip(image: Tensor, draw: torch.Generator) -> Tensor:
     """Left for right."""
-    return picture.flip(-1)
+    return image.flip(-1)
 
 
-def vertical_flip(picture: Tensor, draw: torch.Generator) -> Tensor:
+def vertical_flip(image: Tensor, draw: torch.Generator) -> Tensor:
     """Up for down."""
-    return picture.flip(-2)
+    return image.flip(-2)
 
 
-def rotation(picture: Tensor, draw: torch.Generator) -> Tensor:
+def rotation(image: Tensor, draw: torch.Generator) -> Tensor:
     """Rotates by a random angle about the middle; corners from outside are black."""
-    return rotated(picture, _uniform(draw, -180, 180))
+    return rotated(image, _uniform(draw, -180, 180))
 
 
-def colour_jitter(picture: Tensor, draw: torch.Generator) -> Tensor:
+def colour_jitter(image: Tensor, draw: torch.Generator) -> Tensor:
     """Brightness, contrast and saturation by 0..2, hue by any angle, in any order."""
     changes = (brightened, contrasted, saturated, hue_shifted)
     amounts = [_uniform(draw, 0, 2) for _ in range(3)] + [_uniform(draw, -0.5, 0.5)]
     for index in torch.randperm(4, generator=draw).tolist():
-        picture = changes[index](picture, amounts[index])
-    return picture
+        image = changes[index](image, amounts[index])
+    return image
 
 
-def blur(picture: Tensor, draw: torch.Generator) -> Tensor:
+def blur(image: Tensor, draw: torch.Generator) -> Tensor:
     """Gaussian of 1.5..2 pixels over 13, both in proportion to the picture's shorter side."""
-    scale = min(picture.shape[-2:]) / SIDE
+    scale = min(image.shape[-2:]) / SIDE
     radius = max(1, round(6 * scale))
-    return blurred(picture, _uniform(draw, 1.5, 2.0) * scale, radius)
+    return blurred(image, _uniform(draw, 1.5, 2.0) * scale, radius)
 
 
-def resized_crop(picture: Tensor, draw: torch.Generator) -> Tensor:
+def resized_crop(image: Tensor, draw: torch.Generator) -> Tensor:
     """A part of 8 % to all of the area, between 3:4 and 4:3 of the shape, at the full size."""
-    high, wide = picture.shape[-2:]
+    high, wide = image.shape[-2:]
     for _ in range(10):
         area = high * wide * _uniform(draw, 0.08, 1.0)
         ratio = math.exp(_uniform(draw, math.log(3 / 4), math.log(4 / 3)))
@@ -58,8 +58,8 @@ def resized_crop(picture: Tensor, draw: torch.Generator) -> Tensor:
         if 0 < width <= wide and 0 < height <= high:
             top = int(torch.randint(high - height + 1, (), generator=draw))
             left = int(torch.randint(wide - width + 1, (), generator=draw))
-            return resized(picture[..., top : top + height, left : left + width], high, wide)
-    return picture
+            return resized(image[..., top : top + height, left : left + width], high, wide)
+    return image
 
 
 TRANSFORMS: Mapping[str, Callable[[Tensor, torch.Generator], Tensor]] = {
@@ -72,40 +72,40 @@ TRANSFORMS: Mapping[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 }
 
 
-def rotated(picture: Tensor, degrees: float) -> Tensor:
+def rotated(image: Tensor, degrees: float) -> Tensor:
     """Anticlockwise about the middle, by nearest pixels."""
-    flat, (high, wide) = _flat(picture), picture.shape[-2:]
+    flat, (high, wide) = _flat(image), image.shape[-2:]
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     turn = flat.new_tensor([[cos, -sin * high / wide, 0], [sin * wide / high, cos, 0]])
     grid = affine_grid(turn.expand(len(flat), 2, 3), list(flat.shape), align_corners=False)
-    return grid_sample(flat, grid, mode="nearest", align_corners=False).view_as(picture)
+    return grid_sample(flat, grid, mode="nearest", align_corners=False).view_as(image)
 
 
-def brightened(picture: Tensor, factor: float) -> Tensor:
+def brightened(image: Tensor, factor: float) -> Tensor:
     """Times a factor, within 0..1."""
-    return (picture * factor).clamp(0, 1)
+    return (image * factor).clamp(0, 1)
 
 
-def contrasted(picture: Tensor, factor: float) -> Tensor:
+def contrasted(image: Tensor, factor: float) -> Tensor:
     """Away from the mean grey by a factor; 0 is grey."""
-    return _mixed(picture, grey(picture).mean((-1, -2), keepdim=True), factor)
+    return _mixed(image, grey(image).mean((-1, -2), keepdim=True), factor)
 
 
-def saturated(picture: Tensor, factor: float) -> Tensor:
+def saturated(image: Tensor, factor: float) -> Tensor:
     """Away from each pixel's grey by a factor; 0 has no colour."""
-    return _mixed(picture, grey(picture), factor)
+    return _mixed(image, grey(image), factor)
 
 
-def grey(picture: Tensor) -> Tensor:
+def grey(image: Tensor) -> Tensor:
     """Luma of ITU-R 601, ``(..., 1, H, W)``."""
-    weights = picture.new_tensor([0.2989, 0.587, 0.114])[:, None, None]
-    return (picture * weights).sum(-3, keepdim=True)
+    weights = image.new_tensor([0.2989, 0.587, 0.114])[:, None, None]
+    return (image * weights).sum(-3, keepdim=True)
 
 
-def hue_shifted(picture: Tensor, turns: float) -> Tensor:
+def hue_shifted(image: Tensor, turns: float) -> Tensor:
     """Hue turned by a share of the circle; saturation and value stay."""
-    value, spread = picture.amax(-3), picture.amax(-3) - picture.amin(-3)
-    red, green, blue = picture.unbind(-3)
+    value, spread = image.amax(-3), image.amax(-3) - image.amin(-3)
+    red, green, blue = image.unbind(-3)
     safe = torch.where(spread > 0, spread, 1)
     sector = torch.where(
         value == red,
@@ -115,36 +115,36 @@ def hue_shifted(picture: Tensor, turns: float) -> Tensor:
     sector = (sector + 6 * turns) % 6
     channels = []
     for offset in (5, 3, 1):
-        place = (offset + sector) % 6
-        channels.append(value - spread * torch.minimum(place, 4 - place).clamp(0, 1))
+        phase = (offset + sector) % 6
+        channels.append(value - spread * torch.minimum(phase, 4 - phase).clamp(0, 1))
     return torch.stack(channels, -3)
 
 
-def blurred(picture: Tensor, sigma: float, radius: int) -> Tensor:
+def blurred(image: Tensor, sigma: float, radius: int) -> Tensor:
     """Gaussian over ``2 radius + 1`` pixels; the picture is mirrored at its edges."""
-    flat = _flat(picture)
-    radius = min(radius, *(side - 1 for side in picture.shape[-2:]))
-    places = torch.arange(-radius, radius + 1, device=flat.device, dtype=flat.dtype)
-    kernel = (-0.5 * (places / sigma) ** 2).exp()
+    flat = _flat(image)
+    radius = min(radius, *(side - 1 for side in image.shape[-2:]))
+    offsets = torch.arange(-radius, radius + 1, device=flat.device, dtype=flat.dtype)
+    kernel = (-0.5 * (offsets / sigma) ** 2).exp()
     kernel = (kernel / kernel.sum()).expand(flat.shape[1], 1, 1, -1)
     flat = pad(flat, (radius, radius, radius, radius), mode="reflect")
     flat = conv2d(flat, kernel, groups=flat.shape[1])
     flat = conv2d(flat, kernel.transpose(2, 3), groups=flat.shape[1])
-    return flat.view_as(picture)
+    return flat.view_as(image)
 
 
-def resized(picture: Tensor, high: int, wide: int) -> Tensor:
+def resized(image: Tensor, high: int, wide: int) -> Tensor:
     """To another size, bilinear with smoothing."""
-    flat = interpolate(_flat(picture), (high, wide), mode="bilinear", antialias=True)
-    return flat.reshape(*picture.shape[:-2], high, wide)
+    flat = interpolate(_flat(image), (high, wide), mode="bilinear", antialias=True)
+    return flat.reshape(*image.shape[:-2], high, wide)
 
 
-def _mixed(picture: Tensor, other: Tensor, factor: float) -> Tensor:
-    return (factor * picture + (1 - factor) * other).clamp(0, 1)
+def _mixed(image: Tensor, other: Tensor, factor: float) -> Tensor:
+    return (factor * image + (1 - factor) * other).clamp(0, 1)
 
 
-def _flat(picture: Tensor) -> Tensor:
-    return picture.reshape(-1, *picture.shape[-3:])
+def _flat(image: Tensor) -> Tensor:
+    return image.reshape(-1, *image.shape[-3:])
 
 
 def _uniform(draw: torch.Generator, low: float, high: float) -> float:

@@ -50,7 +50,9 @@ def noised_branch(step: int) -> BranchSpec:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEPS:
         raise OptionError(f"step must be a whole number in 0..{STEPS - 1}, got {step}")
     return BranchSpec(
-        name="noised", transform="pixels", transform_options={"change": partial(_drawn, step)}
+        name="noised",
+        transform="pixels",
+        transform_options={"change": partial(_randomly_noised, step)},
     )
 
 
@@ -69,6 +71,6 @@ def noised(values: Tensor, noise: Tensor, step: int) -> Tensor:
     return float(signal[step]) * values + float(spread[step]) * noise
 
 
-def _drawn(step: int, values: Tensor, draw: torch.Generator) -> Tensor:
+def _randomly_noised(step: int, values: Tensor, draw: torch.Generator) -> Tensor:
     noise = torch.randn(values.shape, generator=draw).to(values.device)
     return noised(values.float(), noise, step)

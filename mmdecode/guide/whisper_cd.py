@@ -123,7 +123,7 @@ class WhisperCD(Guide):
         structure: float | None = None,
     ) -> None:
         self.alpha, self.beta = not_negative("alpha", alpha), checked_cut("beta", beta)
-        self.gate, self.doubt = checked_cut("gate", gate), checked_cut("doubt", doubt)
+        self.gate, self.noise_weight = checked_cut("gate", gate), checked_cut("doubt", doubt)
         if isinstance(tau, str) or not 0 < tau < math.inf:
             raise OptionError(
                 f"tau must be more than 0, got {tau}; 1 joins the branches' distributions"
@@ -151,21 +151,21 @@ class WhisperCD(Guide):
                 "there is nothing to contrast with: give snr, silence or shift, or alpha=0"
             )
         self.negatives = list(changes) if alpha else []
-        heard = {name: changes[name] for name in self.negatives}
+        branch_changes = {name: changes[name] for name in self.negatives}
         if gate:
-            heard[SILENT] = silent
+            branch_changes[SILENT] = silent
         if (gate and doubt) or no_speech < 1:
             if snr is None:
                 raise OptionError(
                     "doubt and no_speech are about the branch in noise: give snr, or doubt=0 and "
                     "no_speech=1"
                 )
-            heard[NOISED] = partial(noised, snr)
+            branch_changes[NOISED] = partial(noised, snr)
         if structure is not None:
-            heard[SCRAMBLED] = scrambled
+            branch_changes[SCRAMBLED] = scrambled
         self.branches = [
             BranchSpec(name=name, transform="audio", transform_options={"change": change})
-            for name, change in heard.items()
+            for name, change in branch_changes.items()
         ]
         self.neutral = not (alpha or beta or gate or self.asks)
 
@@ -228,20 +228,20 @@ class WhisperCD(Guide):
         logits = self._contrasted(constants, outputs, self.beta)
         if not (self.gate or self.asks):
             return logits
-        doubtful = torch.zeros_like(logits[..., 0], dtype=torch.bool)
+        ending = torch.zeros_like(logits[..., 0], dtype=torch.bool)
         if self.gate:
-            doubtful = self._evidence(outputs) < self.gate
+            ending = self._evidence(outputs) < self.gate
         if constants.unspoken is not None:
-            doubtful = doubtful | constants.unspoken
-        ends = first_text(constants, call, proposal) & doubtful
+            ending = ending | constants.unspoken
+        ends = first_text(constants, call, proposal) & ending
         return torch.where(ends[..., None], constants.ended, logits)
 
     def _evidence(self, outputs: Mapping[str, BranchOutput]) -> Tensor:
         """For speech, at root and nodes, ``(B, N + 1)``."""
         main = outputs["main"].logits
         found = distance(main, outputs[SILENT].logits)
-        if self.doubt:
-            found = found - self.doubt * distance(main, outputs[NOISED].logits)
+        if self.noise_weight:
+            found = found - self.noise_weight * distance(main, outputs[NOISED].logits)
         return found
 
     def _contrasted(
@@ -276,11 +276,11 @@ def first_text(constants: Vocabulary, call: Call, proposal: Proposal) -> Tensor:
     """Whether root and nodes decide what may be the first text token, ``(B, N + 1)``."""
     ids = call.rows.ids[:, call.prompt_length :]
     begun = torch.arange(ids.shape[1], device=call.device) < call.rows.length[:, None]
-    said = (begun & (ids < constants.end)).any(1, keepdim=True)
+    has_text = (begun & (ids < constants.end)).any(1, keepdim=True)
     _, _, ancestors = proposal.structure()
     drafted = pad((proposal.tokens >= 0) & (proposal.tokens < constants.end), (1, 0))
-    said = said | (ancestors & drafted[:, None]).any(-1)
-    return ~said & ((generated(call, proposal) > 0) | ~constants.timed)
+    has_text = has_text | (ancestors & drafted[:, None]).any(-1)
+    return ~has_text & ((generated(call, proposal) > 0) | ~constants.timed)
 
 
 def noised(snr: float, samples: Tensor, draw: torch.Generator) -> Tensor:

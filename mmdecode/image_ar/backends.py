@@ -155,7 +155,7 @@ class RasterBackend:
         passes = came.amax(1).tolist()
         if start is not None:
             came = came.masked_fill(start[0].known.cpu() >= 0, -1)
-        commits = came[:, layout.places().flatten()].view(drawn.codes.shape)
+        commits = came[:, layout.cell_indices().flatten()].view(drawn.codes.shape)
         rows = zip(drawn.codes.cpu(), drawn.tokens.cpu(), commits, passes, strict=True)
         return [
             SampledImage(

@@ -80,7 +80,7 @@ def partly_known(layout: Layout, codes: Tensor, known: int | Tensor) -> PartlyKn
         raise OptionError(f"a given code does not exist; expected 0 to {size - 1}")
     tokens = torch.full((layout.length,), -1)
     ids = layout.ids.cpu()[codes.cpu().clamp(0, size - 1)]
-    tokens[layout.places().flatten()] = torch.where(stays, ids, -1).flatten()
+    tokens[layout.cell_indices().flatten()] = torch.where(stays, ids, -1).flatten()
     return holding(layout, tokens)
 
 
@@ -125,7 +125,7 @@ def kept_cells(known: int | Tensor, rows: int, columns: int) -> Tensor:
 
 def completion_of(layout: PartlyKnown) -> Completion:
     """Whether what is left follows the model's distribution of whole images."""
-    given = layout.known[layout.places().flatten()] >= 0
+    given = layout.known[layout.cell_indices().flatten()] >= 0
     first_free = int((~given).long().argmax())
     return "locally constrained" if bool(given[first_free:].any()) else "continued"
 

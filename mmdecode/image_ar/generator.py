@@ -368,7 +368,7 @@ class ImageGenerator:
             for request, found in each(
                 good,
                 draw,
-                advice=_ADVICE,
+                hint=_ADVICE,
                 name=request_name,
                 watch=watch,
                 attempt=self.stats.attempt,

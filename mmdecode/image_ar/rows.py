@@ -159,7 +159,7 @@ class ZipAR:
             codes=layout.codes(tokens),
             adapter=self.adapter,
             passes=len(waves),
-            commits=commits[layout.places()],
+            commits=commits[layout.cell_indices()],
         )
 
     def _opened(

@@ -122,6 +122,6 @@ def _renamed(name: str, levels: int) -> str:
     name = name.removeprefix("quantize.")
     name = re.sub(r"\.up\.(\d+)\.", lambda m: f".conv_blocks.{levels - 1 - int(m[1])}.", name)
     name = re.sub(r"\.block\.(\d+)\.", r".res.\1.", name)
-    for place, part in enumerate(("block_1", "attn_1", "block_2")):
-        name = name.replace(f".mid.{part}.", f".mid.{place}.")
+    for index, part in enumerate(("block_1", "attn_1", "block_2")):
+        name = name.replace(f".mid.{part}.", f".mid.{index}.")
     return name

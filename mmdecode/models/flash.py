@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mmdecode.models.feature_drafter import Attention, FeatureDrafter, Level, Rows
-from mmdecode.models.image_rows import at_last_places, members_of
+from mmdecode.models.image_rows import at_last_rows, members_of
 
 
 class Head(Attention):
@@ -65,7 +65,7 @@ class FlashModel(FeatureDrafter):
         low = torch.finfo(scores.dtype).min
         weights = scores.masked_fill(~members[:, :, None], low).softmax(-1)  # (B, I, C, L)
         latents = torch.einsum("bicl,blh->bich", weights, rows.features)
-        embeds, stays = at_last_places(latents, members, rows.embeds)
+        embeds, stays = at_last_rows(latents, members, rows.embeds)
         kept = rows.kept & ((images == 0) | stays)
         return replace(rows, embeds=embeds, kept=kept, images=images * stays)
 

@@ -125,13 +125,13 @@ class HydraHeads(nn.Module):
                 "expected Hydra's, whose head k reads a state and k embeddings: Hydra++ and others "
                 "are not known"
             )
-        places = [key.split(".") for key in heads]
-        shown = {
+        paths = [key.split(".") for key in heads]
+        inferred = {
             "hidden_size": width,
-            "hydra_num_heads": 1 + max(int(place[1]) for place in places),
-            "hydra_num_layers": 1 + max(int(place[2]) for place in places),
+            "hydra_num_heads": 1 + max(int(path[1]) for path in paths),
+            "hydra_num_layers": 1 + max(int(path[2]) for path in paths),
             "hydra_own_outputs": "hydra_lm_head.0.weight" in weights,
         }
-        if shown["hydra_own_outputs"]:
-            shown["vocab_size"] = len(weights["hydra_lm_head.0.weight"])
-        return fill(cls(config | shown), weights, name)
+        if inferred["hydra_own_outputs"]:
+            inferred["vocab_size"] = len(weights["hydra_lm_head.0.weight"])
+        return fill(cls(config | inferred), weights, name)

@@ -112,7 +112,7 @@ class Layout:
             )
         return self._codes[vocab, device]
 
-    def places(self) -> Tensor:
+    def cell_indices(self) -> Tensor:
         """Generated index of every cell, ``(rows, columns)``."""
         first = torch.arange(self.rows)[:, None] * self.stride
         return first + torch.arange(self.columns)
@@ -128,7 +128,7 @@ class Layout:
                 f"{tokens.shape[-1]} tokens were generated; an image of {self.rows} x "
                 f"{self.columns} codes has {self.length}"
             )
-        cells = tokens[:, self.places().to(tokens.device).flatten()]
+        cells = tokens[:, self.cell_indices().to(tokens.device).flatten()]
         code_of = self.codes_of(int(self.ids.max()) + 2, tokens.device)
         codes = code_of[cells.clamp(0, len(code_of) - 1)]
         if bool((codes < 0).any()):

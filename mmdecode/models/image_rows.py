@@ -37,7 +37,7 @@ def members_of(images: Tensor) -> Tensor:
     return images[:, None] == torch.arange(1, count + 1, device=images.device)[:, None]
 
 
-def at_last_places(made: Tensor, members: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def at_last_rows(made: Tensor, members: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Puts what was made of each image where its last rows are.
 
     Args:
@@ -54,6 +54,6 @@ def at_last_places(made: Tensor, members: Tensor, rows: Tensor) -> tuple[Tensor,
     replaced = (left > 0) & (left <= each)
     if not each:
         return rows, replaced
-    place = members.long().argmax(1) * each + (each - left).clamp(0, each - 1)
-    chosen = made.flatten(1, 2).gather(1, place[..., None].expand(-1, -1, rows.shape[-1]))
+    index = members.long().argmax(1) * each + (each - left).clamp(0, each - 1)
+    chosen = made.flatten(1, 2).gather(1, index[..., None].expand(-1, -1, rows.shape[-1]))
     return torch.where(replaced[..., None], chosen, rows), replaced

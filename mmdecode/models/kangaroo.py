@@ -53,7 +53,7 @@ class KangarooModel(FeatureDrafter):
         rotation = self.rotary(rows.positions, rows.features.dtype)
         return self.norm(self.layers[0](rows.features, rotation, mask, past))
 
-    def behind(self, states: Tensor, mask: Tensor, rotation: Any, past: Any) -> Tensor:
+    def after_layer(self, states: Tensor, mask: Tensor, rotation: Any, past: Any) -> Tensor:
         """The same after a layer of a running target, before the last norm.
 
         Args:
@@ -106,7 +106,9 @@ class Exit(nn.Module):
             **kwargs,
         )
         states = made[0] if isinstance(made, tuple) else made
-        return self.adapter.behind(states, attention_mask, position_embeddings, past_key_values)
+        return self.adapter.after_layer(
+            states, attention_mask, position_embeddings, past_key_values
+        )
 
 
 def rope_of(config: Any) -> dict[str, Any]:

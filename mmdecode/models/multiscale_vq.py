@@ -91,8 +91,8 @@ def convolution_of_scale(scales: int, convolutions: int) -> tuple[int, ...]:
     """
     margin = 1 / (3 if convolutions == 4 else 2) / convolutions
     ticks = np.linspace(margin, 1 - margin, convolutions)
-    places = [scale / max(scales - 1, 1) for scale in range(scales)]
-    return tuple(int(np.argmin(np.abs(ticks - place))) for place in places)
+    positions = [scale / max(scales - 1, 1) for scale in range(scales)]
+    return tuple(int(np.argmin(np.abs(ticks - position))) for position in positions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,11 +273,11 @@ def load_published(
             f"({', '.join(map(str, patch_nums))}): give the sides that it was trained with"
         )
     levels = _count(weights, r"^decoder\.up\.(\d+)\.")
-    shown = ("encoder.conv_in.weight", "quant_conv.weight", "quantize.quant_resi.qresi")
-    if not levels or not all(any(n.startswith(part) for n in weights) for part in shown):
+    required = ("encoder.conv_in.weight", "quant_conv.weight", "quantize.quant_resi.qresi")
+    if not levels or not all(any(n.startswith(part) for n in weights) for part in required):
         raise InputError(
             f"{file} has a codebook, but not the names of VAR's tokenizer (decoder.up.*, "
-            f"{', '.join(shown)}); give a vae_*.pth of VAR"
+            f"{', '.join(required)}); give a vae_*.pth of VAR"
         )
     renamed: dict[str, Tensor] = {}
     for name, value in split_joint_projection(weights).items():

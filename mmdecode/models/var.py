@@ -368,13 +368,13 @@ def _patch_nums(
 ) -> tuple[int, ...]:
     if levels is None:
         return tuple(given or PATCH_NUMS)
-    shown = tuple(math.isqrt(int(count)) for count in levels.flatten().bincount())
-    if given is not None and tuple(given) != shown:
+    inferred = tuple(math.isqrt(int(count)) for count in levels.flatten().bincount())
+    if given is not None and tuple(given) != inferred:
         raise InputError(
-            f"{file} was trained on scales {', '.join(map(str, shown))}; patch_nums is "
+            f"{file} was trained on scales {', '.join(map(str, inferred))}; patch_nums is "
             f"{', '.join(map(str, given))}: leave it out"
         )
-    return shown
+    return inferred
 
 
 AutoConfig.register(VarConfig.model_type, VarConfig)

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from mmdecode.models.eagle import EagleModel
 from mmdecode.models.feature_drafter import FeatureDrafter, Rows
-from mmdecode.models.image_rows import at_last_places, members_of
+from mmdecode.models.image_rows import at_last_rows, members_of
 
 
 class Adaptor(nn.Module):
@@ -88,7 +88,7 @@ class ViSpecModel(EagleModel):
         if not members.shape[1]:
             return rows
         made = self.imadpt(rows.embeds, members)
-        embeds, stays = at_last_places(made[:, :, :-1], members, rows.embeds)
+        embeds, stays = at_last_rows(made[:, :, :-1], members, rows.embeds)
         vectors = pad(made[:, :, -1], (0, 0, 1, 0))  # before the first image: zeros
         latest = images.cummax(1).values[..., None].expand(-1, -1, self.width)
         return replace(

@@ -160,13 +160,13 @@ def suspects_in(journals: Iterable[Path]) -> list[str]:
     return [os.fsdecode(name) for name in dict.fromkeys(filter(None, parts))]
 
 
-def read_apart(code: str, path: str, advice: str) -> None:
+def read_apart(code: str, path: str, hint: str) -> None:
     """Reads a file in another process.
 
     Args:
         code: Python that reads the file named by its first argument, and ends well if it can't be.
         path: Path of the file.
-        advice: Advice on a file that crashes.
+        hint: Advice on a file that crashes, for the message.
 
     Raises:
         InputError: The process crashed. A process that failed in another way says nothing about
@@ -177,6 +177,6 @@ def read_apart(code: str, path: str, advice: str) -> None:
     # a signal, or on Windows a status of the system's that is an error
     if done.returncode < 0 or done.returncode >= 0xC0000000:
         raise InputError(
-            f"{path}: crashes the library that decodes it (exit code {done.returncode}); {advice}, "
+            f"{path}: crashes the library that decodes it (exit code {done.returncode}); {hint}, "
             "or copy or download it again"
         )

@@ -105,10 +105,10 @@ def write_between(page: Path, begin: str, end: str, text: str) -> None:
         OptionError: The page cannot be read, or does not have the marks.
     """
     before = page_with(page, begin, end)
-    shown = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
+    section = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
     temporary = page.with_name(_temporary())
     try:
-        changed = shown.sub(lambda _: f"{begin}\n{text}\n{end}", before)
+        changed = section.sub(lambda _: f"{begin}\n{text}\n{end}", before)
         temporary.write_text(changed, encoding="utf-8")
         temporary.replace(page)
     finally:
@@ -514,7 +514,7 @@ def claimed(folder: Path) -> Iterator[None]:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def lock(handle: int, place: Path) -> None:
+def lock(handle: int, path: Path) -> None:
     """Locks an open file or folder until it is closed.
 
     Raises:
@@ -528,25 +528,25 @@ def lock(handle: int, place: Path) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise OptionError(
-            f"another run is writing to {place}; wait for it, or choose another --out"
+            f"another run is writing to {path}; wait for it, or choose another --out"
         ) from None
 
 
-def run_of(place: Path) -> Path:
+def run_of(path: Path) -> Path:
     """Where the settings of results stand: in their folder, or next to their file."""
-    return place.with_name(f"{place.name}.{RUN}") if place.is_file() else place / RUN
+    return path.with_name(f"{path.name}.{RUN}") if path.is_file() else path / RUN
 
 
-def note_settings(place: Path, settings: Mapping[str, Any], overwrite: bool = False) -> None:
+def note_settings(path: Path, settings: Mapping[str, Any], overwrite: bool = False) -> None:
     """Writes down under which settings the results in a folder or file are made."""
-    write_file(run_of(place), marked_json(_noted(settings), indent=1), overwrite)
+    write_file(run_of(path), marked_json(_noted(settings), indent=1), overwrite)
 
 
-def check_settings(place: Path, settings: Mapping[str, Any], resume: bool) -> None:
+def check_settings(path: Path, settings: Mapping[str, Any], resume: bool) -> None:
     """Whether a run may continue what a folder or file holds.
 
     Args:
-        place: It holds results.
+        path: It holds results.
         settings: Whatever may change a result.
         resume: Whether the user asked to continue.
 
@@ -555,10 +555,10 @@ def check_settings(place: Path, settings: Mapping[str, Any], resume: bool) -> No
     """
     if not resume:
         raise OptionError(
-            f"{place} holds results of an earlier run; continue it with --resume, or choose "
+            f"{path} holds results of an earlier run; continue it with --resume, or choose "
             "another --out"
         )
-    run = run_of(place)
+    run = run_of(path)
     try:
         before = json.loads(run.read_text(encoding="utf-8"))
         old_hash, old = before["hash"], dict(before["settings"])
@@ -575,7 +575,7 @@ def check_settings(place: Path, settings: Mapping[str, Any], resume: bool) -> No
         named = old.get("model") if "model" in differing else None  # the default may be another now
         again = f"repeat them, --model {named} among them," if named else "repeat them"
         raise OptionError(
-            f"{place} holds results of other settings ({shown}); {again} to continue, or choose "
+            f"{path} holds results of other settings ({shown}); {again} to continue, or choose "
             "another --out"
         )
 
@@ -600,7 +600,7 @@ def _noted(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def explained(place: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
     """Turns what the operating system refuses into an error that says what to do.
 
     Raises:
@@ -610,7 +610,7 @@ def explained(place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(
-            f"cannot write to {place}: {error.strerror}; choose another --out, or make room and "
+            f"cannot write to {path}: {error.strerror}; choose another --out, or make room and "
             "continue with --resume"
         ) from error
 

@@ -55,16 +55,16 @@ class Failed:
     problem: Exception = field(repr=False, compare=False)
 
     @classmethod
-    def of(cls, problem: Exception, advice: str) -> Failed:
+    def of(cls, problem: Exception, hint: str) -> Failed:
         """Failure of an item, by its error.
 
         Args:
             problem: It is emptied: what its frames held, as tensors of a batch, is let go.
-            advice: Advice where memory ran out.
+            hint: Advice where memory ran out, for the message.
         """
         kind, text = type(problem).__name__, " ".join(str(problem).split())
         if is_out_of_memory(problem):
-            kind, text = OUT_OF_MEMORY, f"there is not enough memory; {advice}"
+            kind, text = OUT_OF_MEMORY, f"there is not enough memory; {hint}"
         elif not isinstance(problem, MMDecodeError):
             text = f"{kind}: {text}" if text else kind
             text += "; this is an error of the program: MMDECODE_DEBUG=1 shows where"
@@ -121,7 +121,7 @@ def each(
     items: Sequence[Item],
     run: Callable[[Sequence[Item]], Sequence[Result]],
     *,
-    advice: str,
+    hint: str,
     name: Callable[[Item], str] = str,
     watch: Watch | None = None,
     attempt: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
@@ -131,7 +131,7 @@ def each(
     Args:
         items: The batch.
         run: Gives a result per item; called again for halves of a batch that raised.
-        advice: Advice where an item alone needs more memory than there is.
+        hint: Advice where an item alone needs more memory than there is.
         name: Names an item, in the note of what is decoded.
         watch: Keeps that note.
         attempt: Open while ``run`` runs, as `mmdecode.engine.stats.Stats.attempt`.
@@ -147,7 +147,7 @@ def each(
         short = is_out_of_memory(problem)
         if len(items) == 1 and os.environ.get("MMDECODE_DEBUG") == "1":
             traceback.print_exception(problem)
-        failed = Failed.of(problem, advice)
+        failed = Failed.of(problem, hint)
     if failed is None:
         yield from zip(items, results, strict=True)
         return
@@ -158,26 +158,26 @@ def each(
         return
     middle = len(items) // 2
     for part in (items[:middle], items[middle:]):
-        yield from each(part, run, advice=advice, name=name, watch=watch, attempt=attempt)
+        yield from each(part, run, hint=hint, name=name, watch=watch, attempt=attempt)
 
 
-def tried(run: Callable[[], Result], advice: str) -> Result | Failed:
+def tried(run: Callable[[], Result], hint: str) -> Result | Failed:
     """Outcome of one item."""
-    [(_, found)] = each([None], lambda _: [run()], advice=advice)
+    [(_, found)] = each([None], lambda _: [run()], hint=hint)
     return found
 
 
-def written(write: Callable[[], Result], advice: str) -> Result | Failed:
+def written(write: Callable[[], Result], hint: str) -> Result | Failed:
     """Outcome of writing the files of one item.
 
     Args:
         write: Makes and writes them.
-        advice: Advice where memory ran out.
+        hint: Advice where memory ran out, for the message.
 
     Raises:
         OSError: The place cannot be written, as where a disk is full: it is the job's error.
     """
-    found = tried(write, advice)
+    found = tried(write, hint)
     if isinstance(found, Failed) and isinstance(found.problem, OSError):
         number = found.problem.errno
         if number is not None and number not in _OF_ONE_FILE and found.kind != OUT_OF_MEMORY:

@@ -109,7 +109,7 @@ class Journal(Generic[Row]):
         note_settings(self._path.parent, self._settings, self._overwrite)
         return open_append(self._path, self._overwrite)
 
-    def _anew(self) -> BinaryIO:
+    def _reopened(self) -> BinaryIO:
         """The file after what it replaces went."""
         self._path.unlink(missing_ok=True)
         return self._opened()
@@ -118,7 +118,7 @@ class Journal(Generic[Row]):
         """Writes a row where a crash cannot lose it."""
         line = json.dumps(row.as_dict(), ensure_ascii=False, allow_nan=False)
         with explained(self._path.parent):
-            self._file = self._file or self._anew()
+            self._file = self._file or self._reopened()
             append_line(self._file, line.encode() + b"\n")
         self.done[self._key(row)] = row
 
@@ -153,9 +153,9 @@ def refuse_taken(
     ]
     refuse_foreign([*(folder / one for one in names), *figures], overwrite)
     if is_taken(folder, name) and not resume and not overwrite:
-        advice = "continue it with --resume, " if resumable else ""
+        hint = "continue it with --resume, " if resumable else ""
         raise OptionError(
-            f"{folder} holds an earlier report; {advice}replace it with --overwrite, or choose "
+            f"{folder} holds an earlier report; {hint}replace it with --overwrite, or choose "
             "another --out"
         )
 

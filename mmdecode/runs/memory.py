@@ -33,8 +33,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         return False
     torch = sys.modules.get("torch")
     known = (MemoryError, torch.OutOfMemoryError) if torch is not None else (MemoryError,)
-    said = isinstance(error, (RuntimeError, OSError)) and _OUT.search(str(error)) is not None
-    return isinstance(error, known) or said or is_out_of_memory(error.__cause__)
+    by_message = isinstance(error, (RuntimeError, OSError)) and _OUT.search(str(error)) is not None
+    return isinstance(error, known) or by_message or is_out_of_memory(error.__cause__)
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
@@ -50,13 +50,13 @@ def free_memory(root: Path = Path("/")) -> int | None:
     return min(found, default=None)
 
 
-def refuse_beyond_memory(needed: int, what: str, advice: str, free: int | None = None) -> None:
+def refuse_beyond_memory(needed: int, what: str, hint: str, free: int | None = None) -> None:
     """Refuses what needs more memory than is free.
 
     Args:
         needed: Bytes, as estimated.
         what: Purpose, for the message.
-        advice: The way out, for the message.
+        hint: The way out, for the message.
         free: Bytes; default: what `free_memory` finds.
 
     Raises:
@@ -65,7 +65,7 @@ def refuse_beyond_memory(needed: int, what: str, advice: str, free: int | None =
     free = free_memory() if free is None else free
     if free is not None and needed > free:
         raise InputError(
-            f"{what} needs about {_size(needed)} of memory, {_size(free)} are free; {advice}"
+            f"{what} needs about {_size(needed)} of memory, {_size(free)} are free; {hint}"
         )
 
 

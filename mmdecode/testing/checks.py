@@ -197,18 +197,18 @@ def assert_distribution(
             request=range(rows),
         )
         parts.append(sequences[:, len(prompt) :])
-    drawn = torch.cat(parts)
+    sampled = torch.cat(parts)
     if joint is None:
         joint = exact_joint(distribution, prompt, length, processors())
     for count in range(1, length + 1):  # positions separately: a late fault drowns in the joint
-        cell = (drawn[:, :count] * vocab ** torch.arange(count).flip(0)).sum(1)
+        cell = (sampled[:, :count] * vocab ** torch.arange(count).flip(0)).sum(1)
         counts = torch.bincount(cell, minlength=vocab**count)
         exact = joint.flatten(count).sum(-1) if count < length else joint
         p = p_value(counts, exact)
         assert p > LEVEL, (
             f"the first {count} of {length} tokens have another distribution: p = {p:.2g}"
         )
-    return drawn
+    return sampled
 
 
 def bigram(vocab: int, seed: int = 0, sharpness: float = 1.5) -> Tensor:
@@ -433,9 +433,9 @@ def check_accept(make: Callable[[], Any]) -> None:
         ]
     proposers = [p for p in proposers if set(p.kinds) & set(rule.kinds)]
     for draft in proposers:
-        told = f"in mode {{}} with {type(draft).__name__} proposing {', '.join(draft.kinds)} tokens"
+        case = f"in mode {{}} with {type(draft).__name__} proposing {', '.join(draft.kinds)} tokens"
         if "greedy" in rule.modes:
-            with _promised(told.format("greedy")):
+            with _promised(case.format("greedy")):
                 assert_lossless(
                     Decoder(draft, accept=make()),
                     model,
@@ -444,7 +444,7 @@ def check_accept(make: Callable[[], Any]) -> None:
                     eos=[3],
                 )
         if "sample" in rule.modes:
-            with _promised(told.format("sample")):
+            with _promised(case.format("sample")):
                 assert_distribution(
                     lambda draft=draft: Decoder(draft, accept=make()),  # type: ignore[misc]
                     model,

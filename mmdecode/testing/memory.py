@@ -30,35 +30,35 @@ class LiveStorage(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        places = {_place(tensor) for tensor in _tensors([args, list((kwargs or {}).values())])}
-        given = {place for place in places if place not in self._holders}
+        addresses = {_address(tensor) for tensor in _tensors([args, list((kwargs or {}).values())])}
+        given = {address for address in addresses if address not in self._holders}
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors([result]):
-            if _place(tensor) not in given:  # else a view of what was there before
+            if _address(tensor) not in given:  # else a view of what was there before
                 self._hold(tensor)
         self.peak = max(self.peak, self.bytes)
         return result
 
     def _hold(self, tensor: Tensor) -> None:
-        name, place, size = id(tensor), _place(tensor), tensor.untyped_storage().nbytes()
+        name, address, size = id(tensor), _address(tensor), tensor.untyped_storage().nbytes()
         if name in self._known:
             return
 
         def release(_: Any) -> None:
             del self._known[name]
-            self._holders[place] -= 1
-            if not self._holders[place]:
-                del self._holders[place]
+            self._holders[address] -= 1
+            if not self._holders[address]:
+                del self._holders[address]
                 self.bytes -= size
 
         self._known[name] = weakref.ref(tensor, release)
-        if place not in self._holders:
-            self._holders[place] = 0
+        if address not in self._holders:
+            self._holders[address] = 0
             self.bytes += size
-        self._holders[place] += 1
+        self._holders[address] += 1
 
 
-def _place(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 

@@ -50,10 +50,10 @@ class Tape(TorchDispatchMode):
 
     def replay(self) -> None:
         """Runs all of it again, each result to its old place."""
-        for func, args, kwargs, places in self.calls:
-            for place, value in zip(places, _tensors(func(*args, **kwargs)), strict=True):
-                if place.data_ptr() != value.data_ptr():
-                    place.copy_(value)
+        for func, args, kwargs, outputs in self.calls:
+            for output, value in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
+                if output.data_ptr() != value.data_ptr():
+                    output.copy_(value)
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -193,7 +193,7 @@ class Answerer:
             for (request, _), found in each(
                 asked,
                 partial(self._batch, settings=settings),
-                advice=ADVICE,
+                hint=ADVICE,
                 name=lambda one: one[0].id,
                 watch=watch,
                 attempt=self.stats.attempt,

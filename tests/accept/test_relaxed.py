@@ -91,7 +91,7 @@ def test_what_is_not_neutral_gives_others(make):
     assert tokens[0] != tokens[1]
 
 
-NOT_DRAWN = {
+NOT_SAMPLED = {
     "chain": lambda: drafts.Bigram(Q, kinds=("deterministic",)),
     "most likely siblings": lambda: drafts.Siblings(Q, kinds=("deterministic",)),
     "siblings that repeat": lambda: drafts.Random(drafts.Tree((-1, -1, 0, 0))),
@@ -99,9 +99,9 @@ NOT_DRAWN = {
 }
 
 
-@pytest.mark.parametrize("draft", NOT_DRAWN)
-def test_tokens_that_were_not_drawn_are_judged_by_a_one_hot_distribution(draft):
-    make = lambda: Decoder(NOT_DRAWN[draft](), accept=CoolSD(delta=1))  # noqa: E731
+@pytest.mark.parametrize("draft", NOT_SAMPLED)
+def test_tokens_that_were_not_sampled_are_judged_by_a_one_hot_distribution(draft):
+    make = lambda: Decoder(NOT_SAMPLED[draft](), accept=CoolSD(delta=1))  # noqa: E731
     assert_distribution(make, MODEL, distribution_of(MODEL), samples=10_000, length=3)
 
 
@@ -324,10 +324,10 @@ def test_codes_are_found_by_the_ids_of_the_layout_and_sorted_once_for_a_model():
     q = torch.full((V,), 0.25)
     for _ in range(2):
         rule = LANTERN(delta=0.9, k=1)
-        free = one_token(rule, p, q, place=0, adapter=adapter)
+        free = one_token(rule, p, q, position=0, adapter=adapter)
         # 2 borrows of 0, 0 of 2, 3 of 0; the newline of nobody
         torch.testing.assert_close(free.keeps, torch.tensor([1.6, 0.8, 1.6, 2.0]).clamp_max(1))
-        forced = one_token(rule, p, q, place=2, adapter=adapter)
+        forced = one_token(rule, p, q, position=2, adapter=adapter)
         assert torch.equal(forced.keeps, one_token(Rejection(), p, q).keeps)
     assert adapter.asked == 1
     assert one_token(LANTERN(delta=0.9, k=2), p, q, adapter=adapter) and adapter.asked == 2
@@ -340,7 +340,7 @@ class Ignorant(drafts.Bigram):
         super().__init__(torch.zeros(V, V), kinds=("iid",))
 
 
-def drawn_under_the_grammar(rows=200):
+def sampled_under_the_grammar(rows=200):
     model = Table(V, seed=11, sharpness=1.5, layout=LINES)
     decoder = Decoder(Ignorant(), accept=LANTERN(delta=1, k=2), seed=3)
     return decode(
@@ -373,12 +373,12 @@ def follows_the_grammar(tokens):
 
 
 def test_what_the_grammar_forbids_is_never_kept(monkeypatch):
-    assert follows_the_grammar(drawn_under_the_grammar())
+    assert follows_the_grammar(sampled_under_the_grammar())
     sound = lantern_rule.codes_at
     monkeypatch.setattr(
         lantern_rule, "codes_at", lambda asked: (*sound(asked)[:2], torch.tensor(True))
     )
-    assert not follows_the_grammar(drawn_under_the_grammar())
+    assert not follows_the_grammar(sampled_under_the_grammar())
 
 
 def test_a_draft_without_probability_may_be_kept_where_the_rule_lends_it_some():

@@ -40,9 +40,9 @@ def adapter_of(model):
 
 def assert_falls_back(model, family, match=DIFFERS):
     """Asserts that the lean step is refused, once, and that ids are those of `generate`."""
-    with pytest.warns(UserWarning, match=match) as said:
+    with pytest.warns(UserWarning, match=match) as warned:
         assert not registry.adapter_for(model)._lean
-    assert len(said) == 1
+    assert len(warned) == 1
     assert not adapter_of(model)._lean
     options = {**inputs_of(family, 3), "max_new_tokens": NEW, "do_sample": False}
     expected = model.generate(**options)
@@ -66,7 +66,7 @@ def test_the_lean_step_gives_the_states_of_the_modules(family, dtype):
 
 
 @EACH
-def test_a_model_is_checked_once_and_nothing_random_is_drawn(family, monkeypatch):
+def test_a_model_is_checked_once_and_uses_no_random_number(family, monkeypatch):
     model, state = fresh(family), torch.get_rng_state()
     assert adapter_of(model)._lean
     assert torch.equal(torch.get_rng_state(), state)
@@ -91,11 +91,11 @@ def test_a_layer_with_other_formulas_is_run_as_it_is(family, monkeypatch):
     assert_falls_back(fresh(family), family)
 
 
-@pytest.mark.parametrize("place", ["self_attn", "encoder_attn"])
+@pytest.mark.parametrize("module_name", ["self_attn", "encoder_attn"])
 @EACH
-def test_another_scale_of_scores_is_run_as_it_is(family, place):
+def test_another_scale_of_scores_is_run_as_it_is(family, module_name):
     model = fresh(family)
-    attention = getattr(model.get_decoder().layers[1], place)
+    attention = getattr(model.get_decoder().layers[1], module_name)
     attention.scaling *= 1.5
     assert_falls_back(model, family)
 
@@ -206,14 +206,16 @@ def test_a_plain_call_takes_lean_steps_alone(family, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
-@pytest.mark.parametrize("place", ["layers.1", "layers.0.self_attn.q_proj", "embed_tokens"])
+@pytest.mark.parametrize("module_path", ["layers.1", "layers.0.self_attn.q_proj", "embed_tokens"])
 @EACH
-def test_a_hook_is_heeded_also_where_it_comes_after_the_check(family, place, kind, monkeypatch):
+def test_a_hook_is_heeded_also_where_it_comes_after_the_check(
+    family, module_path, kind, monkeypatch
+):
     model = fresh(family)
     adapter = adapter_of(model)
     assert adapter._lean
     steps, seen = counted(monkeypatch), []
-    module = model.get_decoder().get_submodule(place)
+    module = model.get_decoder().get_submodule(module_path)
     handle = getattr(module, kind)(lambda *args: seen.append(1))
     lean_step._states(adapter, adapter.forward)
     assert seen

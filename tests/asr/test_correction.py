@@ -15,8 +15,7 @@ from mmdecode.asr.correction.prompts import TEMPLATES, ListPrompts, PromptOption
 from mmdecode.draft.source import Source
 from mmdecode.errors import IncompatibleError, InputError, OptionError, UnknownNameError
 from tests.support.correctors import LISTS, TEMPLATE, Writes, model, tokenizer
-from tests.support.faults import ERRORS, FEW, Faulty
-from tests.support.faults import said as said_of
+from tests.support.faults import ERRORS, FEW, Faulty, failure_of
 
 FAMILIES = ("llama", "t5", "bart")
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -478,7 +477,7 @@ def test_a_list_that_raises_fails_alone(stage, name, monkeypatch):
     found = failing(LISTS)
     failed = found.pop(2)
     assert found == expected
-    text, kind = said_of(name)
+    text, kind = failure_of(name)
     assert text in failed.error and failed.kind == kind and failed.text == bad.best
     assert failing.stats.tokens == sum(one.tokens for one in expected)
 

@@ -12,7 +12,7 @@ from mmdecode.asr.output.manifest import Entry
 from mmdecode.decoder import Decoder
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.speech import runs
-from tests.support.faults import ERRORS, FEW, Faulty, said
+from tests.support.faults import ERRORS, FEW, Faulty, failure_of
 
 SECONDS = (1.6, 0.8, 1.2, 0.6)
 BAD = 2
@@ -124,7 +124,7 @@ def check(name, stage, model, processor, kit, expected, monkeypatch):
         monkeypatch.setattr(transcriber, "_corrector", correct)
     found = {one.source: one for one in transcriber.stream(given)}
     failed = found.pop(bad)
-    text, kind = said(name)
+    text, kind = failure_of(name)
     if name == "StopIteration" and stage in ("open", "read"):
         kind = "RuntimeError"  # Python makes that of it where a generator raises it
     assert text in failed.error and failed.kind == kind, (failed, stage)
@@ -180,7 +180,7 @@ def evaluated(name, stage, model, processor, kit, expected, monkeypatch):
     monkeypatch.setattr(runs, "opened", lambda entry, language: known[entry.id])
     entries = [Entry(id=one.name, audio="x.wav", text="what was said") for one in given]
     found = {one.id: one for one in runs.record({"plain": transcriber}, entries, warmup=0)}
-    assert said(name)[0] in found.pop(bad).error
+    assert failure_of(name)[0] in found.pop(bad).error
     assert {n: tuple(one.token_ids) for n, one in found.items()} == {
         n: tuple(tokens) for n, tokens in expected.items() if n != bad
     }

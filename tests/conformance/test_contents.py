@@ -116,7 +116,7 @@ def test_what_fills_up_images_of_pixtral_does_not_name_a_row():
 
 
 @pytest.mark.parametrize("tower", ["clip", "siglip"])
-def test_salience_is_of_the_features_beside_it_however_they_were_selected(tower):
+def test_salience_is_of_the_neighbouring_features_however_they_were_selected(tower):
     vision = {**SIGLIP, "patch_size": 4} if tower == "siglip" else LLAVA["vision_config"]
     values = {"pixel_values": torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))}
     encoded = {}

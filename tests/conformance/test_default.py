@@ -44,13 +44,13 @@ COMMON = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-PLACES = {"max_position_embeddings": 64}
+POSITIONS = {"max_position_embeddings": 64}
 RIGHT = {
     "phi": (PhiConfig, {"intermediate_size": 48}),
     "phi3, one window for all": (Phi3Config, {"intermediate_size": 48, "sliding_window": 4}),
     "gpt_neox": (GPTNeoXConfig, {"intermediate_size": 48}),
-    "gpt2, learned positions": (GPT2Config, PLACES),
-    "opt, learned positions with an offset": (OPTConfig, {**PLACES, "ffn_dim": 48}),
+    "gpt2, learned positions": (GPT2Config, POSITIONS),
+    "opt, learned positions with an offset": (OPTConfig, {**POSITIONS, "ffn_dim": 48}),
     "cohere, scaled logits": (CohereConfig, {"intermediate_size": 48, "logit_scale": 0.25}),
     "falcon, rotary": (FalconConfig, {"alibi": False}),
     "gpt_oss, attention sinks and two kinds of layers": (

@@ -257,7 +257,7 @@ def test_a_table_of_positions_is_not_overrun():
 
 
 @pytest.mark.parametrize("family", ["bart", "umt5"])
-def test_no_hook_stays_behind(family, monkeypatch):
+def test_every_hook_is_removed(family, monkeypatch):
     decoder = model_of(family).get_decoder()
     hooked = (
         decoder.embed_positions if family == "bart" else decoder.block[1].layer[0].SelfAttention
@@ -305,7 +305,7 @@ def test_padding_of_the_source_that_is_attended_to_is_noticed(family, monkeypatc
 
 
 @EACH
-def test_positions_off_by_one_behind_the_prompt_are_noticed(family, monkeypatch):
+def test_positions_off_by_one_after_the_prompt_are_noticed(family, monkeypatch):
     assert_same(family, "known", prompt=True)
     if family != "bart":
         correct = T5Adapter._distance

@@ -184,7 +184,7 @@ def test_a_window_is_no_larger_than_the_image():
         draw("llamagen", Decoder(Jacobi(17)))
 
 
-def test_parts_that_have_no_place_in_image_mode_are_refused():
+def test_parts_that_do_not_fit_image_mode_are_refused():
     with pytest.raises(IncompatibleError, match="both want to set the distribution"):
         draw("llamagen", Decoder(guide="guidance:scale=2"), guidance=3.0)
     with pytest.raises(IncompatibleError, match="use guide 'guidance'"):
@@ -257,7 +257,7 @@ def test_the_front_door_leads_to_image_mode():
 
 
 @pytest.mark.parametrize(
-    ("family", "guidance", "law"),
+    ("family", "guidance", "sampling_options"),
     [
         ("llamagen", 4.0, {"top_k": 2000}),
         ("llamagen_captions", 7.5, {"top_k": 1000}),
@@ -267,11 +267,13 @@ def test_the_front_door_leads_to_image_mode():
         ("imagegpt", 1.0, {"top_k": 40}),
     ],
 )
-def test_a_family_is_drawn_as_published_unless_told_otherwise(family, guidance, law):
+def test_a_family_samples_as_published_by_default(family, guidance, sampling_options):
     given = {**conditions(family), "seed": SEED}
     found = generate(image_model(family), **given)
-    told = generate(image_model(family), guidance=guidance, sampling=Sampling(**law), **given)
-    assert torch.equal(found.tokens, told.tokens)
+    explicit = generate(
+        image_model(family), guidance=guidance, sampling=Sampling(**sampling_options), **given
+    )
+    assert torch.equal(found.tokens, explicit.tokens)
     other = generate(image_model(family), guidance=guidance, sampling=Sampling(2.0), **given)
     assert not torch.equal(found.tokens, other.tokens)
 
@@ -529,13 +531,13 @@ def test_chameleons_decoder_is_read_from_its_published_layout(tmp_path, bare, at
 
 
 def test_what_makes_pixels_has_to_be_given_and_to_fit():
-    for family, advice in (
+    for family, hint in (
         ("llamagen", "pass vq="),
         ("chameleon", "pass vq="),
         ("imagegpt", "pass clusters="),
     ):
         adapter = registry.image_adapter_for(image_model(family))
-        with pytest.raises(IncompatibleError, match=advice):
+        with pytest.raises(IncompatibleError, match=hint):
             adapter.decode(torch.zeros(1, 4, 4).long())
         assert (adapter.codebook() is None) == (family != "chameleon")
     with pytest.raises(IncompatibleError, match="it has 9 codes, the model 24"):

@@ -194,7 +194,7 @@ def test_branches_that_are_read_apart_say_the_same(family, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llamagen_captions", "emu3"])
-def test_rows_that_change_places_keep_what_is_theirs(family, monkeypatch):
+def test_reordered_rows_keep_their_state(family, monkeypatch):
     """As search would move them."""
     order = torch.tensor([2, 0, 1])
 
@@ -319,7 +319,7 @@ def test_llamagen_draws_the_golden_codes(draft):
 
 
 @FAMILIES
-def test_keys_behind_rejected_windows_are_those_of_a_fresh_pass(family, monkeypatch):
+def test_keys_after_rejected_windows_are_those_of_a_fresh_pass(family, monkeypatch):
     kept = []
     seams.KEEP.plant(
         monkeypatch, lambda keep: lambda self, *args: (keep(self, *args), kept.append(self))[0]

@@ -91,7 +91,7 @@ def test_drafted_tokens_are_those_of_generate(draft):
     assert found.tolist() == plain().tolist()
 
 
-def test_an_unconditional_branch_sees_no_image():
+def test_an_unconditional_branch_reads_no_image():
     words = torch.tensor([[3, 9, 27, 11, 8, 2, 40, 31, 7, 5, 6, 12, 33]])
     decoder = Decoder(guide=CFG(scale=0.0, negative_ids=words))
     options = {"max_new_tokens": NEW, "do_sample": False}

@@ -47,7 +47,7 @@ def test_zero_heads_say_what_the_model_says_bit_for_bit(family):
     assert torch.equal(logits, base)
 
 
-def test_zero_heads_behind_a_block_say_what_the_block_says():
+def test_zero_heads_after_a_block_predict_what_the_block_predicts():
     model, block = whisper_model(), random_block().eval()
     adapter = registry.adapter_for(model)
     draft, seen = Medusa(MedusaHeads(3, 1, WIDTH), block), []
@@ -110,7 +110,7 @@ class Seen(LogitsProcessor):
 
 
 @pytest.mark.parametrize("heads", ["random", "oracle"])
-def test_a_processor_sees_each_prefix_once_and_nothing_beyond_a_rejection(heads):
+def test_a_processor_is_called_once_for_each_prefix_and_not_after_a_rejection(heads):
     truth = plain("llama", batch=1)[0].tolist()
     module = random_heads() if heads == "random" else Oracle(truth[7:], 3)
     draft = Medusa(module, paths=TREE if heads == "random" else None)

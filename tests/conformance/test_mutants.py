@@ -28,7 +28,7 @@ def shifted(forward):
 
 
 @EVERY_FAMILY
-def test_positions_off_by_one_behind_the_prompt_are_noticed(family, monkeypatch):
+def test_positions_off_by_one_after_the_prompt_are_noticed(family, monkeypatch):
     assert_same(family, "known")
     for adapter in (DecoderOnlyAdapter, WhisperAdapter):
         monkeypatch.setattr(adapter, "forward", shifted(adapter.forward))
@@ -134,7 +134,7 @@ def test_padding_that_is_attended_to_is_noticed(family, monkeypatch):
 
 
 @FAMILIES
-def test_tree_nodes_that_are_not_moved_into_place_are_noticed(family, monkeypatch):
+def test_tree_nodes_that_are_not_moved_in_the_cache_are_noticed(family, monkeypatch):
     assert_same(family, "known_tree")
     seams.COMMIT_TO_CACHE.plant(monkeypatch, seams.nodes_stay_where_they_were_written)
     assert_noticed(family, "known_tree")

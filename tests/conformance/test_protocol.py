@@ -163,9 +163,9 @@ def test_requests_and_seeds_have_noise_of_their_own():
     assert sample(3, mm_request=["b", "a"]) == [second, first]
     assert sample(4, mm_request=["a", "b"]) != [first, second]
     torch.manual_seed(0)
-    drawn = sample(None)
+    sampled = sample(None)
     torch.manual_seed(0)
-    assert sample(None) == drawn != sample(None)
+    assert sample(None) == sampled != sample(None)
 
 
 @pytest.mark.parametrize("draft", ["lookup", "assistant", "medusa_tree"])

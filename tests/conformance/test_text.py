@@ -103,7 +103,7 @@ def test_minimum_length_holds_inside_a_block(family, draft):
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 8])
 @EVERY_DRAFT
-def test_the_length_cap_cuts_a_block(draft, limit):
+def test_the_length_cap_truncates_a_block(draft, limit):
     found = ours(Decoder(TEXT_DRAFTS[draft]("llama", reference("llama", ())[1])), "llama")
     capped = Decoder(TEXT_DRAFTS[draft]("llama", reference("llama", ())[1]))
     short = ours(capped, "llama", max_new_tokens=limit)

@@ -162,9 +162,9 @@ def test_without_images_the_prompt_is_the_text_around_them(family):
 def wordless(ids, mask):
     """Image tokens and the last token; the token before an image that another came before."""
     kept = []
-    for place, (token, real) in enumerate(zip(ids, mask, strict=True)):
-        begins_later = IMAGE in kept and token != IMAGE and ids[place + 1 : place + 2] == [IMAGE]
-        if real and (token == IMAGE or begins_later or place + 1 == len(ids)):
+    for index, (token, real) in enumerate(zip(ids, mask, strict=True)):
+        begins_later = IMAGE in kept and token != IMAGE and ids[index + 1 : index + 2] == [IMAGE]
+        if real and (token == IMAGE or begins_later or index + 1 == len(ids)):
             kept.append(token)
     return kept
 

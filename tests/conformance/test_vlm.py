@@ -102,7 +102,7 @@ def test_eager_attention_gives_the_same(family):
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3", "paligemma"])
 def test_end_of_sequence_inside_an_accepted_block_ends_the_row_there(family):
     _, rows = reference(family)
-    token = next(t for place, t in enumerate(rows[0]) if place > 3 and t not in rows[0][:place])
+    token = next(t for index, t in enumerate(rows[0]) if index > 3 and t not in rows[0][:index])
     decoder = assert_same(family, "known_tree", eos_token_id=token, pad_token_id=0)
     last = decoder.trace[0][-1]
     assert (*last.accepted, last.decided)[last.kept - 1] == token
@@ -155,7 +155,7 @@ def test_guidance_is_that_of_transformers(draft):
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "paligemma"])
-def test_a_branch_of_text_beside_images_changes_neither(family):
+def test_a_branch_of_text_along_with_images_changes_neither(family):
     words = torch.tensor([[3, 9, 27, 11, 8, 2, 40, *range(5, 30)]])  # wider than the prompts
     spec = BranchSpec(name="words", prompt=words)
     inputs = {"input_ids": words, "attention_mask": torch.ones_like(words)}
@@ -249,7 +249,7 @@ def second(family):
 
 
 @TWO
-def test_an_assistant_that_sees_the_images_needs_pixels(family):
+def test_an_assistant_that_reads_the_images_needs_pixels(family):
     expected = plain(family)
     decoder = Decoder(Assistant(second(family), length=3))
     if "mm_encoder_outputs" in inspect.signature(vision_model(family).forward).parameters:
@@ -280,7 +280,7 @@ def assert_noticed(family, draft, **options):
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3", "paligemma"])
-def test_positions_off_by_one_behind_the_prompt_are_noticed(family, monkeypatch):
+def test_positions_off_by_one_after_the_prompt_are_noticed(family, monkeypatch):
     assert_same(family, "known")
     forward = VisionLanguageAdapter.forward
 

@@ -26,7 +26,7 @@ modes = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coup
 # By doubt
 
 
-def test_a_doubtful_draft_passes_the_public_check():
+def test_a_drafter_that_stops_when_uncertain_passes_the_public_check():
     check_draft(lambda: Assistant(OTHER, 4, max_rejection_probability=0.5))
 
 
@@ -36,13 +36,13 @@ def assert_stops(max_rejection_probability):
     lengths = set()
     for prompt, rounds in zip(PROMPTS, rows, strict=True):
         for written, drafted in rounds:
-            tokens, sure = [], 1.0
-            while 1 - sure <= max_rejection_probability and len(tokens) < min(
+            tokens, path_probability = [], 1.0
+            while 1 - path_probability <= max_rejection_probability and len(tokens) < min(
                 6, 40 - 1 - len(written)
             ):
                 distribution = OTHER.target_logits([*prompt, *written, *tokens]).softmax(-1)
                 tokens.append(int(distribution.argmax()))
-                sure *= float(distribution.max())
+                path_probability *= float(distribution.max())
             assert drafted == tokens
             lengths.add(len(tokens))
     return lengths
@@ -56,7 +56,7 @@ def test_a_row_stops_after_the_token_that_is_one_risk_too_many(max_rejection_pro
     assert found == lengths if lengths else len(found) > 2
 
 
-def test_a_stop_before_the_doubtful_token_is_found(monkeypatch):
+def test_a_stop_before_the_uncertain_token_is_found(monkeypatch):
     from mmdecode.draft.assistant import Going
 
     sound = Going.submitted

@@ -100,19 +100,19 @@ class Oracle(FeatureDrafter):
 
     def prepare(self, rows):
         embed = self.target[0].get_input_embeddings()(torch.tensor(self.first))
-        place = rows.kept.long().argmax(1, keepdim=True)
+        start = rows.kept.long().argmax(1, keepdim=True)
         # the next token's position is one more than a row's, but before images
         after = rows.positions[..., -1:] + 1
         positions = F.pad(torch.cat([rows.positions[..., 1:], after], -1) - 1, (1, 0))
-        here = place if positions.ndim == 2 else place[:, None].expand(-1, 3, -1)
+        here = start if positions.ndim == 2 else start[:, None].expand(-1, 3, -1)
         embeds = F.pad(rows.embeds, (0, 0, 1, 0))
-        index = place[..., None].expand(-1, -1, embeds.shape[-1])
+        index = start[..., None].expand(-1, -1, embeds.shape[-1])
         return replace(
             rows,
             embeds=embeds.scatter(1, index, embed.expand_as(index)),
             features=F.pad(rows.features, (0, 0, 1, 0)),
             positions=positions.scatter(-1, here, -1),
-            kept=F.pad(rows.kept, (1, 0)).scatter(1, place, True),
+            kept=F.pad(rows.kept, (1, 0)).scatter(1, start, True),
             images=F.pad(rows.images, (1, 0)),
         )
 
@@ -133,8 +133,8 @@ class Oracle(FeatureDrafter):
 
 def with_first(inputs, first=1):
     """Prompts that all begin with one token."""
-    place = inputs["attention_mask"].argmax(1, keepdim=True)
-    return {**inputs, "input_ids": inputs["input_ids"].scatter(1, place, first)}
+    first_real = inputs["attention_mask"].argmax(1, keepdim=True)
+    return {**inputs, "input_ids": inputs["input_ids"].scatter(1, first_real, first)}
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
@@ -193,8 +193,8 @@ def test_a_tree_of_such_a_drafter_holds_the_right_path(family):
 
 
 def test_a_mask_that_shows_siblings_to_one_another_is_found(monkeypatch):
-    def causal(begin, pads, sees, *rest):
-        return tree_mask(begin, pads, torch.ones_like(sees), *rest)
+    def causal(begin, pads, attended, *rest):
+        return tree_mask(begin, pads, torch.ones_like(attended), *rest)
 
     inputs = with_first(inputs_of("llama"))
     make = lambda: FeatureDraft(Oracle(model_of("llama"), 1), depth=3, top_k=3, nodes=21)  # noqa: E731
@@ -283,11 +283,11 @@ def test_siblings_do_not_see_one_another():
         cache.open(8)  # committed rows
         drafter(rows(embeds[:, :3, 0], 0), torch.zeros(2, 1, 3, 8), cache)
         cache.set_start(begin)
-        found, above, sees = [], torch.tensor([[0, 0], [0, 0]]), None
+        found, above, attended = [], torch.tensor([[0, 0], [0, 0]]), None
         for level in range(2):
-            sees = features.extended(sees, above)
+            attended = features.extended(attended, above)
             cache.open(8, offset=2 * level)
-            mask = tree_mask(begin, pads, sees, 8, torch.float32)
+            mask = tree_mask(begin, pads, attended, 8, torch.float32)
             found.append(drafter(rows(embeds[:, 3 + level], 3 + level), mask, cache))
             above = torch.tensor([[0, 1], [1, 0]])
         return torch.stack(found)  # (level, B, node, H)
@@ -336,9 +336,9 @@ def test_the_tree_is_the_most_likely_of_its_size_and_closed_under_parents():
 
 
 def test_equal_scores_never_orphan_a_node():
-    sure = torch.full((1, 1, 6), -torch.inf)
-    sure[..., 2] = 0.0  # a child as likely as its parent
-    grown = grow(sure, lambda level, tokens, above: sure.expand(-1, 2, -1), levels=4, top_k=2)
+    certain = torch.full((1, 1, 6), -torch.inf)
+    certain[..., 2] = 0.0  # a child as likely as its parent
+    grown = grow(certain, lambda level, tokens, above: certain.expand(-1, 2, -1), levels=4, top_k=2)
     for nodes in range(1, 8):
         kept = grown.best(nodes)
         order = torch.arange(nodes)

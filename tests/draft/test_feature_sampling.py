@@ -103,8 +103,8 @@ def test_the_feature_is_compared_with_the_targets():
     wrong = torch.randn(2, 5, WIDTH)
     options = Options(feature_sampling=True, feature_weight=1.0, law_weight=0.0)
 
-    def loss(said, made):
-        states = torch.cat([said, made], -1)
+    def loss(predicted, made):
+        states = torch.cat([predicted, made], -1)
         return RECIPES["eagle"].pass_loss(drafter, states, logits[:, :5], targets, options)
 
     assert loss(wrong, targets.features) == 0
@@ -125,13 +125,13 @@ def test_a_random_drafter_changes_no_token(family, do_sample):
         assert decoder.stats.drafted > 0
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["ours", "published"])
-def test_a_checkpoint_is_read_back(told, tmp_path):
+@pytest.mark.parametrize("recorded", [True, False], ids=["ours", "published"])
+def test_a_checkpoint_is_read_back(recorded, tmp_path):
     drafter = random_drafter(**OWN)
     for parameter in drafter.parameters():
         parameter.data = parameter.data.half().float()
     drafter.save_pretrained(tmp_path)
-    if not told:  # the authors' configuration does not say
+    if not recorded:  # the authors' configuration does not say
         eagle.EagleModel(SIZES).save_pretrained(tmp_path / "plain")
         config = (tmp_path / "plain" / "config.json").read_text()
         assert "feature_sampling" not in config

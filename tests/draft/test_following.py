@@ -66,7 +66,7 @@ def repeated(draft, guide, guided):
 
 @guides
 @pytest.mark.parametrize("heads", UNTRAINED)
-def test_untrained_heads_say_what_the_guide_said_of_the_same_states(heads, guide):
+def test_untrained_heads_predict_the_guided_distribution_of_the_same_states(heads, guide):
     """The states of all branches at the end of any path, and the guide on what heads make of."""
     guide = GUIDES[guide]()
     found, rounds = repeated(UNTRAINED[heads](), guide, True)
@@ -120,7 +120,7 @@ def test_stats_say_why_a_composite_and_a_drafter_with_one_branch_do_not_follow()
     assert decoder.stats.unguided == {"the drafter has one branch"}
 
 
-def test_nothing_is_said_of_a_drafter_that_is_not_to_follow():
+def test_no_warning_for_a_drafter_that_need_not_follow_the_guide():
     decoder = Decoder(DRAFTS["medusa"](), DoLa(), draft_guided=False)
     options = {**inputs_of("llava"), "max_new_tokens": 6}
     mmdecode.generate(vision_model("llava"), decoder=decoder, **options)
@@ -133,11 +133,11 @@ RUNNING = {**DRAFTS, "assistant": lambda: Assistant(vision_model("llava"), 2), "
 @pytest.mark.parametrize("name", RUNNING)
 def test_a_guide_warns_once_whatever_drafts(name):
     same = {"change": lambda values, draw: values}
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as warned:
         guide = Contrast(transform="pixels")
         guide.branches = [replace(guide.branches[0], transform_options=same)]
         decode("llava", RUNNING[name](), guide, **SHORT)
-    assert ["inactive" in str(one.message) for one in told] == [True]
+    assert ["inactive" in str(one.message) for one in warned] == [True]
 
 
 @pytest.mark.parametrize("name", DRAFTS)

@@ -40,9 +40,9 @@ def alike(blocks):
     hydra = HydraHeads({**CONFIG, "hydra_num_layers": blocks})
     with torch.no_grad():
         for head, parts in enumerate(hydra.hydra_mlp):
-            for place, part in enumerate(parts):
-                part.linear.weight[:, :WIDTH] = medusa.weight[place, head]
-                part.linear.bias.copy_(medusa.bias[place, head, 0])
+            for index, part in enumerate(parts):
+                part.linear.weight[:, :WIDTH] = medusa.weight[index, head]
+                part.linear.bias.copy_(medusa.bias[index, head, 0])
     return medusa, hydra
 
 
@@ -209,8 +209,8 @@ def test_a_head_is_asked_for_the_token_after_those_it_reads():
 
 
 def test_a_shift_that_wraps_round_is_found(monkeypatch):
-    def rolled(values, places, length):
-        return values.roll(-places, 1)[:, :length]
+    def rolled(values, shift, length):
+        return values.roll(-shift, 1)[:, :length]
 
     monkeypatch.setattr(recipes, "ahead", rolled)
     with pytest.raises(AssertionError):

@@ -77,7 +77,7 @@ def test_where_nothing_is_skipped_everything_is_accepted(make):
 
 @pytest.mark.parametrize("make", [Clasp, Swift])
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
-def test_a_model_that_sees_is_drafted_for(family, make):
+def test_a_vision_language_model_is_drafted_for(family, make):
     expected, _ = reference(family)
     assert ours(Decoder(make(0.5, length=3, every=1)), family).tolist() == expected.tolist()
 
@@ -160,7 +160,7 @@ def leave_it(self, skip, window):
         return MATCHES(self, skip, window)
 
 
-def test_a_view_without_a_sublayer_adds_nothing_in_its_place():
+def test_a_view_without_a_sublayer_keeps_the_residual_stream():
     whole = model(idle=())
     adapter = registry.adapter_for(whole)
     assert units_of(adapter)[:2] == [(1, "attention"), (1, "mlp")]

@@ -70,9 +70,9 @@ def test_a_window_that_reads_other_scores_is_found(monkeypatch):
 def test_the_pool_holds_the_columns_once_and_drafts_the_newest():
     rounds = watched()
     known = []
-    for place, (prefix, rows, pool, tokens) in enumerate(rounds):
-        if place and len(rounds[place - 1][1]) == 3:
-            before = rounds[place - 1][1]
+    for index, (prefix, rows, pool, tokens) in enumerate(rounds):
+        if index and len(rounds[index - 1][1]) == 3:
+            before = rounds[index - 1][1]
             fresh = [[*(row[c] for row in before), rows[-1][c]] for c in range(3)]
             known = [gram for gram in known if gram not in fresh] + fresh
         held = [gram for gram in pool.tolist() if gram[0] >= 0]

@@ -19,7 +19,7 @@ from mmdecode.errors import IncompatibleError, InputError, OptionError
 from mmdecode.guide.vcd import VCD
 from mmdecode.models import dream, eagle, flash, vispec
 from mmdecode.models.feature_drafter import Rows
-from mmdecode.models.image_rows import at_last_places, members_of, numbered
+from mmdecode.models.image_rows import at_last_rows, members_of, numbered
 from mmdecode.testing import check_draft
 from mmdecode.train.drafters.recipes import Unrolled
 from tests.draft.test_eagle import SIZES, decode, inputs_of, model_of
@@ -203,8 +203,8 @@ def test_a_path_weighs_what_the_drafter_says_of_it_alone(kind, monkeypatch):
 @kinds
 @torch.no_grad()
 def test_a_mask_that_shows_siblings_to_one_another_is_found(kind, monkeypatch):
-    def shown(begin, pads, sees, *rest):
-        return tree_mask(begin, pads, torch.ones_like(sees), *rest)
+    def shown(begin, pads, attended, *rest):
+        return tree_mask(begin, pads, torch.ones_like(attended), *rest)
 
     tree_mask = features.tree_mask
     for module in ("features", "flash"):
@@ -269,8 +269,8 @@ def test_without_a_path_it_is_what_is_shipped_for_the_model():
     assert draft.drafter.config["target_model_type"] == "llava"
     others = ("dream", None), ("flash", None), ("hydra", "zoo:lm-synth"), ("kangaroo", None)
     for kind, model in (("vispec", "zoo:llava-scenes"), ("eagle", "someone/else"), *others):
-        told = f"{kind}.*path=.*{model or 'the model'}.*--kind {kind}"
-        with pytest.raises(OptionError, match=told):
+        pattern = f"{kind}.*path=.*{model or 'the model'}.*--kind {kind}"
+        with pytest.raises(OptionError, match=pattern):
             registry.create("draft", kind, model_id=model)
 
 
@@ -284,7 +284,7 @@ def test_a_drafter_for_another_target_is_refused_naming_both(kind):
 # Which image a token belongs to
 
 
-def test_images_are_told_apart_by_runs_or_by_their_sizes():
+def test_images_are_separated_by_runs_or_by_their_sizes():
     images = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1, 0, 1]]).bool()
     assert numbered(images).tolist() == [[0, 1, 1, 0, 2, 2, 2, 0], [0, 0, 1, 1, 1, 1, 0, 2]]
     sizes = [2, 3, 1, 3, 1]
@@ -355,7 +355,7 @@ def test_hidden_images_leave_nothing():
 def test_what_replaces_an_image_lies_at_its_last_rows():
     images = torch.tensor([[0, 1, 1, 1, 0, 2, 0], [0, 0, 1, 1, 2, 2, 0]])
     made = torch.arange(1.0, 9.0).view(2, 2, 2, 1)
-    rows, replaced = at_last_places(made, members_of(images), torch.zeros(2, 7, 1))
+    rows, replaced = at_last_rows(made, members_of(images), torch.zeros(2, 7, 1))
     # an image with one token keeps the last
     assert rows[..., 0].tolist() == [[0, 0, 1, 2, 0, 4, 0], [0, 0, 5, 6, 7, 8, 0]]
     assert torch.equal(replaced, rows[..., 0] > 0)
@@ -414,14 +414,14 @@ def test_at_first_it_is_eagle_with_summaries_for_images():
     summaries = (packed.images > 0)[..., None]
     assert summaries.sum() == 4
 
-    class Told(eagle.EagleModel):
+    class Reference(eagle.EagleModel):
         def read(self, rows):
             return torch.where(summaries, packed.embeds, read)
 
-    told = Told.from_weights(inputs.config, inputs.state_dict(), "")
-    torch.testing.assert_close(passed(model, packed), passed(told, packed))
+    reference = Reference.from_weights(inputs.config, inputs.state_dict(), "")
+    torch.testing.assert_close(passed(model, packed), passed(reference, packed))
     model.img_fc.weight[:, WIDTH:] = 0.1  # the vector counts once it is learned
-    assert (passed(model, packed) - passed(told, packed)).abs().max() > 0.1
+    assert (passed(model, packed) - passed(reference, packed)).abs().max() > 0.1
 
 
 @torch.no_grad()

@@ -90,13 +90,13 @@ def drafted_by_hand(written, length):
     past = model(input_ids=whole, pixel_values=pixels, use_cache=True).past_key_values
     tokens, token = [], written[-1]
     for step in range(length):
-        place = whole.shape[1] + step
-        seen = torch.ones(1, place + 1, dtype=torch.long)
+        position = whole.shape[1] + step
+        seen = torch.ones(1, position + 1, dtype=torch.long)
         seen[:, : ids.shape[1]] = (ids != IMAGE).long()
         scores = model(
             input_ids=torch.tensor([[token]]),
             attention_mask=seen,
-            position_ids=torch.tensor([[place]]),
+            position_ids=torch.tensor([[position]]),
             past_key_values=past,
         ).logits
         token = int(scores[0, -1].argmax())

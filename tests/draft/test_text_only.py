@@ -76,7 +76,7 @@ def test_the_target_writes_what_it_would(family):
     assert ours(Decoder(Assistant(text_drafter(), 3)), family).tolist() == expected.tolist()
 
 
-def test_a_model_that_sees_may_be_told_not_to():
+def test_a_model_that_reads_images_may_draft_from_text_only():
     """Then the same pictures and others are the same to it."""
 
     class Noting(Assistant):
@@ -107,8 +107,8 @@ def test_a_reader_of_words_is_not_guided():
     )
     mask = inputs["attention_mask"].bool()
     call = Call.of(inputs["input_ids"], mask, length=0, plan=plan)
-    said = BranchOutput(logits=torch.zeros(len(mask), 1, plan.adapter.vocab))
-    session = Assistant(text_drafter(), 3).begin(call, said)
+    prefilled = BranchOutput(logits=torch.zeros(len(mask), 1, plan.adapter.vocab))
+    session = Assistant(text_drafter(), 3).begin(call, prefilled)
     assert "the words of the prompt alone" in session.unguided
     assert session.branch.specs[0].prompt is not MAIN.prompt and len(session.branch.specs) == 1
 

@@ -104,9 +104,9 @@ def test_masks_allow_what_a_loop_over_tokens_and_slots_allows(window, tree):
                 node = slot - int(begin[row])
                 inside = 0 <= node < 4
                 seen = bool(ancestors[query, node]) if inside else node < 0
-                place = int(depths[0, node]) if inside else node
+                relative = int(depths[0, node]) if inside else node
                 seen &= slot >= int(pads[row])
-                seen &= window is None or int(depths[0, query]) - place < window
+                seen &= window is None or int(depths[0, query]) - relative < window
                 assert (found[row, 0, query, slot] == 0) == (seen or node == query)
 
 

@@ -100,7 +100,7 @@ def test_a_capability_that_is_not_declared_as_one_is_refused():
         mm.Decoder(Late())
 
 
-def test_a_value_in_the_place_of_a_method_is_refused():
+def test_a_value_instead_of_a_method_is_refused():
     with pytest.raises(OptionError, match=r"Deep.needs is .*; write def needs\(self, adapter\)"):
 
         class Deep(mm.Drafter):

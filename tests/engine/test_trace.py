@@ -116,7 +116,7 @@ def test_every_step_has_the_sum_of_the_weights():
 
     assert totals(Linear([], [4.0], BETA))[1] == [[4.0] * NEW] * 3
     output, rising = totals(Rising([], [2.0]))
-    assert rising == [[1.0 + place for place in range(NEW)]] * 3
+    assert rising == [[1.0 + index for index in range(NEW)]] * 3
     known = drafts.Known(output.sequences[:, -NEW:].tolist(), length=4, wrong_at=[2, 9])
     assert totals(Rising([], [2.0]), known)[1] == rising
     assert totals(Rising([], [2.0]), Second(known.rows.tolist(), 2))[1] == rising

@@ -175,9 +175,9 @@ def test_a_setting_without_effect_has_none_in_plain_generate_either(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_setting_that_cannot_be_honoured_is_refused_with_advice(name):
-    value, advice = REFUSED[name]
-    with pytest.raises(IncompatibleError, match=f"(?s){name}.*{advice}"):
+def test_a_setting_that_cannot_be_honoured_is_refused_with_a_hint(name):
+    value, hint = REFUSED[name]
+    with pytest.raises(IncompatibleError, match=f"(?s){name}.*{hint}"):
         if name in ("cache_implementation", "is_assistant"):  # generate wants a GPU, an assistant
             refuse_settings(GenerationConfig(**{name: value}))
         generate(Decoder(), **{name: value})
@@ -209,18 +209,18 @@ def test_a_neutral_value_is_not_refused(option):
     ],
     ids=["assistant_model", "synced_gpus", "position_ids"],
 )
-def test_an_argument_that_generate_drops_is_refused_with_advice(option, advice):
-    with pytest.raises(IncompatibleError, match=re.escape(advice)):
+def test_an_argument_that_generate_drops_is_refused_with_a_hint(option, hint):
+    with pytest.raises(IncompatibleError, match=re.escape(hint)):
         generate(Decoder(), **option)
     wrapped = functools.partial(Decoder(), mm_request=["a", "b"])
-    with pytest.raises(IncompatibleError, match=re.escape(advice)):
+    with pytest.raises(IncompatibleError, match=re.escape(hint)):
         generate(wrapped, **option)
 
 
 # Streamers
 
 
-def letters():
+def character_tokenizer():
     """One printable character for each id of the tiny models."""
     tokenizer = Tokenizer(models.BPE({chr(33 + i): i for i in range(VOCAB)}, [], unk_token="!"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -230,7 +230,7 @@ def letters():
 
 def read(decoder, **options):
     """What a reader in a thread of its own gets of a call, and the error that it ended with."""
-    streamer = TextIteratorStreamer(letters())
+    streamer = TextIteratorStreamer(character_tokenizer())
     parts, failed = [], []
     reader = threading.Thread(target=lambda: parts.extend(streamer), daemon=True)
     reader.start()
@@ -296,7 +296,7 @@ def test_whisper_streams_too():
 
 
 def test_stop_strings_with_a_tokenizer_end_rows_as_in_plain_generate():
-    tokenizer = letters()
+    tokenizer = character_tokenizer()
     stop = tokenizer.decode(generate()[0, 9:11])
     call = {"stop_strings": [stop], "tokenizer": tokenizer, "eos_token_id": VOCAB + 1}
     expected = generate(**call)
@@ -305,7 +305,7 @@ def test_stop_strings_with_a_tokenizer_end_rows_as_in_plain_generate():
         assert generate(decoder, **call).tolist() == expected.tolist()
 
 
-def test_stop_strings_without_a_tokenizer_are_refused_with_advice():
+def test_stop_strings_without_a_tokenizer_are_refused_with_a_hint():
     with pytest.raises(OptionError, match=r"mmdecode\.generate\(model.*tokenizer"):
         generate(Decoder(), stop_strings="x")
 
@@ -357,7 +357,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_a_cache_that_holds_tokens_is_refused_with_advice(name):
+def test_a_cache_that_holds_tokens_is_refused_with_a_hint(name):
     with pytest.raises(IncompatibleError, match=r"hold tokens \(4\).*whole prompt.*as input_ids"):
         generate(Decoder(), past_key_values=CACHES[name]())
 
@@ -367,7 +367,7 @@ def test_an_empty_cache_is_none():
         assert generate(Decoder(), past_key_values=cache).tolist() == generate().tolist()
 
 
-def test_a_prompt_of_embeddings_is_refused_with_advice_unless_its_ids_are_known():
+def test_a_prompt_of_embeddings_is_refused_with_a_hint_unless_its_ids_are_known():
     model = text_model("llama")
     embeds = model.get_input_embeddings()(IDS)
     options = {**GREEDY, "custom_generate": Decoder()}

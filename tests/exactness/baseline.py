@@ -203,8 +203,8 @@ class Images(Text):
         if not self.model.config.caption_slots:
             return {"classes": [(4, 1)[row] for row in rows]}
         lengths = torch.tensor([(3, 7)[row] for row in rows])
-        places = torch.arange(7 * self.model.config.caption_size).view(7, -1)
-        features = torch.stack([torch.sin(places * (0.37 + row)) for row in rows])
+        indices = torch.arange(7 * self.model.config.caption_size).view(7, -1)
+        features = torch.stack([torch.sin(indices * (0.37 + row)) for row in rows])
         return {"features": features, "mask": torch.arange(7) < lengths[:, None]}
 
 
@@ -296,7 +296,8 @@ def copied(model):
     """Texts that the output mostly copies: greedy ids, every fifth changed."""
     rows = reference(model, "none", "greedy", "batch")
     return [
-        [token if place % 5 else token + 1 for place, token in enumerate(row, 1)] for row in rows
+        [token if position % 5 else token + 1 for position, token in enumerate(row, 1)]
+        for row in rows
     ]
 
 

@@ -195,7 +195,7 @@ class Unheard(WhisperCD):
     requires_inputs = ()
 
     def __init__(self):
-        super().__init__(alpha=1.0, beta=0.2, gate=0.3, doubt=0.0, snr=None)
+        super().__init__(alpha=1.0, beta=0.2, gate=0.3, snr=None)
         self.branches = [
             BranchSpec(name=spec.name, transform="salt", transform_options={"by": 5 + number})
             for number, spec in enumerate(self.branches)

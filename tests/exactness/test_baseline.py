@@ -37,8 +37,8 @@ def test_an_id_that_changed_and_an_entry_that_is_new_are_named(monkeypatch):
     kept["exact"][changed.name] = [[0], [0]]
     del kept["exact"][new.name]
     monkeypatch.setattr(baseline, "kept", lambda: kept)
-    said = baseline.differences([changed, new])
-    assert [changed.name in said[0], new.name in said[1], len(said)] == [True, True, 2]
+    messages = baseline.differences([changed, new])
+    assert [changed.name in messages[0], new.name in messages[1], len(messages)] == [True, True, 2]
 
 
 def test_the_file_is_read_as_it_was_written():

@@ -152,7 +152,7 @@ def test_what_the_host_must_do_leaves_the_scoring_captured(name, taped):
     assert taped
 
 
-def test_a_capture_that_fails_is_said_and_costs_nothing_else(taped, monkeypatch):
+def test_a_capture_that_fails_warns_and_costs_nothing_else(taped, monkeypatch):
     def refuse(call, device, pool):
         raise RuntimeError("no stream")
 

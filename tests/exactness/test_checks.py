@@ -33,8 +33,8 @@ class OneStateSession(mm.DraftSession):
 def test_a_state_of_a_call_that_is_kept_in_the_drafter_is_found():
     with pytest.raises(Exception) as raised:
         check_draft(OneState)
-    told = [str(raised.value), *getattr(raised.value, "__notes__", ())]
-    assert "one object serves two threads at once" in told[-1]
+    lines = [str(raised.value), *getattr(raised.value, "__notes__", ())]
+    assert "one object serves two threads at once" in lines[-1]
 
 
 @pytest.mark.parametrize(

@@ -150,16 +150,16 @@ def ensemble_joint(prompt, length, weight, drafted, distribution):
     def below(new, done):  # done: accepted so far in this round; it ends with a token of p
         p = distribution(prompt, new).double().softmax(-1)
         if not new or done == drafted or len(new) == length - 1:
-            kept, drawn = torch.zeros_like(p), p  # the last position has no room for a draft
+            kept, leftover = torch.zeros_like(p), p  # the last position has no room for a draft
         else:
             q = q_table[new[-1]]
             v = weight * p + (1 - weight) * q
-            kept, drawn = torch.minimum(v, q), (v - q).clamp_min(0)
+            kept, leftover = torch.minimum(v, q), (v - q).clamp_min(0)
         if len(new) == length - 1:
-            return drawn
+            return leftover
         return torch.stack(
             [
-                kept[t] * below([*new, t], done + 1) + drawn[t] * below([*new, t], 0)
+                kept[t] * below([*new, t], done + 1) + leftover[t] * below([*new, t], 0)
                 for t in range(4)
             ]
         )

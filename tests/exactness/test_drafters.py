@@ -189,8 +189,8 @@ def test_a_row_reads_its_own_source():
     assert source_rounds(texts) == source_rounds(LONG)
 
 
-def changed(row, *places):
-    return [token if place not in places else (token + 1) % 40 for place, token in enumerate(row)]
+def changed(row, *at):
+    return [token if number not in at else (token + 1) % 40 for number, token in enumerate(row)]
 
 
 def test_the_text_that_matches_best_is_copied_from():
@@ -211,7 +211,7 @@ def test_of_texts_that_match_alike_the_one_that_was_right_is_copied_from():
     assert own <= 7
 
 
-def test_each_text_has_a_place_of_its_own():
+def test_each_text_has_a_slot_of_its_own():
     # the second one begins later, and is wrong again and again
     wrong = range(6, 60, 7)
     texts = [[[row[0]], [*row[40:52], *changed(row, *wrong)]] for row in LONG]
@@ -324,14 +324,14 @@ def test_a_view_of_a_wrapped_module_does_not_run_the_whole_of_it():
 
 
 def test_hooks_of_a_view_are_its_own():
-    model, heard = Whole(), []
-    model.body.register_forward_hook(lambda *_: heard.append("model"))
+    model, called = Whole(), []
+    model.body.register_forward_hook(lambda *_: called.append("model"))
     view = shallow(StackAdapter(model, model.body.parts), [0])
-    view.body.register_forward_pre_hook(lambda *_: heard.append("view"))
+    view.body.register_forward_pre_hook(lambda *_: called.append("view"))
     model()
-    assert heard == ["model"]
+    assert called == ["model"]
     view()
-    assert heard == ["model", "view"]
+    assert called == ["model", "view"]
 
 
 def test_layers_that_are_in_no_list_are_refused():
@@ -350,7 +350,7 @@ def test_layers_that_do_not_exist_are_refused():
     assert LayerSkip.from_options(skip="3/5").skip == [3, 5]
 
 
-def test_skipping_is_refused_where_layers_differ_by_place():
+def test_skipping_is_refused_where_layers_differ_by_index():
     adapter = TableAdapter(MODEL)
     adapter.windows = {"full_attention": None, "sliding_attention": 4}
     call = call_of(PROMPTS, adapter)
@@ -470,7 +470,7 @@ def test_a_round_that_was_held_up_says_nothing_of_a_depth(monkeypatch):
     assert used[5:].count(None) > 30
 
 
-def test_a_depth_cuts_chains_and_trees():
+def test_a_depth_limits_chains_and_trees():
     for draft in (drafts.Random(), drafts.FullTree(2), drafts.RandomTrees(7), PromptLookup()):
         for levels in (1, 2):
             adaptive = Adaptive(draft, (levels,))

@@ -221,7 +221,7 @@ def test_a_right_draft_is_accepted_whole():
 
 @modes
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 8])
-def test_the_length_cap_cuts_a_block(limit, do_sample):
+def test_the_length_cap_truncates_a_block(limit, do_sample):
     for draft in ("full_tree", "assistant_is_target", "random_trees", "jacobi_coupled"):
         decoder = Decoder(DRAFTS[draft](), seed=SEED)
         rows = assert_lossless(
@@ -232,7 +232,7 @@ def test_the_length_cap_cuts_a_block(limit, do_sample):
 
 @modes
 @pytest.mark.parametrize("eos", [[0], [1, 3], [2]])
-def test_an_end_of_sequence_cuts_a_block(eos, do_sample):
+def test_an_end_of_sequence_truncates_a_block(eos, do_sample):
     free = run_rows(Decoder(seed=SEED), MODEL, PROMPTS, do_sample=do_sample)
     for length in (3, 8):
         decoder = Decoder(drafts.Known(free, length), seed=SEED)  # drafts on after the end
@@ -241,7 +241,7 @@ def test_an_end_of_sequence_cuts_a_block(eos, do_sample):
 
 @modes
 @pytest.mark.parametrize("criteria", [StopOnSum, StopOnPair], ids=["sum", "pair"])
-def test_a_stop_criterion_of_unknown_type_cuts_a_block(criteria, do_sample):
+def test_a_stop_criterion_of_unknown_type_truncates_a_block(criteria, do_sample):
     free = run_rows(Decoder(seed=SEED), MODEL, PROMPTS, do_sample=do_sample)
     for draft in (drafts.Known(free, 6), drafts.FullTree(2), drafts.Random(), PromptLookup()):
         decoder = Decoder(draft, seed=SEED)

@@ -107,12 +107,12 @@ def test_a_source_that_is_right_comes_before_a_useless_draft():
 
 
 def test_a_source_with_a_least_match_is_silent_until_it_matches():
-    def proposed(least, said):
+    def proposed(least, committed):
         call = call_of([[0]])
         draft = Source(length=3, ids=[[1, 2, 3, 4, 1, 9]], least=least)
         session = draft.begin(call, BranchOutput(logits=torch.zeros(1, 1, 12)))
-        call.rows.ids[0, 1 : 1 + len(said)] = torch.tensor(said)
-        call.rows.length = torch.tensor([len(said)])
+        call.rows.ids[0, 1 : 1 + len(committed)] = torch.tensor(committed)
+        call.rows.length = torch.tensor([len(committed)])
         return session.propose(9).tokens.tolist()[0]
 
     assert proposed(2, [7]) == proposed(2, [7, 1]) == proposed(2, [7, 8, 9, 1]) == [-1] * 3

@@ -27,7 +27,7 @@ from mmdecode.testing import drafts
 from mmdecode.testing.table import decode
 from tests.support import seams, tiny_models
 
-VOCAB, WIDTH, PLACES = 40, 16, 512
+VOCAB, WIDTH, POSITIONS = 40, 16, 512
 LENGTHS = ((8, 30), (200, 30), (8, 90))
 """Of prompt and output."""
 
@@ -71,14 +71,14 @@ def model_of(family):
             hidden_size=WIDTH,
             intermediate_size=32,
             num_key_value_heads=1,
-            max_position_embeddings=PLACES,
+            max_position_embeddings=POSITIONS,
             tie_word_embeddings=True,  # says the last token again, so that lookup always finds it
         )
     return tiny_models.whisper(
         vocab_size=VOCAB,
         d_model=WIDTH,
         max_source_positions=20,
-        max_target_positions=PLACES,
+        max_target_positions=POSITIONS,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=1,

@@ -52,7 +52,7 @@ def test_every_variant_has_the_joint_distribution_of_enumeration(name):
 
 
 @pytest.mark.parametrize("name", ["adaptive-random", "shared-left", "redraw-above_law", "tree"])
-def test_forced_tokens_stand_in_their_places_and_the_rest_keeps_the_distribution(name):
+def test_forced_tokens_keep_their_positions_and_the_rest_the_distribution(name):
     options = VARIANTS[name]
     make = lambda: Decoder(Jacobi(5, **options), accept="rejection")  # noqa: E731
     grammar = lambda: [Grammar(LINES, prompt_length=3)]  # noqa: E731
@@ -163,12 +163,12 @@ def test_a_token_kept_without_a_test_is_caught(record, monkeypatch):
     caught()
 
 
-def test_redrawing_from_the_distribution_in_place_of_the_residual_is_caught():
+def test_redrawing_from_the_distribution_instead_of_the_residual_is_caught():
     with mistakes.resampled_from_p():
         caught({"continuation": "redraw"})
 
 
-def test_redrawing_a_tail_from_the_distribution_in_place_of_the_residual_is_caught(monkeypatch):
+def test_redrawing_a_tail_from_the_distribution_instead_of_the_residual_is_caught(monkeypatch):
     monkeypatch.setattr(window, "residual", lambda p, q: p)
     caught()
 

@@ -289,9 +289,9 @@ class Ranked(drafts.Siblings):
     """Siblings in the order of their probability, not of their draw."""
 
     def draw(self, call, distribution, position, width):
-        drawn = super().draw(call, distribution, position, width)
-        best = distribution.gather(2, drawn).argsort(dim=-1, descending=True)
-        return drawn.gather(2, best)
+        sampled = super().draw(call, distribution, position, width)
+        best = distribution.gather(2, sampled).argsort(dim=-1, descending=True)
+        return sampled.gather(2, best)
 
 
 TREES = {
@@ -303,7 +303,7 @@ TREES = {
     ),
     "q_not_renormalised": (wor, "q = q / q.sum(", "q = q / torch.ones_like(q).mean("),
     "siblings_share_their_noise": (wor, "draws[:, index]", "draws[:, 0]"),
-    "siblings_of_the_parent_stay_drawn": (wor, "drawn = drawn & ~keep[:, None]", "pass"),
+    "siblings_of_the_parent_stay_drawn": (wor, "rejected = rejected & ~keep[:, None]", "pass"),
     "the_law_behind_a_child_is_its_parents": (
         wor,
         "torch.where(keep, child + 1, -1)).s",
@@ -324,7 +324,7 @@ def test_a_wrong_rule_for_siblings_is_found(mutant):
     rejected(rejection, mutant_of("_tree", old, new), draft)
 
 
-def test_siblings_out_of_the_order_in_which_they_were_drawn_are_found():
+def test_siblings_out_of_the_order_of_sampling_are_found():
     rejected(rejection, draft=lambda: Ranked(Q, (3, 2), ("without_replacement",)))
 
 
@@ -372,7 +372,7 @@ class RootGuide(CFG):
 
 
 @pytest.mark.parametrize("check", [guided, guided_bytes])
-def test_a_guide_that_sees_the_root_prefix_is_found(check):
+def test_a_guide_that_reads_the_root_prefix_is_found(check):
     rejected(check, RootGuide)
 
 

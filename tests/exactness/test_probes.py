@@ -70,8 +70,8 @@ class Watching(Wrapped):
             rounds = call.rows.rounds - was_open.long()
             noise = call.request.noise.gumbel(positions, Role.WINDOW, MODEL.vocab, trial=rounds)
             assert count > 0
-        drawn = (distribution + noise).argmax(-1)
-        assert torch.equal(drawn[used], tail[used]), (
+        sampled = (distribution + noise).argmax(-1)
+        assert torch.equal(sampled[used], tail[used]), (
             "the distribution is the one each was drawn from"
         )
         self.drafter.seen += int(used.sum())
@@ -83,7 +83,7 @@ class Watching(Wrapped):
 
 @modes
 @pytest.mark.parametrize("tail", ["redraw", "coupled"])
-def test_a_jacobi_tail_is_left_aligned_and_drawn_from_its_distribution(tail, do_sample):
+def test_a_jacobi_tail_is_left_aligned_and_sampled_from_its_distribution(tail, do_sample):
     draft = window(4, tail, make=Watched)
     decoder = Decoder(draft, seed=SEED)
     assert_lossless(decoder, MODEL, distribution_of(MODEL), do_sample=do_sample, eos=[4])
@@ -115,7 +115,7 @@ def test_a_window_takes_at_most_a_round_per_token():
 
 
 TEXT = ["a", "bc", "d", " ", "abc"]
-LETTERS = "abcd "
+CHARACTERS = "abcd "
 
 
 class TextScorer(BranchRunner):
@@ -128,7 +128,7 @@ class TextScorer(BranchRunner):
 
     def value(self, text):
         pairs = [text[i : i + 2] for i in range(0, len(text), 2)]  # from the start, always
-        ids = [sum((LETTERS.index(c) + 1) * 7**i for i, c in enumerate(p)) for p in pairs]
+        ids = [sum((CHARACTERS.index(c) + 1) * 7**i for i, c in enumerate(p)) for p in pairs]
         return float(MODEL.target_logits([i % 50 for i in ids])[0])
 
     def answer(self, proposal, earlier):

@@ -190,9 +190,9 @@ def test_the_surest_layer_is_chosen_by_token():
 
 def test_entropy_is_that_of_the_weights():
     uniform = torch.full((1, 2, 1, 8), 1 / 8)
-    sure = F.one_hot(torch.tensor([[[3]]]), 8).float().expand(1, 2, -1, -1)
+    certain = F.one_hot(torch.tensor([[[3]]]), 8).float().expand(1, 2, -1, -1)
     assert entropies(uniform).item() == pytest.approx(torch.tensor(8.0).log().item())
-    assert entropies(sure).item() == 0
+    assert entropies(certain).item() == 0
 
 
 @pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.75, 1.0])

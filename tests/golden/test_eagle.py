@@ -105,7 +105,7 @@ def assert_tree(proposal, prefix, expected=EXPECTED, root=None):
     assert [0, *depths[0].tolist()] == expected[f"{prefix}.tree_position_ids"].tolist()
 
 
-def told(draft):
+def recording(draft):
     """The drafter, and a list of what it proposes, after which ids and from which keys."""
     seen = []
 
@@ -117,7 +117,9 @@ def told(draft):
 
 
 def generated(layout, total, depth, top_k, prompt, new=60):
-    draft, seen = told(Eagle(drafter_of(layout), depth=depth + 1, top_k=top_k, nodes=total - 1))
+    draft, seen = recording(
+        Eagle(drafter_of(layout), depth=depth + 1, top_k=top_k, nodes=total - 1)
+    )
     decoder = Traced(draft)
     ids = EXPECTED["input_ids"][prompt][None]
     out = target().generate(
@@ -148,7 +150,7 @@ def test_the_tree_and_the_keys_of_a_second_round_match(layout):
     drafter = drafter_of(layout)
     keys = EXPECTED[f"{name}.stable_key"]
     # the committed ids are not what the target says: read them as one prompt
-    draft, seen = told(Eagle(drafter, depth=5, top_k=5, nodes=25))
+    draft, seen = recording(Eagle(drafter, depth=5, top_k=5, nodes=25))
     ids = torch.tensor([committed[:-1]])
     decoder = Decoder(draft, accept=Forced(committed[-1]))
     target().generate(

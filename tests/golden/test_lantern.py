@@ -178,14 +178,14 @@ def test_exact_verification_matches(kind):
             return found[-1]
 
     run(Seen(delta=0), proposal, torch.stack([p_of(case) for case in cases]).log(), Given(uniform))
-    [(path, count, behind)] = found
+    [(path, count, next_probs)] = found
     retrieve = VALUES["tree.out.retrieve_indices"]
     for trial, case in enumerate(cases):
         best = retrieve[int(case.best_candidate[row])]
         length = int(case.accept_length[row])
         assert int(count[trial]) == length
         assert (path[trial, :length] + 1).tolist() == best[1 : length + 1].tolist()
-        torch.testing.assert_close(behind[trial], case.sample_p[row], **CLOSE)
+        torch.testing.assert_close(next_probs[trial], case.sample_p[row], **CLOSE)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

@@ -174,7 +174,7 @@ def test_the_engines_cache_gives_the_same_rows():
     torch.testing.assert_close(torch.cat(found, 1), io["cached.out.logits_rows"], **CLOSE)
 
 
-def pictures(name, scale, sampling=None, interval=-1, feed=None, masked=True):
+def generated(name, scale, sampling=None, interval=-1, feed=None, masked=True):
     """Codes step by step, what enters the sampler, and the distribution it is given."""
     io, sampling = numbers(name), sampling or Sampling()
     if name == "c2i":
@@ -211,7 +211,7 @@ def pictures(name, scale, sampling=None, interval=-1, feed=None, masked=True):
 )
 def test_greedy_codes_match(name, case, guided_until):
     scale = 1.0 if guided_until is None else CONFIG[name]["cases"]["cfg_scale"]
-    codes, entering, _ = pictures(
+    codes, entering, _ = generated(
         name, scale, interval=guided_until or -1, masked="nomask" not in case
     )
     assert torch.equal(codes, numbers(name)[f"{case}.out.codes"])
@@ -222,8 +222,10 @@ def test_greedy_codes_match(name, case, guided_until):
 def test_the_distribution_handed_to_the_sampler_matches(name):
     io, cases = numbers(name), CONFIG[name]["cases"]
     options = {k: v for k, v in cases["sampled"].items() if k != "seed"}
-    drawn = io["sampled_cfg.out.codes"]
-    _, entering, distributions = pictures(name, cases["cfg_scale"], Sampling(**options), feed=drawn)
+    sampled = io["sampled_cfg.out.codes"]
+    _, entering, distributions = generated(
+        name, cases["cfg_scale"], Sampling(**options), feed=sampled
+    )
     torch.testing.assert_close(entering, io["sampled_cfg.out.guided"], **CLOSE)
     torch.testing.assert_close(distributions, io["sampled_cfg.out.probs"], atol=1e-5, rtol=0.0)
 

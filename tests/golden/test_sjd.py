@@ -85,12 +85,12 @@ def test_a_window_commits_the_same_tokens_row_by_row(case):
     target = SimpleNamespace(vectorised=True, all=lambda: found.p.log())
     arguments = (proposal, target, context(rows, noise=Given(found.uniform[:, 1:], decided)))
 
-    path, count, behind = Rejection()._chain(*arguments)
+    path, count, next_probs = Rejection()._chain(*arguments)
     assert torch.equal(count + 1, found.committed)
     full = (count == window - 1)[:, None]
     slot = found.committed.clamp_max(window - 1)[:, None, None].expand(-1, 1, VOCAB)
     expected = torch.where(full, found.p[:, -1], found.residual.gather(1, slot)[:, 0])
-    torch.testing.assert_close(behind, expected, **CLOSE)
+    torch.testing.assert_close(next_probs, expected, **CLOSE)
 
     outcome = Rejection()(*arguments)
     kept = torch.arange(window - 1) < count[:, None]
@@ -110,7 +110,7 @@ def test_the_reference_commits_the_shortest_row_of_a_batch_and_this_loop_each_ro
     torch.testing.assert_close(VALUES["loop.out.carried_scores"][row, 0], case.q[row, 2], **CLOSE)
 
 
-def test_a_residual_is_drawn_from_as_it_is():
+def test_a_residual_is_sampled_unnormalised():
     """The reference warps it once more, which is wrong for a temperature."""
     again = VALUES["double_temperature.out.residual"]
     sound = VALUES["single0.out.residual"][0, 1:]
@@ -165,7 +165,7 @@ def begun(start, layout):
 
 
 @pytest.mark.parametrize("name", ["repeat", "sample"])
-def test_new_places_begin_from_their_left_neighbour(name):
+def test_new_positions_begin_from_their_left_neighbour(name):
     """Where a neighbour is known. The reference samples by argmax, as here in greedy decoding.
 
     It also copies over the end of a row, and puts codes where only a newline can stand.
@@ -177,7 +177,7 @@ def test_new_places_begin_from_their_left_neighbour(name):
     start = {"repeat": "left", "sample": "left_law"}[name]
     plain = Layout(rows=4, columns=stride, ids=codes)
     tokens, distributions = begun(start, plain)
-    assert [int(plain.left(torch.tensor(place))) >= 0 for place in range(9, 15)] == has_left
+    assert [int(plain.left(torch.tensor(index))) >= 0 for index in range(9, 15)] == has_left
     assert tokens[0] == expected[0]
     if name == "repeat":
         torch.testing.assert_close(distributions[0], VALUES["init_repeat_horizon.out.scores"][0, 0])

@@ -146,14 +146,14 @@ def test_mutants_of_the_transformer_do_not_match(broken, monkeypatch):
 
 @pytest.mark.parametrize("name", ["drafter", "refiner"])
 @pytest.mark.parametrize("case", ["greedy_nocfg", "greedy_cfg"])
-def test_greedy_pictures_match(name, case):
+def test_greedy_images_match(name, case):
     expected = of(f"var_{name}", case)
     drawing = Drawing(guidance=SETUP["cases"][case]["cfg"], greedy=True)
     found = NextScale(transformer(name), tokenizer()).generate(LABELS, drawing=drawing)
-    check_picture(found, expected)
+    check_image(found, expected)
 
 
-def check_picture(found, expected):
+def check_image(found, expected):
     assert torch.equal(found.codes, expected["codes"])
     torch.testing.assert_close(found.f_hat, expected["fhat"], **LATENTS)
     torch.testing.assert_close(found.images, expected["image"], **PIXELS)
@@ -185,7 +185,7 @@ class Fed:
         return torch.nn.functional.one_hot(wanted, vocab) * 1e6
 
 
-def fed_back(monkeypatch, codes, samplings, guidance, picture):
+def fed_back(monkeypatch, codes, samplings, guidance, generator):
     """Draws the listed codes; what each scale's logits were, and its distribution."""
     monkeypatch.setattr(Fed, "codes", codes)
     monkeypatch.setattr(next_scale, "Noise", Fed)
@@ -193,7 +193,7 @@ def fed_back(monkeypatch, codes, samplings, guidance, picture):
     recorded = tuple(
         Recorded(s.temperature, s.top_k, s.top_p, s.order, seen=seen) for s in samplings
     )
-    found = picture.generate(LABELS, drawing=Drawing(guidance=guidance, sampling=recorded))
+    found = generator.generate(LABELS, drawing=Drawing(guidance=guidance, sampling=recorded))
     return found, *(torch.cat([pair[part] for pair in seen], 1) for part in (0, 1))
 
 
@@ -201,13 +201,15 @@ def fed_back(monkeypatch, codes, samplings, guidance, picture):
 def test_sampled_distributions_match_when_their_codes_are_fed_back(name, monkeypatch):
     expected, case = of(f"var_{name}", "sampled_cfg"), SETUP["cases"]["sampled_cfg"]
     samplings = [Sampling(top_k=case["top_k"], top_p=case["top_p"])] * len(PATCH_NUMS)
-    picture = NextScale(transformer(name), tokenizer())
-    found, logits, probs = fed_back(monkeypatch, expected["codes"], samplings, case["cfg"], picture)
-    check_picture(found, expected)
+    generator = NextScale(transformer(name), tokenizer())
+    found, logits, probs = fed_back(
+        monkeypatch, expected["codes"], samplings, case["cfg"], generator
+    )
+    check_image(found, expected)
     torch.testing.assert_close(logits, expected["guided"], **LOGITS)
     torch.testing.assert_close(probs, expected["probs"], **PROBS)
     drawing = Drawing(guidance=case["cfg"])
-    scored = picture.score(LABELS, expected["codes"], drawing=drawing)
+    scored = generator.score(LABELS, expected["codes"], drawing=drawing)
     torch.testing.assert_close(scored, expected["guided"], **LOGITS)
 
 
@@ -224,7 +226,7 @@ def drafted_by(count):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_greedy_pictures_of_two_models_match(count):
+def test_greedy_images_of_two_models_match(count):
     expected = of("code", f"greedy_n{count}")
     between = {}
     found = drafted_by(count).generate(
@@ -232,7 +234,7 @@ def test_greedy_pictures_of_two_models_match(count):
         drawing=Drawing(guidance=SETUP["cases"]["code"]["cfg"], greedy=True),
         on_scale=lambda scale, f_hat: between.update({scale: f_hat}),
     )
-    check_picture(found, expected)
+    check_image(found, expected)
     torch.testing.assert_close(between[count - 1], expected["draft_fhat"], **LATENTS)
     drafted = found.codes[:, : tokenizer().starts[count]]
     handed = tokenizer().inputs_of(drafted)
@@ -250,7 +252,7 @@ def test_sampled_distributions_of_two_models_match(count, monkeypatch):
     found, logits, probs = fed_back(
         monkeypatch, expected["codes"], samplings, code["cfg"], drafted_by(count)
     )
-    check_picture(found, expected)
+    check_image(found, expected)
     torch.testing.assert_close(logits, expected["guided"], **LOGITS)
     torch.testing.assert_close(probs, expected["probs"], **PROBS)
 
@@ -266,7 +268,7 @@ def test_temperature_first_gives_other_distributions_than_the_fixture(monkeypatc
     assert (probs - expected["probs"]).abs().max() > 1e-3
 
 
-def test_in_painted_pictures_match():
+def test_inpainted_images_match():
     expected = of("code", "inpaint")
     keep = expected["in.keep_mask"][:, 0] > 0
     known = Known.of(tokenizer(), expected["in.image"] / 2 + 0.5, keep)
@@ -275,7 +277,7 @@ def test_in_painted_pictures_match():
     found = NextScale(transformer("drafter"), tokenizer()).generate(
         LABELS, drawing=drawing, known=known
     )
-    check_picture(found, expected)
+    check_image(found, expected)
 
 
 # files

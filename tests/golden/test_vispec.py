@@ -156,20 +156,20 @@ def test_images_with_unlike_gaps_between_them_are_read(layout):
     embeds, states_before, positions = [], [], []
     vector = torch.zeros(drafter.width)
     queries = len(drafter.imadpt.q)
-    for place in range(rows.embeds.shape[1]):
-        inside = next((span for span in spans if place in span), None)
+    for row in range(rows.embeds.shape[1]):
+        inside = next((span for span in spans if row in span), None)
         if inside is None:
-            mixed = drafter.img_fc(torch.cat([rows.features[0, place], vector]))
-            embeds.append(drafter.fc(torch.cat([rows.embeds[0, place], mixed])))
+            mixed = drafter.img_fc(torch.cat([rows.features[0, row], vector]))
+            embeds.append(drafter.fc(torch.cat([rows.embeds[0, row], mixed])))
         else:
             made = drafter.imadpt(rows.embeds[:, inside], torch.ones(1, 1, len(inside)).bool())
-            index = place - int(inside[-1]) + queries - 2
+            index = row - int(inside[-1]) + queries - 2
             vector = made[0, 0, -1]
             if index < 0:
                 continue
             embeds.append(made[0, 0, index])
-        states_before.append(rows.features[0, place])
-        positions.append(place)
+        states_before.append(rows.features[0, row])
+        positions.append(row)
     read = Rows(
         embeds=torch.stack(embeds)[None],
         features=torch.stack(states_before)[None],

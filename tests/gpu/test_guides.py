@@ -57,7 +57,7 @@ def inputs(name, rows=3):
     if name == "tiny":
         return vision_inputs("llava", rows)
     tokenizer = AutoTokenizer.from_pretrained(local_path("zoo:llava-scenes"))
-    pictures = torch.stack([torch.from_numpy(render(draw_scene(seed))) for seed in range(rows)])
+    images = torch.stack([torch.from_numpy(render(draw_scene(seed))) for seed in range(rows)])
     texts = [f"USER: {'<image>' * 64}\n{text} ASSISTANT:" for text in QUESTIONS[:rows]]
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     width = max(map(len, prompts))
@@ -65,7 +65,7 @@ def inputs(name, rows=3):
     return {
         "input_ids": torch.tensor([[0] * n + p for n, p in zip(pads, prompts, strict=True)]),
         "attention_mask": torch.tensor([[0] * n + [1] * (width - n) for n in pads]),
-        "pixel_values": (pictures.permute(0, 3, 1, 2) / 255 - 0.5) / 0.25,
+        "pixel_values": (images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.25,
     }
 
 
@@ -119,7 +119,7 @@ def test_a_row_alone_is_as_in_the_batch(device, name, guide, do_sample):
 @pytest.mark.parametrize("name", MODELS)
 @DEVICES
 def test_what_each_branch_says_first_is_what_it_says_on_the_cpu(device, name, guide):
-    here, there = (decode(name, place, guide, new=1)[0].trace for place in (device, "cpu"))
+    here, there = (decode(name, where, guide, new=1)[0].trace for where in (device, "cpu"))
     for [ours], [expected] in zip(here, there, strict=True):
         assert ours.opening.keys() == expected.opening.keys() >= {"main", "guided"}
         for branch, logits in expected.opening.items():

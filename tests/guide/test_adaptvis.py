@@ -113,9 +113,9 @@ def test_rows_choose_by_themselves():
     threshold = float(confidence.sort().values[1]) - 0.005
     weak, strong = (decoded("llava", Decoder(guide=ScalingVis(w))) for w in (0.2, 3.0))
     found = decoded("llava", Decoder(guide=AdaptVis(0.2, 3.0, threshold)))
-    sure = confidence.round(decimals=2) >= threshold
-    assert 0 < sure.sum() < 3
-    expected = [strong[row] if own else weak[row] for row, own in enumerate(sure)]
+    sharpened = confidence.round(decimals=2) >= threshold
+    assert 0 < sharpened.sum() < 3
+    expected = [strong[row] if own else weak[row] for row, own in enumerate(sharpened)]
     assert found.tolist() == torch.stack(expected).tolist()
     assert weak[0].tolist() != strong[0].tolist()
 
@@ -139,7 +139,7 @@ def test_a_row_without_images_stays():
     assert found[2].tolist() != expected[2].tolist()
 
 
-def test_prompts_without_images_are_left_alone_and_it_is_said():
+def test_prompts_without_images_are_left_alone_with_a_warning():
     inputs = vision_inputs("llava", images=False)
     expected = decoded("llava", Decoder(), inputs)
     for name in ("scalingvis:weight=3", "adaptvis:unsure=3,sure=3", "dagcd"):
@@ -151,10 +151,11 @@ def test_prompts_without_images_are_left_alone_and_it_is_said():
 def test_options():
     assert ScalingVis(1.0).neutral and not ScalingVis(0.0).neutral
     assert AdaptVis(1.0, 1.0).neutral and not AdaptVis(1.0, 1.5).neutral
-    assert registry.create("guide", "adaptvis:unsure=0.8,sure=2,threshold=0.3").sure == 2
+    named = registry.create("guide", "adaptvis:unsure=0.8,sure=2,threshold=0.3")
+    assert (named.weight_below, named.weight_above, named.threshold) == (0.8, 2, 0.3)
     with pytest.raises(OptionError):
         ScalingVis(-1)
     with pytest.raises(OptionError):
-        AdaptVis(sure=-1)
+        AdaptVis(0.5, -1)
     with pytest.raises(OptionError):
         AdaptVis(threshold=3)

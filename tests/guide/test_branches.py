@@ -275,7 +275,7 @@ def test_parts_of_an_image_are_not_transformed_one_by_one():
         run(family, RITUAL(), prompts(family, batch=1), words=False)
 
 
-def test_what_does_not_fit_instructblip_is_said_of_the_model_that_the_caller_knows():
+def test_refusals_for_instructblip_name_the_model_that_the_caller_knows():
     decoder = Decoder(guide="causalmm:released=true")
     with pytest.raises(IncompatibleError, match="fit InstructBlipForConditionalGeneration"):
         mmdecode.generate(

@@ -257,7 +257,7 @@ def test_drafts_and_batches_change_nothing(level, kind, family):
     assert_contrast_is_live(CausalMM(level, kind), family)
 
 
-def test_draws_are_of_the_place_and_the_request():
+def test_draws_depend_on_the_position_and_the_request():
     guide = Watched(CausalMM("language", "random"))
     decode(guide)
     noise = guide.call.request.noise
@@ -272,19 +272,19 @@ def test_draws_are_of_the_place_and_the_request():
 
 @pytest.mark.parametrize("kind", INTERVENTIONS)
 @pytest.mark.parametrize("level", ["language", "vision", "released"])
-def test_what_no_intervention_uses_is_not_drawn(level, kind, monkeypatch):
-    drawn = []
+def test_no_random_numbers_without_an_intervention_that_uses_them(level, kind, monkeypatch):
+    requested = []
     pairs, uniform = Noise.pairs, causalmm.uniform
-    monkeypatch.setattr(Noise, "pairs", lambda *a, **k: drawn.append(1) or pairs(*a, **k))
-    monkeypatch.setattr(causalmm, "uniform", lambda *a: drawn.append(1) or uniform(*a))
+    monkeypatch.setattr(Noise, "pairs", lambda *a, **k: requested.append(1) or pairs(*a, **k))
+    monkeypatch.setattr(causalmm, "uniform", lambda *a: requested.append(1) or uniform(*a))
     released = level == "released"
     guide = CausalMM("vision" if released else level, kind, released=released)
     decode(guide, batch=1, max_new_tokens=2)
-    assert bool(drawn) == (kind in ("random", "shuffle"))
+    assert bool(requested) == (kind in ("random", "shuffle"))
 
 
 @pytest.mark.parametrize("kind", ["random", "shuffle"])
-def test_few_weights_are_drawn_for_at_once(kind, monkeypatch):
+def test_few_random_weights_are_made_at_once(kind, monkeypatch):
     guide = Watched(CausalMM("language", kind))
     whole, largest = decode(guide), []
 

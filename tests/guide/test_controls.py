@@ -264,9 +264,9 @@ def test_an_instruction_stands_before_the_question_and_after_its_images(parts):
     ):
         asked = answerer.prompts.question(text, [picture(0)])
         assert change(asked, torch.Generator()).text == expected
-    drawn = ICD().branches[0].transform_options["change"]
+    change = ICD().branches[0].transform_options["change"]
     asked = answerer.prompts.question("What?", [picture(0)])
-    texts = {drawn(asked, torch.Generator().manual_seed(s)).text for s in range(40)}
+    texts = {change(asked, torch.Generator().manual_seed(s)).text for s in range(40)}
     assert len(texts) == 5 and all(text.endswith(" What?") for text in texts)
 
 

@@ -38,12 +38,12 @@ def distribution(guide, scores, held=None, ends=NO_ENDS):
     return guide.apply(held or words(), call, None, {"main": scores})
 
 
-def test_words_gain_by_attention_and_doubt():
+def test_words_gain_by_attention_and_entropy():
     scores = main(nodes=3)
     found = distribution(DAGCD(4.0), scores)
     for node in range(3):
         p = scores.logits[0, node].double().softmax(-1)
-        doubt = float(-(p * p.log()).sum()) / math.log(V)
+        entropy = float(-(p * p.log()).sum()) / math.log(V)
         ratios = []
         for head in scores.attention[0][0, :, node].double():
             mean = {3: head[1], 5: (head[2] + head[3]) / 2, 8: head[4]}  # repeated ids count once
@@ -52,14 +52,14 @@ def test_words_gain_by_attention_and_doubt():
         usage = {w: sum(r[w] for r in ratios) * (w in best) for w in (3, 5, 8)}
         boosted = p.clone()
         for word, value in usage.items():
-            boosted[word] += 4.0 * doubt * value / sum(usage.values())
-        assert float(boosted.sum()) == pytest.approx(1 + 4.0 * doubt)
+            boosted[word] += 4.0 * entropy * value / sum(usage.values())
+        assert float(boosted.sum()) == pytest.approx(1 + 4.0 * entropy)
         expected = (boosted / boosted.sum()).log().float()
         torch.testing.assert_close(found[0, node].log_softmax(-1), expected)
         outside = [v for v in range(V) if v not in usage or not usage[v]]
         assert torch.equal(found[0, node, outside], scores.logits[0, node, outside])
         mass = found[0, node].double().exp().sum() / scores.logits[0, node].double().exp().sum()
-        assert float(mass) == pytest.approx(1 + 4.0 * doubt, rel=1e-5)
+        assert float(mass) == pytest.approx(1 + 4.0 * entropy, rel=1e-5)
 
 
 def test_only_the_most_likely_gain():
@@ -68,10 +68,10 @@ def test_only_the_most_likely_gain():
     assert (found != logits).nonzero()[:, 2].tolist() == [3]
 
 
-def test_without_doubt_without_an_image_or_at_the_end_nothing_changes():
-    sure = torch.zeros(1, 1, V)
-    sure[..., 3] = 200.0
-    assert torch.equal(distribution(DAGCD(), main(sure)), sure)
+def test_without_entropy_without_an_image_or_at_the_end_nothing_changes():
+    certain = torch.zeros(1, 1, V)
+    certain[..., 3] = 200.0
+    assert torch.equal(distribution(DAGCD(), main(certain)), certain)
     scores = main()
     blind = words(share=torch.zeros_like(SHARE))
     assert torch.equal(distribution(DAGCD(), scores, blind), scores.logits)
@@ -103,7 +103,7 @@ class Kept(DAGCD):
 
     def apply(self, constants, call, proposal, outputs):
         found = super().apply(constants, call, proposal, outputs)
-        self.said, self.found = outputs["main"].logits, found
+        self.main_logits, self.found = outputs["main"].logits, found
         return found
 
 
@@ -118,10 +118,10 @@ def test_the_call_says_what_ends_a_text(form):
         return guide
 
     other = first([2, 3])
-    assert not torch.equal(other.found, other.said)
-    best = int(other.said.argmax())
+    assert not torch.equal(other.found, other.main_logits)
+    best = int(other.main_logits.argmax())
     ending = first([2, best])
-    assert torch.equal(ending.found, ending.said)
+    assert torch.equal(ending.found, ending.main_logits)
 
 
 def test_image_tokens_stand_for_what_the_head_reads_in_them():

@@ -72,8 +72,8 @@ def test_the_mean_of_heads_chooses_what_the_reference_chose_for_instructblip():
 def test_logits_and_tokens_are_those_of_the_reference(run):
     model = LlavaForConditionalGeneration.from_pretrained(DATA / "tiny_llava_4.43_layout").eval()
     ids = EXPECTED["tiny.input_ids_one_placeholder"][0].tolist()
-    place = ids.index(model.config.image_token_id)
-    ids = ids[:place] + [ids[place]] * 25 + ids[place + 1 :]
+    first = ids.index(model.config.image_token_id)
+    ids = ids[:first] + [ids[first]] * 25 + ids[first + 1 :]
     guide = Watched(DAMRO(run["alpha"], run["topk"], run["beta"], heads="joined"))
     output = mmdecode.generate(
         model,

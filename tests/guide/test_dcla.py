@@ -112,7 +112,7 @@ def test_late_layers_alone_are_corrected_in_the_prompt_and_after_it():
     assert [width for layer, width, _ in calls if layer == 2] == [ids.shape[1], 1, 1]
 
 
-def test_what_later_layers_keep_of_a_corrected_state_is_what_a_full_pass_sees():
+def test_later_layers_cache_the_corrected_state_as_a_full_pass_does():
     guide, model = DCLA(tau=0.9, layers=(0.2, 1.0)), tiny.text_model("llama", layers=6)
     ids = torch.tensor([[5, 3, 8, 13, 21]])
     found = model.generate(

@@ -34,10 +34,10 @@ def one_hot(tokens):
     return torch.full((len(tokens), V), -torch.inf).scatter(1, tokens[:, None], 0.0)
 
 
-def test_a_main_model_without_doubt_decides_alone():
+def test_a_certain_main_model_decides_alone():
     main, acoustic = draws()
-    sure = one_hot(main.argmax(-1))
-    assert torch.equal(distribution(UADF(BRANCH), sure, acoustic).argmax(-1), main.argmax(-1))
+    certain = one_hot(main.argmax(-1))
+    assert torch.equal(distribution(UADF(BRANCH), certain, acoustic).argmax(-1), main.argmax(-1))
 
 
 def test_a_second_model_that_knows_nothing_changes_no_choice():
@@ -198,13 +198,13 @@ def full_passes(pair, features, row, guide, count, ids=None):
         text = torch.cat([TEXTS[row], torch.tensor(new, dtype=torch.long)])[None]
         main = language(text).logits[:, -1]
         own = [ids[token] for token in new] if ids is not None else new
-        heard = recogniser(
+        acoustic_logits = recogniser(
             input_features=features[row : row + 1],
             decoder_input_ids=torch.tensor([[*PROMPT, *own]]),
         ).logits[:, -1]
         if ids is not None:
-            heard = heard[:, ids]
-        new.append(int(distribution(guide, main, heard).argmax()))
+            acoustic_logits = acoustic_logits[:, ids]
+        new.append(int(distribution(guide, main, acoustic_logits).argmax()))
     return new
 
 

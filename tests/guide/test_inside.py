@@ -201,9 +201,9 @@ def dagcd(family, new):
                 looked = sum(ratio.values())  # none, where a window ends after the images
                 for word, value in ratio.items():
                     usage[word] += value / looked if looked and word in most_likely else 0
-        doubt = -(distribution * distribution.log()).sum() / torch.tensor(len(distribution)).log()
+        entropy = -(distribution * distribution.log()).sum() / torch.tensor(len(distribution)).log()
         if usage.sum() > 0:
-            distribution = distribution + 4.0 * doubt * usage / usage.sum()
+            distribution = distribution + 4.0 * entropy * usage / usage.sum()
         rows.append(distribution.log())
     return torch.stack(rows)
 

@@ -208,7 +208,7 @@ def test_gamma_is_between_and_beyond_the_branches():
     assert torch.allclose(found, contrast, atol=1e-9)  # gamma is 1 + alpha
 
 
-def test_log_guidance_with_a_cut_can_be_said_as_pai_says_it():
+def test_log_guidance_with_a_cut_equals_the_formula_of_pai():
     main, other = logits(3, 40), logits(3, 40, seed=1)
     guide = Linear([BranchSpec(name="u")], [1.1, -0.1], 0.1, log_space=True)
     c, u = main.log_softmax(-1), other.log_softmax(-1)

@@ -13,58 +13,58 @@ from mmdecode.guide import transforms
 from mmdecode.guide.transforms import TRANSFORMS
 
 
-def picture(*shape, seed=0):
+def random_image(*shape, seed=0):
     """Of whole eighths of bits, as processors are given."""
     shape = shape or (3, 96, 144)
     return torch.randint(256, shape, generator=torch.Generator().manual_seed(seed)) / 255
 
 
-def drawn(seed=0):
+def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_keeps_size_and_range_and_hangs_on_its_draws_alone(name):
-    values = picture()
-    found = TRANSFORMS[name](values, drawn(3))
+    values = random_image()
+    found = TRANSFORMS[name](values, seeded(3))
     assert found.shape == values.shape
     assert found.amin() >= 0 and found.amax() <= 1 + 1e-6
-    assert torch.equal(found, TRANSFORMS[name](values, drawn(3)))
+    assert torch.equal(found, TRANSFORMS[name](values, seeded(3)))
     assert not torch.allclose(found, values, atol=1e-3)
-    assert torch.equal(values, picture())  # it was not changed in place
+    assert torch.equal(values, random_image())  # it was not changed in place
     if "flip" not in name:
-        assert not torch.equal(found, TRANSFORMS[name](values, drawn(4)))
+        assert not torch.equal(found, TRANSFORMS[name](values, seeded(4)))
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_frames_are_transformed_alike(name):
-    frames = picture(2, 3, 20, 20)
-    found = TRANSFORMS[name](frames, drawn(1))
+    frames = random_image(2, 3, 20, 20)
+    found = TRANSFORMS[name](frames, seeded(1))
     for frame, own in zip(frames, found, strict=True):
-        assert torch.allclose(TRANSFORMS[name](frame, drawn(1)), own, atol=1e-5)
+        assert torch.allclose(TRANSFORMS[name](frame, seeded(1)), own, atol=1e-5)
 
 
 @pytest.mark.parametrize("side", [1, 2, 3])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_tiny_picture_can_be_transformed(name, side):
+def test_a_tiny_image_can_be_transformed(name, side):
     for seed in range(5):
-        assert TRANSFORMS[name](picture(3, side, 1), drawn(seed)).isfinite().all()
+        assert TRANSFORMS[name](random_image(3, side, 1), seeded(seed)).isfinite().all()
 
 
 def test_flips_are_flips():
-    values = picture()
-    assert torch.equal(transforms.horizontal_flip(values, drawn())[:, :, 0], values[:, :, -1])
-    assert torch.equal(transforms.vertical_flip(values, drawn())[:, 0], values[:, -1])
+    values = random_image()
+    assert torch.equal(transforms.horizontal_flip(values, seeded())[:, :, 0], values[:, :, -1])
+    assert torch.equal(transforms.vertical_flip(values, seeded())[:, 0], values[:, -1])
 
 
 @pytest.mark.parametrize("degrees", [0, 90, 180, 270])
 def test_a_rotation_by_quarters_is_exact(degrees):
-    values = picture(3, 16, 16)
+    values = random_image(3, 16, 16)
     expected = values.rot90(degrees // 90, dims=(-2, -1))
     assert torch.allclose(transforms.rotated(values, degrees), expected)
 
 
-def test_a_rotation_keeps_shapes_as_they_are_on_a_wide_picture():
+def test_a_rotation_keeps_shapes_as_they_are_on_a_wide_image():
     values = torch.zeros(3, 60, 120)
     values[:, 25:35, 55:65] = 1  # a square in the middle
     turned = transforms.rotated(values, 90)
@@ -75,7 +75,7 @@ def test_a_rotation_keeps_shapes_as_they_are_on_a_wide_picture():
 
 @pytest.mark.parametrize("turns", [-0.5, -0.2, 0.0, 0.31, 0.5])
 def test_hue_is_that_of_the_standard_library(turns):
-    values = picture(3, 4, 4).double()
+    values = random_image(3, 4, 4).double()
     found = transforms.hue_shifted(values, turns)
     for row in range(4):
         for column in range(4):
@@ -87,7 +87,7 @@ def test_hue_is_that_of_the_standard_library(turns):
 
 
 def test_strengths_of_one_change_nothing_and_of_zero_all():
-    values = picture()
+    values = random_image()
     for change in (transforms.brightened, transforms.contrasted, transforms.saturated):
         assert torch.allclose(change(values, 1.0), values, atol=1e-6)
     assert not transforms.brightened(values, 0.0).any()
@@ -95,24 +95,24 @@ def test_strengths_of_one_change_nothing_and_of_zero_all():
     assert torch.allclose(*(transforms.saturated(values, 0.0)[c] for c in (0, 2)))
 
 
-def test_a_blur_is_as_pillow_has_it_and_scales_with_the_picture():
-    values = picture(3, 48, 48)
+def test_a_blur_is_that_of_pillow_and_scales_with_the_image():
+    values = random_image(3, 48, 48)
     image = pixels.to_image(values)
     expected = pixels.of_image(image.filter(ImageFilter.GaussianBlur(1.0)))
     found = transforms.blurred(values, 1.0, radius=5)
     assert (found - expected)[:, 8:-8, 8:-8].abs().max() < 0.03
     spot = torch.zeros(3, 336, 336)
     spot[:, 168, 168] = 1
-    assert (transforms.blur(spot, drawn())[0, 168] > 0).sum() == 13
+    assert (transforms.blur(spot, seeded())[0, 168] > 0).sum() == 13
     small = torch.zeros(3, 168, 168)
     small[:, 84, 84] = 1
-    assert (transforms.blur(small, drawn())[0, 84] > 0).sum() == 7
+    assert (transforms.blur(small, seeded())[0, 84] > 0).sum() == 7
 
 
 def test_a_crop_shows_a_part_at_full_size():
     ramp = (torch.arange(60) / 59).expand(3, 60, 60).contiguous()
     for seed in range(8):
-        found = transforms.resized_crop(ramp, drawn(seed))
+        found = transforms.resized_crop(ramp, seeded(seed))
         span = float(found.amax() - found.amin())
         assert 0.2 < span <= 1 and (found[0, 0].diff() >= -1e-6).all()
 
@@ -127,8 +127,8 @@ def normalised(values, norm):
 
 @pytest.mark.parametrize("norm", range(3))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_normalisation_is_told_from_the_pixels(norm, dtype):
-    values = picture(3, 32, 32)
+def test_the_normalisation_is_found_from_the_pixels(norm, dtype):
+    values = random_image(3, 32, 32)
     seen = []
     given = normalised(values, norm).to(dtype)
     found = pixels.edit_normalised(given, lambda p, draw: seen.append(p) or p, seed=0)
@@ -137,21 +137,21 @@ def test_the_normalisation_is_told_from_the_pixels(norm, dtype):
 
 
 def test_pixels_of_no_known_normalisation_are_refused():
-    for given in (torch.randn(3, 16, 16), normalised(picture(3, 16, 16), 0) * 1.3):
+    for given in (torch.randn(3, 16, 16), normalised(random_image(3, 16, 16), 0) * 1.3):
         with pytest.raises(IncompatibleError, match="Answerer"):
             pixels.edit_normalised(given, lambda p, draw: p, seed=0)
 
 
 @pytest.mark.parametrize("norm", range(3))
-def test_flat_pictures_and_dark_or_pale_ones_are_told_in_half_precision(norm):
-    pale = 0.8 + picture(3, 16, 16).mul(0.2 * 255).floor() / 255
+def test_normalisation_of_flat_dark_or_pale_images_is_found_in_half_precision(norm):
+    pale = 0.8 + random_image(3, 16, 16).mul(0.2 * 255).floor() / 255
     for values in (torch.ones(3, 4, 4), torch.full((3, 4, 4), 128 / 255), pale, 1 - pale):
         given = normalised((values * 255).round() / 255, norm).bfloat16()
         mean, _ = pixels.normalisation(given)
         assert mean.flatten().tolist() == pytest.approx(list(pixels.NORMS[norm][0]))
 
 
-def test_images_and_pictures_are_the_same():
+def test_pil_images_and_tensors_convert_both_ways():
     image = Image.fromarray(np.arange(60, dtype=np.uint8).reshape(4, 5, 3))
     assert pixels.of_image(image).shape == (3, 4, 5)
     back = pixels.to_image(pixels.of_image(image))
@@ -159,7 +159,7 @@ def test_images_and_pictures_are_the_same():
 
 
 def test_tiles_are_put_together_and_cut_again():
-    whole = picture(3, 8, 12)
+    whole = random_image(3, 8, 12)
     tiles = pixels.to_tiles(whole, 2, 3)
     assert torch.equal(tiles[1, 2], whole[:, 4:, 8:])
     assert torch.equal(pixels.of_tiles(tiles), whole)
@@ -173,7 +173,7 @@ def test_patches_are_in_the_order_of_the_processor():
     processor = Qwen2VLImageProcessorPil(
         patch_size=4, merge_size=2, min_pixels=64, max_pixels=4096, do_resize=False
     )
-    image = pixels.to_image(picture(3, 16, 24))
+    image = pixels.to_image(random_image(3, 16, 24))
     built = processor(image, return_tensors="pt")
     grid = built["image_grid_thw"][0].tolist()
     found = pixels.of_patches(built["pixel_values"], grid, merged=2, frames=2)

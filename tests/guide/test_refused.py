@@ -19,7 +19,7 @@ def test_a_guide_that_looks_into_layers_is_named_where_they_are_not_shown(name, 
         inner_generate(Decoder(guide=name))
 
 
-def test_a_branch_in_the_place_of_one_that_shares_its_pass_is_refused():
+def test_a_branch_that_replaces_one_that_shares_its_pass_is_refused():
     class Clash(Linear):
         def __init__(self):
             edited = BranchSpec(name="edited", stage=2, replaces_after_prefill="main")

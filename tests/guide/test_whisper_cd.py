@@ -41,7 +41,7 @@ def logits(seed, rows=3):
     return 3 * torch.randn(2, rows, V, generator=generator)
 
 
-def said(*each):
+def outputs_of(*each):
     return {name: BranchOutput(logits=values) for name, values in zip(NAMES, each, strict=False)}
 
 
@@ -57,13 +57,13 @@ def texts(values):
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
 def test_negatives_that_agree_with_the_clean_branch_leave_its_distribution(tau):
     same = logits(0)
-    found = distribution(WhisperCD(2.0, tau, beta=0, gate=0), said(same, same, same, same))
+    found = distribution(WhisperCD(2.0, tau, beta=0, gate=0), outputs_of(same, same, same, same))
     torch.testing.assert_close(found.log_softmax(-1), same.log_softmax(-1))
     assert torch.equal(found.argmax(-1), same.argmax(-1))
     torch.testing.assert_close(joined([same] * 3, tau), same.log_softmax(-1))
 
 
-def test_a_sum_in_the_place_of_the_mean_is_found():
+def test_a_sum_instead_of_the_mean_is_found():
     same = logits(0)
     by_sum = joined([same] * 3, 1.0) + math.log(3)
     with pytest.raises(AssertionError):
@@ -86,7 +86,7 @@ def test_one_negative_is_the_plain_contrast_of_two(name):
 
 def test_several_negatives_are_one_mixture_at_temperature_one():
     main, *negatives = (logits(seed) for seed in range(4))
-    found = distribution(WhisperCD(1.0, 1.0, beta=0, gate=0), said(main, *negatives))
+    found = distribution(WhisperCD(1.0, 1.0, beta=0, gate=0), outputs_of(main, *negatives))
     mixture = torch.stack([one.softmax(-1) for one in negatives]).mean(0).log()
     expected = 2 * main.log_softmax(-1) - mixture
     torch.testing.assert_close(texts(found).log_softmax(-1), texts(expected).log_softmax(-1))
@@ -100,7 +100,7 @@ def test_the_lower_the_temperature_the_more_the_most_likely_decides():
 
 def test_all_but_text_keeps_its_probability():
     main, *negatives = (logits(seed) for seed in range(4))
-    found = distribution(WhisperCD(3.0, 1.0, beta=0.2, gate=0), said(main, *negatives))
+    found = distribution(WhisperCD(3.0, 1.0, beta=0.2, gate=0), outputs_of(main, *negatives))
     assert torch.equal(found[..., END:], main[..., END:])
     torch.testing.assert_close(found.softmax(-1)[..., END:], main.softmax(-1)[..., END:])
     assert not torch.allclose(texts(found).softmax(-1), texts(main).softmax(-1), atol=0.05)
@@ -109,7 +109,7 @@ def test_all_but_text_keeps_its_probability():
 def test_the_cut_keeps_what_is_likely_among_text():
     main, *negatives = (logits(seed) for seed in range(4))
     main[..., END] = 30  # the end is certain, and yet the most likely text stays
-    found = distribution(WhisperCD(1.0, 1.0, beta=0.3, gate=0), said(main, *negatives))
+    found = distribution(WhisperCD(1.0, 1.0, beta=0.3, gate=0), outputs_of(main, *negatives))
     clean = texts(main).softmax(-1)
     kept = texts(found) > -torch.inf
     assert torch.equal(kept, clean >= 0.3 * clean.amax(-1, keepdim=True))
@@ -118,9 +118,9 @@ def test_the_cut_keeps_what_is_likely_among_text():
 
 def test_without_contrast_the_scores_are_the_models_own():
     main = logits(0)
-    guide = WhisperCD(0.0, gate=0.5, doubt=0, beta=0)
+    guide = WhisperCD(0.0, gate=0.5, beta=0)
     call = context(new=(1,))
-    scores = said(main[:1, :1], main[:1, :1])
+    scores = outputs_of(main[:1, :1], main[:1, :1])
     scores["silent"] = scores["main"]
     found = distribution(guide, scores, call, Proposal.empty(1, call.device))
     assert torch.equal(found, main[:1, :1])
@@ -145,8 +145,8 @@ def test_a_token_that_a_negative_rules_out_is_no_nan():
 # The gate
 
 
-def gated(main, silence, call, proposal=None, gate=0.1, noise=None, doubt=0.0):
-    guide = WhisperCD(0.0, beta=0, gate=gate, doubt=doubt)
+def gated(main, silence, call, proposal=None, gate=0.1, noise=None, noise_weight=0.0):
+    guide = WhisperCD(0.0, 1.0, 0, gate, noise_weight)
     scores = {"main": BranchOutput(logits=main), "silent": BranchOutput(logits=silence)}
     if noise is not None:
         scores["noised"] = BranchOutput(logits=noise)
@@ -180,9 +180,9 @@ def test_what_noise_changes_counts_against_the_evidence():
     main[..., 0], other[..., 1] = 30, 30  # as far apart as can be
     call = context((9, NO_TIMES))
     steady, shaken = {"noise": main}, {"noise": other}
-    assert gated(main, other, call, gate=0.95, doubt=0.1, **steady) == [None]
-    assert gated(main, other, call, gate=0.95, doubt=0.1, **shaken) == [END]
-    assert gated(main, other, call, gate=0.85, doubt=0.1, **shaken) == [None]
+    assert gated(main, other, call, gate=0.95, noise_weight=0.1, **steady) == [None]
+    assert gated(main, other, call, gate=0.95, noise_weight=0.1, **shaken) == [END]
+    assert gated(main, other, call, gate=0.85, noise_weight=0.1, **shaken) == [None]
 
 
 def test_where_the_end_may_not_come_first_a_time_comes_before_it():
@@ -263,18 +263,20 @@ def test_an_unspoken_window_ends_where_text_would_begin_and_no_other_row_does(ga
     distribution = torch.zeros(2, 2, V)
     louder = distribution.clone()
     louder[1, 0, NO_SPEECH] = 9.0  # only of the second row
-    told = {
+    outputs = {
         name: BranchOutput(logits=main, prompt_hidden={"last": states})
         for name, states in (("main", distribution), ("scrambled", louder))
     }
-    told["silent"] = BranchOutput(logits=logits(1, rows=1))  # says something else
+    outputs["silent"] = BranchOutput(logits=logits(1, rows=1))  # says something else
     proposal = Proposal.empty(2, call.device)
-    constants = guide.begin(call, told)
-    found = guide.apply(constants, call, proposal, told)
+    constants = guide.begin(call, outputs)
+    found = guide.apply(constants, call, proposal, outputs)
     assert found[0].argmax() == END and found[0].softmax(-1).max() == 1
     assert torch.equal(found[1], main[1])
     call.rows.ids, call.rows.length = torch.tensor([[START, NO_TIMES, 3]] * 2), torch.tensor([1, 1])
-    assert torch.equal(guide.apply(constants, call, proposal, told), main), "there is text already"
+    assert torch.equal(guide.apply(constants, call, proposal, outputs), main), (
+        "there is text already"
+    )
 
 
 def test_the_prompt_is_read_for_the_no_speech_token_alone():

@@ -9,7 +9,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.errors import InputError
 from mmdecode.image_ar import ImageGenerator, jobs
 from mmdecode.image_ar.loading import load
-from tests.support.faults import ERRORS, FEW, Faulty, said
+from tests.support.faults import ERRORS, FEW, Faulty, failure_of
 
 BAD = 2  # a class
 CONDITIONS = [0, 1, BAD, 3]
@@ -70,7 +70,7 @@ def check(network, folder, name, stage, expected, patch):
     found = drawn(network, folder, name, stage, patch)
     lines = [line for _, line in found]
     assert ["error" in line for line in lines] == [n == BAD for n in CONDITIONS]
-    text, kind = said(name)
+    text, kind = failure_of(name)
     assert text in lines[BAD]["error"] and lines[BAD]["kind"] == kind
     good = [place for place, condition in enumerate(CONDITIONS) if condition != BAD]
     assert [found[place][0].codes.tolist() for place in good] == [expected[n] for n in good]

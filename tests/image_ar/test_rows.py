@@ -94,7 +94,7 @@ def test_each_cell_is_decided_once_and_as_soon_as_it_may_be(height, width, newli
         found = schedule(layout, window)
         assert found == waves
         assert len(found) == width + (height - 1) * min(window, width)
-        assert sorted(itertools.chain(*found)) == layout.places().flatten().tolist()
+        assert sorted(itertools.chain(*found)) == layout.cell_indices().flatten().tolist()
 
 
 def test_the_pass_of_each_cell_and_the_tokens_of_each_pass_are_told():

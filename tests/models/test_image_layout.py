@@ -11,22 +11,22 @@ PLAIN = Layout(rows=2, columns=3, ids=IDS)
 LINES = Layout(rows=2, columns=3, ids=IDS, newline=1, tail=(4, 5))
 
 
-def told(layout, ask):
+def values_of(layout, ask):
     return ask(torch.arange(layout.length)).tolist()
 
 
 def test_a_plain_grid_forces_nothing():
     assert PLAIN.length == 6 and not PLAIN.has_forced
-    assert told(PLAIN, PLAIN.forced) == [-1] * 6
-    assert told(PLAIN, PLAIN.left) == [-1, 0, 1, -1, 3, 4]
-    assert told(PLAIN, PLAIN.above) == [-1, -1, -1, 0, 1, 2]
+    assert values_of(PLAIN, PLAIN.forced) == [-1] * 6
+    assert values_of(PLAIN, PLAIN.left) == [-1, 0, 1, -1, 3, 4]
+    assert values_of(PLAIN, PLAIN.above) == [-1, -1, -1, 0, 1, 2]
 
 
 def test_newlines_and_the_tail_are_forced_and_have_no_neighbours():
     assert LINES.length == 10 and LINES.has_forced and LINES.stride == 4
-    assert told(LINES, LINES.forced) == [-1, -1, -1, 1, -1, -1, -1, 1, 4, 5]
-    assert told(LINES, LINES.left) == [-1, 0, 1, -1, -1, 4, 5, -1, -1, -1]
-    assert told(LINES, LINES.above) == [-1, -1, -1, -1, 0, 1, 2, -1, -1, -1]
+    assert values_of(LINES, LINES.forced) == [-1, -1, -1, 1, -1, -1, -1, 1, 4, 5]
+    assert values_of(LINES, LINES.left) == [-1, 0, 1, -1, -1, 4, 5, -1, -1, -1]
+    assert values_of(LINES, LINES.above) == [-1, -1, -1, -1, 0, 1, 2, -1, -1, -1]
     assert int(LINES.forced(torch.tensor(30))) == 5  # behind the end, where a window may reach
 
 

@@ -102,7 +102,7 @@ def test_an_empty_file_has_nothing_to_lose(tmp_path):
     assert (tmp_path / "a.txt").read_text() == "text"
 
 
-def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path):
+def test_a_folder_instead_of_a_file_is_refused(tmp_path):
     (tmp_path / "a.html").mkdir()
     for overwrite in (False, True):
         with pytest.raises(OptionError, match="is a folder; expected a file"):
@@ -250,7 +250,7 @@ def test_a_file_written_ten_thousand_times_is_read_from_the_end_of_its_listing(t
     assert not is_own(tmp_path / "a.txt")
 
 
-def test_a_listing_in_the_place_of_another_is_read_from_its_beginning(tmp_path):
+def test_a_listing_that_replaces_another_is_read_from_its_beginning(tmp_path):
     first = tmp_path / "first"
     write_file(first / "a.txt", "a")
     open_append(first / "lines.jsonl").close()

@@ -8,7 +8,7 @@ import torch
 from mmdecode.engine.stats import Stats
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.items import ENOUGH, Failed, Watch, each, tried
-from tests.support.faults import ERRORS, said
+from tests.support.faults import ERRORS, failure_of
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -21,10 +21,10 @@ def test_whatever_an_item_raises_it_fails_alone(name):
             raise ERRORS[name]()
         return [item * item for item in items]
 
-    found = dict(each(range(8), run, advice="buy more"))
+    found = dict(each(range(8), run, hint="buy more"))
     failed = found.pop(5)
     assert found == {item: item * item for item in range(8) if item != 5}
-    text, kind = said(name)
+    text, kind = failure_of(name)
     assert failed.kind == kind and text in failed.error
     assert sizes == [8, 4, 4, 2, 1, 1, 2]
 
@@ -35,7 +35,7 @@ def test_what_ends_the_process_passes_through(error):
         raise error
 
     with pytest.raises(error):
-        list(each([1, 2], run, advice=""))
+        list(each([1, 2], run, hint=""))
 
 
 def test_what_a_failed_batch_held_is_let_go_before_its_halves_run():
@@ -52,7 +52,7 @@ def test_what_a_failed_batch_held_is_let_go_before_its_halves_run():
             raise torch.OutOfMemoryError
         return items
 
-    assert [found for _, found in each([1, 2, 3], run, advice="")] == [1, 2, 3]
+    assert [found for _, found in each([1, 2, 3], run, hint="")] == [1, 2, 3]
     assert alive == [0] * 5
 
 
@@ -66,7 +66,7 @@ def test_what_failed_is_not_counted():
             raise ValueError
         return items
 
-    list(each([0, 1, 2, 3], run, advice="", attempt=stats.attempt))
+    list(each([0, 1, 2, 3], run, hint="", attempt=stats.attempt))
     assert (stats.calls, stats.passes, stats.rounds) == (2, 2, 3)
 
 
@@ -84,8 +84,8 @@ def test_the_trace_of_an_unknown_error_is_shown_where_it_is_asked_for(monkeypatc
 
 
 def outcomes(*problems):
-    for place, problem in enumerate(problems):
-        yield place, None if problem is None else Failed.of(problem, "")
+    for index, problem in enumerate(problems):
+        yield index, None if problem is None else Failed.of(problem, "")
 
 
 def test_an_error_of_the_configuration_that_every_item_has_is_the_jobs():
@@ -102,9 +102,9 @@ def test_a_job_whose_first_items_fail_alike_by_the_configuration_stops_early():
     seen = []
 
     def many():
-        for place in range(1000):
-            seen.append(place)
-            yield place, Failed.of(OptionError("a=1; expected 2"), "")
+        for index in range(1000):
+            seen.append(index)
+            yield index, Failed.of(OptionError("a=1; expected 2"), "")
 
     with pytest.raises(OptionError, match="a=1"):
         list(Watch().released(many()))

@@ -82,15 +82,15 @@ def test_a_process_that_is_killed_in_the_middle_leaves_nothing_that_is_taken_for
 @pytest.mark.skipif(os.name != "posix", reason="locks")
 def test_of_processes_that_ask_at_once_one_makes_it_and_all_get_it(tmp_path):
     runs = [start(SLOW, tmp_path / "one") for _ in range(3)]
-    said = [run.communicate()[0] for run in runs]
-    assert sorted(said) == ["b'whole'\n"] * 2 + ["made\nb'whole'\n"]
+    printed = [run.communicate()[0] for run in runs]
+    assert sorted(printed) == ["b'whole'\n"] * 2 + ["made\nb'whole'\n"]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits of a process")
 def test_a_disk_without_room_is_an_error_that_says_what_to_do(tmp_path):
-    said = start(NO_ROOM, tmp_path / "cache" / "one").communicate()[0]
-    assert said.startswith(f"cannot write to the cache {tmp_path / 'cache'}: File too large")
-    assert "MMDECODE_CACHE" in said
+    printed = start(NO_ROOM, tmp_path / "cache" / "one").communicate()[0]
+    assert printed.startswith(f"cannot write to the cache {tmp_path / 'cache'}: File too large")
+    assert "MMDECODE_CACHE" in printed
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -110,7 +110,7 @@ def test_the_cache_is_where_the_environment_says(monkeypatch):
     assert cache_folder() == Path("~/.cache/mmdecode").expanduser()
 
 
-def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch):
+def test_a_user_without_a_home_is_asked_to_name_a_folder(monkeypatch):
     pwd = pytest.importorskip("pwd")
 
     def nobody(uid):

@@ -30,8 +30,8 @@ TEMPLATE = "{best}\n{others}\n=\n"
 @functools.cache
 def tokenizer(ends=False):
     """One token a byte; with ``ends``, texts end with the end-of-sequence token, as T5's do."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<pad>": 0, "</s>": 1} | {letter: n for n, letter in enumerate(letters, 2)}
+    byte_characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<pad>": 0, "</s>": 1} | {letter: n for n, letter in enumerate(byte_characters, 2)}
     built = Tokenizer(models.BPE(vocab, []))
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     built.decoder = decoders.ByteLevel()

@@ -46,7 +46,7 @@ ERRORS = {
 FEW = ("RuntimeError", "StopIteration", "torch.OutOfMemoryError", "OptionError")
 
 
-def said(name):
+def failure_of(name):
     """What a failure says of an error, and its kind."""
     problem = ERRORS[name]()
     if name in ("MemoryError", "torch.OutOfMemoryError", "allocator"):

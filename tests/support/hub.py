@@ -44,14 +44,14 @@ def janus(folder: Path) -> None:
     from tests.support.tiny_vlm import TOWER, VQ, WIDTH
 
     seen = {"image_size": 16, "patch_size": 2, "num_image_tokens": 64}
-    drawn = {"num_embeddings": CODES, "channel_multiplier": [1, 1, 1], "num_patches": 8}
+    image_options = {"num_embeddings": CODES, "channel_multiplier": [1, 1, 1], "num_patches": 8}
     both = {"projection_dim": WIDTH}
     torch.manual_seed(0)
     network = JanusForConditionalGeneration(
         JanusConfig(
             text_config={"model_type": "llama", **WORDS, "max_position_embeddings": 256},
             vision_config={**TOWER, "mlp_ratio": 2, **seen, **both},
-            vq_config={**VQ, "image_token_embed_dim": WIDTH, **drawn, **both},
+            vq_config={**VQ, "image_token_embed_dim": WIDTH, **image_options, **both},
             image_token_id=78,
         )
     )
@@ -61,8 +61,10 @@ def janus(folder: Path) -> None:
     config._from_model_config = False  # else it is not written
     network.save_pretrained(folder)
     special = {"<pad>": PAD, "<s>": BEGINS, "</s>": ENDS, "<open>": OPENS, "<close>": CLOSES}
-    letters = {letter: number for number, letter in enumerate("? abcdefghijklmnopqrstuvwxyz.,:\n")}
-    words = Tokenizer(models.WordLevel({**letters, **special, "<image>": 78}, "?"))
+    characters = {
+        letter: number for number, letter in enumerate("? abcdefghijklmnopqrstuvwxyz.,:\n")
+    }
+    words = Tokenizer(models.WordLevel({**characters, **special, "<image>": 78}, "?"))
     words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     names = {"boi_token": "<open>", "eoi_token": "<close>", "image_token": "<image>"}
     tokenizer = PreTrainedTokenizerFast(

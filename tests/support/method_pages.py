@@ -37,8 +37,8 @@ LEFT_OUT = {
 
 SEEN = {"draft": ("drafters", "vlm_speed", "real_speech"), "guide": ("hallucination",)}
 """By kind, pages whose marked tables have a row for each method that was measured."""
-DRAWN = {"jacobi": "SJD", "coupled": "coupled", "cool_sd": "Cool-SD", "lantern": "LANTERN"}
-DRAWN["gsd"] = "grouped"
+LABELS = {"jacobi": "SJD", "coupled": "coupled", "cool_sd": "Cool-SD", "lantern": "LANTERN"}
+LABELS["gsd"] = "grouped"
 """Names of the rows in the tables of image tokens."""
 JUDGED = {"rejection": "rejection", "sample_match": "membership"}
 """Names of rules in the rows of drafters, after a semicolon."""
@@ -124,7 +124,7 @@ def written(page):
 def measured(kind, name):
     """Pages that have a row of measurements for a method, as links."""
     rows = [(stem, name) for stem in SEEN.get(kind, ())]
-    rows += [("image_speed", DRAWN[name])] if name in DRAWN else []
+    rows += [("image_speed", LABELS[name])] if name in LABELS else []
     rows += [("drafters", rf"[^|]+; {JUDGED[name]}")] if name in JUDGED else []
     found = []
     for stem, called in rows:

@@ -44,11 +44,11 @@ class Checked(HTMLParser):
             self.inside = len(self.open)
             self.groups.append([])
         elif tag in ("button", "a", "audio") or "tabindex" in attrs:
-            place = attrs.get("tabindex", "0")
+            tabindex = attrs.get("tabindex", "0")
             if self.inside is None:
-                self.stops.append((tag, place))
+                self.stops.append((tag, tabindex))
             else:
-                self.groups[-1].append(place)
+                self.groups[-1].append(tabindex)
         if tag not in VOID:
             self.open.append(tag)
 
@@ -75,7 +75,9 @@ def checked(text):
     steps = zip(parser.headings, parser.headings[1:], strict=False)
     assert all(after <= before + 1 for before, after in steps), parser.headings
     assert parser.unnamed == []
-    for places in parser.groups:
-        assert sorted(places) == sorted(["0"] * bool(places) + ["-1"] * (len(places) - 1))
+    for tabindices in parser.groups:
+        assert sorted(tabindices) == sorted(
+            ["0"] * bool(tabindices) + ["-1"] * (len(tabindices) - 1)
+        )
     assert {tag for tag, _ in parser.stops} <= {"audio"}
     return parser

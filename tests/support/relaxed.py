@@ -36,7 +36,7 @@ class OneToken:
 
 
 def one_token(
-    rule: Rejection, p: Tensor, q: Tensor, *, depth: int = 0, place: int = 0, adapter: Any = None
+    rule: Rejection, p: Tensor, q: Tensor, *, depth: int = 0, position: int = 0, adapter: Any = None
 ) -> OneToken:
     """Enumerates every draft of one place; takes V times the memory of the distributions.
 
@@ -56,7 +56,7 @@ def one_token(
             q=q[..., None, :].expand(*q.shape, vocab),
             token=drafts,
             depth=torch.full_like(drafts, depth),
-            position=torch.full_like(drafts, place),
+            position=torch.full_like(drafts, position),
             adapter=adapter,
         )
     )

@@ -51,10 +51,10 @@ def lay_out(folder: Path) -> None:
     for name, wave in (("a.wav", waves[0]), ("b.flac", waves[1]), ("talk.mp3", waves[2])):
         soundfile.write(folder / name, wave, RATE)
     write_video(folder / "talk.mp4", waves[2])
-    said = [{"path": f"recordings/{n}.ogg", "text": c.text} for n, c in (("a", clips[0]),)]
-    said.append({"path": "talk.ogg", "text": clips[2].text})
+    entries = [{"path": f"recordings/{n}.ogg", "text": c.text} for n, c in (("a", clips[0]),)]
+    entries.append({"path": "talk.ogg", "text": clips[2].text})
     for name in ("test.jsonl", "manifest.jsonl"):
-        write_json_lines(folder / name, said)
+        write_json_lines(folder / name, entries)
     for sub in ("scenes", "photos"):
         (folder / sub).mkdir()
     names = ("scene.png", "photo.jpg", "scenes/1.png", "scenes/2.png", "photos/1.jpg")

@@ -31,12 +31,12 @@ def noting(draft, opened=lambda session: None, proposed=lambda session, proposal
         session = begin(call, prefill)
         propose = session.propose
 
-        def told(budget):
+        def noted_propose(budget):
             proposal = propose(budget)
             proposed(session, proposal)
             return proposal
 
-        session.propose = told
+        session.propose = noted_propose
         opened(session)
         return session
 
@@ -48,9 +48,9 @@ def warped(draft, warp):
     """A drafter that is told what the caller's processors make of logits."""
     begin = draft.begin
 
-    def told(call, prefill):
+    def begin_warped(call, prefill):
         plan = replace(call.plan, draft_target=DraftTarget(warp=warp))
         return begin(replace(call, plan=plan), prefill)
 
-    draft.begin = told
+    draft.begin = begin_warped
     return draft

@@ -276,12 +276,12 @@ class HiddenPath(drafts.Known):
         for row in right.tolist():
             nodes, above, parent = [], [], -1
             for token in row:
-                place = int(torch.randint(3, (), generator=self.generator))
+                choice = int(torch.randint(3, (), generator=self.generator))
                 for sibling in range(3):
                     other = (token + 1 + sibling) % self.vocab
-                    nodes.append(token if sibling == place else other)
+                    nodes.append(token if sibling == choice else other)
                     above.append(parent)
-                parent = len(nodes) - 3 + place
+                parent = len(nodes) - 3 + choice
             broken = row.index(-1) * 3 if -1 in row else len(nodes)
             tokens.append(nodes[:broken] + [-1] * (len(nodes) - broken))
             parents.append(above)

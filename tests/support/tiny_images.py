@@ -41,12 +41,12 @@ EMU3_WORDS = {
     **{str(n): 4 + n for n in range(10)},
     **{f"<|visual token {n:06d}|>": FIRST + n for n in range(CODES)},
 }
-LETTERS = "ABCDEFGHIJ"
+DIGITS = "ABCDEFGHIJ"
 
 
 def imaged(number):
     """Chameleon's name of a code; its ids run the other way round."""
-    return f"IMGIMG{LETTERS[number // 10]}{LETTERS[number % 10]}Z"
+    return f"IMGIMG{DIGITS[number // 10]}{DIGITS[number % 10]}Z"
 
 
 def llamagen(**options):

@@ -25,7 +25,7 @@ def tokenizer():
     words = [f"\u2581w{number}" for number in range(24)]
     names = [*SPECIAL.values(), *words]
     names += [chr(ord("a") + number) for number in range(VOCAB - len(names))]
-    ids = {name: place for place, name in enumerate(names)}
+    ids = {name: index for index, name in enumerate(names)}
     inner = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Metaspace()
     inner.decoder = decoders.Metaspace()

@@ -270,8 +270,8 @@ def pixels(family, sizes, batch, rows, seed=5):
         grids = torch.tensor([[1, high // 4, wide // 4] for high, wide in sizes])
         return {"pixel_values": noise(int(grids.prod(1).sum()), 96), "image_grid_thw": grids}
     if family in ("idefics3", "smolvlm"):
-        places = max(rows.count(row) for row in range(batch))
-        values = torch.zeros(batch, places, 3, 8, 8)
+        images_per_row = max(rows.count(row) for row in range(batch))
+        values = torch.zeros(batch, images_per_row, 3, 8, 8)
         for row in range(batch):
             values[row, : rows.count(row)] = noise(rows.count(row), 3, 8, 8)
         return {"pixel_values": values}

@@ -9,7 +9,7 @@ from mmdecode.evaluation.vision.runs import Recorder, modes_of
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.requests import AnswerRequest
-from tests.support.faults import ERRORS, FEW, Faulty, said
+from tests.support.faults import ERRORS, FEW, Faulty, failure_of
 
 TEXTS = ["Is there a red circle in the image?", "What?", "the bad one", "How many rings?", "Is it?"]
 BAD = 2
@@ -107,7 +107,7 @@ def check(name, stage, model, processor, kit, expected, monkeypatch):
     found = {a.id: a for a in answerer.answers(asked, max_new_tokens=3, batch_size=4)}
     failed = found.pop(str(BAD))
     assert {name: answer.token_ids for name, answer in found.items()} == expected
-    text, kind = said(name)
+    text, kind = failure_of(name)
     if stage in ("prepare", "template") and kind != "OutOfMemoryError":
         text, kind = {"prepare": "refuses", "template": "cannot be filled in"}[stage], "InputError"
     assert text in failed.error and not failed.token_ids
@@ -183,7 +183,7 @@ def evaluated(name, stage, model, processor, kit, expected, monkeypatch):
         faulty = Decoder(Faulty(is_bad, error, stage))
         monkeypatch.setattr("mmdecode.evaluation.vision.runs.Decoder", lambda **_: faulty)
     rows = {row.id: row for row in recorder.run()}
-    assert said(name)[0] in rows.pop(str(BAD)).error
+    assert failure_of(name)[0] in rows.pop(str(BAD)).error
     assert {name: row.tokens for name, row in rows.items()} == {
         name: len(tokens) for name, tokens in expected.items()
     }

@@ -361,10 +361,12 @@ def _states(adapter: LeanAdapter, run: Callable[..., Tensor]) -> Tensor:
     past = adapter.open(cache, Prompt(ids=ids[:, :4], mask=mask, inputs=inputs))
     chain = torch.arange(4, device=device)[None]
     tree = ids.new_tensor([[0, 1, 1, 2]])  # a root, two children of it, and one of the second
-    sees = ids.new_tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()[None]
+    tree_ancestors = ids.new_tensor(
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+    ).bool()[None]
     top = None if adapter.max_positions is None else adapter.max_positions - 1
     found, visible = [], bucket(8)
-    for begin, depths, ancestors in ((0, chain, None), (4, tree, sees)):
+    for begin, depths, ancestors in ((0, chain, None), (4, tree, tree_ancestors)):
         start = torch.full_like(ids[:, 0], begin)
         cache.set_start(start)
         cache.open(visible)

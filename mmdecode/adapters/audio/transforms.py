@@ -65,38 +65,42 @@ def changed(
         )
     given: Sequence[Waveform] | None = call.request.inputs.get("audio")
     asked = f"branch {spec.name!r} with transform 'audio'"
-    advice = (
+    hint = (
         "use mmdecode.asr.Transcriber, or, for recordings of one window, give mmdecode.generate "
         "mm_inputs={'audio': [heard(samples, extractor), ...]}, heard from "
         "mmdecode.asr.recognizers.whisper_features"
     )
     if given is None:
         raise IncompatibleError.between(
-            asked, "a call of features", "the waveforms were not given", advice
+            asked, "a call of features", "the waveforms were not given", hint
         )
-    rows = [heard for heard in given for _ in range(call.batch // len(given))] if given else []
+    rows = (
+        [waveform for waveform in given for _ in range(call.batch // len(given))] if given else []
+    )
     if len(rows) != call.batch:
         raise IncompatibleError.between(
             asked,
             f"{len(given)} waveforms for {call.batch} rows",
             "each row needs its own; plain generate drops rows where it redoes others",
-            advice,
+            hint,
         )
-    if not all(heard.certain for heard in rows):
-        again = encode(torch.stack([heard.features(heard.samples) for heard in rows]))
+    if not all(waveform.certain for waveform in rows):
+        again = encode(torch.stack([waveform.features(waveform.samples) for waveform in rows]))
         if not torch.allclose(again, source, rtol=1e-2, atol=1e-2 * float(source.abs().max())):
             raise IncompatibleError.between(
                 asked,
                 "the waveforms of this call",
                 "the model has read something else: plain generate goes through a recording by "
                 "itself, and on where the model says that a segment ended",
-                advice,
+                hint,
             )
     return encode(
         torch.stack(
             [
-                heard.features(change(heard.samples, call.request.noise.generator(row, "audio")))
-                for row, heard in enumerate(rows)
+                waveform.features(
+                    change(waveform.samples, call.request.noise.generator(row, "audio"))
+                )
+                for row, waveform in enumerate(rows)
             ]
         )
     )

@@ -47,13 +47,17 @@ class JanusImagesAdapter(PromptedAdapter):
             )
         self.vocab = config.vq_config.num_embeddings
         self.layout = Layout(side, side, torch.arange(self.vocab, device=model.device))
-        said: Any = model.generation_config
-        own = getattr(said, "generation_kwargs", None) or {}
+        generation_config: Any = model.generation_config
+        own = getattr(generation_config, "generation_kwargs", None) or {}
         self._opens = named_id(
             model, "boi_token_id", own.get("boi_token_id"), "generation_config.generation_kwargs"
         )
-        self._begins = named_id(model, "bos_token_id", said.bos_token_id, "generation_config")
-        self._pad = named_id(model, "pad_token_id", said.pad_token_id, "generation_config")
+        self._begins = named_id(
+            model, "bos_token_id", generation_config.bos_token_id, "generation_config"
+        )
+        self._pad = named_id(
+            model, "pad_token_id", generation_config.pad_token_id, "generation_config"
+        )
 
     def text(self, prompt: str, tokenizer: Any) -> str:
         """The prompt, and the token that opens an image."""

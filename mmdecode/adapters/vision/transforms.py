@@ -136,13 +136,15 @@ def raw_images(adapter: VisionLanguageAdapter, call: Call) -> list[Raw]:
             "call mmdecode.generate, or generate inside mmdecode.attach(model)",
         )
     # inputs prepared by generate are repeated for num_return_sequences, the caller's are not
-    copies = (
+    repeats = (
         call.request.num_return_sequences
         if any(name in call.request.inputs for name in PIXELS)
         else 1
     )
     return [
-        own for own in adapter.split(raw, call.request.prompt_ids[::copies]) for _ in range(copies)
+        own
+        for own in adapter.split(raw, call.request.prompt_ids[::repeats])
+        for _ in range(repeats)
     ]
 
 
@@ -178,7 +180,7 @@ def _changed(
     return rows
 
 
-def pictures(
+def whole_images(
     adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec, change: Change
 ) -> Prompt:
     """Changes each whole image: before the processor, or reconstructed from its output."""
@@ -329,10 +331,10 @@ def tower(
     chosen = frozenset(layer_range(layers, len(adapter.tower_sites())))
 
     def editing(context: ExitStack, draw: torch.Generator) -> None:
-        def edit_drawn(weights: Tensor, seen: Tensor, layer: int) -> Tensor:
+        def edit_with_draws(weights: Tensor, seen: Tensor, layer: int) -> Tensor:
             return edit(weights, seen, layer, draw)
 
-        plan = tower_plan(adapter, edit=edit_drawn, layers=chosen)
+        plan = tower_plan(adapter, edit=edit_with_draws, layers=chosen)
         context.enter_context(planned_tower(adapter, plan))
 
     return _encoded_again(adapter, call, "tower", editing)
@@ -396,7 +398,7 @@ def _gather(values: Tensor, order: Tensor) -> Tensor:
 TRANSFORMS: Mapping[str, Callable[..., Prompt]] = {
     "pixels": pixels,
     "questions": questions,
-    "pictures": pictures,
+    "pictures": whole_images,
     "no_image": no_image,
     "only_images": only_images,
     "features": features,

@@ -89,7 +89,7 @@ class WindowCorrector:
         pairs = list(zip(heard, waves, strict=True))
         for start in range(0, len(pairs), size):
             # half of them may fit into memory where all do not
-            for _, found in each(pairs[start : start + size], correct, advice=ADVICE):
+            for _, found in each(pairs[start : start + size], correct, hint=ADVICE):
                 if isinstance(found, Failed):
                     raise found.problem
                 corrected.append(found)

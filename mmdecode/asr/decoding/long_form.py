@@ -136,7 +136,7 @@ class LongForm:
             for (window, _), result in each(
                 windows,
                 self._step,
-                advice=ADVICE,
+                hint=ADVICE,
                 name=lambda one: one[0].job.name,
                 watch=watch,
                 attempt=self._attempt,
