@@ -1,4 +1,4 @@
-"""Private names of transformers and torch, in this file and nowhere else; seen in 5.17 and 5.23."""
+"""Uses of private names of transformers and torch, all in this file; seen in 5.17 and 5.23."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def _codes(function: Any) -> Iterator[CodeType]:
 
 
 def arguments_of_generate(model: Any) -> dict[str, Any]:
-    """Arguments of the call of ``generate`` around here that it keeps from a callable.
+    """Arguments of the enclosing ``generate`` call that it does not pass to a custom callable.
 
     transformers drops ``streamer``, ``assistant_model`` and ``synced_gpus`` where it is handed a
-    callable, and takes ``tokenizer`` out before; a reader of the streamer would wait for ever. They
-    are still in the frame of the call, and the tokenizer in that of the decorator around it.
+    callable, and takes ``tokenizer`` out before; whoever reads the streamer would wait for ever.
+    They are still in the frame of the call, and the tokenizer in the frame of its decorator.
 
     Returns:
-        Arguments that were given; nothing outside of a call of ``model.generate``.
+        The arguments that were given; empty outside a call of ``model.generate``.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -58,27 +58,27 @@ _TAKEN_OUT = ("tokenizer", "assistant_tokenizer")
 def caps_logits(model_class: Any) -> bool:
     """Whether a model applies its text model's ``final_logit_softcapping``.
 
-    PaliGemma does in 5.23 and does not in 5.17, so that the code is asked and not the family.
+    PaliGemma does in 5.23 but not in 5.17, so the model's code is inspected, not its family.
     """
     return "final_logit_softcapping" in inspect.getsource(model_class.forward)
 
 
 def attention_implementation(config: Any) -> str | None:
-    """``sdpa``, ``eager``, ``flash_attention_2``, ...; ``None`` where a config names none."""
+    """Attention implementation that a config names: ``sdpa``, ``eager``, ...; ``None``: none."""
     return getattr(config, "_attn_implementation", None)
 
 
 @contextmanager
 def attention_configs(model: Any, name: str) -> Iterator[None]:
-    """Lets every part of a model attend by ``name``; afterwards it says what it said before.
+    """Sets the attention implementation of all parts of a model to ``name``; restores it on exit.
 
-    Calls may overlap, on several threads too: the first notes what a config said, the last gives it
-    back. ``set_attn_implementation`` cannot, of a model that mixes implementations.
+    Contexts may overlap, also across threads: the first records what each config named, the last
+    restores it. ``set_attn_implementation`` cannot restore a model that mixes implementations.
     """
     parts = [m.config for m in model.modules() if getattr(m, "config", None) is not None]
     configs = [c for c in {id(c): c for c in parts}.values() if attention_implementation(c)]
     with _lock:
-        # first read, then set: a config hands on what it is told to those within
+        # read all before setting any: setting a config also sets the configs inside it
         for config, original in [(c, attention_implementation(c)) for c in configs]:
             _stock.setdefault(id(config), [original, 0])[1] += 1
         for config in configs:
@@ -107,18 +107,18 @@ _stock: dict[int, list[Any]] = {}
 
 
 def detects_timestamps_from_logprob(processor: Any) -> bool:
-    """Whether the Whisper timestamp processor weighs all timestamps against the best text token."""
+    """Whether Whisper's timestamp processor compares the sum of timestamps with the best text."""
     return bool(getattr(processor, "_detect_timestamp_from_logprob", True))
 
 
 KINDS_OF_SHAPES = 64
-"""Kinds of shapes that one forward pass is compiled for, in all models together."""
+"""Limit of recompilations of the forward pass, for all models together."""
 
 
 def compiled(function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
-    """``torch.compile`` of a whole function, with room for more kinds of shapes than torch gives.
+    """``torch.compile`` of a whole function, with a higher limit of recompilations than torch's.
 
-    torch counts them by function, 8 by default, and every model here runs through the same one.
+    torch counts recompilations per function, 8 by default, and all models here share one function.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, KINDS_OF_SHAPES)

@@ -1,9 +1,9 @@
-"""`generate`: ``model.generate`` with a decoder, and with what a plain callable is not given.
+"""`generate` and `attach`: ``model.generate`` with a decoder that also reads the raw inputs.
 
-transformers drops ``assistant_model`` and, of a config, the tokenizer of ``stop_strings`` when it
-is handed a callable, and whoever reads a ``streamer`` waits for ever where preparations fail. This
-wrapper gives them to the decoder, and keeps the raw inputs for guides and drafts that need them.
-`attach` does the last for plain ``model.generate`` and for pipelines.
+Given a callable, transformers drops ``assistant_model`` and the tokenizer for a config's
+``stop_strings``, and whoever reads a ``streamer`` waits for ever if preparation fails. `generate`
+passes them on to the decoder, together with the raw inputs that some guides and drafters need.
+`attach` does the latter for plain ``model.generate`` and for pipelines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from mmdecode.engine.trace import Round
 from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
 
 _MODES = {"image": "mmdecode.image_ar.raster"}
-"""Modes with a loop around the decoder of their own, found by name: they build on this module."""
+"""Modes with their own loop around the decoder; imported on use, since they import this module.
+"""
 
 _RAW = (
     "pixel_values",
@@ -69,7 +70,7 @@ def generate(
         draft_model: Shorthand for ``Decoder(draft=Assistant(draft_model))``; ``assistant_model``,
             as transformers names it, is the same.
         request: Names of the rows for keyed noise; default: a hash of their content.
-        trace: A list that is given the rounds of every row: what was drafted and kept.
+        trace: A list to which the rounds of every row are added: tokens drafted and kept.
         **kwargs: Passed on.
 
     Returns:
@@ -188,7 +189,7 @@ def attach(model: Any) -> Iterator[Any]:
 
 
 def _raw(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Raw inputs among the arguments of ``generate``; what the caller named himself wins."""
+    """Raw inputs among the arguments of ``generate``; the caller's ``mm_inputs`` come first."""
     raw = {name: kwargs[name] for name in _RAW if kwargs.get(name) is not None}
     if args and model.main_input_name in _RAW:
         raw[model.main_input_name] = args[0]

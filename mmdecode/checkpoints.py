@@ -1,7 +1,7 @@
-"""Checkpoints by name: a folder, a Hub id or its short name, ``zoo:NAME``, which ships, or another.
+"""Finds checkpoints by name: a folder, a Hub id or its short name, ``zoo:NAME`` or ``SCHEME:NAME``.
 
-Other names are ``SCHEME:NAME``, for example ``moonshine:tiny-en``. A scheme is a class of the kind
-``checkpoints`` in the registry, so that a plug-in can add one.
+Models of the zoo ship with the package. A scheme, as in ``moonshine:tiny-en``, is a class of the
+kind ``checkpoints`` in the registry, so that a plug-in can add one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CODE_TRUSTED: ContextVar[bool] = ContextVar("code_trusted", default=False)
 
 
 def code_trusted() -> bool:
-    """Whether Python files of a checkpoint may be run: not so, outside of `trusting_code`.
+    """Whether Python files of a checkpoint may be run: only inside `trusting_code`.
 
     Everything that loads with transformers passes this as ``trust_remote_code``: left out, it asks
     on standard input, where a recording or a list of paths may come in.
@@ -70,7 +70,7 @@ def trusting_code(trust: bool = True) -> Iterator[None]:
 
 
 def trusting_as_asked(load: Callable[Arguments, Loaded]) -> Callable[Arguments, Loaded]:
-    """A loader that may run what it loads, if its argument ``trust_remote_code`` says so."""
+    """Decorates a loader: runs in `trusting_code` if its argument ``trust_remote_code`` is set."""
 
     @functools.wraps(load)
     def loads(*args: Arguments.args, **given: Arguments.kwargs) -> Loaded:
@@ -86,7 +86,7 @@ def zoo_names() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Where what is made once is kept for all later runs of a user.
+    """The user's cache folder, for files that are made once and reused by later runs.
 
     ``MMDECODE_CACHE``, else ``mmdecode`` in ``XDG_CACHE_HOME``, else ``~/.cache/mmdecode``.
 
@@ -104,9 +104,10 @@ def cache_folder() -> Path:
 
 
 class CheckpointScheme:
-    """Base of what finds the checkpoints that are named ``SCHEME:NAME``.
+    """Base of classes that find the checkpoints named ``SCHEME:NAME``.
 
-    Its module is imported where such a name is given or listed, and must not load a library for it.
+    Its module is imported whenever such a name is given or listed, so it must not import large
+    libraries.
 
     Attributes:
         names: Names of the checkpoints it knows, without the scheme.
@@ -116,7 +117,7 @@ class CheckpointScheme:
 
     @classmethod
     def folder(cls, name: str) -> Path:
-        """A folder that transformers can load; made where it is not there yet.
+        """A folder that transformers can load; created if it does not exist.
 
         Raises:
             UnknownNameError: There is no checkpoint of that name.
@@ -126,7 +127,7 @@ class CheckpointScheme:
 
     @classmethod
     def is_installed(cls, name: str) -> bool:
-        """Whether `folder` is known to find what it needs; in milliseconds, loading nothing."""
+        """Whether `folder` will find the files that it needs; fast, loads nothing."""
         return False
 
     @classmethod
@@ -162,7 +163,7 @@ def is_installed(name: str) -> bool:
     """Whether a checkpoint can be loaded without installing or downloading anything.
 
     Args:
-        name: ``SCHEME:NAME``, ``zoo:NAME`` or a folder; of a Hub id nothing is known: ``False``.
+        name: ``SCHEME:NAME``, ``zoo:NAME`` or a folder; ``False`` for every Hub id.
     """
     if name.startswith("zoo:"):
         return name[4:] in zoo_names()
@@ -171,7 +172,7 @@ def is_installed(name: str) -> bool:
 
 
 def _scheme_of(name: str) -> tuple[Any, str]:
-    """The class of a name's scheme, and what stands after it; ``None``: the name has none."""
+    """The class of a name's scheme, and the rest of the name; ``None``: the name has no scheme."""
     scheme, colon, rest = name.partition(":")
     if not (colon and re.fullmatch(r"\w[\w.-]+", scheme)):
         return None, rest
@@ -180,7 +181,7 @@ def _scheme_of(name: str) -> tuple[Any, str]:
 
 
 def _prepared(folder: Path) -> Path:
-    """A folder that transformers can load, of one that may hold files of a scheme instead."""
+    """A folder that transformers can load; made from the files of a scheme, if it holds those."""
     if not (folder / "config.json").exists():
         for _, scheme in registry.classes("checkpoints"):
             if scheme.holds(folder):
@@ -189,15 +190,15 @@ def _prepared(folder: Path) -> Path:
 
 
 def paired(model_id: str | None, what: str) -> str | None:
-    """Name of what is shipped for a shipped model, ``zoo:NAME-WHAT``; ``None``: there is none."""
+    """``zoo:NAME-WHAT``, the companion of a shipped model; ``None``: it is not shipped."""
     name = f"{model_id}-{what}"
     return name if name.startswith("zoo:") and name[4:] in zoo_names() else None
 
 
 def local_path(name: str | Path) -> str:
-    """Resolves a name for ``from_pretrained``: a folder, or a Hub id that the Hub has.
+    """Resolves a name for ``from_pretrained``: to a folder, or to a Hub id that exists.
 
-    A Hub id whose files are in the cache is given as their folder when the Hub cannot be reached.
+    Where the Hub cannot be reached, a Hub id resolves to the folder of its files in the cache.
 
     Args:
         name: A folder, a Hub id, a short name of `mmdecode.model_names`, ``zoo:NAME`` or a name of
@@ -228,7 +229,7 @@ def _hub_path(name: str) -> str:
     """The Hub id, or the folder of its files in the cache where the Hub cannot be reached.
 
     Raises:
-        InputError: There is no such model, or nobody can tell.
+        InputError: There is no such model, or the Hub cannot be asked and the cache lacks it.
     """
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -252,8 +253,8 @@ def _hub_path(name: str) -> str:
 def _ask_hub(name: str) -> None:
     """Asks the Hub once, briefly, whether it has a model.
 
-    Left alone, its client tries an unreachable one again for 20 s and more, and only then says
-    that there is no such model.
+    By default, the Hub's client retries an unreachable Hub for 20 s and more, and then reports that
+    there is no such model.
 
     Raises:
         InputError: It has no such model, or does not give it to this user.
@@ -289,13 +290,13 @@ def _ask_hub(name: str) -> None:
     except HfHubHTTPError as error:
         code = error.response.status_code
         raise ConnectionError(f"the Hub answers with an error ({code})") from error
-    except Exception as error:  # of its client for HTTP, which depends on its version
+    except Exception as error:  # an error of its HTTP client, whose class depends on the version
         reason = f"{error}" or type(error).__name__
         raise ConnectionError(f"the Hub cannot be reached ({reason})") from error
 
 
 def _meant(name: str) -> str:
-    """A suggestion, unless the name is one of those that are known."""
+    """A suggestion of similar names; empty if the name is a known one."""
     shipped = (f"zoo:{one}" for one in zoo_names())
     known = {*SHORT, *SHORT.values(), *shipped, *scheme_names()}
     return "" if name in known else did_you_mean(name, known)
@@ -311,7 +312,7 @@ def dtype_of(
     model_id: str | os.PathLike[str] = "",
     device: str | torch.device | None = None,
 ) -> torch.dtype:
-    """A floating dtype.
+    """Resolves the name of a floating dtype.
 
     Args:
         name: ``auto``, one of `DTYPES`, torch's own name, or a dtype; ``None``: float32. ``auto``
@@ -321,7 +322,7 @@ def dtype_of(
         device: Where it will run, for ``auto``.
 
     Raises:
-        OptionError: There is none of that name.
+        OptionError: No floating dtype has that name.
     """
     import torch
 
@@ -341,16 +342,16 @@ def dtype_of(
 
 
 def _chosen_dtype(model_id: str, device: torch.device) -> torch.dtype:
-    """The device that ``auto`` means."""
+    """The dtype that ``auto`` stands for."""
     import torch
 
     if device.type != "cuda" or model_id.startswith("zoo:") or not model_id:
         return torch.float32
     with loading(model_id):
         config = config_of(local_path(model_id))
-    if config.model_type == "var":  # its running sums need it
+    if config.model_type == "var":  # its running sums need float32
         return torch.float32
-    # of several models in one, the one that writes text decides
+    # of a composite model, the text model's dtype counts
     own = [getattr(part, "dtype", None) for part in (config, config.get_text_config())]
     found = next((kind for kind in own if kind is not None), None)
     half = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
@@ -358,7 +359,7 @@ def _chosen_dtype(model_id: str, device: torch.device) -> torch.dtype:
 
 
 def device_of(name: str | torch.device | None) -> torch.device:
-    """A device that can be used.
+    """Resolves the name of a device, and checks that it can be used.
 
     Args:
         name: A name of torch; ``None`` and ``auto``: CUDA where there is one, else the CPU.
@@ -390,7 +391,7 @@ def device_of(name: str | torch.device | None) -> torch.device:
 
 
 def placed(model: Any, device: str | torch.device | None) -> Any:
-    """The model on a device; ``None`` and ``auto``: CUDA where there is one.
+    """Moves a model to a device; ``None`` and ``auto``: CUDA where there is one, else the CPU.
 
     Raises:
         OptionError: The device cannot be used.
@@ -403,7 +404,7 @@ def placed(model: Any, device: str | torch.device | None) -> Any:
 
 @contextmanager
 def loading(model_id: str) -> Iterator[None]:
-    """Turns what transformers raises over a checkpoint it cannot read into our error.
+    """Turns errors of transformers about a checkpoint that it cannot read into an `InputError`.
 
     Raises:
         InputError: It cannot be loaded.
@@ -427,7 +428,7 @@ def loading(model_id: str) -> Iterator[None]:
 
 
 def refuse_unfinished(path: str) -> None:
-    """Refuses a folder that has the state of a training and not yet what it trains.
+    """Refuses the folder of an unfinished training, which holds its state but no weights yet.
 
     Raises:
         InputError: It is one.
@@ -485,7 +486,7 @@ def read_weights(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def read_tensors(file: Path) -> dict[str, Any]:
-    """Reads one file of weights: tensors by name, in pickles perhaps below a key.
+    """Reads one file of weights: tensors by name; a pickle may hold them under a further key.
 
     Raises:
         InputError: It is not there, or neither safetensors nor a pickle of tensors alone.
@@ -550,7 +551,7 @@ def unlike(
 
 
 def fill(model: Model, weights: dict[str, Any], source: str | Path) -> Model:
-    """The model with these weights, in float32 and evaluation mode.
+    """Loads weights into a model; returns it in float32 and evaluation mode.
 
     Raises:
         InputError: A weight is missing, unknown or of another shape.
@@ -570,5 +571,5 @@ def fill(model: Model, weights: dict[str, Any], source: str | Path) -> Model:
 
 
 def default_recogniser() -> str:
-    """The published recogniser where it is installed, else the synthetic Whisper that ships."""
+    """Name of the default recogniser: Moonshine where it is installed, else the zoo's Whisper."""
     return REAL if is_installed(REAL) else SYNTHETIC

@@ -48,7 +48,7 @@ MODES = ("auto", "fastest")
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """A draft, a guide and an acceptance rule, as a callable for ``generate``.
+    """A drafter, a guide and an acceptance rule, as a callable for ``generate``.
 
     Args:
         draft: A `Drafter`, or its name with options (``"lookup:length=8"``); ``None``: no draft.
@@ -64,7 +64,7 @@ class Decoder:
             is run as usual, with a warning that says why. See `mmdecode.engine.capture`.
         draft_guided: Whether drafters that can follow a guide draft from the guided distribution;
             ``None``: where the model writes image tokens. See `docs/guided_drafts.md`.
-        stats: Counters, to which every call that ends adds its own; ``None``: new ones. Decoders
+        stats: Counters, to which every finished call adds its own; ``None``: new ones. Decoders
             made by ``dataclasses.replace`` share them.
 
     A decoder never changes: ``dataclasses.replace(decoder, draft=...)`` makes another, with all
@@ -146,10 +146,10 @@ class Decoder:
             mm_request: Names of the rows for keyed noise; default: a hash of their content.
             mm_streamer: A streamer for the one row of the batch; the caller ends it. One that was
                 given to ``generate`` as ``streamer`` is found, fed and ended here.
-            mm_model: The model that ``generate`` was called on, which may be one around ``model``.
-            mm_adapter: An adapter that is used in the place of the registered one. It builds
-                prompts itself, so ``input_ids`` may be empty, ``(B, 0)``: a model that writes in
-                another vocabulary than it reads.
+            mm_model: The model that ``generate`` was called on, if ``model`` is a submodel of it.
+            mm_adapter: An adapter to use instead of the registered one. It builds prompts itself,
+                so ``input_ids`` may be empty, ``(B, 0)``, as for a model whose output vocabulary is
+                not the one that it reads.
             mm_trace: Is given one list of `mmdecode.engine.trace.Round` per row: what was drafted
                 and kept. Costs a synchronisation per round.
             stop_strings: Texts that end a row, by the ``tokenizer`` that ``generate`` was given.
@@ -286,9 +286,9 @@ class Decoder:
     def _draft_target(
         self, guide: Guide | None, processors: LogitsProcessorList, images: bool
     ) -> DraftTarget:
-        """Target of drafters that can follow one: the guide, and processors that read scores only.
+        """The distribution to draft from: the guide, and the processors that read scores only.
 
-        Drafts of text that follow no guide are left as they are.
+        Both are left out for drafters of text that do not follow a guide.
         """
         asked = images if self.draft_guided is None else self.draft_guided
         followed = guide if asked and self.draft.capabilities.follows_target else None

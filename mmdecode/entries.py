@@ -1,6 +1,6 @@
-"""Registered classes: where each is, what it says of itself, and those that plug-ins bring.
+"""Entries of the registry: where each class is and how it describes itself; entries of plug-ins.
 
-A class of this package is described without importing it, by the string literals in its source.
+Classes of this package are not imported for that: their descriptions are read from their source.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Entry:
         """Imports the class.
 
         Raises:
-            MMDecodeError: It is a plug-in's, and whatever it raised.
+            MMDecodeError: The class of a plug-in cannot be imported.
         """
         if not self.plugin:
             module, _, attribute = self.target.partition(":")
@@ -70,7 +70,7 @@ class Entry:
             ) from error
 
     def described(self) -> Entry:
-        """This entry with what its class says of itself; a plug-in is loaded for that."""
+        """This entry with its class's summary, source and guarantee; imports a plug-in for that."""
         attributes = (
             _attributes_of(self.load()) if self.plugin else _attributes_in_source(self.target)
         )
@@ -83,13 +83,13 @@ def plugins(kind: str, taken: Iterable[str]) -> dict[str, Entry]:
 
     Args:
         kind: One of `mmdecode.registry.KINDS`.
-        taken: Names that no plug-in can have; it is ignored, with a warning.
+        taken: Names in use; a plug-in with one of them is ignored, with a warning.
     """
     return _scan(kind, tuple(taken), tuple(sys.path))
 
 
 def loadable(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Plug-ins whose class can be loaded; warns of the others."""
+    """The plug-ins whose class can be loaded; warns about the others."""
     for entry in entries:
         try:
             entry.load()
@@ -101,7 +101,7 @@ def loadable(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 @functools.lru_cache(maxsize=16)
 def _scan(kind: str, taken: tuple[str, ...], path: tuple[str, ...]) -> dict[str, Entry]:
-    """Reading the metadata of every distribution takes milliseconds; done once per ``sys.path``."""
+    """See `plugins`; cached per ``sys.path``, since reading all metadata takes milliseconds."""
     found: dict[str, Entry] = {}
     for point in metadata.entry_points(group=f"mmdecode.{kind}"):
         plugin = point.dist.name if point.dist else "an unnamed distribution"
@@ -124,7 +124,7 @@ def _attributes_of(cls: type) -> dict[str, str]:
 
 
 def _attributes_in_source(target: str) -> dict[str, str]:
-    """The same of a class of this package by its source, up to its first method."""
+    """Summary, source and guarantee of a class of this package, read from its source."""
     module, _, name = target.partition(":")
     package, _, path = module.partition(".")
     text = (pkgutil.get_data(package, path.replace(".", "/") + ".py") or b"").decode()

@@ -109,10 +109,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def refuse_unknown(options: Iterable[str], known: Sequence[str], what: str = "option") -> None:
-    """Raises for the first keyword that is no option, or no other thing that ``what`` names.
+    """Raises for the first option that is not in ``known``; ``what`` is its kind, for the message.
 
     Raises:
-        OptionError: It is none of ``known``.
+        OptionError: One is not known.
     """
     for name in options:
         if name not in known:

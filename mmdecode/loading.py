@@ -1,4 +1,4 @@
-"""`load`: a model and what prepares its inputs, by any name that the commands take."""
+"""`load`: a model and its processor, by any name that the commands accept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmdecode.checkpoints import (
     trusting_as_asked,
 )
 from mmdecode.errors import InputError, UnsupportedModelError
-from mmdecode.image_ar.loading import config_of  # knows the families of our own
+from mmdecode.image_ar.loading import config_of  # registers our own model types
 from mmdecode.model_names import full_name
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     import torch
 
 _AUTOS = ("ImageTextToText", "SpeechSeq2Seq", "CausalLM", "Seq2SeqLM")
-"""Families of transformers, by the ends of the names of their Auto classes."""
+"""Ends of the names of transformers' Auto classes, in the order in which they are tried."""
 
 
 PROCESSOR_FILES = (
     *("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"),
     *("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"),
 )
-"""Files of which one at least belongs to a processor or a tokenizer."""
+"""Files of processors and tokenizers; a checkpoint with one of them has a processor."""
 
 
 @trusting_as_asked
@@ -56,14 +56,14 @@ def load(
 
     Returns:
         The model in evaluation mode, and its processor, which is the tokenizer for a language
-        model, and ``None`` where the checkpoint holds none and for models that draw a class
+        model, and ``None`` where the checkpoint holds none and for models of images by class
         (LlamaGen, VAR and ImageGPT; `mmdecode.image_ar.ImageGenerator` runs those).
 
     Raises:
         InputError: It cannot be loaded, or is a drafter.
         MissingExtraError: Its processor needs a library that is not installed.
         OptionError: The device or dtype does not exist.
-        UnsupportedModelError: It generates nothing, or is of a family that is not known.
+        UnsupportedModelError: The model does not generate, or its family is not known.
     """
     full = full_name(str(name))
     path = local_path(full)
@@ -90,7 +90,7 @@ def load(
 
 
 def _refuse_drafter(name: str, path: str) -> None:
-    """Raises for what drafts for a model, whatever class its configuration names.
+    """Refuses the checkpoint of a drafter, whatever class its configuration names.
 
     Raises:
         InputError: It is a drafter, or its configuration cannot be read.
@@ -119,7 +119,7 @@ def _of_transformers(name: str, path: str, config: Any, dtype: torch.dtype) -> t
     """Loads by the first Auto class that knows the configuration or has code in the checkpoint.
 
     Raises:
-        UnsupportedModelError: None does.
+        UnsupportedModelError: No Auto class does.
     """
     import transformers
 

@@ -1,11 +1,11 @@
-"""Short names of published models, as people type them, and the Hub ids they stand for."""
+"""Short names of published models, and the Hub ids that they stand for."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 REAL, SYNTHETIC = "moonshine:tiny-en", "zoo:whisper-synth"
-"""Recognisers that need no download: of people, and of 489 words that a program speaks."""
+"""Recognisers that need no download: for real speech, and for 489 synthesised words."""
 
 _WHISPER = {
     name: f"openai/whisper-{name}"
@@ -15,7 +15,7 @@ _WHISPER = {
     )
 } | {
     "large-v1": "openai/whisper-large",
-    "large": "openai/whisper-large-v3",  # as the program of openai-whisper takes it
+    "large": "openai/whisper-large-v3",  # as in the command line of openai-whisper
     "turbo": "openai/whisper-large-v3-turbo",
 }
 _DISTIL = {
@@ -47,5 +47,5 @@ SHORT = {
 
 
 def full_name(name: str) -> str:
-    """The Hub id that a short name stands for; other names, and those of folders, as they are."""
+    """The Hub id that a short name stands for; other names and folders are returned as they are."""
     return name if Path(name).is_dir() else SHORT.get(name.lower(), name)

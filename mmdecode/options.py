@@ -50,7 +50,7 @@ def build(kind: str, name: str, cls: type, options: dict[str, Any], context: dic
         name: Its name for users, for errors.
         cls: The class.
         options: Options that the user gave.
-        context: Objects at hand, passed on where there is a parameter of that name; options win.
+        context: Objects for parameters of the same name; an option of that name takes precedence.
 
     Raises:
         OptionError: It does not take an option, or its value, or lacks one that it needs.
@@ -84,7 +84,7 @@ def build(kind: str, name: str, cls: type, options: dict[str, Any], context: dic
 def _check_kind(
     kind: str, name: str, parameter: inspect.Parameter, options: dict[str, Any]
 ) -> None:
-    """Raises where an option is no number, or no whole one, as its parameter's annotation asks."""
+    """Raises if an option is not the number or whole number that its parameter's type asks for."""
     if parameter.name not in options:
         return
     value, wanted = options[parameter.name], str(parameter.annotation)

@@ -1,10 +1,10 @@
-"""Names of drafters, rules, guides, correctors, adapters and checkpoints, and what they stand for.
+"""Registry: names of drafters, rules, guides, correctors, adapters and checkpoints to classes.
 
 A method in a string is ``name`` or ``name:key=value,key=value``; guides compose with ``+``. Nothing
 here imports torch: a method's module is imported when the method is asked for, and what a class
 says of itself is read from its source.
 
-Outsiders register theirs with an entry point, no change here needed:
+Other packages register their classes with an entry point:
 
     [project.entry-points."mmdecode.draft"]
     mydraft = "mypackage.draft:MyDraft"
@@ -219,8 +219,8 @@ def create(kind: str, spec: str, **context: Any) -> Any:
     Args:
         kind: One of ``KINDS``.
         spec: ``name`` or ``name:key=value,key=value``.
-        **context: Objects at hand (a model, say), passed on where the method has a parameter of
-            that name; an option in the string wins.
+        **context: Objects, such as a model, for parameters of the same name; an option in the
+            string takes precedence.
 
     Returns:
         The result of the class method ``from_options`` where the class has one, else an instance.
@@ -242,15 +242,15 @@ def _only(kind: str, spec: str, found: list[Any]) -> Any:
 def classes(kind: str) -> Iterator[tuple[str, Any]]:
     """Loads the classes of a kind one by one, with their names.
 
-    Our own come first; plug-ins are looked for once these are through, and one that fails to load
-    is left out with a warning that names it.
+    Our own come first; plug-ins are searched for only after them, and one that fails to load is
+    left out with a warning that names it.
     """
     yield from ((entry.name, entry.load()) for entry in _ours(kind).values())
     yield from ((entry.name, entry.load()) for entry in loadable(_others(kind).values()))
 
 
 def adapter_class(model_type: str) -> Any:
-    """The adapter class of a model type; ours come before those of plug-ins.
+    """The adapter class of a model type; our own take precedence over those of plug-ins.
 
     Raises:
         UnsupportedModelError: No registered adapter names the type.
@@ -263,9 +263,9 @@ def adapter_for(model: Any, around: Any = None) -> Any:
 
     Args:
         model: The model that decodes.
-        around: The model that ``generate`` was called on, where that is known. If it hands
-            decoders a part of itself, ``model``, and has an adapter that says so by a static method
-            ``inner(around) -> model``, that one is built, of ``around``.
+        around: The model that ``generate`` was called on, where that is known. If it passes only
+            its submodel ``model`` to decoders, and its adapter declares so by a static method
+            ``inner(around) -> model``, that adapter is built, for ``around``.
 
     Raises:
         UnsupportedModelError: The model has no adapter of its own and the default one does not fit.
@@ -286,16 +286,16 @@ def adapter_for(model: Any, around: Any = None) -> Any:
 
 
 def image_adapter_class(model: Any) -> Any:
-    """The adapter class of a model that writes image tokens, which has a tuple ``image_types``.
+    """The adapter class of a model that generates image tokens, by its ``image_types``.
 
     Raises:
-        UnsupportedModelError: No registered adapter names the type there.
+        UnsupportedModelError: No registered adapter lists the type.
     """
     return _adapter_that("image_types", _model_type(model), "to write image tokens, ")
 
 
 def image_adapter_for(model: Any, **options: Any) -> Any:
-    """Builds the adapter for a model that writes image tokens.
+    """Builds the adapter for a model that generates image tokens.
 
     Args:
         model: The model.
@@ -312,7 +312,7 @@ def image_adapter_for(model: Any, **options: Any) -> Any:
 
 @functools.cache
 def _adapter_that(lists: str, model_type: str, hint: str) -> Any:
-    """The first adapter class whose attribute ``lists`` has the type."""
+    """The first adapter class whose attribute named ``lists`` contains the type."""
     known: list[str] = []
     for _, cls in classes("adapters"):
         types = getattr(cls, lists, ())

@@ -1,7 +1,7 @@
-"""Cool-SD: drafted tokens are kept too often by a factor that cools down with depth. Heuristic.
+"""Cool-SD: acceptance odds are raised by a factor that decays with depth. Lossy.
 
 The i-th drafted token is kept with probability min(1, w_i p(x) / q(x)), where
-``w_i = max(1, delta exp(-nu i - mu))``, i = 0 for the first. A rejected one is replaced by a draw
+``w_i = max(1, delta exp(-nu i - mu))``, i = 0 for the first. A rejected one is replaced by a sample
 from norm(max(p - q f, 0)), f the probability of being kept: the residual that leaves the output
 nearest to p. Since f is never below the exact min(1, p / q), that is the exact rule's residual:
 where p < q both are zero, elsewhere f = 1. So nothing but the test differs.
@@ -21,13 +21,13 @@ from mmdecode.errors import OptionError
 
 
 class CoolSD(Relaxed):
-    """Rejection sampling with odds that are too good by ``max(1, delta exp(-nu i - mu))``.
+    """Rejection sampling with odds raised by ``max(1, delta exp(-nu i - mu))``.
 
     Args:
         delta: Factor of the first drafted token at ``mu=0``, from 1 on. ``1`` is neutral: the
             rejection rule.
         nu: How fast it falls with each further token, from 0 on; ``0``: the same for all.
-        mu: Logarithm by which all are lowered, from 0 on.
+        mu: Lowers the logarithm of all factors, from 0 on.
 
     Guarantee: lossy. Needs no codebook, and never keeps what has no probability.
 

@@ -1,4 +1,4 @@
-"""Walks along a tree, which the rules share.
+"""Paths through a tree of drafted tokens: functions that the rules share.
 
 Not a rule itself.
 """
@@ -127,7 +127,8 @@ def keep_likely(
 
     Args:
         proposal: The tree.
-        target: At its nodes; processors of unknown type run after passing nodes alone.
+        target: The target distribution at its nodes; processors of unknown type run after passing
+            nodes alone.
         call: The rows.
         choose: Decides the token after the path.
         test: From the unnormalised log-probabilities before each node ``(B, R, V)``, the node's

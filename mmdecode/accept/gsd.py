@@ -1,13 +1,14 @@
-"""Grouped speculative decoding: the test compares a token's group, not the token. Heuristic.
+"""Grouped speculative decoding: the test compares a token's group, not the token. Lossy.
 
-Around the drafted x stands the group C of tokens next to it in the order of p, as far as their
-probability and their code are close to its own. x is kept with the better of the two odds,
-min(1, p(x) / q(x)) and min(1, p(C) / q(C)); what is not kept goes on with max(p - q, 0).
+The group C of a drafted x holds the tokens next to it in the order of p whose probability and code
+are close to its own. x is kept with the better of the two odds, min(1, p(x) / q(x)) and min(1, p(C)
+/ q(C)); after a rejection the next token is sampled from max(p
+- q, 0).
 
 Source: So et al. 2025 (GSD), arXiv:2508.07747. Differs from the published code: groups overlap, so
 that grouped odds alone may be worse than plain ones; here the better of both counts. A group holds
-tokens with probability only, so that nothing outside the distribution is kept. There, an error
-anywhere falls back to the plain test without a word.
+tokens with probability only, so that nothing outside the distribution is kept. There, any error
+silently falls back to the plain test.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class GSD(Relaxed):
         size: Most tokens of a group, G: up to G // 2 on either side of x in the order of p. ``1``
             is neutral: the rejection rule. The published code has 15, the paper 3 to 50.
         gap: Probabilities of a group differ from p(x) by less than this.
-        distance: Codes of a group, as they are decoded, lie less than this from that of x;
-            ``None``: any do, and no codebook is needed.
+        distance: Largest distance of a group's codes, as they are decoded, from that of x;
+            ``None``: no limit, and no codebook is needed.
 
     Guarantee: lossy. Positions of forced tokens and tokens that are no codes are tested exactly.
 

@@ -32,7 +32,7 @@ from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import IncompatibleError, OptionError
 
-_BLOCK = 512  # codes whose distances to all others are held at once
+_BLOCK = 512  # codes whose distances to all others are computed at once
 _TABLES: WeakKeyDictionary[Any, dict[int, Tensor]] = WeakKeyDictionary()  # by adapter
 _SORTED: dict[bytes, dict[int, Tensor]] = {}  # by content: adapters come and go
 
@@ -46,9 +46,9 @@ class LANTERN(Relaxed):
     Args:
         delta: Probability that may be borrowed, 0..1. ``0`` is neutral: the rejection rule.
         lambda_: Most that p(x) may be multiplied by, from 1 on. ``1`` is neutral.
-        k: Nearest codes that may add theirs, whatever they have; all, where there are fewer.
-        neighbours: Codes by distance from each, nearest first, itself left out, ``(C, K)``;
-            ``None``: by the codes as the model decodes them, sorted once for each model.
+        k: Number of nearest codes that may add their probability; all, where there are fewer.
+        neighbours: Nearest codes of each code, nearest first, without itself, ``(C, K)``; ``None``:
+            by the codes as the model decodes them, sorted once for each model.
 
     Guarantee: lossy. A draft that has no probability itself may be kept, but never one that the
     grammar forbids: positions of forced tokens and tokens that are no codes are tested exactly.
@@ -146,7 +146,7 @@ def codebook_of(rule: Relaxed, adapter: Any) -> Tensor:
     """The codes as the model decodes them, ``(C, d)`` float32.
 
     Raises:
-        IncompatibleError: It has none.
+        IncompatibleError: The model has no codebook.
     """
     codes = adapter.codebook()
     if codes is None:

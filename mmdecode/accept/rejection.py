@@ -2,8 +2,8 @@
 
 At a node the children are tested in the order in which they were sampled: x is kept with
 probability min(1, p(x) / q(x)); else p becomes the residual norm(max(p - q, 0)) and, for siblings
-sampled without replacement, q loses x. When no child is left, the token is sampled from what p has
-become.
+sampled without replacement, q loses x. When no child is left, the token is sampled from the current
+p.
 
 Sources: Leviathan et al. 2023, arXiv:2211.17192, algorithm 1 (p target, q draft); several
 independent siblings: Miao et al. 2023 (SpecInfer), arXiv:2305.09781, algorithm 2; siblings without
@@ -33,7 +33,7 @@ from mmdecode.engine.target_logits import TargetLogits
 class Rejection(AcceptanceRule):
     """Keeps a drafted token with probability min(1, p / q); else goes on with the residual.
 
-    Guarantee: exact, if every token was really drawn from its ``log_q``, siblings in their order
+    Guarantee: exact, if every token was really sampled from its ``log_q``, siblings in their order
     and, where the kind is ``iid``, independently: a repeated draw stays in the proposal. One draft
     is accepted with probability 1 - TV(p, q), the best possible.
     """
@@ -94,12 +94,12 @@ class Rejection(AcceptanceRule):
     def _tree(
         self, proposal: Proposal, target: TargetLogits, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Child after child; of unknown processors, those at kept nodes alone are run."""
+        """Tests child after child; processors of unknown type run at kept nodes alone."""
         parents, depths, _ = proposal.structure()
         tests = _tests(proposal.tree, proposal.size, call.device)
         draws = self._draws(call, len(tests))
         p = target.at(torch.where(call.rows.active, 0, -1)).softmax(-1)
-        node = torch.full_like(call.rows.length, -1)  # where a row stands; -1 is the root
+        node = torch.full_like(call.rows.length, -1)  # current node of each row; -1 is the root
         fresh = call.rows.active  # whether no child of that node was tested yet
         rejected = torch.zeros_like(p, dtype=torch.bool)  # its siblings rejected so far
         steps = []
@@ -218,10 +218,10 @@ def _aligned(steps: list[Tensor], proposal: Proposal) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=256)
 def _tests(tree: Tree | None, size: int, device: torch.device) -> list[Tensor]:
-    """Nodes by the order in which they are tested; of those in one test, a row meets one at most.
+    """Nodes in the order of the tests; each test has at most one node on a row's path.
 
     In a shared tree these are the first children of all nodes of a depth, then the second ones, and
-    so on. Where rows have trees of their own it is one node after the other.
+    so on. Where rows have different trees, nodes are tested one after the other.
     """
     if tree is None:
         return [torch.tensor([node], device=device) for node in range(size)]

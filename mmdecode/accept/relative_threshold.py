@@ -1,6 +1,6 @@
-"""Relative threshold: keep what the model finds nearly as likely as its most likely token.
+"""Relative threshold: keep tokens that are nearly as likely as the model's most likely one.
 
-Heuristic. A drafted token that is not the target's own choice is kept where its probability exceeds
+Lossy. A drafted token that is not the target's own choice is kept where its probability exceeds
 a share of the largest one; the target's own choice (argmax, or the keyed sample) is always kept.
 
 Source: in the spirit of Bachmann et al. 2025 (Judge Decoding), arXiv:2501.19309, who accept what a

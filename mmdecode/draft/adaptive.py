@@ -109,7 +109,7 @@ class Adaptive(Drafter):
         self.memory, self.exploration, self.any_rule = memory, exploration, any_rule
         self.kinds: tuple[Kind, ...] = self.draft.kinds
         self.capabilities = replace(self.draft.capabilities, graph_safe=False)
-        self._lock = Lock()  # of all below
+        self._lock = Lock()  # guards all attributes below
         self._by_size: dict[int, list[Depth]] = {}
         self._size = 1  # rows of the last call
         self._unread: list[Measured] = []
@@ -165,7 +165,7 @@ class Adaptive(Drafter):
             tokens, passes = int((call.length - 1).sum()), int((call.rounds - 1).sum())
             gaps = [after - before for before, after in itertools.pairwise(call.times)]
             if passes and call.depth is not None:
-                # the last gap is no round: what ends a call
+                # the last interval is no round: it is the end of the call
                 longest = STALL * statistics.median(gaps[1:-1])
                 call.depth.calls += 1
                 call.depth.tokens += tokens / passes * (len(gaps) - 2)
@@ -197,7 +197,7 @@ class Measured(NamedTuple):
         depth: Depth of the call; ``None``: it was not chosen by measurement.
         length: Tokens of its rows, ``(B,)``.
         rounds: Rounds of its rows, ``(B,)``.
-        times: Clock at its begin, at every round and at its end, in seconds.
+        times: Clock at its start, at every round and at its end, in seconds.
     """
 
     depth: Depth | None

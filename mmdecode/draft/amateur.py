@@ -60,7 +60,7 @@ class Amateur(Assistant):
     def from_options(  # type: ignore[override]
         cls, length: int = 3, transform: str = "no_image", prompt: str | None = None
     ) -> Amateur:
-        """From a string; ``prompt=last_token`` is for models without images."""
+        """Builds it from a string; ``prompt=last_token`` is for models without images."""
         return cls(length, transform) if prompt is None else cls(length, None, prompt)  # type: ignore[arg-type]
 
     def begin(self, call: Call, prefill: BranchOutput) -> AssistantSession:

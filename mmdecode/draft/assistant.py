@@ -90,7 +90,7 @@ class Assistant(Drafter):
         text_only: bool | None = None,
         max_rejection_probability: float = 1.0,
     ) -> Assistant:
-        """From a string: ``model`` is a folder or Hub name, or an object from the context.
+        """Builds it from a string; ``model`` is a folder, a Hub name or an object from the context.
 
         A named model is loaded when decoding begins, since the target decides its class, device
         and dtype.
@@ -278,7 +278,7 @@ class Going:
         )
 
     def ended(self, logits: Tensor, token: Tensor) -> bool:
-        """Takes a token ``(B,)`` of logits ``(B, V)`` into account; whether all rows stop."""
+        """Notes a token ``(B,)`` of logits ``(B, V)``; returns whether all rows stop."""
         if self.max_rejection_probability >= 1:
             return False
         self.kept *= self.chance(logits.softmax(-1), token)
@@ -320,7 +320,7 @@ def _reads_images(adapter: Any) -> bool:
 def _words(call: Call) -> BranchSpec:
     """The prompt without its image tokens.
 
-    The last token stays whatever it is, since the first round reads it again.
+    The last token is always kept, since the first round reads it again.
     """
     keep = call.request.prompt_mask & ~call.plan.adapter.spans("image", call.request.prompt_ids)
     keep[:, -1] = True
@@ -334,14 +334,14 @@ def _loaded(path: str, target: Any) -> Any:
     """Loads a checkpoint with the target's class if the model types match, else by an Auto class.
 
     Raises:
-        IncompatibleError: It is neither.
+        IncompatibleError: Transformers has no class for it that generates text.
         InputError: It cannot be loaded.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSpeechSeq2Seq
 
     found = _type_of(path)
     with loading(path):
-        # the class for text may be another: Emu3's lacks what its whole model's weights are named
+        # not always the class for text: the weight names of Emu3's whole model do not fit that
         if isinstance(target, PreTrainedModel) and found == target.config.model_type:
             return type(target).from_pretrained(path, trust_remote_code=code_trusted()).eval()
         try:
@@ -363,7 +363,7 @@ def _type_of(path: str) -> str:
     """Model type of a checkpoint, from its configuration.
 
     Raises:
-        InputError: There is none, or it does not say.
+        InputError: There is no configuration, or it names no type.
     """
     with loading(path):
         found = PreTrainedConfig.get_config_dict(path)[0].get("model_type")

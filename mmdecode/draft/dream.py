@@ -1,11 +1,11 @@
-"""DREAM: three blocks that look at the model's own states draft trees, over a part of the image.
+"""DREAM: three blocks that cross-attend to the model's states draft trees, with part of the image.
 
 The model is in `mmdecode.models.dream`, how a tree is grown in `mmdecode.draft.growing`.
 
 Source: Hu et al. 2025, arXiv:2505.19201, section 3.3 for the image. Differs from the reference,
 whose call is commented out: the attention that counts is that of the prompt's words in the last
-layer, which the engine shows without the matrix of all tokens, and a token that is left out takes
-the state next to it along.
+layer, which the engine computes without the matrix of all tokens, and leaving out a token also
+leaves out the state next to it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Dream(FeatureDraft):
     Args:
         drafter: The model.
         share: Share of each prompt's image tokens that the drafter reads: those that the text
-            attends to most in the last layer. 1, the neutral setting, reads all; the paper 0.75.
+            attends to most in the last layer. 1, the neutral setting, reads all; the paper uses
+            0.75.
         **options: Options of `FeatureDraft`.
 
     Raises:
@@ -64,7 +65,7 @@ class Dream(FeatureDraft):
         min_expected_gain: float | None = None,
         share: float = 1.0,
     ) -> Self:
-        """From a string; see `FeatureDraft.from_options`."""
+        """Builds it from a string; see `FeatureDraft.from_options`."""
         path = path or shipped(cls.modules, model_id)
         options = {
             "images": images,

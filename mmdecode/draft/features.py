@@ -4,8 +4,8 @@ The drafter's cache holds one row per committed token but the last, on the accep
 states that verification made anyway are its input, so a round costs one pass over the new rows and
 one for each further level. How a tree is grown is in `mmdecode.draft.growing`.
 
-Source: Li et al. 2024 (EAGLE-2), arXiv:2406.16858, section 4. Differs from the reference: any batch
-with unlike rows.
+Source: Li et al. 2024 (EAGLE-2), arXiv:2406.16858, section 4. Differs from the reference: batches,
+with rows of any length.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class FeatureDraft(Drafter):
         sampled: bool | None = None,
         min_expected_gain: float | None = None,
     ) -> Self:
-        """From a string; ``length`` drafts a chain of so many tokens instead of a tree.
+        """Builds it from a string; ``length`` drafts a chain of so many tokens instead of a tree.
 
         Without ``path``, the drafter that is shipped for the model at hand.
         """
@@ -155,13 +155,13 @@ class FeatureDraft(Drafter):
     def shaped(
         cls, path: str, length: int | None, depth: int, top_k: int, nodes: int, **options: Any
     ) -> Self:
-        """A draft of a chain of ``length`` tokens, or where that is ``None`` of a tree."""
+        """A drafter of chains of ``length`` tokens; of trees if ``length`` is ``None``."""
         if length is not None:
             depth, top_k, nodes = length, 1, max(length, 1)
         return cls.from_pretrained(path, depth=depth, top_k=top_k, nodes=nodes, **options)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """The states that make a feature; of a model with images, what stands for them too.
+        """The states that make a feature; for a model with images, its input embeddings too.
 
         Raises:
             IncompatibleError: The drafter was made for another target.
@@ -176,7 +176,7 @@ class FeatureDraft(Drafter):
 class FeatureSession(DraftSession):
     """A call of a `FeatureDraft`: the drafter's cache and its last states.
 
-    Begins by reading all prompt rows but the last, whose next token was decided only now.
+    Begins by reading all prompt rows but the last: round 0 has only now decided its next token.
 
     Args:
         draft: The drafter.
@@ -195,8 +195,8 @@ class FeatureSession(DraftSession):
         outputs = outputs_by_name(prefill)
         self.target = followed(call)
         self.unguided = self.target.unguided
-        # rows of all below go branch by branch
-        self.state: Tensor | None = None  # of the last row, (B, 1, H)
+        # the tensors below have the rows of all branches, branch by branch
+        self.state: Tensor | None = None  # state at the last row, (B, 1, H)
         self._reach = 0  # slots of the longest row
         rows = prompt_rows(self.drafter, call, outputs, self.target.specs)
         rows = replace(rows, features=self.drafter.fuse(rows.features))
@@ -243,9 +243,9 @@ class FeatureSession(DraftSession):
         return positions if self._offsets is None else positions + self._offsets
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Reads the committed tokens: the states along the accepted path, each with what follows.
+        """Reads the accepted path: the state of each token, with the token after it.
 
-        Rows after the path's end are read too, and written over in the next round.
+        Rows after the path's end are read too, and overwritten in the next round.
         """
         call, each = self.call, self.target.each
         levels = _levels(self.drafter, call.plan.adapter)
@@ -278,9 +278,9 @@ class FeatureSession(DraftSession):
         return grown_proposal(self.target, shape, *self.reader(levels), self.drafter.target_ids())
 
     def reader(self, levels: int) -> tuple[Tensor, Callable[[int, Tensor, Tensor], Tensor]]:
-        """Logits after the root, and what reads the nodes of a level, as `grow` wants them.
+        """Logits after the root, and ``step`` of `grow`, which reads the nodes of a level.
 
-        Both of all branches, ``(M * B, k, D)``; the nodes are those of rows.
+        Both give logits of all branches, ``(M * B, k, D)``; nodes are given once per row.
         """
         assert self.state is not None, "observe was not called"
         drafter, own, adapter = self.drafter, self.drafter.target_ids(), self.call.plan.adapter
@@ -308,15 +308,15 @@ class FeatureSession(DraftSession):
         return logits, step
 
     def slots(self, levels: int, vocab: int) -> int:
-        """Slots that attention covers where so many levels are grown over a vocabulary."""
+        """Slots that attention covers while levels are grown; ``vocab`` is the drafter's."""
         return bucket(self._reach + (levels - 1) * min(self.draft.top_k, vocab))
 
 
 def shipped(kinds: Iterable[str], model_id: str | None) -> str:
-    """The drafter that ships with a model, the first of some kinds, as ``zoo:NAME``.
+    """The drafter that ships with a model, as ``zoo:NAME``; of several kinds the first one shipped.
 
     Raises:
-        OptionError: None of them does.
+        OptionError: None is shipped.
     """
     kinds = list(kinds)
     for kind in kinds:
@@ -355,8 +355,9 @@ def prompt_rows(
         specs: Branches whose prompts are read, the main one first; their rows follow each other.
 
     Returns:
-        Rows whose features are not fused yet, ``(M * B, P - 1, levels * E)``; of a drafter that has
-        a row for the first token, P of them, the first feature 0 and positions those of embeddings.
+        Rows whose features are not fused yet, ``(M * B, P - 1, levels * E)``. A drafter with a row
+        for the first token has P rows: the first feature is 0, and positions are those of the
+        embeddings.
     """
     parts = [_branch_rows(drafter, call, prefill[spec.name].prompt_hidden, spec) for spec in specs]
     return parts[0] if len(parts) == 1 else Rows.stacked(parts)
@@ -374,7 +375,7 @@ def _branch_rows(
     images = numbered(adapter.spans("image", prompt.ids) & prompt.mask.bool(), sizes)
     if embeds is None:
         embeds = drafter.embed(prompt.ids, adapter)
-        if 0 in hidden:  # image features stand where the placeholders were
+        if 0 in hidden:  # image features replace the placeholders
             embeds = torch.where((images > 0)[..., None], hidden[0].to(embeds.dtype), embeds)
     positions = turned(drafter, adapter, (prompt.mask.long().cumsum(1) - 1).clamp_min(0))
     offsets = prompt.inputs.get("offsets")
@@ -395,9 +396,9 @@ def _branch_rows(
 
 
 def turned(drafter: FeatureDrafter, adapter: Any, positions: Tensor) -> Tensor:
-    """Positions ``(B, Q)`` as a drafter turns by them; those of sections are ``(B, 3, Q)``.
+    """Positions ``(B, Q)`` for a drafter's rotary embedding; with rotary sections, ``(B, 3, Q)``.
 
-    These are the places on the grid where the target writes an image on one.
+    Where the target generates an image on a grid, these are positions on the grid.
     """
     if drafter.rotary.sections is None:
         return positions
@@ -407,10 +408,10 @@ def turned(drafter: FeatureDrafter, adapter: Any, positions: Tensor) -> Tensor:
 
 
 def refuse_encoder(drafter: FeatureDrafter | HydraHeads, adapter: Adapter) -> None:
-    """Raises where a model reads its source by an encoder: its tokens have no embeddings alone.
+    """Refuses an encoder-decoder model: its prompt is read by the encoder.
 
     Raises:
-        IncompatibleError: It does.
+        IncompatibleError: The model is an encoder-decoder.
     """
     config = getattr(adapter.model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
@@ -426,10 +427,10 @@ def refuse_encoder(drafter: FeatureDrafter | HydraHeads, adapter: Adapter) -> No
 def refuse_foreign(
     drafter: FeatureDrafter | HydraHeads, adapter: Any, prefill: BranchOutput
 ) -> None:
-    """Raises where a drafter was made for a target of another width, vocabulary or depth.
+    """Refuses a drafter that was made for a target of another width, vocabulary or depth.
 
     Raises:
-        IncompatibleError: It was.
+        IncompatibleError: The drafter was made for another target.
     """
     config = drafter.config
     sizes = {
@@ -463,12 +464,12 @@ def _levels(drafter: FeatureDrafter, adapter: Any) -> tuple[int | str, ...]:
 
 
 def _offsets(drafter: FeatureDrafter, call: Call, specs: Sequence[BranchSpec]) -> Tensor | None:
-    """After the prompt: from a token's number to its three positions, ``(M * B, 3, 1)``."""
+    """Offsets from a generated token's index to its three rotary positions, ``(M * B, 3, 1)``."""
     if drafter.rotary.sections is None:
         return None
     found = [branch_prompt(call, spec).inputs.get("offsets") for spec in specs]
     if all(one is None for one in found):
         return None
-    # tokens of a prompt without images are numbered as they stand
+    # in a prompt without images a token's position is its index
     none = torch.zeros(call.batch, 3, 1, dtype=torch.long, device=call.device)
     return torch.cat([none if one is None else one[..., -1:] for one in found])

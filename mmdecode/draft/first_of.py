@@ -34,7 +34,7 @@ class FirstOf(Drafter):
 
     Args:
         first: A draft that proposes deterministic tokens, or its name with options.
-        second: Another, or its name with options.
+        second: Another such drafter, or its name with options.
 
     Lossless under every exact rule. Neutral: a ``first`` that proposes nothing.
 
@@ -66,7 +66,7 @@ class FirstOf(Drafter):
     def from_options(
         cls, second: str, length: int = 16, model_id: str | None = None, target: Any = None
     ) -> FirstOf:
-        """From a string: ``first_of:second=medusa`` puts a `Source` in front.
+        """Builds it from a string: ``first_of:second=medusa`` puts a `Source` in front.
 
         The source copies ``length`` tokens where two match, or all so far. ``model_id`` and
         ``target`` go to the second draft.
@@ -123,7 +123,7 @@ class FirstOfSession(DraftSession):
         return Proposal(tokens=tokens, kind="deterministic", parents=parents)
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Both learn from every round, whoever drafted it."""
+        """Both observe every round, whichever drafted it."""
         self.first.observe(proposal, output, block)
         self.second.observe(proposal, output, block)
 

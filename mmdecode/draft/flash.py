@@ -49,8 +49,8 @@ class FlashSession(FeatureSession):
         drafter, adapter = self.drafter, self.call.plan.adapter
         assert isinstance(drafter, FlashModel)
         width, steps = drafter.width, drafter.steps
-        made, attended = self.state, None  # of each node of the frontier, (B, k, steps * H)
-        unread: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # of the levels since a pass
+        made, attended = self.state, None  # states of the frontier, (B, k, steps * H)
+        unread: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # levels since the last pass
         logits = drafter.logits(made[..., :width], adapter)
         visible = self.slots(levels, logits.shape[-1])
 

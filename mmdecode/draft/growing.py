@@ -6,8 +6,8 @@ likely than its parent, so the kept nodes are a tree.
 
 Sources: Li et al. 2024 (EAGLE-2), arXiv:2406.16858, section 4; Wang et al. 2025 (OPT-Tree),
 arXiv:2406.17276, for the depth (see `Worth`). Differs from the references: no loop over nodes and
-no question to the device within a round, ties go to the earlier node, and a tree may be coupled to
-the target's noise.
+no synchronisation within a round, ties go to the earlier node, and a tree may be coupled to the
+target's noise.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Grown:
     scores: Tensor
 
     def best(self, nodes: int) -> Grown:
-        """The most likely nodes in their old order; of equals the earlier, so parents stay."""
+        """The most likely nodes, in order; ties go to the earlier one, so parents are kept."""
         size = self.tokens.shape[1]
         if nodes >= size:
             return self
@@ -137,8 +137,8 @@ def grow(
 
     Args:
         root: Logits after the last committed token, ``(B, 1, D)``.
-        step: From a level, counted from 0, the tokens of its frontier ``(B, k)`` and the place of
-            each one's parent in the frontier before, to logits after them, ``(B, k, D)``.
+        step: From a level, counted from 0, the tokens of its frontier ``(B, k)`` and the index of
+            each one's parent in the previous frontier, to logits after them, ``(B, k, D)``.
         levels: Tokens on the longest path.
         top_k: Children of a node, and nodes of a level that go on.
         noise: From a level to noise ``(B, 1, D)``, added to log q to choose children, not to rank;
@@ -148,7 +148,7 @@ def grow(
     batch = len(root)
     tokens, parents, scores = [], [], []
     logits, first = root, 0
-    node = torch.full((batch, 1), -1, device=root.device)  # of the frontier
+    node = torch.full((batch, 1), -1, device=root.device)  # nodes of the frontier
     weight = torch.zeros(batch, 1, device=root.device)
     for level in range(levels):
         log_q = logits.float().log_softmax(-1)

@@ -1,8 +1,8 @@
 """Hydra: heads on the model's last state draft a tree, each reading what was drafted before it.
 
 The heads are in `mmdecode.models.hydra`. A tree is grown level by level as in
-`mmdecode.draft.growing`, so what a head says of one node is not what it says of its sibling; there
-is no cache, and a round costs a few matrices.
+`mmdecode.draft.growing`, so a head predicts different tokens after different siblings; there is no
+cache, and a round costs a few matrices.
 
 Source: Ankner et al. 2024, arXiv:2402.05109, section 3. Differs from the reference: any batch, and
 the tree follows the heads' probabilities, where the reference has a fixed one.
@@ -39,9 +39,9 @@ class Hydra(Drafter):
         nodes: Nodes that are kept.
         min_expected_gain: See `mmdecode.draft.features.FeatureDraft`.
 
-    Proposes what that does: deterministic trees, or coupled ones. Lossless under every exact rule,
-    whatever the heads predict. If a guide has other branches, the heads run on the states of each,
-    see `mmdecode.draft.target`.
+    Proposes deterministic or coupled trees, as `mmdecode.draft.features.FeatureDraft` does.
+    Lossless under every exact rule, whatever the heads predict. If a guide has other branches, the
+    heads run on the states of each, see `mmdecode.draft.target`.
 
     Raises:
         OptionError: An option is out of range.
@@ -94,7 +94,7 @@ class Hydra(Drafter):
         nodes: int = 31,
         min_expected_gain: float | None = None,
     ) -> Hydra:
-        """From a string; ``length`` drafts a chain of so many tokens instead of a tree.
+        """Builds it from a string; ``length`` drafts a chain of so many tokens instead of a tree.
 
         Without ``path``, the heads that are shipped for the model at hand.
         """
@@ -136,7 +136,7 @@ class HydraSession(DraftSession):
         self.heads = draft.placed.like(prefill.hidden["last"])
         self.target = followed(call)
         self.unguided = self.target.unguided
-        self.state: Tensor | None = None  # that decided the root, in each branch, (M * B, 1, H)
+        self.state: Tensor | None = None  # decided the root, in each branch, (M * B, 1, H)
 
     def propose(self, budget: int) -> Proposal:
         """The most likely paths after the last token."""

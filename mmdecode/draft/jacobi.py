@@ -4,14 +4,14 @@ Nothing is trained and no second model is run. The window after the last committ
 in one pass, the rule keeps what it can, and what lies after the first rejection comes back with
 the distribution each token was sampled from (`mmdecode.engine.window`); positions that are new to
 the window are filled from their neighbours or at random. The gain depends on how soon a token's
-distribution settles while the tokens before it still change, so it suits image tokens, and text
-hardly.
+distribution settles while the tokens before it still change, so it suits image tokens, but hardly
+text.
 
 Sources: Teng et al. 2024 (SJD), arXiv:2410.01699, section 4, with its initialisations; SJD-PAC,
 arXiv:2603.18599, for adaptive continuation and siblings at the front; arXiv:2510.24211 for the two
 couplings. Differs from the published code: random guesses record the uniform distribution they came
-from (both are exact, this one is kept more often), forced tokens are put in their places, a batch
-is ragged, and at the end the window shrinks.
+from (both are exact, this one is kept more often), forced tokens are set at their positions,
+batches are ragged, and at the end the window shrinks.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class JacobiSession(DraftSession):
         self.siblings, self.levels, self.tree = drafter.siblings, drafter.levels, drafter.tree
         self.kind = call.plan.kind
         device = call.device
-        # what may be guessed
+        # tokens that may be guessed
         self.ids = torch.arange(vocab, device=device)
         if layout is not None:
             self.ids = layout.ids.to(device)
@@ -141,10 +141,10 @@ class JacobiSession(DraftSession):
         self.known = torch.zeros_like(call.rows.length)  # first position without a guess, per row
         size = call.request.max_new_tokens + self.window
         self.guesses = torch.zeros((call.batch, size), dtype=torch.long, device=device)
-        self.log_q: Tensor | None = None  # that guesses were sampled from, where something reads it
+        self.log_q: Tensor | None = None  # distribution of each guess, where something reads it
         sampled = self.kind in ("iid", "without_replacement")
         if sampled or self.tree is not None or self.start.endswith("_law"):
-            # the window, and as far back as neighbours lie: a ring, by position modulo its size
+            # a ring buffer by position modulo its size: the window, and neighbours before it
             back = layout.stride if layout is not None and self.start == "above_law" else 1
             self.log_q = self.uniform.repeat(call.batch, self.window + back, 1)
         self.depths, self.ranks = (
@@ -153,7 +153,7 @@ class JacobiSession(DraftSession):
         )
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Notes what is left of the window, and the distribution each guess was sampled from."""
+        """Stores the rest of the window, and the distribution that each guess was sampled from."""
         window, length = block.window, self.call.rows.length
         assert window is not None, "the loop refills it"
         positions = length[:, None] + torch.arange(window.tokens.shape[1], device=length.device)
@@ -194,7 +194,7 @@ class JacobiSession(DraftSession):
         return (positions % self.log_q.shape[1])[..., None]
 
     def _begun(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Guesses at ``positions (B, N)`` by nothing but their neighbours, and their log q."""
+        """Initial guesses at ``positions (B, N)``, random or from neighbours, and their log q."""
         call, log_q = self.call, self.uniform.expand(*positions.shape, -1)
         source = self._source(positions)
         if source is None:
@@ -255,7 +255,7 @@ class JacobiSession(DraftSession):
         choices[:, self.levels :, 0] = tokens[:, self.levels :]
         nodes = choices[:, self.depths, self.ranks]
         _, _, ancestors = tree.tensors(call.device)
-        lost = (ancestors[1:, 1:] & (nodes < 0)[:, None]).any(-1)  # after a sibling that is none
+        lost = (ancestors[1:, 1:] & (nodes < 0)[:, None]).any(-1)  # below an unused sibling
         return Proposal(
             tokens=nodes.masked_fill(lost, -1),
             kind=self.kind,

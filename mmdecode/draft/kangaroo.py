@@ -7,7 +7,7 @@ after a token whose distribution has a low top probability. The adapter is in
 
 Source: Liu et al. 2024, arXiv:2404.18911, section 3, with its defaults. Differs from the reference:
 any batch and any rule; the first layers read the prompt and the last two committed tokens again,
-where the reference lets verification go on from what they made while drafting.
+where the reference's verification continues from their states made while drafting.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Kangaroo(LayerSkip):
     Raises:
         OptionError: An option is out of range.
         IncompatibleError: At the call: the adapter was made for another model, or layers of the
-            model see a window or have no rotary positions.
+            model attend to a window or have no rotary positions.
     """
 
     summary = "the model's first layers and a trained adapter draft a chain until they are in doubt"
@@ -90,7 +90,7 @@ class Kangaroo(LayerSkip):
         return cls.from_pretrained(path, length=length, confidence_threshold=confidence_threshold)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """States, of which the width and the precision are looked at."""
+        """The last states, for their width and precision."""
         return Requirements(hidden=frozenset({"last"}))
 
     def begin(self, call: Call, prefill: BranchOutput) -> AssistantSession:
@@ -127,10 +127,10 @@ class Kangaroo(LayerSkip):
 
 
 def refuse_unsuited(adapter: Any) -> None:
-    """Raises where no adapter fits after a model's layers.
+    """Refuses a model after whose layers no adapter fits.
 
     Raises:
-        IncompatibleError: They see a window or have no rotary positions.
+        IncompatibleError: Its layers attend to a window, or have no rotary positions.
     """
     decoder = adapter.model.get_decoder() if hasattr(adapter.model, "get_decoder") else None
     plain = all(window is None for window in adapter.windows.values())
@@ -148,10 +148,10 @@ class KangarooSession(AssistantSession):
     """One call of a `Kangaroo`.
 
     Args:
-        call: The call, like the next three as in `mmdecode.draft.assistant.AssistantSession`.
-        branch: Likewise.
-        target: Likewise.
-        length: Likewise.
+        call: The call.
+        branch: Runner of the model's first layers and the adapter, which has read the prompt.
+        target: Distribution that drafts follow.
+        length: Tokens per round at most.
         confidence_threshold: See `Kangaroo`.
     """
 

@@ -1,10 +1,10 @@
 """Two methods that search for layers to skip while they decode.
 
-`Swift` tries sets of attention and MLP sublayers on what was written last, and keeps the one that
-would have drafted most of it. `Clasp` chooses whole layers by a dynamic programme over the hidden
-states of the last token. Both draft on the model's own keys and values (see
-`mmdecode.draft.mirror`), with one set for all rows of a batch: what is drafted, though never what
-is written, depends on the other rows.
+`Swift` tries sets of attention and MLP sublayers on the tokens generated last, and keeps the set
+that would have drafted most of them. `Clasp` chooses whole layers by a dynamic programme over the
+hidden states of the last token. Both draft on the model's own keys and values (see
+`mmdecode.draft.mirror`), with one set for all rows of a batch: the drafts, though never the output,
+depend on the other rows.
 
 Sources: Xia et al. 2024 (SWIFT), arXiv:2410.06916; Chen et al. 2025 (CLaSp), arXiv:2505.24196.
 """
@@ -37,11 +37,11 @@ Unit = tuple[int, str]
 """A layer's index, and its part: ``"attention"``, ``"mlp"``, or ``"layer"`` for all of it."""
 
 ENOUGH = 0.95
-"""A set that drafts so much of the text ends the search: SWIFT's own figure."""
+"""The search ends with a set that drafts this share of the text, as in SWIFT."""
 
 
 class LayerSearch(CacheCopyDrafter):
-    """Drafts ``length`` tokens without a share of the model's layers: a base for the two.
+    """Drafts ``length`` tokens without a share of the model's layers: base of `Swift` and `Clasp`.
 
     Args:
         share: Share of the skippable layers or sublayers to skip; 0 is the model itself, and
@@ -52,10 +52,10 @@ class LayerSearch(CacheCopyDrafter):
 
     Samples nothing from a distribution of its own, since that would depend on the other rows.
     Lossless under every exact rule; under sample_match the sample, not its distribution, depends on
-    them too. The host looks at the device once more in a round with a search.
+    them too. A round with a search costs a further transfer to the host.
 
     Raises:
-        IncompatibleError: At the call: layers differ in what they see, by their place.
+        IncompatibleError: At the call: what a layer attends to depends on its index.
     """
 
     kinds: tuple[Kind, ...] = ("deterministic", "coupled")
@@ -80,7 +80,7 @@ class LayerSearch(CacheCopyDrafter):
         every: int = 4,
         max_rejection_probability: float = 1.0,
     ) -> LayerSearch:
-        """From a string: ``clasp:share=0.5,length=6``."""
+        """Builds it from a string: ``clasp:share=0.5,length=6``."""
         return cls(share, length, every, max_rejection_probability)
 
     def _refuse(self, call: Call) -> None:
@@ -137,9 +137,9 @@ class Swift(LayerSearch):
     """Skips the sublayers that were missed least: random search, scored on the last tokens.
 
     Candidates are random sets of ``share`` of the sublayers between the first and the last layer.
-    One is scored in a single pass over the last ``window`` tokens: in what share of positions its
-    argmax is the token that was written. The best so far is kept, from call to call, until one
-    drafts 95 %.
+    One is scored in a single pass over the last ``window`` tokens: the share of positions where its
+    argmax is the generated token. The best so far is kept, from call to call, until one drafts 95
+    %.
 
     Args:
         share: Share of these sublayers to skip.
@@ -176,7 +176,7 @@ class Swift(LayerSearch):
         self._lock = Lock()
 
     def begin(self, call: Call, prefill: BranchOutput) -> SwiftSession:
-        """Goes on with the best set so far of a model that is laid out like this one."""
+        """Starts from the best set found so far for a model with the same units."""
         self._refuse(call)
         return SwiftSession(call, prefill, self)
 
@@ -251,7 +251,7 @@ class SwiftSession(SearchSession):
         states, _ = branch.run(tokens[:, :-1], *chain(window, call.device), visible=visible)
         drafted = branch.adapter.head(states["last"]).argmax(-1)
         back = torch.arange(window, 0, -1, device=call.device)
-        # what stands before the first generated token was never drafted, nor read as ids alone
+        # tokens before the first generated one were never drafted, nor read as ids alone
         written = (back < call.rows.length[:, None]) & call.rows.active[:, None]
         self.copy(branch.cache.start - branch.width, window)
         branch.cache.set_start(start)
@@ -318,10 +318,10 @@ class Programme:
 
     def __init__(self, count: int, rows: Tensor) -> None:
         self.count, self.rows = count, rows.float()
-        self.choices: list[Tensor] = []  # by layer, which j skip it, (count + 1,)
+        self.choices: list[Tensor] = []  # by layer: which candidates j skip it, (count + 1,)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """A hook after a layer: what it puts out, or what went in one candidate before."""
+        """Forward hook: gives a candidate the layer's output, or the input of the one before."""
         before = args[0] if args else kwargs["hidden_states"]
         ran = output[0] if isinstance(output, tuple) else output
         done = len(self.choices)  # layers before this one, of which so many could be skipped
@@ -334,12 +334,12 @@ class Programme:
         return (states, *output[1:]) if isinstance(output, tuple) else states
 
     def _cosine(self, states: Tensor, ran: Tensor) -> Tensor:
-        """With the whole model's, summed over rows, ``(count + 1,)``."""
+        """Cosine with the whole model's state, summed over rows, ``(count + 1,)``."""
         near = cosine_similarity(states.float(), ran[:, :1].float(), dim=-1)
         return (near * self.rows[:, None]).sum(0)
 
     def skipped(self) -> list[int]:
-        """The layers on the way to g(L, count)."""
+        """Layers skipped on the path to g(L, count)."""
         choices, j, found = torch.stack(self.choices).tolist(), self.count, []
         for layer in reversed(range(len(choices))):
             if choices[layer][j]:

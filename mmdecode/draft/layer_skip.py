@@ -35,8 +35,8 @@ class LayerSkip(Drafter):
     """Drafts ``length`` tokens with a subset of the target's layers.
 
     Args:
-        exit_layer: Run the first so many layers; the number of the model's layers is the whole
-            model. Give this or ``skip``.
+        exit_layer: Number of first layers to run; the number of all layers is the whole model. Give
+            this or ``skip``.
         skip: Indices of layers to leave out, from 0; ``()`` is the whole model.
         length: Tokens per round; 0 is neutral.
 
@@ -70,7 +70,7 @@ class LayerSkip(Drafter):
     def from_options(
         cls, exit_layer: int | None = None, skip: int | str | None = None, length: int = 4
     ) -> LayerSkip:
-        """From a string; layers to skip are joined by a slash: ``skip=3/5/7``."""
+        """Builds it from a string; layers to skip are joined by a slash: ``skip=3/5/7``."""
         try:
             layers = None if skip is None else [int(part) for part in str(skip).split("/")]
         except ValueError as error:
@@ -110,11 +110,11 @@ def shallow(
 ) -> Any:
     """The adapter's model with the layers ``keep`` alone; it shares every weight with the model.
 
-    ``change(index, layer)`` says what stands in the place of a layer that is kept, if not itself.
+    ``change(index, layer)`` returns what to run instead of a layer that is kept.
 
     Only the modules between the model and its list of layers are copied. Layers know their own
-    place in a cache, so a cache of the full depth serves the view, and skipped layers stay empty
-    in it. A copied module runs the ``forward`` of its class: one that was put on the original as an
+    index in a cache, so a cache of the full depth serves the view, and skipped layers stay empty in
+    it. A copied module runs the ``forward`` of its class: one that was put on the original as an
     attribute (accelerate does so) is bound to the original, and would run all its layers. Hooks of
     the original are not taken along.
 

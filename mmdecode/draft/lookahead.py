@@ -8,8 +8,8 @@ Window and candidates are one tree: the first row of the window is a chain below
 column hangs below its token of that chain. No parameters, no second model; the passes are wide.
 
 Source: Fu et al. 2024 (Lookahead Decoding), arXiv:2402.02057, sections 3.1 to 3.3. Differs from the
-reference: the window begins with the most likely tokens after the prompt, where it draws at random;
-its guesses are candidates too; a batch has a pool per row, which forgets the oldest.
+reference: the window begins with the most likely tokens after the prompt, not with random ones; its
+guesses are candidates too; a batch has a pool per row, which forgets the oldest.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class LookaheadSession(DraftSession):
     def __init__(self, call: Call, guesses: Tensor, ngram: int, most: int) -> None:
         super().__init__(call)
         self.ngram, self.most, self.window = ngram, most, guesses.shape[1]
-        self.rows = [guesses]  # of the window, each (B, W)
+        self.rows = [guesses]  # rows of the window, each (B, W)
         # -1 where nothing is known
         self.pool = torch.full((call.batch, POOL, ngram), -1, device=call.device)
-        self.next = 0  # where the next n-grams go
+        self.next = 0  # index for the next n-grams
 
     def propose(self, budget: int) -> Proposal:
         """N-grams that begin with the root, newest first, then the window."""

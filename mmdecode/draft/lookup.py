@@ -48,7 +48,7 @@ class PromptLookup(Drafter):
 
 
 class LookupSession(DraftSession):
-    """Looks up the last tokens of each row in its own text; options as of `PromptLookup`."""
+    """Looks up the last tokens of each row in its own text; for options see `PromptLookup`."""
 
     def __init__(self, call: Call, length: int, ngram: int, vocab: int) -> None:
         super().__init__(call)

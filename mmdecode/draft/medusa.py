@@ -9,7 +9,7 @@ reference of Whisper-Medusa needs two and drops that token.
 
 Sources: Cai et al. 2024 (Medusa), arXiv:2401.10774, section 3.1; Segal-Feldman et al. 2024
 (Whisper-Medusa), arXiv:2409.15869. Differs from the references: unused nodes are -1 (token 0 is an
-ordinary token of Whisper), siblings do not see each other, any batch size.
+ordinary token of Whisper), siblings do not attend to each other, any batch size.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from mmdecode.errors import (
 from mmdecode.runs.files import write_file, write_folder
 
 MANY_ROWS = 8
-"""From so many on, a CPU's pass is bound by arithmetic before any draft."""
+"""Rows from which a pass on a CPU is bound by arithmetic even without a draft."""
 
 
 class MedusaHeads(nn.Module):
@@ -245,7 +245,7 @@ class Medusa(Drafter):
         chain: bool = False,
         nodes: int | None = None,
     ) -> Medusa:
-        """From a string; without ``path``, the heads that belong to the model at hand.
+        """Builds it from a string; without ``path``, the heads that belong to the model at hand.
 
         These are a zoo model's own, or those inside a Whisper-Medusa checkpoint.
         """
@@ -297,7 +297,7 @@ class Medusa(Drafter):
         """The model's last states; with a block, those of the whole prompt too.
 
         Raises:
-            IncompatibleError: The heads come with a block, and the model has no place for one.
+            IncompatibleError: The heads come with a block, and the model cannot run one.
         """
         if self.block is not None and type(adapter).extra_layer is Adapter.extra_layer:
             raise IncompatibleError.between(
@@ -349,7 +349,7 @@ class MedusaSession(DraftSession):
         outputs = outputs_by_name(prefill)
         self.target = followed(call)
         self.unguided = self.target.unguided
-        self.state: Tensor | None = None  # that decided the root, in each branch, (M * B, H)
+        self.state: Tensor | None = None  # decided the root, in each branch, (M * B, H)
         self.block: BlockRunner | None = None
         if draft.placed_block is not None:
             layer = draft.placed_block.like(states)
@@ -368,7 +368,7 @@ class MedusaSession(DraftSession):
         return Proposal(tokens=tokens.T.contiguous(), kind="deterministic", tree=tree.tree)
 
     def _followed(self, logits: Tensor) -> Tensor:
-        """Logits of the heads in all branches, ``(K, M * B, V)``, to those that rank tokens."""
+        """Logits that rank tokens, from the heads' logits in all branches, ``(K, M * B, V)``."""
         if self.target.plain:
             return logits
         first = self.call.rows.length[:, None]
@@ -391,7 +391,7 @@ class BlockRunner:
         layer: The block.
         call: The call.
         specs: Branches whose states it reads; rows go branch by branch.
-        outputs: Theirs after the prompt, with the states of the whole prompt.
+        outputs: Outputs of these branches after the prompt, with the states of the whole prompt.
     """
 
     def __init__(
@@ -430,10 +430,10 @@ class BlockRunner:
 
 
 def _refuse_foreign(heads: MedusaHeads, call: Call, prefill: BranchOutput) -> None:
-    """Raises where heads were made for a model of another width or vocabulary.
+    """Refuses heads that were made for a model of another width or vocabulary.
 
     Raises:
-        IncompatibleError: They were.
+        IncompatibleError: The heads were made for another model.
     """
     vocab = None if heads.out is None else heads.out.shape[1]
     sizes = {
@@ -451,7 +451,7 @@ def _refuse_foreign(heads: MedusaHeads, call: Call, prefill: BranchOutput) -> No
 
 
 def paths_of_choices(choices: Any) -> list[tuple[int, ...]] | None:
-    """Rank paths, or the counts per level of Whisper-Medusa, whose first is the base token's."""
+    """Rank paths of a checkpoint's tree, from paths or counts per level, base token first."""
     if not choices:
         return None
     if isinstance(choices[0], int):

@@ -30,14 +30,14 @@ class CacheCopyDrafter(Assistant):
         length: Tokens per round; 0 is neutral.
         max_rejection_probability: See `mmdecode.draft.assistant.Assistant`.
 
-    On its own it drafts what the model would write, and everything is accepted.
+    On its own it drafts the model's own tokens, and everything is accepted.
 
     Raises:
         IncompatibleError: At the call: the main branch keeps no cache that could be copied, or the
             adapter does not show the inside of the model.
     """
 
-    # where a row stands decides which slots are copied
+    # not graph-safe: the length of each row decides which slots are copied
     capabilities = DrafterCapabilities(graph_safe=False, follows_target=True)
 
     def __init__(self, length: int = 4, max_rejection_probability: float = 1.0) -> None:
@@ -49,7 +49,7 @@ class CacheCopyDrafter(Assistant):
         return CopySession(call, prefill, self)
 
     def _refuse(self, call: Call) -> None:
-        """Raises where nothing can be copied."""
+        """Refuses a call without a cache to copy."""
         if call.plan.main is None:
             raise IncompatibleError.between(
                 f"draft {type(self).__name__}",
@@ -75,12 +75,12 @@ class CopySession(AssistantSession):
         drafter: The drafter, for its options.
 
     Attributes:
-        main: Runs the main branch, from whose cache is copied.
-        rows: The main branch's there.
+        main: Runner of the main branch, whose cache is copied.
+        rows: Rows of the main branch in that cache.
         prompt: Slots of its prompt, ``(B,)``.
     """
 
-    lag = 1  # all but the root is there
+    lag = 1  # all committed tokens but the root are in the cache
 
     def __init__(self, call: Call, prefill: BranchOutput, drafter: CacheCopyDrafter) -> None:
         main = call.plan.main

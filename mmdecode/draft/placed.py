@@ -1,4 +1,4 @@
-"""Weights of a drafter where a model's states are, shared by all calls."""
+"""A drafter's weights on the device and in the precision of a model's states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Placed(Generic[Module]):
-    """Copies of a module by device and precision, made once each, whichever thread asks first.
+    """Copies of a module by device and precision, made once and shared by all calls and threads.
 
     They are copies because half precision must not round the original.
 

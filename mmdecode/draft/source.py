@@ -3,10 +3,10 @@
 For outputs that mostly copy a text that is at hand: a recogniser's hypotheses under correction, the
 last partial transcript of a stream, a sentence to be edited. The draft continues in the source
 after the position that matches the last committed tokens best. Where several match equally well,
-the nearest to where the row would stand had it copied one for one since its last match wins; so a
-substituted word costs one round, and repeated words do not lead astray. A row may have several
-texts, each with a place of its own: the draft goes on in the one that matches best, of equals in
-the one that has agreed with most of the output, of these in the first.
+the one nearest to the row's position wins, counted as if it had copied token by token since its
+last match; so a substituted word costs one round, and repeated words do not lead astray. A row may
+have several texts, each with its own position: the draft goes on in the one that matches best; ties
+go to the one that has agreed with most of the output, then to the first.
 
 Source: Sun et al. 2021, arXiv:2106.04970 (aggressive decoding), section 3; Yang et al. 2023,
 arXiv:2304.04487 (inference with reference). Differs from both: after a mismatch without any match
@@ -39,14 +39,13 @@ class Source(Drafter):
     Args:
         length: Most tokens proposed per round; 0 is neutral.
         ngram: Longest suffix of the output that is looked up in the source.
-        least: Tokens that have to match before anything is proposed, or all while there are fewer.
-            0 also goes on after a mismatch, as if one token had been replaced, for outputs that
-            copy nearly all of the source.
-        ids: Token ids of the source, one sequence per row or one for all, or in the place of a
-            sequence a list of several; ``None``: the call gives them as
-            ``mm_inputs["source_ids"]``.
+        least: Tokens that have to match before anything is proposed; all, while there are fewer. 0
+            also goes on after a mismatch, as if one token had been replaced, for outputs that copy
+            nearly all of the source.
+        ids: Token ids of the source, one sequence per row or one for all, or instead of a sequence
+            a list of several; ``None``: the call gives them as ``mm_inputs["source_ids"]``.
 
-    Lossless under every exact rule, whatever the source says.
+    Lossless under every exact rule, whatever the source contains.
 
     Raises:
         InputError: No source was given, or not one entry per row, or an id is not of the
@@ -73,11 +72,11 @@ class Source(Drafter):
 
     @classmethod
     def from_options(cls, length: int = 16, ngram: int = 3, least: int = 0) -> Source:
-        """From a string; the source comes with the call."""
+        """Builds it from a string; the source comes with the call."""
         return cls(length, ngram, least=least)
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """Lines up the texts of the rows, -1 after their ends."""
+        """Stacks the texts of the rows, padded with -1."""
         given: Any = self.ids if self.ids is not None else call.request.inputs.get("source_ids")
         if given is None:
             raise InputError(
@@ -127,14 +126,14 @@ class SourceSession(DraftSession):
     def __init__(self, call: Call, texts: Tensor, length: int, ngram: int, least: int) -> None:
         super().__init__(call)
         self.length, self.ngram, self.least = length, ngram, least
-        # a column per token, and one after the last: there the text is at its end
+        # a column per token, and one after the last, for the end of the text
         self.texts = torch.nn.functional.pad(texts, (0, 1), value=-1)
-        self.expected = call.rows.length.new_zeros(texts.shape[:2])  # where each would stand
-        self.agreed = torch.zeros_like(self.expected)  # tokens each had right
+        self.expected = call.rows.length.new_zeros(texts.shape[:2])  # current position in each text
+        self.agreed = torch.zeros_like(self.expected)  # output tokens that each text predicted
         self.seen = torch.zeros_like(call.rows.length)
 
     def propose(self, budget: int) -> Proposal:
-        """A chain per row, or nothing where its texts are at their ends."""
+        """A chain per row, or nothing at the end of its texts."""
         call, texts, written = self.call, self.texts, self.call.rows.length
         length, width = min(self.length, budget), texts.shape[2]
         order = torch.arange(self.ngram, device=call.device)
@@ -149,7 +148,7 @@ class SourceSession(DraftSession):
             enough = written.clamp_max(self.least)[:, None, None]
             usable = (longest > 0) & (longest >= enough)
         else:
-            # a single token occurs in many places: it counts only close by
+            # a single matching token counts only close to the row's position
             near = (longest > 0) & (distance <= self.length)
             usable = (longest >= min(2, self.ngram)) | near | (distance == 0)
         rank = (longest * _MANY - distance).masked_fill(~usable, -_MANY * _MANY)

@@ -1,10 +1,10 @@
-"""Sparse to dense: the model drafts while it looks at the image tokens that matter, and no others.
+"""Sparse to dense: the model drafts while attending only to the image tokens that matter.
 
-When the prompt was read, every head of every layer keeps the ``cells`` image tokens that the words
-of the prompt attend to most, and all words. Drafts are written with this small cache, at the
-positions that the tokens have, and verified with the whole one. No training, and the prompt is read
-once. It pays where image tokens are many times the words (videos, many tiles), so that
-what a pass costs is reading them: at a few hundred of them it does not.
+After prefill, every head of every layer keeps the ``cells`` image tokens that the prompt's text
+attends to most, and all text tokens. Drafts are generated with this small cache, at the tokens' own
+positions, and verified with the whole one. No training, and the prompt is read once. It pays where
+image tokens far outnumber text tokens (videos, many tiles), so that reading them dominates the cost
+of a pass; with a few hundred of them it does not.
 
 Source: Zhang et al. 2025 (Sparse-to-Dense), arXiv:2505.19155, section 3. The score of image token j
 is the mean over the text tokens i of the prompt of A(i, j), summed over the query heads that share
@@ -38,8 +38,8 @@ class Sparse(CacheCopyDrafter):
     Lossless under every exact rule, whatever is kept.
 
     Raises:
-        IncompatibleError: At the call: layers of the model see a window of tokens, or its adapter
-            does not show the inside of the model.
+        IncompatibleError: At the call: layers of the model attend to a window of tokens, or its
+            adapter gives no access to its layers.
     """
 
     summary = "the model drafts from the image tokens alone that the question attends to most"
@@ -57,7 +57,7 @@ class Sparse(CacheCopyDrafter):
     def from_options(  # type: ignore[override]
         cls, cells: int = 512, length: int = 9, max_rejection_probability: float = 1.0
     ) -> Sparse:
-        """From a string: ``sparse:cells=256``."""
+        """Builds it from a string: ``sparse:cells=256``."""
         return cls(cells, length, max_rejection_probability)
 
     def needs(self, adapter: Adapter) -> Requirements:
@@ -65,7 +65,7 @@ class Sparse(CacheCopyDrafter):
         return Requirements(text_attention=True)
 
     def begin(self, call: Call, prefill: BranchOutput) -> CopySession:
-        """Chooses the image tokens, and copies what the model keeps of them."""
+        """Chooses the image tokens, and copies their keys and values."""
         if any(window is not None for window in call.plan.adapter.windows.values()):
             raise IncompatibleError.between(
                 "draft Sparse",
@@ -85,7 +85,7 @@ class SparseSession(CopySession):
         super().__init__(call, prefill, drafter)
 
     def chosen(self, prefill: BranchOutput) -> tuple[Sequence[Tensor], Tensor]:
-        """The words, and by group of heads the image tokens that these attend to most."""
+        """Text tokens, and for each group of heads the image tokens that these attend to most."""
         images = prefill.images
         assert images is not None, "asked for by text_attention"
         columns = torch.arange(images.shape[1], device=self.call.device)
@@ -110,8 +110,8 @@ def most_attended(weights: Tensor, images: Tensor, cells: int, groups: int) -> T
     Args:
         weights: Weights by query head, ``(B, H, P)``; heads of a group follow one another.
         images: ``(B, P)``.
-        cells: How many, or all of a row that has fewer.
-        groups: Heads of keys.
+        cells: Number of image tokens to choose; all of a row that has fewer.
+        groups: Number of key heads.
     """
     groups = min(groups, weights.shape[1])
     score = weights.unflatten(1, (groups, -1)).sum(2)

@@ -1,6 +1,6 @@
 """Drafting from the target distribution: a draft's logits are guided and warped as the model's are.
 
-A drafter that runs on each branch of a guide has logits of each, and the guide combines them as it
+A drafter that runs on each branch of a guide has logits for each, and the guide combines them as it
 combines the model's. These drafts are not more exact than others, but closer to the distribution
 that verifies them, so that more tokens are accepted.
 
@@ -67,8 +67,8 @@ def outputs_by_name(main: BranchOutput) -> dict[str, BranchOutput]:
 def branch_prompt(call: Call, spec: BranchSpec) -> Prompt:
     """The prompt that a branch has read; see `BranchSpec.replaces_after_prefill`.
 
-    It is made again, its images or audio encoded again, where another runner read it than the main
-    branch's, as one of a later stage.
+    If another runner than the main branch's has read it, as one of a later stage, it is made again,
+    and its images or audio are encoded again.
     """
     main = call.plan.main
     names = [] if main is None else [one.name for one in main.specs]
@@ -130,7 +130,8 @@ class TargetDistribution:
         Args:
             logits: Logits of all branches, ``(M * B, k, D)``.
             position: Index of the token they are about, counted from the first generated one.
-            own: The target's id of each of the draft's, ``(D,)``; ``None``: they are the same.
+            own: The target's id of each of the drafter's tokens, ``(D,)``; ``None``: they are the
+                same.
         """
         call, guide, logits = self.call, self.target.guide, logits.float()
         if guide is not None:
@@ -153,7 +154,7 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def along_path(states: Tensor, proposal: Proposal, path: Tensor) -> Tensor:
-    """States of root and nodes ``(B, N + 1, H)``, of a tree those of root and accepted path.
+    """States of root and nodes ``(B, N + 1, H)``; for a tree, of root and accepted path.
 
     Args:
         states: In the order of the nodes.
@@ -166,7 +167,7 @@ def along_path(states: Tensor, proposal: Proposal, path: Tensor) -> Tensor:
 
 
 def _laid_out(call: Call, logits: Tensor, position: Tensor, own: Tensor | None) -> Tensor:
-    """Logits ``(B, k, D)`` with -inf at tokens that the image's layout has no place for."""
+    """Logits ``(B, k, D)`` with -inf at tokens that the image's layout does not allow there."""
     layout = call.plan.adapter.layout if call.plan.adapter is not None else None
     vocab = logits.shape[-1] if own is None else call.plan.adapter.vocab
     if layout is None or not layout.binds(vocab):
@@ -180,7 +181,7 @@ def noise_of(
 ) -> Tensor | None:
     """Gumbel noise ``(B, Q, D)``; its sum with log q chooses the tokens at ``position (B, Q)``.
 
-    For coupled tokens it is the noise that accepts, for sampled ones the draft's own, other in each
+    For coupled tokens it is the target's noise; for sampled ones the drafter's own, new in each
     round; ``None``: the most likely tokens are chosen. ``vocab`` is the target's, ``own`` as in
     `TargetDistribution`.
     """

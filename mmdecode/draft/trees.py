@@ -73,13 +73,13 @@ def affordable(
 ) -> list[Path]:
     """The tree that commits most tokens a second; empty where drafting would lose.
 
-    Sequoia's choice of a size for a machine (section 3.3), by what was measured of it. Sizes are
-    powers of two, as the widths of passes are.
+    Sequoia's choice of a size for a machine (section 3.3), from measured times. Sizes are powers of
+    two, as the widths of passes are.
 
     Args:
         rates: See `plan`.
-        seconds: ``(nodes, levels)`` to what a round takes that drafts so many levels and scores so
-            many nodes; ``(0, 0)`` is a pass without a draft.
+        seconds: ``(nodes, levels)`` to the seconds of a round that scores and drafts as many; ``(0,
+            0)`` is a pass without a draft.
         most: Nodes of the largest tree.
     """
     sizes = [1 << power for power in range(most.bit_length())] if most else []

@@ -1,7 +1,7 @@
 """ViSpec: EAGLE's layer over summaries of images, with a global image vector after them.
 
-The model is in `mmdecode.models.vispec`, how a tree is grown in `mmdecode.draft.features`. Images
-are told apart by what the adapter says of their sizes, so that two side by side are two.
+The model is in `mmdecode.models.vispec`, how a tree is grown in `mmdecode.draft.features`. Adjacent
+images are separated by the sizes that the adapter reports.
 
 Source: Kang et al. 2025, arXiv:2509.15235.
 """

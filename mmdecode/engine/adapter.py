@@ -1,6 +1,6 @@
-"""Base of adapters, which run one model family; the prompts they make, the branches they run.
+"""`Adapter`, the base of classes that run one model family; `BranchSpec` and `Prompt`.
 
-`mmdecode.adapters` has one for each family. B rows, P tokens of a prompt.
+`mmdecode.adapters` has one for each family. In shapes: B rows, P tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Adapter(Part):
         """Logits of final hidden states ``(..., H)``."""
         raise NotImplementedError
 
-    # what parts may ask for
+    # internals that parts may ask for
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings of generated tokens, ``(..., H)``."""
@@ -237,7 +237,7 @@ class Adapter(Part):
         return None
 
     def contents(self, raw: Mapping[str, Any], ids: Tensor) -> list[list[Tensor]]:
-        """Raw inputs of each row; with the row's ids they name its noise."""
+        """Raw inputs of each row, which, with the row's ids, are the key of its noise."""
         return [[] for _ in ids]
 
     def node_processors(self) -> NodeProcessors:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 WindowMode = Literal["redraw", "adaptive", "coupled", "shared"]
 """How the rest of a window is refilled after the first rejection, from the distribution along its
-chain: sampled again; each token tested on its own and kept or replaced by a sample from its
-residual; sampled with the noise that will decide the positions; sampled with noise of the
-positions' own that decides nothing, the same in every round."""
+chain. ``redraw``: sampled again; ``adaptive``: each token is tested on its own, and kept or
+replaced by a sample from its residual; ``coupled``: sampled with the noise that will decide the
+positions; ``shared``: sampled with other noise of the positions, the same in every round."""
 
 
 @dataclass(frozen=True, kw_only=True)

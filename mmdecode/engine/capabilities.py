@@ -2,7 +2,8 @@
 
 A capability is a field of a frozen dataclass: a field that does not exist is refused where the
 class is defined. Also refused there: a public name of a part that is almost one its base declares,
-a capability set as an attribute of the class, and a method's name given to another kind of value.
+a capability set as an attribute of the class, and a method's name given to a value that is not a
+method.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class DrafterCapabilities(Capabilities):
         composable: It works after rounds that another drafter proposed, as in `FirstOf`.
         follows_target: It reads `mmdecode.engine.call.Plan.draft_target`, so that its tokens come
             from the guided and warped distribution.
-        hint: Advice in the error when the rule takes none of its kinds, as in "use another draft".
+        hint: End of the error when the rule takes none of its kinds, as in "use another draft".
     """
 
     graph_safe: bool = False

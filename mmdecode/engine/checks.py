@@ -36,7 +36,7 @@ from mmdecode.errors import IncompatibleError, InputError, OptionError
 from mmdecode.runs.memory import prompt_bytes, refuse_beyond_memory
 
 _SMALL = 2**26
-"""Bytes below which free memory is not looked up."""
+"""Estimates below this many bytes are not compared with the free memory."""
 
 
 def _refused(table: Mapping[str, Verdict]) -> dict[str, Refused]:

@@ -59,7 +59,7 @@ class RoundResult(NamedTuple):
 
 
 class HostState(NamedTuple):
-    """State on the host after a round: active rows, tokens of the longest, the next proposal."""
+    """Host state after a round: number of active rows, length of the longest, the next proposal."""
 
     active: int
     cur_len: int

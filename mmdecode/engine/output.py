@@ -117,7 +117,7 @@ class Recorder:
 def output(
     call: Call, config: GenerationConfig, recorder: Recorder, cur_len: int, encoder_decoder: bool
 ) -> Any:
-    """Ids ``(B, P + longest)``, or an output class of transformers with the recorded scores."""
+    """Ids ``(B, P + cur_len)``, or an output class of transformers with the recorded scores."""
     sequences = call.rows.ids[:, : call.prompt_length + cur_len]
     columns = torch.arange(sequences.shape[1], device=call.device)
     sequences = sequences.masked_fill(columns >= call.end()[:, None], pad_id(config))

@@ -155,7 +155,7 @@ def _requests(
     given: Any,
     adapter: Any,
 ) -> list[int]:
-    """One key per row: the caller's name of it, else its content; with its index among copies.
+    """Noise keys, one per row: from the caller's name or the row's content, and its return index.
 
     The content is the ids, raw audio if there is one entry per row, and images as the adapter
     assigns them to rows; inputs that only a drafter reads never count. Whisper's own ``generate``

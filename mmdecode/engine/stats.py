@@ -1,7 +1,8 @@
 """Counters of a decoder, and rates computed from them.
 
 Counts of rounds are kept as tensors and added up when a rate is asked for: reading them in every
-round would synchronise with the device once more, adding them up there would cost kernel launches.
+round would cost another synchronisation with the device, adding them up there would cost kernel
+launches.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Stats:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Discards what was counted inside the context if it raises."""
+        """Discards the counts made inside the context if it raises."""
         before = {n: copy(v) for n, v in vars(self).items() if n != "_lock"}
         try:
             yield
@@ -82,7 +83,7 @@ class Stats:
         self._first.append(counts)
 
     def scored(self, counts: Tensor) -> None:
-        """Counts one round; nothing is added up before a rate is asked for.
+        """Counts one round; counts are not added up before a rate is asked for.
 
         Args:
             counts: ``(B, 4)``: whether the row took part, nodes proposed, nodes accepted, tokens

@@ -309,7 +309,7 @@ class TargetLogits:
             depth = int(depths[b if len(depths) > 1 else 0, row])
             by_length.setdefault(width + length[b] + depth, []).append((b, row))
         for size, group in sorted(by_length.items()):
-            # one key per batch row at a time, in the shape that transformers would show
+            # at most one node per batch row at a time, in the shape that transformers would pass
             while group:
                 seen: dict[int, int] = {}
                 for b, row in group:

@@ -1,7 +1,7 @@
 """Weight-sharing copies of a model that accept the same inputs.
 
-A view is another object than the model, but images that were encoded and checks that were made for
-the model count for its views.
+A view is another object than the model, but images encoded for the model, and checks made of it,
+also count for its views.
 """
 
 from __future__ import annotations

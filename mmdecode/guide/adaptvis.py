@@ -1,9 +1,9 @@
 """AdaptVis: ScalingVis with the weight chosen for each request by the model's own confidence.
 
-The prompt is read without any change; the largest probability of the first token, rounded to two
-decimals, is the confidence. Below the threshold image attention is smoothed by one weight, else
-sharpened by another, and the prompt is read again. From the first token on only the second reading
-goes on. Confidence is a probability: a path of the released code compares the raw logit instead.
+The prompt is read unchanged; the largest probability of the first token, rounded to two decimals,
+is the confidence. Then the prompt is read again, with image attention smoothed by one weight below
+the threshold, else sharpened by another. Only this second branch generates. Confidence is a
+probability: a path of the released code compares the raw logit instead.
 
 Source: Chen et al. 2025, arXiv:2503.01773; weights and threshold of its ``run.sh``, its README has
 a threshold of 0.3.
@@ -28,7 +28,7 @@ _UNCONFIDENT, _CONFIDENT = 1.0, 2.0
 
 
 class AdaptVis(Edited):
-    """Two weights and a threshold.
+    """ScalingVis with one of two weights per request, chosen by confidence.
 
     Args:
         unsure: Weight below the threshold, ``w1``.

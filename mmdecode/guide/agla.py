@@ -1,9 +1,9 @@
-"""AGLA-style: together with what the model says of the part of the image that matters.
+"""AGLA-style: adds the model's logits for the part of the image that matters.
 
-``z(image) + alpha z(local image)``, cut to what is plausible; as published nothing is divided by
-``1 + alpha``. The paper masks an image by what a second model (BLIP) finds related to the question.
-Here the mask is ours: the image tokens that the image encoder itself attends to least are left out,
-whatever is asked.
+``z(image) + alpha z(local image)``, with the plausibility cut; as published, nothing is divided by
+``1 + alpha``. The paper masks what a second model (BLIP) finds unrelated to the question. Here the
+mask is ours: the image tokens that the image encoder attends to least are left out, whatever the
+question.
 
 Source: An et al. 2024, arXiv:2406.12718.
 """
@@ -20,7 +20,7 @@ class AGLA(Linear):
     Args:
         alpha: Weight of the local image.
         beta: Plausibility cut.
-        keep: Share of the image tokens that stay; the paper's lies in 0.5..1, by the question.
+        keep: Share of the image tokens that stay; in the paper 0.5..1, depending on the question.
 
     Neutral: ``alpha`` 0 and ``beta`` 0.
     """

@@ -1,4 +1,4 @@
-"""Yes and no: which tokens they are, and how far apart; for guides that steer a first word."""
+"""The tokens of yes and no, and the margin between them, for guides that steer the first token."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def yes_no_margin(logits: Tensor, yes: Sequence[int], no: Sequence[int]) -> Tens
         no: Ids of no.
 
     Returns:
-        ``(...)``; positive where yes is likelier.
+        ``(...)``; positive where yes is more likely.
     """
     logits = logits.float()
     return logits[..., list(yes)].logsumexp(-1) - logits[..., list(no)].logsumexp(-1)
 
 
 class FirstWord(Guide, ABC):
-    """A guide that knows yes and no; what it does to the first token is up to its kind.
+    """Base of guides that change the first token's yes and no; subclasses define `opening`.
 
     Args:
         yes: Ids of yes; ``None``: by the tokenizer.
         no: Ids of no; ``None``: by the tokenizer.
-        tokenizer: ``None``: that of the questions, as an Answerer hands them over.
+        tokenizer: Finds the ids; ``None``: the tokenizer of the questions that an Answerer passes.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class FirstWord(Guide, ABC):
         proposal: Proposal,
         outputs: Mapping[str, BranchOutput],
     ) -> Tensor:
-        """See `mmdecode.engine.contracts.Guide`: `opening` at the first token, else as it is."""
+        """See `mmdecode.engine.contracts.Guide`: `opening` at the first token, no change later."""
         main = outputs["main"].logits
         if call.rows.cur_len:
             return main  # every row is past its first token

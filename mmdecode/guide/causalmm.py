@@ -1,4 +1,4 @@
-"""CausalMM: away from what the model would say if its attention were made up.
+"""CausalMM: contrast with the model under counterfactual attention.
 
 A counterfactual branch runs with another attention map, in the image encoder (``"vision"``), in the
 language model (``"language"``), or one branch of each (``"both"``). With n of them,
@@ -6,22 +6,22 @@ language model (``"language"``), or one branch of each (``"both"``). With n of t
 
 Each query's row of a map is replaced on its own:
 
-- ``random``: draws between 0 and 2 in the place of the weights;
+- ``random``: draws between 0 and 2 instead of the weights;
 - ``uniform``: each weight is the mean;
 - ``reversed``: the largest weight minus each;
 - ``shuffle``: the weights in another order.
 
-Only keys that a query may see take part (none that comes later, no padding), rows are scaled to sum
+Only keys that a query may attend to take part (no later ones, no padding), rows are scaled to sum
 to one, and a row of zeros becomes uniform. Draws depend on the request, the layer, the head, the
-query and the key, so that a drafted run sees those of a plain one.
+query and the key, so that they are the same with and without drafting.
 
-The release edits a map as a whole, and other maps than one would think. For images it takes that of
-the layer whose states are projected, resizes it from queries and keys to the grid of patches,
-averages heads, and multiplies the states by it, which come out near zero; ``released=True`` does
-so, for encoders with square grids. Its language maps are masked after they were normalised, and its
-branch shares the cache of the main one, so that the contrast ends with the first token: neither is
-offered. It ships ``epsilon`` 0.6 for POPE, under which no token below 0.6 of the best is left, so
-that yes and no are not sampled any more once one of them has 62.5 %.
+The release edits a map as a whole. For images it takes the map of the layer whose states are
+projected, resizes it from queries and keys to the grid of patches, averages heads, and multiplies
+the states by it, which come out near zero; ``released=True`` does so, for encoders with square
+grids. Its language maps are masked after they were normalised, and its branch shares the cache of
+the main one, so that the contrast ends with the first token: neither is offered. It ships
+``epsilon`` 0.6 for POPE, which leaves no token below 0.6 of the best one's probability: once yes or
+no has 62.5 %, the other can no longer be sampled.
 
 Source: Zhou et al. 2024, arXiv:2410.04780, and its release (The-Martyr/CausalMM). In which layers
 the map is edited is left open there; all of them is our choice.
@@ -60,8 +60,8 @@ class CausalMM(Linear):
         epsilon: Plausibility cut, 0..1.
         layers: First and last layer that is edited, as fractions of the depth of the encoder and
             of the language model.
-        released: Edits images as the release does, see above; ``layers`` then are of the language
-            model alone. Not at level ``"language"``.
+        released: Edits images as the release does, see above; ``layers`` then applies to the
+            language model alone. Not at level ``"language"``.
         at_once: Attention weights that are edited together; changes memory, not the output.
 
     Neutral: ``gamma`` 0 and ``epsilon`` 0.
@@ -122,7 +122,7 @@ class CausalMM(Linear):
         last: float = 1.0,
         released: bool = False,
     ) -> CausalMM:
-        """From a string: layers as two fractions of the depth."""
+        """Builds it from a string: layers as two fractions of the depth."""
         return cls(level, intervention, gamma, epsilon, (first, last), released)
 
     def _in_tower(self, weights: Tensor, seen: Tensor, layer: int, draw: torch.Generator) -> Tensor:
@@ -145,11 +145,11 @@ class CausalMM(Linear):
 
 
 Draws = Callable[[], Tensor]
-"""Draws in (0, 1), one for each weight; nothing is drawn before it is called."""
+"""Function that returns draws in (0, 1), one for each weight; computed only when called."""
 
 Intervention = Callable[[Tensor, Tensor, Draws], Tensor]
-"""``(rows (..., n), allowed (..., n) bool, draws) -> rows``; what is not allowed in a row does not
-count, and may be anything afterwards."""
+"""``(rows (..., n), allowed (..., n) bool, draws) -> rows``; entries that are not allowed do not
+count, and may have any value in the result."""
 
 
 def _random(rows: Tensor, allowed: Tensor, draws: Draws) -> Tensor:
@@ -166,7 +166,7 @@ def _reversed(rows: Tensor, allowed: Tensor, draws: Draws) -> Tensor:
 
 
 def _shuffle(rows: Tensor, allowed: Tensor, draws: Draws) -> Tensor:
-    # what is allowed comes first in both orders: of the draws, and of the keys
+    # allowed entries come first in both orders: of the draws, and of the keys
     source = draws().masked_fill(~allowed, 2.0).argsort(-1)
     target = (~allowed).long().argsort(dim=-1, stable=True)
     return torch.zeros_like(rows).scatter(-1, target, rows.gather(-1, source))
@@ -188,12 +188,13 @@ def counterfactual(
     *,
     at_once: int = AT_ONCE,
 ) -> Tensor:
-    """Attention weights, each query's changed among the keys it sees, and scaled to sum to one.
+    """Attention weights, changed for each query among its allowed keys, and scaled to sum to one.
 
     Args:
         change: The intervention.
         weights: ``(R, heads, Q, K)``.
-        seen: Bool, which broadcasts to them. A query that sees nothing keeps its weights.
+        seen: Keys that a query may attend to, bool, broadcasts to ``weights``. A query without any
+            keeps its weights.
         draws: Between 0 and 1 for the weights of a slice of the queries; called where ``change``
             draws.
         at_once: Weights that are edited together, at most, unless one query has more.

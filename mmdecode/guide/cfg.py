@@ -1,4 +1,4 @@
-"""Classifier-free guidance for text: away from the same model without its prompt.
+"""Classifier-free guidance for text: contrast with the model without its prompt.
 
 ``log p_u + s (log p_c - log p_u)``, on log-softmax scores as transformers does it, because
 processors such as the repetition penalty tell the two spaces apart. Unlike the processor of
@@ -23,7 +23,7 @@ _BRANCH = "unconditional"
 
 
 class CFG(Guide):
-    """Guidance of scale ``scale``.
+    """Classifier-free guidance of scale ``scale``, on log-probabilities.
 
     Args:
         scale: s above; 1 is neutral.

@@ -1,7 +1,7 @@
-"""Classifier-free guidance by the image: away from the model without it.
+"""Classifier-free guidance by the image: contrast with the model without it.
 
 ``log p(no image) + gamma (log p - log p(no image))``, on log-probabilities. A model that was never
-trained without images has no unconditional branch of its own, so what stands for it is named:
+trained without images has no unconditional branch, so one is chosen:
 
 - ``no_image``: the prompt without image tokens
 - ``mean``: an image that is the mean colour everywhere (zeros after normalisation)

@@ -1,16 +1,16 @@
 """Conscious Gaze: more attention to the image wherever image and words interact.
 
-A sensor reads four branches that nothing changes: the prompt as it is, with noise for its images,
-without its words, and without either. Their Harsanyi interaction
-``I = L(image, words) - L(image) - L(words) + L(neither)`` is taken over the most likely tokens of
-the first; where its variance is above ``threshold``, a fifth branch, read after the four, adds
-``alpha`` times the mean over heads of ``|s|`` to the scores of image keys in middle layers. The
-fifth is the target. It is gated at each row and node by the sensor at that very position: the
-released code steers a token by what it sensed at the token before.
+A sensor reads four branches without edits: the prompt as it is, with noise for its images, without
+its words, and without either. Their Harsanyi interaction ``I = L(image, words) - L(image) -
+L(words) + L(neither)`` is taken over the most likely tokens of the first; where its variance is
+above ``threshold``, a fifth branch, read after the four, adds ``alpha`` times the mean over heads
+of ``|s|`` to the scores of image keys in middle layers. The fifth is the target. It is gated at
+each row and node by the sensor at the same position; the released code gates a token by the sensor
+at the token before.
 
-Ours, where the release knows InstructBLIP alone: images are replaced by uniform noise over the
-range of their own normalised pixels; the empty prompt is the image tokens and the last token of the
-prompt, which every family has. InstructBLIP's Q-Former still reads the question there.
+Our choices, since the release supports InstructBLIP alone: images are replaced by uniform noise
+over the range of their own normalised pixels; the empty prompt is the image tokens and the last
+token of the prompt, which every family has. InstructBLIP's Q-Former still reads the question there.
 
 Source: Bu et al. 2025, arXiv:2512.05546; settings of its released code. The threshold is that of
 its README and script, the code's own default is 0.5.
@@ -43,7 +43,7 @@ class ConsciousGaze(Guide):
         alpha: Boost of image keys; 0 leaves the fifth branch out.
         threshold: Variance of the interaction above which the boost is on, ``k``.
         candidates: Most likely tokens that the variance is taken over.
-        update: Whether the interaction is also added to the logits, at places where its variance
+        update: Whether the interaction is also added to the logits, at positions where its variance
             over the vocabulary is at least ``update_from``, as the released sampler does; then the
             plausibility cut follows. Neutral: off, with ``alpha = 0``.
         update_from: See ``update``.
@@ -101,7 +101,7 @@ class ConsciousGaze(Guide):
         first: float = LAYERS[0],
         last: float = LAYERS[1],
     ) -> ConsciousGaze:
-        """From a string: layers as two fractions of the depth."""
+        """Builds it from a string: layers as two fractions of the depth."""
         return cls(alpha, threshold, candidates, update, update_from, beta, (first, last))
 
     def gate(self, call: Call, outputs: Mapping[str, BranchOutput]) -> Tensor:
@@ -148,7 +148,7 @@ class ConsciousGaze(Guide):
 
 
 def harsanyi(outputs: Mapping[str, BranchOutput]) -> Tensor:
-    """Interaction of image and words, ``(B, N + 1, V)``; 0 where the two only add up."""
+    """Harsanyi interaction of image and words, ``(B, N + 1, V)``; 0 where their effects add up."""
     both, image, words, neither = (
         outputs[name].logits for name in ("main", "image", "words", "neither")
     )

@@ -1,11 +1,11 @@
-"""DAGCD on image tokens: words that the attended parts of the image stand for become likelier.
+"""DAGCD on image tokens: boosts the words that attended image tokens stand for.
 
 Each image token is given the word that the model's own head reads in its last state. At every step
 the attention that the token pays to the image says how much each word is used, ``U``; the
-distribution is ``(P + alpha * H * U) / (1 + alpha * H)`` (handed on without the denominator), with
-H the entropy of P over ``log V``: a model that is sure is left alone. Attention to image tokens of
-one word counts once, by its mean; only words among the ``rank`` most likely gain. Nothing changes
-where the most likely token ends the text.
+distribution is ``(P + alpha * H * U) / (1 + alpha * H)`` (returned without the denominator), with H
+the entropy of P over ``log V``, so that a confident prediction is left alone. Attention to image
+tokens of one word counts once, by its mean; only words among the ``rank`` most likely gain. Nothing
+changes where the most likely token ends the text.
 
 The published method reads words of a text and picks heads, and their weights, by a probe trained
 for each model. No probe comes with this library: all heads of the chosen layers count alike, unless
@@ -34,7 +34,7 @@ from mmdecode.guide.edited import checked_layers, warn_without_images
 from mmdecode.guide.linear import not_negative
 
 _TINY = 1e-12
-"""Instead of a sum that is 0."""
+"""Lower bound of divisors."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Words:
 
 
 class DAGCD(Guide):
-    """Context words boosted by attention and doubt.
+    """Context words boosted by attention and the entropy of the prediction.
 
     Args:
         alpha: Strength; 0 is neutral.
         layers: First and last layer whose attention counts, as fractions of the depth.
         heads: Weight by ``(layer, head)``, of a trained probe, instead of ``layers``; negative
             sums count as none.
-        rank: Only so many most likely tokens can gain.
+        rank: Number of most likely tokens that can gain.
     """
 
     summary = "words of attended image tokens become more likely, the more so in doubt"
@@ -84,7 +84,7 @@ class DAGCD(Guide):
     def from_options(
         cls, alpha: float = 4.0, first: float = 0.5, last: float = 1.0, rank: int = 10
     ) -> DAGCD:
-        """From a string: layers as two fractions of the depth, all heads alike."""
+        """Builds it from a string: layers as two fractions of the depth, all heads alike."""
         return cls(alpha, (first, last), rank=rank)
 
     def needs(self, adapter: Any) -> Requirements:
@@ -109,7 +109,7 @@ class DAGCD(Guide):
         images = main.images
         assert images is not None, "comes with attention"
         ids = torch.zeros_like(call.request.prompt_ids)
-        for row, flags in enumerate(images):  # row by row: a vocabulary for each token is large
+        for row, flags in enumerate(images):  # row by row: logits of all image tokens are large
             states = main.prompt_hidden["last"][row, flags]
             ids[row, flags] = call.plan.adapter.head(states).argmax(-1)
         counts = main.logits.new_zeros(call.batch, main.logits.shape[-1])
@@ -122,7 +122,7 @@ class DAGCD(Guide):
         return Words(ids, share, weights)
 
     def usage(self, words: Words, main: BranchOutput) -> Tensor:
-        """How much each word is looked at, of any rank, ``(B, N + 1, V)``."""
+        """Attention to the image tokens of each word, for words of any rank, ``(B, N + 1, V)``."""
         usage = torch.zeros_like(main.logits)
         for layer, weights in words.weights.items():
             attention = main.attention[layer][..., : words.ids.shape[1]]

@@ -1,14 +1,14 @@
-"""DAMRO: away from the few image tokens that the image encoder stares at.
+"""DAMRO: contrast with the few image tokens that the image encoder attends to most.
 
-The negative branch reads the prompt with the k image tokens alone to which the encoder attends
-most, which are background as often as not: ``(1 + alpha) * main - alpha * outliers``, then the
-plausibility cut. They are read in the order of that attention, at consecutive positions.
+The negative branch reads the prompt with only the k image tokens that the encoder attends to most,
+which are often background: ``(1 + alpha) * main - alpha * outliers``, then the plausibility cut.
+They are read in the order of that attention, at consecutive positions.
 
 Attention is that of the class token in the layer whose states become image tokens, averaged over
 heads. An encoder without a class token (SigLIP, Qwen-VL) has none: there it is the attention that
 each patch receives on average, pooled to image tokens where patches are merged. This is ours; the
 paper has no such case. `DAMRO.salience` says which it was. InstructBLIP's Q-Former reads the k
-patches in the place of all.
+patches instead of all.
 
 Source: Gong et al. 2024, arXiv:2410.04514; the release (coder-gx/DAMRO) attends over the full width
 as if there were one head (``heads="joined"``) for LLaVA, and ignores temperature, top-p and
@@ -41,7 +41,7 @@ class DAMRO(Linear):
             for InstructBLIP.
         beta: Plausibility cut, 0..1.
         heads: ``"mean"`` of the heads' attention, or ``"joined"``, as if they were one.
-        order: In which the k are read: by falling ``"attention"``, or ``"spatial"``, as they lie.
+        order: Order in which the k are read: by falling ``"attention"``, or ``"spatial"``.
 
     Attributes:
         salience: ``"class token"`` or ``"mean received"``: the attention that chose them in the

@@ -5,9 +5,9 @@ At layer l of a late range, ``r = sum_k w_k h_k`` over the outputs of all layers
 itself, and the same way in the prompt and after it, so a cached pass equals a full one. Final norm
 and head stay. Works on text models too.
 
-Abstract and reviews, all that we know of it, leave the layer range, the weights and the side of
-alpha open; these are ours: the second half of the layers, ``w_k`` proportional to
-``decay ** (l - k)``, and alpha as the weight of the layer's own state.
+Abstract and reviews, our only sources, leave open the layer range, the weights, and which state
+alpha weighs; these are ours: the second half of the layers, ``w_k`` proportional to ``decay ** (l -
+k)``, and alpha as the weight of the layer's own state.
 
 Source: Tang et al. 2025, arXiv:2505.12343 (withdrawn from ICLR 2026); ``tau`` and ``alpha`` as its
 reviewers quote them for one model.
@@ -30,7 +30,7 @@ from mmdecode.guide.edited import Edited, checked_layers
 
 @dataclass(frozen=True)
 class _Sum:
-    """Outputs of the first ``count`` layers of a pass, by fading weights."""
+    """Weighted sum of the outputs of the first ``count`` layers of a pass."""
 
     count: int
     total: Tensor
@@ -65,7 +65,7 @@ class DCLA(Edited):
         self.neutral = self.tau <= -1 or self.alpha == 1
         layers = checked_layers(layers)
         self.edits = [StateEdit(branch="main", change=self._corrected, layers=layers)]
-        # by the latest output summed, and gone with it; passes of other threads have others
+        # keyed weakly by the latest output summed; passes of other threads have other outputs
         self._sums = WeakTensorKeyDictionary()
 
     @classmethod
@@ -77,7 +77,7 @@ class DCLA(Edited):
         last: float = 1.0,
         decay: float = 0.5,
     ) -> DCLA:
-        """From a string: layers as two fractions of the depth."""
+        """Builds it from a string: layers as two fractions of the depth."""
         return cls(tau, alpha, (first, last), decay)
 
     def _corrected(self, layer: int, states: Tensor, earlier: Sequence[Tensor]) -> Tensor:
@@ -89,7 +89,7 @@ class DCLA(Edited):
         return torch.where(drifted, mixed.to(states.dtype), states)
 
     def _mean(self, earlier: Sequence[Tensor]) -> Tensor:
-        """Goes on from the sum of the layer before, where that was of the same pass."""
+        """Weighted mean of earlier outputs; continues the sum of the layer before."""
         before = self._sums.pop(earlier[-2], None) if len(earlier) > 1 else None
         if before and before.count == len(earlier) - 1:
             count, total, weight = before.count, before.total, before.weight

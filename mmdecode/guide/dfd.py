@@ -2,8 +2,8 @@
 
 On the tokens with ``p_L > rho * max p_L``, ``KA = mean_l KL(p_L || p_l)`` over the early layers l,
 all distributions normalised on those tokens; then ``T = T0 * 0.5 ** (KA / sigma)`` and the
-distribution is that of ``logits / T``. A way of sampling: greedy decoding takes the same tokens
-with it and without, and pays for the exits of all layers. Works on text models too.
+distribution is that of ``logits / T``. It only affects sampling: greedy decoding takes the same
+tokens with and without it, and pays for the exits of all layers. Works on text models too.
 
 Two differences from the released code: early states pass the final norm before the head, without
 which their logits have another scale, and every row and node has a temperature of its own.
@@ -29,7 +29,7 @@ from mmdecode.guide.edited import checked_layers, exit_layers
 from mmdecode.guide.linear import warn_inert
 
 _COLDEST = 1e-4
-"""Least temperature: what is colder is greedy all the same, and quotients stay finite."""
+"""Lowest temperature: below it sampling is greedy anyway, and quotients stay finite."""
 
 
 class DFD(Guide):
@@ -39,7 +39,7 @@ class DFD(Guide):
         rho: The divergence is taken over tokens above ``rho`` times the best probability, 0..1.
         sigma: Divergence, in nats, that halves the temperature; infinite: none does.
         temperature: T0, that of layers which agree. 1 with an infinite ``sigma`` is neutral.
-        layers: Early layers, as fractions of the depth; the embeddings are none of them.
+        layers: Early layers, as fractions of the depth; the embeddings are left out.
     """
 
     summary = "a temperature for each token, low where layers disagree; for sampling"
@@ -72,7 +72,7 @@ class DFD(Guide):
         first: float = 0.0,
         last: float = 1.0,
     ) -> DFD:
-        """From a string: layers as two fractions of the depth."""
+        """Builds it from a string: layers as two fractions of the depth."""
         return cls(rho, sigma, temperature, (first, last))
 
     def early(self, adapter: Any) -> range:

@@ -1,4 +1,4 @@
-"""DoLa: the last layer's distribution against that of the early layer which differs from it most.
+"""DoLa: contrasts the last layer's distribution with that of the early layer that differs most.
 
 ``log p_N - alpha * log p_M`` on tokens with ``p_N >= relative_top * max p_N``, where M is the early
 layer, of a few candidates, whose distribution is farthest from the last one's by Jensen-Shannon

@@ -17,7 +17,7 @@ class Edited(Guide):
     """The main branch's logits under ``edits``; a subclass sets them, and ``neutral``.
 
     Attributes:
-        images: Whether the guide is about images; then it warns where there are none.
+        images: Whether the guide changes how images are read; then it warns if there are none.
     """
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
@@ -48,7 +48,7 @@ def checked_layers(layers: tuple[float, float]) -> tuple[float, float]:
     """First and last layer as fractions of the depth.
 
     Raises:
-        OptionError: They are no fractions, or in the wrong order.
+        OptionError: They are not in 0..1, or in the wrong order.
     """
     first, last = layers
     if not 0 <= first <= last <= 1:
@@ -60,15 +60,15 @@ def checked_layers(layers: tuple[float, float]) -> tuple[float, float]:
 
 
 def exit_layers(layers: tuple[float, float], depth: int, least: int = 0, step: int = 1) -> range:
-    """Layers whose inputs are read as if they were the last: of ``first <= i / depth < last``.
+    """Layers whose inputs are read through the final norm and head: ``first <= i / depth < last``.
 
     The input of layer 0 are the embeddings; the output of the last layer is no early exit.
 
     Args:
         layers: First and last fraction.
         depth: Layers of the model.
-        least: The first that may be read.
-        step: Every how many of them.
+        least: First layer that may be read.
+        step: Distance between two of them.
 
     Returns:
         At least one layer.

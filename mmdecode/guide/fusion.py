@@ -1,11 +1,11 @@
 """Late fusion: a second model's distribution of the next token is combined with the main model's.
 
-Made for a language model that corrects a transcript while a recogniser hears the audio, whose
-distribution is called acoustic here. The second model either scores the same vocabulary
-(`SecondModel`), or it answers for candidates alone
+Made for a language model that corrects a transcript while a recogniser reads the audio; the
+recogniser's distribution is called acoustic here. The second model either scores the same
+vocabulary (`SecondModel`), or it answers for candidates alone
 (`mmdecode.engine.contracts.BranchOutput.candidates`). Tokens that are no candidates keep the main
-probability where probabilities are added, and are excluded where their logarithms are. A position
-at which nothing is a candidate follows the main model.
+probability if probabilities are added, and are excluded if logarithms are added. A position at
+which nothing is a candidate follows the main model.
 
 Two fixed combinations, the baselines of `mmdecode.guide.uadf`:
 
@@ -47,10 +47,9 @@ class Fusion(Guide, ABC):
     Args:
         acoustic: The branch of the second model, called `ACOUSTIC`; see `second_model`.
         main_temperature: Divisor of the main logits, applied before everything else.
-        acoustic_temperature: The same of the second model's scores.
+        acoustic_temperature: Divisor of the second model's scores.
 
-    Neutral: where the second model has no weight; then it is not run, and temperatures count
-    for nothing.
+    Neutral: a second model without weight; it is then not run, and temperatures have no effect.
 
     Raises:
         OptionError: A temperature is not above 0, or the branch has another name.
@@ -105,12 +104,12 @@ def acoustic_log_probs(output: BranchOutput, main: Tensor, temperature: float) -
     if output.candidates is None:
         return logprobs
     spread = torch.full_like(main, -torch.inf)
-    # unused ones point at token 0, which may be a candidate itself: the larger value stays
+    # unused candidates point at token 0, which may be a candidate itself: the larger value stays
     return spread.scatter_reduce(-1, output.candidates.clamp_min(0), logprobs, "amax")
 
 
 class Late(Fusion):
-    """``p_L + w p_A``, divided by ``1 + w``; a kind of late fusion is a way to choose w."""
+    """Base of late fusions, ``(p_L + w p_A) / (1 + w)``; subclasses choose w in `weight`."""
 
     @abstractmethod
     def weight(self, main: Tensor) -> Tensor:
@@ -123,7 +122,7 @@ class Late(Fusion):
 
 
 class Static(Late):
-    """Late fusion of one weight everywhere.
+    """Late fusion with one weight everywhere.
 
     Args:
         acoustic: See `Fusion`.
@@ -170,7 +169,7 @@ class Shallow(Fusion):
         self.neutral = self.weight == 0
 
     def fuse(self, main: Tensor, acoustic: Tensor) -> Tensor:
-        """See `Fusion.fuse`; what either model rules out is out."""
+        """See `Fusion.fuse`; tokens that either model excludes are excluded."""
         return main + self.weight * acoustic
 
 
@@ -181,7 +180,7 @@ class Given:
     Attributes:
         features: Its encoder's input: a tensor without the batch, of one shape in all rows of a
             call; or tensors by name with a batch of 1, of any length.
-        prompt: Its decoder's first ids, as many for every row of a call.
+        prompt: Its decoder's first ids, the same number for every row of a call.
     """
 
     features: Tensor | Inputs
@@ -189,7 +188,7 @@ class Given:
 
 
 class Choices:
-    """Tokens that each model alone might have chosen at every kept position.
+    """Tokens that each model alone would choose at every kept position.
 
     Args:
         call: The call.
@@ -204,12 +203,12 @@ class Choices:
         self._seen: list[list[tuple[int, frozenset[int]]]] = []
 
     def see(self, main: Tensor, acoustic: Sequence[Sequence[frozenset[int]]]) -> None:
-        """At root and nodes, the main model's tokens ``(B, N + 1)`` and the second one's."""
+        """Notes the tokens of both models at root and nodes, ``(B, N + 1)`` for the main one."""
         rows = zip(main.tolist(), acoustic, strict=True)
         self._seen = [list(zip(*row, strict=True)) for row in rows]
 
     def keep_first(self) -> None:
-        """The first token of every row, which no proposal leads to."""
+        """Keeps those at the first token of every row, for which there is no proposal."""
         for row, seen in enumerate(self._seen):
             self.kept[row].append(seen[0])
 
@@ -231,7 +230,7 @@ class Choices:
 
 
 class SecondModel(BranchRunner):
-    """An encoder-decoder that writes the main model's words, and reads an input of its own.
+    """An encoder-decoder that scores the main model's tokens, given an input of its own.
 
     It reads the row's generated tokens, after a prompt of its own. Its encoder reads the call's
     ``mm_inputs["audio"]``, a `Given` per row; or, if that is missing, ``mm_inputs[name]`` for
@@ -277,7 +276,7 @@ class SecondModel(BranchRunner):
     def score(
         self, call: Call, proposal: Proposal, earlier: Mapping[str, BranchOutput]
     ) -> dict[str, BranchOutput]:
-        """Root and nodes, by its own ids."""
+        """Scores root and nodes, by its own ids."""
         own = self._own(proposal.tokens.clamp_min(0)).masked_fill(proposal.tokens < 0, -1)
         found = self.branches.score(self._view(call, {}), replace(proposal, tokens=own), {})
         return self._scores(found, earlier)
@@ -294,13 +293,13 @@ class SecondModel(BranchRunner):
         self.prompt = self.prompt[rows]
 
     def _view(self, call: Call, inputs: Mapping[str, Any]) -> Call:
-        """The context as the second model knows it."""
+        """The call with the prompt and generated ids of the second model."""
         return own_view(
             call, self.prompt, self._own(call.rows.ids[:, call.prompt_length :]), inputs
         )
 
     def _own(self, tokens: Tensor) -> Tensor:
-        """Its ids of main ones; what it has no token for is read as its token 0."""
+        """Its ids of main ids; tokens that it does not have are read as its token 0."""
         if self.ids is None:
             return tokens
         return self.ids[tokens.clamp_max(len(self.ids) - 1)].clamp_min(0)
@@ -317,13 +316,13 @@ class SecondModel(BranchRunner):
 
 
 def second_model(model: Any, prompt: Sequence[int], ids: Tensor | None = None) -> BranchSpec:
-    """The branch of a `SecondModel`, whose arguments these are."""
+    """The branch of a `SecondModel`; takes its arguments."""
     build = partial(SecondModel, model=model, prompt=prompt, ids=ids)
     return BranchSpec(name=ACOUSTIC, build=build)
 
 
 def own_view(call: Call, prompt: Tensor, new: Tensor, inputs: Mapping[str, Any]) -> Call:
-    """A context with a prompt ``(B, P)`` and generated ids of its own."""
+    """The call with another prompt ``(B, P)`` and other generated ids."""
     request = replace(
         call.request,
         prompt_ids=prompt,

@@ -1,4 +1,4 @@
-"""Classifier-free guidance of image tokens: away from what the model generates unconditionally.
+"""Classifier-free guidance of image tokens: contrast with unconditional generation.
 
 ``u + s (c - u)`` on raw logits, c with the condition and u without: the caption left out, the null
 class, a negative prompt. The model family decides which of these it is, so the branch asks its
@@ -22,11 +22,11 @@ from mmdecode.guide.linear import Linear, generated, not_negative
 
 
 class Guidance(Linear):
-    """Guidance of scale ``scale``.
+    """Classifier-free guidance of scale ``scale``, on raw logits.
 
     Args:
-        scale: s above; 0 is the unconditional branch alone. `mmdecode.generate` in image mode
-            takes what the family is published with; the default here is LlamaGen's for classes.
+        scale: s above; 0 is the unconditional branch alone. `mmdecode.generate` in image mode uses
+            the family's published value; the default here is LlamaGen's for classes.
         until: Index of the last token that is guided; later ones follow the condition alone.
             ``None``: all are. LlamaGen's ``cfg_interval`` of n guides up to index n + 1.
 

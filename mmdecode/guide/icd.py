@@ -1,8 +1,8 @@
-"""ICD: away from what the model says under an instruction that disturbs it.
+"""ICD: contrast with the model under an instruction that disturbs it.
 
-``(1 + alpha) z(question) - alpha z(instruction, question)``, cut to what is plausible. The
-instruction stands before the question, after images that the question begins with; of five, one is
-drawn by request.
+``(1 + alpha) z(question) - alpha z(instruction, question)``, with the plausibility cut. The
+instruction comes before the question, after images that the question begins with; one of five is
+chosen at random for each request.
 
 Source: Wang et al. 2024, arXiv:2403.18715; the instructions are the release's.
 """
@@ -31,12 +31,12 @@ ROLES = (
 
 
 class ICD(Linear):
-    """Instruction contrastive decoding; needs the question itself, as an Answerer hands it over.
+    """Instruction contrastive decoding; needs the question as text, as an Answerer passes it.
 
     Args:
         alpha: Strength of the contrast.
         beta: Plausibility cut.
-        role: Index into `ROLES`, or an instruction of one's own; ``None`` draws by request.
+        role: Index into `ROLES`, or another instruction; ``None`` chooses at random per request.
 
     Neutral: ``alpha`` 0 and ``beta`` 0.
     """
@@ -71,6 +71,6 @@ def _instructed(roles: tuple[str, ...], question: Any, draw: torch.Generator) ->
 
 
 def _marks(question: Any) -> list[str]:
-    """Patterns of what may stand for an image: ``<image>``, and a processor's special tokens."""
+    """Patterns of image placeholders: ``<image>``, and a processor's special tokens."""
     added = getattr(getattr(question, "tokenizer", None), "added_tokens_decoder", {}).values()
     return [re.escape(mark) for mark in ("<image>", *(str(own) for own in added if own.special))]

@@ -1,4 +1,4 @@
-"""A linear combination of branches, cut to what the main branch finds plausible.
+"""A linear combination of branches, cut to tokens that are plausible under the main branch.
 
 Raw logits: ``sum_i w_i z_i`` over the main branch and others; then tokens whose main probability is
 below ``beta`` times the best are excluded, judged on the *raw main* logits. With weights
@@ -31,19 +31,19 @@ from mmdecode.errors import OptionError
 class Linear(Guide):
     """``weights[0] * main + weights[i] * branches[i - 1]``, then the plausibility cut.
 
-    A token that is ruled out (``-inf``) by any branch with a weight is out.
+    A token with ``-inf`` in any branch with a weight is excluded.
 
     Args:
-        branches: The other conditionings; those of weight 0 are not run.
+        branches: Branches other than the main one; those of weight 0 are not run.
         weights: One for the main branch, then one per branch.
         beta: Plausibility cut, 0..1: keep tokens with p at least ``beta * max p`` in the main
             branch. ``0`` keeps the vocabulary.
-        log_space: Whether log-probabilities are combined, as text guidance does it, and not raw
-            logits. Both give the same distribution, but not to processors that tell the two apart.
-            Without other branches nothing is combined: raw logits are handed on.
+        log_space: Whether log-probabilities are combined, as in guidance of text, instead of raw
+            logits. Both give the same distribution, but processors such as the repetition penalty
+            treat them differently. Without other branches raw logits are returned.
 
     Attributes:
-        images: Whether the guide is about images; then it warns where no branch differs.
+        images: Whether the branches differ in images; then it warns where none differs.
 
     Neutral: weight 1 for the main branch, 0 for all others, and ``beta`` 0; then nothing is run.
     """
@@ -77,7 +77,7 @@ class Linear(Guide):
         return float(sum(self.weights))
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """No constants; warns where a guide about images has nothing to tell apart."""
+        """No constants; warns if the guide's branches should differ by images, and do not."""
         if "image" in self.requires_inputs:
             for branch in self.branches:
                 warn_inactive(type(self).__name__, call, prefill, branch.name)
@@ -114,7 +114,7 @@ class Linear(Guide):
 
 
 class Contrast(Linear):
-    """The contrast form against another prompt or transform, as a string can name it.
+    """The contrast form against another prompt or transform, with options for a string.
 
     Args:
         alpha: See `Linear.contrast`.
@@ -143,7 +143,7 @@ class Contrast(Linear):
         super().__init__([branch], contrast(alpha), beta)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """No constants; warns where a transform shows what the model sees."""
+        """No constants; warns where the transform changes nothing."""
         for branch in self.branches:
             if branch.transform is not None:
                 warn_inactive(type(self).__name__, call, prefill, branch.name)
@@ -155,10 +155,10 @@ def contrast(alpha: float) -> list[float]:
 
 
 def not_negative(name: str, value: float) -> float:
-    """The value of an option that is a strength; 0 switches it off.
+    """Checks the value of an option that is a strength; 0 switches it off.
 
     Raises:
-        OptionError: It is negative or no number.
+        OptionError: The value is negative or no number.
     """
     if isinstance(value, str) or not 0 <= value < math.inf:
         raise OptionError(f"{name} must be >= 0, got {value}; use 0 to switch it off")
@@ -166,7 +166,7 @@ def not_negative(name: str, value: float) -> float:
 
 
 def checked_cut(name: str, value: float) -> float:
-    """The value of an option that is a plausibility cut.
+    """Checks the value of an option that is a plausibility cut.
 
     Raises:
         OptionError: It is not in 0..1.
@@ -195,10 +195,10 @@ def generated(call: Call, proposal: Proposal) -> Tensor:
 
 
 def warn_inactive(guide: str, call: Call, prefill: Mapping[str, BranchOutput], name: str) -> None:
-    """Warns where a branch says what the main one does, of every row that has an image."""
+    """Warns if a branch has the main branch's outputs in every row that has an image."""
     if call.plan.is_draft:
         return
-    # the same tokens may be read another way, which costs the last bits
+    # the same tokens may be read by another kernel, which changes the last bits
     same = torch.isclose(prefill[name].logits, prefill["main"].logits, rtol=1e-5, atol=1e-4)
     same = same.flatten(1).all(1)
     has_image = call.plan.adapter.spans("image", call.request.prompt_ids).any(1)
@@ -212,7 +212,7 @@ def warn_inactive(guide: str, call: Call, prefill: Mapping[str, BranchOutput], n
 
 
 def warn_inert(guide: str, call: Call) -> None:
-    """Warns where a guide that is about sampling meets greedy generation."""
+    """Warns if a guide that only affects sampling is used in greedy generation."""
     if not (call.request.do_sample or call.plan.is_draft):
         warn(
             f"guide {guide} is inert in greedy generation, where it changes no token; set "

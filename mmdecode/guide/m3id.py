@@ -1,8 +1,9 @@
-"""M3ID: away from what the model says without the image, the further the answer goes.
+"""M3ID: contrast with the model without the image, growing with the length of the answer.
 
 ``z + (z - z(no image)) (1 - g) / g`` with ``g = exp(-lambda t)``, where t counts generated tokens
-from 0: the first token, all of a yes or no, is left as it is. Then cut to what is plausible. The
-paper also holds back where the model is sure; the form here is the one others compare with.
+from 0: the first token, which is the whole answer for yes or no, is unchanged. The plausibility cut
+follows. The paper also reduces the contrast where the model is confident; the form here is the one
+that others compare with.
 
 Source: Favero et al. 2024, arXiv:2403.14003, as RITUAL's release has it.
 """
@@ -18,7 +19,7 @@ from mmdecode.engine.call import Call
 from mmdecode.engine.proposal import Proposal
 from mmdecode.guide.linear import Linear, generated, not_negative
 
-_LARGEST = 20.0  # of lambda t; beyond it the image's share is all that float32 holds anyway
+_LARGEST = 20.0  # limit of lambda t; beyond it only the image's share is left in float32
 
 
 class M3ID(Linear):

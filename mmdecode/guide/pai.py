@@ -1,4 +1,4 @@
-"""PAI: more attention to the image, and away from what the model would say without it.
+"""PAI: more attention to the image, and contrast with the model without it.
 
 Attention part: scores of image keys become ``s + alpha * |s|`` for the last prompt token and every
 later one, from the third of 32 layers on. Logits part: ``log p_u + gamma * (log p_c - log p_u)``,
@@ -68,7 +68,7 @@ class PAI(Linear):
         first: float = LAYERS[0],
         last: float = LAYERS[1],
     ) -> PAI:
-        """From a string: layers as two fractions of the depth."""
+        """Builds it from a string: layers as two fractions of the depth."""
         return cls(alpha, gamma, beta, (first, last))
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:

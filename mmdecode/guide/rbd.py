@@ -1,9 +1,9 @@
-"""RBD-style: away from a noised image, towards the image's most attended tokens.
+"""RBD-style: contrast with a noised image, plus the logits for the most attended image tokens.
 
-``(1 + a - b) z - a z(noised) + b z(most attended)``, cut to what is plausible; the weights add up
-to 1. This is the idea of Re-Balancing Contrastive Decoding by its abstract, not its reproduction:
-the coefficients, how many tokens stay and whose attention counts are ours. It is the image
-encoder's, to each token, as the adapter has it.
+``(1 + a - b) z - a z(noised) + b z(most attended)``, with the plausibility cut; the weights add up
+to 1. This follows the abstract of Re-Balancing Contrastive Decoding and does not reproduce it: the
+coefficients, how many tokens stay and whose attention counts are ours. It is the image encoder's
+attention to each token, as the adapter provides it.
 
 Source: Liang et al. 2024, arXiv:2409.06485 (abstract).
 """
@@ -21,7 +21,7 @@ from mmdecode.guide.vcd import noised_branch
 
 
 class RBD(Linear):
-    """Re-balancing of what text and image say.
+    """Re-balancing of text and image.
 
     Args:
         a: Weight against the noised image; 0 leaves its branch out.
@@ -51,10 +51,10 @@ class RBD(Linear):
 
 
 def attended_branch(keep: float) -> BranchSpec:
-    """The branch that sees the most attended image tokens, in the order in which they are read.
+    """The branch with only the most attended image tokens, in their order in the prompt.
 
     Raises:
-        OptionError: ``keep`` is no share.
+        OptionError: ``keep`` is not above 0 and at most 1.
     """
     if isinstance(keep, str) or not 0 < keep <= 1:
         raise OptionError(f"keep must be in 0..1 and more than 0, got {keep}; 1 keeps all tokens")

@@ -28,7 +28,7 @@ class RITUAL(Linear):
         alpha: Weight of the second look.
         beta: Plausibility cut.
         normalize: Whether weights are divided by their sum; ``alpha`` 1 is then the mean.
-        transform: One of `mmdecode.guide.transforms.TRANSFORMS`; ``None`` draws one per image.
+        transform: One of `mmdecode.guide.transforms.TRANSFORMS`; ``None``: a random one per image.
 
     Neutral: ``alpha`` 0 and ``beta`` 0.
     """

@@ -41,10 +41,10 @@ class ScalingVis(Edited):
 
 
 def checked_weight(weight: float) -> float:
-    """A weight of image keys.
+    """Checks a weight of image keys.
 
     Raises:
-        OptionError: It is negative.
+        OptionError: The weight is negative.
     """
     if not weight >= 0:
         raise OptionError(f"the weight must be at least 0, got {weight}; 1 leaves scores alone")

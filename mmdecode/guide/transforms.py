@@ -1,7 +1,7 @@
-"""Random transforms of pictures that keep their size.
+"""Random transforms of images that keep their size.
 
-A picture is ``(..., 3, H, W)`` in 0..1; what stands before is transformed alike. Ranges are those
-of RITUAL (Woo et al. 2024, arXiv:2405.17821), made for pictures of 336 pixels.
+An image is ``(..., 3, H, W)`` in 0..1; all images of the leading dimensions are transformed alike.
+Ranges are those of RITUAL (Woo et al. 2024, arXiv:2405.17821), made for images of 336 pixels.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, conv2d, grid_sample, interpolate, pad
 
 SIDE = 336
-"""Side of a picture whose blur has 13 pixels."""
+"""Side of an image for which the kernel of `blur` has 13 pixels."""
 
 
 def horizontal_flip(image: Tensor, draw: torch.Generator) -> Tensor:
-    """Left for right."""
+    """Mirrors left and right."""
     return image.flip(-1)
 
 
 def vertical_flip(image: Tensor, draw: torch.Generator) -> Tensor:
-    """Up for down."""
+    """Mirrors top and bottom."""
     return image.flip(-2)
 
 
 def rotation(image: Tensor, draw: torch.Generator) -> Tensor:
-    """Rotates by a random angle about the middle; corners from outside are black."""
+    """Rotates by a random angle about the centre; areas outside of the image are black."""
     return rotated(image, _uniform(draw, -180, 180))
 
 
 def colour_jitter(image: Tensor, draw: torch.Generator) -> Tensor:
-    """Brightness, contrast and saturation by 0..2, hue by any angle, in any order."""
+    """Scales brightness, contrast and saturation by 0..2, turns the hue, in random order."""
     changes = (brightened, contrasted, saturated, hue_shifted)
     amounts = [_uniform(draw, 0, 2) for _ in range(3)] + [_uniform(draw, -0.5, 0.5)]
     for index in torch.randperm(4, generator=draw).tolist():
@@ -42,14 +42,14 @@ def colour_jitter(image: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def blur(image: Tensor, draw: torch.Generator) -> Tensor:
-    """Gaussian of 1.5..2 pixels over 13, both in proportion to the picture's shorter side."""
+    """Gaussian blur, sigma 1.5..2 of a kernel of 13 pixels, scaled with the shorter side."""
     scale = min(image.shape[-2:]) / SIDE
     radius = max(1, round(6 * scale))
     return blurred(image, _uniform(draw, 1.5, 2.0) * scale, radius)
 
 
 def resized_crop(image: Tensor, draw: torch.Generator) -> Tensor:
-    """A part of 8 % to all of the area, between 3:4 and 4:3 of the shape, at the full size."""
+    """Crops 8 % to 100 % of the area, with aspect ratio 3:4 to 4:3, and resizes to full size."""
     high, wide = image.shape[-2:]
     for _ in range(10):
         area = high * wide * _uniform(draw, 0.08, 1.0)
@@ -73,7 +73,7 @@ TRANSFORMS: Mapping[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 
 
 def rotated(image: Tensor, degrees: float) -> Tensor:
-    """Anticlockwise about the middle, by nearest pixels."""
+    """Rotates anticlockwise about the centre, by nearest pixels."""
     flat, (high, wide) = _flat(image), image.shape[-2:]
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     turn = flat.new_tensor([[cos, -sin * high / wide, 0], [sin * wide / high, cos, 0]])
@@ -82,17 +82,17 @@ def rotated(image: Tensor, degrees: float) -> Tensor:
 
 
 def brightened(image: Tensor, factor: float) -> Tensor:
-    """Times a factor, within 0..1."""
+    """Multiplies by a factor, clamped to 0..1."""
     return (image * factor).clamp(0, 1)
 
 
 def contrasted(image: Tensor, factor: float) -> Tensor:
-    """Away from the mean grey by a factor; 0 is grey."""
+    """Scales the distance from the mean grey by a factor; 0 is grey."""
     return _mixed(image, grey(image).mean((-1, -2), keepdim=True), factor)
 
 
 def saturated(image: Tensor, factor: float) -> Tensor:
-    """Away from each pixel's grey by a factor; 0 has no colour."""
+    """Scales the distance from each pixel's grey by a factor; 0 has no colour."""
     return _mixed(image, grey(image), factor)
 
 
@@ -103,7 +103,7 @@ def grey(image: Tensor) -> Tensor:
 
 
 def hue_shifted(image: Tensor, turns: float) -> Tensor:
-    """Hue turned by a share of the circle; saturation and value stay."""
+    """Turns the hue by a fraction of the circle; saturation and value stay."""
     value, spread = image.amax(-3), image.amax(-3) - image.amin(-3)
     red, green, blue = image.unbind(-3)
     safe = torch.where(spread > 0, spread, 1)
@@ -121,7 +121,7 @@ def hue_shifted(image: Tensor, turns: float) -> Tensor:
 
 
 def blurred(image: Tensor, sigma: float, radius: int) -> Tensor:
-    """Gaussian over ``2 radius + 1`` pixels; the picture is mirrored at its edges."""
+    """Gaussian blur over ``2 radius + 1`` pixels; the image is mirrored at its edges."""
     flat = _flat(image)
     radius = min(radius, *(side - 1 for side in image.shape[-2:]))
     offsets = torch.arange(-radius, radius + 1, device=flat.device, dtype=flat.dtype)
@@ -134,7 +134,7 @@ def blurred(image: Tensor, sigma: float, radius: int) -> Tensor:
 
 
 def resized(image: Tensor, high: int, wide: int) -> Tensor:
-    """To another size, bilinear with smoothing."""
+    """Resizes, bilinear with antialiasing."""
     flat = interpolate(_flat(image), (high, wide), mode="bilinear", antialias=True)
     return flat.reshape(*image.shape[:-2], high, wide)
 

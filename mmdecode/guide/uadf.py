@@ -1,4 +1,4 @@
-"""Uncertainty-aware dynamic fusion: the surer the main model, the less the second one counts.
+"""Uncertainty-aware dynamic fusion: the more confident the main model, the less the second counts.
 
 ``U = -sum p_L log p_L`` of ``p_L = softmax(z_L / main_temperature)``, in nats, ``w = sigmoid(scale
 * U) - beta`` where that is above 0, and the distribution is ``(p_L + w p_A) / (1 + w)``. So the

@@ -1,9 +1,9 @@
-"""VCD: away from what the model says of a noised image.
+"""VCD: contrast with the model's logits for a noised image.
 
-``(1 + alpha) z(image) - alpha z(noised image)``, cut to what is plausible. The noise is that of a
-diffusion process after ``step`` of 1000 steps, in the space of normalised pixels:
-``sqrt(abar) v + sqrt(1 - abar) epsilon``. Each image of a request has noise of its own, keyed by
-the request; step 500 leaves an image that is easily recognised.
+``(1 + alpha) z(image) - alpha z(noised image)``, with the plausibility cut. The noise is that of a
+diffusion process after ``step`` of 1000 steps, in the space of normalised pixels: ``sqrt(abar) v +
+sqrt(1 - abar) epsilon``. Each image of a request has noise of its own, keyed by the request; step
+500 leaves an image that is easily recognised.
 
 Source: Leng et al. 2024, arXiv:2311.16922, equations 3 and 4; the schedule is the release's.
 """
@@ -42,10 +42,10 @@ class VCD(Linear):
 
 
 def noised_branch(step: int) -> BranchSpec:
-    """The branch that sees noised images.
+    """The branch that reads noised images.
 
     Raises:
-        OptionError: There is no such step.
+        OptionError: The step is not in 0..999.
     """
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEPS:
         raise OptionError(f"step must be a whole number in 0..{STEPS - 1}, got {step}")

@@ -1,39 +1,40 @@
-"""Whisper-CD: away from what the model would write of noise, of silence, and of the wrong moment.
+"""Whisper-CD: contrast with the model's scores for noise, silence and a shifted recording.
 
 Each negative branch gets a changed waveform of the window: with Gaussian noise, silent, or shifted.
 Over log-probabilities ``l``, of text tokens alone:
 
     (1 + alpha) l(clean) - alpha tau log mean_k exp(l_k / tau)
 
-With tau 1 that is contrast with the mixture of the negatives' distributions. The mean and not the
-sum stands in the logarithm, so that negatives which agree with the clean branch leave its scores as
-they are; with the sum, text would lose ``alpha tau log K`` to everything that is not contrasted.
-The result is scaled so that all text tokens together keep the probability that the clean branch
-gives them: the end, special and timestamp tokens keep theirs exactly.
+With tau 1 that is contrast with the mixture of the negatives' distributions. The logarithm is of
+the mean, not the sum, so that negatives which agree with the clean branch leave its scores as they
+are; with the sum, text would lose ``alpha tau log K`` to everything that is not contrasted. The
+result is scaled so that all text tokens together keep the probability that the clean branch gives
+them: the end, special and timestamp tokens keep theirs exactly.
 
-Contrast cannot stop text in silence, where all branches agree. There the agreement itself is the
-sign. Where the first text token is decided, the evidence for speech is the total variation between
+Contrast cannot stop text in silence, where all branches agree; but the agreement itself is a sign
+of it. Where the first text token is decided, the evidence for speech is the total variation between
 the distribution given the window and the one given silence; a part ``doubt`` of what noise changes
 in that distribution counts against it, since real speech is recognised through noise, and text that
 was hallucinated from a sound is not. Where the evidence is below ``gate``, the window ends.
 
-This gate recognises only sounds that the model takes for silence. Two others ask the model itself:
-Whisper was trained to predict a no-speech token where a transcript starts. ``no_speech`` ends a
-window whose no-speech probability under noise is above it. ``structure`` compares that probability
-with the one of a scrambled window, of the same spectrum but random phases: speech is no speech any
-more once its order in time is gone, while noise is noise before and after, and a steady murmur or
-music is taken for speech before and after. Scrambling also fills the pauses of a window, and much
-of the evidence comes from them: a sound that stops long before its window does passes for speech.
+This gate recognises only sounds that the model takes for silence. Two more use the model's own
+prediction: Whisper was trained to predict a no-speech token at the start of a transcript.
+``no_speech`` ends a window whose no-speech probability under noise is above it. ``structure``
+compares that probability with the one of a scrambled window, of the same spectrum but random
+phases: speech is no longer recognised as speech once its order in time is gone, while noise stays
+noise, and a steady murmur or music is taken for speech before and after. Scrambling also fills the
+pauses of a window, and much of the evidence comes from them: a sound that stops long before its
+window does passes for speech.
 
-Fill last windows with silence (``padding="silence"`` of the Transcriber): zeros in the features
-are no silence, and silence before them is no reference. How much evidence speech has
-depends on the model: choose ``gate`` with ``mmdecode evaluate silence --part development``, below
-nearly all of your speech, and likewise ``no_speech`` and ``structure``, which are off unless given.
-The default ends what is surely silence.
+Fill last windows with silence (``padding="silence"`` of the Transcriber): zeros in the features are
+not silence, and a silent waveform before them is no reference. How much evidence speech has depends
+on the model: choose ``gate`` with ``mmdecode evaluate silence --part development``, below nearly
+all of your speech, and likewise ``no_speech`` and ``structure``, which are off unless given. The
+default ends only windows that are very likely silent.
 
-Source: Whisper-CD 2026, arXiv:2603.06193. The weights are not known to us; the mean, the sharing
-out of the text's probability, the plausibility cut (Li et al. 2023, arXiv:2210.15097, equation 2)
-and the gates are ours.
+Source: Whisper-CD 2026, arXiv:2603.06193. The weights are not known to us; the mean, the scaling to
+the text's probability, the plausibility cut (Li et al. 2023, arXiv:2210.15097, equation 2) and the
+gates are ours.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 
 NOISED, SILENT, SCRAMBLED = "noised", "silent", "scrambled"
 _FLOOR = -100.0  # log-probability below which a token is ruled out, in a negative branch
-_LAST = -1e4  # of a token that comes only if no other may
+_LAST = -1e4  # logit of a token that is chosen only if no other is allowed
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,7 @@ class Vocabulary:
         text: Mask of these tokens, ``(V,)``.
         ended: The distribution that ends a window, ``(V,)``.
         timed: Rows in which a timestamp comes before any text, ``(B, 1)``.
-        unspoken: Rows in which the no-speech token says that nobody speaks, ``(B, 1)``; ``None``:
-            nobody asked for it.
+        unspoken: Rows without speech by the no-speech token, ``(B, 1)``; ``None``: no gate uses it.
     """
 
     end: int
@@ -88,8 +88,8 @@ class WhisperCD(Guide):
 
     Args:
         alpha: Strength of the contrast; 0 leaves the scores alone.
-        tau: Temperature at which the negative branches are joined: the lower, the more the one
-            that holds a token most likely decides.
+        tau: Temperature at which the negative branches are joined: the lower it is, the more the
+            branch that gives a token the most probability decides.
         beta: Plausibility cut among text tokens.
         gate: Evidence, 0..1, below which a window without text so far ends; 0 is no gate.
         doubt: Part of the total variation that noise makes which counts against the evidence, 0..1.
@@ -174,21 +174,23 @@ class WhisperCD(Guide):
         return Requirements(prompt_hidden=self.asks)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Vocabulary:
-        """Constants: text tokens, the end of a window, and rows that are timed or unspoken."""
+        """Constants: text tokens, the end of a window, rows with timestamps or without speech."""
         adapter, device = call.plan.adapter, call.device
         text = torch.arange(adapter.vocab, device=device) < adapter.end
         ended = torch.full_like(text, -torch.inf, dtype=torch.float32)
         ended[adapter.end] = 0.0
-        # the end may be suppressed as the first token of all; a time is no text
+        # the end may be suppressed as the very first token; a timestamp is no text
         ended[adapter.no_timestamps + 1] = _LAST
         timed = call.request.prompt_ids[:, -1:] != adapter.no_timestamps
         unspoken = self._unspoken(call, prefill) if self.asks else None
         return Vocabulary(adapter.end, text, ended, timed, unspoken)
 
     def _unspoken(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Tensor:
-        """Rows that end by their no-speech token, ``(B, 1)``."""
+        """Rows that end because of their no-speech token, ``(B, 1)``."""
 
-        def probability(name: str) -> Tensor:  # of the token, where the transcript starts, as log
+        def probability(
+            name: str,
+        ) -> Tensor:  # log, of the no-speech token
             rows = torch.arange(call.batch, device=call.device)
             states = prefill[name].prompt_hidden["last"][rows, start]
             logprobs = call.plan.adapter.head(states).float().log_softmax(-1)
@@ -237,7 +239,7 @@ class WhisperCD(Guide):
         return torch.where(ends[..., None], constants.ended, logits)
 
     def _evidence(self, outputs: Mapping[str, BranchOutput]) -> Tensor:
-        """For speech, at root and nodes, ``(B, N + 1)``."""
+        """Evidence for speech, at root and nodes, ``(B, N + 1)``."""
         main = outputs["main"].logits
         found = distance(main, outputs[SILENT].logits)
         if self.noise_weight:
@@ -268,7 +270,7 @@ def joined(logits: list[Tensor], tau: float) -> Tensor:
 
 
 def distance(first: Tensor, second: Tensor) -> Tensor:
-    """Total variation of two distributions, 0..1: ``(..., V)`` raw to ``(...)``."""
+    """Total variation of two distributions, 0..1, from logits ``(..., V)`` to ``(...)``."""
     return (first.softmax(-1) - second.softmax(-1)).abs().sum(-1) / 2
 
 
@@ -296,13 +298,13 @@ def silent(samples: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def scrambled(samples: Tensor, draw: torch.Generator) -> Tensor:
-    """The spectrum of all samples with random phases: steady noise of the same colour."""
+    """The samples with random phases: steady noise of the same spectrum."""
     spectrum = torch.fft.rfft(samples)
     phases = 2 * math.pi * torch.rand(spectrum.shape, generator=draw)
     return torch.fft.irfft(torch.polar(spectrum.abs(), phases), len(samples))
 
 
 def delayed(shift: float, samples: Tensor, draw: torch.Generator) -> Tensor:
-    """Everything later by the part ``shift``, silence before; what leaves the window is lost."""
+    """Delays by the part ``shift`` of the window; silence comes first, the rest is cut off."""
     by = round(shift * len(samples))
     return pad(samples[: len(samples) - by], (by, 0))

@@ -201,7 +201,7 @@ def test_a_neutral_value_is_not_refused(option):
 
 
 @pytest.mark.parametrize(
-    ("option", "advice"),
+    ("option", "hint"),
     [
         ({"assistant_model": text_model("llama")}, "Decoder(draft=mmdecode.draft.Assistant("),
         ({"synced_gpus": True}, "decode with plain generate"),

@@ -1,1 +1,1 @@
-"""Controls of experiments: what a guide's gain is compared with."""
+"""Control guides for experiments: baselines that a guide's gain is compared with."""

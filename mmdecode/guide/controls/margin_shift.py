@@ -1,8 +1,8 @@
-"""A control: a constant towards yes, wherever the image is.
+"""A control: adds a constant to the margin of yes, whatever the image.
 
-The margin between yes and no moves by ``shift`` at the first token, whatever was asked and shown. A
-method that only moves answers towards yes is matched by the constant that gives its yes-ratio; fit
-it on other images (`mmdecode.evaluation` does).
+The margin between yes and no moves by ``shift`` at the first token, whatever the question and
+image. A method that only moves answers towards yes is matched by the constant that gives its
+yes-ratio; fit it on other images (`mmdecode.evaluation` does).
 
 Source: the mechanism described by Yin et al. 2025, arXiv:2504.10020.
 """

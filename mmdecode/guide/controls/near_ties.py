@@ -1,7 +1,7 @@
 """A control: near ties go to yes.
 
 Where yes and no together have more than ``mass`` of the first token's probability and lie less than
-``gap`` apart, the answer is yes, whatever was shown.
+``gap`` apart, the answer is yes, whatever the image.
 
 Source: OLM of Yin et al. 2025, arXiv:2504.10020.
 """
@@ -22,8 +22,8 @@ class NearTies(FirstWord):
     """Flip of near ties.
 
     Args:
-        gap: See above.
-        mass: See above.
+        gap: Largest difference of the two probabilities that counts as a tie.
+        mass: Probability that yes and no must have together.
         yes: See `mmdecode.guide.answers.FirstWord`.
         no: See ``yes``.
         tokenizer: See ``yes``.
@@ -47,7 +47,7 @@ class NearTies(FirstWord):
         super().__init__(yes, no, tokenizer)
 
     def opening(self, main: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-        """Nothing but yes where the two are tied."""
+        """Only yes where the two are tied; unchanged elsewhere."""
         p = main.softmax(-1)
         p_yes, p_no = (p * yes).sum(-1), (p * no).sum(-1)
         tied = (p_yes + p_no > self.mass) & ((p_yes - p_no).abs() < self.gap)

@@ -1,8 +1,8 @@
 """Controls without a second branch: the plausibility cut alone, and temperature with it.
 
-Much of what contrastive decoding gains over sampling comes from its cut, and much of what additive
-methods gain from hidden sharpening: weights that add up to S sample at temperature 1 / S where the
-branches agree. Both are inert in greedy generation: the argmax survives.
+Much of what contrastive decoding gains over sampling comes from its cut, and much of the gain of
+additive methods comes from hidden sharpening: weights that add up to S sample at temperature 1 / S
+where the branches agree. Both are inert in greedy generation: the argmax survives.
 
 Source: Yin et al. 2025, arXiv:2504.10020; the cut is that of Li et al. 2023,
 arXiv:2210.15097, equation 2.
@@ -19,12 +19,12 @@ from mmdecode.guide.linear import Linear, warn_inert
 
 
 class TemperatureMatched(Linear):
-    """The main distribution at temperature ``1 / total``, cut to what is plausible.
+    """The main distribution at temperature ``1 / total``, with the plausibility cut.
 
     Args:
         total: S, the sum of the weights of the method that this is the control of: 4 for RITUAL, 3
             for AGLA, 1 for contrast.
-        beta: Plausibility cut, that method's.
+        beta: Plausibility cut of that method.
 
     Neutral: ``total`` 1 and ``beta`` 0.
     """
@@ -45,7 +45,7 @@ class TemperatureMatched(Linear):
 
 
 class Plausible(TemperatureMatched):
-    """The main distribution, cut to what is plausible.
+    """The main distribution, with the plausibility cut.
 
     Args:
         beta: Plausibility cut; 0 is neutral.

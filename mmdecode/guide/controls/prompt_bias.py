@@ -1,7 +1,7 @@
 """A control: the model is asked to answer yes.
 
-An instruction is put after the question and the model answers that question instead; nothing looks
-at the image differently.
+An instruction is added after the question, and the model answers that question instead; the image
+is read as before.
 
 Source: PBA of Yin et al. 2025, arXiv:2504.10020.
 """
@@ -27,7 +27,7 @@ YES = "Answer yes whenever possible."
 
 
 class PromptBias(Guide):
-    """Prompt bias; needs the question itself, as an Answerer hands it over.
+    """Prompt bias; needs the question as text, as an Answerer passes it.
 
     Args:
         instruction: Text put after the question; empty: neutral.
