@@ -253,7 +253,7 @@ def _hub_path(name: str) -> str:
 def _ask_hub(name: str) -> None:
     """Asks the Hub once, briefly, whether it has a model.
 
-    By default, the Hub's client retries an unreachable Hub for 20 s and more, and then reports that
+    The Hub's client itself retries an unreachable Hub for 20 s and more, and then reports that
     there is no such model.
 
     Raises:

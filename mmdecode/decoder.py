@@ -63,7 +63,7 @@ class Decoder:
             pass, which takes up to a minute per shape. A part that cannot be captured or compiled
             is run as usual, with a warning that says why. See `mmdecode.engine.capture`.
         draft_guided: Whether drafters that can follow a guide draft from the guided distribution;
-            ``None``: where the model writes image tokens. See `docs/guided_drafts.md`.
+            ``None``: if the model generates image tokens. See `docs/guided_drafts.md`.
         stats: Counters, to which every finished call adds its own; ``None``: new ones. Decoders
             made by ``dataclasses.replace`` share them.
 

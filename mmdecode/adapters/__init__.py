@@ -1,1 +1,1 @@
-"""One file per model family: what a branch needs to run it."""
+"""Adapters, one file a model family: the forward passes that branches run."""

@@ -10,9 +10,9 @@ from mmdecode.errors import UnsupportedModelError
 
 
 def refuse_attention(model: Any) -> None:
-    """Raises unless the model attends by ``sdpa`` or ``eager``.
+    """Refuses a model whose attention is neither ``sdpa`` nor ``eager``.
 
-    Flash attention takes padding masks only, so a tree cannot be told to it.
+    Flash attention takes padding masks only, so it cannot apply the mask of a tree.
     """
     used = attention_implementation(model.config)
     if used not in (None, "sdpa", "eager", NAME):

@@ -1,1 +1,1 @@
-"""Model code and checkpoint converters where transformers has none."""
+"""Model code, and converters of checkpoints, for models that transformers does not have."""

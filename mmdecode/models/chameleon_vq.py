@@ -1,9 +1,9 @@
 """The decoder of Chameleon's image tokenizer, which transformers leaves out.
 
-transformers reads images with Chameleon and never writes them, so its checkpoints hold the encoder
-alone; the published ``vqgan.ckpt`` holds both halves, and `load_published` takes what writes.
-**Untested against published weights**: none could be had. The tests cover the layout and the
-arithmetic, on random weights.
+In transformers, Chameleon reads images but does not generate them, so its checkpoints hold the
+encoder alone; the published ``vqgan.ckpt`` holds both halves, and `load_published` takes the
+decoder. **Untested against published weights**, which were not available. The tests cover the
+layout and the arithmetic, on random weights.
 
 Source: Chameleon 2024, arXiv:2405.09818; the tokenizer is a VQGAN, Esser et al. 2021,
 arXiv:2012.09841, with attention in the middle only; layout of facebookresearch/chameleon
@@ -31,13 +31,12 @@ class ChameleonVQConfig(PreTrainedConfig):
     """Shape of the decoder, named as in `mmdecode.models.vqgan.PixelDecoder`.
 
     Attributes:
-        codebook_size, codebook_dim: Rows of the codebook and their width.
-        channels: Width of the finest level.
-        channel_multipliers: Width of each level as a multiple of it, finest first.
-        residual_blocks: Per level of the encoder; the decoder has one more.
-        latent_channels: Between codebook and decoder.
-        norm_groups: Groups of every GroupNorm.
-        attends: Whether the coarsest level has attention, besides the middle.
+        codebook_size, codebook_dim: Number of codes and their width. channels: Width of the finest
+        level. channel_multipliers: Width of each level as a multiple of it, finest first.
+        residual_blocks: Residual blocks per level of the encoder; the decoder has one more.
+            latent_channels: Channels between codebook and decoder. norm_groups: Groups of every
+                GroupNorm. attends: Whether the
+        coarsest level has attention, besides the middle.
     """
 
     model_type = "chameleon_vq_decoder"
@@ -101,7 +100,7 @@ def load_published(file: str | Path, *, codebook_size: int | None = None) -> Cha
         )
     levels = 1 + max(int(n.split(".")[2]) for n in weights if n.startswith("decoder.up."))
     widths = [len(weights[f"decoder.up.{i}.block.0.conv1.weight"]) for i in range(levels)]
-    channels = math.gcd(*widths)  # widths are all that counts
+    channels = math.gcd(*widths)  # only the widths are needed
     blocks = {n.split(".")[4] for n in weights if n.startswith("decoder.up.0.block.")}
     config = ChameleonVQConfig(
         codebook_size=size,

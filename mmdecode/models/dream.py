@@ -1,16 +1,15 @@
-"""DREAM: three blocks, of which the middle one looks at the states of the target.
+"""DREAM: three blocks, of which the middle one cross-attends to the states of the target.
 
-Block 0 attends over embeddings alone, block 1 crosses from what that made to the target's states
-after the final norm, through two gates that are closed at first, block 2 attends once more, and a
-norm makes the state. A row holds a token's embedding and the state of the token before it, so what
-the row may see of states is what it may see of rows: the mask of a tree holds for both. The first
-token's row has no state.
+Block 0 attends over embeddings alone, block 1 cross-attends from its output to the target's states
+after the final norm, through two gates that are zero at first, block 2 attends once more, and a
+norm makes the state. A row holds a token's embedding and the state of the token before it, so one
+mask serves for attention to rows and to states, also in a tree. The first token's row has no state.
 
 Source: Hu et al. 2025 (DREAM), arXiv:2505.19201, section 3; checked against SAI-Lab-NYU/DREAM.
-Differs from it: nodes of a tree see the states of their own path alone, there also those of
-siblings. Weights as published expect that the first row, which has no state to look at, is given
-the mean over all, later ones among them; ``"first_row": "zero"`` of the configuration gives it
-nothing instead, and then a row depends on earlier ones alone.
+Differs from it: nodes of a tree attend to the states of their own path alone, there also to those
+of siblings. Published weights expect that the first row, which has no state to attend to, gets the
+mean over all, later ones included; ``"first_row": "zero"`` of the configuration gives it zeros
+instead, and then a row depends on earlier ones alone.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class CrossAttention(nn.Module):
         self.q_norm, self.k_norm = norm_of(config, self.dim), norm_of(config, self.dim)
 
     def forward(self, states: Tensor, features: Tensor, mask: Tensor, past: Any) -> Tensor:
-        """``(B, Q, H)`` twice to the same; the first slot that a query sees has no feature."""
+        """``(B, Q, H)`` twice to the same; the first slot that a query may read has no feature."""
         query, key, value = (
             part(given).unflatten(-1, (-1, self.dim)).transpose(1, 2)
             for part, given in (
@@ -66,7 +65,7 @@ class CrossAttention(nn.Module):
         return self.o_proj(found.transpose(1, 2).flatten(2))
 
     def _instead(self, value: Tensor, seen: Tensor) -> Tensor:
-        """Output of a query that sees nothing: 0, or the mean over the keys any other sees."""
+        """Output of a query without keys: 0, or the mean over the keys that any other query has."""
         if not self.uniform:
             return value.new_zeros(())
         there = seen.any(2).to(value.dtype)  # (B, 1, K)
@@ -156,7 +155,7 @@ def entropies(weights: Tensor) -> Tensor:
 
 
 def early_layers(num_layers: int, share: float = 0.4) -> range:
-    """Layers whose inputs may be learned from: those of the first ``share`` but the ends."""
+    """Layers whose inputs may be used in training: those of the first ``share`` but the ends."""
     return range(1, int(num_layers * share) - 1)
 
 

@@ -6,9 +6,9 @@ may be a part of the target's. Both load the published layouts, key by key.
 
 Sources: Li et al. 2024, arXiv:2401.15077, section 3 (EAGLE); arXiv:2406.16858 (EAGLE-2, the same
 weights); 2025, arXiv:2503.01840, section 3 (EAGLE-3); checked against SafeAILab/EAGLE. Differs from
-it: the target's layers are named by the configuration where it names them. Gui et al. 2024,
-arXiv:2408.15562 (FSPAD): the paper's abstract names the two parts, and their form and losses are
-those of the authors' code, Luc4Gui/FSPAD; no published weights were at hand to check against.
+it: the configuration may name the target's layers to read. Gui et al. 2024, arXiv:2408.15562
+(FSPAD): the two parts are from the paper's abstract, their form and losses from the authors' code,
+Luc4Gui/FSPAD; no published weights were available to check against.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EagleLayer(nn.Module):
     Args:
         config: Sizes.
         index: Index of the layer.
-        copies: How many states it makes of one, side by side.
+        copies: Number of states that it computes for each row, concatenated.
     """
 
     def __init__(self, config: Mapping[str, Any], index: int, copies: int = 1) -> None:
@@ -60,10 +60,10 @@ class EagleLayer(nn.Module):
 
 
 class Sampled(nn.Module):
-    """FSPAD's feature sampling: the embedding of the token that was drawn gates the feature.
+    """FSPAD's feature sampling: the embedding of the sampled token gates the feature.
 
-    A feature says what may follow, the embedding what did: ``x + W_d (silu(W_g e) * W_u norm(x))``
-    with ``x = W [e; h] + b``.
+    The feature stands for all possible next tokens, the embedding for the chosen one: ``x + W_d
+    (silu(W_g e) * W_u norm(x))`` with ``x = W [e; h] + b``.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -74,7 +74,7 @@ class Sampled(nn.Module):
         self.post_attention_layernorm = norm_of(config)
 
     def forward(self, both: Tensor) -> Tensor:
-        """Embedding and feature side by side, ``(B, Q, 2 H)``, to ``(B, Q, H)``."""
+        """Embedding and feature, concatenated, ``(B, Q, 2 H)``, to ``(B, Q, H)``."""
         states = self.fc(both)
         embeds = both[..., : states.shape[-1]]
         return states + self.mlp(self.post_attention_layernorm(states), gate=embeds)
@@ -83,9 +83,9 @@ class Sampled(nn.Module):
 class EagleModel(FeatureDrafter):
     """EAGLE and EAGLE-2: ``layers(W [e; h] + b)`` over the target's last states, and its head.
 
-    With ``feature_sampling`` in the configuration it is FSPAD's: `Sampled` stands before the
-    layers, and the last of them makes two states of each row. Logits are read from the first, and
-    the second is the feature of the next row; it alone is asked to be near the target's (partial
+    With ``feature_sampling`` in the configuration it is FSPAD's: `Sampled` comes before the layers,
+    and the last of them computes two states for each row. Logits are read from the first, and the
+    second is the feature of the next row; it alone is trained to be near the target's (partial
     alignment).
     """
 
@@ -133,14 +133,14 @@ class EagleModel(FeatureDrafter):
     def from_weights(
         cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], name: str | Path
     ) -> FeatureDrafter:
-        """The module of a checkpoint; published ones show feature sampling by the weights alone."""
+        """The module of a checkpoint; in published ones only the weights show feature sampling."""
         if "fc.fc.weight" in weights:
             config = {**config, "feature_sampling": True}
         return super().from_weights(config, weights, name)
 
 
 class Eagle3Layer(nn.Module):
-    """Attention over both inputs, normed and side by side; the residual is the feature alone."""
+    """Attention over both inputs, normed and concatenated; the residual is the feature alone."""
 
     def __init__(self, config: Mapping[str, Any], embedding: int) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Eagle3Model(FeatureDrafter):
         self.d2t: Tensor | None
         self.t2d: Tensor | None
         part = size != config["vocab_size"]
-        # how far the drafter's ids are from those of the target's, and which of those it has
+        # offset from each of the drafter's ids to the target's, and which of the target's it has
         self.register_buffer("d2t", torch.zeros(size, dtype=torch.long) if part else None)
         known = torch.arange(config["vocab_size"]) < size
         self.register_buffer("t2d", known if part else None)
@@ -205,11 +205,11 @@ class Eagle3Model(FeatureDrafter):
         return self.midlayer(rows, rotation, mask, past)
 
     def logits(self, states: Tensor, adapter: Any) -> Tensor:
-        """Logits by the own norm and head."""
+        """Logits by its own norm and head."""
         return self.lm_head(self.norm(states))
 
     def target_ids(self) -> Tensor | None:
-        """Each id and its offset."""
+        """The target's id of each of the drafter's ids: the id plus its offset."""
         if self.d2t is None:
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t

@@ -1,10 +1,11 @@
 """Base of feature drafters: small models that draft from the states of a large one.
 
 Row t of such a model pairs the state of token t, as the target computed it, with the embedding of
-token t + 1, and makes of both a state from which token t + 2 is read. The state it made stands in
-for the target's in the next row, so it can go on alone. A method is a `FeatureDrafter`: which
-states it reads, what it does with rows of images, how it runs, and how logits are read off.
-`mmdecode.draft.features` drafts with any of them, `mmdecode.train.drafters.trainer` trains them.
+token t + 1, and computes from both a state that predicts token t + 2. This state replaces the
+target's in the next row, so that drafting can continue without the target. A method is a subclass
+of `FeatureDrafter`: it defines which states are read, what is done with rows of images, the forward
+pass, and the logits. `mmdecode.draft.features` drafts with any of them,
+`mmdecode.train.drafters.trainer` trains them.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ class Rows:
 
     Attributes:
         embeds: Embedding of the token after each row's own, ``(B, Q, E)``.
-        features: State of the row's token, fused by the drafter or made by it, ``(B, Q, H)``.
+        features: State of the row's token: the target's, fused by the drafter, or the drafter's
+            own, ``(B, Q, H)``.
         positions: Position of the row's token, ``(B, Q)``, or in time, height and width, ``(B, 3,
             Q)``.
-        kept: Rows that are no padding and that later rows may see, ``(B, Q)``; ``None``: all.
+        kept: Rows that are no padding and that later rows may attend to, ``(B, Q)``; ``None``: all.
         images: Image that the row's embedding is a part of, counted from 1, ``(B, Q)``; 0 for
             none. ``None``: none of any.
         carried: Prompt summary that the drafter keeps for later rows, ``(B, 1 or Q, C)``.
@@ -53,7 +55,7 @@ class Rows:
 
     @classmethod
     def stacked(cls, parts: Sequence[Rows]) -> Rows:
-        """Prompts of several branches, one below the other, padded on the left to the widest."""
+        """Rows of the prompts of several branches, in order, padded on the left to the widest."""
         width = max(part.embeds.shape[1] for part in parts)
 
         def rows(name: str, *after: int) -> Tensor:
@@ -72,14 +74,14 @@ class Rows:
         )
 
     def packed(self) -> tuple[Rows, Tensor]:
-        """Rows that are kept, moved to the right, and how many slots stay empty, ``(B,)``.
+        """The kept rows, right-aligned, and the number of empty slots before them, ``(B,)``.
 
         Asks for the largest number of kept rows on the host.
         """
         assert self.kept is not None and self.images is not None
         count = self.kept.sum(1)
         width = int(count.max())
-        # a stable sort puts what is left out first and keeps the order of the rest
+        # a stable sort puts rows that are left out first and keeps the order of the rest
         order = self.kept.long().argsort(dim=1, stable=True)[:, self.kept.shape[1] - width :]
 
         def moved(rows: Tensor) -> Tensor:
@@ -135,7 +137,7 @@ class Rotary:
         rope |= {"rope_type": kind, "rope_theta": theta}
         inner = LlamaRotaryEmbedding(LlamaConfig(**shape, rope_parameters=rope))
         self.scaling: float = inner.attention_scaling
-        # no buffer: a copy in half precision must not round frequencies
+        # not a buffer: a copy in half precision must not round frequencies
         self._frequencies = {torch.device("cpu"): inner.inv_freq.float()}
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -157,7 +159,7 @@ class Attention(nn.Module):
     Args:
         config: Sizes.
         index: Index of the layer in the cache.
-        inputs: Width of what is read; ``None``: the hidden size.
+        inputs: Width of the input; ``None``: the hidden size.
     """
 
     def __init__(self, config: Mapping[str, Any], index: int = 0, inputs: int | None = None):
@@ -194,7 +196,7 @@ class MLP(nn.Module):
 
     Args:
         config: Sizes.
-        outputs: Width of what is made; ``None``: the hidden size.
+        outputs: Width of the output; ``None``: the hidden size.
     """
 
     def __init__(self, config: Mapping[str, Any], outputs: int | None = None) -> None:
@@ -205,13 +207,13 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, outputs or width, bias=False)
 
     def forward(self, states: Tensor, gate: Tensor | None = None) -> Tensor:
-        """``(..., H)`` to ``(..., outputs)``; ``gate``, as wide, opens it in their place."""
+        """``(..., H)`` to ``(..., outputs)``; the gate is computed from ``gate``, if given."""
         gate = states if gate is None else gate
         return self.down_proj(F.silu(self.gate_proj(gate)) * self.up_proj(states))
 
 
 class Norm(nn.RMSNorm):
-    """In its weight's precision, where autocast would hand it states of another."""
+    """Root-mean-square norm in the precision of its weight, also under autocast."""
 
     def forward(self, states: Tensor) -> Tensor:
         """``(..., H)`` to the same."""
@@ -229,7 +231,7 @@ class FeatureDrafter(nn.Module):
     Args:
         config: Content of ``config.json``: the sizes of a Llama, and fields of the method. Fields
             of the target is checked: ``target_hidden_size``, ``target_num_layers``, ``vocab_size``.
-        own_embedding: Whether it brings a table of embeddings; else the target's is used.
+        own_embedding: Whether it has its own embedding table; else the target's is used.
 
     Raises:
         UnsupportedModelError: The configuration asks for a window or an unknown rotary form.
@@ -238,7 +240,7 @@ class FeatureDrafter(nn.Module):
     kind: ClassVar[str]
     """Its name in ``config.json`` and in training."""
     marker: ClassVar[str]
-    """Beginning of a key that a published checkpoint of this kind has."""
+    """Prefix of a key that published checkpoints of this kind have."""
     reads_first: ClassVar[bool] = False
     """Whether it also has a row for the first token, which has no state before it."""
     cache_layers: int = 1
@@ -267,11 +269,11 @@ class FeatureDrafter(nn.Module):
         return self.config.get("target_hidden_size") or self.width
 
     def levels(self, num_layers: int) -> tuple[Level, ...]:
-        """Levels of a target with so many layers that make a feature, in order."""
+        """Levels whose states make a feature, in order, for a target with ``num_layers`` layers."""
         raise NotImplementedError
 
     def embed(self, ids: Tensor, adapter: Any) -> Tensor:
-        """Embeddings of the target's ids, by the own table where there is one."""
+        """Embeddings of the target's ids, by its own table if it has one."""
         if self.embed_tokens is None:
             return embedded(ids, adapter)
         # a placeholder of an image may have an id of its own after the vocabulary
@@ -300,7 +302,7 @@ class FeatureDrafter(nn.Module):
         return adapter.head(states)
 
     def target_ids(self) -> Tensor | None:
-        """The target's id of each of the drafter's, ``(D,)``; ``None``: they are the same."""
+        """The target's id of each of the drafter's ids, ``(D,)``; ``None``: they are the same."""
         return None
 
     def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> None:
@@ -327,12 +329,12 @@ class FeatureDrafter(nn.Module):
 
     @staticmethod
     def ignored(key: str) -> bool:
-        """Whether a checkpoint may hold what no module needs: tables that follow from others."""
+        """Whether a tensor of a checkpoint is not needed, as tables that follow from others."""
         return key.endswith("rotary_emb.inv_freq") or key == "lm_head.weight"
 
 
 def embedded(ids: Tensor, adapter: Any) -> Tensor:
-    """Embeddings of the target's ids, by its own table."""
+    """Embeddings of the target's ids, by the target's table."""
     return adapter.embed(ids)
 
 

@@ -1,8 +1,8 @@
 """FLASH: a drafter that reads an image as a few latents and makes several states in one pass.
 
-Rows of A attend to the target's states of an image, ``softmax(A H^T) H``, and what they find lies
-at the last positions of the image, whose other rows are left out; positions keep their gap. One
-layer of attention and a wide product make of row t the states of tokens t + 1 to t + K.
+Rows of A attend to the target's states of an image, ``softmax(A H^T) H``; the results take the last
+positions of the image, whose other rows are left out, so positions have a gap. One layer of
+attention and a wide linear layer compute the states of tokens t + 1 to t + K from row t.
 
 Source: Wang et al. 2025 (FLASH), arXiv:2505.12728, from the formulas: the released class cannot run
 (ZihuaEvan/FlashSD, flash/model/llama_sar.py). Differs from it: heads share keys in groups, where it
@@ -23,7 +23,7 @@ from mmdecode.models.image_rows import at_last_rows, members_of
 
 
 class Head(Attention):
-    """Attention, and a product that makes ``k`` states of each row."""
+    """Attention, and a linear layer that computes ``k`` states for each row."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__({"attention_bias": True, **config})
@@ -34,10 +34,10 @@ class Head(Attention):
 
 
 class FlashModel(FeatureDrafter):
-    """FLASH: ``k`` states a row, side by side, and the target's head for each.
+    """FLASH: ``k`` states per row, concatenated, and the target's head for each.
 
-    ``k`` and ``compress_len`` (rows of A) are read from the configuration. With ``k = 1`` it is
-    asked what EAGLE is asked.
+    ``k`` and ``compress_len`` (rows of A) are read from the configuration. With ``k = 1`` it
+    predicts the same as EAGLE.
     """
 
     kind: ClassVar[str] = "flash"
@@ -55,7 +55,7 @@ class FlashModel(FeatureDrafter):
         return ("last",)
 
     def prepare(self, rows: Rows) -> Rows:
-        """Latents in place of the last rows of each image, without the rows before."""
+        """Replaces the last rows of each image by latents, and leaves out the rows before."""
         assert rows.images is not None and rows.kept is not None
         images = rows.images * rows.kept
         members = members_of(images)

@@ -1,7 +1,7 @@
 """Hydra heads: heads on the model's last state that also read the tokens drafted so far.
 
-Head k, counted from 1, reads the state that decided the root x_1 next to the embeddings of x_1 to
-x_k and predicts x_(k+1); so children of two siblings differ, where those of Medusa's heads cannot.
+Head k, counted from 1, reads the state that decided the root x_1 and the embeddings of x_1 to x_k
+and predicts x_(k+1); so children of two siblings may differ, unlike those of Medusa's heads.
 
 Source: Ankner et al. 2024 (Hydra), arXiv:2402.05109, section 3; checked against the reference's
 ``mlp`` heads as hemingkx/Spec-Bench has them. Differs from it: heads share the target's output
@@ -23,7 +23,7 @@ from mmdecode.models.feature_drafter import embedded, save_drafter
 
 
 class Block(nn.Module):
-    """``x + silu(A x + b)``, with ``R x + r`` in place of x where the width changes.
+    """``x + silu(A x + b)``, with ``R x + r`` instead of x if the width changes.
 
     Args:
         inputs: Width of x.
@@ -52,7 +52,7 @@ class HydraHeads(nn.Module):
     Args:
         config: ``hidden_size``, ``vocab_size``, ``hydra_num_heads``, ``hydra_num_layers`` (blocks
             of a head, default 1) and ``hydra_own_outputs`` (whether each head has an output matrix
-            of its own, default no); what it says of the target is checked, as of a
+            of its own, default no); fields about the target are checked, as for
             `mmdecode.models.feature_drafter.FeatureDrafter`.
     """
 

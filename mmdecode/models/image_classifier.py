@@ -1,7 +1,7 @@
-"""A classifier that was trained apart from the image models, as a judge of their images.
+"""A classifier trained independently of the image models, to evaluate their images.
 
 ``zoo:scene-classifier`` knows the scenes of the zoo; any folder that timm reads serves for other
-classes. Its penultimate features carry the distances of `mmdecode.evaluation.images.samples`.
+classes. The distances of `mmdecode.evaluation.images.samples` use its penultimate features.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Judged:
 
 
 class Classifier:
-    """A timm model that tells classes of images.
+    """A timm model that classifies images.
 
     Args:
-        network: It takes pixels from -1 to 1.
+        network: The model, which takes pixels from -1 to 1.
         classes: Names, in the order of its outputs.
         side: Pixels of the images it was trained on, to which others are resized.
         name: Its name in reports.

@@ -2,8 +2,8 @@
 
 The generated part is ``rows`` rows of ``columns`` codes, each row perhaps followed by a newline
 token, the last one perhaps by a fixed tail. These tokens are forced: their position decides them.
-Index 0 is the first generated token; whatever a model wants before the codes (sizes, the token that
-opens an image) belongs to its prompt.
+Index 0 is the first generated token; tokens that a model reads before the codes (sizes, the token
+that opens an image) belong to its prompt.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Layout:
         return self._codes[vocab, device]
 
     def cell_indices(self) -> Tensor:
-        """Generated index of every cell, ``(rows, columns)``."""
+        """Index of every code among the generated tokens, ``(rows, columns)``."""
         first = torch.arange(self.rows)[:, None] * self.stride
         return first + torch.arange(self.columns)
 

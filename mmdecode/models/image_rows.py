@@ -1,4 +1,4 @@
-"""Rows of images in what a drafter reads: which belong together, and fewer in their place."""
+"""Rows of images in a drafter's input: which image each belongs to, and replacing them by fewer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def numbered(images: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
 
     Args:
         images: Tokens of images, ``(B, L)`` bool.
-        sizes: Tokens of each image, row by row; ``None``, or where they do not add up to those of
-            rows: tokens side by side are of one image.
+        sizes: Tokens of each image, row by row; ``None``, or if they do not add up to the tokens of
+            a row: adjacent tokens are one image.
     """
     ends = {0, *itertools.accumulate(sizes or ())}
     if not ends.issuperset(images.sum(1).cumsum(0).tolist()) or max(ends) != int(images.sum()):
@@ -38,10 +38,11 @@ def members_of(images: Tensor) -> Tensor:
 
 
 def at_last_rows(made: Tensor, members: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Puts what was made of each image where its last rows are.
+    """Replaces the last rows of each image by the vectors computed for it.
 
     Args:
-        made: ``(B, I, S, H)``; of an image with fewer rows, the last that fit.
+        made: Vectors for each image, ``(B, I, S, H)``; an image with fewer rows takes the last of
+            them.
         members: See `members_of`, with at least one image.
         rows: ``(B, L, H)``.
 

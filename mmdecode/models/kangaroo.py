@@ -54,13 +54,13 @@ class KangarooModel(FeatureDrafter):
         return self.norm(self.layers[0](rows.features, rotation, mask, past))
 
     def after_layer(self, states: Tensor, mask: Tensor, rotation: Any, past: Any) -> Tensor:
-        """The same after a layer of a running target, before the last norm.
+        """States ``(B, Q, H)`` before the last norm, run right after a layer of the target.
 
         Args:
             states: States that the layer made, ``(B, Q, H)``.
-            mask: Additive, as the layer was given.
+            mask: Additive, the layer's own.
             rotation: Cosines and sines of the target, ``(B, Q, D)`` each.
-            past: Cache of the target's form, whose layer ``exit_layer`` is free.
+            past: Cache like the target's, whose layer ``exit_layer`` is free.
         """
         return self.layers[0](states, rotation, mask, _Shifted(past, self.exit_layer))
 
@@ -77,11 +77,11 @@ class _Shifted:
 
 
 class Exit(nn.Module):
-    """The last layer that runs, with the adapter after it: stands in its place in a view.
+    """The last layer of a view of the target, with the adapter after it.
 
     Args:
         layer: Layer of the target.
-        adapter: Read with what the layer was called with.
+        adapter: The adapter, run with the layer's arguments.
     """
 
     def __init__(self, layer: nn.Module, adapter: KangarooModel) -> None:

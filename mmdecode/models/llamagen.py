@@ -1,10 +1,9 @@
 """LlamaGen's transformer: a Llama over image codes in raster order, after a class or a caption.
 
 The sequence is the condition's slots (one for a class, many for a caption), then the codes row by
-row; position i's logits are those of code i + 1 - slots. Positions are rotated by row and column,
-and those of the condition by nothing at all: cosine and sine are both zero there, so their queries
-and keys vanish. A condition is therefore attended to evenly, whatever it says, and speaks through
-its values.
+row; position i's logits are those of code i + 1 - slots. Positions are rotated by row and column;
+for those of the condition cosine and sine are both zero, so that their queries and keys vanish. A
+condition is therefore attended to evenly, whatever it is, and acts through its values only.
 
 Modules are named as transformers names those of Llama; `load_published` renames.
 
@@ -56,9 +55,9 @@ class LlamaGenConfig(PreTrainedConfig):
         num_hidden_layers, num_attention_heads: The width of a head is a multiple of four.
         grid_size: Codes in each of the image's rows and columns.
         num_classes: Classes, the null class not counted; 0 for a caption-conditional model.
-        caption_slots, caption_size: For a caption-conditional model: how many text features stand
-            before the image, and how wide they are; 0 for classes.
-        grey: Whether codes are grey levels from black to white, so that there is no tokenizer.
+        caption_slots, caption_size: For a caption-conditional model: number of text features before
+        the image, and their width; 0 for classes. grey: Whether codes are grey levels from black to
+        white, so that there is no tokenizer.
     """
 
     model_type = "llamagen"
@@ -114,7 +113,7 @@ def rotary_table(config: LlamaGenConfig) -> Tensor:
 
 
 class GridRotary(nn.Module):
-    """Looks positions up in ``tables``, one a device, in float32 whatever the model is in."""
+    """Looks positions up in ``tables``, one per device, in float32 whatever the model's dtype."""
 
     def __init__(self, config: LlamaGenConfig) -> None:
         super().__init__()
@@ -320,7 +319,7 @@ class LlamaGenModel(LlamaGenPreTrainedModel):
             condition: Class ids ``(B,)``, or caption features ``(B, caption_slots, caption_size)``.
 
         Raises:
-            ShapeError: It is of another kind than the model was trained on.
+            ShapeError: The model was trained on the other kind of condition.
         """
         return self.condition(condition)
 
@@ -345,7 +344,7 @@ class LlamaGenModel(LlamaGenPreTrainedModel):
                 `embed_condition`.
             attention_mask: Additive float or bool ``(B, 1, Q, K)``; ``None``: causal.
             position_ids: Positions in slots and grid, ``(B or 1, Q)``; ``None``: after the cache.
-            past_key_values: Keys and values of before, which grow.
+            past_key_values: Cache of keys and values, which is extended.
             use_cache: Whether to make a cache where none is given.
 
         Raises:
@@ -437,7 +436,7 @@ class LlamaGenForImageGeneration(LlamaGenPreTrainedModel):
 def padding_mask(slot_mask: Tensor, length: int) -> Tensor:
     """Causal attention that leaves padded slots out, bool ``(B, 1, length, length)``.
 
-    A padded slot sees itself, since it would otherwise see nothing.
+    A padded slot attends to itself, since it would otherwise have no keys.
 
     Args:
         slot_mask: Slots that are no padding, bool ``(B, slots)``.
@@ -500,8 +499,8 @@ def load_published(
         grid_size: Codes per row: the image's side over the tokenizer's factor, as 24 for 384 pixels
             and 16. ``None``: that of the table of rotations, where one is stored.
         num_heads: ``None``: as published for the width.
-        rms_norm_eps: Not visible in the weights either.
-        rope_theta: Likewise.
+        rms_norm_eps: Epsilon of the norms, which the weights do not show.
+        rope_theta: Base of the rotary frequencies, which the weights do not show.
 
     Raises:
         InputError: The file has another layout, or does not say what was left open.

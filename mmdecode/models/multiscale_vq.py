@@ -1,9 +1,9 @@
-"""VAR's image tokenizer: one codebook, read on grids of growing size, each adding what is missing.
+"""VAR's image tokenizer: one codebook on grids of growing size, each coding the residual so far.
 
-The latents f of an image are approximated by a sum over scales: what is left of f is averaged onto
-a grid of ``side * side`` places, each place takes its nearest code, the codes are enlarged to the
-full grid, pass a convolution and are added to the running sum f_hat. A transformer that writes the
-codes scale by scale is fed with f_hat averaged onto the next grid.
+The latents f of an image are approximated by a sum over scales: the residual of f is averaged onto
+a grid of ``side * side`` positions, each position takes its nearest code, the codes are enlarged to
+the full grid, pass a convolution and are added to the running sum f_hat. A transformer that
+generates the codes scale by scale reads f_hat averaged onto the next grid.
 
 Source: Tian et al. 2024, arXiv:2404.02905, algorithms 1 and 2; layout of FoundationVision/VAR
 ``models/vqvae.py`` and ``models/quant.py``, read by `load_published`. Differs from it in: codes are
@@ -38,12 +38,12 @@ class MultiScaleVQConfig(PreTrainedConfig):
     """Shape of a tokenizer.
 
     Attributes:
-        codebook_size, codebook_dim: Rows of the codebook and their width.
-        patch_nums: Side of each scale's grid, ascending; the last is that of the latents.
-        channels: Width of the finest level of encoder and decoder.
-        channel_multipliers: Width of each level as a multiple of it; an image is halved between
+        codebook_size, codebook_dim: Number of codes and their width. patch_nums: Side of each
+        scale's grid, ascending; the last is that of the latents. channels: Width of the finest
+        level of encoder and decoder. channel_multipliers: Width of each level as a multiple of it;
+        an image is halved between
             levels, so five levels make a latent of 16 x 16 pixels.
-        residual_blocks: Per level of the encoder; the decoder has one more.
+        residual_blocks: Residual blocks per level of the encoder; the decoder has one more.
         norm_groups: Groups of every normalisation; divides all widths.
         kernel: Side of the convolutions between encoder, codebook and decoder.
         residual_convolutions: How many convolutions the scales share among them.
@@ -86,8 +86,9 @@ def scale_starts(patch_nums: Sequence[int]) -> tuple[int, ...]:
 def convolution_of_scale(scales: int, convolutions: int) -> tuple[int, ...]:
     """Index of the shared convolution of each scale: the one whose tick is nearest to it.
 
-    Scales lie evenly from 0 to 1. Four convolutions have their ticks from 1/12 to 11/12, any other
-    number at the middle of equal parts; as the published code has it, ties by its rounding too.
+    Scales are spaced evenly from 0 to 1. The ticks of four convolutions lie from 1/12 to 11/12,
+    those of any other number at the middle of equal parts; ties go by rounding, as in the published
+    code.
     """
     margin = 1 / (3 if convolutions == 4 else 2) / convolutions
     ticks = np.linspace(margin, 1 - margin, convolutions)
@@ -258,9 +259,9 @@ def load_published(
     """A tokenizer from a published ``vae_*.pth``, in float32 and evaluation mode.
 
     Args:
-        file: The weights; everything that they show is read from their shapes.
-        patch_nums: Side of each scale's grid, which they do not show.
-        residual_share: ``quant_resi`` of the published code, which they do not show either.
+        file: The weights; most of the configuration is inferred from their shapes.
+        patch_nums: Side of each scale's grid, which the weights do not show.
+        residual_share: ``quant_resi`` of the published code, which the weights do not show either.
 
     Raises:
         InputError: The file has another layout, or another number of scales.

@@ -1,15 +1,16 @@
-"""VAR's transformer: all codes of a scale from all scales before it, for a class of pictures.
+"""VAR's transformer: predicts all codes of a scale from all scales before it, given a class.
 
 The sequence is the class, then the scales, small ones first: the first scale reads the class
-itself, every later one the picture so far on its grid (`MultiScaleVQ.scale_input`). A position's
-logits are those of the code at its own position. A position sees its whole scale and all before it,
-so that the codes of a scale are drawn together, and keys and values of finished scales are kept.
+itself, every later one the image so far on its grid (`MultiScaleVQ.scale_input`). A position's
+logits are those of the code at its own position. A position attends to its whole scale and all
+before it, so that the codes of a scale are sampled together, and keys and values of finished scales
+are kept.
 
 Parameters are named as in the published checkpoints, which `load_published` reads.
 
 Source: Tian et al. 2024, arXiv:2404.02905; layout of FoundationVision/VAR ``models/var.py`` and
-``models/basic_var.py``. Differs from it in: what follows from the configuration (levels, mask, the
-keys' zero bias) is no part of the weights; labels are never dropped here.
+``models/basic_var.py``. Differs from it in: buffers that follow from the configuration (levels,
+mask, the keys' zero bias) are not stored with the weights; labels are never dropped here.
 """
 
 from __future__ import annotations
@@ -39,18 +40,16 @@ class VarConfig(PreTrainedConfig):
     """Shape of a transformer.
 
     Attributes:
-        vocab_size, codebook_dim: Rows of the tokenizer's codebook and their width.
-        patch_nums: Side of each scale's grid, ascending.
-        num_classes: The null class not counted.
+        vocab_size, codebook_dim: Number of the tokenizer's codes and their width. patch_nums: Side
+        of each scale's grid, ascending. num_classes: Number of classes, without the null class.
         unconditional: Whether there is a null class, ``num_classes``, which guidance needs.
         hidden_size, intermediate_size: Width of states and of the feed-forward part.
-        num_hidden_layers, num_attention_heads: Sizes of the blocks.
-        attn_l2_norm: Queries and keys of length one, and a learned sharpness for each head, at
-            most 100.
-        shared_adaln: One projection of the class for all blocks next to a learned offset in each,
-            as in the model for 512 pixels; otherwise a projection in each.
+        num_hidden_layers, num_attention_heads: Sizes of the blocks. attn_l2_norm: Whether queries
+        and keys are normalised to length one, with a learned scale for each head, at most 100.
+        shared_adaln: Whether one projection of the class serves all blocks, with a learned offset
+            in each, as in the model for 512 pixels; otherwise each block has its own.
         norm_eps: Epsilon of every normalisation.
-        tokenizer: Folder of the `MultiScaleVQ`, from this model's own folder; empty: not known.
+        tokenizer: Folder of the `MultiScaleVQ`, relative to this model's folder; empty: not known.
     """
 
     model_type = "var"
@@ -75,12 +74,12 @@ class VarConfig(PreTrainedConfig):
 
 
 class ScaleCache:
-    """Keys and values of every layer, in room that is there from the start.
+    """Keys and values of every layer, in storage that is allocated at the start.
 
     Args:
         config: Configuration of the model.
-        rows: Conditional and unconditional ones together.
-        tokens: The most it will hold.
+        rows: Number of rows, conditional and unconditional ones together.
+        tokens: Largest number of tokens to hold.
         device, dtype: Device and data type of keys and values.
     """
 
@@ -99,11 +98,11 @@ class ScaleCache:
 
     @property
     def num_bytes(self) -> int:
-        """Its keys and values."""
+        """Size of the keys and values in bytes."""
         return self.room.nbytes
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values ``(R, heads, n, width)`` of a layer; returns all of its."""
+        """Stores keys and values ``(R, heads, n, width)`` of a layer; returns all of that layer."""
         stop = self.length + key.shape[2]
         self.room[layer, 0, :, :, self.length : stop] = key
         self.room[layer, 1, :, :, self.length : stop] = value
@@ -127,7 +126,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None, cache: ScaleCache | None, layer: int
     ) -> Tensor:
-        """``(R, n, W)`` to the same; ``mask`` ``(n, cached + n)`` is true where a key is seen."""
+        """``(R, n, W)`` to the same; ``mask`` ``(n, cached + n)`` is true for visible keys."""
         bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         joint = F.linear(x, self.mat_qkv.weight, bias).unflatten(2, (3, self.heads, -1))
         query, key, value = joint.permute(2, 0, 3, 1, 4)  # each (R, heads, n, width)
@@ -157,7 +156,7 @@ class FeedForward(nn.Module):
 
 
 def modulation(width: int, parts: int) -> nn.Sequential:
-    """From a class's embedding to the factors and offsets of a block."""
+    """Layers that map a class's embedding to the factors and offsets of a block."""
     return nn.Sequential(nn.SiLU(), nn.Linear(width, parts * width))
 
 
@@ -217,7 +216,7 @@ class Head(nn.Module):
 
 
 class VarForImageGeneration(PreTrainedModel):
-    """Classes and pictures so far to logits of codes."""
+    """VAR: logits of codes from classes and the image so far."""
 
     config_class = VarConfig
     main_input_name = "classes"
@@ -237,7 +236,7 @@ class VarForImageGeneration(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Narrow normals; what the class scales starts at zero, so that blocks change nothing."""
+        """Narrow normals; factors from the class start at zero, so that blocks change nothing."""
         deviation = math.sqrt(1 / (3 * self.config.hidden_size))
         if isinstance(module, VarForImageGeneration):
             for table in (module.pos_start, module.pos_1LC):
@@ -273,9 +272,9 @@ class VarForImageGeneration(PreTrainedModel):
 
         Args:
             classes: One per row, ``(R,)``.
-            inputs: The picture so far at each place of the scales to feed,
-                ``(R, m, codebook_dim)``. Without a filled cache the first scale, which reads the
-                class, comes before them.
+            inputs: The image so far at each position of the scales to feed, ``(R, m,
+                codebook_dim)``. Without a filled cache the first scale, which reads the class,
+                comes before them.
             cache: Cache of the scales before; takes the new keys and values.
 
         Raises:
@@ -314,7 +313,7 @@ class VarForImageGeneration(PreTrainedModel):
 
 
 def visible(levels: Tensor, begin: int) -> Tensor:
-    """Mask ``(n, L)`` of the tokens from ``begin`` on: they see their own scale and all before."""
+    """Mask ``(n, L)`` of the tokens from ``begin`` on: their own scale and all before it."""
     return levels[begin:, None] >= levels
 
 
@@ -327,9 +326,9 @@ def load_published(
     """A transformer from a published ``var_d*.pth``, in float32 and evaluation mode.
 
     Args:
-        file: The weights; their shapes show nearly everything.
+        file: The weights; most of the configuration is inferred from their shapes.
         patch_nums: Side of each scale's grid; ``None``: as the file's buffer ``lvl_1L`` has it.
-        num_heads: ``None``: as many as there are learned sharpnesses, without these as blocks.
+        num_heads: ``None``: as many as there are learned scales; without these, as many as blocks.
 
     Raises:
         InputError: The file has another layout, or other scales.

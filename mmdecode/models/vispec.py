@@ -1,9 +1,9 @@
 """ViSpec: a drafter that reads each image as a few summaries and one vector for all text after it.
 
 Learned queries attend to the embeddings of an image. All outputs but the last become the drafter's
-rows at the last positions of the image, whose other rows are left out; positions keep their gap.
-The last output is the image's global vector, which every later row of text mixes into its feature,
-until another image comes.
+rows at the last positions of the image, whose other rows are left out; so positions have a gap. The
+last output is the image's global vector, which is mixed into the feature of every later row of
+text, until the next image.
 
 Source: Kang et al. 2025 (ViSpec), arXiv:2509.15235, section 3; checked against KangJialiang/ViSpec.
 Differs from it: rows of a batch may differ, and images may be anywhere, also next to each other. An
@@ -51,11 +51,11 @@ class Adaptor(nn.Module):
 
 
 class ViSpecModel(EagleModel):
-    """EAGLE with `Adaptor` for images, and ``W_g [h; g]`` in place of the feature h of text.
+    """EAGLE with `Adaptor` for images, and ``W_g [h; g]`` instead of the feature h of text.
 
     ``num_queries`` of the configuration counts the global vector. At first ``W_g`` is the identity
-    on h and zero on g: EAGLE's weights go on as they are. Positions are those of the tokens, also
-    after a target that counts in time, height and width.
+    on h and zero on g: EAGLE's weights can be used unchanged. Positions are those of the tokens,
+    also after a target that counts in time, height and width.
     """
 
     kind: ClassVar[str] = "vispec"
@@ -75,13 +75,13 @@ class ViSpecModel(EagleModel):
     def from_weights(
         cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], name: str | Path
     ) -> FeatureDrafter:
-        """The module of a checkpoint; published ones tell the queries by the weights alone."""
+        """The module of a checkpoint; the number of queries is inferred from the weights."""
         if "imadpt.q" in weights:
             config = {**config, "num_queries": len(weights["imadpt.q"])}
         return super().from_weights(config, weights, name)
 
     def prepare(self, rows: Rows) -> Rows:
-        """Summaries in place of the last rows of each image, without the rows before."""
+        """Replaces the last rows of each image by summaries, and leaves out the rows before."""
         assert rows.images is not None and rows.kept is not None
         images = rows.images * rows.kept
         members = members_of(images)

@@ -1,8 +1,8 @@
 """LlamaGen's image tokenizer: a convolutional autoencoder with one codebook.
 
-Codes are compared and decoded by their direction alone: rows of the codebook and what the encoder
-gives are brought to length one. The stored rows are not, so whoever asks which codes are close
-(LANTERN) has to ask `VQModel.codes`.
+Codes are compared and decoded by their direction alone: rows of the codebook and the encoder's
+output are normalised to length one. The stored rows are not, so distances between codes (as in
+LANTERN) have to be computed from `VQModel.codes`.
 
 Parameters are named as in the published checkpoints, which `load_published` reads.
 
@@ -32,14 +32,14 @@ class VQConfig(PreTrainedConfig):
     """Shape of a tokenizer.
 
     Attributes:
-        codebook_size, codebook_dim: Rows of the codebook and their width.
-        channels: Width of the first level.
-        channel_multipliers: Width of each level as a multiple of it; an image is halved between
+        codebook_size, codebook_dim: Number of codes and their width. channels: Width of the first
+        level. channel_multipliers: Width of each level as a multiple of it; an image is halved
+        between
             levels, so three levels make a code of 4 x 4 pixels.
-        residual_blocks: Per level of the encoder; the decoder has one more.
-        latent_channels: Between encoder and codebook.
-        norm_groups: Groups of every GroupNorm; divides the width of each level. One group for
-            each channel would take the brightness out of a narrow model's image.
+        residual_blocks: Residual blocks per level of the encoder; the decoder has one more.
+        latent_channels: Channels between encoder and codebook.
+        norm_groups: Groups of every GroupNorm; divides the width of each level. One group for each
+            channel would remove the brightness from a narrow model's images.
     """
 
     model_type = "llamagen_vq"
@@ -142,7 +142,7 @@ def load_published(file: str | Path, *, codebook_size: int | None = None) -> VQM
 
 
 def _config_of(weights: dict[str, Tensor]) -> VQConfig:
-    """All of a published tokenizer's shape but the 32 groups is visible in its weights."""
+    """The configuration of a published tokenizer, from its weights, which do not show groups."""
     size, dim = weights["quantize.embedding.weight"].shape
     channels = len(weights["encoder.conv_in.weight"])
     multipliers: list[int] = []

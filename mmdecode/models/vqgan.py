@@ -19,7 +19,7 @@ GROUPS = 32  # of every published checkpoint
 
 
 def normed(channels: int, groups: int = GROUPS) -> nn.GroupNorm:
-    """Group normalisation as the whole family has it."""
+    """Group normalisation with the family's settings."""
     return nn.GroupNorm(groups, channels, eps=1e-6)
 
 
@@ -42,7 +42,7 @@ class ResidualBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """One head of attention among all places of a picture."""
+    """One head of attention over all positions of an image."""
 
     def __init__(self, channels: int, groups: int = GROUPS) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Every place repeated twice both ways, then a convolution."""
+    """Nearest-neighbour upsampling by 2, then a convolution."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Encoder(nn.Module):
 
     Args:
         channels: Channels of the finest level.
-        multipliers: Multiplier of each level's channels, finest first; pictures are halved between
+        multipliers: Multiplier of each level's channels, finest first; images are halved between
             levels.
         blocks: Residual blocks per level.
         z_channels: Channels of the latents.
@@ -205,7 +205,7 @@ class PixelDecoder(nn.Module):
 
 
 class ConvolutionalModel(PreTrainedModel):
-    """A tokenizer of the family: begins as torch begins its parts."""
+    """Base of tokenizers of the family, initialised as torch initialises their layers."""
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initialises like torch: transformers' narrow normal starves a convolutional network."""
@@ -216,7 +216,7 @@ class ConvolutionalModel(PreTrainedModel):
 class CodeDecoder(ConvolutionalModel):
     """Codes to images, by one codebook.
 
-    A subclass has the modules ``decoder`` and ``post_quant_conv``, and says what codes stand for.
+    A subclass has the modules ``decoder`` and ``post_quant_conv``, and defines `codes`.
     """
 
     @property
@@ -247,7 +247,7 @@ class CodeDecoder(ConvolutionalModel):
 
 
 def split_joint_projection(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Queries, keys and values apart where a layout keeps them as one ``qkv`` convolution."""
+    """Splits ``qkv`` convolutions of a layout into queries, keys and values."""
     found: dict[str, Tensor] = {}
     for name, value in weights.items():
         if ".qkv." in name:

@@ -1,1 +1,1 @@
-"""Parts that every long job shares, whatever it decodes."""
+"""Files, journals, failures and processes: what long jobs of all kinds share."""

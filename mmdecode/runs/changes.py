@@ -1,9 +1,8 @@
-"""The files that results are made of: whether one changed since under the same path.
+"""Detects input files that have changed since results were made of them.
 
-A result's line has the size and the digest of its input, taken before it was read; where rows have
-no place for them, as those of evaluations, they are in a file of their own (`Noted`). The times of
-files are kept apart from both, in `TIMES`: where size and time are as they were noted, nothing is
-read again.
+A result's line has the size and the digest of its input, taken before it was read; for rows without
+such fields, as those of evaluations, they are in a separate file (`Noted`). Modification times are
+kept in `TIMES`: if size and time are unchanged, a file is not read again.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CONTENTS = ".mmdecode-inputs"
 
 
 class Inputs:
-    """Sizes and digests of input files, as far as they were noted.
+    """Recorded sizes and digests of input files.
 
     Args:
         folder: Folder of the results; it need not exist.
@@ -58,16 +57,16 @@ class Inputs:
         return {"size": found.st_size, "digest": digest}
 
     def reading(self, path: str) -> None:
-        """Takes the content of a file before it is read, for the first time in this run."""
+        """Records the content of a file before its first read in this run."""
         if path not in self._read:
             self._read[path] = self.content(path)
 
     def as_read(self, path: str) -> dict[str, Any] | None:
-        """Earlier `content`, before the file was first read; ``None``: it was not read."""
+        """The `content` recorded before the first read; ``None``: it was not read."""
         return self._read.get(path)
 
     def changed(self, path: str, before: Mapping[str, Any]) -> bool:
-        """Whether a file is another than it was; one that vanished, or was not noted, is not.
+        """Whether a file's content has changed; false if it vanished or was not recorded.
 
         Args:
             path: Path of the file.
@@ -103,7 +102,7 @@ class Noted:
                     self._known[found.pop("path")] = found
 
     def reading(self, path: str) -> None:
-        """Notes what a file is before it is read, for the first time in this run."""
+        """Records the content of a file before its first read in this run."""
         path = os.path.abspath(path)
         self._inputs.reading(path)
         content = self._inputs.as_read(path)
@@ -114,6 +113,6 @@ class Noted:
             file.write(json.dumps({"path": path, **content}).encode() + b"\n")
 
     def changed(self, path: str) -> bool:
-        """Whether a file is another than it was when rows were made of it."""
+        """Whether a file's content has changed since rows were made of it."""
         path = os.path.abspath(path)
         return path in self._known and self._inputs.changed(path, self._known[path])

@@ -1,4 +1,4 @@
-"""Conditions of a measured number: the machine, the versions, the options; and its clock."""
+"""Conditions of a measurement: machine, versions and options; and the clock for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def now(device: torch.device) -> float:
-    """Seconds, read after all work on the device has ended."""
+    """Clock in seconds, read after all work on the device has ended."""
     if device.type == "cuda":
         import torch
 
@@ -25,7 +25,7 @@ def now(device: torch.device) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """Its kind and model."""
+    """Kind and model of a device."""
     import torch
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
@@ -33,7 +33,7 @@ def device_name(device: torch.device) -> str:
 
 
 def load_average() -> str | None:
-    """Processes that wanted a core in the last minute; ``None``: nobody counts here."""
+    """Load average of the last minute; ``None``: the system has none."""
     return f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else None
 
 

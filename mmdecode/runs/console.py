@@ -1,4 +1,4 @@
-"""Where programs write for people: results on stdout, all else on stderr.
+"""Output of programs for people: results on stdout, everything else on stderr.
 
 Results go to ``out``; progress, warnings and errors go to ``console``.
 """
@@ -17,8 +17,8 @@ class Stderr(Console):
     """The console of stderr.
 
     Attributes:
-        errors_only: ``--quiet``: only what is red is printed, errors and failures.
-        tells_all: ``--verbose``: what other libraries say is shown too, and where errors come from.
+        errors_only: ``--quiet``: only errors and failures, the red lines, are printed.
+        tells_all: ``--verbose``: output of other libraries and tracebacks of errors are shown too.
     """
 
     errors_only = False
@@ -40,13 +40,13 @@ out = Console()
 
 
 def print_line(text: str, where: Console = out, style: str | None = None) -> None:
-    """One line as it is: no markup, no highlights, no breaks."""
+    """Prints one line as it is: no markup, no highlights, no line breaks."""
     where.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def warnings_shown(how: Literal["always", "default"]) -> Iterator[None]:
-    """Shows our warnings as lines for people: each time, or each text once."""
+    """Prints our warnings as plain lines: every time, or each text once."""
 
     def shown(message: Any, *_: Any) -> None:
         print_line(f"{message}", console, "yellow")
@@ -58,14 +58,14 @@ def warnings_shown(how: Literal["always", "default"]) -> Iterator[None]:
 
 
 def without_other_bars() -> None:
-    """Keeps transformers' bars out of a command's output; what it warns of is still shown."""
+    """Hides transformers' progress bars in a command's output; its warnings are still shown."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
 
 def only_our_output() -> None:
-    """Keeps transformers' bars and warnings out of a command's output."""
+    """Hides transformers' progress bars and warnings in a command's output."""
     from transformers.utils import logging
 
     without_other_bars()

@@ -1,9 +1,9 @@
 """Files that crash the library that decodes them, and with it the process.
 
 Files are read in the process itself: among ten thousand broken recordings none crashed libsndfile
-or FFmpeg. Instead an `InFlight` next to the results notes what is being read. Where a run died,
-those that follow read what it died over in a process apart first, and a file that ends that process
-is a failure like any other.
+or FFmpeg. Instead an `InFlight` next to the results records which file is being read. If a run
+died, later runs first read that file in a separate process, and a file that crashes this process is
+a failure like any other.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Item = TypeVar("Item")
 
 
 class InFlight:
-    """A file of the names over which runs have died, and of the one that is being read.
+    """A file with the names of the inputs that crashed earlier runs, and of the one being read.
 
     Args:
-        path: Path of the file; gone after a run that no name is left suspected in.
-        suspects: Names that earlier runs died over, see `suspects_in`.
+        path: Path of the file; removed after a run that leaves no suspect.
+        suspects: Names of inputs that crashed earlier runs, see `suspects_in`.
     """
 
     def __init__(self, path: Path, suspects: Iterable[str] = ()) -> None:
@@ -41,7 +41,7 @@ class InFlight:
 
     @contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """A name is noted meanwhile."""
+        """Records a name while the context is open."""
         self._note(name)
         try:
             yield
@@ -49,12 +49,12 @@ class InFlight:
             self._note()
 
     def cleared(self, name: str) -> None:
-        """The file was read to its end: nothing is wrong with it."""
+        """Removes a name from the suspects, since its file was read to the end."""
         self.suspects.pop(name, None)
         self._note()
 
     def close(self) -> None:
-        """The process got to its end."""
+        """Called when the process ends normally."""
         self._file.close()
         if not self.suspects:
             self._path.unlink(missing_ok=True)
@@ -67,18 +67,18 @@ class InFlight:
 
 
 class Batches:
-    """A file of the items that are being decoded: what a process leaves that the system ended.
+    """A file of the items being decoded, which remains if the system kills the process.
 
-    An end of this kind, as for want of memory, cannot be caught. The run that follows decodes the
-    items of that batch one by one; an item over which a process ended `OFTEN` times alone is a
+    Being killed, for example for lack of memory, cannot be caught. The next run decodes the items
+    of that batch one by one; an item during which a process was killed `OFTEN` times alone is a
     failure.
 
     Args:
-        path: Path of the file; gone after a run that no item is left in.
-        alone: Items that earlier runs ended over, see `ended_over`.
+        path: Path of the file; removed after a run that leaves no item.
+        alone: Items during which earlier runs were killed, see `ended_over`.
 
     Attributes:
-        alone: Items to decode one by one, and how often a process ended over each alone.
+        alone: Items to decode one by one, and how often a process was killed during each alone.
     """
 
     def __init__(self, path: Path, alone: Mapping[str, int]) -> None:
@@ -88,7 +88,7 @@ class Batches:
 
     @contextmanager
     def decoding(self, names: Sequence[str]) -> Iterator[None]:
-        """A batch is noted meanwhile; see `mmdecode.runs.items.Watch`."""
+        """Records a batch while the context is open; see `mmdecode.runs.items.Watch`."""
         self._write(list(dict.fromkeys(names)))
         try:
             yield
@@ -96,7 +96,7 @@ class Batches:
             self._write([])
 
     def problem(self, name: str) -> str | None:
-        """Why an item is not decoded again; ``None``: it is."""
+        """Why an item is not decoded again; ``None``: it is decoded."""
         if self.alone.get(name, 0) < OFTEN:
             return None
         return (
@@ -105,12 +105,12 @@ class Batches:
         )
 
     def cleared(self, name: str) -> None:
-        """The item has its result, or is a failure."""
+        """Removes an item, which has its result or is a failure."""
         if self.alone.pop(name, None) is not None:
             self._write([])
 
     def close(self) -> None:
-        """The process got to its end."""
+        """Called when the process ends normally."""
         self._journal.suspects = dict.fromkeys(self.alone)
         self._journal.close()
 
@@ -119,11 +119,11 @@ class Batches:
 
 
 def ended_over(notes: Iterable[Path], todo: Collection[str]) -> dict[str, int]:
-    """Items that processes of earlier runs ended over, and how often each did so alone.
+    """Items during which processes of earlier runs were killed, and how often each alone.
 
     Args:
         notes: Files of `Batches`, one for each process of the last run.
-        todo: Items that are still to be decoded; the others are of no interest any more.
+        todo: Items that are still to be decoded; others are ignored.
     """
     alone: dict[str, int] = {}
     batches: list[list[str]] = []
@@ -142,7 +142,7 @@ def ended_over(notes: Iterable[Path], todo: Collection[str]) -> dict[str, int]:
 def in_groups(
     items: Sequence[Item], alone: Mapping[str, int], name: Callable[[Item], str]
 ) -> list[list[Item]]:
-    """Items to decode together, then each over which a process ended, the least often first.
+    """Items to decode together, then one by one those during which a process was killed.
 
     Args:
         items: Items to decode.
@@ -161,10 +161,11 @@ def suspects_in(journals: Iterable[Path]) -> list[str]:
 
 
 def read_apart(code: str, path: str, hint: str) -> None:
-    """Reads a file in another process.
+    """Reads a file in another process, to see whether it crashes.
 
     Args:
-        code: Python that reads the file named by its first argument, and ends well if it can't be.
+        code: Python that reads the file named by its first argument, and ends normally if it is
+            unreadable.
         path: Path of the file.
         hint: Advice on a file that crashes, for the message.
 

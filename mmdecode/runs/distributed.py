@@ -14,14 +14,14 @@ from mmdecode.errors import MissingExtraError, MMDecodeError
 
 
 class Team:
-    """The processes of one run, and this process's place among them.
+    """The processes of one run, and the rank of this one.
 
     Args:
         device: Requested device; ``None``: CUDA where there is one.
 
     Attributes:
         rank: Rank of this process, from 0.
-        size: Processes in all.
+        size: Number of processes.
         device: For this process; as the user asked where it is alone.
 
     Raises:
@@ -42,7 +42,7 @@ class Team:
         import torch
 
         on_cpu = device == "cpu" or not torch.cuda.is_available()
-        # whoever ends first waits for the others, however long their recordings are
+        # processes that finish first wait for the others, for any time
         state = PartialState(cpu=on_cpu, timeout=datetime.timedelta(days=30))
         self.rank, self.size = state.process_index, state.num_processes
         if device in (None, "cuda"):
@@ -83,7 +83,7 @@ class Team:
         return share_out(sizes, self.size)[self.rank]
 
     def leave(self) -> None:
-        """No more work together."""
+        """Leaves the process group."""
         if self.size > 1:
             from accelerate import PartialState
 
@@ -91,11 +91,11 @@ class Team:
 
 
 def share_out(sizes: Sequence[float], count: int) -> list[list[int]]:
-    """Indices by process: the largest first, each to whom has least.
+    """Indices by process: largest first, each goes to the process with the least work so far.
 
     Args:
         sizes: Sizes of the pieces of work.
-        count: Processes.
+        count: Number of processes.
     """
     shares: list[list[int]] = [[] for _ in range(count)]
     loads = [(0.0, 0, rank) for rank in range(count)]

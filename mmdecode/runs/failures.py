@@ -1,8 +1,8 @@
 """Treatment of inputs that fail: one rule for transcripts, answers and images.
 
-A call with a single input returns its result, or raises what was wrong with it. A call with many
-returns a list in their order, with a failure in the place of each result that there is none of.
-``on_error`` asks for the one or the other whatever the input is.
+A call with a single input returns its result, or raises its error. A call with many returns a list
+in their order, with a failure at the index of each input without a result. ``on_error`` selects
+either behaviour for any input.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def collected(outcomes: Iterable[Any], single: bool, on_error: OnError | None = 
 
     Args:
         outcomes: Outcomes as they come: each with its ``index`` in the input, its problem as
-            ``error`` (``None``: nothing was) and the name of that error's class as ``kind``. None
-            is asked for before ``on_error`` is checked.
+            ``error`` (``None``: nothing was) and the name of that error's class as ``kind``. The
+            iterable is not read before ``on_error`` is checked.
         single: Whether a single input was given, and not a list.
         on_error: ``raise`` the first error, or ``return`` every failure in its position; ``None``:
             raise for a single input, return for many.
@@ -50,7 +50,7 @@ def collected(outcomes: Iterable[Any], single: bool, on_error: OnError | None = 
 
 
 def error_of(kind: str | None, message: str) -> Exception:
-    """The error that a failure tells of, as it was before it was written down.
+    """Rebuilds the error that a recorded failure describes.
 
     Args:
         kind: Name of its class.

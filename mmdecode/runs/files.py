@@ -1,8 +1,8 @@
-"""Files that a run reads and writes: whole or not there, never over another's, continued as begun.
+"""Files of a run: written atomically, never over other people's files, resumed with equal settings.
 
 Results go to a folder, or to one file of lines. `RUN` in the folder, or a file of that ending
-next to the file, says under which settings they were made; whatever else is there belongs to its
-kind of run (`mmdecode.asr.output.jobs`, `mmdecode.vlm.jobs`, `mmdecode.evaluation.speech.runs`).
+next to the file, holds the settings under which they were made; other files belong to the kind of
+run (`mmdecode.asr.output.jobs`, `mmdecode.vlm.jobs`, `mmdecode.evaluation.speech.runs`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MAKER`` in a comment, ``"made_by": MAKER`` as the first key of JSON, ``Software`
 
 LISTING = ".mmdecode-files"
 """In a folder: a line for each file without such a head, its digest (`_ANY`: it is appended to) and
-its name, under a line that tells this listing from others. It is written first, so that a crash
-leaves no file that nobody knows."""
+its name, under a line that identifies this listing. It is written first, so that a crash leaves no
+file that is not listed."""
 
 _MADE = re.compile(
     rb"made by mmdecode |\"made_by\": ?\"mmdecode |content=\"mmdecode |Software\0mmdecode "
@@ -49,7 +49,7 @@ _numbers = itertools.count()
 
 
 def write_file(path: Path, data: str | bytes | BinaryIO, overwrite: bool = False) -> None:
-    """Writes a file that is complete or not there, and replaces none that is not ours.
+    """Writes a file atomically, and replaces no file that is not ours.
 
     Every file of this library is written here or by its relatives, `write_files`, `open_append`
     and `write_folder`. A file is ours if its head names the maker (`MAKER`, as pages, JSON reports
@@ -83,7 +83,7 @@ def write_file(path: Path, data: str | bytes | BinaryIO, overwrite: bool = False
 def write_files(
     folder: Path, files: Mapping[str, str | bytes], overwrite: bool = False
 ) -> list[Path]:
-    """Writes files of a folder by their names; where one is refused, none is written.
+    """Writes several files of a folder by name; if one is refused, none is written.
 
     Returns:
         Their paths.
@@ -99,7 +99,7 @@ def write_files(
 
 
 def write_between(page: Path, begin: str, end: str, text: str) -> None:
-    """Replaces what a page of somebody's holds between two marks, which say that the part is ours.
+    """Replaces the part of a user's page between two marks, which show that the part is ours.
 
     Raises:
         OptionError: The page cannot be read, or does not have the marks.
@@ -138,7 +138,7 @@ def open_append(path: Path, overwrite: bool = False) -> BinaryIO:
 
     Args:
         path: Path of the file; made where there is none, with its folder.
-        overwrite: Start again where a file is there that is not ours.
+        overwrite: Replace a file that is not ours.
 
     Raises:
         OptionError: A file that is not ours is there.
@@ -157,9 +157,9 @@ def write_folder(folder: Path, fill: Callable[[Path], object], overwrite: bool =
     """Writes what another library saves into a folder, under the rule of `write_file`.
 
     Args:
-        folder: Where the files go; made where there is none.
+        folder: Folder of the files; created if it does not exist.
         fill: Is given an empty folder and saves into it, as ``model.save_pretrained`` does. Its
-            files then take their places one by one.
+            files are then moved to ``folder`` one by one.
         overwrite: Replace files that are not ours.
 
     Raises:
@@ -189,14 +189,14 @@ def write_folder(folder: Path, fill: Callable[[Path], object], overwrite: bool =
 
 
 def write_once(folder: Path, make: Callable[[], Mapping[str, bytes]]) -> None:
-    """Writes a folder of the user's cache that is complete or not there, once for all processes.
+    """Writes a folder of the user's cache atomically, once for all processes.
 
     If several processes ask for it at once, one makes its files and the others wait. Existing
     files stay.
 
     Args:
         folder: In `mmdecode.checkpoints.cache_folder`.
-        make: Gives the files by their names; called where the folder is not there.
+        make: Returns the files by name; called if the folder does not exist.
 
     Raises:
         InputError: It cannot be written.
@@ -228,7 +228,7 @@ def write_once(folder: Path, make: Callable[[], Mapping[str, bytes]]) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Waits until no other process is in here, and removes what killed ones had begun to write."""
+    """Waits until no other process is inside, and removes partial files of killed processes."""
     try:
         import fcntl
     except ImportError:  # not on Windows
@@ -254,7 +254,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], packed: bool = False) ->
 
 @contextlib.contextmanager
 def overwriting(allowed: bool = True) -> Iterator[None]:
-    """Lets whatever writes inside replace files that are not ours.
+    """Allows writing functions inside the context to replace files that are not ours.
 
     Args:
         allowed: ``False`` changes nothing.
@@ -267,7 +267,7 @@ def overwriting(allowed: bool = True) -> Iterator[None]:
 
 
 def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
-    """Refuses to go on where files are there that are not ours; before anything is computed.
+    """Refuses to replace files that are not ours; called before anything is computed.
 
     Args:
         paths: Paths of files that would be written.
@@ -282,7 +282,7 @@ def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
     for path in asked:
         if len(asked) == 1:
             found = os.path.lexists(path)
-        else:  # one look at a folder, however many files are asked about
+        else:  # one listing of a folder, for any number of files
             if path.parent not in there:
                 there[path.parent] = set()
                 with contextlib.suppress(OSError):
@@ -336,7 +336,7 @@ def is_own(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """Makes a folder; where what follows fails, what was made and is still empty goes again."""
+    """Creates a folder; if the context raises, created folders that are still empty are removed."""
     missing = _missing(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -351,14 +351,14 @@ def _missing(folder: Path) -> list[Path]:
 
 
 def _is_note(path: Path) -> bool:
-    """Whether a file is no result: empty, or about the run; of a folder, all in it."""
+    """Whether a file is no result, but empty or about the run; for a folder, all its files."""
     if path.is_dir():
         return all(map(_is_note, path.iterdir()))
     return path.name[0] == "." or path.name.endswith(RUN) or path.stat().st_size == 0
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Removes those folders that hold nothing, inner ones first."""
+    """Removes empty folders, inner ones first."""
     for folder in sorted(folders, key=lambda one: len(one.parts), reverse=True):
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -374,7 +374,7 @@ def _put(data: str | bytes | BinaryIO, file: BinaryIO) -> None:
 
 
 def _replace(temporary: Path, path: Path) -> None:
-    """Puts a complete file in its place, and says first that it is ours."""
+    """Moves a complete file to its path, and lists it as ours first."""
     with temporary.open("rb") as file:
         if not _MADE.search(file.read(_HEAD)):
             file.seek(0)
@@ -383,12 +383,12 @@ def _replace(temporary: Path, path: Path) -> None:
 
 
 def _temporary() -> str:
-    """A name of its own; short, since the file's own may be as long as can be."""
+    """A unique name; short, since the file's own name may have the maximal length."""
     return f".{os.getpid()}-{next(_numbers)}.tmp"
 
 
 def remove_partial(folder: Path, tree: bool = False) -> None:
-    """Removes what processes that were killed had begun to write here.
+    """Removes partial files that killed processes have left.
 
     Args:
         folder: No other process writes there, see `claimed`.
@@ -406,7 +406,7 @@ def remove_partial(folder: Path, tree: bool = False) -> None:
 def _list(path: Path, content: str) -> None:
     """Notes that a file of this content is ours."""
     with (path.parent / LISTING).open("ab") as file:
-        if not file.tell():  # tells it from another listing, made later in its place
+        if not file.tell():  # distinguishes it from a later listing of the same path
             file.write(b"# " + os.urandom(8).hex().encode() + b"\n")
         file.write(content.encode() + b" " + _name(path) + b"\n")
 
@@ -422,7 +422,7 @@ def _listed(path: Path) -> Collection[str]:
             if known is None or known.size > about.st_size:
                 known = _listings[mark] = _Listing()
             size = known.size
-            file.seek(size)  # of ten thousand lines those alone that came since
+            file.seek(size)  # reads only the lines that were added since
             for line in itertools.takewhile(lambda line: line.endswith(b"\n"), file):
                 content, _, name = line[:-1].partition(b" ")
                 known.contents.setdefault(name, set()).add(content.decode())
@@ -451,7 +451,7 @@ def _name(path: Path) -> bytes:
 
 
 def marked_json(value: Mapping[str, Any], indent: int | None = 2) -> str:
-    """The text of a file of JSON whose first key says who made it.
+    """The text of a JSON file whose first key names the maker.
 
     Numbers that JSON cannot hold become null; the others stay as they are.
     """
@@ -484,11 +484,11 @@ def _plain(value: Any, exact: bool = False) -> Any:
 
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Keeps a second run out of a folder; the operating system ends the claim with the process.
+    """Locks a folder against a second run; the operating system releases it with the process.
 
-    The folder is made, and what a run that was killed had begun to write there is removed. A run
-    that ends without a result, since it was refused or failed before it had one, takes with it what
-    it made: the folder, its settings, and files that are still empty.
+    The folder is created, and partial files of a killed run are removed. A run that ends without a
+    result, since it was refused or failed, removes what it created: the folder, its settings, and
+    files that are still empty.
 
     Raises:
         OptionError: Another run writes there.
@@ -533,25 +533,25 @@ def lock(handle: int, path: Path) -> None:
 
 
 def run_of(path: Path) -> Path:
-    """Where the settings of results stand: in their folder, or next to their file."""
+    """Path of the settings of results: in their folder, or next to their file."""
     return path.with_name(f"{path.name}.{RUN}") if path.is_file() else path / RUN
 
 
 def note_settings(path: Path, settings: Mapping[str, Any], overwrite: bool = False) -> None:
-    """Writes down under which settings the results in a folder or file are made."""
+    """Writes the settings of the results in a folder or file."""
     write_file(run_of(path), marked_json(_noted(settings), indent=1), overwrite)
 
 
 def check_settings(path: Path, settings: Mapping[str, Any], resume: bool) -> None:
-    """Whether a run may continue what a folder or file holds.
+    """Refuses to continue the results in a folder or file with other settings.
 
     Args:
-        path: It holds results.
-        settings: Whatever may change a result.
+        path: The folder or file with results.
+        settings: All settings that may change a result.
         resume: Whether the user asked to continue.
 
     Raises:
-        OptionError: It may not.
+        OptionError: The settings differ or cannot be read, or ``resume`` is not set.
     """
     if not resume:
         raise OptionError(
@@ -581,14 +581,14 @@ def check_settings(path: Path, settings: Mapping[str, Any], resume: bool) -> Non
 
 
 def append_line(file: BinaryIO, line: bytes) -> None:
-    """Writes a line where a crash cannot lose it."""
+    """Appends a line and syncs it to disk, so that a crash does not lose it."""
     file.write(line)
     file.flush()
     os.fsync(file.fileno())
 
 
 def complete_lines(path: Path) -> Iterator[bytes]:
-    """Lines that were written to their end, which a crash may keep the last one from."""
+    """Complete lines of a file; a crash may have cut the last one."""
     with path.open("rb") as file:
         yield from itertools.takewhile(lambda line: line.endswith(b"\n"), file)
 
@@ -601,7 +601,7 @@ def _noted(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turns what the operating system refuses into an error that says what to do.
+    """Turns an `OSError` of writing into an error that says what to do.
 
     Raises:
         InputError: It cannot be written.
@@ -616,12 +616,12 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def find_files(paths: Iterable[str], suffixes: Collection[str], kind: str) -> list[str]:
-    """Named files as they are, folders searched; each file once. See `files_below`."""
+    """Files by path, with folders searched, each file once; see `files_below`."""
     return list(files_below(paths, suffixes, kind))
 
 
 def files_below(paths: Iterable[str], suffixes: Collection[str], kind: str) -> dict[str, str]:
-    """Named files as they are, folders searched; each file once.
+    """Files by path, with folders searched, each file once.
 
     Links to files are read. Links to folders are not followed, so that no search runs in circles;
     they, and links that lead nowhere, are named in a warning. A folder that is named itself is
@@ -629,8 +629,8 @@ def files_below(paths: Iterable[str], suffixes: Collection[str], kind: str) -> d
 
     Args:
         paths: Paths of files and folders.
-        suffixes: Endings by which a file in a folder is meant, with their dot.
-        kind: Content of such files, for the message.
+        suffixes: Suffixes of the files to find in folders, with their dot.
+        kind: Kind of these files, for the message.
 
     Returns:
         The folder of each file below the folder that was named: empty for files in that folder and
@@ -654,7 +654,7 @@ def files_below(paths: Iterable[str], suffixes: Collection[str], kind: str) -> d
 
 
 def _searched(folder: Path, suffixes: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Files in a folder, and the folder of each below it; what is skipped is warned of."""
+    """Files in a folder, with the subfolder of each; warns about those that are skipped."""
     for file in sorted(folder.rglob("*")):
         meant = file.suffix.lower() in suffixes and file.name[0] != "."
         if file.is_symlink() and file.is_dir():

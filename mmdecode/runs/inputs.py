@@ -1,4 +1,4 @@
-"""Inputs that a user names: files are read, addresses are refused with what to do."""
+"""Inputs that a user names: files are read, URLs are refused with a hint."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _ADDRESS = re.compile(r"(?i)data:|[a-z][a-z0-9+.-]+:/")  # pathlib makes one sla
 
 
 def refuse_address(path: str | bytes | os.PathLike[Any]) -> None:
-    """Raises where a path is the address of something that would have to be downloaded.
+    """Refuses a path that is a URL, since nothing is downloaded.
 
-    A file of that name counts as a file.
+    An existing file of that name is accepted.
 
     Raises:
         InputError: It is a URL; the message does not begin with its name.
@@ -38,12 +38,12 @@ def refuse_address(path: str | bytes | os.PathLike[Any]) -> None:
 
 
 def path_in(folder: Path, name: str) -> str:
-    """A path that a table in a folder names; an address stays one, to be refused as such."""
+    """The path that a table in a folder names; URLs are kept, to be refused as such."""
     return name if _ADDRESS.match(name) and not (folder / name).exists() else str(folder / name)
 
 
 def content_of(file: Any) -> bytes:
-    """Rest of an open file.
+    """The rest of an open file, as bytes.
 
     Raises:
         InputError: It is closed, cannot be read, or was opened as text.

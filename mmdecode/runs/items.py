@@ -1,9 +1,8 @@
-"""Items of a job: each comes to a result or to a failure of its own, whatever is raised.
+"""Items of a job: each ends with a result or a failure of its own, whatever is raised.
 
-Items are decoded in batches. Where a batch raises, it is halved down to the item that does, and
-that item fails alone. Errors of the configuration would fail every item alike: where they did, they
-are the job's error (`Watch`). Ends of the process, ``KeyboardInterrupt`` and ``SystemExit``,
-passes through.
+Items are decoded in batches. A batch that raises is halved down to the item that raises, and that
+item fails alone. An error of the configuration that fails every item is the job's error (`Watch`).
+``KeyboardInterrupt`` and ``SystemExit`` pass through.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ Noted = Callable[[Sequence[str]], contextlib.AbstractContextManager[object]]
 
 CONFIGURATION = (OptionError, IncompatibleError, UnsupportedModelError, MissingExtraError)
 ENOUGH = 16
-"""So many items that failed by one error of the configuration, and none that did not, are a job's
-failure."""
+"""After this many items that all failed by one error of the configuration, the job fails."""
 OUT_OF_MEMORY = "OutOfMemoryError"
 _OF_ONE_FILE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG)
 
@@ -47,7 +45,7 @@ class Failed:
     Attributes:
         error: The problem, what was expected and what to do.
         kind: Name of the error's class.
-        problem: The error, without what it held.
+        problem: The error, without its traceback and causes.
     """
 
     error: str
@@ -59,7 +57,8 @@ class Failed:
         """Failure of an item, by its error.
 
         Args:
-            problem: It is emptied: what its frames held, as tensors of a batch, is let go.
+            problem: The error; its traceback and causes are removed, which frees the tensors of its
+                frames.
             hint: Advice where memory ran out, for the message.
         """
         kind, text = type(problem).__name__, " ".join(str(problem).split())
@@ -75,7 +74,7 @@ class Failed:
 
 
 def nothing_noted(names: Sequence[str]) -> contextlib.AbstractContextManager[object]:
-    """Where nobody keeps a note of what is decoded."""
+    """A context that records nothing, for `Watch`."""
     return contextlib.nullcontext()
 
 
@@ -83,7 +82,7 @@ class Watch:
     """State of a job's items over all its batches.
 
     Args:
-        noted: Told what is decoded, see `mmdecode.runs.crashes.Batches.decoding`.
+        noted: Records what is decoded, see `mmdecode.runs.crashes.Batches.decoding`.
     """
 
     def __init__(self, noted: Noted = nothing_noted) -> None:
@@ -91,7 +90,7 @@ class Watch:
         self._fits = False  # some item did not fail by the configuration
 
     def released(self, outcomes: Iterable[tuple[Result, Failed | None]]) -> Iterator[Result]:
-        """Results as they come; first failures wait until it shows that they are not the job's.
+        """Results as they come; first failures are held until they turn out not to be the job's.
 
         Args:
             outcomes: Results, and why an item has none.
@@ -132,8 +131,8 @@ def each(
         items: The batch.
         run: Gives a result per item; called again for halves of a batch that raised.
         hint: Advice where an item alone needs more memory than there is.
-        name: Names an item, in the note of what is decoded.
-        watch: Keeps that note.
+        name: Names an item in the record of what is decoded.
+        watch: Keeps that record.
         attempt: Open while ``run`` runs, as `mmdecode.engine.stats.Stats.attempt`.
     """
     if not items:
@@ -175,7 +174,8 @@ def written(write: Callable[[], Result], hint: str) -> Result | Failed:
         hint: Advice where memory ran out, for the message.
 
     Raises:
-        OSError: The place cannot be written, as where a disk is full: it is the job's error.
+        OSError: The folder cannot be written, for example since the disk is full: this is the job's
+            error.
     """
     found = tried(write, hint)
     if isinstance(found, Failed) and isinstance(found.problem, OSError):
@@ -193,7 +193,7 @@ def _alike(first: Failed | None, failed: Failed | None) -> bool:
 
 
 def _free() -> None:
-    """Gives memory back that a failed batch took."""
+    """Frees memory that a failed batch used."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         gc.collect()

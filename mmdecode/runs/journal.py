@@ -38,20 +38,19 @@ class Journal(Generic[Row]):
     """A file of rows.
 
     Args:
-        path: Path of the file; its folder is created where it does not exist, and says in
-            `mmdecode.runs.files.RUN` under which settings the rows are made.
+        path: Path of the file; its folder is created if it does not exist, and holds the settings
+            of the rows in `mmdecode.runs.files.RUN`.
         read: Reads the rows that are there.
         key: Key of a row; of several rows with one key the last counts.
         settings: Settings that may change a row.
         resume: Continue what is there.
-        overwrite: Begin again where something is there, as the first row comes, and replace files
-            that are not ours.
-        input_of: The file that a row is made of, ``None`` for none; rows of files that are others
-            now under the same paths are taken out.
+        overwrite: Replace existing rows when the first new one comes, and files that are not ours.
+        input_of: The file that a row is made of, ``None`` for none; rows of files that have changed
+            are removed.
 
     Attributes:
         done: The last row of each key, failures included.
-        changed: Files that are others now under the same paths.
+        changed: Files that have changed since their rows were made.
 
     Raises:
         OptionError: The folder holds results, and neither ``resume`` nor ``overwrite`` is set, or
@@ -90,7 +89,7 @@ class Journal(Generic[Row]):
             self._file = self._opened()
 
     def _forget_changed(self, input_of: Callable[[Row], str | None]) -> None:
-        """Takes out the rows whose files are others now."""
+        """Removes the rows whose files have changed."""
         files = {key: input_of(row) for key, row in self.done.items()}
         found = {file for file in files.values() if file is not None}
         self.changed = {file for file in found if self._inputs.changed(file)}
@@ -101,7 +100,7 @@ class Journal(Generic[Row]):
             self.finish(list(self.done.values()))
 
     def reading(self, path: str | None) -> None:
-        """Notes what a file is, before rows are made of it."""
+        """Records the content of a file before rows are made of it."""
         if path is not None:
             self._inputs.reading(path)
 
@@ -110,12 +109,12 @@ class Journal(Generic[Row]):
         return open_append(self._path, self._overwrite)
 
     def _reopened(self) -> BinaryIO:
-        """The file after what it replaces went."""
+        """Opens the file again, without the rows that it replaces."""
         self._path.unlink(missing_ok=True)
         return self._opened()
 
     def add(self, row: Row) -> None:
-        """Writes a row where a crash cannot lose it."""
+        """Appends a row and syncs it to disk, so that a crash does not lose it."""
         line = json.dumps(row.as_dict(), ensure_ascii=False, allow_nan=False)
         with explained(self._path.parent):
             self._file = self._file or self._reopened()
@@ -123,11 +122,11 @@ class Journal(Generic[Row]):
         self.done[self._key(row)] = row
 
     def finish(self, rows: Sequence[Row]) -> None:
-        """Puts all rows in order, one per key, as they are scored."""
+        """Rewrites the file with ``rows``, one per key, in order."""
         write_rows(self._path, [row.as_dict() for row in rows])
 
     def close(self) -> None:
-        """No more rows."""
+        """Closes the file."""
         if self._file:
             self._file.close()
 
@@ -135,14 +134,14 @@ class Journal(Generic[Row]):
 def refuse_taken(
     folder: Path, name: str, resume: bool, overwrite: bool, *, resumable: bool = True
 ) -> None:
-    """Refuses a folder whose files a report would replace; before anything is computed.
+    """Refuses a folder whose files a report would replace; called before anything is computed.
 
     Args:
         folder: It need not exist.
         name: Name of the file of rows.
         resume: The user continues what is there.
         overwrite: The user allows to replace it.
-        resumable: The user could ask to continue, for the message.
+        resumable: Whether the command has an option to continue, for the message.
 
     Raises:
         OptionError: It holds an earlier report, or files of such names that are not ours.
@@ -161,7 +160,7 @@ def refuse_taken(
 
 
 def is_taken(folder: Path, name: str) -> bool:
-    """Whether a folder holds a report, or what a run began.
+    """Whether a folder holds a report, or the files of an unfinished run.
 
     Args:
         folder: It need not exist.

@@ -1,7 +1,7 @@
 """Memory: what is free, what reading a prompt needs, and which errors mean that it ran out.
 
-On a CPU an allocation rarely fails: the system promises memory that it does not have and ends the
-process later. So a prompt is refused beforehand where an estimate exceeds what is free. Nothing
+On a CPU an allocation rarely fails: the system promises memory that it does not have and kills the
+process later. So a prompt is refused beforehand if an estimate exceeds the free memory. Nothing
 here loads torch.
 """
 
@@ -24,10 +24,10 @@ _OUT = re.compile(
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or the one that it was raised from, says that memory ran out.
+    """Whether an error, or the one that it was raised from, means that memory ran out.
 
-    CUDA's error, `MemoryError` (numpy's and Python's), ENOMEM, and the ``RuntimeError`` by which
-    torch reports what the allocator of the CPU refused.
+    CUDA's error, `MemoryError` (numpy's and Python's), ENOMEM, and the ``RuntimeError`` that torch
+    raises for allocations on a CPU.
     """
     if error is None:
         return False
@@ -38,20 +38,20 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process can still take: of the machine, and of its control groups.
+    """Bytes that this process can still use, by the machine's and its control groups' limits.
 
     Args:
         root: Where the file systems ``proc`` and ``sys`` are found.
 
     Returns:
-        ``None`` where nothing is known.
+        ``None`` if nothing is known.
     """
     found = [*_of_machine(root), *_of_groups(root)]
     return min(found, default=None)
 
 
 def refuse_beyond_memory(needed: int, what: str, hint: str, free: int | None = None) -> None:
-    """Refuses what needs more memory than is free.
+    """Refuses an operation that needs more memory than is free.
 
     Args:
         needed: Bytes, as estimated.
@@ -60,7 +60,8 @@ def refuse_beyond_memory(needed: int, what: str, hint: str, free: int | None = N
         free: Bytes; default: what `free_memory` finds.
 
     Raises:
-        InputError: More is needed than is free. Where nothing is known of it, nothing is refused.
+        InputError: More is needed than is free. If the free memory is not known, nothing is
+            refused.
     """
     free = free_memory() if free is None else free
     if free is not None and needed > free:
@@ -74,8 +75,8 @@ def prompt_bytes(
 ) -> int:
     """Estimate of the memory that reading a prompt takes beyond the weights, in bytes.
 
-    Keys and values of all layers, the states inside one layer, and what is as large as queries
-    times keys: a mask, and scores where attention is written out. Rather too low than too high.
+    Keys and values of all layers, the states inside one layer, and tensors of queries times keys: a
+    mask, and the scores of eager attention. The estimate is rather too low than too high.
 
     Args:
         config: Configuration of the text model.
@@ -84,7 +85,7 @@ def prompt_bytes(
         slots: Tokens that the cache holds.
         itemsize: Bytes of one number of the model.
         masked: Whether there is a mask of queries and keys.
-        eager: Whether attention makes its scores.
+        eager: Whether attention computes its scores explicitly.
     """
     layers, hidden = _number(config, "num_hidden_layers"), _number(config, "hidden_size")
     heads = _number(config, "num_attention_heads")

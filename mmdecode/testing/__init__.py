@@ -1,10 +1,9 @@
-"""Tests for parts of your own: call a check on a factory of your drafter, rule, guide or adapter.
+"""Checks for parts that you write: call one on a factory of your drafter, rule, guide or adapter.
 
-``check_draft(lambda: MyDrafter())`` raises AssertionError with the promise that is broken and what
-differs. `table` holds the exact models that it runs, `drafts` the hostile proposals, `checks` the
-assertions. `recognizers` has the check of a family of speech models. `call_of` makes the call that
-parts are handed, for tests of one method alone; `decode` calls a decoder on a model that has no
-``generate``.
+``check_draft(lambda: MyDrafter())`` raises AssertionError with the broken promise and the
+difference. `table` holds the exact models that it runs, `drafts` the hostile proposals, `checks`
+the assertions. `recognizers` has the check of a family of speech models. `call_of` makes a `Call`,
+for tests of one method alone; `decode` calls a decoder on a model that has no ``generate``.
 """
 
 from mmdecode.testing.checks import check_accept, check_adapter, check_draft, check_guide

@@ -1,10 +1,10 @@
 """Checks that a draft, a rule, a guide or an adapter keeps its promises.
 
-`check_draft`, `check_accept`, `check_guide` and `check_adapter` are for parts of your own and raise
-AssertionError with the promise that is broken and what differs. They are composed of
+`check_draft`, `check_accept`, `check_guide` and `check_adapter` are for parts that you write, and
+raise AssertionError with the broken promise and the difference. They are composed of
 `assert_lossless` (byte equality with a plain loop) and `assert_distribution` (counts of whole
-sequences against exact enumeration). Both are only worth something because known mistakes fail
-them: the mutants under ``tests/exactness``.
+sequences against exact enumeration). Both are tested themselves: known mistakes, the mutants under
+``tests/exactness``, must fail them.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def assert_distribution(
     sampled = torch.cat(parts)
     if joint is None:
         joint = exact_joint(distribution, prompt, length, processors())
-    for count in range(1, length + 1):  # positions separately: a late fault drowns in the joint
+    for count in range(1, length + 1):  # per prefix: the joint hides errors at late positions
         cell = (sampled[:, :count] * vocab ** torch.arange(count).flip(0)).sum(1)
         counts = torch.bincount(cell, minlength=vocab**count)
         exact = joint.flatten(count).sum(-1) if count < length else joint
@@ -226,7 +226,7 @@ def _batches(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
 
 @contextmanager
 def _promised(what: str) -> Iterator[None]:
-    """Names the promise that is being checked in whatever is raised meanwhile."""
+    """Adds the promise that is being checked to errors raised inside the context."""
     try:
         yield
     except AssertionError as error:
@@ -240,7 +240,7 @@ def _made(part: str, make: Callable[[], Any]) -> Any:
     """Calls a factory.
 
     Raises:
-        OptionError: It is no factory, or makes no part of the kind.
+        OptionError: ``make`` is no factory, or makes no part of the kind.
     """
     if isinstance(make, Part) or not callable(make):
         name = type(make).__name__
@@ -251,7 +251,7 @@ def _made(part: str, make: Callable[[], Any]) -> Any:
 
 
 def _watched_draft(draft: Any) -> Any:
-    """The drafter; what its sessions propose is looked at."""
+    """The drafter, with the proposals of its sessions checked."""
     begin = draft.begin
 
     def opened(call: Call, prefill: Any) -> Any:
@@ -277,7 +277,7 @@ def _watched_draft(draft: Any) -> Any:
 
 
 def _watched_guide(guide: Any) -> Any:
-    """The guide; the shape of what it makes is looked at."""
+    """The guide, with the shape of its output checked."""
     apply = guide.apply
 
     def applied(constants: Any, call: Call, proposal: Proposal, outputs: Any) -> Any:
@@ -299,11 +299,11 @@ Run = Callable[..., Any]
 def _check_shared(
     make: Callable[[], Any], models: Sequence[Any], run: Run, agree: Callable[[Any, Any, str], None]
 ) -> None:
-    """Asserts that one object gives in every call what an object of the call's own gives.
+    """Asserts that one object shared by several calls gives what a new object gives in each.
 
     Args:
         make: A new part.
-        models: Two.
+        models: Two models.
         run: Decodes with the part.
         agree: Compares what ``run`` returned with what it should be.
     """
@@ -347,7 +347,7 @@ def _check_shared_draft(make: Callable[[], Any], models: Sequence[Any], learns: 
 
 
 def _models(model: Any) -> tuple[Any, Any]:
-    """The model of a check, and another; of a special one a copy, which parts tell from it."""
+    """The model of a check, and another one; of a special model, a copy."""
     if model is not None:
         return model, deepcopy(model)
     bias = {0: 1.0, 4: -0.5}
@@ -404,7 +404,7 @@ def check_draft(make: Callable[[], Any], model: Any = None, *, learns: bool = Fa
 
 
 def check_accept(make: Callable[[], Any]) -> None:
-    """Checks that an acceptance rule gives the distribution it declares, for what it says it takes.
+    """Checks that a rule gives the distribution that it declares, for all kinds that it takes.
 
     Args:
         make: A new rule. Unless its ``guarantee`` is ``"exact"``, only an empty draft is judged.

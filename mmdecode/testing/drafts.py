@@ -14,7 +14,7 @@ from mmdecode.engine.proposal import Kind, Proposal, Tree
 
 
 class TestDrafter(Drafter):
-    """A deterministic drafter without a memory; the others override `draft`, here of nothing.
+    """A deterministic drafter without state; subclasses override `draft`, which here is empty.
 
     Attributes:
         vocab: Tokens of the target at the last call.
@@ -24,7 +24,7 @@ class TestDrafter(Drafter):
     vocab = 0
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """Opens a session that asks this."""
+        """Opens a session that calls this drafter."""
         self.vocab = prefill.logits.shape[-1]
         return TestSession(call, self)
 
@@ -33,11 +33,11 @@ class TestDrafter(Drafter):
         return Proposal.empty(call.batch, call.device)
 
     def learn(self, call: Call, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Takes the result of a round."""
+        """Called with the result of a round."""
 
 
 class TestSession(DraftSession):
-    """Asks its drafter in every round."""
+    """Calls its drafter's `draft` and `learn` in every round."""
 
     __test__ = False  # it is no test
 
@@ -50,7 +50,7 @@ class TestSession(DraftSession):
         return self.drafter.draft(self.call, budget)
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Hands a round on."""
+        """Passes a round on."""
         self.drafter.learn(self.call, proposal, output, block)
 
 
@@ -61,7 +61,7 @@ class Constant(TestDrafter):
         self.token, self.length = token, length
 
     def draft(self, call: Call, budget: int) -> Proposal:
-        """A chain of it."""
+        """A chain of the token."""
         tokens = torch.full((call.batch, self.length), self.token, device=call.device)
         return Proposal(tokens=tokens, kind="deterministic")
 
@@ -71,7 +71,7 @@ class Random(TestDrafter):
 
     Args:
         tree: The shape; default a chain of four.
-        ragged: Whether each row cuts it at a random node.
+        ragged: Whether each row is cut at a random node.
         seed: Seed of its own generator.
     """
 
@@ -80,7 +80,7 @@ class Random(TestDrafter):
         self.generator = torch.Generator().manual_seed(seed)
 
     def draft(self, call: Call, budget: int) -> Proposal:
-        """Any tokens, cut where ``ragged``."""
+        """Random tokens, cut if ``ragged``."""
         shape = (call.batch, len(self.tree))
         tokens = torch.randint(self.vocab, shape, generator=self.generator)
         if self.ragged:
@@ -160,7 +160,7 @@ class Known(TestDrafter):
 
 
 class Bigram(TestDrafter):
-    """A chain drawn from a table q(next | previous), as the rule prefers: argmax, iid or coupled.
+    """A chain from a table q(next | previous), as the rule prefers: argmax, iid or coupled.
 
     Args:
         logits: ``(V, V)``.
@@ -208,7 +208,7 @@ class Bigram(TestDrafter):
 
 
 class Siblings(TestDrafter):
-    """A tree drawn from a table q(next | previous), several children a node, as the rule prefers.
+    """A tree from a table q(next | previous), several children a node, as the rule prefers.
 
     Args:
         logits: ``(V, V)``.

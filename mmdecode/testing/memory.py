@@ -1,4 +1,4 @@
-"""How much tensor storage is alive, where no allocator tells: counted operation by operation."""
+"""Counts live tensor storage operation by operation, on devices whose allocator has no counter."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveStorage(TorchDispatchMode):
-    """Counts the storage of tensors that are made under it.
+    """Counts the storage of tensors that are created inside the context.
 
     A storage counts once, however many tensors share it, until the last of them is gone. Memory
-    that an operation allocates inside itself is not seen.
+    that an operation allocates internally is not counted.
 
     Attributes:
         bytes: Alive now.

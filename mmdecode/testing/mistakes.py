@@ -1,7 +1,7 @@
-"""Known mistakes of released samplers, planted for as long as a context lasts.
+"""Known mistakes of released samplers, planted while a context is open.
 
 A check that claims to find such mistakes must find these: a test by enumeration, a benchmark by the
-likelihood of what a real model draws.
+likelihood of a real model's samples.
 """
 
 from __future__ import annotations

@@ -92,13 +92,13 @@ class Table(nn.Module):
         vocab: V; keep it small.
         seed: Names the table.
         sharpness: Logits lie in ``-sharpness..sharpness``.
-        bias: Added to the logits of single tokens, for example to make the end likelier.
+        bias: Added to the logits of single tokens, for example to make the end token more likely.
         blind: Whether the tokens do not matter and positions alone do.
         layout: Layout of the codes among the generated tokens, as for a model of image tokens.
 
     A call may give ``salt``, int64 ``(B,)``: what an image or audio is to a real model. The
-    transform ``"salt"`` of a branch adds its option ``by`` to it, and ``"unconditional"`` puts
-    `NOTHING` in its place.
+    transform ``"salt"`` of a branch adds its option ``by`` to it, and ``"unconditional"`` replaces
+    it by `NOTHING`.
     """
 
     dtype = torch.float64
@@ -147,7 +147,7 @@ class Table(nn.Module):
         Args:
             tokens: The whole prefix.
             salt: Salt of the row.
-            layers: Read off the output of so many layers.
+            layers: Number of layers to run.
         """
         return self._distribution(tuple(tokens), salt, layers)
 
@@ -289,7 +289,7 @@ def decode(
         request: Names of the rows, for keyed noise.
         inputs: Further keyword arguments of the model, such as ``salt``.
         mm_inputs: Raw inputs for guides.
-        trace: A list that is given the rounds of every row.
+        trace: A list to which the rounds of every row are added.
         **config: Further fields of the generation configuration.
 
     Returns:
@@ -334,7 +334,7 @@ def left_pad(prompts: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Te
 
 
 def call_of(prompts: Sequence[Sequence[int]], adapter: Any = None, **options: Any) -> Call:
-    """A call that is about to decode ``prompts``; options as of `Call.of`."""
+    """A call before its first round, for ``prompts``; options are those of `Call.of`."""
     return Call.of(*left_pad(prompts), plan=Plan(adapter=adapter), **options)
 
 
@@ -347,7 +347,7 @@ def greedy(scores: Tensor, position: int) -> int:
 
 
 def coupled(seed: int, request: Any) -> Choice:
-    """The keyed Gumbel sample that our own undrafted loop draws for a row named ``request``."""
+    """The keyed Gumbel sample of the undrafted loop for a row named ``request``."""
     noise = Noise.of(seed, [request_key(request, 0)])
 
     def choose(scores: Tensor, position: int) -> int:

@@ -2,9 +2,9 @@
 
 A CUDA graph replays kernels on fixed addresses and runs no Python. So does a tape: it holds the
 operations of a call with the very tensors that they read, and a replay runs them again and writes
-each result to the place of the first. A result that a round keeps in a new tensor, or decides in
-Python, is as wrong here as it is there. A tape refuses what no graph takes: reading a value on the
-host, results whose size depends on values, and tensors made from values of Python.
+each result into the first one's tensor. A result that a round keeps in a new tensor, or decides in
+Python, is as wrong here as it is there. A tape refuses operations that no graph supports: reading a
+value on the host, results whose size depends on values, and tensors made from values of Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REFUSED = frozenset(
 
 
 class Tape(TorchDispatchMode):
-    """Records what runs under it.
+    """Records the operations inside the context.
 
     Raises:
         RuntimeError: A CUDA graph could not hold the operation.
@@ -49,7 +49,7 @@ class Tape(TorchDispatchMode):
         return result
 
     def replay(self) -> None:
-        """Runs all of it again, each result to its old place."""
+        """Runs all operations again, each into its earlier result."""
         for func, args, kwargs, outputs in self.calls:
             for output, value in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
                 if output.data_ptr() != value.data_ptr():

@@ -1,7 +1,7 @@
 """Transforms of a recording: audio that a branch reads instead of the caller's.
 
-A guide names the transform and its change. How a waveform becomes model inputs is known to whoever
-cut the window.
+A guide names the transform and its change. The code that cut the window knows how a waveform
+becomes model inputs.
 
 - ``audio``: ``change(samples (T,), draw) -> samples (T,)`` of each row's window. The caller
   passes ``mm_inputs["audio"]``, a `Waveform` for each row, as `mmdecode.asr.Transcriber` does.

@@ -1,4 +1,4 @@
-"""Base of adapters of models that write image tokens in raster order.
+"""Base of adapters of models that generate image tokens in raster order.
 
 In image mode the call's ids are generated tokens alone and its prompt is empty. The condition (a
 class, a prompt) comes in ``call.request.model_kwargs``, as `ImageAdapter.condition` made it, and
@@ -49,7 +49,7 @@ class Preset:
 
 
 class ImageAdapter(DecoderOnlyAdapter, ABC):
-    """Base of a family of models that write image tokens; see `mmdecode.engine.adapter.Adapter`.
+    """Base of families of models that generate image tokens; see `mmdecode.engine.adapter.Adapter`.
 
     Attributes:
         layout: Positions of the codes among the generated tokens.
@@ -117,7 +117,7 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
         unconditional = spec.transform == UNCONDITIONAL
         return self.condition_prompt(call.request.model_kwargs, unconditional)
 
-    def telling(self, tokens: Tensor) -> Self:
+    def with_prefix(self, tokens: Tensor) -> Self:
         """A copy whose prompts are extended by generated ``tokens (B, n)``, for one pass."""
         alike = copy.copy(self)
         plain = self.prompt
@@ -133,7 +133,7 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
         return alike
 
     def companion(self, model: Any) -> ImageAdapter:
-        """The adapter of a second model that writes the same images.
+        """The adapter of a second model that generates the same image tokens.
 
         Raises:
             IncompatibleError: Its tokens have another layout.

@@ -1,7 +1,7 @@
-"""Chameleon and Anole, writing images.
+"""Chameleon and Anole, generating images.
 
 The model's own forward pass forbids image tokens, so the base model and the head are called. The
-published Chameleon does not write images; Anole, whose weights have the same layout, does.
+published Chameleon does not generate images; Anole, whose weights have the same layout, does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OPENS = "<racm3:break>"
 
 
 class ChameleonImagesAdapter(SharedVocabularyAdapter):
-    """Chameleon, writing square images of its tokenizer's resolution.
+    """Chameleon, generating square images of its tokenizer's resolution.
 
     The token that closes an image is not generated. Guidance is that of the published code, which
     weights text and images of the prompt separately: for a prompt of text alone it is
@@ -39,7 +39,7 @@ class ChameleonImagesAdapter(SharedVocabularyAdapter):
         IncompatibleError: The decoder has another codebook.
     """
 
-    summary = "Chameleon and Anole, writing image tokens"
+    summary = "Chameleon and Anole, generating image tokens"
     source = "Chameleon Team 2024; Chern et al. 2024"
     image_types = ("chameleon",)
     preset = Preset(guidance=3.0, sampling={"temperature": 0.7, "top_p": 0.9})

@@ -1,4 +1,4 @@
-"""Emu3, writing images: the prompt names the size of the grid, and a token ends every row."""
+"""Emu3, generating images: the prompt names the size of the grid, and a token ends every row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Emu3ImagesAdapter(SharedVocabularyAdapter):
         OptionError: Neither is given, or images have grids of their own.
     """
 
-    summary = "Emu3, writing image tokens"
+    summary = "Emu3, generating image tokens"
     source = "Wang et al. 2024"
     image_types = ("emu3",)
     preset = Preset(guidance=3.0, sampling={"top_k": 2048})

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ImageGPTAdapter(ImageAdapter):
-    """ImageGPT, writing square images of as many pixels as the model has positions.
+    """ImageGPT, generating square images of as many pixels as the model has positions.
 
     Args:
         model: The model.
@@ -37,7 +37,7 @@ class ImageGPTAdapter(ImageAdapter):
         ShapeError: The number of ``clusters`` is not the vocabulary's.
     """
 
-    summary = "ImageGPT, writing pixels as tokens"
+    summary = "ImageGPT, generating pixels as tokens"
     source = "Chen et al. 2020"
     image_types = ("imagegpt",)
     preset = Preset(sampling={"top_k": 40})
@@ -114,7 +114,7 @@ class ImageGPTAdapter(ImageAdapter):
         return self._stack.ln_f(hidden)
 
     def layers(self) -> Sequence[torch.nn.Module]:
-        """Refused: blocks are run in parts, so nothing can watch them.
+        """Refused: blocks are run in parts, so no hook can read their outputs.
 
         Raises:
             IncompatibleError: Always.
@@ -137,7 +137,7 @@ class ImageGPTAdapter(ImageAdapter):
     def codebook(self) -> Tensor | None:
         """Colour of each token, ``(C, 3)``; ``None``: not given."""
         if self.clusters is not None:
-            # kept there if the model was moved: a captured round cannot copy between devices
+            # cached on the model's device: a captured round cannot copy between devices
             self.clusters = self.clusters.to(self.model.device)
         return self.clusters
 

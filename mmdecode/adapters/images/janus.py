@@ -1,4 +1,4 @@
-"""Janus and Janus-Pro, writing images: image tokens have their own vocabulary, embeddings and head.
+"""Janus and Janus-Pro, generating images: these tokens have their own vocabulary and head.
 
 Their ``generate(generation_mode="image")`` is a loop of its own that takes no callable, so the
 language model is driven by public parts: it embeds text itself, image tokens are embedded by
@@ -30,7 +30,7 @@ class JanusImagesAdapter(PromptedAdapter):
         UnsupportedModelError: Image tokens and the tokenizer's grid do not agree.
     """
 
-    summary = "Janus and Janus-Pro, writing image tokens"
+    summary = "Janus and Janus-Pro, generating image tokens"
     source = "Wu et al. 2024; Chen et al. 2025"
     image_types = ("janus",)
     preset = Preset(guidance=5.0)

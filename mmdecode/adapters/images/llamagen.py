@@ -38,7 +38,7 @@ class LlamaGenAdapter(ImageAdapter):
         IncompatibleError: The tokenizer has another codebook.
     """
 
-    summary = "LlamaGen, writing image tokens of a class or a caption"
+    summary = "LlamaGen, generating image tokens of a class or a caption"
     source = "Sun et al. 2024"
     image_types = ("llamagen",)
 

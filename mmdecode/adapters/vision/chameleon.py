@@ -1,4 +1,4 @@
-"""Chameleon, reading images and writing text; `images.chameleon` writes images."""
+"""Chameleon, reading images and generating text; `images.chameleon` generates images."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class ChameleonAdapter(VisionLanguageAdapter):
-    """Chameleon, writing text: its head forbids image tokens, as the model's forward pass does."""
+    """Chameleon, generating text; its head forbids image tokens, like the model's forward pass."""
 
-    summary = "Chameleon, writing text"
+    summary = "Chameleon, generating text"
     model_types = ("chameleon",)
 
     def __init__(self, model: PreTrainedModel) -> None:

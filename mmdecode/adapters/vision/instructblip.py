@@ -1,4 +1,4 @@
-"""InstructBLIP, whose Q-Former asks the image encoder about the question.
+"""InstructBLIP, whose Q-Former reads the image together with the question.
 
 ``generate`` of an InstructBLIP model merges the output of its Q-Former into the embeddings of the
 prompt and calls ``generate`` of its inner language model, which is what a decoder is passed. Text

@@ -198,7 +198,7 @@ class Images:
             logits_processor=LogitsProcessorList(),
             stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(1)]),
             generation_config=GenerationConfig(max_length=1, do_sample=False),
-            mm_adapter=self.adapter.telling(told),
+            mm_adapter=self.adapter.with_prefix(told),
             mm_request=[sample.request.id for sample in samples],
             **inputs,
         )
