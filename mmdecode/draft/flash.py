@@ -31,7 +31,7 @@ from mmdecode.models.flash import FlashModel
 class Flash(FeatureDraft):
     """Drafts with a FLASH model; see `FeatureDraft` for the options."""
 
-    summary = "a layer that drafts several tokens a pass and sees latents of each image"
+    summary = "a layer that drafts several tokens a pass and reads latents of each image"
     source = "FLASH, Wang et al. 2025"
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {FlashModel.kind: FlashModel}
 

@@ -88,8 +88,8 @@ class LayerSearch(CacheCopyDrafter):
             raise IncompatibleError.between(
                 f"draft {type(self).__name__}",
                 call.plan.adapter.name,
-                "its layers differ in what they see, by their place in the model",
-                "use layer_skip with exit_layer, which keeps every layer in its place",
+                "what a layer attends to depends on its index in the model",
+                "use layer_skip with exit_layer, which keeps the index of every layer",
             )
         super()._refuse(call)
 

@@ -90,8 +90,8 @@ class LayerSkip(Drafter):
                 raise IncompatibleError.between(
                     "draft LayerSkip with skip",
                     type(adapter).__name__,
-                    "its layers differ in what they see, by their place in the model",
-                    "use exit_layer, which keeps every layer in its place",
+                    "what a layer attends to depends on its index in the model",
+                    "use exit_layer, which keeps the index of every layer",
                 )
         asked = keep if self.exit_layer is not None else [*(self.skip or ())]
         if not keep or any(not 0 <= layer < count for layer in asked):

@@ -19,6 +19,6 @@ from mmdecode.models.vispec import ViSpecModel
 class ViSpec(FeatureDraft):
     """Drafts with a ViSpec model; see `FeatureDraft` for the options."""
 
-    summary = "a layer like EAGLE's that sees a few learned summaries of each image"
+    summary = "a layer like EAGLE's that reads a few learned summaries of each image"
     source = "ViSpec, Kang et al. 2025"
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {ViSpecModel.kind: ViSpecModel}

@@ -159,7 +159,7 @@ def _requests(
 
     The content is the ids, raw audio if there is one entry per row, and images as the adapter
     assigns them to rows; inputs that only a drafter reads never count. Whisper's own ``generate``
-    passes no audio on and drops rows between fallback attempts: rows that cannot be told apart
+    passes no audio on and drops rows between fallback attempts: rows that cannot be distinguished
     share their noise, which does not change the distribution of each row. To avoid this, name the
     rows, or use the Transcriber.
     """

@@ -31,7 +31,7 @@ class Stderr(Console):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether bars can be drawn, and should be."""
+        """Whether progress bars can and should be shown."""
         return super().is_terminal and not self.errors_only
 
 

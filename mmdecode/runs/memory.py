@@ -132,7 +132,7 @@ def _of_groups(root: Path) -> Iterator[int]:
             else ("memory.max", "memory.current")
         )
         group = base / path.strip("/")
-        # a container shows its own group at the top, under whatever name the host has for it
+        # in a container its own group is the root, whatever the host calls it
         for folder in {base, *(f for f in (group, *group.parents) if base in f.parents)}:
             most, used = _read(folder / limit).strip(), _read(folder / usage).strip()
             if most.isdigit() and used.isdigit():
@@ -149,7 +149,7 @@ def _read(path: Path) -> str:
 
 
 def _size(number: int) -> str:
-    """Bytes in the largest unit of which there is one."""
+    """Bytes as text, in the largest unit of which there is at least one."""
     value, unit = float(number), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if value < 1000 or unit == "TB":

@@ -1,8 +1,8 @@
-"""Tables of items, a row each, as they are read and written.
+"""Reads and writes tables of items, one row each.
 
 A ``.csv`` or ``.tsv`` has a header; a ``.trn``, ``.ref`` or ``.hyp`` has NIST's lines, ``some words
 (id)``; anything else is JSON lines, one JSON list, or one JSON object over several lines. A further
-``.gz`` says that it is packed.
+``.gz`` means that it is compressed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mmdecode.runs.inputs import refuse_address
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of a table and the line on which each stands, from 1.
+    """Rows of a table, and the line number of each, from 1.
 
     Raises:
         InputError: The file cannot be read or is no table.
@@ -35,7 +35,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
-    """Like `read_rows`, with what is wrong with a line in its place: the others are read.
+    """Like `read_rows`, with an error instead of the row for each line that cannot be read.
 
     Raises:
         InputError: The file cannot be read or is no table.
@@ -48,7 +48,7 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
         if kind in (".csv", ".tsv") or data.lstrip()[:1] == b"[":
             problem = f"{path} cannot be read as a manifest: it is not UTF-8 text"
             raise InputError(problem) from error
-        # a line that is no text is left to itself
+        # a line that is not text does not affect the others
         text = _universal(data.decode("utf-8-sig", "surrogateescape"))
     if kind in (".csv", ".tsv"):
         yield from _table(path, text, kind)
@@ -68,7 +68,7 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
 
 
 def _content(path: Path) -> bytes:
-    """Unpacked content of a table's file."""
+    """Decompressed content of a table's file."""
     try:
         refuse_address(path)
     except InputError as error:
@@ -84,14 +84,14 @@ def _content(path: Path) -> bytes:
 
 
 def _universal(text: str) -> str:
-    """Text whose lines all end alike."""
+    """Text with uniform line ends."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _tried(
     read: Callable[[Any, str], dict[str, Any]], given: Any, where: str
 ) -> dict[str, Any] | InputError:
-    """A row, or what is wrong with its line."""
+    """A row, or the error of its line."""
     try:
         if isinstance(given, str):
             _refuse_bytes(given, where)
@@ -169,12 +169,12 @@ def _mapping(row: Any, where: str) -> dict[str, Any]:
 
 
 def first_of(row: Mapping[str, Any], names: Iterable[str]) -> Any:
-    """The first of some columns that a row has; ``None``: it has none of them."""
+    """Value of the first of ``names`` that a row has; ``None``: it has none of them."""
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
 def text_of(row: Mapping[str, Any], names: Iterable[str], where: str) -> str | None:
-    """The first of some columns that a row has, as text; ``None``: it has none of them.
+    """Text of the first of ``names`` that a row has; ``None``: it has none of them.
 
     Raises:
         InputError: The value is no text.
@@ -201,7 +201,7 @@ def refuse_all(problems: Iterable[str | None]) -> None:
     """Refuses a table in which every line has a problem.
 
     Raises:
-        InputError: It names that of the first line.
+        InputError: Every line has a problem; the message is that of the first.
     """
     found = list(problems)
     if all(problem is not None for problem in found):
@@ -209,7 +209,7 @@ def refuse_all(problems: Iterable[str | None]) -> None:
 
 
 def own_id(name: str, line: int, taken: Container[str]) -> str:
-    """The id of a line that may not have the one it asks for."""
+    """A unique id for a line whose own id may be taken."""
     while name in taken or not name:
         name = f"{name}#{line}"
     return name

@@ -468,7 +468,7 @@ def tail_fits_its_distribution():
     """Whether tokens after a first rejection have the distribution that is recorded for them."""
     blind = Table(
         V, seed=3, sharpness=1.5, blind=True
-    )  # one distribution per place, whatever was drawn
+    )  # one distribution per position, whatever was sampled
     seen = []
 
     class Spy(Jacobi):

@@ -32,7 +32,7 @@ def fresh(family):
 
 
 def adapter_of(model):
-    """Its adapter; whatever is said of the lean step is an error."""
+    """The model's adapter; warnings about the lean step are errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return registry.adapter_for(model)

@@ -112,7 +112,7 @@ def test_what_fills_up_images_of_pixtral_does_not_name_a_row():
     assert torch.equal(found[1][0], values[1, :, :4])
 
 
-# Salience and features of the same places
+# Salience and features of the same tokens
 
 
 @pytest.mark.parametrize("tower", ["clip", "siglip"])
@@ -134,7 +134,7 @@ def test_salience_is_of_the_neighbouring_features_however_they_were_selected(tow
     assert bool(more[1][:, 0].any()) == (tower == "siglip"), "a class token is no patch"
 
 
-# Features that are added behind the first layers
+# Features that are added after the first layers
 
 
 def test_features_are_changed_at_every_depth():

@@ -75,7 +75,7 @@ def own_prompts(family, row):
 
 
 def own_logits(family, row, tokens):
-    """Logits over what can be generated behind ``tokens``, with the condition and without."""
+    """Logits of the tokens that can follow ``tokens``, with the condition and without."""
     model = image_model(family)
     tokens = torch.tensor([tokens], dtype=torch.long)
     if family == "imagegpt":
@@ -112,7 +112,7 @@ def first_of(family):
 
 
 def allowed(family, index):
-    """What may stand at a place, over the law's vocabulary."""
+    """Tokens that are allowed at an index, over the vocabulary of image tokens."""
     if family != "emu3":
         return torch.ones(CODES, dtype=torch.bool)
     rows, columns = GRID
@@ -148,7 +148,7 @@ OWN = {}
 
 
 def reference(family, do_sample):
-    """Images of three rows; drawn once."""
+    """Images of three rows; generated once."""
     if (family, do_sample) not in OWN:
         OWN[family, do_sample] = [own_drawing(family, row, do_sample) for row in range(3)]
     return OWN[family, do_sample]
@@ -409,7 +409,7 @@ def test_mutant_grammar_off_by_one(monkeypatch):
         return at_nodes(self, scores, nodes)
 
     monkeypatch.setattr(Grammar, "at_nodes", later)
-    with pytest.raises(ShapeError):  # codes stand in the wrong places
+    with pytest.raises(ShapeError):  # codes are at the wrong positions
         draw("emu3")
 
 

@@ -1,4 +1,4 @@
-"""InstructBLIP hands its language model merged embeddings beside the ids."""
+"""InstructBLIP passes its language model merged embeddings along with the ids."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -116,7 +116,7 @@ class Asked:
     images: tuple = ()
 
     def build(self, questions):
-        """What a processor makes of several; the text stands behind the image tokens."""
+        """A processor's output for several questions; the text comes after the image tokens."""
         own = inputs()
         rows = [question.row for question in questions]
         made = {name: own[name][rows] for name in ("pixel_values", "qformer_input_ids")}

@@ -1,4 +1,4 @@
-"""What `generate` promises beside tokens: stopping, outputs, sampling, refusals, no traces."""
+"""The protocol of `generate` apart from tokens: stopping, outputs, sampling, refusals, clean-up."""
 
 import functools
 
@@ -228,7 +228,7 @@ def test_a_request_that_is_refused_leaves_the_decoder_usable():
 
 
 def state_of(model):
-    """Everything on a model that decoding could leave behind."""
+    """Everything on a model that decoding could leave changed."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     modules = {
         name: (sorted(vars(module)), [len(getattr(module, hook)) for hook in hooks])

@@ -145,7 +145,7 @@ def test_cached_scoring_of_trees_is_that_of_whole_passes(family):
 
 @pytest.mark.parametrize("draft", ["none", "known_tree", "text_assistant"])
 def test_guidance_is_that_of_transformers(draft):
-    """Their unconditional branch sees no image; ours neither."""
+    """The unconditional branch of transformers reads no image; ours neither."""
     for negative in (None, torch.tensor([[3, 9, 27]])):
         options = {"guidance_scale": 1.8, "negative_prompt_ids": negative}
         expected = plain("llava", batch=1, **options)

@@ -93,7 +93,7 @@ def test_timestamps_follow_their_rules_at_every_node(draft, biased):
 def test_whispers_own_timestamps_with_a_prompt_of_one_token():
     model = whisper_model(multilingual=False)
     options = {**audio(1), "return_timestamps": True, "max_new_tokens": 8, "do_sample": False}
-    later = range(NO_TIMESTAMPS + 19, 100)  # behind 0.4 s, where the only window ends
+    later = range(NO_TIMESTAMPS + 19, 100)  # after 0.4 s, where the only window ends
     options["suppress_tokens"] = [*ALWAYS_SUPPRESSED, *later]
     expected = model.generate(**options)
     assert bool((expected > NO_TIMESTAMPS).any())

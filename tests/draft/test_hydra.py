@@ -67,7 +67,7 @@ def test_heads_that_do_not_look_at_tokens_are_medusas(blocks):
     for head in range(3):
         read = torch.cat([states, torch.zeros(4, (1 + head) * WIDTH)], -1)
         torch.testing.assert_close(hydra.logits(head, read, Head()), expected[head])
-        read[:, WIDTH:] = torch.randn(4, (1 + head) * WIDTH)  # no weight looks at it
+        read[:, WIDTH:] = torch.randn(4, (1 + head) * WIDTH)  # its weights are zero
         torch.testing.assert_close(hydra.logits(head, read, Head()), expected[head])
 
 
@@ -175,7 +175,7 @@ def by_hand(heads, batch, options):
         losses = []
         for row, ids in enumerate(batch.ids):
             for t in range(len(ids)):
-                last = t + 2 + head  # the token that is to be said
+                last = t + 2 + head  # the token to predict
                 if last >= len(ids) or not batch.asked[row, t + 1]:
                     continue
                 embeds = heads.embed(ids[t + 1 : last], batch.adapter).flatten()

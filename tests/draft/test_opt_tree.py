@@ -28,7 +28,8 @@ def grown(
 ):
     """A tree of each row, and how many levels it took.
 
-    Tokens beyond the first few are never said, so that a node has as many children as are kept.
+    Tokens beyond the first few have no probability, so that a node has as many children as are
+    kept.
     """
     rows, read = torch.arange(len(table))[:, None], []
     table = torch.nn.functional.pad(table, (0, LEVELS, 0, LEVELS), value=-60.0)
@@ -162,7 +163,7 @@ def test_no_token_changes_and_a_row_drafts_what_it_drafts_alone(draft, do_sample
     _, whole = decode("llama", DRAFTS[draft](None), do_sample=do_sample)
     assert 0 < batched.stats.drafted < whole.stats.drafted
     if do_sample:
-        return  # noise is named by a row's place
+        return  # noise is keyed by a row's index
     for row in range(3):
         width = int(inputs["attention_mask"][row].sum())
         own = {name: value[row : row + 1, -width:] for name, value in inputs.items()}

@@ -79,7 +79,7 @@ def test_a_row_alone_is_the_row_in_a_batch():
 
 @functools.cache
 def drafted_by_hand(written, length):
-    """The most likely tokens of a model that still knows the words, and looks at no image token.
+    """The most likely tokens of a model that attends to all words and to no image token.
 
     Row 2, whose keys and values come of the whole prompt.
     """

@@ -1,4 +1,4 @@
-"""A model of text drafts for one that sees: it reads the words, and no pixel changes its drafts."""
+"""A text model drafts for a vision-language model; its drafts do not depend on the image."""
 
 import pytest
 import torch

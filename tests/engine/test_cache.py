@@ -1,4 +1,4 @@
-"""The ragged cache: rows grow on their own, nodes are moved into place, rows can be forked."""
+"""The ragged cache: rows grow on their own, accepted nodes are moved, rows can be forked."""
 
 import torch
 

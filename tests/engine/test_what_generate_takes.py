@@ -33,7 +33,7 @@ from tests.support.tiny import VOCAB, audio, text_model, whisper_model
 IDS = torch.randint(1, 60, (2, 6), generator=torch.Generator().manual_seed(4))
 NEW = 8
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-ONE = {"do_sample": True, "top_k": 1}  # the one token that is left is drawn
+ONE = {"do_sample": True, "top_k": 1}  # the only token left is sampled
 
 
 def generate(decoder=None, ids=IDS, model=None, **options):
@@ -339,7 +339,7 @@ def test_training_mode_without_dropout_harms_nobody():
         generate(Decoder(), model=model)
 
 
-# Prompts that are not told by ids
+# Prompts that are not given as ids
 
 
 def filled(cache):

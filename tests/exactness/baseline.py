@@ -199,7 +199,7 @@ class Images(Text):
         return found.tokens.tolist()
 
     def condition(self, rows):
-        """What is drawn: a class, or features of a caption."""
+        """The condition: a class, or features of a caption."""
         if not self.model.config.caption_slots:
             return {"classes": [(4, 1)[row] for row in rows]}
         lengths = torch.tensor([(3, 7)[row] for row in rows])

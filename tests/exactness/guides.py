@@ -1,4 +1,4 @@
-"""One guide for each thing that a guide may look at, with the distribution it gives a table model.
+"""One guide for each kind of input of a guide, with the distribution that it gives a table model.
 
 These are the classes of guidance: a node's own scores, the ids of its path, another branch, hidden
 states, an edit inside the model. Two more look where a round shows nothing, and say so.
@@ -67,7 +67,7 @@ class Penalty(Probe):
 
 
 class Against(Probe):
-    """Twice the main branch less one that sees another input and one token of the prompt."""
+    """Twice the main branch less a branch with another input and one token of the prompt."""
 
     branches = (
         BranchSpec(

@@ -362,7 +362,7 @@ def test_skipping_is_refused_where_layers_differ_by_index():
 
 
 class Clock:
-    """Time that passes only where it is told to."""
+    """A clock that advances only on request."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0

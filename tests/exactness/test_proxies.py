@@ -12,7 +12,7 @@ from tests.support import proxies
 
 
 def found(draft, rule, guide, do_sample, wrap):
-    """Ids, or what is said where the three are refused."""
+    """Ids, or the message if the three are refused."""
     parts = make("draft", draft), make("guide", guide), make("accept", rule)
     adapter = TableAdapter(MODEL)
     if wrap:

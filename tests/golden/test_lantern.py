@@ -51,7 +51,7 @@ def p_of(case):
 
 
 def q_of(case, kind):
-    """The distribution each node was drawn from before its siblings, ``(8, V)``."""
+    """The distribution that each node was sampled from, its siblings not removed, ``(8, V)``."""
     if kind == "dynamic":
         return torch.nn.functional.one_hot(case.node_tokens[1:], VOCAB).float()
     rows = [getattr(case, f"q_rows_level{level}") for level in range(3)]

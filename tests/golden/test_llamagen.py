@@ -382,7 +382,7 @@ def test_pixels_and_codes_of_another_shape_are_refused():
         tokenizer().decode_codes(torch.zeros(1, 16, dtype=torch.long))
 
 
-# What would break a picture without an error
+# What would break an image without an error
 
 
 def test_slots_turned_by_nothing_would_give_other_logits():

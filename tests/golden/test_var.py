@@ -172,7 +172,7 @@ class Recorded(Sampling):
 
 
 class Fed:
-    """Noise under which the listed codes are drawn."""
+    """Noise under which the listed codes are sampled."""
 
     codes = None
 

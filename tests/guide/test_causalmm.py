@@ -107,7 +107,7 @@ def of_row(noise, row):
 
 
 def maps(heads=3, width=7, pads=(0, 2)):
-    """Causal attention of rows with padding at the left; padding sees nothing."""
+    """Causal attention of rows with padding at the left; padding attends to nothing."""
     slots = torch.arange(width)
     real = slots >= torch.tensor(pads)[:, None]
     seen = (slots <= slots[:, None]) & real[:, None] & real[:, :, None]
@@ -138,7 +138,7 @@ def test_an_edited_map_is_one_of_attention(kind):
 
 
 def by_hand(kind, row, given):
-    """One query's weights over the keys it sees."""
+    """One query's weights over the keys that it may attend to."""
     values = row.tolist()
     if kind == "random":
         values = given.tolist()

@@ -99,7 +99,7 @@ def test_heads_weigh_by_themselves():
 
 
 class Kept(DAGCD):
-    """Keeps what the main branch said and what was made of it."""
+    """Keeps the main branch's logits and the guide's output."""
 
     def apply(self, constants, call, proposal, outputs):
         found = super().apply(constants, call, proposal, outputs)

@@ -1,4 +1,4 @@
-"""What a guide and a model do not have for each other is said before any model runs."""
+"""Guides that do not fit a model are refused before any model runs."""
 
 import pytest
 

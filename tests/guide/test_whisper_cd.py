@@ -285,7 +285,7 @@ def test_the_prompt_is_read_for_the_no_speech_token_alone():
     assert WhisperCD(no_speech=0.5).needs(ADAPTER).prompt_hidden
 
 
-# What is heard
+# The waveforms of the branches
 
 
 def draw(seed=0):

@@ -27,7 +27,7 @@ def test_newlines_and_the_tail_are_forced_and_have_no_neighbours():
     assert values_of(LINES, LINES.forced) == [-1, -1, -1, 1, -1, -1, -1, 1, 4, 5]
     assert values_of(LINES, LINES.left) == [-1, 0, 1, -1, -1, 4, 5, -1, -1, -1]
     assert values_of(LINES, LINES.above) == [-1, -1, -1, -1, 0, 1, 2, -1, -1, -1]
-    assert int(LINES.forced(torch.tensor(30))) == 5  # behind the end, where a window may reach
+    assert int(LINES.forced(torch.tensor(30))) == 5  # after the end, where a window may reach
 
 
 def test_the_grammar_leaves_codes_or_the_forced_token():

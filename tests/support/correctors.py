@@ -71,7 +71,7 @@ def model(family, seed=2):
 
 
 class Writes(Guide):
-    """A guide under which each row writes a given text: a language model that does as it is told.
+    """A guide under which each row generates a given text.
 
     Args:
         texts: By the row's first hypothesis, as ids with their end.

@@ -15,7 +15,7 @@ class Checked(HTMLParser):
         fetched: Addresses.
         headings: Levels, in order.
         unnamed: Players and pictures that do not say what they are.
-        groups: Of each group of words the places of the tab key in it.
+        groups: For each group of words, the tabindex of each of its elements.
         stops: Tab stops that a page makes outside of such groups.
     """
 

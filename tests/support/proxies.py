@@ -22,7 +22,7 @@ def guarded(part, base, **changed):
     Args:
         part: It.
         base: What declares names.
-        **changed: What is answered in the place of the part's own.
+        **changed: Values that replace the part's own.
     """
     known = declared(base)
 

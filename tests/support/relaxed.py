@@ -38,14 +38,14 @@ class OneToken:
 def one_token(
     rule: Rejection, p: Tensor, q: Tensor, *, depth: int = 0, position: int = 0, adapter: Any = None
 ) -> OneToken:
-    """Enumerates every draft of one place; takes V times the memory of the distributions.
+    """Enumerates every draft at one position; takes V times the memory of the distributions.
 
     Args:
         rule: The rejection rule, or a relaxed one.
         p: Distributions of the model, ``(..., V)``.
-        q: Distributions that the draft is drawn from, one-hot where it is not, ``(..., V)``.
+        q: Distributions that the draft is sampled from, one-hot if it is not sampled, ``(..., V)``.
         depth: Drafted tokens before it.
-        place: Its index among the generated tokens.
+        position: Its index among the generated tokens.
         adapter: Of a model of image tokens, where the rule asks for codes or grid.
     """
     vocab = p.shape[-1]

@@ -1,6 +1,6 @@
-"""Where tests plant mistakes in the engine and listen to it: each place once, by a name of its own.
+"""Functions of the engine that tests replace or record, each once under a name of its own.
 
-A rewrite that moves one of them changes it here. What several tests plant is here too.
+A rewrite that moves one of them changes it here. Replacements that several tests use are here too.
 """
 
 import inspect
@@ -39,7 +39,8 @@ class Seam(NamedTuple):
 
 
 BLOCK_MASK = Seam(branches, "block_mask")
-"""``(begin, pads, depths, ancestors, visible, dtype, window)``: what each token of a pass sees."""
+"""``(begin, pads, depths, ancestors, visible, dtype, window)``: what each token of a pass may
+attend to."""
 RUN_BRANCHES = Seam(ModelRunner, "run")
 SCORE = Seam(ModelRunner, "score")
 KEEP = Seam(ModelRunner, "commit")
@@ -48,7 +49,7 @@ COMMIT_TO_CACHE = Seam(RaggedCache, "commit")
 CUT = Seam(Stopping, "cut")
 """``(stopping, call, block, count)`` gives ``(count, ended)``."""
 NODES = Seam(Nodes, "__init__")
-"""What known processors are told of a block's nodes."""
+"""A block's nodes, as known processors are given them."""
 PROCESS_ALL = Seam(Processors, "run_all")
 PROCESS_ONE_BY_ONE = Seam(TargetLogits, "_run_lazily")
 DECODE = Seam(Run, "run")

@@ -1,4 +1,4 @@
-"""Sessions of drafters that are listened to, or told what to follow."""
+"""Sessions of drafters that report their proposals, or follow a given distribution."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ class Wrapped(DraftSession):
 
 
 def noting(draft, opened=lambda session: None, proposed=lambda session, proposal: None):
-    """A drafter that tells of the sessions it opens, and of what they propose."""
+    """A drafter that reports the sessions it opens, and their proposals."""
     begin = draft.begin
 
     def noted(call, prefill):
@@ -45,7 +45,7 @@ def noting(draft, opened=lambda session: None, proposed=lambda session, proposal
 
 
 def warped(draft, warp):
-    """A drafter that is told what the caller's processors make of logits."""
+    """A drafter that follows given warpers."""
     begin = draft.begin
 
     def begin_warped(call, prefill):

@@ -45,7 +45,7 @@ class IdeficsAdapter(VisionLanguageAdapter):
         return [("pixel_values", index) for index in indices]
 
     def are_parts(self, images: int, runs: int) -> bool:
-        """True for several: they may be tiles of one image, told apart only by the text between."""
+        """True for several: they may be tiles of one image, as only the text between them shows."""
         return images > 1
 
     def valid_pixels(self, values: Tensor) -> Tensor:
