@@ -1,4 +1,4 @@
-"""`mmdecode.generate` and `attach`: what a plain callable is not given by transformers."""
+"""`mmdecode.generate` and `attach`: arguments that transformers does not pass to a callable."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Names of checkpoints: what they stand for, and what is said where nothing can be loaded."""
+"""Names of checkpoints: how they resolve, and the errors if nothing can be loaded."""
 
 import ast
 import json

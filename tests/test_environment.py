@@ -1,4 +1,4 @@
-"""What differs between machines: hidden from the tests, and said outright in the code."""
+"""Differences between machines: hidden from the tests, and explicit in the code."""
 
 import ast
 import locale

@@ -1,4 +1,4 @@
-"""`mmdecode.load`: any checkpoint by name, with what prepares its inputs."""
+"""`mmdecode.load`: any checkpoint by name, with its processor."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 @pytest.fixture
 def install(tmp_path):
-    """Runs the target with a program in the place of pip; whether it succeeds is told each time."""
+    """Runs the target with a program instead of pip, whose exit code is given for each call."""
     for name in ("Makefile", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)

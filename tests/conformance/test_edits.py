@@ -31,7 +31,7 @@ FAMILIES = ("llava", "qwen2_vl", "qwen3_vl", "idefics3", "internvl", "gemma3", "
 
 
 class Edited(Guide):
-    """The law of the main branch under edits."""
+    """The main branch's distribution under edits."""
 
     neutral = False
     branches = ()

@@ -1,4 +1,4 @@
-"""The front door of image mode: what it takes, what it refuses, and what becomes of codes."""
+"""`mmdecode.generate` in image mode: accepted and refused inputs, and decoding of codes."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Models of image tokens: each family's own way of drawing, token for token, whatever drafts."""
+"""Models of image tokens: token for token the family's own sampling, with any drafter."""
 
 import json
 from importlib.metadata import version
@@ -61,7 +61,7 @@ MODES = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "samp
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "llamagen"
 
 
-# What each family says itself, of one image without padding or cache
+# Each family's own logits, for one image without padding or cache
 
 
 def own_prompts(family, row):
@@ -107,7 +107,7 @@ def own_logits(family, row, tokens):
 
 
 def first_of(family):
-    """What ids of the law are counted from."""
+    """The id of the first token in the vocabulary of image tokens."""
     return ENDS if family == "emu3" else FIRST
 
 

@@ -1,4 +1,4 @@
-"""How far to draft: by the draft's own doubt, by batch size, by what a round costs."""
+"""Control of the draft length: by the drafter's uncertainty, batch size, the cost of a round."""
 
 import itertools
 import random
@@ -23,7 +23,7 @@ MODEL, OTHER = Table(5, seed=3), Table(5, seed=8, sharpness=3.0)
 modes = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
 
 
-# By doubt
+# By uncertainty
 
 
 def test_a_drafter_that_stops_when_uncertain_passes_the_public_check():

@@ -1,4 +1,4 @@
-"""What drafters of one model and of another follow: the guide and the warp that a plan names."""
+"""The target of drafters that run the same model or another: the guide and warp of the plan."""
 
 from dataclasses import replace
 

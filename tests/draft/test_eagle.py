@@ -1,4 +1,4 @@
-"""Drafting from the target's states: right drafters, wrong ones, and drafters of other models."""
+"""Drafting from the target's states: perfect and random drafters, and drafters of other models."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""FSPAD: embeddings gate features, and what a row says is apart from what it hands on."""
+"""FSPAD: embeddings gate features, and a row's logits and its feature come from separate states."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Hydra heads: Medusa's where tokens say nothing, and otherwise what was drafted counts."""
+"""Hydra heads: Medusa's if the weights of tokens are zero; else drafted tokens count."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Kangaroo: the first layers and an adapter draft as a training has them, while they are sure."""
+"""Kangaroo: the first layers and an adapter draft as in training, while they are confident."""
 
 import math
 

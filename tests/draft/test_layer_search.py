@@ -1,4 +1,4 @@
-"""Layers that are found to be spared: which ones, and that nothing but speed depends on it."""
+"""Search for layers to skip: which ones are found, and that only the speed depends on it."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Drafters that see images as a few rows: ViSpec, DREAM, FLASH."""
+"""Drafters that read images as a few rows: ViSpec, DREAM, FLASH."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Sparse-to-Dense: what is kept, what is drafted with it, and that nothing else changes."""
+"""Sparse-to-Dense: the kept image tokens, the drafts made with them, and unchanged output."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""After the end nothing is drafted: what a call asks of its drafter, counted."""
+"""After the end nothing is drafted: counts of the calls of a drafter."""
 
 import pytest
 import torch

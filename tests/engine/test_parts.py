@@ -1,4 +1,4 @@
-"""What is given to a decoder as its parts."""
+"""Checks of the parts that are given to a decoder."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a trace tells of a guide: the same of every token, however it was drafted."""
+"""The effect of a guide in a trace: the same for every token, however it was drafted."""
 
 import math
 

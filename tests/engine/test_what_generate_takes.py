@@ -1,4 +1,4 @@
-"""Every setting and argument of ``generate``: honoured, without effect, or refused with advice."""
+"""Every setting and argument of ``generate``: honoured, without effect, or refused with a hint."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""Parts that answer to nothing but what their bases declare decode the same ids."""
+"""Parts behind proxies that have only the names their bases declare decode the same ids."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""One drafter or guide for two threads, or two models in turn: a call is as if it were alone."""
+"""One drafter or guide for two threads, or two models in turn: calls do not affect each other."""
 
 import functools
 import threading

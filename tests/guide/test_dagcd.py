@@ -1,4 +1,4 @@
-"""DAGCD's image-token form on made-up attention: whose words gain, and how much."""
+"""DAGCD's image-token form on synthetic attention: which words gain, and how much."""
 
 import math
 from types import SimpleNamespace

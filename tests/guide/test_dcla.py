@@ -1,4 +1,4 @@
-"""DCLA on made-up layers: which states are corrected, and how."""
+"""DCLA on synthetic layers: which states are corrected, and how."""
 
 import gc
 

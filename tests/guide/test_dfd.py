@@ -1,4 +1,4 @@
-"""Dynamic Focus Decoding on made-up layers: the temperature each node gets."""
+"""Dynamic Focus Decoding on synthetic layers: the temperature of each node."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""DoLa on made-up layers: which one is chosen, and what becomes of the two distributions."""
+"""DoLa on synthetic layers: which one is chosen, and the resulting distribution."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Guides of images wait for the device no more than the loop does: once a round."""
+"""Image guides add no synchronisation to the loop's one per round."""
 
 import pytest
 import torch

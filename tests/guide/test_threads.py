@@ -1,4 +1,4 @@
-"""Calls of several threads on one model: each is as if it were alone."""
+"""Calls of several threads on one model: they do not affect each other."""
 
 import threading
 

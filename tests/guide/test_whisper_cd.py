@@ -1,4 +1,4 @@
-"""Contrast with noise, silence and another moment: its formula, its gate, what it hears."""
+"""Whisper-CD: formula, gates and the waveforms of its branches."""
 
 import math
 from types import SimpleNamespace

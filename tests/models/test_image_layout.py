@@ -1,4 +1,4 @@
-"""Where codes and forced tokens stand among the generated tokens."""
+"""Positions of codes and forced tokens among the generated tokens."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a process leaves of its batch where the system ended it."""
+"""The record of a batch during which the system killed the process."""
 
 import os
 import signal

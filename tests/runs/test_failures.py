@@ -1,4 +1,4 @@
-"""What a call does with inputs that fail."""
+"""Results and errors of calls with inputs that fail."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The one way to write a file: whole or not at all, and never over somebody else's."""
+"""Files are written atomically, and never over files that are not ours."""
 
 import os
 import subprocess

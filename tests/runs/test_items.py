@@ -1,4 +1,4 @@
-"""Every item of a batch comes to a result or to a failure of its own."""
+"""Every item of a batch ends with a result or a failure of its own."""
 
 import weakref
 

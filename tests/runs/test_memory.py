@@ -1,4 +1,4 @@
-"""What is free, what a prompt needs, and which errors mean that memory ran out."""
+"""Free memory, the memory that a prompt needs, and errors that mean that memory ran out."""
 
 import errno
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Folders of the user's cache: whole or not there, made once, whoever asks at the same time."""
+"""Folders of the user's cache: written atomically, and once for concurrent processes."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Calls that ran already, for what measures them."""
+"""Recorded times of calls, for code that measures them."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What every page of the library has to be: whole, well-formed, in order, and named as ours."""
+"""Checks of every HTML page of the library: complete, well-formed, in order, marked as ours."""
 
 from html.parser import HTMLParser
 

@@ -1,4 +1,4 @@
-"""Parts that answer to the names that their base class declares, and to no other."""
+"""Proxies of parts that have only the names that their base class declares."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Transforms of pictures, and pictures out of what processors make of images and back."""
+"""Transforms of images, and images reconstructed from a processor's pixels and back."""
 
 import colorsys
 
