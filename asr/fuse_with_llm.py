@@ -73,8 +73,8 @@ def fitted(hears, entries, args):
     features = extractor(waves, sampling_rate=rate, return_tensors="pt").input_features
     lists, audio = [], []
     for one, found, own in zip(entries, hears(waves, on_error="raise"), features, strict=True):
-        for heard in lists_of(found)[:1]:  # of silence there is none
-            lists.append(dataclasses.replace(heard, id=one.id, reference=one.text))
+        for found_list in lists_of(found)[:1]:  # of silence there is none
+            lists.append(dataclasses.replace(found_list, id=one.id, reference=one.text))
             audio.append(Given(features=own, prompt=prompt))
     recogniser = Acoustic(model=hears.model, tokenizer=hears.processor.tokenizer)
     spec = f"{args.method}:model={args.language_model}"

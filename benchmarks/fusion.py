@@ -143,7 +143,7 @@ class Bench:
         """The hypothesis that recogniser and language model together prefer."""
         scores = self.scorer.of_lists(lists)
         return [
-            one.hypotheses[highest(joined_scores(one, [s.mean for s in own], weight)).place]
+            one.hypotheses[highest(joined_scores(one, [s.mean for s in own], weight)).index]
             for one, own in zip(lists, scores, strict=True)
         ]
 
@@ -207,13 +207,13 @@ def run(bench: Bench, part: str, snr_db: float, count: int, work: Path, tuned: A
         for some in batches(said):
             heard = bench.hear(some, snr_db)
             found, decided = bench.texts(heard, tuned)
-            for place, one in enumerate(heard.lists):
+            for index, one in enumerate(heard.lists):
                 row = {
                     "id": one.id,
                     "reference": one.reference,
                     "hypotheses": one.hypotheses,
-                    "texts": {name: texts[place] for name, texts in found.items()},
-                    "decided": decided[place],
+                    "texts": {name: texts[index] for name, texts in found.items()},
+                    "decided": decided[index],
                 }
                 append_line(file, json.dumps(row).encode() + b"\n")
             bar.advance(task, len(some))

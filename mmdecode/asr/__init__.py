@@ -1,7 +1,7 @@
 """Speech: audio files in, transcripts out.
 
-START HERE: `Transcriber`; the window loop after it is `mmdecode.asr.decoding.long_form`. `Stream`
-hears a recording that is still going on.
+START HERE: `Transcriber`; its loop over windows is `mmdecode.asr.decoding.long_form`. `Stream`
+transcribes audio while it arrives.
 """
 
 from mmdecode.asr.correction.corrector import Correction, Corrector

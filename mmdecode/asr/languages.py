@@ -1,4 +1,4 @@
-"""Names of languages, as every recogniser takes them."""
+"""Language codes from the spellings that users and checkpoints have for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 
 def language_code(name: str) -> str:
-    """``en`` of ``en``, ``English`` or ``<|en|>``; a name that is not known stays as it is."""
+    """Code of a language: ``en`` for ``en``, ``English`` or ``<|en|>``; unknown names unchanged."""
     name = name.strip().lower().removeprefix("<|").removesuffix("|>")
     return TO_LANGUAGE_CODE.get(name, name)

@@ -22,7 +22,7 @@ FALLBACK: dict[str, Any] = {
 """Whisper's fallback; the compression ratio is of token ids, as in transformers, not of text."""
 
 LEAST_WINDOW_S = 0.5
-"""No window that is cut at pauses can be asked to be shorter."""
+"""Least ``window_s``, in seconds."""
 
 PromptConditionType = Literal["first-segment", "all-segments"]
 LoopGuard = Literal["report", "isolate", "cut"]
@@ -35,49 +35,53 @@ class TranscribeOptions:
     """Settings of a transcription.
 
     Attributes:
-        batch_size: Windows decoded at once; each of another recording, except in chunks and where
-            windows are cut at pauses.
-        timestamps: Whether the model predicts times; without them windows are cut blindly.
+        batch_size: Windows decoded at once. They are of different recordings, except in
+            ``chunked`` mode and for recognisers whose windows are cut at pauses.
+        timestamps: Whether the model predicts timestamps; without them each window begins where
+            the one before is full, also within a word.
         language: ``en``, ``english`` or ``<|en|>``; ``None``: the checkpoint's, else detected.
         task: ``transcribe`` or ``translate``; ``None``: the checkpoint's, else transcribe.
-        temperatures: The first is used; each further one redoes the windows that failed a
-            threshold. 0 is greedy.
-        compression_ratio_threshold: A window whose token ids compress better failed.
-        logprob_threshold: A window whose mean log-probability is lower failed.
-        no_speech_threshold: A window that failed by its log-probability is skipped as silence
-            where the no-speech probability is higher. ``auto``: 0.6 of models that have such a
-            probability, none of others.
+        temperatures: All windows are decoded at the first; windows that fail a threshold are
+            decoded again at the next, and so on. 0 is greedy.
+        compression_ratio_threshold: A window fails if its token ids have a higher zlib compression
+            ratio; ``None``: no threshold.
+        logprob_threshold: A window fails if the mean log-probability of its tokens is lower;
+            ``None``: no threshold.
+        no_speech_threshold: A window that fails by its log-probability is skipped as silence if its
+            no-speech probability is higher. ``auto``: 0.6 for models that have such a
+            probability, none for others.
         scores: Whether segments have ``avg_logprob`` and ``no_speech_prob`` where no threshold asks
             for them, as openai-whisper's JSON does. The text does not depend on it.
-        beams: Search with so many beams where the temperature is 0, by transformers; 1 is greedy,
-            and neutral. Beams are not drafted and know no guide.
-        condition_on_prev_tokens: Whether a window is shown the text before it.
-        prompt: A text shown before the windows, to set names, spelling and style; or its ids, as
+        beams: Beams of transformers' beam search at temperature 0; 1 is greedy, and neutral. Beam
+            search works with neither a draft nor a guide.
+        condition_on_prev_tokens: Whether the decoder prompt of a window has the text before it.
+        prompt: Text in the decoder prompt, to set names, spelling and style; or its ids, as
             ``processor.get_prompt_ids`` makes them. Same as in transformers: without
-            ``condition_on_prev_tokens`` every window sees it; with it, it is the beginning of the
-            text so far.
+            ``condition_on_prev_tokens`` it is in the prompt of every window; with it, it is the
+            beginning of the text so far.
         prompt_condition_type: ``all-segments`` keeps the prompt before the text so far in every
             window; needs ``condition_on_prev_tokens``.
-        hotwords: Words shown before every window, and before everything else that is shown to it,
-            as in faster-whisper. The context, the text so far included, fills at most half of the
-            decoder's positions: the beginning of the text so far gives way.
-        loop_guard: Treatment of a window that ends in a loop, see
+        hotwords: Words at the beginning of the decoder prompt of every window, before any other
+            context, as in faster-whisper. The context, the text so far included, fills at most half
+            of the decoder's positions: the text so far is cut at its beginning.
+        loop_guard: Treatment of a window that ends in a repetition loop, see
             `mmdecode.asr.decoding.repetition`: ``report`` marks it and is neutral; ``isolate`` also
-            never shows it, nor what was before it, to a later window; ``cut`` also keeps the loop's
-            first round alone. Windows that do not loop are never changed.
-        vad: Skip stretches without speech before the model hears them; ``True`` or ``silero``.
-            Needs the extra ``vad``. See `mmdecode.asr.audio.vad`.
-        vad_threshold: Probability from which a moment is speech.
-        vad_min_speech_s: Shorter stretches of speech are no speech.
-        vad_min_silence_s: Shorter silences are kept.
-        vad_pad_s: Kept before and after each stretch of speech.
+            keeps it, and the text before it, out of the context of later windows; ``cut`` also
+            removes all rounds of the loop but the first. Other windows are never changed.
+        vad: Remove stretches without speech before decoding; ``True`` or ``silero``. Needs the
+            extra ``vad``. See `mmdecode.asr.audio.vad`.
+        vad_threshold: Speech probability of a frame from which it counts as speech.
+        vad_min_speech_s: Shorter stretches of speech are ignored, in seconds.
+        vad_min_silence_s: Shorter silences are kept, in seconds.
+        vad_pad_s: Audio kept before and after each stretch of speech, in seconds.
         n_best: Alternatives per window, with scores; 0 for none. They cost a search of their own,
             and the transcript does not depend on them. See `mmdecode.asr.decoding.n_best`.
         n_best_method: ``beam`` search, or ``sample``.
-        mode: ``sequential`` reads on where the model says that a segment ended. ``chunked`` cuts
-            windows at fixed places, decodes those of one recording side by side, and joins them
-            where they overlap: quicker for a single recording, with a text of its own that has more
-            errors. `mmdecode.asr.decoding.chunks` has figures.
+        mode: ``sequential``: the next window begins at the end of the last segment that the model
+            predicted. ``chunked``: windows begin at fixed times, those of one recording are decoded
+            in parallel, and their texts are merged where they overlap: faster for a single
+            recording, but the text differs and has more errors. `mmdecode.asr.decoding.chunks` has
+            figures.
         overlap_s: Overlap of windows in ``chunked``, in seconds; ``None``: half a window. Less is
             quicker, and costs accuracy.
         word_timestamps: Whether segments get words with times and confidences: ``attention`` by
@@ -85,15 +89,16 @@ class TranscribeOptions:
             ``ctc:model=NAME`` with another model; ``True``: ``ctc`` where there is a head, else
             ``attention``. One pass per window more; the text does not depend on it. See
             `mmdecode.asr.alignment.cross_attention`.
-        hallucination_silence_threshold: Skip what sounds made up next to silences longer than so
-            many seconds, by the likelihood and length of its words; needs ``word_timestamps``.
-            ``None``: neutral. See `mmdecode.asr.decoding.hallucinations`.
+        hallucination_silence_threshold: Skip segments that are probably hallucinated, by the
+            probability and length of their words, next to silences longer than so many seconds;
+            needs ``word_timestamps``. ``None``: neutral. See
+            `mmdecode.asr.decoding.hallucinations`.
         window_s: Longest window in seconds, for recognisers whose windows are cut at pauses;
-            shorter ones make shorter segments. ``None``: what the model hears at once.
+            shorter windows make shorter segments. ``None``: the model's maximum.
         max_new_tokens: Most tokens per window; ``None``: the checkpoint's limit.
-        allow_truncated: Whether of a file that ends before its header says what can be read is
-            transcribed, and the transcript marked so; else such a file is an error.
-        padding: How a last window is filled up, see `mmdecode.asr.recognizers.whisper_features`.
+        allow_truncated: Whether a file that ends earlier than its header says is transcribed as far
+            as it can be read, and its transcript marked as truncated; else it is an error.
+        padding: Padding of the last window, see `mmdecode.asr.recognizers.whisper_features`.
 
     Raises:
         OptionError: A value is out of range, or values do not fit each other.
@@ -201,7 +206,7 @@ class TranscribeOptions:
         """`no_speech_threshold` as a number.
 
         Args:
-            known: Whether the model says how probable it is that nobody speaks.
+            known: Whether the model has a no-speech probability.
         """
         if self.no_speech_threshold == AUTO:
             return SILENT if known else None

@@ -14,19 +14,20 @@ class Segment:
     """A stretch of speech.
 
     Attributes:
-        start_s, end_s: When, in seconds from the beginning of the recording; where words are timed,
-            the start of its first word and the end of its last one.
+        start_s, end_s: Start and end, in seconds from the beginning of the recording; where words
+            are timed, the start of its first word and the end of its last one.
         text: Recognised text.
         tokens: Token ids, timestamps included.
-        temperature: At which it was decoded.
-        avg_logprob: Mean log-probability of its window; ``None``: no threshold asked for it.
-        no_speech_prob: No-speech probability of its window; ``None``: no threshold asked for it, or
-            the model gives none.
-        looped: Whether its window ended in a loop, see `mmdecode.asr.decoding.repetition`.
-        window_s: When the window began in which it was decoded.
-        words: Its words; ``None``: nothing asked for them.
-        decided: The words of a corrected text, and who decided each; ``None``: not corrected. The
-            tokens stay those of the recogniser.
+        temperature: Temperature of the attempt that was kept.
+        avg_logprob: Mean log-probability per token of its window; ``None``: no option needs it.
+        no_speech_prob: No-speech probability of its window; ``None``: no option needs it, or the
+            model gives none.
+        looped: Whether its window ended in a repetition loop, see
+            `mmdecode.asr.decoding.repetition`.
+        window_s: Start of the window in which it was decoded, in seconds.
+        words: Its words with times; ``None``: words are not timed.
+        decided: Words of the corrected text, each with the model that decided it; ``None``: not
+            corrected. ``tokens`` are always those of the recogniser.
     """
 
     start_s: float
@@ -47,23 +48,23 @@ class Transcript:
     """Transcript of one recording.
 
     Attributes:
-        source: Its name: the path, or ``array 2``.
-        index: Its place in the input.
-        text: All of it.
-        segments: In order.
+        source: Name of the recording: its path, or ``array 2``.
+        index: Its index in the input.
+        text: Text of the whole recording.
+        segments: Segments in order of time.
         language: Code of the language; ``None`` for models of one language.
         duration_s: Length of the recording.
         tokens: Ids of all segments, timestamps included.
-        timed_by: ``model``: its tokens say when segments begin and end; ``windows``: segments are
-            the windows that were decoded, with the times at which they were cut.
-        stats: ``windows``, ``attempts`` (repeats at other temperatures included), ``looped``
-            windows and ``tokens``; of a corrected one also windows ``edited``, and ``refused``
-            where the correction was no transcript.
+        timed_by: ``model``: segments have the timestamps that the model predicted; ``windows``:
+            each segment is a decoded window, with the window's start and end.
+        stats: Numbers of ``windows``, ``attempts`` (repeats at other temperatures included),
+            ``looped`` windows (ended in a repetition loop) and ``tokens``; of a corrected
+            transcript also of windows ``edited``, and ``refused`` by the edit guard.
         n_best: Alternatives of each window, best first; ``None``: not asked for.
         uncorrected: Text of the recogniser alone; ``None``: nothing was corrected.
-        truncated: Missing part of the file, where `TranscribeOptions` allow that; ``None``:
-            nothing is.
-        error, kind: ``None``; a `Failure` has them.
+        truncated: Which part of the file is missing, where `TranscribeOptions` allow that;
+            ``None``: the file is complete.
+        error, kind: Always ``None``; a `Failure` has them.
     """
 
     source: str
@@ -87,8 +88,8 @@ class Failure:
     """A recording that could not be transcribed.
 
     Attributes:
-        source: Its name.
-        index: Its place in the input.
+        source: Name of the recording.
+        index: Its index in the input.
         error: The problem, what was expected and what to do.
         kind: Name of the error class.
         text: Empty, as that of an `mmdecode.vlm.Answer` with an error.
@@ -103,11 +104,12 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """A word and when it was said.
+    """A word with its time.
 
     Attributes:
-        text: With the space before it: the words of a segment, joined and stripped, are its text.
-        start_s, end_s: In seconds from the beginning of the recording.
+        text: The word with the space before it: the words of a segment, joined and stripped, are
+            the segment's text.
+        start_s, end_s: Start and end, in seconds from the beginning of the recording.
         confidence: Mean probability of its tokens, 0 to 1.
     """
 
@@ -119,7 +121,7 @@ class Word:
 
 @dataclass(frozen=True, kw_only=True)
 class Hypothesis:
-    """One of the texts a window may hold.
+    """One text of a window's N-best list.
 
     Attributes:
         text: Text of the hypothesis.
@@ -134,7 +136,10 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Piece:
-    """One segment, times in seconds; ``window`` is where the window began that it is of."""
+    """One segment as tokens; ``start``, ``end`` and ``window``, its window's start, in seconds.
+
+    Times count in the audio that the model was given, without what voice activity detection cut.
+    """
 
     start: float
     end: float
@@ -151,11 +156,12 @@ class DecidedWord:
     """A word of a corrected text.
 
     Attributes:
-        text: It.
-        by: ``both``: each alone would have written it, given the words before; ``language model``:
-            the audio alone would not; ``audio``: the language model alone would not. The audio is
-            asked about the language model's most likely tokens alone, so that a word of both may be
-            in no hypothesis. An answer that was refused is the first hypothesis, of the audio.
+        text: The word.
+        by: ``both``: each model alone would have written it, given the words before; ``language
+            model``: the recogniser alone would not have; ``audio``: the language model alone would
+            not have. The recogniser scores only the language model's most likely tokens, so a word
+            of both may be in no hypothesis. A refused answer is replaced by the first hypothesis,
+            whose words are by ``audio``.
     """
 
     text: str

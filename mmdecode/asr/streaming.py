@@ -1,25 +1,25 @@
-"""Streams: words while somebody speaks; committed ones are never taken back.
+"""Streaming transcription: words while audio arrives; committed words are never taken back.
 
-`Stream` hears a recording that is still going on. Every ``step_s`` seconds of audio it transcribes
-what it keeps of it again, with a `Transcriber` as it is: any model, draft, guide or option. Text
-that a policy of `POLICIES` finds stable is committed: it is returned once, and does not change any
-more. The rest is provisional: shown, and free to change with the next step.
+`Stream` keeps the last seconds of the audio. Every ``step_s`` seconds it transcribes them again,
+with an ordinary `Transcriber`: any model, draft, guide or option. Text that a policy of `POLICIES`
+finds stable is committed: it is returned once, and does not change any more. The rest is
+provisional: returned too, and free to change with the next step.
 
 * ``agreement``: words that the last ``n`` hypotheses agree on (LocalAgreement-n; Liu et al. 2020,
   arXiv:2005.11185, section 2.2; for Whisper Macháček et al. 2023, arXiv:2307.14743, section 2.1).
 * ``hold``: all words but the last ``n`` (hold-n; Liu et al. 2020).
 
-The audio that is kept is cut where a segment ends that is committed as a whole, and fits into one
-window of the model always: where nothing is agreed on until the window is full, words are committed
-up to the first safe place that makes room. So neither memory nor the time of a step grows with the
-recording, and no pause or noise holds the text up.
+Kept audio is dropped up to the end of a segment whose words are all committed, and always fits into
+one window of the model: if nothing is stable when the window is full, words are committed up to the
+first segment or word boundary that makes room. So neither memory nor the time of a step grows with
+the recording, and no pause or noise delays the text.
 
-Models without timestamps of their own hear the kept audio in windows that are cut at pauses, half
-as long as what is kept: such a window is a segment, and is heard alike until it is cut off.
+Models without timestamps decode the kept audio in windows that are cut at pauses, half as long as
+the kept audio: each window is a segment, and is decoded alike at every step until it is dropped.
 
-Differs from Macháček et al. 2023: where the committed words end in a new hypothesis is found by
-aligning the texts, so that times of words are not needed; words agree whatever their case and
-marks; hypotheses are not shown the text before the kept audio.
+Differs from Macháček et al. 2023: the end of the committed words in a new hypothesis is found by
+aligning the texts, so that word times are not needed; words are compared without case and
+punctuation; the text before the kept audio is not part of the prompt.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -39,25 +40,26 @@ from mmdecode.asr.transcriber import Transcriber
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 
 Policy = Callable[[Sequence[Sequence[str]], int], int]
-"""Open words of the last hypotheses, newest last, and ``n``, to how many of the newest are stable.
+"""``policy(hypotheses, n)``: how many words of the newest hypothesis are stable.
 
-Open are those after the committed words, without case and marks.
+``hypotheses`` are the last ones, newest last: their words after the committed ones, without case
+and punctuation.
 """
 
 
 def agreement(hypotheses: Sequence[Sequence[str]], n: int) -> int:
-    """Length of the beginning that the last ``n`` hypotheses share; 0 while there are fewer."""
+    """Length of the longest common prefix of the last ``n`` hypotheses; 0 while there are fewer."""
     if len(hypotheses) < n:
         return 0
     last = hypotheses[-n:]
-    for place, words in enumerate(zip(*last, strict=False)):
+    for index, words in enumerate(zip(*last, strict=False)):
         if len(set(words)) > 1:
-            return place
+            return index
     return min(map(len, last))
 
 
 def hold(hypotheses: Sequence[Sequence[str]], n: int) -> int:
-    """All words of the newest hypothesis but the last ``n``."""
+    """Number of words of the newest hypothesis without its last ``n``."""
     return max(0, len(hypotheses[-1]) - n)
 
 
@@ -69,7 +71,7 @@ POLICIES: Mapping[str, tuple[Policy, int, int]] = {
 
 
 def policy_of(spec: str) -> tuple[Policy, int]:
-    """A policy and its ``n`` from ``agreement``, ``hold:n=4`` and the like.
+    """Parses a policy and its ``n``, as ``agreement`` or ``hold:n=4``.
 
     Raises:
         UnknownNameError: There is no such policy.
@@ -88,7 +90,7 @@ def policy_of(spec: str) -> tuple[Policy, int]:
 
 
 class Commits:
-    """Decides which words of hypotheses are committed; knows texts and nothing of audio.
+    """Decides which words of successive hypotheses are committed, by their texts alone.
 
     Args:
         policy: Policy that decides what is stable.
@@ -97,71 +99,80 @@ class Commits:
 
     def __init__(self, policy: Policy, n: int) -> None:
         self.policy, self.n = policy, n
-        self._said: list[str] = []  # committed words that are still heard
+        self._committed: list[str] = []  # committed words whose audio is still kept
         self._open: list[list[str]] = []  # of the last hypotheses, after the committed words
 
     def offer(self, words: Sequence[str]) -> tuple[int, int]:
-        """Takes a hypothesis.
+        """Adds a hypothesis and commits its stable words.
 
         Returns:
-            Where in it the newly committed words begin and end; those after are provisional.
+            Indices of the first newly committed word and after the last one; words after these are
+            provisional.
         """
         keys = [bare(word) for word in words]
-        begin = covered(self._said, keys)
+        begin = covered(self._committed, keys)
         self._open = [*self._open, keys[begin:]][-max(self.n, 1) :]
         count = self.policy(self._open, self.n)
         self.commit(count)
         return begin, begin + count
 
     def commit(self, count: int) -> None:
-        """Commits as many further words of the newest hypothesis."""
+        """Commits the next ``count`` words of the newest hypothesis."""
         taken = self._open[-1][:count]
-        self._said += taken
+        self._committed += taken
         self._open = [words[count:] for words in self._open if words[:count] == taken]
 
     def forget(self, words: Sequence[str]) -> None:
-        """Words at the beginning of the newest hypothesis, all committed, are no longer heard."""
-        del self._said[: covered([bare(word) for word in words], self._said)]
+        """Drops committed words whose audio is no longer kept.
+
+        Args:
+            words: First words of the newest hypothesis, all committed.
+        """
+        del self._committed[: covered([bare(word) for word in words], self._committed)]
 
 
 def bare(word: str) -> str:
-    """Without case and marks; marks alone stay."""
+    """The word without case and punctuation; punctuation alone is kept."""
     return "".join(c for c in word.casefold() if not is_marks(c)) or word.strip()
 
 
-def covered(said: Sequence[str], words: Sequence[str]) -> int:
-    """How many of ``words``, from the first on, repeat ``said``.
+def covered(committed: Sequence[str], words: Sequence[str]) -> int:
+    """Number of first words of a new hypothesis that repeat the committed words.
 
-    The candidates with the fewest word errors; among equals those nearest in number. None of them
-    where two words or more were said and all would be errors: what was heard there is heard no
-    more, as words made up in a pause.
+    The prefix of ``words`` with the fewest word errors against ``committed``; among equals the one
+    nearest in length. 0 where two or more words are committed and all of them would be errors: the
+    new hypothesis no longer has them, as happens with words hallucinated in a pause.
+
+    Args:
+        committed: Committed words whose audio is still kept.
+        words: Words of the new hypothesis.
     """
     errors = list(range(len(words) + 1))
-    for row, word in enumerate(said, 1):
+    for row, word in enumerate(committed, 1):
         above, errors[0] = errors[0], row
         for column, other in enumerate(words, 1):
             best = min(above + (word != other), errors[column] + 1, errors[column - 1] + 1)
             above, errors[column] = errors[column], best
-    if len(said) > 1 and min(errors) == len(said):
+    if len(committed) > 1 and min(errors) == len(committed):
         return 0
-    return min(range(len(errors)), key=lambda count: (errors[count], abs(count - len(said))))
+    return min(range(len(errors)), key=lambda count: (errors[count], abs(count - len(committed))))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """Update of one step.
+    """Result of one step.
 
     Attributes:
-        heard_s: Seconds of audio heard so far.
+        audio_s: Seconds of audio received so far; the JSON key is ``heard_s``.
         ready_s: When the step would have ended had its audio come live, in seconds from the
             beginning of the stream: no step begins before its audio is there and the one before has
             ended.
-        committed: New words, each with the space before it: they never change.
-        provisional: Words after them as they look now.
-        words: The new words with times and confidences; ``None``: the transcriber times no words.
+        committed: Newly committed words, each with the space before it: they never change.
+        provisional: Words after them in the current hypothesis.
+        words: The committed words with times and confidences; ``None``: words are not timed.
     """
 
-    heard_s: float
+    audio_s: float
     ready_s: float
     committed: list[str]
     provisional: list[str]
@@ -172,14 +183,24 @@ class Update:
         """Committed text; the texts of all updates, joined, are the transcript."""
         return "".join(self.committed)
 
+    def as_dict(self) -> dict[str, Any]:
+        """JSON object of the update, as ``mmdecode stream --json`` prints it."""
+        return {
+            "heard_s": self.audio_s,
+            "ready_s": self.ready_s,
+            "committed": self.committed,
+            "provisional": self.provisional,
+            "words": self.words,
+        }
+
 
 @dataclass(frozen=True)
 class _Hypothesis:
     """Hypothesis for the kept audio.
 
     Attributes:
-        words: Each with the space before it.
-        timed: The same with times of the stream; ``None``: nothing asked for them.
+        words: Words, each with the space before it.
+        timed: The same with times in the stream; ``None``: words are not timed.
         start_s: Start of the first segment, from the start of the kept audio; 0 where there is
             none.
         ends: Ends of segments: seconds from the start of the kept audio, and words up to there.
@@ -192,16 +213,16 @@ class _Hypothesis:
 
 
 class Stream:
-    """One recording that is still going on.
+    """Transcribes one recording while its audio arrives.
 
     Args:
-        transcriber: How audio is heard; its options hold for every step. Speech detection
-            (``vad``) keeps pauses from being transcribed at all. Where it times words, audio can
-            also be cut between two of them.
+        transcriber: Transcriber of the kept audio; its options hold for every step. Voice activity
+            detection (``vad``) keeps pauses from being transcribed at all. Where words are timed,
+            audio can also be dropped up to a boundary between two words.
         policy: One of `POLICIES`, with ``n``: ``agreement:n=3``.
-        step_s: Seconds between updates.
-        longest_s: Most audio that is kept; ``None``: `Recognizer.kept_s` of the model's family, for
-            Whisper a window.
+        step_s: Seconds of audio between updates.
+        longest_s: Most seconds of audio that are kept; ``None``: `Recognizer.kept_s` of the model's
+            family, for Whisper a window.
 
     The text depends on the samples and on ``step_s``, not on the blocks that the samples come in.
 
@@ -241,24 +262,24 @@ class Stream:
         self._step, self._longest = round(step_s * self.rate), int(longest_s * self.rate)
         self._waiting = np.zeros(0, np.float32)  # less than a step
         self._audio = np.zeros(0, np.float32)  # what the next step hears again
-        self._heard = 0  # samples, those that were cut off included
+        self._received = 0  # samples, those that were cut off included
         self._ready_s = 0.0
         self._language: str | None = None
-        self._said_any = False
+        self._any_committed = False
         self._open: tuple[list[str], list[Word] | None] = [], None
         self._finished = False
 
     @property
-    def heard_s(self) -> float:
-        """Seconds of audio heard so far, in whole steps."""
-        return self._heard / self.rate
+    def audio_s(self) -> float:
+        """Seconds of audio transcribed so far, in whole steps."""
+        return self._received / self.rate
 
     def feed(self, samples: np.ndarray, rate: int | None = None) -> list[Update]:
         """Takes the next samples.
 
         Args:
             samples: Mono float32, ``(samples,)``, any number of them.
-            rate: Theirs; ``None``: the transcriber's.
+            rate: Their sampling rate in Hz; ``None``: the transcriber's, the only one accepted.
 
         Returns:
             An update per step that they complete: often none, several for a long block.
@@ -276,14 +297,14 @@ class Stream:
         return [self._update(waiting[at : at + self._step]) for at in range(0, whole, self._step)]
 
     def finish(self) -> Update:
-        """Hears what is left, and commits everything; the stream takes no more samples."""
+        """Transcribes the rest and commits all words; the stream takes no more samples."""
         self._finished = True
         if len(self._waiting):
             rest, self._waiting = self._waiting, self._waiting[:0]
             update = self._update(rest, last=True)
         else:
             words, timed = self._open
-            update = self._said(words, [], timed)
+            update = self._as_update(words, [], timed)
         self._audio, self._open = self._audio[:0], ([], None)
         return update
 
@@ -301,14 +322,14 @@ class Stream:
             )
         if not np.isfinite(samples).all():
             raise InputError(
-                f"samples are NaN or infinite, behind {self.heard_s:g} s; expected finite numbers"
+                f"samples are NaN or infinite, behind {self.audio_s:g} s; expected finite numbers"
             )
 
     def _update(self, samples: np.ndarray, last: bool = False) -> Update:
-        """One step: hear again, commit, cut."""
+        """One step: transcribe the kept audio, commit stable words, drop audio."""
         began = time.perf_counter()
         self._audio = np.concatenate([self._audio, samples])
-        self._heard += len(samples)
+        self._received += len(samples)
         found = self._hear()
         begin, end = self._commits.offer(found.words)
         if not last:
@@ -321,28 +342,30 @@ class Stream:
                 self._commits.forget(found.words[:count])
         else:
             end = len(found.words)
-        self._said_any |= end > begin
+        self._any_committed |= end > begin
         timed = found.timed
         self._open = found.words[end:], timed and timed[end:]
-        self._ready_s = max(self._ready_s, self.heard_s) + time.perf_counter() - began
-        return self._said(found.words[begin:end], found.words[end:], timed and timed[begin:end])
+        self._ready_s = max(self._ready_s, self.audio_s) + time.perf_counter() - began
+        return self._as_update(
+            found.words[begin:end], found.words[end:], timed and timed[begin:end]
+        )
 
-    def _said(
+    def _as_update(
         self, committed: list[str], provisional: list[str], timed: list[Word] | None
     ) -> Update:
         return Update(
-            heard_s=self.heard_s,
-            ready_s=round(max(self._ready_s, self.heard_s), 6),
+            audio_s=self.audio_s,
+            ready_s=round(max(self._ready_s, self.audio_s), 6),
             committed=committed,
             provisional=provisional,
             words=timed,
         )
 
     def _hear(self) -> _Hypothesis:
-        """The kept audio, transcribed."""
+        """Transcribes the kept audio."""
         item = {"audio": self._audio, "language": self._language}
         found: Transcript = self.transcriber(item)
-        start_s = (self._heard - len(self._audio)) / self.rate
+        start_s = (self._received - len(self._audio)) / self.rate
         words: list[str] = []
         timed: list[Word] = []
         ends = []
@@ -353,7 +376,7 @@ class Stream:
                 for word in segment.words or ()
             ]
             ends.append((segment.end_s, len(words)))
-        if self._said_any:  # the first seconds alone tell a language badly
+        if self._any_committed:  # language detection is unreliable on the first seconds
             self._language = found.language
         once = first_round_end([bare(word) for word in words])
         if once is not None:
@@ -368,41 +391,41 @@ class Stream:
         )
 
     def _cut(self, found: _Hypothesis, end: int) -> tuple[int, int]:
-        """Where to cut.
+        """Chooses how much of the kept audio is dropped.
 
         Args:
             found: The hypothesis.
             end: How many of its words are committed.
 
         Returns:
-            Samples that go, and words of the hypothesis said in them.
+            Number of samples to drop, and of words of the hypothesis in them.
         """
         length = len(self._audio)
         full = length + self._step > self._longest
-        # at once a quarter, so that a full window is not heard again and again
+        # a quarter at once, so that a full window is not transcribed again and again
         least = max(length + self._step - self._longest, self._longest // 4) if full else 1
 
-        def places(ends: Sequence[tuple[float, int]]) -> list[tuple[int, int]]:
-            cuts = [(min(round(end_s * self.rate), length), count) for end_s, count in ends]
-            return [(cut, count) for cut, count in cuts if cut >= least]
+        def cut_points(ends: Sequence[tuple[float, int]]) -> list[tuple[int, int]]:
+            candidates = [(min(round(end_s * self.rate), length), count) for end_s, count in ends]
+            return [(cut, count) for cut, count in candidates if cut >= least]
 
-        # what the model says of the last segment's end it may not say again
-        inner = places(found.ends[:-1])
-        closed = [place for place in inner if place[1] <= end]
+        # the end of the last segment may change with the next step
+        inner = cut_points(found.ends[:-1])
+        closed = [point for point in inner if point[1] <= end]
         if closed and length >= self._longest // 2:
             return closed[-1]
         if not full:
             return 0, 0
-        if opening := places([(found.start_s, 0)]) or inner:
+        if opening := cut_points([(found.start_s, 0)]) or inner:
             return opening[0]
         count = len(found.words)
         if found.timed is not None:
-            start_s = self.heard_s - length / self.rate
-            between = places([(w.end_s - start_s, i) for i, w in enumerate(found.timed, 1)])
-            committed = [place for place in between if place[1] <= end]
+            start_s = self.audio_s - length / self.rate
+            between = cut_points([(w.end_s - start_s, i) for i, w in enumerate(found.timed, 1)])
+            committed = [point for point in between if point[1] <= end]
             if between:
                 return committed[-1] if committed else between[0]
-        # all of it is said with this: what is after the last word is quiet
+        # all words are committed: the audio after the last one holds no speech
         quiet = round(found.ends[-1][0] * self.rate) if found.ends else 0
         return min(max(least, length // 2, quiet), length), count
 

@@ -1,4 +1,4 @@
-"""`Transcriber`: recordings in, transcripts out."""
+"""`Transcriber`: transcripts of recordings of any length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmdecode import registry
 from mmdecode.asr.alignment.words import around_words, in_order, timed_words
 from mmdecode.asr.audio.reading import Source, source_of
 from mmdecode.asr.decoding.job import Job
-from mmdecode.asr.decoding.long_form import ADVICE, LongForm
+from mmdecode.asr.decoding.long_form import HINT, LongForm
 from mmdecode.asr.decoding.n_best import hypotheses
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.recognizers import of_type, refuse_beyond
@@ -43,13 +43,14 @@ if TYPE_CHECKING:
 
 
 class Transcriber:
-    """Transcribes recordings of any length in batches, each with the text it has alone.
+    """Transcribes recordings of any length in batches; the text does not depend on the batch.
 
     Args:
         model: A Whisper, a Moonshine, or another encoder-decoder of speech, see
             `mmdecode.asr.recognizers`.
         processor: Its processor.
-        decoder: How windows are decoded; ``None``: without a draft.
+        decoder: Decoder of the windows: drafter, guide and acceptance rule; ``None``: neither
+            drafter nor guide.
         options: Settings; ``None``: the defaults.
         correct: Corrector of each window, or its name with options, see
             `mmdecode.asr.correction.transcripts`; ``None``: nothing.
@@ -98,9 +99,9 @@ class Transcriber:
 
         Args:
             model_id: A folder, a Hub id, a short name as ``large-v3``, or ``zoo:NAME``.
-            draft: A draft, or its name with options; plain ``medusa`` means a zoo model's heads.
+            draft: A drafter, or its name with options; plain ``medusa`` means a zoo model's heads.
             guide: A guide, or its name with options.
-            accept: See `mmdecode.Decoder`.
+            accept: Acceptance rule, see `mmdecode.Decoder`.
             device: ``None``: CUDA where there is one.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
             seed: Seed of the noise that sampling uses.
@@ -139,7 +140,7 @@ class Transcriber:
 
     @property
     def window_s(self) -> float:
-        """Seconds that the model hears at once."""
+        """Length of a window, in seconds."""
         return self.recognizer.window_frames * self.recognizer.frame_s
 
     @property
@@ -178,7 +179,7 @@ class Transcriber:
                 ``(array, rate)``, see `mmdecode.asr.audio.reading.source_of`; or a list of such.
             on_error: ``raise`` the first error, or ``return`` a `Failure` for each; ``None``: raise
                 for a single recording, return for a list.
-            trace: A list that is given the rounds of every window, see
+            trace: A list to which the rounds of every window are appended, see
                 `mmdecode.engine.trace.Round`.
 
         Returns:
@@ -204,16 +205,16 @@ class Transcriber:
     ) -> Iterator[Transcript | Failure]:
         """Like a call, but yields each result as soon as its recording ends, and never raises.
 
-        Whatever an error of one recording is, that recording fails, and the others go on.
+        Any error of one recording makes that recording a `Failure`; the others go on.
 
         Args:
             inputs: Recordings, as for a call.
             progress: Called after each step with the seconds of audio it transcribed.
-            watch: Progress of the job, where it calls several times; see `mmdecode.runs.items`.
-            batch_size: In the place of the options'.
+            watch: Progress of a job that makes several calls; see `mmdecode.runs.items`.
+            batch_size: Overrides that of the options; ``None``: does not.
 
         Raises:
-            MMDecodeError: An error of the configuration: all recordings fail by it.
+            MMDecodeError: A configuration error, by which all recordings fail.
         """
         watch = Watch() if watch is None else watch
         yield from watch.released(self._outcomes(inputs, progress, watch, batch_size))
@@ -227,27 +228,27 @@ class Transcriber:
     ) -> Iterator[tuple[Transcript | Failure, Failed | None]]:
         sources = []
         for index, item in enumerate([inputs] if is_single(inputs) else inputs):
-            source = tried(partial(source_of, item, self.sampling_rate, index), ADVICE)
+            source = tried(partial(source_of, item, self.sampling_rate, index), HINT)
             if isinstance(source, Failed):
                 yield failure_of(f"array {index}", index, source), source
             else:
                 sources.append((index, source))
-        places = [index for index, _ in sources]
+        indices = [index for index, _ in sources]
         opened = [source for _, source in sources]
         for done in self._loop.run(opened, progress, watch, batch_size):
             if isinstance(done, Job):
-                place = done.index
+                position = done.index
                 [(_, found)] = each(
                     [done],
-                    lambda jobs: [self._result(jobs[0], places[jobs[0].index])],
-                    hint=ADVICE,
+                    lambda jobs: [self._result(jobs[0], indices[jobs[0].index])],
+                    advice=HINT,
                     name=lambda job: job.name,
                     watch=watch,
                 )
             else:
-                place, found = done
+                position, found = done
             if isinstance(found, Failed):
-                yield failure_of(opened[place].name, places[place], found), found
+                yield failure_of(opened[position].name, indices[position], found), found
             else:
                 yield found, None
 
@@ -256,17 +257,18 @@ class Transcriber:
         return self._corrector(job, transcript) if self._corrector else transcript
 
     def stream_segments(self, recording: Any) -> Iterator[Segment]:
-        """Yields the segments of one recording as its windows end: those that a call gives.
+        """Yields the segments of one recording as its windows end, equal to those of a call.
 
-        A segment is held until it is known where the next word begins. Neither text nor audio that
-        was passed on is kept, so memory does not grow with the recording.
+        With word times, a segment is held back until the start of the next word is known. Segments
+        that were yielded are not kept, nor is their audio, so memory does not grow with the
+        recording.
 
         Args:
             recording: One, as for a call.
 
         Raises:
-            OptionError: Several are given; or the mode is ``chunked``, or texts are corrected: then
-                segments are known at the end alone.
+            OptionError: Several are given; or the mode is ``chunked``, or texts are corrected:
+                then segments are known only at the end of the recording.
             InputError: It cannot be read.
         """
         if not is_single(recording):
@@ -317,7 +319,7 @@ class Transcriber:
             stats={
                 "windows": job.windows,
                 "attempts": job.attempts,
-                "looped": sum(result.looped for result in job.results),
+                "looped": sum(result.repetitive for result in job.results),
                 "tokens": len(tokens),
             },
             timed_by="model" if self.recognizer.capabilities.timestamps else "windows",
@@ -347,10 +349,10 @@ class Transcriber:
 
 
 class _Segments:
-    """The segments of one recording, window by window.
+    """Builds the segments of one recording, window by window.
 
-    Segments that were returned never change, and this does not depend on windows that were not
-    seen: a segment with words is held until the next one, whose first word may shorten its last.
+    Returned segments are final: a segment with words is held back until the next one, whose first
+    word may shorten its last.
 
     Args:
         transcriber: Transcriber of the recording.
@@ -360,18 +362,18 @@ class _Segments:
     def __init__(self, transcriber: Transcriber, job: Job) -> None:
         self._transcriber, self._job = transcriber, job
         self._held: list[Piece] = []
-        self._said_s = 0.0  # where the last word ended that was given out
+        self._last_word_end_s = 0.0  # end of the last word of a returned segment
 
     def hold(self, pieces: Sequence[Piece]) -> None:
-        """Takes segments in, and gives none out yet."""
+        """Adds segments without returning any."""
         self._held += pieces
 
     def take(self, pieces: Sequence[Piece], last: bool = False) -> list[Segment]:
-        """Segments that are known for good.
+        """Adds the segments of a window and returns those that are final.
 
         Args:
-            pieces: Pieces of the next window.
-            last: Whether no window follows.
+            pieces: Segments of the next window.
+            last: Whether no window follows: then all are final.
         """
         self.hold(pieces)
         words = self._words()
@@ -384,7 +386,9 @@ class _Segments:
             for one in zip(self._held[:count], spans[:count], words[:count], strict=True)
         ]
         del self._held[:count]
-        self._said_s = max((s.words[-1].end_s for s in found if s.words), default=self._said_s)
+        self._last_word_end_s = max(
+            (s.words[-1].end_s for s in found if s.words), default=self._last_word_end_s
+        )
         return found
 
     def _words(self) -> Sequence[list[Word] | None]:
@@ -393,12 +397,12 @@ class _Segments:
         if not ours.options.word_timestamps:
             return [None] * len(self._held)
         return timed_words(
-            [ours.recognizer.said(piece.tokens) for piece in self._held],
+            [ours.recognizer.text_tokens(piece.tokens) for piece in self._held],
             ours.processor.tokenizer,
             ours.recognizer.code_of(job.language),
             job.timeline.span,
             job.timeline.duration_s,
-            self._said_s,
+            self._last_word_end_s,
         )
 
     def _spans(self, words: Sequence[list[Word] | None]) -> list[tuple[float, float]]:
@@ -408,7 +412,7 @@ class _Segments:
         if self._transcriber.options.mode != "sequential":
             # of a segment that two windows made neither knows both ends
             spans = in_order(spans, timeline.duration_s)
-        return around_words(spans, words, self._said_s)
+        return around_words(spans, words, self._last_word_end_s)
 
     def _segment(
         self, piece: Piece, span: tuple[float, float], words: list[Word] | None
@@ -421,7 +425,7 @@ class _Segments:
             temperature=piece.result.temperature,
             avg_logprob=piece.result.avg_logprob,
             no_speech_prob=piece.result.no_speech_prob,
-            looped=piece.result.looped,
+            looped=piece.result.repetitive,
             window_s=round(self._job.timeline.at(piece.window), 6),
             words=words,
         )
@@ -455,7 +459,11 @@ def is_single(inputs: Any) -> bool:
 
 
 def make_options(options: Mapping[str, Any]) -> TranscribeOptions:
-    """`TranscribeOptions` from keyword arguments, with our error for an unknown name."""
+    """`TranscribeOptions` from keyword arguments.
+
+    Raises:
+        OptionError: A name is unknown, or a value out of range.
+    """
     refuse_unknown(options, list(TranscribeOptions.__dataclass_fields__))
     return TranscribeOptions(**options)
 
@@ -470,9 +478,9 @@ def load(
 
     Args:
         model_id: A folder, a Hub id or another name of a checkpoint.
-        device: Where to; ``None``: CUDA where there is one.
+        device: Device of the model; ``None``: CUDA if available.
         dtype: Data type of the weights.
-        options: Refused before weights are read, where the family cannot serve them.
+        options: Checked before weights are read: an error if the family cannot serve them.
 
     Raises:
         InputError: It cannot be loaded.

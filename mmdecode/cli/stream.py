@@ -90,7 +90,7 @@ def command(
     )
     stream, meter = Stream(transcriber, policy, step), StreamMeter()
     with contextlib.ExitStack() as stack:
-        show = emit_json if json else stack.enter_context(_Screen()).show
+        show = _print_json if json else stack.enter_context(_Screen()).show
 
         def take(updates: list[Update]) -> None:
             for update in updates:
@@ -103,7 +103,7 @@ def command(
     if json:
         emit_json({"model": model} | dataclasses.asdict(report))
     else:
-        console.print(_summary(report, stream.heard_s), highlight=False, soft_wrap=True)
+        console.print(_summary(report, stream.audio_s), highlight=False, soft_wrap=True)
 
 
 def follow(
@@ -205,9 +205,13 @@ class _Screen:
         self._live.update(Text.assemble(self._line, open_words), refresh=True)
 
 
-def _summary(report: StreamReport, heard_s: float) -> str:
+def _print_json(update: Update) -> None:
+    emit_json(update.as_dict())
+
+
+def _summary(report: StreamReport, audio_s: float) -> str:
     """The numbers in words."""
-    parts = [f"{heard_s:.1f} s heard, {report.committed_words} words committed"]
+    parts = [f"{audio_s:.1f} s heard, {report.committed_words} words committed"]
     if report.heard.al is not None:
         parts.append(
             f"lagging (AL, DAL) {report.heard.al:.2f} and {report.heard.dal:.2f} s of audio, "

@@ -425,7 +425,7 @@ class _Tally:
     audio_s: float = 0.0
     wall_s: float = 0.0
     windows: int = 0
-    looped: int = 0
+    repetitive: int = 0
     stats: dict[str, Any] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     results: list[Transcript] = field(default_factory=list)
@@ -447,7 +447,7 @@ def _transcribe(
 
     if output.folder is None:
         return _work(entries, load, None, output.language)
-    place = output.folder
+    results_folder = output.folder
     settings = output.settings | {
         "formats": output.formats,
         "subtitles": dataclasses.asdict(output.layout),
@@ -455,13 +455,20 @@ def _transcribe(
     with contextlib.ExitStack() as stack:
 
         def begin() -> jobs.Prepared:
-            stack.enter_context(claimed(place))
-            given = place, settings, output.resume, entries, output.formats, output.overwrite
+            stack.enter_context(claimed(results_folder))
+            given = (
+                results_folder,
+                settings,
+                output.resume,
+                entries,
+                output.formats,
+                output.overwrite,
+            )
             return jobs.prepare(*given)
 
         suspects, changed, alone, replaced = team.first(begin)
         rank = team.rank if team.size > 1 else None
-        given = place, output.formats, entries, output.layout, rank, suspects, alone
+        given = results_folder, output.formats, entries, output.layout, rank, suspects, alone
         folder = jobs.ResultFolder(*given, output.overwrite, settings if replaced else None)
         with contextlib.closing(folder):
             todo = [entry for entry in entries if entry.id not in folder.done]
@@ -470,7 +477,7 @@ def _transcribe(
             started = time.perf_counter()
             own = _work(share, load, folder, output.language, suspects)
         tallies = team.gather(own)
-        team.first(lambda: jobs.finish(place, entries))
+        team.first(lambda: jobs.finish(results_folder, entries))
     tally = _together(tallies, done_before)
     tally.changed = len(changed)
     if team.size > 1:
@@ -528,7 +535,7 @@ def _work(
             tally.transcribed += 1
             tally.audio_s += result.duration_s
             tally.windows += result.stats["windows"]
-            tally.looped += result.stats["looped"]
+            tally.repetitive += result.stats["looped"]
             if result.truncated is not None:
                 tally.truncated[result.source] = result.truncated
             if not folder:
@@ -575,7 +582,7 @@ def _together(tallies: list[_Tally], done_before: int) -> _Tally:
         audio_s=sum(tally.audio_s for tally in tallies),
         wall_s=max(tally.wall_s for tally in tallies),
         windows=sum(tally.windows for tally in tallies),
-        looped=sum(tally.looped for tally in tallies),
+        repetitive=sum(tally.repetitive for tally in tallies),
         stats=summed([tally.stats for tally in tallies]),
         failures=[failure for tally in tallies for failure in tally.failures],
         truncated={name: what for tally in tallies for name, what in tally.truncated.items()},
@@ -614,7 +621,7 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
                 "wall_s": round(tally.wall_s, 3),
                 "rtfx": round(tally.rtfx, 3) if tally.rtfx else None,
                 "windows": tally.windows,
-                "looped": tally.looped,
+                "looped": tally.repetitive,
                 "truncated": len(tally.truncated),
                 "stats": tally.stats,
                 "out": output.folder,
@@ -641,8 +648,8 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
         line += f"; {tally.audio_s:.1f} s of audio in {tally.wall_s:.1f} s, RTFx {tally.rtfx:.1f}"
         if tally.stats["row_passes"]:  # beams are searched elsewhere
             line += f", {tally.stats['acceptance_length']:.2f} tokens per pass"
-    if tally.looped:
-        line += f"; {tally.looped} of {tally.windows} windows looped"
+    if tally.repetitive:
+        line += f"; {tally.repetitive} of {tally.windows} windows looped"
     if out.is_terminal and any(result.uncorrected is not None for result in results):
         line += "; words in blue are the audio's, in yellow the language model's"
     if tally.truncated:

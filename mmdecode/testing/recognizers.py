@@ -74,8 +74,8 @@ def check_recognizer(
         _same(drafted, texts, "drafted", "undrafted")
     plain = plain or _generate(usual)
     if plain is not None:
-        spoken = [usual.said(plain(one)) for one in short]
-        ours = [usual.said(texts[place]) for place in range(len(short))]
+        spoken = [usual.text_tokens(plain(one)) for one in short]
+        ours = [usual.text_tokens(texts[index]) for index in range(len(short))]
         _same(ours, spoken, "through the loop", "by plain generate")
     for tokens in texts:
         _check_text(usual, tokens)
@@ -94,9 +94,9 @@ def _recordings(ours: Recognizer) -> list[np.ndarray]:
 def _check_ids(ours: Recognizer) -> None:
     assert ours.rate > 0, f"rate is {ours.rate}; expected samples a second"
     assert ours.window_frames > 0, f"window_frames is {ours.window_frames}; expected at least 1"
-    assert ours.ends, "ends is empty; expected the ids that end a transcript"
-    texts = ours.said([*ours.ends, ours.pad])
-    assert not texts, f"said keeps {texts} as text; they end or fill up a transcript"
+    assert ours.eos_token_ids, "eos_token_ids is empty; expected the ids that end a transcript"
+    texts = ours.text_tokens([*ours.eos_token_ids, ours.pad])
+    assert not texts, f"text_tokens keeps {texts}; they end or fill up a transcript"
     vocab = ours.model.config.get_text_config(decoder=True).vocab_size
     prompt = ours.prompt(None, [])
     assert prompt, "prompt is empty; expected what the decoder reads before it writes"
@@ -159,16 +159,16 @@ def _check_encoding(ours: Recognizer, recordings: Sequence[np.ndarray]) -> None:
     assert list(chosen.seconds) == seconds[::-1], "rows does not reorder the seconds of windows"
     if together.states is None:
         return
-    for row, place in enumerate(order):
-        alone = ours.encode([windows[place]], [seconds[place]])
+    for row, index in enumerate(order):
+        alone = ours.encode([windows[index]], [seconds[index]])
         found, expected = _states(chosen, row), _states(alone, 0)
         assert found.shape == expected.shape, (
-            f"window {place} has {len(found)} states with others and {len(expected)} alone; "
+            f"window {index} has {len(found)} states with others and {len(expected)} alone; "
             "padding is no state, say so in mask"
         )
         worst = float((found - expected).abs().amax())
         assert worst <= TOLERANCE, (
-            f"states of window {place} differ by {worst:.3g} between alone and with others; encode "
+            f"states of window {index} differ by {worst:.3g} between alone and with others; encode "
             "windows of one length together, and pad their states"
         )
 
@@ -184,8 +184,8 @@ def _decoded(ours: Recognizer, draft: Any, recordings: Sequence[np.ndarray]) -> 
     """Tokens of recordings in one call."""
     loop = LongForm(ours, Decoder(draft, seed=0))
     sources = [
-        source_of((samples, ours.rate), ours.rate, place)
-        for place, samples in enumerate(recordings)
+        source_of((samples, ours.rate), ours.rate, index)
+        for index, samples in enumerate(recordings)
     ]
     found: dict[int, list[int]] = {}
     for done in loop.run(sources):
@@ -200,7 +200,7 @@ def _decoded(ours: Recognizer, draft: Any, recordings: Sequence[np.ndarray]) -> 
                 f"a segment from {piece.start:.3f} to {piece.end:.3f} s in a recording of "
                 f"{done.timeline.duration_s:.3f} s"
             )
-    return [found[place] for place in range(len(recordings))]
+    return [found[index] for index in range(len(recordings))]
 
 
 def _generate(ours: Recognizer) -> Callable[[np.ndarray], Sequence[int]] | None:
@@ -222,14 +222,16 @@ def _generate(ours: Recognizer) -> Callable[[np.ndarray], Sequence[int]] | None:
             **inputs,
         )
         new = found[0, prompt.shape[1] :].tolist()
-        return new[: next((at for at, token in enumerate(new) if token in ours.ends), len(new))]
+        return new[
+            : next((at for at, token in enumerate(new) if token in ours.eos_token_ids), len(new))
+        ]
 
     return plain
 
 
 def _check_text(ours: Recognizer, tokens: Sequence[int]) -> None:
     text = ours.text(tokens)
-    around = [*ours.prompt(None, []), *tokens, *sorted(ours.ends), ours.pad]
+    around = [*ours.prompt(None, []), *tokens, *sorted(ours.eos_token_ids), ours.pad]
     assert ours.text(around) == text, (
         f"the text of a prompt, {text!r} and an end is {ours.text(around)!r}; what is no text is "
         "left out"
@@ -242,7 +244,7 @@ def _check_text(ours: Recognizer, tokens: Sequence[int]) -> None:
 def _same(
     found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]], where: str, otherwise: str
 ) -> None:
-    for place, (ours, other) in enumerate(zip(found, expected, strict=True)):
+    for index, (ours, other) in enumerate(zip(found, expected, strict=True)):
         assert list(ours) == list(other), (
-            f"recording {place} is {list(ours)} {where}, and {list(other)} {otherwise}"
+            f"recording {index} is {list(ours)} {where}, and {list(other)} {otherwise}"
         )

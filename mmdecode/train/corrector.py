@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from mmdecode.asr.correction.corrector import Corrector, imported_peft, load
-from mmdecode.asr.correction.n_best_lists import NBestList, place
+from mmdecode.asr.correction.n_best_lists import NBestList, hash_fraction
 from mmdecode.asr.correction.prompts import NO_LABEL, ListPrompts, PromptOptions
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.speech.wer import count_errors
@@ -149,8 +149,8 @@ class Data:
         """
         known = [one for one in lists if one.reference is not None]
         parts = cls(
-            training=[one for one in known if place(one.id) < TRAINED],
-            development=[one for one in known if TRAINED <= place(one.id) < JUDGED],
+            training=[one for one in known if hash_fraction(one.id) < TRAINED],
+            development=[one for one in known if TRAINED <= hash_fraction(one.id) < JUDGED],
         )
         if not parts.training or not parts.development:
             raise InputError(

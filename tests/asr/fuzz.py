@@ -288,8 +288,8 @@ def outcome(path):
         return {"outcome": "read", "value": read(path)}
     except MMDecodeError as error:
         message = str(error)
-        advice = ";" in message or "-manifest_" in path
-        clear = message.startswith(path) and advice
+        has_hint = ";" in message or "-manifest_" in path
+        clear = message.startswith(path) and has_hint
         return {"outcome": type(error).__name__ if clear else "unclear", "value": message}
     except BaseException as error:
         return {"outcome": f"BUG {type(error).__name__}", "value": str(error)[:500]}

@@ -53,20 +53,20 @@ class Instant:
         order = list(enumerate(sources))
         random.shuffle(order)
         for index, source in order:
-            place = int(Path(source.name).stem)
-            if place % 7 == 3:
+            number = int(Path(source.name).stem)
+            if number % 7 == 3:
                 yield Failure(source=source.name, index=index, error="no", kind="InputError")
                 continue
-            text = " ".join(f"word{place * i}" for i in range(place % 40))
-            segment = Segment(start_s=0.5, end_s=9.0, text=text, tokens=[place])
+            text = " ".join(f"word{number * i}" for i in range(number % 40))
+            segment = Segment(start_s=0.5, end_s=9.0, text=text, tokens=[number])
             yield Transcript(
                 source=source.name,
                 index=index,
                 text=text,
                 segments=[segment],
                 language="en",
-                duration_s=float(place),
-                tokens=[place],
+                duration_s=float(number),
+                tokens=[number],
                 stats={"windows": 1, "attempts": 1, "looped": 0, "tokens": 1},
             )
 
@@ -84,8 +84,8 @@ def _fork(arguments, rank, ranks, port, log):
         return pid
     try:
         if ranks > 1:
-            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in places.items()})
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in variables.items()})
             os.environ.update({"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": str(ranks)})
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
@@ -137,7 +137,7 @@ def series(inputs, options, kills, folder, log, exit_code):
     ranks = itertools.cycle(RANKS)
     while killed < kills or out.exists():
         arguments = [*command, "--out", out, *(["--resume"] if out.exists() else [])]
-        said = os.path.getsize(log.name)
+        begin = os.path.getsize(log.name)
         pids = start(arguments, next(ranks), log)
         # now and then a run is left to end, the last one in any case
         codes = (
@@ -154,8 +154,8 @@ def series(inputs, options, kills, folder, log, exit_code):
             continue
         assert codes == [exit_code, *[0] * (len(codes) - 1)], f"{codes}, see {log.name}"
         assert contents(out) == contents(whole)
-        told = Path(log.name).read_text()[said:]
-        assert told.count("failed: ") == failures and told.count(" done before") == 1, told
+        written = Path(log.name).read_text()[begin:]
+        assert written.count("failed: ") == failures and written.count(" done before") == 1, written
         shutil.rmtree(out)
         compared, in_a_row, before = compared + 1, 0, set()
     return killed, compared
@@ -202,7 +202,7 @@ def main():
     notes.OFTEN = given.kills + 1  # these processes do not end over what they decode
     with (given.folder / "log.txt").open("w") as log:
         listing = given.folder / "list.txt"
-        listing.write_text("\n".join(str(given.folder / f"{place}.wav") for place in range(60)))
+        listing.write_text("\n".join(str(given.folder / f"{number}.wav") for number in range(60)))
         options = ["--device", "cpu", "--format", "txt,srt,json", "--model", "zoo:whisper-synth"]
         Transcriber.from_pretrained = lambda *_, **options: Instant()
         many = given.kills - with_model

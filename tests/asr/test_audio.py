@@ -72,13 +72,13 @@ def test_common_formats_are_read_whatever_their_name(tmp_path, kit, name, option
 CONTAINERS = {"m4a": "aac", "mp4": "aac", "mkv": "flac", "webm": "libopus", "mov": "aac"}
 
 
-def container(path, samples, codec, picture=False):
+def container(path, samples, codec, video=False):
     """Writes mono samples of 48 kHz, with a film of black pictures next to them or without."""
     av = pytest.importorskip("av")
     name = {".m4a": "ipod", ".mkv": "matroska"}.get(path.suffix, path.suffix[1:])
     with av.open(str(path), "w", format=name) as file:
         stream = file.add_stream(codec, rate=48_000, layout="mono")
-        if picture:
+        if video:
             film = file.add_stream("mpeg4", rate=10)
             film.width = film.height = 32
             for _ in range(len(samples) // 4_800 + 20):  # it goes on after the sound
@@ -94,11 +94,11 @@ def container(path, samples, codec, picture=False):
 CASES = [(ending, False) for ending in CONTAINERS] + [(ending, True) for ending in ("mp4", "mkv")]
 
 
-@pytest.mark.parametrize(("ending", "picture"), CASES)
-def test_containers_are_read_and_truncated_ones_refused(tmp_path, kit, ending, picture):
+@pytest.mark.parametrize(("ending", "video"), CASES)
+def test_containers_are_read_and_truncated_ones_refused(tmp_path, kit, ending, video):
     path = tmp_path / f"a.{ending}"
     samples = kit.noise(3.0, rate=48_000)
-    container(path, samples, CONTAINERS[ending], picture)
+    container(path, samples, CONTAINERS[ending], video)
     found = read(path)
     assert abs(len(found) / kit.rate - 3.0) < 0.1
     expected = read((samples, 48_000))
@@ -260,7 +260,7 @@ BROKEN += [f"truncated {kind}" for kind in "wav flac ogg mp3 aiff au w64 caf".sp
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_what_cannot_be_trusted_is_refused_with_its_name_and_advice(tmp_path, kit, kind):
+def test_what_cannot_be_trusted_is_refused_with_its_name_and_a_hint(tmp_path, kit, kind):
     path, words = broken(tmp_path, kit, kind)
     with pytest.raises(InputError, match=words) as caught:
         read(path)

@@ -86,7 +86,7 @@ class NoMask(Short):
 
 
 class EndIsText(Short):
-    def said(self, tokens):
+    def text_tokens(self, tokens):
         return [token for token in tokens if token]
 
 
@@ -106,14 +106,14 @@ class Shortest(Short):
 
 
 class OtherPrompt(Short):
-    def prompt(self, language, shown):
+    def prompt(self, language, context):
         return [7]
 
 
-class Cuts(Short):
+class OutsideWindow(Short):
     def split(self, tokens, whole, sequential):
         split = super().split(tokens, whole, sequential)
-        return split._replace(cuts=[(a, 9 * b, t) for a, b, t in split.cuts])
+        return split._replace(segments=[(a, 9 * b, t) for a, b, t in split.segments])
 
 
 class Loses(Short):
@@ -134,11 +134,11 @@ class Loses(Short):
         (PromptIsText, "what is no text is left out"),
         (MoreThanItCan, "word_timestamps was not refused, and the family has no word_times"),
         (Shortest, "no fewer for more"),
-        (Cuts, "a segment from 0.000"),
+        (OutsideWindow, "a segment from 0.000"),
         (Loses, "by plain generate"),
     ],
 )
-def test_a_mistake_is_found_and_said(wrong, words, moonshine):
+def test_a_mistake_is_found_and_named(wrong, words, moonshine):
     with pytest.raises(AssertionError, match=words):
         check(wrong, moonshine)
 
@@ -176,8 +176,8 @@ class Mine(GenericRecognizer):
 def test_a_plugin_brings_a_family_and_a_broken_one_is_left_out(plugins):
     with pytest.warns(RuntimeWarning) as caught:
         ours = Transcriber(*MODELS["speech_to_text"]())
-    said = " ".join(str(one.message) for one in caught)
-    assert "'whisper', which exists already" in said
+    messages = " ".join(str(one.message) for one in caught)
+    assert "'whisper', which exists already" in messages
     assert type(ours.recognizer).__name__ == "Mine" and ours.window_s == 1.0
     found = ours(0.1 * np.random.default_rng(0).standard_normal(32_000))
     assert found.stats["windows"] > 1

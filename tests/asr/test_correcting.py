@@ -49,7 +49,7 @@ def clips():
 
 
 @pytest.fixture(scope="module")
-def heard(zoo, clips):
+def encoded_lists(zoo, clips):
     """Lists of two wrong hypotheses each, and what the recogniser is given."""
     ids = zoo[1].tokenizer.convert_tokens_to_ids
     names = "<|startoftranscript|> <|en|> <|transcribe|> <|notimestamps|>".split()
@@ -68,8 +68,8 @@ def fused(recogniser, join=UADF, **options):
     return FusedCorrection(corrector(**options), recogniser, join)
 
 
-def test_words_are_those_of_the_text_and_each_has_one_who_decided(recogniser, heard):
-    lists, audio = heard
+def test_words_are_those_of_the_text_and_each_has_one_who_decided(recogniser, encoded_lists):
+    lists, audio = encoded_lists
     found = fused(recogniser, batch_size=3)(lists, audio)
     assert [one.correction.id for one in found] == [one.id for one in lists]
     for one in found:
@@ -79,9 +79,9 @@ def test_words_are_those_of_the_text_and_each_has_one_who_decided(recogniser, he
 
 
 def test_the_audio_decides_where_it_has_all_the_weight_and_never_where_it_has_none(
-    recogniser, heard
+    recogniser, encoded_lists
 ):
-    lists, audio = heard
+    lists, audio = encoded_lists
     every = lambda spec: Static(spec, weight=1e6)  # noqa: E731
     loud = fused(recogniser, every, guard=None, draft=None)(lists[:2], audio[:2])
     by = {word.by for one in loud for word in one.words}
@@ -93,8 +93,8 @@ def test_the_audio_decides_where_it_has_all_the_weight_and_never_where_it_has_no
     assert answers and "audio" not in {word.by for one in answers for word in one.words}
 
 
-def test_what_is_refused_is_the_audio_s(recogniser, heard):
-    lists, audio = heard
+def test_what_is_refused_is_the_audio_s(recogniser, encoded_lists):
+    lists, audio = encoded_lists
     wrong = [dataclasses.replace(one, hypotheses=("zebra zebra zebra zebra",)) for one in lists[:2]]
     found = fused(recogniser, guard=EditGuard(distance=0.0), draft=None)(wrong, audio[:2])
     assert all(one.correction.refused for one in found)
@@ -103,13 +103,13 @@ def test_what_is_refused_is_the_audio_s(recogniser, heard):
     assert {word.by for one in alone for word in one.words} == {"audio"}
 
 
-def test_a_fusion_without_audio_is_refused(recogniser, heard):
+def test_a_fusion_without_audio_is_refused(recogniser, encoded_lists):
     with pytest.raises(OptionError, match="hears the audio"):
-        fused(recogniser)(heard[0])
+        fused(recogniser)(encoded_lists[0])
 
 
-def test_drafts_change_no_word(recogniser, heard):
-    lists, audio = heard
+def test_drafts_change_no_word(recogniser, encoded_lists):
+    lists, audio = encoded_lists
     drafted, plain = fused(recogniser), fused(recogniser, draft=None)
     assert drafted(lists[:2], audio[:2]) == plain(lists[:2], audio[:2])
     assert drafted.corrector.stats.acceptance_length > 1.5
@@ -248,9 +248,9 @@ def test_the_command_corrects_and_its_json_says_who_decided(tmp_path, clips):
     done = invoke(*words)
     assert done.exit_code == 0, done.output
     made = json.loads((tmp_path / "out" / "a.json").read_text())
-    said = [word for segment in made["segments"] for word in segment["decided"]]
-    assert " ".join(word["text"] for word in said) == made["text"]
-    assert {word["by"] for word in said} <= {"audio", "language model", "both"}
+    decided = [word for segment in made["segments"] for word in segment["decided"]]
+    assert " ".join(word["text"] for word in decided) == made["text"]
+    assert {word["by"] for word in decided} <= {"audio", "language model", "both"}
     assert made["uncorrected"]
     again = invoke(*words[:-2], "--resume")
     assert again.exit_code != 0  # other settings

@@ -26,7 +26,7 @@ def corrector(family="t5", **options):
     return Corrector(model(family), tokenizer(family != "llama"), **given | options)
 
 
-def told(what, family="t5", **options):
+def answering(what, family="t5", **options):
     """A corrector whose model writes ``what(hypotheses)``."""
     prompts = corrector(family).prompts
     texts = {tuple(prompts.answer(one.best)): prompts.answer(what(one.hypotheses)) for one in LISTS}
@@ -115,20 +115,20 @@ def test_a_tokenizer_without_an_end_is_refused():
 
 # The guard
 
-HEARD = ["there's iron they say in all our blood", "there is iron they say in all are blood"]
+HYPOTHESES = ["there's iron they say in all our blood", "there is iron they say in all are blood"]
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        *HEARD,
+        *HYPOTHESES,
         "There's iron, they say, in all our blood.",  # case and punctuation are no edits
         "there's iron they say in all of our blood",
         "there is iron they say in all our blood",
     ],
 )
 def test_the_guard_takes_transcripts(answer):
-    assert GUARD(answer, HEARD, Template.of("n_best")) is None
+    assert GUARD(answer, HYPOTHESES, Template.of("n_best")) is None
 
 
 @pytest.mark.parametrize(
@@ -152,10 +152,10 @@ def test_the_guard_takes_transcripts(answer):
     ],
 )
 def test_the_guard_says_why_it_refuses(answer, why):
-    assert why in GUARD(answer, HEARD, Template.of("n_best"))
+    assert why in GUARD(answer, HYPOTHESES, Template.of("n_best"))
 
 
-def test_what_was_heard_is_never_refused():
+def test_a_hypothesis_is_never_refused():
     odd = ["sure i will", "1. go", "", "of course", "i'm sorry", "- no", "### Response:"]
     for text in [*odd, *(one.best for one in LISTS)]:
         assert GUARD(text, ["x y z", text], Template.of("n_best")) is None
@@ -172,12 +172,12 @@ def test_one_word_may_always_change_and_the_bound_is_relative():
     assert loose("w" * 500, [" ".join(ten)]) is None
 
 
-def test_words_that_nobody_heard_may_be_refused():
+def test_words_of_no_hypothesis_may_be_refused():
     together = "there's iron they say in all are blood"
-    assert EditGuard(novel=0)(together, HEARD) is None
-    made_up = together.replace("iron", "irony")
-    assert "in no hypothesis: irony" in EditGuard(novel=0)(made_up, HEARD)
-    assert EditGuard(novel=1)(made_up, HEARD) is None
+    assert EditGuard(novel=0)(together, HYPOTHESES) is None
+    novel = together.replace("iron", "irony")
+    assert "in no hypothesis: irony" in EditGuard(novel=0)(novel, HYPOTHESES)
+    assert EditGuard(novel=1)(novel, HYPOTHESES) is None
 
 
 def test_scripts_without_spaces_are_counted_by_characters():
@@ -209,7 +209,7 @@ def test_a_guard_that_refuses_everything_is_refused(wrong):
 
 @families
 def test_a_model_that_copies_reproduces_the_first_hypothesis(family):
-    copying = told(lambda heard: heard[0], family, guard=GUARD)
+    copying = answering(lambda texts: texts[0], family, guard=GUARD)
     found = copying(LISTS)
     assert [one.text for one in found] == [one.best for one in LISTS]
     assert [one.id for one in found] == [one.id for one in LISTS]
@@ -219,17 +219,17 @@ def test_a_model_that_copies_reproduces_the_first_hypothesis(family):
 
 
 def test_what_the_guard_refuses_is_replaced_by_the_first_hypothesis():
-    found = told(lambda heard: "sure! " + heard[-1], guard=GUARD)(LISTS)
+    found = answering(lambda texts: "sure! " + texts[-1], guard=GUARD)(LISTS)
     assert [one.text for one in found] == [one.best for one in LISTS]
     assert [one.raw for one in found] == ["sure! " + one.hypotheses[-1] for one in LISTS]
     assert all("talk" in one.refused for one in found)
-    free = told(lambda heard: "sure! " + heard[-1])(LISTS)
+    free = answering(lambda texts: "sure! " + texts[-1])(LISTS)
     assert [one.text for one in free] == [one.raw for one in found]
     assert all(one.edited and one.refused is None for one in free)
 
 
 def test_an_answer_that_does_not_end_is_refused():
-    [found] = told(lambda heard: heard[0], max_new_tokens=5, guard=GUARD)(LISTS[:1])
+    [found] = answering(lambda texts: texts[0], max_new_tokens=5, guard=GUARD)(LISTS[:1])
     assert found.raw == "the c"
     assert "did not end within 5 tokens" in found.refused
 
@@ -246,7 +246,7 @@ def test_a_list_without_a_word_and_one_that_is_too_long_are_handed_on():
         assert [one.raw for one in found[1:-1]] == [one.raw for one in corrector(family)(LISTS)]
 
 
-def test_rows_of_a_results_file_hold_all_but_the_place():
+def test_rows_of_a_results_file_hold_all_but_the_index():
     [found] = corrector()(LISTS[:1])
     row = found.as_dict()
     assert json.loads(json.dumps(row)) == row
@@ -275,7 +275,7 @@ def likelihood(own, one, answer):
 
 @families
 def test_preferences_are_differences_of_likelihoods(family):
-    own = told(lambda heard: heard[-1], family, copy_below=-math.inf)
+    own = answering(lambda texts: texts[-1], family, copy_below=-math.inf)
     found = own(LISTS)
     for one, made in zip(LISTS, found, strict=True):
         first, answer = own.prompts.answer(one.best), own.prompts.answer(one.hypotheses[-1])
@@ -287,8 +287,8 @@ def test_preferences_are_differences_of_likelihoods(family):
 
 def test_the_first_hypothesis_is_handed_on_below_the_copy_threshold():
     free = corrector(copy_below=-math.inf)(LISTS)
-    sure = sorted({one.preference for one in free if one.raw != one.best})
-    threshold = sure[len(sure) // 2]
+    preferences = sorted({one.preference for one in free if one.raw != one.best})
+    threshold = preferences[len(preferences) // 2]
     held = corrector(copy_below=threshold)(LISTS)
     assert [one.preference for one in held] == [one.preference for one in free]
     for one in held:
@@ -300,7 +300,7 @@ def test_the_first_hypothesis_is_handed_on_below_the_copy_threshold():
 
 
 def test_a_copy_is_not_preferred_to_itself():
-    copying = told(lambda heard: heard[0], copy_below=5.0)
+    copying = answering(lambda texts: texts[0], copy_below=5.0)
     assert {one.preference for one in copying(LISTS)} == {0.0}
     assert not any(one.refused for one in copying(LISTS))
 
@@ -365,27 +365,27 @@ def test_beams_are_those_of_transformers_and_know_no_guide(family):
 def test_all_hypotheses_are_the_draft():
     rounds = {}
     for count in (1, 4):
-        own = told(lambda heard: heard[min(1, len(heard) - 1)], count=count)
+        own = answering(lambda texts: texts[min(1, len(texts) - 1)], count=count)
         assert own(LISTS)[0].raw == "the cat sits on the mat"
         rounds[count] = own.stats.rounds
-    plain = told(lambda heard: heard[min(1, len(heard) - 1)], draft=None)
+    plain = answering(lambda texts: texts[min(1, len(texts) - 1)], draft=None)
     plain(LISTS)
     assert 3 * rounds[4] < 2 * rounds[1] < plain.stats.rounds
 
 
 def test_audio_reaches_a_guide():
-    heard = []
+    received = []
 
     class Listens(Writes):
         def begin(self, call, prefill):
-            heard.extend(call.request.inputs["audio"])
+            received.extend(call.request.inputs["audio"])
             return super().begin(call, prefill)
 
     prompts = corrector().prompts
     texts = {tuple(prompts.answer(o.best)): prompts.answer(o.best) for o in LISTS}
     own = corrector(guide=Listens(texts))
     own(LISTS, audio=[one.id for one in LISTS])
-    assert sorted(heard) == ["a", "b", "c", "d", "e"]
+    assert sorted(received) == ["a", "b", "c", "d", "e"]
     with pytest.raises(OptionError, match="1 recordings for 5 lists"):
         own(LISTS, audio=["x"])
 
@@ -453,9 +453,9 @@ STAGES = ("prompt", "begin", "propose", "text")
 @pytest.mark.parametrize(
     ("stage", "name"),
     [  # by default each stage and each error once
-        pytest.param(stage, name, marks=() if STAGES.index(stage) == place else pytest.mark.slow)
+        pytest.param(stage, name, marks=() if STAGES.index(stage) == index else pytest.mark.slow)
         for stage in STAGES
-        for place, name in enumerate(FEW)
+        for index, name in enumerate(FEW)
     ],
 )
 def test_a_list_that_raises_fails_alone(stage, name, monkeypatch):
@@ -472,8 +472,8 @@ def test_a_list_that_raises_fails_alone(stage, name, monkeypatch):
             own, "prompt", raising(own.prompt, error, lambda h: h == bad.hypotheses)
         )
     if stage == "text":
-        said = raising(own.text, error, lambda found: plain.prompts.text(found) == answer.raw)
-        monkeypatch.setattr(own, "text", said)
+        failing = raising(own.text, error, lambda found: plain.prompts.text(found) == answer.raw)
+        monkeypatch.setattr(own, "text", failing)
     found = failing(LISTS)
     failed = found.pop(2)
     assert found == expected

@@ -53,7 +53,7 @@ def test_the_help_says_what_the_default_is_on_every_machine(name, own, monkeypat
     assert f"{NAME} where it is installed, else {SYNTHETIC}, which knows 489 words" in shown
 
 
-def test_the_model_is_said_once_and_is_what_the_results_hold(own, monkeypatch):
+def test_the_model_is_printed_once_and_is_what_the_results_hold(own, monkeypatch):
     hide_wheel(monkeypatch, own / "cache")
     words = ["transcribe", "talk.ogg", "--out", "out", "--format", "txt"]
     done = run(*words, "--json")
@@ -63,9 +63,9 @@ def test_the_model_is_said_once_and_is_what_the_results_hold(own, monkeypatch):
     assert json.loads((own / "out" / "run.json").read_text())["settings"]["model"] == SYNTHETIC
     show_wheel(monkeypatch, own)
     changed = run(*words, "--resume")
-    said = str(changed.exception)
-    assert f"model was {SYNTHETIC!r}, is {NAME!r}" in said
-    assert f"repeat them, --model {SYNTHETIC} among them, to continue" in said
+    message = str(changed.exception)
+    assert f"model was {SYNTHETIC!r}, is {NAME!r}" in message
+    assert f"repeat them, --model {SYNTHETIC} among them, to continue" in message
     again = run(*words, "--resume", "--model", SYNTHETIC, "--quiet")
     assert again.exit_code == 0 and again.stderr == ""
 
@@ -110,9 +110,9 @@ REFUSED = {
 def test_an_option_that_the_default_cannot_serve_is_refused_naming_model(flags, own):
     done = run("transcribe", "talk.ogg", *flags.split(), "--out", "out")
     assert done.exit_code and not (own / "out").exists()
-    said = str(done.exception)
-    assert REFUSED[flags] in said
-    assert "--model" in said
+    message = str(done.exception)
+    assert REFUSED[flags] in message
+    assert "--model" in message
     assert done.stdout == ""
 
 

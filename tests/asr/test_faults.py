@@ -24,20 +24,20 @@ STAGES = ("open", "read", "score", "correct", *DECODING)
 def sources(kit, error=None, stage="open"):
     """Recordings, of which one may raise when it is opened, or after its first block."""
 
-    def source(place):
-        whole = source_of(kit.noise(SECONDS[place], seed=place), kit.rate)
+    def source(clip):
+        whole = source_of(kit.noise(SECONDS[clip], seed=clip), kit.rate)
 
         def read():
             for block in whole.read():
-                if stage == "open" and place == BAD and error is not None:
+                if stage == "open" and clip == BAD and error is not None:
                     raise error()
                 yield block
-                if place == BAD and error is not None:
+                if clip == BAD and error is not None:
                     raise error()
 
-        return replace(whole, name=f"clip {place}", read=read)
+        return replace(whole, name=f"clip {clip}", read=read)
 
-    return [source(place) for place in range(len(SECONDS))]
+    return [source(clip) for clip in range(len(SECONDS))]
 
 
 class Loud:
@@ -105,8 +105,8 @@ def faulty(error, stage, model, processor, kit, tokens, monkeypatch):
         decoder = Decoder(Faulty(Loud(marks_of(model, processor, kit)), error, stage))
     transcriber = Transcriber(model, processor, decoder, OPTIONS)
     if stage == "score":
-        said_there = list(transcriber.recognizer.said(tokens))
-        writing = Writing(processor.tokenizer, said_there, error)
+        text_tokens = list(transcriber.recognizer.said(tokens))
+        writing = Writing(processor.tokenizer, text_tokens, error)
         monkeypatch.setattr(transcriber.recognizer, "tokenizer", writing)
     return transcriber
 
@@ -153,7 +153,7 @@ def test_every_error_at_every_stage_fails_its_recording_alone(model, processor, 
 
 def test_a_window_that_fails_is_not_counted(model, processor, kit):
     alone = Transcriber(model, processor, options=OPTIONS)
-    alone([one for place, one in enumerate(sources(kit)) if place != BAD])
+    alone([one for clip, one in enumerate(sources(kit)) if clip != BAD])
     decoder = Decoder(Faulty(Loud(marks_of(model, processor, kit)), ERRORS["ValueError"]))
     transcriber = Transcriber(model, processor, decoder, OPTIONS)
     transcriber(sources(kit))

@@ -53,14 +53,15 @@ def test_vtt_escapes_markup_and_arrows(transcript):
 
 
 def test_text_and_table_have_one_line_per_segment():
-    told = of(
+    result = of(
         Segment(start_s=0.0, end_s=1.5, text="Hello\tthere,\nyou", tokens=[1]),
         Segment(start_s=2.0, end_s=2.0, text=" ", tokens=[2]),
         Segment(start_s=3.00049, end_s=2.0, text="a\u2028b\r\x85c\x1e\x00d", tokens=[3]),
     )
-    assert FORMATS["txt"](told) == "Hello there, you\na b c d\n"
+    assert FORMATS["txt"](result) == "Hello there, you\na b c d\n"
     assert (
-        FORMATS["tsv"](told) == "start\tend\ttext\n0\t1500\tHello there, you\n3000\t3000\ta b c d\n"
+        FORMATS["tsv"](result)
+        == "start\tend\ttext\n0\t1500\tHello there, you\n3000\t3000\ta b c d\n"
     )
 
 
@@ -75,19 +76,19 @@ def test_a_recording_without_speech_gives_empty_files_that_are_valid():
 @pytest.mark.parametrize("missing", ["avg_logprob", "no_speech_prob"])
 def test_the_json_of_openai_whisper_is_refused_without_its_scores(missing):
     known = {"avg_logprob": -0.5, "no_speech_prob": 0.25} | {missing: None}
-    told = of(Segment(start_s=0.0, end_s=1.0, text="a", tokens=[1], **known))
+    result = of(Segment(start_s=0.0, end_s=1.0, text="a", tokens=[1], **known))
     with pytest.raises(OptionError, match="transcribe with scores=True"):
-        FORMATS["whisper-json"](told)
+        FORMATS["whisper-json"](result)
 
 
 def test_the_json_of_openai_whisper_counts_by_window():
     scores = {"avg_logprob": -math.inf, "no_speech_prob": 0.25, "temperature": 0.2}
-    told = of(
+    result = of(
         Segment(start_s=0.5, end_s=1.0, text="to be", tokens=[1], **scores),
         Segment(start_s=1.0, end_s=2.0, text="to be " * 9 + "to be", tokens=[2], **scores),
         Segment(start_s=31.0, end_s=32.0, text="or not", tokens=[3], window_s=30.5, **scores),
     )
-    found = json.loads(FORMATS["whisper-json"](told))
+    found = json.loads(FORMATS["whisper-json"](result))
     first, second, third = found["segments"]
     assert (first["seek"], second["seek"], third["seek"]) == (0, 0, 3050)
     assert (
@@ -95,9 +96,9 @@ def test_the_json_of_openai_whisper_counts_by_window():
     )
     assert first["text"] == " to be" and found["text"].endswith(" to be or not")
     assert isinstance(first["avg_logprob"], float) and "words" not in first
-    chinese = dataclasses.replace(told, language="zh")
+    chinese = dataclasses.replace(result, language="zh")
     assert json.loads(FORMATS["whisper-json"](chinese))["segments"][0]["text"] == "to be"
-    alone = dataclasses.replace(told, language=None)
+    alone = dataclasses.replace(result, language=None)
     assert json.loads(FORMATS["whisper-json"](alone))["language"] == "en"
 
 
@@ -136,12 +137,12 @@ def test_json_holds_everything(transcript):
 
 
 def test_json_does_not_show_what_the_batch_adds_to_the_last_digits():
-    def told(noise):
+    def result(noise):
         segment = Segment(start_s=1 / 3, end_s=1.0, text="a", tokens=[], avg_logprob=-0.25 + noise)
         return FORMATS["json"](of(segment))
 
-    assert told(0.0) == told(3e-7)
-    found = json.loads(told(math.nan))["segments"][0]
+    assert result(0.0) == result(3e-7)
+    found = json.loads(result(math.nan))["segments"][0]
     assert found["avg_logprob"] is None
     assert found["start_s"] == 1 / 3
 

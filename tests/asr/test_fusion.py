@@ -128,8 +128,8 @@ class Definition:
         for way in spellings(word):
             ids = self.ids(way)
             own, full = self.along(before, ids), [*before, *ids]
-            behind = float(self.distribution(full)[end]) if ended else self.begins(full, "Ġ")
-            found.append((own + behind, own + behind if ended else own, full))
+            after = float(self.distribution(full)[end]) if ended else self.begins(full, "Ġ")
+            found.append((own + after, own + after if ended else own, full))
         return max(found, key=lambda one: one[0])[1:]
 
     def score(self, text, ended=False):
@@ -137,8 +137,8 @@ class Definition:
         if ended and pending:
             words, pending = (*words, pending), ""
         before, value = [], 0.0
-        for place, word in enumerate(words):
-            own, before = self.finished(before, word, ended and place == len(words) - 1)
+        for index, word in enumerate(words):
+            own, before = self.finished(before, word, ended and index == len(words) - 1)
             value += own
         if ended:
             return value if words else float(self.distribution([])[self.spelling.end])
@@ -169,17 +169,17 @@ def test_the_space_after_a_word_decides_how_it_is_written(recogniser):
     other = next(token for token in spaced if token not in (upper, lower))
     size = spelling.end + 1
 
-    def distribution(*told):
+    def distribution(*values):
         made = np.full(size, np.log(1e-9))
-        for token, value in told:
+        for token, value in values:
             made[token] = np.log(value)
         return made
 
-    behind = {(upper,): distribution((other, 0.01)), (lower,): distribution((other, 0.9))}
+    after = {(upper,): distribution((other, 0.01)), (lower,): distribution((other, 0.9))}
     listener = Listener(spelling, distribution((upper, 0.6), (lower, 0.3)))
     while (found := listener.score("The ")) is None:
         block = listener.block()
-        distributions = [behind.get(prefix, distribution()) for prefix in block.prefixes]
+        distributions = [after.get(prefix, distribution()) for prefix in block.prefixes]
         listener.hear(block, dict(enumerate(distributions)))
     # more likely by itself, "The" is hardly a word of its own there
     assert found == pytest.approx(math.log(0.3 * 0.9), abs=1e-3)
@@ -192,8 +192,8 @@ class Fixed:
         rows = len(features)
         from tests.support.target_logits import context
 
-        heard = [Given(one, recogniser.prompt) for one in features]
-        call = context(rows, inputs={"audio": heard})
+        audio_inputs = [Given(one, recogniser.prompt) for one in features]
+        call = context(rows, inputs={"audio": audio_inputs})
         call.rows.ids[:, 2:] = 0
         self.scorer = AcousticScorer(
             call,
@@ -223,9 +223,9 @@ class Fixed:
         return self.scorer.weigh(asked)
 
 
-def texts_of(said, rng):
+def texts_of(reference, rng):
     """Texts around what was said: beginnings, other words, other casings and marks."""
-    words = said.split()
+    words = reference.split()
     found = [("", False), ("", True), (" ", False), ("  ", True)]
     for _ in range(6):
         count = rng.randint(1, 4)
@@ -268,7 +268,7 @@ def test_scores_do_not_depend_on_what_was_asked_and_cached_before(recogniser, fe
 
 def test_a_candidate_stands_for_the_text_with_it_and_the_end_for_the_text(recogniser, features):
     scorer = Fixed(recogniser, features[:1]).scorer
-    scorer.ends, scorer.pieces = frozenset([0]), [" the end", " dog", None]
+    scorer.eos_token_ids, scorer.pieces = frozenset([0]), [" the end", " dog", None]
     assert scorer._asked("a red", 1) == ("a red dog", False)
     assert scorer._asked("a red", 0) == ("a red", True)
     # special tokens, the padding of the vocabulary, unused rows and parts of a character
@@ -423,13 +423,13 @@ def by_definition(language, recogniser, definition, row, kind, count):
                 scores[token] = definition.score(text, True)
             elif pieces[token] is not None:
                 scores[token] = definition.score(text + pieces[token])
-        heard = torch.full_like(distribution, -torch.inf)
+        acoustic = torch.full_like(distribution, -torch.inf)
         if scores:
             own = torch.tensor([*scores.values()]).log_softmax(-1)
-            heard[[*scores]] = own.to(heard)
+            acoustic[[*scores]] = own.to(acoustic)
         guide = kind(recogniser.branch(tokenizer, len(tokenizer), 6, "text"))
         new.append(
-            int(guide.fuse(distribution[None], heard[None])[0].argmax()) if scores else best[0]
+            int(guide.fuse(distribution[None], acoustic[None])[0].argmax()) if scores else best[0]
         )
     return new
 
@@ -515,7 +515,7 @@ def test_ids_are_carried_over_where_both_write_the_same_tokens(recogniser, featu
 # Temperatures
 
 
-def test_temperatures_are_recovered_from_drawn_labels():
+def test_temperatures_are_recovered_from_sampled_labels():
     generator = torch.Generator().manual_seed(0)
     scores = 3 * torch.randn(20_000, 12, generator=generator)
     for wanted in (0.3, 1.0, 2.5):
@@ -528,7 +528,7 @@ def test_temperatures_are_recovered_from_drawn_labels():
     assert values == sorted(values, reverse=True)
 
 
-def test_both_models_are_calibrated_on_what_was_said(language, recogniser, features, clips):
+def test_both_models_are_calibrated_on_the_reference(language, recogniser, features, clips):
     model, tokenizer = language
     corrector = Corrector(model, tokenizer, template=TEMPLATE, count=2)
     guide = UADF(recogniser.branch(tokenizer, len(tokenizer), 6))
@@ -553,7 +553,7 @@ def test_both_models_are_calibrated_on_what_was_said(language, recogniser, featu
     assert found.main == pytest.approx(expected, rel=1e-3)
 
 
-def test_letters_of_other_scripts_do_not_break_a_score(recogniser, features):
+def test_characters_of_other_scripts_do_not_break_a_score(recogniser, features):
     odd = ["\u4f60\u597d", "caf\u00e9", "\u00df", string.punctuation, "a" * 60]
     found = Fixed(recogniser, features[:1])([[(text, ended) for text in odd for ended in (0, 1)]])
     assert all(not math.isnan(value) for value in found[0])

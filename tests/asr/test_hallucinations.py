@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmdecode.asr import TranscribeOptions, Transcriber
-from mmdecode.asr.decoding.hallucinations import Place, Verdict, is_doubtful, judge
+from mmdecode.asr.decoding.hallucinations import Verdict, WindowTimes, is_anomalous, judge
 from mmdecode.asr.results import Word
 from mmdecode.errors import OptionError
 from mmdecode.zoo.speech import speech_test
@@ -16,15 +16,15 @@ def word(start, length=0.3, confidence=0.9, text=" word"):
     return Word(text=text, start_s=start, end_s=start + length, confidence=confidence)
 
 
-def segment(start, doubtful=False, count=3):
-    return [word(start + 0.4 * n, confidence=0.05 if doubtful else 0.9) for n in range(count)]
+def segment(start, anomalous=False, count=3):
+    return [word(start + 0.4 * n, confidence=0.05 if anomalous else 0.9) for n in range(count)]
 
 
-PLACE = Place(start=60.0, end=90.0, heard_end=90.0, recording_end=300.0, said=59.0)
+WINDOW = WindowTimes(start=60.0, end=90.0, audio_end=90.0, recording_end=300.0, previous_end=59.0)
 
 
 @pytest.mark.parametrize(
-    ("words", "doubtful"),
+    ("words", "anomalous"),
     [
         ([], False),
         ([word(0), word(1)], False),
@@ -43,8 +43,8 @@ PLACE = Place(start=60.0, end=90.0, heard_end=90.0, recording_end=300.0, said=59
         ([word(0), word(1, length=0.0, text=".")], False),
     ],
 )
-def test_doubtful_words(words, doubtful):
-    assert is_doubtful(words) == doubtful
+def test_anomalous_words(words, anomalous):
+    assert is_anomalous(words) == anomalous
 
 
 @pytest.mark.parametrize(
@@ -71,16 +71,18 @@ def test_doubtful_words(words, doubtful):
     ids=str,
 )
 def test_what_is_kept_and_where_the_next_window_begins(segments, expected):
-    found = judge(segments, PLACE, 2.5)
+    found = judge(segments, WINDOW, 2.5)
     assert (found and (found.keep, found.next_start)) == expected
 
 
 def test_the_end_and_the_beginning_of_a_recording():
-    ending = Place(start=60.0, end=90.0, heard_end=90.0, recording_end=90.0, said=59.0)
-    made_up = [segment(66), segment(87.5, True)]
-    assert judge(made_up, ending, 2.5) == Verdict(1, math.inf)
-    assert judge(made_up, PLACE, 2.5) == Verdict(1, 87.5)
-    first = Place(start=0.0, end=30.0, heard_end=30.0, recording_end=80.0, said=0.0)
+    ending = WindowTimes(
+        start=60.0, end=90.0, audio_end=90.0, recording_end=90.0, previous_end=59.0
+    )
+    hallucinated = [segment(66), segment(87.5, True)]
+    assert judge(hallucinated, ending, 2.5) == Verdict(1, math.inf)
+    assert judge(hallucinated, WINDOW, 2.5) == Verdict(1, 87.5)
+    first = WindowTimes(start=0.0, end=30.0, audio_end=30.0, recording_end=80.0, previous_end=0.0)
     assert judge([segment(2.2, True), segment(9)], first, 2.5).keep == 0
 
 
@@ -103,16 +105,18 @@ def transcriber(trained, **options):
     return Transcriber.from_pretrained(trained, device="cpu", **options)
 
 
-def test_words_made_up_in_noise_are_skipped_in_a_batch_as_alone(trained, noisy_pauses):
+def test_words_hallucinated_in_noise_are_skipped_in_a_batch_as_alone(trained, noisy_pauses):
     waves = [wave for wave, _ in noisy_pauses]
-    said = [len(text.split()) for _, text in noisy_pauses]
+    reference = [len(text.split()) for _, text in noisy_pauses]
     guard = transcriber(trained, hallucination_silence_threshold=1.0)
     plain = [len(found.text.split()) for found in transcriber(trained)(waves)]
     found = guard(waves)
     skipped = [len(one.text.split()) for one in found]
-    made_up, left = (sum(np.subtract(counts, said).clip(0)) for counts in (plain, skipped))
-    assert made_up >= 10 and left <= made_up / 2
-    assert min(np.divide(skipped, said)) > 0.85, "what was said is still there"
+    hallucinated, left = (
+        sum(np.subtract(counts, reference).clip(0)) for counts in (plain, skipped)
+    )
+    assert hallucinated >= 10 and left <= hallucinated / 2
+    assert min(np.divide(skipped, reference)) > 0.85, "what was said is still there"
     assert [guard(wave).text for wave in waves] == [one.text for one in found]
 
 

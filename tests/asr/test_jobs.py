@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 ENTRIES = [Entry(id=f"{name}/a.wav", audio=f"{name}/a.wav") for name in "wxyz"]
 
 
-def told(source, text="one", index=0):
+def transcribed(source, text="one", index=0):
     return Transcript(
         source=source,
         index=index,
@@ -64,22 +64,22 @@ def lines(folder):
     return json_lines(folder / "results.jsonl")
 
 
-def test_results_end_in_the_order_of_the_input_and_with_its_places_and_names(tmp_path):
-    write(tmp_path / "a", [told(e.id) for e in reversed(ENTRIES)])
+def test_results_end_in_the_order_of_the_input_and_with_its_indices_and_names(tmp_path):
+    write(tmp_path / "a", [transcribed(e.id) for e in reversed(ENTRIES)])
     found = lines(tmp_path / "a")
     assert [(e["source"], e["index"], e["name"]) for e in found] == [
         ("w/a.wav", 0, "a"), ("x/a.wav", 1, "a-2"), ("y/a.wav", 2, "a-3"), ("z/a.wav", 3, "a-4"),
     ]  # fmt: skip
-    write(tmp_path / "b", [told(ENTRIES[3].id)], end=False)
-    write(tmp_path / "b", [told(e.id) for e in ENTRIES[:3]], resume=True)
+    write(tmp_path / "b", [transcribed(ENTRIES[3].id)], end=False)
+    write(tmp_path / "b", [transcribed(e.id) for e in ENTRIES[:3]], resume=True)
     assert contents(tmp_path / "b") == contents(tmp_path / "a")
 
 
 def test_parts_of_several_processes_are_merged_also_by_the_next_run(tmp_path):
-    write(tmp_path / "a", [told(e.id) for e in ENTRIES])
+    write(tmp_path / "a", [transcribed(e.id) for e in ENTRIES])
     out = tmp_path / "b"
-    write(out, [told(ENTRIES[2].id)], rank=0, end=False)
-    write(out, [told(ENTRIES[1].id)], rank=1, end=False)
+    write(out, [transcribed(ENTRIES[2].id)], rank=0, end=False)
+    write(out, [transcribed(ENTRIES[1].id)], rank=1, end=False)
     (out / ".7-0.tmp").write_text("half")
     with (out / "parts" / "rank-1.jsonl").open("a") as file:
         file.write('{"source": "w/a.wav", "na')
@@ -89,11 +89,11 @@ def test_parts_of_several_processes_are_merged_also_by_the_next_run(tmp_path):
         "rank-1.jsonl",
     ]
     assert write(out, [], resume=True, end=False).done == {"x/a.wav", "y/a.wav"}
-    write(out, [told(ENTRIES[0].id), told(ENTRIES[3].id)], resume=True)
+    write(out, [transcribed(ENTRIES[0].id), transcribed(ENTRIES[3].id)], resume=True)
     assert contents(out) == contents(tmp_path / "a")
 
 
-def test_a_failure_is_kept_once_until_a_transcript_takes_its_place(tmp_path):
+def test_a_failure_is_kept_once_until_a_transcript_replaces_it(tmp_path):
     source = ENTRIES[1].id
     write(tmp_path, [failed(source)])
     for _ in range(2):
@@ -101,7 +101,7 @@ def test_a_failure_is_kept_once_until_a_transcript_takes_its_place(tmp_path):
         assert [e["error"] for e in lines(tmp_path)] == ["no"]
     write(tmp_path, [failed(source, "why")], resume=True)
     assert [e["error"] for e in lines(tmp_path)] == ["why"]
-    write(tmp_path, [told(source)], resume=True)
+    write(tmp_path, [transcribed(source)], resume=True)
     assert write(tmp_path, [], resume=True).done == {source}
     assert [e.get("text") for e in lines(tmp_path)] == ["one"]
     write(tmp_path, [failed(source)], resume=True)
@@ -109,16 +109,16 @@ def test_a_failure_is_kept_once_until_a_transcript_takes_its_place(tmp_path):
 
 
 def test_results_of_a_larger_input_stay(tmp_path):
-    write(tmp_path, [told(e.id) for e in ENTRIES])
+    write(tmp_path, [transcribed(e.id) for e in ENTRIES])
     write(tmp_path, [], ENTRIES[2:3], resume=True)
     assert [e["source"][0] for e in lines(tmp_path)] == ["y", "w", "x", "z"]
     more = [Entry(id="v/a.wav", audio="v/a.wav"), *ENTRIES]
-    write(tmp_path, [told("v/a.wav")], more, resume=True)
+    write(tmp_path, [transcribed("v/a.wav")], more, resume=True)
     assert [e["name"] for e in lines(tmp_path)] == ["a-5", "a", "a-2", "a-3", "a-4"]
 
 
 def test_the_results_are_a_manifest(tmp_path):
-    write(tmp_path, [told(ENTRIES[0].id, "hello"), failed(ENTRIES[1].id)])
+    write(tmp_path, [transcribed(ENTRIES[0].id, "hello"), failed(ENTRIES[1].id)])
     first, second = read_manifest(tmp_path / "results.jsonl")
     assert (first.id, first.text, first.duration_s) == ("w/a.wav", "hello", 2.0)
     assert first.audio == os.path.abspath("w/a.wav")
@@ -128,12 +128,12 @@ def test_the_results_are_a_manifest(tmp_path):
 PART = Entry(id="p", audio="a.wav", offset_s=1.23456789, duration_s=2.0)
 
 
-def test_a_part_keeps_its_place_in_the_results(tmp_path):
-    write(tmp_path, [told("p")], [PART])
+def test_a_part_keeps_its_offset_in_the_results(tmp_path):
+    write(tmp_path, [transcribed("p")], [PART])
     [found] = read_manifest(tmp_path / "results.jsonl")
     assert (found.id, found.offset_s, found.duration_s) == ("p", 1.23456789, 2.0)
     assert write(tmp_path, [], [PART], resume=True).done == {"p"}
-    write(tmp_path / "whole", [told(ENTRIES[0].id)])
+    write(tmp_path / "whole", [transcribed(ENTRIES[0].id)])
     assert "offset" not in lines(tmp_path / "whole")[0]
 
 
@@ -155,7 +155,7 @@ def test_a_part_keeps_its_place_in_the_results(tmp_path):
 )
 @pytest.mark.parametrize("end", [True, False])
 def test_an_id_that_names_another_recording_now_is_refused(tmp_path, before, now, words, end):
-    result = dataclasses.replace(told("a"), language="en")
+    result = dataclasses.replace(transcribed("a"), language="en")
     write(tmp_path, [result], [Entry(id="a", **before)], rank=0, end=end)
     (tmp_path / ".reading-0.tmp").write_bytes(b"a")
     kept = contents(tmp_path)
@@ -171,7 +171,7 @@ def test_an_id_that_names_another_recording_now_is_refused(tmp_path, before, now
 
 def test_languages_do_not_matter_where_one_was_asked_for_of_all(tmp_path):
     entry, settings = Entry(id="a", audio="a", language="de"), {"language": "en"}
-    result = dataclasses.replace(told("a"), language="en")
+    result = dataclasses.replace(transcribed("a"), language="en")
     prepare(tmp_path, settings, False, [entry])
     folder = ResultFolder(tmp_path, ["txt"], [entry])
     folder.add(result)
@@ -182,7 +182,7 @@ def test_languages_do_not_matter_where_one_was_asked_for_of_all(tmp_path):
 
 def test_the_path_of_what_failed_may_be_corrected(tmp_path):
     write(tmp_path, [failed("a")], [Entry(id="a", audio="x/a.wav")])
-    found = write(tmp_path, [told("a")], [Entry(id="a", audio="y/a.wav")], resume=True)
+    found = write(tmp_path, [transcribed("a")], [Entry(id="a", audio="y/a.wav")], resume=True)
     assert found.done == {"a"}
     assert [e["audio"] for e in lines(tmp_path)] == [os.path.abspath("y/a.wav")]
 
@@ -198,7 +198,7 @@ def test_a_folder_of_another_kind_of_run_is_refused(tmp_path):
 
 def test_names_that_are_not_utf_8_are_written_and_found_again(tmp_path):
     odd = [Entry(id="a\udcff.wav", audio="a\udcff.wav")]
-    write(tmp_path, [told(odd[0].id)], odd)
+    write(tmp_path, [transcribed(odd[0].id)], odd)
     assert write(tmp_path, [], odd, resume=True).done == {"a\udcff.wav"}
 
 
@@ -215,7 +215,7 @@ def test_a_second_run_is_kept_out_while_one_is_at_work(tmp_path):
 
 
 def test_a_line_that_is_no_result_is_named(tmp_path):
-    write(tmp_path, [told(ENTRIES[0].id)])
+    write(tmp_path, [transcribed(ENTRIES[0].id)])
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write("what?\n")
     with pytest.raises(InputError, match=r"results\.jsonl, line 2"):
@@ -223,12 +223,12 @@ def test_a_line_that_is_no_result_is_named(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
-def test_a_full_disk_is_an_error_with_advice(tmp_path):
+def test_a_full_disk_is_an_error_with_a_hint(tmp_path):
     one = write(tmp_path, [], end=False)
     with open("/dev/full", "ab", buffering=0) as full:
         one._file = full
         with pytest.raises(InputError, match=r"No space left.*--resume"):
-            one.add(told(ENTRIES[0].id))
+            one.add(transcribed(ENTRIES[0].id))
 
 
 # What the tests above would not be worth if they could not fail
@@ -253,20 +253,20 @@ def test_a_recording_whose_files_cannot_be_made_fails_alone(name, stage, tmp_pat
     monkeypatch.setitem(jobs.FORMATS, "txt", made)
     if name == "OSError":  # a disk that fails is the job's
         with pytest.raises(InputError, match="cannot write to"):
-            write(tmp_path, [told(e.id) for e in ENTRIES])
+            write(tmp_path, [transcribed(e.id) for e in ENTRIES])
         return
-    write(tmp_path, [told(e.id) for e in ENTRIES])
+    write(tmp_path, [transcribed(e.id) for e in ENTRIES])
     found = {line["source"]: line for line in lines(tmp_path)}
-    said_there, kind = failure_of(name)
-    assert said_there in found[bad]["error"] and found[bad]["kind"] == kind
+    message, kind = said(name)
+    assert message in found[bad]["error"] and found[bad]["kind"] == kind
     assert [one for one in found if "error" in found[one]] == [bad]
 
 
-def test_a_folder_in_the_place_of_a_file_fails_its_recording_alone(tmp_path):
+def test_a_folder_instead_of_a_file_fails_its_recording_alone(tmp_path):
     prepare(tmp_path, {"a": 1}, False, ENTRIES)
     (tmp_path / "a-2.txt").mkdir()
     folder = ResultFolder(tmp_path, ["txt"], ENTRIES)
-    found = [folder.add(told(entry.id)) for entry in ENTRIES]
+    found = [folder.add(transcribed(entry.id)) for entry in ENTRIES]
     folder.close()
     assert [isinstance(one, Failure) for one in found] == [False, True, False, False]
     assert "is a folder" in found[1].error and folder.done == {e.id for e in ENTRIES} - {
@@ -301,7 +301,7 @@ def test_a_broken_folder_is_seen(monkeypatch, tmp_path, broken):
     else:
         monkeypatch.setitem(globals(), "ResultFolder", broken)
     with pytest.raises(AssertionError):
-        test_results_end_in_the_order_of_the_input_and_with_its_places_and_names(tmp_path)
+        test_results_end_in_the_order_of_the_input_and_with_its_indices_and_names(tmp_path)
 
 
 # Kills
@@ -465,7 +465,7 @@ def test_a_text_that_we_did_not_write_is_refused_before_anything_is_made(tmp_pat
     assert (tmp_path / "call1.txt").read_text() == "written by hand"
     prepare(tmp_path, {}, False, [entry], ["txt"], overwrite=True)
     folder = ResultFolder(tmp_path, ["txt"], [entry], overwrite=True)
-    folder.add(told("call1.wav"))
+    folder.add(transcribed("call1.wav"))
     folder.close()
     assert (tmp_path / "call1.txt").read_text() != "written by hand"
 
@@ -481,8 +481,8 @@ def test_a_recording_that_changed_under_its_path_is_transcribed_again(tmp_path):
         todo = [entry for entry in entries if entry.id not in folder.done]
         for entry in todo:
             source = Source(entry.id, lambda: iter([(8_000, audio.read_bytes())]))
-            [(_, said)] = folder.noted(entry, source).read()
-            folder.add(told(entry.id, said.decode()))
+            [(_, content)] = folder.noted(entry, source).read()
+            folder.add(transcribed(entry.id, content.decode()))
         folder.close()
         merge(out, entries)
         return prepared.changed
@@ -503,7 +503,7 @@ def test_a_recording_that_changed_under_its_path_is_transcribed_again(tmp_path):
 
 def test_what_processes_ended_over_is_noted_once_whatever_their_number(tmp_path):
     entries = [Entry(id=name, audio=name) for name in "abc"]
-    write(tmp_path, [told("c")], entries, rank=0, end=False)
+    write(tmp_path, [transcribed("c")], entries, rank=0, end=False)
     for rank, over in ((0, ["a", "c"]), (3, ["b"])):
         note = {"alone": {"c": 1}, "batch": over}
         (tmp_path / f".decoding-{rank}").write_text(json.dumps(note))
@@ -515,7 +515,7 @@ def test_what_processes_ended_over_is_noted_once_whatever_their_number(tmp_path)
         ResultFolder(tmp_path, [], entries, rank=rank, alone=prepared.alone) for rank in range(2)
     ]
     for process, name in zip(processes, "ab", strict=True):
-        process.add(told(name))
+        process.add(transcribed(name))
         process.close()
     finish(tmp_path, entries)
     assert not [*tmp_path.glob(".decoding-*")]

@@ -343,7 +343,7 @@ def test_a_stream_of_segments_keeps_nothing_that_it_gave_out(kit, processor, mod
     for _ in ours.stream_segments(kit.noise(7.0)):
         [job] = seen
         assert not job.pieces and not job.results
-    assert job.windows > 3 and len(job.shown) <= ours.recognizer.most_shown
+    assert job.windows > 3 and len(job.context) <= ours.recognizer.max_context
 
 
 def test_a_stream_of_segments_raises_what_a_call_raises(kit, processor, model, tmp_path):

@@ -105,7 +105,7 @@ def test_a_limit_stops_before_later_lines_are_looked_at(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("a.jsonl", "", "holds no line"),
         ("a.jsonl", b"\xff\xfe\x00", "not UTF-8"),
@@ -135,9 +135,9 @@ def test_a_limit_stops_before_later_lines_are_looked_at(tmp_path):
         ("a.trn", "no id\n", "does not end with an id"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_line(tmp_path, name, text, said):
+def test_what_is_wrong_is_named_with_the_line(tmp_path, name, text, message):
     path = write(tmp_path, name, text)
-    with pytest.raises(InputError, match=said) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         read_manifest(path, text=True)
     assert str(path) in str(caught.value)
 
@@ -216,7 +216,7 @@ def test_lines_that_lack_something_may_fail_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "lines", "said"),
+    ("name", "lines", "message"),
     [
         ("a.jsonl", [b'{"audio": "a"}', b"{", b'{"audio": "b"}'], "line 2 is not JSON"),
         ("a.jsonl", [b'{"audio": "a"}', b'{"audio": "\xff"}'], "line 2 is not UTF-8 text"),
@@ -226,12 +226,12 @@ def test_lines_that_lack_something_may_fail_alone(tmp_path):
         ("a.trn", [b"one (a)", b"two", b"three (c)"], "line 2 does not end with an id"),
     ],
 )
-def test_lines_that_cannot_be_read_may_fail_alone(tmp_path, name, lines, said):
+def test_lines_that_cannot_be_read_may_fail_alone(tmp_path, name, lines, message):
     path = tmp_path / name
     path.write_bytes(b"\n".join(lines) + b"\n")
     needed = {"audio": name != "a.trn"}
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         read_manifest(path, **needed)
     problems = [entry.problem for entry in read_manifest(path, **needed, failing=True)]
     assert [problem is not None for problem in problems].count(True) == 1
-    assert problems[0] is None and said in problems[1]
+    assert problems[0] is None and message in problems[1]

@@ -67,8 +67,8 @@ def test_beams_are_those_of_transformers(processor, kit, timestamps, prompt, rul
     scores = output.sequences_scores.tolist()
     texts = [processor.tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows]
     first = [texts.index(text) for text in dict.fromkeys(texts)]
-    assert [h.text for h in best] == [texts[place] for place in first]
-    assert [h.tokens for h in best] == [rows[place] for place in first]
+    assert [h.text for h in best] == [texts[number] for number in first]
+    assert [h.tokens for h in best] == [rows[number] for number in first]
     assert [h.score for h in best] == pytest.approx([scores[p] for p in first], abs=1e-5)
     assert 2 <= len(best) <= 4
     assert [h.score for h in best] == sorted((h.score for h in best), reverse=True)
@@ -109,11 +109,11 @@ def test_alternatives_are_no_work_of_the_decoder(model, processor, kit, method):
 
 
 def test_beams_are_searched_without_a_warning(model, processor, kit, monkeypatch):
-    said = []
+    warnings = []
     for name in ("warning", "warning_once"):
-        monkeypatch.setattr(utils.logger, name, lambda *words: said.append(words))
+        monkeypatch.setattr(utils.logger, name, lambda *words: warnings.append(words))
     Transcriber(model, processor, options=TranscribeOptions(n_best=2))(kit.noise(1.0))
-    assert not said
+    assert not warnings
 
 
 def test_the_transcript_does_not_depend_on_its_alternatives(model, processor, kit):

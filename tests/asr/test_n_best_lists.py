@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from mmdecode.asr.correction.n_best_lists import (
     FORMS,
     NBestList,
+    hash_fraction,
     lists_of,
-    place,
     read_lists,
     split,
     write_lists,
@@ -36,7 +36,7 @@ LISTS = st.lists(
 )
 
 
-def built(drawn):
+def built(examples):
     return [
         NBestList(
             f"n{number}",
@@ -45,16 +45,16 @@ def built(drawn):
             reference,
             f"{number}.wav",
         )
-        for number, (hypotheses, scored, reference) in enumerate(drawn)
+        for number, (hypotheses, scored, reference) in enumerate(examples)
     ]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.json.gz"])
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=15, deadline=None)
-@given(drawn=LISTS)
-def test_lists_come_back_as_they_were_written(form, name, drawn, tmp_path_factory):
-    lists = built(drawn)
+@given(examples=LISTS)
+def test_lists_come_back_as_they_were_written(form, name, examples, tmp_path_factory):
+    lists = built(examples)
     path = tmp_path_factory.getbasetemp() / f"{form}-{name}"
     write_lists(lists, path, form)
     assert read_lists(path) == lists
@@ -150,7 +150,7 @@ def test_damaged_gzip_is_refused(data, tmp_path):
         read_lists(path)
 
 
-def told(source, windows):
+def transcript(source, windows):
     return Transcript(
         source=source,
         index=0,
@@ -172,20 +172,20 @@ TWO = [Hypothesis(text="", score=-0.75, tokens=[])]
 
 
 def test_windows_of_a_transcript_are_lists():
-    [only] = lists_of(told("a.wav", [ONE]))
+    [only] = lists_of(transcript("a.wav", [ONE]))
     assert only == NBestList("a.wav", ("a b", "a"), (-0.25, -0.5), audio="a.wav")
-    assert [one.id for one in lists_of(told("a.wav", [ONE, TWO]))] == ["a.wav#1", "a.wav#2"]
+    assert [one.id for one in lists_of(transcript("a.wav", [ONE, TWO]))] == ["a.wav#1", "a.wav#2"]
     with pytest.raises(InputError, match="n_best=5"):
-        lists_of(told("a.wav", None))
+        lists_of(transcript("a.wav", None))
 
 
 def test_results_of_the_command_are_lists(tmp_path):
     entries = [Entry(id=name, audio=f"/{name}") for name in ("a.wav", "b.wav", "c.wav")]
     jobs.prepare(tmp_path, {}, False, entries)
     folder = jobs.ResultFolder(tmp_path, ["json"], entries)
-    folder.add(told("a.wav", [ONE, TWO]))
+    folder.add(transcript("a.wav", [ONE, TWO]))
     folder.add(Failure(source="b.wav", index=1, error="no", kind="InputError"))
-    folder.add(told("c.wav", [[replace(ONE[0], score=float("-inf"))]]))
+    folder.add(transcript("c.wav", [[replace(ONE[0], score=float("-inf"))]]))
     folder.close()
     found = read_lists(tmp_path / "results.jsonl")
     assert found == [
@@ -206,4 +206,4 @@ def test_parts_depend_on_the_id_alone():
     smaller = split(lists, 0.2)[0]
     assert all(one in first for one in smaller)
     assert split(lists, 0.0)[0] == [] and split(lists, 1.0)[1] == []
-    assert place("u1") == pytest.approx(0.5726517085561724, abs=0)  # in every version
+    assert hash_fraction("u1") == pytest.approx(0.5726517085561724, abs=0)  # in every version

@@ -60,8 +60,8 @@ def test_hotwords_come_before_everything_that_is_shown(roomy, processor, kit):
     start = "<|startoftranscript|><|en|><|transcribe|>"
     first, second = (text_of(processor, ids) for ids in seen[:2])
     assert first == f"<|startofprev|> Xy abc{start}"
-    said = text_of(processor, found.segments[0].tokens[:-1])
-    assert second.startswith(f"<|startofprev|> Xy abc{said}")
+    context = text_of(processor, found.segments[0].tokens[:-1])
+    assert second.startswith(f"<|startofprev|> Xy abc{context}")
 
 
 @pytest.mark.parametrize("kind", ["first-segment", "all-segments"])

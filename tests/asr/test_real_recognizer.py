@@ -32,7 +32,7 @@ def talk():
 @needs_wheel
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_however_it_is_cut_words_are_neither_lost_nor_said_twice(way, talk):
+def test_however_it_is_cut_words_are_neither_lost_nor_repeated(way, talk):
     if "vad" in WAYS[way]:
         pytest.importorskip("silero_vad")
     samples, text = talk

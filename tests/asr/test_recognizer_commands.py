@@ -47,9 +47,9 @@ def test_a_recording_becomes_files_of_every_format(kind, saved, talk, tmp_path):
     words = ["transcribe", talk, tmp_path / "gone.wav", "--model", saved[kind], "--window-s", "1.2"]
     done = run(*words, "--out", out, "--format", "all", "--fallback")
     assert done.exit_code == 1 and "1 transcribed" in done.stderr and "gone.wav" in done.stderr
-    told = json.loads((out / "talk.json").read_text())
-    assert told["timed_by"] == "windows" and len(told["segments"]) > 1 and told["text"]
-    texts = [segment["text"] for segment in told["segments"]]
+    result = json.loads((out / "talk.json").read_text())
+    assert result["timed_by"] == "windows" and len(result["segments"]) > 1 and result["text"]
+    texts = [segment["text"] for segment in result["segments"]]
     for kind_ in ("txt", "srt", "vtt", "tsv", "jsonl", "whisper.json"):
         written = (out / f"talk.{kind_}").read_text()
         assert all(text.split()[0] in written for text in texts)
@@ -115,7 +115,7 @@ MISSING = {
     [pytest.param(n, marks=[pytest.mark.slow] * (n[0] == SLOW), id=n[0]) for n in MISSING],
 )
 @KINDS
-def test_a_checkpoint_that_lacks_a_file_is_refused_and_it_is_said_what(
+def test_a_checkpoint_that_lacks_a_file_is_refused_and_the_file_is_named(
     kind, names, saved, tmp_path
 ):
     shutil.copytree(saved[kind], tmp_path / "model")

@@ -252,8 +252,8 @@ def test_a_recording_without_pauses_has_windows_that_overlap_and_segments_that_d
         for segment in found.segments[1:]:
             assert start(segment.tokens[0]) or not any(map(start, segment.tokens))
         assert any(start(segment.tokens[0]) for segment in found.segments[1:])
-        said = [t for segment in found.segments for t in segment.tokens]
-        assert said == found.tokens and found.tokens
+        all_tokens = [t for segment in found.segments for t in segment.tokens]
+        assert all_tokens == found.tokens and found.tokens
     for batch_size in (1, 2):  # what was given out is not said again by a window that overlaps it
         ours = made(kind, window_s=1.5, batch_size=batch_size)
         found = ours(samples).segments
@@ -293,7 +293,7 @@ def test_whisper_is_refused_a_length_of_windows(model, processor, folder):
 
 
 @KINDS
-def test_a_language_is_taken_where_the_model_is_said_to_know_it(kind):
+def test_a_language_is_taken_where_the_configuration_names_it(kind):
     model, processor = MODELS[kind](language="en")
     for language in ("en", "English", "<|en|>"):
         Transcriber(model, processor, None, TranscribeOptions(language=language))
@@ -390,8 +390,8 @@ def test_windows_without_any_sound_are_not_decoded(made, kit, kind):
     wave, nothing = kit.noise(1.0), np.full(2 * RATE, FAINTEST, "f4")
     ours = made(kind, window_s=1.0, batch_size=3)
     found = ours(np.concatenate([wave, nothing, wave]))
-    heard = [segment for segment in found.segments if segment.text]
-    assert heard and all(one.start_s < 1 or one.end_s > 3 for one in heard)
+    voiced = [segment for segment in found.segments if segment.text]
+    assert voiced and all(one.start_s < 1 or one.end_s > 3 for one in voiced)
     assert ours(nothing).segments == [] and ours(nothing).duration_s == 2
     assert ours(2 * nothing).segments, "what is louder is decoded"
 

@@ -50,8 +50,8 @@ class Script:
 
     def __call__(self, model, input_ids, **kwargs):
         self.prompts.append(input_ids[0].tolist())
-        said = input_ids.new_tensor([[*self.windows[len(self.prompts) - 1]]])
-        return torch.cat([input_ids, said], 1)
+        decoded = input_ids.new_tensor([[*self.windows[len(self.prompts) - 1]]])
+        return torch.cat([input_ids, decoded], 1)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ LOOP = "xy" * 8
 
 
 @pytest.mark.parametrize("guard", ["report", "isolate", "cut"])
-def test_what_looped_is_not_shown_to_a_later_window(processor, kit, marks, guard):
+def test_a_repetition_is_not_context_of_a_later_window(processor, kit, marks, guard):
     model = kit.build_model(processor, positions=120)
     windows = [
         marks(0, "one", 50),
@@ -92,8 +92,8 @@ def test_what_looped_is_not_shown_to_a_later_window(processor, kit, marks, guard
     found, shown = scripted(
         model, processor, kit, windows, 8.0, loop_guard=guard, condition_on_prev_tokens=True
     )
-    said = f"two {LOOP}" if guard != "cut" else "two xy"
-    assert [s.text for s in found.segments] == ["one", said, "three", "four"]
+    expected = f"two {LOOP}" if guard != "cut" else "two xy"
+    assert [s.text for s in found.segments] == ["one", expected, "three", "four"]
     assert [s.looped for s in found.segments] == [False, True, False, False]
     assert found.stats["looped"] == 1
     assert shown[1] == "one"

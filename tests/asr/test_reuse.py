@@ -35,9 +35,9 @@ class Spy(Decoder):
     ],
 )
 def test_the_unfinished_part_begins_with_its_time(tokens, rest):
-    cuts, stamps = split_segments(tokens, 100, 50)
+    segments, stamps = split_segments(tokens, 100, 50)
     assert stamps is not None
-    assert unfinished(tokens, cuts) == rest
+    assert unfinished(tokens, segments) == rest
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +60,13 @@ def test_the_next_window_is_given_what_was_left_with_its_times_moved(speaker, pr
         windows, windows[1:], spy.sources[1:], strict=False
     ):
         moved = (following - seek) // 2  # frames to the encoder's steps
-        cuts, stamps = split_segments(tokens, begin, 50)
-        rest = unfinished(tokens, cuts) if stamps is not None else []
+        segments, stamps = split_segments(tokens, begin, 50)
+        rest = unfinished(tokens, segments) if stamps is not None else []
         left += bool(rest)
         wanted = [token - moved if token >= begin else token for token in rest]
         assert source[: len(rest)] == wanted
         assert all(token >= begin for token in source[:1])
-        assert source[len(rest) :] == [token for _, _, part in cuts for token in part]
+        assert source[len(rest) :] == [token for _, _, part in segments for token in part]
     assert left > 1, "no window ended unfinished"
     assert found.stats["windows"] == len(windows)
 

@@ -62,16 +62,16 @@ def test_least_risk_by_hand():
     # d: 0-1 1, 0-2 2, 1-2 1
     assert expected_edits(one) == pytest.approx([1, 2 / 3, 1])
     choice = least_risk(one)
-    assert (choice.place, choice.gain) == (1, pytest.approx(1 / 3))
+    assert (choice.index, choice.gain) == (1, pytest.approx(1 / 3))
     weighted = NBestList("u", one.hypotheses, (math.log(0.8), math.log(0.1), math.log(0.1)))
     assert expected_edits(weighted, "scores") == pytest.approx([0.3, 0.9, 1.7])
-    assert least_risk(weighted, "scores").place == 0
+    assert least_risk(weighted, "scores").index == 0
 
 
 def test_equal_hypotheses_vote_together():
     one = NBestList("u", ("a", "b", "b"))
     assert expected_edits(one) == pytest.approx([2 / 3, 1 / 3, 1 / 3])
-    assert least_risk(one).place == 1
+    assert least_risk(one).index == 1
     assert least_risk(NBestList("u", ("a", "b"))) == selection.Choice(0, 0.0)
 
 
@@ -97,12 +97,12 @@ def test_least_risk_is_the_least_and_does_not_hang_on_the_order(texts, random):
     one = NBestList("u", tuple(texts))
     risks = expected_edits(one)
     choice = least_risk(one)
-    assert risks[choice.place] == pytest.approx(min(risks))
+    assert risks[choice.index] == pytest.approx(min(risks))
     assert choice.gain == pytest.approx(risks[0] - min(risks))
     order = list(range(len(texts)))
     random.shuffle(order)
-    shuffled = expected_edits(NBestList("u", tuple(texts[place] for place in order)))
-    assert shuffled == pytest.approx([risks[place] for place in order])
+    shuffled = expected_edits(NBestList("u", tuple(texts[index] for index in order)))
+    assert shuffled == pytest.approx([risks[index] for index in order])
 
 
 # Certainty
@@ -119,8 +119,8 @@ def test_self_certainty_by_hand():
 
 def test_the_most_certain_text_is_chosen_by_the_mean():
     flat, sharp = torch.zeros(4, 6), torch.eye(6)[:1] * 5
-    assert most_certain([flat, sharp.expand(2, -1), sharp]).place == 1
-    assert most_certain([sharp, sharp]).place == 0
+    assert most_certain([flat, sharp.expand(2, -1), sharp]).index == 1
+    assert most_certain([sharp, sharp]).index == 0
 
 
 def test_forbidden_tokens_make_certainty_infinite_and_are_refused():
@@ -137,9 +137,9 @@ def test_forbidden_tokens_make_certainty_infinite_and_are_refused():
 def by_hand(model, ids):
     """Log-probability of ids after the first, token by token."""
     total = 0.0
-    for place in range(1, len(ids)):
-        logits = model(torch.tensor([ids[:place]])).logits[0, -1].double()
-        total += float(logits.log_softmax(-1)[ids[place]])
+    for index in range(1, len(ids)):
+        logits = model(torch.tensor([ids[:index]])).logits[0, -1].double()
+        total += float(logits.log_softmax(-1)[ids[index]])
     return total
 
 

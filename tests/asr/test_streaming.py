@@ -34,7 +34,7 @@ def spoken(count, sentence=5, pause=5, first=1):
     return np.array(samples, np.float32)
 
 
-def said(count, first=1):
+def words_up_to(count, first=1):
     return "".join(f" w{word}" for word in range(first, first + count))
 
 
@@ -55,11 +55,11 @@ class Hearer:
     def __init__(self, timed=False, wild=0, in_silence=""):
         self.options = SimpleNamespace(word_timestamps=timed)
         self.wild, self.in_silence = wild, in_silence
-        self.made_up, self.lengths = 0, []
+        self.ghosts, self.lengths = 0, []
 
     def invented(self):
-        self.made_up += 1
-        return f"x{self.made_up}"
+        self.ghosts += 1
+        return f"x{self.ghosts}"
 
     def __call__(self, item):
         samples = [int(value) for value in item["audio"]]
@@ -122,9 +122,9 @@ def text_of(updates):
 @pytest.mark.parametrize("timed", [False, True])
 @pytest.mark.parametrize("policy", ["agreement", "agreement:n=3", "hold:n=1"])
 @pytest.mark.parametrize("step_s", [0.5, 1.0, 2.0])
-def test_every_word_is_said_once_whatever_was_made_up_in_between(timed, policy, step_s):
+def test_every_word_is_committed_once_whatever_was_hallucinated_in_between(timed, policy, step_s):
     updates = updates_of(Stream(Hearer(timed), policy, step_s), spoken(60))
-    assert text_of(updates) == said(60)
+    assert text_of(updates) == words_up_to(60)
     assert sum(len(update.committed) for update in updates) == 60
 
 
@@ -133,22 +133,22 @@ def test_every_word_is_said_once_whatever_was_made_up_in_between(timed, policy, 
 def test_blocks_do_not_matter(seed, wild):
     draw, samples = random.Random(seed), spoken(50)
     known = [
-        (u.heard_s, u.committed, u.provisional)
+        (u.audio_s, u.committed, u.provisional)
         for u in updates_of(Stream(Hearer(wild=wild)), samples)
     ]
     sizes = iter(lambda: draw.choice([0, 1, 3, 10, 33, 200]), None)
     cut = updates_of(Stream(Hearer(wild=wild)), samples, sizes)
-    assert [(u.heard_s, u.committed, u.provisional) for u in cut] == known
+    assert [(u.audio_s, u.committed, u.provisional) for u in cut] == known
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_committed_words_are_not_said_again_where_the_model_changes_its_mind(seed):
+def test_committed_words_are_not_repeated_where_the_model_changes_its_mind(seed):
     """Hypotheses of a growing text, in which any word may be heard wrongly, dropped or doubled."""
     draw, commits, shown = random.Random(seed), Commits(agreement, 2), []
-    for heard in range(3, 60):
+    for length in range(3, 60):
         words = []
-        for word in range(heard):
-            kind = draw.random() if word < heard - 4 else 1.0  # it changes its mind on old words
+        for word in range(length):
+            kind = draw.random() if word < length - 4 else 1.0  # it changes its mind on old words
             words += [f"w{word}"] * (2 if kind < 0.01 else kind > 0.02)
             if kind > 0.98 and kind < 1:
                 words[-1:] = ["other"]
@@ -178,7 +178,7 @@ def test_policies():
 
 
 @pytest.mark.parametrize(
-    ("said", "words", "count"),
+    ("committed", "words", "count"),
     [
         ("", "a b", 0),
         ("a b", "a b c", 2),
@@ -193,8 +193,8 @@ def test_policies():
         ("a b", "", 0),
     ],
 )
-def test_where_committed_words_end_in_a_new_hypothesis(said, words, count):
-    assert covered(said.split(), words.split()) == count
+def test_where_committed_words_end_in_a_new_hypothesis(committed, words, count):
+    assert covered(committed.split(), words.split()) == count
 
 
 # What cannot go on for ever
@@ -222,8 +222,8 @@ def test_where_nothing_is_ever_agreed_on_text_comes_all_the_same(timed, step_s, 
     hearer = Hearer(timed, wild=10_000)
     updates = updates_of(Stream(hearer, step_s=step_s), spoken(200, sentence))
     assert max(hearer.lengths) <= WINDOW_S * RATE
-    said_at = [0.0, *(u.heard_s for u in updates if u.committed)]
-    waits = [later - before for before, later in pairwise(said_at)]
+    committed_at = [0.0, *(u.audio_s for u in updates if u.committed)]
+    waits = [later - before for before, later in pairwise(committed_at)]
     assert max(waits) <= WINDOW_S + step_s
     assert sum(len(update.committed) for update in updates) >= 190
 
@@ -234,7 +234,7 @@ def test_a_sentence_longer_than_any_window_loses_no_word_but_where_one_is_cut(ti
     words = text_of(updates).split()
     assert len(words) >= 95
     if timed:  # cuts are between words
-        assert text_of(updates) == said(100)
+        assert text_of(updates) == words_up_to(100)
 
 
 @pytest.mark.parametrize("noise", ["", "thank you", " ".join(["thank you"] * 30)])
@@ -246,7 +246,7 @@ def test_a_long_pause_neither_loops_nor_holds_up_what_comes_after(noise, timed):
     updates = updates_of(Stream(hearer), samples)
     text = text_of(updates)
     assert text.count("thank") <= 120 / (WINDOW_S / 2) + 1  # once per window at most
-    assert text.replace(" thank", "").replace(" you", "") == said(20)
+    assert text.replace(" thank", "").replace(" you", "") == words_up_to(20)
     assert max(hearer.lengths) <= WINDOW_S * RATE
 
 
@@ -256,7 +256,7 @@ def test_a_long_pause_neither_loops_nor_holds_up_what_comes_after(noise, timed):
 def test_nothing_in_is_nothing_out():
     hearer = Hearer()
     update = Stream(hearer).finish()
-    assert (update.heard_s, update.ready_s, update.committed, update.provisional) == (0, 0, [], [])
+    assert (update.audio_s, update.ready_s, update.committed, update.provisional) == (0, 0, [], [])
     stream = Stream(hearer)
     assert stream.feed(np.zeros(0, np.float32)) == []
     assert stream.finish().committed == []
@@ -284,7 +284,7 @@ def test_updates_know_when_they_would_have_been_ready(monkeypatch):
     clock = iter(np.arange(0, 100, 1.5))
     monkeypatch.setattr("mmdecode.asr.streaming.time.perf_counter", lambda: float(next(clock)))
     updates = Stream(Hearer()).feed(spoken(10)[:30])
-    assert [update.heard_s for update in updates] == [1, 2, 3]
+    assert [update.audio_s for update in updates] == [1, 2, 3]
     assert [update.ready_s for update in updates] == [2.5, 4.0, 5.5]  # each waits for the last
 
 
@@ -300,13 +300,13 @@ def test_updates_know_when_they_would_have_been_ready(monkeypatch):
         (np.zeros(5, np.float32), 44_100, "at 44100 Hz; the model hears 10 Hz"),
     ],
 )
-def test_samples_that_cannot_be_heard_are_refused_and_change_nothing(samples, rate, message):
+def test_samples_that_cannot_be_read_are_refused_and_change_nothing(samples, rate, message):
     stream = Stream(Hearer())
     first = stream.feed(spoken(10)[:12])
     with pytest.raises(InputError, match=message):
         stream.feed(samples, rate)
     rest = stream.feed(spoken(10)[12:], RATE)
-    assert text_of([*first, *rest, stream.finish()]) == said(10)
+    assert text_of([*first, *rest, stream.finish()]) == words_up_to(10)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_a_clip_as_it_comes_has_the_words_of_the_whole(trained, clip):
     assert "".join(word.text for word in words) == text_of(updates)
     ends = [word.end_s for word in words]
     assert ends == sorted(ends) and ends[-1] <= clip.duration_s + 0.01
-    early = [word for update in updates for word in update.words if word.start_s > update.heard_s]
+    early = [word for update in updates for word in update.words if word.start_s > update.audio_s]
     assert not early
     meter = StreamMeter()
     for update in updates:
@@ -375,8 +375,8 @@ def test_a_clip_as_it_comes_has_the_words_of_the_whole(trained, clip):
     ]
 
 
-@pytest.mark.parametrize(("within", "heard"), [("hearing", 2), ("waiting", 3)])
-def test_an_interrupt_ends_a_stream_and_loses_nothing_that_was_heard(within, heard):
+@pytest.mark.parametrize(("within", "steps"), [("hearing", 2), ("waiting", 3)])
+def test_an_interrupt_ends_a_stream_and_loses_no_samples(within, steps):
     """In a block of three steps; while a step is heard, or while the next block is waited for."""
     taken, usual = [], signal.getsignal(signal.SIGINT)
 
@@ -393,11 +393,11 @@ def test_an_interrupt_ends_a_stream_and_loses_nothing_that_was_heard(within, hea
         yield np.arange(6, dtype=np.float32)
 
     follow(blocks(), feed, 2, taken.extend)
-    assert taken == [0.0, 2.0, 4.0][:heard]
+    assert taken == [0.0, 2.0, 4.0][:steps]
     assert signal.getsignal(signal.SIGINT) is usual
 
 
-def test_the_language_is_not_settled_before_anything_is_said():
+def test_the_language_is_not_settled_before_the_first_word():
     asked = []
 
     class Detects(Hearer):
@@ -441,7 +441,7 @@ def test_the_command_refuses_a_file_with_a_header_on_stdin(trained, tmp_path):
     assert "samples without a header" in str(done.exception)
 
 
-HEARD_AT = 16_000
+SAMPLE_RATE = 16_000
 
 
 @pytest.fixture(scope="module")
@@ -453,38 +453,41 @@ def windowed():
 def bursts(count, seed=0):
     """Noise with pauses."""
     random = np.random.default_rng(seed)
-    part = [0.2 * random.standard_normal(HEARD_AT), 1e-4 * random.standard_normal(HEARD_AT // 3)]
+    part = [
+        0.2 * random.standard_normal(SAMPLE_RATE),
+        1e-4 * random.standard_normal(SAMPLE_RATE // 3),
+    ]
     return np.concatenate(part * count).astype("f4")
 
 
 def test_a_model_without_timestamps_streams_in_windows_cut_at_pauses(windowed, monkeypatch):
-    samples, said = bursts(20), []
+    samples, texts = bursts(20), []
     for size in (len(samples), 7_777):
         stream = Stream(windowed, "hold:n=1", step_s=1.0, longest_s=4.0)
-        heard = []
+        lengths = []
         hear = stream.transcriber.recognizer.read
 
-        def noted(recording, seek, count, hear=hear, heard=heard):
-            heard.append(count)
+        def noted(recording, seek, count, hear=hear, lengths=lengths):
+            lengths.append(count)
             return hear(recording, seek, count)
 
         monkeypatch.setattr(stream.transcriber.recognizer, "read", noted)
         updates = []
         for at in range(0, len(samples), size):
             updates += stream.feed(samples[at : at + size])
-            assert len(stream._audio) <= 4.0 * HEARD_AT
+            assert len(stream._audio) <= 4.0 * SAMPLE_RATE
         updates.append(stream.finish())
-        said.append("".join(update.text for update in updates))
-        assert max(heard) <= 2.0 * HEARD_AT, "windows are half of what is kept"
-    assert said[0] == said[1] and said[0].strip()
+        texts.append("".join(update.text for update in updates))
+        assert max(lengths) <= 2.0 * SAMPLE_RATE, "windows are half of what is kept"
+    assert texts[0] == texts[1] and texts[0].strip()
     assert windowed.options.window_s is None, "the transcriber itself stays as it is"
 
 
 def test_what_a_stream_keeps_by_itself_is_short_where_windows_are_cut(windowed):
-    assert Stream(windowed)._longest == 12 * HEARD_AT
+    assert Stream(windowed)._longest == 12 * SAMPLE_RATE
     with pytest.raises(OptionError, match="longest_s=31"):
         Stream(windowed, longest_s=31)
     short = Stream(windowed.with_options(window_s=5.0))
-    assert short._longest == 12 * HEARD_AT and short.transcriber.options.window_s == 5.0
+    assert short._longest == 12 * SAMPLE_RATE and short.transcriber.options.window_s == 5.0
     with pytest.raises(OptionError, match=r"longest_s=0.9; expected 1 s or more"):
         Stream(windowed, step_s=0.4, longest_s=0.9)

@@ -30,7 +30,7 @@ class Timed:
     words: list[Word] | None = None
 
 
-def said(start, end, text):
+def segment(start, end, text):
     return Segment(start_s=start, end_s=end, text=text, tokens=[])
 
 
@@ -38,12 +38,12 @@ NUMBERS = " ".join(f"number{i:02d}" for i in range(20))  # 20 words of 8 letters
 
 
 def test_a_short_segment_is_one_cue_with_its_own_times():
-    (cue,) = cues([said(1.0004, 3.0, " What  is it? ")])
+    (cue,) = cues([segment(1.0004, 3.0, " What  is it? ")])
     assert (cue.start_ms, cue.end_ms, cue.lines) == (1000, 3000, ("What is it?",))
 
 
 def test_long_segments_are_split_into_even_lines_with_times_by_characters():
-    found = cues([said(10.0, 28.0, NUMBERS)])
+    found = cues([segment(10.0, 28.0, NUMBERS)])
     assert [cue.lines for cue in found] == [
         tuple(" ".join(NUMBERS.split()[i : i + 4]) for i in pair)
         for pair in ((0, 4), (8, 12), (16,))
@@ -55,7 +55,7 @@ def test_long_segments_are_split_into_even_lines_with_times_by_characters():
 
 def test_lines_are_about_equally_wide():
     text = "Add six spoons of sugar and a little potato to the cake."
-    (cue,) = cues([said(0.0, 5.0, text)])
+    (cue,) = cues([segment(0.0, 5.0, text)])
     assert cue.lines == ("Add six spoons of sugar and", "a little potato to the cake.")
 
 
@@ -74,25 +74,25 @@ def test_words_that_are_not_in_the_text_are_not_used():
 
 
 def test_scripts_without_spaces_are_broken_and_wide_characters_count_twice():
-    found = cues([said(0.0, 20.0, "語" * 70)])
+    found = cues([segment(0.0, 20.0, "語" * 70)])
     assert [cue.lines for cue in found] == [("語" * 21, "語" * 21), ("語" * 21, "語" * 7)]
 
 
 def test_fast_speech_stays_on_screen_while_nobody_speaks():
     text = "a" * 40  # two seconds to read
-    found = cues([said(0.0, 1.0, text), said(5.0, 6.0, text), said(6.5, 7.0, text)])
+    found = cues([segment(0.0, 1.0, text), segment(5.0, 6.0, text), segment(6.5, 7.0, text)])
     assert [(c.start_ms, c.end_ms) for c in found] == [(0, 2000), (5000, 6500), (6500, 8500)]
     free = Layout(max_reading_speed=None)
-    assert cues([said(0.0, 1.0, text)], free)[0].end_ms == 1000
+    assert cues([segment(0.0, 1.0, text)], free)[0].end_ms == 1000
 
 
 def test_a_cue_that_follows_too_soon_waits_until_the_one_before_was_shown():
-    found = cues([said(0.0, 0.1, "a"), said(0.1, 0.2, "b"), said(0.2, 3.0, "c")], Layout())
+    found = cues([segment(0.0, 0.1, "a"), segment(0.1, 0.2, "b"), segment(0.2, 3.0, "c")], Layout())
     assert [(c.start_ms, c.end_ms) for c in found] == [(0, 833), (833, 1666), (1666, 3000)]
 
 
 def test_without_a_width_a_segment_is_a_cue():
-    (cue,) = cues([said(0.0, 9.0, NUMBERS)], Layout(max_line_width=None))
+    (cue,) = cues([segment(0.0, 9.0, NUMBERS)], Layout(max_line_width=None))
     assert cue.lines == (NUMBERS,)
 
 
@@ -146,7 +146,7 @@ segments = st.lists(st.tuples(TIME, TIME, TEXT), max_size=6)
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(segments, LAYOUT)
 def test_every_rule_holds_for_any_segments(parts, layout):
-    found = cues([said(start, end, text) for start, end, text in parts], layout)
+    found = cues([segment(start, end, text) for start, end, text in parts], layout)
     check(found, [text for _, _, text in parts], layout)
 
 
@@ -169,7 +169,7 @@ def test_a_broken_rule_is_seen(monkeypatch, broken):
         layout = Layout(max_reading_speed=None)
     if broken == "duration":
         layout = Layout(min_duration_s=0.0)
-    found = cues([said(*part) for part in parts], layout)
+    found = cues([segment(*part) for part in parts], layout)
     monkeypatch.undo()
     if broken == "overlap":
         found = overlapping(found)

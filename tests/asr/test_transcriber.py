@@ -168,7 +168,7 @@ def test_bytes_and_open_files_are_transcribed_as_their_paths_are(tiny, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("address", "advice"),
+    ("address", "hint"),
     [
         ("https://example.org/a.wav", "download it first, for example with curl"),
         (Path("http://example.org/a.wav"), "download it first"),
@@ -178,14 +178,14 @@ def test_bytes_and_open_files_are_transcribed_as_their_paths_are(tiny, tmp_path,
     ],
     ids=str,
 )
-def test_an_address_is_refused_with_what_to_do(tiny, tmp_path, address, advice):
-    with pytest.raises(InputError, match=advice) as caught:
+def test_an_address_is_refused_with_what_to_do(tiny, tmp_path, address, hint):
+    with pytest.raises(InputError, match=hint) as caught:
         tiny(address)
     assert str(caught.value).startswith(f"{address}: is a") and "exist" not in str(caught.value)
     table = tmp_path / "calls.jsonl"
     table.write_text(json.dumps({"audio": str(address)}))
     [entry] = read_manifest(table)
-    assert advice in tiny([opened(entry)])[0].error
+    assert hint in tiny([opened(entry)])[0].error
 
 
 def test_a_file_that_is_named_like_an_address_is_read(tiny, tmp_path, kit, monkeypatch):

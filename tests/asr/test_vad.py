@@ -151,7 +151,7 @@ def test_stretches_are_those_of_silero(clips):
         assert (part.start, part.end) == pytest.approx((other["start"], other["end"]), abs=0.001)
 
 
-def test_a_recording_is_heard_alike_after_another(clips):
+def test_a_recording_has_the_same_speech_after_another(clips):
     vad = detector()
     first = vad._listen(source_of(clips[0], RATE))
     vad._listen(source_of(clips[1], RATE))
@@ -176,7 +176,7 @@ TIMELINE = Timeline((Stretch(1.0, 1.5, 2.5, 3.0), Stretch(10.0, 10.5, 12.5, 13.0
 
 
 @pytest.mark.parametrize(
-    ("said", "was"),
+    ("stretch", "was"),
     [
         ((0.5, 1.5), (1.5, 2.5)),
         ((0.7, 1.3), (1.7, 2.3)),
@@ -192,8 +192,8 @@ TIMELINE = Timeline((Stretch(1.0, 1.5, 2.5, 3.0), Stretch(10.0, 10.5, 12.5, 13.0
     ],
     ids=str,
 )
-def test_times_are_carried_back(said, was):
-    assert TIMELINE.span(*said) == pytest.approx(was)
+def test_times_are_carried_back(stretch, was):
+    assert TIMELINE.span(*stretch) == pytest.approx(was)
 
 
 def test_a_whole_recording_keeps_its_times():

@@ -7,7 +7,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import mmdecode as mm
 from mmdecode.asr.audio.reading import source_of
-from mmdecode.asr.recognizers.whisper_features import Heard, Mel, Speech, heard
+from mmdecode.asr.recognizers.whisper_features import Mel, Speech, WindowWaveform, window_waveform
 from mmdecode.asr.transcriber import Transcriber, make_options
 from mmdecode.decoder import Decoder
 from mmdecode.draft.layer_skip import LayerSkip
@@ -60,37 +60,39 @@ def speech_of(kit, processor, seconds, padding="auto"):
 def test_an_unchanged_waveform_has_the_features_of_its_window(kit, processor, padding):
     speech = speech_of(kit, processor, 5.3, padding)
     for seek in (0, 80, 100, 200):
-        features, window = speech.window(seek), speech.heard(seek)
+        features, window = speech.window(seek), speech.window_waveform(seek)
         assert torch.equal(window.features(window.samples), features)
 
 
 def test_silence_lies_at_the_floor_of_the_recording_and_no_lower(kit, processor):
     speech = speech_of(kit, processor, 1.5)
-    window = speech.heard(0)
+    window = speech.window_waveform(0)
     floor = (speech.peak - 8 + 4) / 4
     found = window.features(silent(window.samples, None))
     torch.testing.assert_close(found, torch.full_like(found, floor))
     # by a maximum of its own it would have no floor but that of the logarithm
-    alone = Heard(window.samples, window.mel, -10.0).features(torch.zeros_like(window.samples))
+    alone = WindowWaveform(window.samples, window.mel, -10.0).features(
+        torch.zeros_like(window.samples)
+    )
     assert (alone < floor - 0.1).all()
 
 
 def test_a_louder_view_keeps_the_levels_of_the_recording(kit, processor):
-    window = speech_of(kit, processor, 1.5).heard(0)
+    window = speech_of(kit, processor, 1.5).window_waveform(0)
     features = window.features(window.samples)
     louder = window.features(10 * window.samples)
     above = features > features.min()
     torch.testing.assert_close(louder[above], features[above] + 0.5, atol=1e-4, rtol=0)
 
 
-def test_a_recording_of_one_window_is_heard_as_the_processor_hears_it(kit, processor):
+def test_a_recording_of_one_window_has_the_features_of_the_processor(kit, processor):
     wave = kit.noise(1.3)
     extractor = processor.feature_extractor
     expected = extractor(wave, sampling_rate=kit.rate, return_tensors="pt").input_features[0]
-    window = heard(wave, extractor)
+    window = window_waveform(wave, extractor)
     torch.testing.assert_close(window.features(window.samples), expected, atol=1e-4, rtol=0)
     with pytest.raises(InputError, match="at most one window"):
-        heard(kit.noise(2.5), extractor)
+        window_waveform(kit.noise(2.5), extractor)
 
 
 # Decoding
@@ -107,12 +109,13 @@ def test_negatives_that_hear_what_the_model_hears_change_nothing(model, processo
     assert same == transcripts(model, processor, waves, mode=mode)
 
 
-def test_a_branch_that_heard_the_first_window_again_would_be_found(
+def test_a_branch_that_read_the_first_window_again_would_be_found(
     model, processor, waves, plain, monkeypatch
 ):
-    stock = Speech.heard
+    stock = Speech.window_waveform
     kept = {}
-    monkeypatch.setattr(Speech, "heard", lambda s, seek: kept.setdefault(s.key, stock(s, seek)))
+    first = lambda s, seek: kept.setdefault(s.key, stock(s, seek))  # noqa: E731
+    monkeypatch.setattr(Speech, "window_waveform", first)
     assert transcripts(model, processor, waves, hearing(unchanged, alpha=2.0, beta=0)) != plain
 
 
@@ -149,7 +152,7 @@ def test_drafts_leave_the_contrasted_text_as_it_is(model, processor, waves, draf
     assert transcripts(model, processor, waves, guide, draft(), **options) == expected
 
 
-def test_n_best_lists_are_drawn_from_the_contrasted_distribution(model, processor, waves):
+def test_n_best_lists_are_sampled_from_the_contrasted_distribution(model, processor, waves):
     options = make_options({"n_best": 2, "n_best_method": "sample"})
     guided = Transcriber(model, processor, Decoder(None, WhisperCD(), seed=0), options)
     free = Transcriber(model, processor, Decoder(seed=0), options)
@@ -165,7 +168,7 @@ def generated(model, processor, clips, guide, **options):
         model,
         input_features=features,
         decoder=Decoder(guide=guide, seed=0),
-        mm_inputs={"audio": [heard(clip, extractor) for clip in clips]},
+        mm_inputs={"audio": [window_waveform(clip, extractor) for clip in clips]},
         max_new_tokens=8,
         **options,
     ).tolist()
@@ -193,7 +196,7 @@ def test_a_call_in_which_generate_moves_on_inside_the_window_is_refused(
 def test_branches_in_one_pass_say_what_each_says_alone(model, processor, waves, kit):
     """Scores of a stacked pass against the model's own, encoder state by encoder state."""
     extractor = processor.feature_extractor
-    window = heard(waves[1], extractor)
+    window = window_waveform(waves[1], extractor)
     guide = WhisperCD(gate=0, snr=None, shift=0.5)
     decoder = Traced(guide=guide, seed=0)
     features = window.features(window.samples)[None]
@@ -244,12 +247,12 @@ def test_the_gate_reads_the_no_speech_probability_of_the_transcriber(
     segments = Transcriber(model, processor, Decoder(seed=0), options)(waves[1]).segments
     known = segments[0].no_speech_prob
     begin = processor.tokenizer.convert_tokens_to_ids("<|0.00|>")
-    said = []
+    has_text = []
     for threshold in (0.99 * known, 1.01 * known):
         guide = WhisperCD(0, beta=0, gate=0, snr=100.0, no_speech=threshold)
         (tokens,) = transcripts(model, processor, clip, guide, prompt=prompt)
-        said.append(any(token < begin for token in tokens))
-    assert said == [False, True]
+        has_text.append(any(token < begin for token in tokens))
+    assert has_text == [False, True]
 
 
 @pytest.mark.parametrize(

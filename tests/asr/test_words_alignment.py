@@ -286,44 +286,51 @@ def test_probabilities_are_those_of_the_decoded_distribution(aligned, features):
 # Forced alignment
 
 
-def letters_heard(times, frames):
+def ctc_log_probs(times, frames):
     """Log-probabilities of a head that hears ``times``: symbol, first frame, last frame + 1."""
-    heard = torch.full((frames, len(SYMBOLS)), -8.0)
-    heard[:, 0] = 0.0
+    log_probs = torch.full((frames, len(SYMBOLS)), -8.0)
+    log_probs[:, 0] = 0.0
     for symbol, start, end in times:
-        heard[start:end, 0] = -8.0
-        heard[start:end, SYMBOLS.index(symbol)] = 0.0
-    return heard.log_softmax(-1)
+        log_probs[start:end, 0] = -8.0
+        log_probs[start:end, SYMBOLS.index(symbol)] = 0.0
+    return log_probs.log_softmax(-1)
 
 
-def test_letters_are_found_where_they_are_heard():
-    heard = letters_heard([("o", 3, 6), ("n", 6, 9), ("i", 30, 32), ("t", 32, 35)], 40)
-    spans = forced_spans(heard, [" on", " it", "."], LetterHead())
+def test_characters_are_found_at_their_frames():
+    log_probs = ctc_log_probs([("o", 3, 6), ("n", 6, 9), ("i", 30, 32), ("t", 32, 35)], 40)
+    spans = forced_spans(log_probs, [" on", " it", "."], LetterHead())
     assert spans == [(3, 9), (30, 35), (35, 35)]
 
 
-def test_a_number_gets_the_time_of_what_is_heard_between_its_neighbours():
-    said = [("o", 3, 6), ("n", 6, 9), ("t", 14, 17), ("e", 17, 20), ("n", 20, 23), ("i", 30, 34)]
-    spans = forced_spans(letters_heard(said, 40), [" on", " 10", " i"], LetterHead())
+def test_a_number_gets_the_time_between_its_neighbours():
+    occurrences = [
+        ("o", 3, 6),
+        ("n", 6, 9),
+        ("t", 14, 17),
+        ("e", 17, 20),
+        ("n", 20, 23),
+        ("i", 30, 34),
+    ]
+    spans = forced_spans(ctc_log_probs(occurrences, 40), [" on", " 10", " i"], LetterHead())
     assert spans[0] == (3, 9) and spans[2] == (30, 34)
     assert spans[1] == (14, 23)
 
 
 def test_repeats_are_kept_apart():
-    heard = letters_heard([("n", 2, 5), ("o", 5, 9), ("n", 14, 17), ("o", 17, 20)], 30)
-    assert forced_spans(heard, [" no", " no"], LetterHead()) == [(2, 9), (14, 20)]
+    log_probs = ctc_log_probs([("n", 2, 5), ("o", 5, 9), ("n", 14, 17), ("o", 17, 20)], 30)
+    assert forced_spans(log_probs, [" no", " no"], LetterHead()) == [(2, 9), (14, 20)]
 
 
 @pytest.mark.parametrize("texts", [[], ["..."], [" far too many letters", " for it"]])
 def test_what_cannot_be_aligned_shares_the_time(texts):
-    spans = forced_spans(letters_heard([], 6), texts, LetterHead())
+    spans = forced_spans(ctc_log_probs([], 6), texts, LetterHead())
     assert len(spans) == len(texts)
     assert not spans or (spans[0][0], spans[-1][1]) == (0, 6)
 
 
 def test_opening_marks_stand_at_the_word_after_them():
-    heard = letters_heard([("i", 3, 6), ("o", 20, 26)], 30)
-    assert forced_spans(heard, [" i", " (", "o", ")"], LetterHead()) == [
+    log_probs = ctc_log_probs([("i", 3, 6), ("o", 20, 26)], 30)
+    assert forced_spans(log_probs, [" i", " (", "o", ")"], LetterHead()) == [
         (3, 6),
         (20, 20),
         (20, 26),
@@ -392,7 +399,7 @@ def times_by_format(transcript):
             for n in numbers
         ]
 
-    def told(segments, start="start_s", end="end_s"):
+    def spans_in(segments, start="start_s", end="end_s"):
         spoken = (s for s in segments if clean(s["text"]))
         return [(round(1000 * s[start]), round(1000 * s[end])) for s in spoken]
 
@@ -401,9 +408,9 @@ def times_by_format(transcript):
         "srt": shown(written["srt"]),
         "vtt": shown(written["vtt"]),
         "tsv": [(int(start), int(end)) for start, end, _ in rows],
-        "json": told(json.loads(written["json"])["segments"]),
-        "jsonl": told(map(json.loads, written["jsonl"].splitlines())),
-        "whisper-json": told(json.loads(written["whisper-json"])["segments"], "start", "end"),
+        "json": spans_in(json.loads(written["json"])["segments"]),
+        "jsonl": spans_in(map(json.loads, written["jsonl"].splitlines())),
+        "whisper-json": spans_in(json.loads(written["whisper-json"])["segments"], "start", "end"),
     }
 
 
@@ -459,18 +466,18 @@ def test_segments_without_words_stay_between_the_words_around_them():
     @settings(max_examples=60, deadline=None)
     @example([(0.0, 2.0, 2), (1.0, 3.0, 0), (2.0, 1.0, 1)])
     @example([(0.0, 2.0, 0), (1.0, 3.0, 0)])
-    def stay(drawn):
-        words = assert_stay_between(drawn)
+    def stay(intervals):
+        words = assert_stay_between(intervals)
         counts.update((bool(own), any(words)) for own in words)
 
     stay()
     assert counts == {(True, True), (False, True), (False, False)}
 
 
-def assert_stay_between(drawn):
+def assert_stay_between(intervals):
     """The words of each segment, of which the drawn ones are start, length and number of words."""
     spans, words, at = [], [], 0.0
-    for start, length, count in drawn:
+    for start, length, count in intervals:
         spans.append((start, start + length))
         own = [
             Word(text=" a", start_s=at + i, end_s=at + i + 0.5, confidence=1.0)
@@ -521,8 +528,8 @@ def test_any_ctc_model_may_time_the_words(trained, clips, ctc_folder):
     recording = np.concatenate(clips)  # of more than one window
     words = check(transcriber(recording))
     assert len(words) > 10
-    letters = transcriber._loop.timer.letters
-    assert letters.symbols(" Café") == [letters.vocabulary[c] for c in "CAFE"]
+    ctc = transcriber._loop.timer.ctc
+    assert ctc.symbols(" Café") == [ctc.vocabulary[c] for c in "CAFE"]
 
 
 def test_methods_that_do_not_exist_are_refused(aligned, processor):
@@ -536,7 +543,7 @@ def test_methods_that_do_not_exist_are_refused(aligned, processor):
         make("ctc")
     with pytest.raises(InputError, match="does not exist"):
         make("ctc:model=./nowhere")
-    assert make(True)._loop.timer.letters is None  # no head: cross-attention
+    assert make(True)._loop.timer.ctc is None  # no head: cross-attention
 
 
 def test_the_processor_of_a_zoo_model_is_enough(trained):
@@ -544,4 +551,4 @@ def test_the_processor_of_a_zoo_model_is_enough(trained):
         Transcriber.from_pretrained(trained).model,
         True,
         WhisperProcessor.from_pretrained(trained).tokenizer,
-    ).letters
+    ).ctc

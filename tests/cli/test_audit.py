@@ -82,9 +82,7 @@ def test_rows_of_a_server_are_judged_beyond_our_own_limit(text_model, tmp_path):
     assert "passes: token for token the same" in done.stdout
 
 
-def test_samples_are_drawn_from_the_whole_distribution_whatever_the_checkpoint_says(
-    text_model, tmp_path
-):
+def test_samples_are_of_the_whole_distribution_whatever_the_checkpoint_says(text_model, tmp_path):
     folder = tmp_path / "model"
     AutoTokenizer.from_pretrained(str(text_model)).save_pretrained(folder)
     model = LlamaForCausalLM.from_pretrained(text_model)

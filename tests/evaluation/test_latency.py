@@ -87,7 +87,7 @@ def test_what_cannot_be_is_refused():
         average_lagging([2.0], 4.0, 0)
 
 
-def update(heard_s, committed, provisional, late_s=0.0, ends=None):
+def update(audio_s, committed, provisional, late_s=0.0, ends=None):
     words = None
     if ends is not None:
         words = [
@@ -95,8 +95,8 @@ def update(heard_s, committed, provisional, late_s=0.0, ends=None):
             for w, e in zip(committed.split(), ends, strict=True)
         ]
     return Update(
-        heard_s=heard_s,
-        ready_s=heard_s + late_s,
+        audio_s=audio_s,
+        ready_s=audio_s + late_s,
         committed=committed.split(),
         provisional=provisional.split(),
         words=words,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmdecode.asr.correction.n_best_lists import NBestList, place
+from mmdecode.asr.correction.n_best_lists import NBestList, hash_fraction
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.nbest import substitutions
 from mmdecode.evaluation.nbest.methods import (
@@ -42,9 +42,11 @@ def lists_from(pairs):
 def test_parts_are_cut_by_ids_and_the_test_does_not_hang_on_who_trains():
     lists = lists_from([("a", "a")] * 500)
     first, second = parts_of(lists, 0.0, 0.5), parts_of(lists, 0.4, 0.1)
-    assert first.test == second.test == [one for one in lists if place(one.id) >= 0.5]
-    assert first.training == [] and first.development == [o for o in lists if place(o.id) < 0.5]
-    assert second.training == [one for one in lists if place(one.id) < 0.4]
+    assert first.test == second.test == [one for one in lists if hash_fraction(one.id) >= 0.5]
+    assert first.training == [] and first.development == [
+        o for o in lists if hash_fraction(o.id) < 0.5
+    ]
+    assert second.training == [one for one in lists if hash_fraction(one.id) < 0.4]
     assert len(second.before) == len(first.before)
     assert parts_of(lists, 0.0, 0.0).test == lists
 

@@ -39,7 +39,7 @@ from PIL import Image
 
 import mmdecode
 from mmdecode import Decoder, registry
-from mmdecode.asr.recognizers.whisper_features import heard
+from mmdecode.asr.recognizers.whisper_features import window_waveform
 from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.source import Source
 from mmdecode.errors import MMDecodeError
@@ -134,13 +134,14 @@ class Speech(Text):
     def ids(self, decoder, rows, do_sample):
         """Ids by row, up to the end."""
         waves = [self.waves[row] for row in rows]
+        extractor = self.processor.feature_extractor
         features = self.processor(waves, sampling_rate=16_000, return_tensors="pt").input_features
         found = mmdecode.generate(
             self.model,
             decoder=decoder,
             input_features=features,
             request=[ROWS[row] for row in rows],
-            mm_inputs={"audio": [heard(wave, self.processor.feature_extractor) for wave in waves]},
+            mm_inputs={"audio": [window_waveform(wave, extractor) for wave in waves]},
             language="en",
             task="transcribe",
             max_new_tokens=self.new_tokens(decoder),

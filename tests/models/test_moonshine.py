@@ -83,11 +83,11 @@ def test_files_of_another_version_are_refused_with_both_hashes(tmp_path):
     for given in (tmp_path, f"moonshine:{tmp_path}"):
         with pytest.raises(InputError) as caught:
             local_path(given)
-        said = str(caught.value)
+        message = str(caught.value)
         found = hashlib.sha256(b"of another version").hexdigest()
-        assert str(tmp_path / name) in said
-        assert f"its sha256 is {found}, expected {expected}" in said
-        assert "--no-deps moonshine-voice==0.1.0" in said
+        assert str(tmp_path / name) in message
+        assert f"its sha256 is {found}, expected {expected}" in message
+        assert "--no-deps moonshine-voice==0.1.0" in message
 
 
 def test_a_folder_without_one_of_the_files_is_refused_by_its_name(tmp_path):
@@ -159,7 +159,7 @@ def test_a_graph_that_is_cut_off_is_refused(files, tmp_path):
 
 
 @needs_wheel
-def test_another_graph_in_its_place_is_refused(files, tmp_path):
+def test_another_graph_is_refused(files, tmp_path):
     for name in (convert.ENCODER, convert.DECODER):
         shutil.copy(files / convert.ENCODER, tmp_path / name)
     with pytest.raises(InputError, match=r"tensors of .* expected 160 of 27092736"):
@@ -244,11 +244,11 @@ def test_a_folder_of_the_three_files_is_the_same_checkpoint(files, folder, tmp_p
 @needs_wheel
 def test_a_file_that_somebody_removed_from_the_cache_is_named(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("MMDECODE_CACHE", str(tmp_path))
-    place = wheel.cache_place()
-    place.mkdir()
+    cached = wheel.converted_folder()
+    cached.mkdir()
     for file in folder.iterdir():
         if file.name != "tokenizer.json":
-            (place / file.name).symlink_to(file)
+            (cached / file.name).symlink_to(file)
     with pytest.raises(InputError, match=r"lacks tokenizer\.json.*delete that folder"):
         local_path(NAME)
 
@@ -258,16 +258,16 @@ def test_a_file_that_somebody_removed_from_the_cache_is_named(folder, tmp_path, 
 def test_two_processes_that_ask_at_once_get_one_whole_checkpoint(folder, tmp_path):
     code = f"from mmdecode.checkpoints import local_path; print(local_path({NAME!r}))"
     runs = [python(code, MMDECODE_CACHE=str(tmp_path)) for _ in range(2)]
-    told = {run.communicate()[0] for run in runs}
+    printed = {run.communicate()[0] for run in runs}
     assert [run.returncode for run in runs] == [0, 0]
     [made] = tmp_path.iterdir()
-    assert told == {f"{made}\n"}
+    assert printed == {f"{made}\n"}
     for file in folder.iterdir():
         assert (made / file.name).read_bytes() == file.read_bytes()
 
 
 @needs_wheel
-def test_whether_it_is_installed_is_told_in_milliseconds():
+def test_whether_it_is_installed_is_known_in_milliseconds():
     code = f"""
 import sys, time
 from mmdecode.checkpoints import is_installed

@@ -21,28 +21,28 @@ class Writer:
         slots = [4 + 4 * list(fields).index(n) if n in fields else 0 for n in range(count)]
         sizes = (4 + 2 * count, 4 + 4 * len(fields))
         self.data += struct.pack(f"<{2 + count}H", *sizes, *slots)
-        place = len(self.data)
-        self.data += struct.pack("<i", place - vtable) + bytes(4 * len(fields))
-        for at, value in zip(range(place + 4, len(self.data), 4), fields.values(), strict=True):
+        position = len(self.data)
+        self.data += struct.pack("<i", position - vtable) + bytes(4 * len(fields))
+        for at, value in zip(range(position + 4, len(self.data), 4), fields.values(), strict=True):
             self.field(at, value)
-        return place
+        return position
 
     def field(self, at, value):
         if isinstance(value, int):
             struct.pack_into("<i", self.data, at, value)
             return
         if isinstance(value, dict):
-            place = self.table(value)
+            position = self.table(value)
         else:
-            place = len(self.data)
+            position = len(self.data)
             self.data += struct.pack("<I", len(value))
             if isinstance(value, list):
                 self.data += bytes(4 * len(value))
                 for number, one in enumerate(value):
-                    self.field(place + 4 + 4 * number, one)
+                    self.field(position + 4 + 4 * number, one)
             else:
                 self.data += value.encode() if isinstance(value, str) else value.tobytes()
-        struct.pack_into("<I", self.data, at, place - at)
+        struct.pack_into("<I", self.data, at, position - at)
 
 
 def tensor(name, array, kind):
@@ -81,10 +81,10 @@ def test_a_file_cut_off_anywhere_is_refused():
 
 def test_a_byte_that_changed_gives_a_graph_or_a_refusal():
     refused = 0
-    for place in range(len(FILE)):
+    for position in range(len(FILE)):
         for value in (0x00, 0x7F, 0x80, 0xFF):
             damaged = bytearray(FILE)
-            damaged[place] = value
+            damaged[position] = value
             try:
                 read(bytes(damaged))
             except InputError:

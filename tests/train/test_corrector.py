@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from mmdecode.asr.correction.corrector import Corrector
-from mmdecode.asr.correction.n_best_lists import NBestList, place, split, write_lists
+from mmdecode.asr.correction.n_best_lists import NBestList, hash_fraction, split, write_lists
 from mmdecode.asr.correction.prompts import NO_LABEL, ListPrompts, PromptOptions
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
 from mmdecode.runs.files import MAKER
@@ -279,7 +279,7 @@ def test_the_command_trains_from_files_and_leaves_the_test_part_alone(tmp_path, 
     card = json_of(done)
     assert card["options"]["prompts"] == {"template": TEMPLATE, "count": 2, "chat": False}
     data = seen[0][2]
-    assert max(place(one.id) for one in (*data.training, *data.development)) < JUDGED
+    assert max(hash_fraction(one.id) for one in (*data.training, *data.development)) < JUDGED
     assert card["lists"]["training"] == len(DATA.training)
 
 

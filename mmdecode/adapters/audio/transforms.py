@@ -67,8 +67,8 @@ def changed(
     asked = f"branch {spec.name!r} with transform 'audio'"
     hint = (
         "use mmdecode.asr.Transcriber, or, for recordings of one window, give mmdecode.generate "
-        "mm_inputs={'audio': [heard(samples, extractor), ...]}, heard from "
-        "mmdecode.asr.recognizers.whisper_features"
+        "mm_inputs={'audio': [window_waveform(samples, extractor), ...]}, by "
+        "mmdecode.asr.recognizers.whisper_features.window_waveform"
     )
     if given is None:
         raise IncompatibleError.between(

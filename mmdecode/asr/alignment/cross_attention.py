@@ -29,7 +29,7 @@ from transformers import LogitsProcessorList
 from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode.adapters.audio.whisper_timestamps import NODE_PROCESSORS
-from mmdecode.asr.alignment.ctc import CTCModel, Letters, letters_of
+from mmdecode.asr.alignment.ctc import CharacterModel, CTCModel, ctc_model_of
 from mmdecode.asr.alignment.words import Token, is_marks, opens, split_units
 from mmdecode.asr.audio.reading import import_or_explain
 from mmdecode.engine.call import Call
@@ -177,11 +177,11 @@ def warp(cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         way[(down < both) & (down < along)] = 1
         total[i, j] = cost[i - 1, j - 1] + np.choose(way, (both, down, along))
         chosen[i, j] = way
-    place = np.array([height, width])
+    cell = np.array([height, width])
     path = []
-    while place.any():
-        path.append(place - 1)
-        place = place - steps[chosen[tuple(place)]]
+    while cell.any():
+        path.append(cell - 1)
+        cell = cell - steps[chosen[tuple(cell)]]
     found = np.array(path[::-1])
     return found[:, 0], found[:, 1]
 
@@ -204,7 +204,9 @@ def attention_spans(
     frames = weights.shape[-1]
     edges = [*token_starts(weights, median_width).tolist(), frames]
     spans = [(edges[i], edges[i + 1]) for i in range(len(spoken))]
-    lengths = [end - start for (start, end), said in zip(spans, spoken, strict=True) if said]
+    lengths = [
+        end - start for (start, end), is_spoken in zip(spans, spoken, strict=True) if is_spoken
+    ]
     usual = 3 * float(np.median(lengths or [0])) * frame_s
     longest = max(1, round(min(max(usual, _LONGEST_S[0]), _LONGEST_S[1]) / frame_s))
     attended = weights.mean(0)
@@ -212,35 +214,35 @@ def attention_spans(
         if spoken[row] and end - start > longest:
             start += int(attended[row, start:end].unfold(0, longest, 1).sum(-1).argmax())
             inside = attended[row, start : start + longest]
-            heard = (inside >= inside.max() / 10).nonzero()[:, 0]
-            spans[row] = (start + int(heard[0]), start + int(heard[-1]) + 1)
+            kept = (inside >= inside.max() / 10).nonzero()[:, 0]
+            spans[row] = (start + int(kept[0]), start + int(kept[-1]) + 1)
     return [(start * frame_s, end * frame_s) for start, end in spans]
 
 
 # CTC
 
 
-def forced_spans(log_probs: Tensor, texts: Sequence[str], letters: Letters) -> list[Span]:
-    """First frame, and last frame + 1, of each text.
+def forced_spans(log_probs: Tensor, texts: Sequence[str], ctc: CharacterModel) -> list[Span]:
+    """First frame, and last frame + 1, of each text, by CTC forced alignment.
 
-    Marks take no time, next to the text they stand at. Where the texts have more letters than there
-    are frames, or none at all, they share the frames evenly.
+    Punctuation takes no time: its span is empty, at the edge of the text that it belongs to. Where
+    the texts have more symbols than there are frames, or none at all, they share the frames evenly.
 
     Args:
         log_probs: ``(frames, symbols)``.
-        texts: In the order in which they were said.
-        letters: Head whose symbols they are.
+        texts: In the order of speech.
+        ctc: The model whose symbols they are.
     """
     functional = import_or_explain("torchaudio.functional", "forced alignment")
     wildcard = log_probs.shape[-1]
     targets: list[int] = []
     owners: list[int] = []
     for number, text in enumerate(texts):
-        own = letters.symbols(text)
+        own = ctc.symbols(text)
         if not own and not is_marks(text):
             own = [wildcard]
-        if own and targets and text[0].isspace() and letters.delimiter is not None:
-            targets.append(letters.delimiter)
+        if own and targets and text[0].isspace() and ctc.delimiter is not None:
+            targets.append(ctc.delimiter)
             owners.append(-1)
         targets += own
         owners += [number] * len(own)
@@ -249,22 +251,22 @@ def forced_spans(log_probs: Tensor, texts: Sequence[str], letters: Letters) -> l
         edges = np.linspace(0, len(log_probs), len(texts) + 1).tolist()
         return list(itertools.pairwise(edges))
     speech = log_probs.clone()
-    speech[:, letters.blank] = -torch.inf
+    speech[:, ctc.blank] = -torch.inf
     any_letter = speech.logsumexp(-1, keepdim=True) - _WILDCARD_COST
     scores = torch.cat([log_probs, any_letter], -1).float().cpu()[None]
-    path, values = functional.forced_align(scores, torch.tensor([targets]), blank=letters.blank)
-    merged = functional.merge_tokens(path[0], values[0], blank=letters.blank)
+    path, values = functional.forced_align(scores, torch.tensor([targets]), blank=ctc.blank)
+    merged = functional.merge_tokens(path[0], values[0], blank=ctc.blank)
     found: dict[int, Span] = {}
     for owner, span in zip(owners, merged, strict=True):
         found[owner] = (found.get(owner, (span.start, 0))[0], span.end)
     spoken = sorted(found.keys() - {-1})
     for number, text in enumerate(texts):
         if number not in found:
-            behind = next((other for other in spoken if other > number), None)
+            after = next((other for other in spoken if other > number), None)
             before = next((other for other in reversed(spoken) if other < number), None)
-            if before is None or (opens(text) and behind is not None):
-                assert behind is not None, "something is spoken"
-                found[number] = (found[behind][0],) * 2
+            if before is None or (opens(text) and after is not None):
+                assert after is not None, "something is spoken"
+                found[number] = (found[after][0],) * 2
             else:
                 found[number] = (found[before][1],) * 2
     return [found[number] for number in range(len(texts))]
@@ -303,9 +305,9 @@ class Timer:
         self.model, self.tokenizer = model, tokenizer
         self.stamps, self.frame_s = stamps, frame_s
         self.special = frozenset(tokenizer.all_special_ids)
-        self.letters = letters_of(method, model, rate)
-        self.reads_samples = isinstance(self.letters, CTCModel)
-        self.heads = [] if self.letters else alignment_heads(model)
+        self.ctc = ctc_model_of(method, model, rate)
+        self.reads_samples = isinstance(self.ctc, CTCModel)
+        self.heads = [] if self.ctc else alignment_heads(model)
         self.median_width = getattr(model.config, "median_filter_width", MEDIAN_WIDTH)
 
     @torch.no_grad()
@@ -329,16 +331,16 @@ class Timer:
                 decoder_input_ids=padded.to(audio.device),
                 use_cache=False,
             ).logits
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             window = windows[row]
             first = len(window.prompt) - 1  # the query that predicts the first token
             last = first + len(window.tokens) + 1
-            chances = probabilities(logits[place, first:last].float(), window)
-            if self.letters is None:
-                weights = attention.weights(place, window.frames)[:, first:last]
+            chances = probabilities(logits[index, first:last].float(), window)
+            if self.ctc is None:
+                weights = attention.weights(index, window.frames)[:, first:last]
                 spans = self._by_attention(window, weights)
             else:
-                spans = self._by_letters(window, self.letters)
+                spans = self._by_ctc(window, self.ctc)
             timed[row] = [
                 Token.of(token, window.offset_s + start, window.offset_s + end, chance)
                 for token, (start, end), chance in zip(window.tokens, spans, chances, strict=True)
@@ -349,12 +351,12 @@ class Timer:
         spoken = [self._is_text(token) for token in window.tokens]
         return attention_spans(weights, self.frame_s, spoken, self.median_width)
 
-    def _by_letters(self, window: Spoken, letters: Letters) -> list[Span]:
-        said = [token for token in window.tokens if self._is_text(token)]
-        units = split_units(said, self.tokenizer)
+    def _by_ctc(self, window: Spoken, ctc: CharacterModel) -> list[Span]:
+        text_tokens = [token for token in window.tokens if self._is_text(token)]
+        units = split_units(text_tokens, self.tokenizer)
         end_s = window.frames * self.frame_s
-        log_probs, step_s = letters.emit(window.features, window.samples, end_s)
-        spans = forced_spans(log_probs, [text for text, _ in units], letters)
+        log_probs, step_s = ctc.emit(window.features, window.samples, end_s)
+        spans = forced_spans(log_probs, [text for text, _ in units], ctc)
         by_token = iter(
             (start * step_s, end * step_s)
             for (start, end), (_, count) in zip(spans, units, strict=True)

@@ -26,7 +26,7 @@ SYMBOLS = "_'abcdefghijklmnopqrstuvwxyz"
 FILE = "aligner.safetensors"
 
 
-class Letters(Protocol):
+class CharacterModel(Protocol):
     """A vocabulary of letters and when they are heard.
 
     Attributes:
@@ -180,7 +180,7 @@ class CTCModel:
         return log_probs, hop / self.rate
 
 
-def letters_of(method: str | bool, model: Any, rate: int) -> LetterHead | CTCModel | None:
+def ctc_model_of(method: str | bool, model: Any, rate: int) -> LetterHead | CTCModel | None:
     """Loads the CTC model of a word timestamp method; ``None``: it needs none.
 
     Args:
@@ -207,11 +207,11 @@ def letters_of(method: str | bool, model: Any, rate: int) -> LetterHead | CTCMod
 
     path = local_path(name)
     with loading(name):
-        letters = AutoModelForCTC.from_pretrained(
+        network = AutoModelForCTC.from_pretrained(
             path, dtype=torch.float32, trust_remote_code=code_trusted()
         )
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=code_trusted())
-    return CTCModel(letters.to(model.device), processor, rate)
+    return CTCModel(network.to(model.device), processor, rate)
 
 
 def _bare(character: str) -> str:

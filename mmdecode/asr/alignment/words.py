@@ -73,10 +73,10 @@ def split_units(tokens: Sequence[int], tokenizer: Any) -> list[tuple[str, int]]:
     units: list[tuple[str, int]] = []
     text, count = "", 0
     names = tokenizer.convert_ids_to_tokens([int(token) for token in tokens])
-    for place, name in enumerate(names, 1):
+    for number, name in enumerate(names, 1):
         # tokens that were added to the vocabulary stand there as plain text
         data = b"".join(bytes((known[c],)) if c in known else c.encode() for c in name)
-        text += decoder.decode(data, final=place == len(names))
+        text += decoder.decode(data, final=number == len(names))
         count += 1
         if not decoder.getstate()[0]:
             units.append((text, count))
@@ -148,7 +148,7 @@ def timed_words(
     segments: Sequence[Sequence[Token]],
     tokenizer: Any,
     language: str | None,
-    place: Callable[[float, float], tuple[float, float]],
+    to_recording: Callable[[float, float], tuple[float, float]],
     duration_s: float,
     begin_s: float = 0.0,
 ) -> list[list[Word]]:
@@ -158,9 +158,10 @@ def timed_words(
         segments: Text tokens of each segment, no special ones.
         tokenizer: A byte-level BPE tokenizer.
         language: Code of the language.
-        place: Where in the recording a span of what the model heard is.
-        duration_s: Length of the recording.
-        begin_s: Where the words before these ended.
+        to_recording: From start and end of a span, in seconds of the audio that the model was given
+            (without stretches that voice activity detection cut out), to those in the recording.
+        duration_s: Length of the recording, in seconds.
+        begin_s: End of the word before these, in seconds of the recording.
     """
     found: list[list[Word]] = []
     for tokens in segments:
@@ -169,7 +170,7 @@ def timed_words(
         for text, count in split_words(tokens, tokenizer, language):
             own = tokens[begin : begin + count]
             begin += count
-            start_s, end_s = place(own[0].start_s, own[-1].end_s)
+            start_s, end_s = to_recording(own[0].start_s, own[-1].end_s)
             confidence = round(sum(token.probability for token in own) / count, 4)
             found[-1].append(Word(text=text, start_s=start_s, end_s=end_s, confidence=confidence))
     flat = [word for words in found for word in words]

@@ -143,21 +143,21 @@ def part(source: Source, start_s: float, length_s: float | None = None) -> Sourc
     """
 
     def read() -> Blocks:
-        place = heard = 0
+        position = found = 0
         rate = 1
         for rate, frames in source.read():
             start = round(start_s * rate)
             stop = None if length_s is None else round((start_s + length_s) * rate)
-            inside = frames[max(start - place, 0) : None if stop is None else stop - place]
-            place, heard = place + len(frames), heard + len(inside)
+            inside = frames[max(start - position, 0) : None if stop is None else stop - position]
+            position, found = position + len(frames), found + len(inside)
             if len(inside):
                 yield rate, inside
-            if stop is not None and place >= stop:
+            if stop is not None and position >= stop:
                 break
-        if not heard or (length_s is not None and length_s - heard / rate > _TOLERANCE_S):
+        if not found or (length_s is not None and length_s - found / rate > _TOLERANCE_S):
             lasting = "" if length_s is None else f" and lasts {length_s:g} s"
             raise InputError(
-                f"{source.name}: has {heard / rate:g} s of the part that begins at {start_s:g} s"
+                f"{source.name}: has {found / rate:g} s of the part that begins at {start_s:g} s"
                 f"{lasting}; correct 'offset' and 'duration', in seconds"
             )
 
@@ -393,8 +393,8 @@ def _other_readers(content: Path | bytes, error: Exception) -> Blocks:
         try:
             samples, rate = librosa.load(_openable(content), sr=None, mono=False)
         except Exception as reason:  # audioread's readers raise whatever they like
-            advice = "pip install 'mmdecode[media]' reads containers, or convert it"
-            raise _unreadable(_reason(error), advice) from reason
+            hint = "pip install 'mmdecode[media]' reads containers, or convert it"
+            raise _unreadable(_reason(error), hint) from reason
     if samples.size == 0:
         raise InputError(_EMPTY)
     yield int(rate), np.atleast_2d(samples).T.astype(np.float32)
@@ -436,11 +436,11 @@ def _truncated(what: str) -> Truncated:
     )
 
 
-def _unreadable(reason: str, advice: str) -> InputError:
+def _unreadable(reason: str, hint: str) -> InputError:
     reason = " ".join(reason.split())
     return InputError(
         f"is not audio that an installed library reads ({reason}); expected wav, flac, ogg, mp3 or "
-        f"a common container: {advice}"
+        f"a common container: {hint}"
     )
 
 

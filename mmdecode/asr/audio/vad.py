@@ -79,7 +79,7 @@ class Timeline:
             end: When it ends there.
         """
         first, last = self._stretch(start + _NEAR), self._stretch(end - _NEAR)
-        at, to = self._place(start, first), self._place(end, last)
+        at, to = self._in_recording(start, first), self._in_recording(end, last)
         if first < last and at > self.stretches[first].end - _WORD:
             first, at = first + 1, 0.0
         if first < last and to < self.stretches[last].start + _WORD:
@@ -89,13 +89,13 @@ class Timeline:
 
     def at(self, seconds: float) -> float:
         """Where in the recording a moment of the stretches is."""
-        return self._place(seconds, self._stretch(seconds))
+        return self._in_recording(seconds, self._stretch(seconds))
 
     def _stretch(self, seconds: float) -> int:
         index = bisect.bisect_right(self.seams, seconds) - 1
         return min(max(index, 0), len(self.stretches) - 1)
 
-    def _place(self, seconds: float, stretch: int) -> float:
+    def _in_recording(self, seconds: float, stretch: int) -> float:
         return seconds - self.seams[stretch] + self.stretches[stretch].begin
 
 

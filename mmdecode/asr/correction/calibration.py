@@ -103,11 +103,11 @@ def calibrate(
     main: list[Tensor] = []
     right: list[Tensor] = []
     acoustic: list[Tensor] = []
-    places: list[Tensor] = []
-    for one, heard in zip(lists, audio, strict=True):
+    indices: list[Tensor] = []
+    for one, recording in zip(lists, audio, strict=True):
         if not one.reference:
             continue
-        distribution, sparse, labels = _forced(corrector, one, heard)
+        distribution, sparse, labels = _forced(corrector, one, recording)
         main.append(distribution)
         right.append(labels)
         scores, own = sparse.logits[0], labels
@@ -117,18 +117,18 @@ def calibrate(
             scores = scores.masked_fill(sparse.candidates[0] < 0, -torch.inf)
         asked = (scores > -torch.inf).any(-1)
         acoustic.append(scores[asked])
-        places.append(own[asked])
+        indices.append(own[asked])
     if not main:
         raise InputError("no list has a reference; calibration needs what was said")
     return Temperatures(
         main=fit_temperature(torch.cat(main), torch.cat(right)),
-        acoustic=fit_temperature(torch.cat(acoustic), torch.cat(places)),
+        acoustic=fit_temperature(torch.cat(acoustic), torch.cat(indices)),
         tokens=sum(map(len, right)),
     )
 
 
 def _forced(
-    corrector: Corrector, one: NBestList, heard: Any
+    corrector: Corrector, one: NBestList, recording: Any
 ) -> tuple[Tensor, BranchOutput, Tensor]:
     """Outputs of both models at each token of a reference: ``(n, V)``, scores, labels ``(n,)``."""
     assert one.reference is not None and corrector.decoder.guide is not None
@@ -143,7 +143,7 @@ def _forced(
         length=0,
         max_new_tokens=len(answer) + 1,
         eos_token_ids=tokens[0, -1:],
-        inputs={"audio": [heard]},
+        inputs={"audio": [recording]},
         model_kwargs={"attention_mask": torch.ones_like(prompt)},
         plan=Plan(adapter=adapter),
     )

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from mmdecode.engine.stats import Stats
 
 
-ADVICE = "use a smaller batch_size, or show the model fewer hypotheses"
+HINT = "use a smaller batch_size, or show the model fewer hypotheses"
 """Advice where a list needs more memory than there is."""
 
 
@@ -179,10 +179,10 @@ class Corrector:
             guide = registry.create("guide", guide, target=model)
         self.decoder = Decoder(draft, guide, seed=seed)
         self._ends = sorted({*token_ids(model.generation_config.eos_token_id), self.prompts.eos})
-        self._places = getattr(model.config, "max_position_embeddings", None)
+        self._positions = getattr(model.config, "max_position_embeddings", None)
         self.max_new_tokens = max_new_tokens
-        if self.seq2seq and self._places is not None:
-            self.max_new_tokens = min(max_new_tokens, self._places - 1)
+        if self.seq2seq and self._positions is not None:
+            self.max_new_tokens = min(max_new_tokens, self._positions - 1)
 
     @classmethod
     def from_pretrained(
@@ -275,19 +275,19 @@ class Corrector:
             if not any(words_of(text) for text in one.hypotheses):
                 yield Correction(id=one.id, index=index, text=one.best, best=one.best), None
                 continue
-            ids = tried(partial(self.prompts.prompt, one.hypotheses), ADVICE)
+            ids = tried(partial(self.prompts.prompt, one.hypotheses), HINT)
             if isinstance(ids, Failed):
                 yield _failure(one, index, ids), ids
                 continue
             room = 0 if self.seq2seq else self.max_new_tokens
-            if self._places is not None and len(ids) + room > self._places:
+            if self._positions is not None and len(ids) + room > self._positions:
                 refused = Correction(
                     id=one.id,
                     index=index,
                     text=one.best,
                     best=one.best,
                     refused=f"the prompt has {len(ids)} tokens, which with an answer of up to "
-                    f"{self.max_new_tokens} is more than the model's {self._places} positions",
+                    f"{self.max_new_tokens} is more than the model's {self._positions} positions",
                 )
                 yield refused, None
                 continue
@@ -297,7 +297,7 @@ class Corrector:
             for (index, _), found in each(
                 asked[start : start + self.batch_size],
                 lambda batch: self._batch(batch, lists, audio),
-                hint=ADVICE,
+                advice=HINT,
                 name=lambda row: lists[row[0]].id,
                 watch=watch,
                 attempt=self.stats.attempt,
@@ -315,8 +315,8 @@ class Corrector:
     ) -> list[Correction]:
         """Corrections of a batch: of places in the input, each with its prompt."""
         chosen = [lists[index] for index, _ in batch]
-        heard = None if audio is None else [audio[index] for index, _ in batch]
-        answers = self._answers(chosen, [ids for _, ids in batch], heard)
+        recordings = None if audio is None else [audio[index] for index, _ in batch]
+        answers = self._answers(chosen, [ids for _, ids in batch], recordings)
         preferences: Sequence[float | None] = [None] * len(batch)
         if self.copy_below is not None:
             preferences = self._preferences(chosen, answers)
@@ -366,12 +366,12 @@ class Corrector:
     def _preferences(self, lists: Sequence[NBestList], answers: Sequence[list[int]]) -> list[float]:
         """How much likelier each answer is than the first hypothesis, in nats."""
         found = [0.0] * len(lists)
-        pairs, places = [], []
-        for place, (one, answer) in enumerate(zip(lists, answers, strict=True)):
+        pairs, indices = [], []
+        for index, (one, answer) in enumerate(zip(lists, answers, strict=True)):
             if self.prompts.text(answer) != one.best:
                 prompt = self.prompts.prompt(one.hypotheses)
                 pairs += [(prompt, answer), (prompt, self.prompts.answer(one.best))]
-                places.append(place)
+                indices.append(index)
         if not pairs:
             return found
         inputs = {n: t.to(self.model.device) for n, t in self.prompts.collated(pairs).items()}
@@ -382,13 +382,13 @@ class Corrector:
             logits.float().transpose(1, 2), labels, ignore_index=NO_LABEL, reduction="none"
         )
         totals = losses.double().sum(1)
-        for place, gain in zip(places, (totals[1::2] - totals[::2]).tolist(), strict=True):
-            found[place] = gain
+        for index, gain in zip(indices, (totals[1::2] - totals[::2]).tolist(), strict=True):
+            found[index] = gain
         return found
 
     def _ended(self, answer: list[int]) -> list[int]:
-        places = (place for place, token in enumerate(answer, 1) if token in self._ends)
-        return answer[: next(places, None)]
+        ends = (count for count, token in enumerate(answer, 1) if token in self._ends)
+        return answer[: next(ends, None)]
 
     def _judged(
         self, index: int, one: NBestList, answer: list[int], preference: float | None
@@ -442,8 +442,8 @@ def load(
     with loading(model_id):
         adapter = find_adapter_config_file(path)
         if adapter is not None:
-            told = json.loads(Path(adapter).read_text(encoding="utf-8"))
-            base = local_path(told["base_model_name_or_path"])
+            adapter_config = json.loads(Path(adapter).read_text(encoding="utf-8"))
+            base = local_path(adapter_config["base_model_name_or_path"])
         config = AutoConfig.from_pretrained(base, trust_remote_code=code_trusted())
         family: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model = family.from_pretrained(base, dtype=kind, trust_remote_code=code_trusted())

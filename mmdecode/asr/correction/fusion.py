@@ -97,7 +97,7 @@ class AcousticScorer(BranchRunner):
     ) -> None:
         self.model, self.spelling, self.tokenizer, self.pieces = model, spelling, tokenizer, pieces
         self.count = candidates
-        self.ends = frozenset(call.request.eos_token_ids.tolist())
+        self.eos_token_ids = frozenset(call.request.eos_token_ids.tolist())
         self.branches = ModelRunner(adapter_for(model), [MAIN])
         self.choices = Choices(call)
         self._given, self.prompt = what_it_reads(call, model, prompt)
@@ -182,7 +182,7 @@ class AcousticScorer(BranchRunner):
         """Text that a candidate stands for, and whether it ends there."""
         if text is None or text.endswith(_NO_TEXT):
             return None
-        if token in self.ends:
+        if token in self.eos_token_ids:
             return text, True
         piece = self.pieces[token] if token < len(self.pieces) else None
         return None if piece is None else (text + piece, False)
@@ -208,10 +208,10 @@ class AcousticScorer(BranchRunner):
         ancestors = np.broadcast_to(np.eye(width, dtype=bool), (rows, width, width)).copy()
         for row, block in enumerate(blocks):
             tokens[row, : len(block.tokens)] = block.tokens
-            for place, parent in enumerate(block.parents):
+            for node, parent in enumerate(block.parents):
                 if parent >= 0:
-                    depths[row, place] = depths[row, parent] + 1
-                    ancestors[row, place] |= ancestors[row, parent]
+                    depths[row, node] = depths[row, parent] + 1
+                    ancestors[row, node] |= ancestors[row, parent]
         cache, device = self.branches.cache, self.prompt.device
         states, _ = self.branches.run(
             torch.from_numpy(tokens).to(device),
@@ -219,16 +219,16 @@ class AcousticScorer(BranchRunner):
             torch.from_numpy(ancestors).to(device),
             visible=bucket(int(cache.start.max()) + width),
         )
-        places = [
+        nodes = [
             listener.unread(block) for listener, block in zip(self.listeners, blocks, strict=True)
         ]
-        index = torch.tensor([(row, place) for row, own in enumerate(places) for place in own])
+        index = torch.tensor([(row, node) for row, own in enumerate(nodes) for node in own])
         wanted = states["last"][index[:, 0].to(device), index[:, 1].to(device)]
         distributions = iter(
             self.branches.adapter.head(wanted).float().log_softmax(-1).cpu().numpy()
         )
-        for listener, block, own in zip(self.listeners, blocks, places, strict=True):
-            listener.hear(block, {place: next(distributions) for place in own})
+        for listener, block, own in zip(self.listeners, blocks, nodes, strict=True):
+            listener.hear(block, {node: next(distributions) for node in own})
         cache.commit(torch.tensor([block.kept for block in blocks], device=device))
 
 

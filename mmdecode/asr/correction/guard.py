@@ -74,32 +74,32 @@ class EditGuard:
             hypotheses: Hypotheses of its prompt.
             template: How it was asked: an answer that repeats that is none.
         """
-        said, heard = answer.strip(), [text.strip() for text in hypotheses]
-        if not said:
-            return None if "" in heard else "it is empty"
-        if "\n" in said:
+        reply, texts = answer.strip(), [text.strip() for text in hypotheses]
+        if not reply:
+            return None if "" in texts else "it is empty"
+        if "\n" in reply:
             return "it has several lines"
         for line in template.own_lines if template else ():
-            if _within(line, said) and not any(_within(line, text) for text in heard):
+            if _within(line, reply) and not any(_within(line, text) for text in texts):
                 return f"it repeats the prompt: {line[:40]!r}"
         for what, pattern in (("a list", _ITEM), ("talk about the task", _TALK)):
-            found = pattern.match(said)
-            if found and not any(map(pattern.match, heard)):
+            found = pattern.match(reply)
+            if found and not any(map(pattern.match, texts)):
                 return f"it begins like {what}: {found[0].strip()!r}"
-        words = words_of(said)
+        words = words_of(reply)
         edits, _, nearest = min(
-            (edits_of(words_of(text), words), place, text) for place, text in enumerate(heard)
+            (edits_of(words_of(text), words), rank, text) for rank, text in enumerate(texts)
         )
         if edits > max(1, self.distance * len(words_of(nearest))):
             return (
                 f"it is {edits} word edits from the nearest hypothesis, which has "
                 f"{len(words_of(nearest))} words"
             )
-        known = {word for text in heard for word in words_of(text)}
+        known = {word for text in texts for word in words_of(text)}
         novel = [word for word in words if word not in known]
         if len(novel) > self.novel:
             return f"it has words that are in no hypothesis: {', '.join(novel)}"
-        ratio = len(said) / max(len(nearest), 1)
+        ratio = len(reply) / max(len(nearest), 1)
         if not self.shorter <= ratio <= self.longer:
             return f"it is {ratio:.2f} times as long as the nearest hypothesis"
         return None

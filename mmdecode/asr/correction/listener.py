@@ -109,16 +109,16 @@ class Listener:
     def block(self) -> Block:
         """Tokens to be read for `wanted`."""
         block = Block()
-        place = -1
+        node = -1
         for end in range(self._cached + 1, len(self._trunk) + 1):
-            place = block.add(self._trunk[end - 1], place, self._trunk[:end])
+            node = block.add(self._trunk[end - 1], node, self._trunk[:end])
         block.kept = len(block.tokens)
-        places = {self._trunk: place}
+        nodes = {self._trunk: node}
         for prefix in sorted(self.wanted):
             for end in range(len(self._trunk) + 1, len(prefix) + 1):
                 part = prefix[:end]
-                if part not in places:
-                    places[part] = block.add(part[-1], places[part[:-1]], part)
+                if part not in nodes:
+                    nodes[part] = block.add(part[-1], nodes[part[:-1]], part)
         return block
 
     def hear(self, block: Block, distributions: Mapping[int, np.ndarray]) -> None:
@@ -128,8 +128,8 @@ class Listener:
             block: Result of `block`.
             distributions: Log-distributions ``(V,)`` by place in it, at least those of `unread`.
         """
-        for place, distribution in distributions.items():
-            self._distributions[block.prefixes[place]] = distribution
+        for node, distribution in distributions.items():
+            self._distributions[block.prefixes[node]] = distribution
         self._cached += block.kept
         self.wanted.clear()
 
@@ -137,9 +137,9 @@ class Listener:
         """Places of a block whose distributions are not known."""
         known = self._distributions
         return [
-            place
-            for place in range(block.kept, len(block.tokens))
-            if block.prefixes[place] not in known
+            node
+            for node in range(block.kept, len(block.tokens))
+            if block.prefixes[node] not in known
         ]
 
     def _path(self, words: tuple[str, ...]) -> tuple[Tokens, float | None]:
@@ -163,11 +163,11 @@ class Listener:
         for ids in ways:
             score = self._along(before, ids)
             if ended:
-                behind = float(self._distributions[before + ids][self.spelling.end])
+                following = float(self._distributions[before + ids][self.spelling.end])
             else:
-                behind = self._mass(before + ids, self.spelling.space)
-            if best is None or score + behind > best[0]:
-                best = score + behind, ids, score + behind if ended else score
+                following = self._mass(before + ids, self.spelling.space)
+            if best is None or score + following > best[0]:
+                best = score + following, ids, score + following if ended else score
         assert best is not None, "a word can be written as it is"
         return best[1:]
 
@@ -182,15 +182,15 @@ class Listener:
         """Log-mass of some canonical tokens and then one that begins with the rest, over all."""
         names = [self.spelling.name[token] for token in ids]
         masses = [
-            self._along(before, ids[:place])
-            + self._mass(before + ids[:place], "".join(names[place:]))
-            for place in range(len(ids))
+            self._along(before, ids[:start])
+            + self._mass(before + ids[:start], "".join(names[start:]))
+            for start in range(len(ids))
         ]
         return log_sum(np.array(masses))
 
     def _along(self, before: Tokens, ids: Tokens) -> float:
-        places = range(len(ids))
-        return sum(float(self._distributions[before + ids[:place]][ids[place]]) for place in places)
+        steps = range(len(ids))
+        return sum(float(self._distributions[before + ids[:step]][ids[step]]) for step in steps)
 
     def _mass(self, before: Tokens, piece: str) -> float:
         """Log-probability that the next token begins with a piece."""

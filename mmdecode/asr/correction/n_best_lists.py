@@ -171,11 +171,11 @@ def split(lists: Sequence[NBestList], share: float) -> tuple[list[NBestList], li
     """
     parts: tuple[list[NBestList], list[NBestList]] = ([], [])
     for one in lists:
-        parts[place(one.id) >= share].append(one)
+        parts[hash_fraction(one.id) >= share].append(one)
     return parts
 
 
-def place(name: str) -> float:
+def hash_fraction(name: str) -> float:
     """A fixed number in [0, 1) for an id, as if drawn uniformly."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest[:6]) / 2**48  # exact as a float, and below 1

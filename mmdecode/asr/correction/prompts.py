@@ -92,7 +92,7 @@ class Template:
         return self.text.format(
             best=lines[0],
             others="\n".join(lines[1:]),
-            numbered="\n".join(f"{place}. {line}" for place, line in enumerate(lines, 1)),
+            numbered="\n".join(f"{number}. {line}" for number, line in enumerate(lines, 1)),
         )
 
     def hypotheses(self, prompt: str) -> tuple[str, ...]:
@@ -243,7 +243,7 @@ class ListPrompts:
         width = max(map(len, rows))
         ids = torch.full((len(rows), width), self.pad)
         mask = torch.zeros_like(ids)
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             part = slice(0, len(row)) if self.seq2seq else slice(width - len(row), width)
-            ids[place, part], mask[place, part] = torch.tensor(row), 1
+            ids[index, part], mask[index, part] = torch.tensor(row), 1
         return ids, mask

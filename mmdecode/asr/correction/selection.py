@@ -35,7 +35,7 @@ class Choice:
         gain: Improvement over the first hypothesis; 0 where it is that one.
     """
 
-    place: int
+    index: int
     gain: float
 
 
@@ -45,7 +45,7 @@ def highest(values: Sequence[float]) -> Choice:
     Args:
         values: One per hypothesis.
     """
-    best = max(range(len(values)), key=lambda place: values[place])
+    best = max(range(len(values)), key=lambda index: values[index])
     return Choice(best, values[best] - values[0] if best else 0.0)
 
 

@@ -194,14 +194,14 @@ class FusedCorrection(ListCorrection):
             )
             texts.append(text)
             before, now = texts[-2].split(), text.split()
-            joins = bool(before) and not texts[-2][-1].isspace() and not _begins_anew(texts)
+            joins = bool(before) and not texts[-2][-1].isspace() and not _begins_word(texts)
             mark: By = "both" if token in acoustic else "language model"
             if token != main:
                 mark = "audio"
-            for place in range(len(before) - joins, len(now)):
-                while place >= len(marks):
+            for index in range(len(before) - joins, len(now)):
+                while index >= len(marks):
                     marks.append(set())
-                marks[place].add(mark)
+                marks[index].add(mark)
         return [
             DecidedWord(text=word, by=next(by for by in _RANKED if by in mark))
             for word, mark in zip(texts[-1].split(), marks, strict=True)
@@ -211,7 +211,7 @@ class FusedCorrection(ListCorrection):
 _RANKED: tuple[By, ...] = ("audio", "language model", "both")
 
 
-def _begins_anew(texts: Sequence[str]) -> bool:
+def _begins_word(texts: Sequence[str]) -> bool:
     """Whether what the last text adds begins with white space."""
     added = texts[-1][len(texts[-2]) :]
     return added[:1].isspace() or not added
@@ -229,9 +229,9 @@ def _all(
 
 def _words_of_text(one: Correction) -> list[DecidedWord]:
     """Words of a text that was made without hearing, next to the first hypothesis."""
-    words, heard = one.text.split(), one.best.split()
+    words, best = one.text.split(), one.best.split()
     by: list[By] = ["language model"] * len(words)
-    for block in SequenceMatcher(None, heard, words, autojunk=False).get_matching_blocks():
+    for block in SequenceMatcher(None, best, words, autojunk=False).get_matching_blocks():
         by[block.b : block.b + block.size] = ["both"] * block.size
     if one.refused is not None or not one.tokens:
         by = ["audio"] * len(words)

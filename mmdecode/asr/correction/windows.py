@@ -13,7 +13,7 @@ import torch
 
 from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.asr.decoding.fallback import Attempts
-from mmdecode.asr.decoding.long_form import ADVICE
+from mmdecode.asr.decoding.long_form import HINT
 from mmdecode.asr.decoding.n_best import hypotheses
 from mmdecode.guide.fusion import Given
 from mmdecode.runs.items import Failed, each
@@ -72,13 +72,13 @@ class WindowCorrector:
     @torch.no_grad()
     def __call__(self, job: Job, transcript: Transcript) -> Transcript:
         """The transcript with corrected segments, each with its words and who decided them."""
-        heard = self._stretches(job.pieces, transcript.segments)
-        if not heard:
+        stretches = self._stretches(job.pieces, transcript.segments)
+        if not stretches:
             return transcript
         prompt = tuple(self.recognizer.prompt(job.language, ()))
         assert job.speech is not None, "somebody speaks"
         tape = job.speech.tape()
-        waves = [tape.read(one.start, one.end) for one in heard]
+        waves = [tape.read(one.start, one.end) for one in stretches]
         corrected: list[Corrected] = []
         size = self.loop.options.batch_size
 
@@ -86,15 +86,15 @@ class WindowCorrector:
             given = self._given([wave for _, wave in some], prompt)
             return self.method(self._lists(transcript, [one for one, _ in some], given), given)
 
-        pairs = list(zip(heard, waves, strict=True))
+        pairs = list(zip(stretches, waves, strict=True))
         for start in range(0, len(pairs), size):
             # half of them may fit into memory where all do not
-            for _, found in each(pairs[start : start + size], correct, hint=ADVICE):
+            for _, found in each(pairs[start : start + size], correct, advice=HINT):
                 if isinstance(found, Failed):
                     raise found.problem
                 corrected.append(found)
         segments = list(transcript.segments)
-        for one, found in zip(heard, corrected, strict=True):
+        for one, found in zip(stretches, corrected, strict=True):
             first, last = one.segments
             segments[first:last] = shared_out(segments[first:last], found.words)
         edited = sum(found.correction.edited for found in corrected)
@@ -112,16 +112,16 @@ class WindowCorrector:
         ours = self.recognizer
         longest = round(ours.window_frames * ours.frame_s * ours.rate)
         found = []
-        for _, group in groupby(range(len(pieces)), key=lambda place: id(pieces[place].result)):
+        for _, group in groupby(range(len(pieces)), key=lambda index: id(pieces[index].result)):
             own = list(group)
             first, last = own[0], own[-1]
             before = pieces[first - 1].end if first else 0.0
-            behind = pieces[last + 1].start if last + 1 < len(pieces) else pieces[last].end + 1.0
+            after = pieces[last + 1].start if last + 1 < len(pieces) else pieces[last].end + 1.0
             start_s = pieces[first].start - min(_PAD_S, max(0.0, pieces[first].start - before) / 2)
-            end_s = pieces[last].end + min(_PAD_S, max(0.0, behind - pieces[last].end) / 2)
+            end_s = pieces[last].end + min(_PAD_S, max(0.0, after - pieces[last].end) / 2)
             start, end = (round(seconds * ours.rate) for seconds in (start_s, end_s))
-            said = any(segments[place].text for place in own)
-            if said and _SHORTEST_S * ours.rate < end - start <= longest:
+            has_text = any(segments[index].text for index in own)
+            if has_text and _SHORTEST_S * ours.rate < end - start <= longest:
                 found.append(Stretch((first, last + 1), start, end))
         return found
 
@@ -130,17 +130,17 @@ class WindowCorrector:
         return [Given(features=one, prompt=prompt) for one in self.recognizer.features(waves)]
 
     def _lists(
-        self, transcript: Transcript, heard: Sequence[Stretch], given: Sequence[Given]
+        self, transcript: Transcript, stretches: Sequence[Stretch], given: Sequence[Given]
     ) -> list[NBestList]:
         """Text of each stretch, and the hypotheses of a beam search."""
         ours = self.recognizer
-        seconds = [(one.end - one.start) / ours.rate for one in heard]
+        seconds = [(one.end - one.start) / ours.rate for one in stretches]
         encoded = ours.encode([one.features for one in given], seconds)
         prompt = torch.tensor([one.prompt for one in given], device=ours.model.device)
         count = max(self.method.count, 2)
         lists = []
         rows = self.attempts.searched(prompt, encoded, count, count)
-        for one, found in zip(heard, rows, strict=True):
+        for one, found in zip(stretches, rows, strict=True):
             own = " ".join(s.text for s in transcript.segments[slice(*one.segments)] if s.text)
             texts = (hypothesis.text for hypothesis in hypotheses(found, ours.text))
             unlike = [text for text in texts if text != own]
@@ -156,33 +156,33 @@ def shared_out(segments: Sequence[Segment], words: Sequence[DecidedWord]) -> lis
         segments: Neighbours, whose texts were corrected together.
         words: In order.
     """
-    owners = [place for place, one in enumerate(segments) for _ in one.text.split()]
+    owners = [index for index, one in enumerate(segments) for _ in one.text.split()]
     before = [word for one in segments for word in one.text.split()]
     own: list[list[DecidedWord]] = [[] for _ in segments]
-    for word, place in zip(words, places_in(before, [w.text for w in words]), strict=True):
-        own[owners[place]].append(word)
+    for word, index in zip(words, aligned_positions(before, [w.text for w in words]), strict=True):
+        own[owners[index]].append(word)
     return [
-        dataclasses.replace(one, text=" ".join(word.text for word in said), decided=said)
-        for one, said in zip(segments, own, strict=True)
+        dataclasses.replace(one, text=" ".join(word.text for word in decided), decided=decided)
+        for one, decided in zip(segments, own, strict=True)
     ]
 
 
-def places_in(before: Sequence[str], words: Sequence[str]) -> list[int]:
+def aligned_positions(before: Sequence[str], words: Sequence[str]) -> list[int]:
     """For each word of a text, the place of the word in an earlier one that it is or replaces.
 
     Args:
         before: Words of the earlier text, at least one.
         words: Words of the text.
     """
-    places = []
+    positions = []
     matcher = SequenceMatcher(None, before, words, autojunk=False)
     for _, first, last, start, end in matcher.get_opcodes():
-        for place in range(start, end):
+        for index in range(start, end):
             # words in the place of others share their places; those put in follow the word before
             at = (
-                first + (place - start) * (last - first) // (end - start)
+                first + (index - start) * (last - first) // (end - start)
                 if last > first
                 else first - 1
             )
-            places.append(max(at, 0))
-    return places
+            positions.append(max(at, 0))
+    return positions

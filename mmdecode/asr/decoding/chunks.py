@@ -39,7 +39,7 @@ overlap by 3 s: word errors of 16.8 % at 0.25, 7.5 at 0.5, 4.6 at 1 and 8.7 at 1
 
 
 @dataclass(frozen=True)
-class Said:
+class TimedToken:
     """A text token.
 
     Attributes:
@@ -51,7 +51,7 @@ class Said:
 
     token: int
     piece: int
-    place: int
+    position: int
     seconds: float
 
 
@@ -79,7 +79,7 @@ def join(
     seam = replace(
         from_left,
         end=max(from_left.start, from_right.end),
-        tokens=from_left.tokens[: here.place] + from_right.tokens[there.place :],
+        tokens=from_left.tokens[: here.position] + from_right.tokens[there.position :],
     )
     return [*left[: here.piece], seam, *right[there.piece + 1 :]]
 
@@ -114,9 +114,9 @@ def join_windows(
     here, there = before[first + middle], after[second + middle]
     from_left, from_right = left[here.piece], right[there.piece]
     met_s = min(max(here.seconds, begin), end)
-    word = _next_word(from_right.tokens, there.place, starts_word)
-    rest = from_right.tokens[there.place : word]
-    earlier = replace(from_left, end=met_s, tokens=from_left.tokens[: here.place] + rest)
+    word = _next_word(from_right.tokens, there.position, starts_word)
+    rest = from_right.tokens[there.position : word]
+    earlier = replace(from_left, end=met_s, tokens=from_left.tokens[: here.position] + rest)
     later = replace(from_right, start=met_s, tokens=from_right.tokens[word:])
     met = [piece for piece in (earlier, later) if any(map(is_text, piece.tokens))]
     return [*left[: here.piece], *met, *right[there.piece + 1 :]]
@@ -124,26 +124,28 @@ def join_windows(
 
 def _overlap(
     left: Sequence[Piece], right: Sequence[Piece], begin: float, is_text: Callable[[int], bool]
-) -> tuple[float, list[Said], list[Said]]:
+) -> tuple[float, list[TimedToken], list[TimedToken]]:
     """Where the earlier text ends, and what each window says of the time that both heard."""
     end = max((piece.end for piece in left if piece.tokens), default=begin)
-    before = _said(left, [piece.end > begin for piece in left], is_text)
-    after = _said(right, [piece.start < end for piece in right], is_text)
+    before = _timed_tokens(left, [piece.end > begin for piece in left], is_text)
+    after = _timed_tokens(right, [piece.start < end for piece in right], is_text)
     return end, before, after
 
 
-def _said(
+def _timed_tokens(
     pieces: Sequence[Piece], wanted: Sequence[bool], is_text: Callable[[int], bool]
-) -> list[Said]:
+) -> list[TimedToken]:
     """The text tokens of the pieces that are wanted."""
     found = []
     for index, piece in enumerate(pieces):
-        places = [place for place, token in enumerate(piece.tokens) if is_text(token)]
-        if wanted[index] and places:
-            step = (piece.end - piece.start) / len(places)
+        positions = [position for position, token in enumerate(piece.tokens) if is_text(token)]
+        if wanted[index] and positions:
+            step = (piece.end - piece.start) / len(positions)
             found += [
-                Said(piece.tokens[place], index, place, piece.start + (rank + 0.5) * step)
-                for rank, place in enumerate(places)
+                TimedToken(
+                    piece.tokens[position], index, position, piece.start + (rank + 0.5) * step
+                )
+                for rank, position in enumerate(positions)
             ]
     return found
 
@@ -190,23 +192,23 @@ def _word_at(
     starts_word: Callable[[int], bool],
 ) -> int:
     """Where in a piece the first word begins at or after a time."""
-    said = _said(pieces, [number == index for number in range(len(pieces))], is_text)
+    timed = _timed_tokens(pieces, [number == index for number in range(len(pieces))], is_text)
     tokens = pieces[index].tokens
-    place = next((one.place for one in said if one.seconds >= at), len(tokens))
-    return _next_word(tokens, place, starts_word)
+    position = next((one.position for one in timed if one.seconds >= at), len(tokens))
+    return _next_word(tokens, position, starts_word)
 
 
-def _next_word(tokens: Sequence[int], place: int, starts_word: Callable[[int], bool]) -> int:
+def _next_word(tokens: Sequence[int], position: int, starts_word: Callable[[int], bool]) -> int:
     """The place of the first token from there on that begins a word, or the end.
 
     Where no token begins a word, as in texts without spaces, any place will do.
     """
     words = [at for at, token in enumerate(tokens) if starts_word(token)]
-    return next((at for at in words if at >= place), len(tokens)) if words else place
+    return next((at for at in words if at >= position), len(tokens)) if words else position
 
 
 def longest_run(
-    first: Sequence[Said], second: Sequence[Said], apart_s: float
+    first: Sequence[TimedToken], second: Sequence[TimedToken], apart_s: float
 ) -> tuple[int, int, int]:
     """Where the longest run that both share begins in each, and its length; the first of equals.
 

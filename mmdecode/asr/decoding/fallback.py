@@ -49,7 +49,7 @@ class Result:
     no_speech_prob: float | None = None
     failed: bool = False
     silent: bool = False
-    looped: bool = False
+    repetitive: bool = False
     n_best: list[tuple[list[int], float]] = field(default_factory=list)
 
 
@@ -117,7 +117,9 @@ class Attempts:
         for row, ids in enumerate(sequences):
             if limits[row] < max(limits):
                 ids = ids[: limits[row]]  # as it would have ended alone
-            end = next((at for at, token in enumerate(ids, 1) if token in ours.ends), len(ids))
+            end = next(
+                (at for at, token in enumerate(ids, 1) if token in ours.eos_token_ids), len(ids)
+            )
             result = Result(ids[:end], temperature, no_speech_prob=no_speech[row])
             if scored:
                 scores = torch.stack([step[row] for step in output.scores[:end]])
@@ -158,10 +160,10 @@ class Attempts:
             silent = self.silent is not None and (result.no_speech_prob or 0.0) > self.silent
             if unlikely and silent:
                 result.failed, result.silent = False, True
-        if tokens[-1] in self.recognizer.ends:
+        if tokens[-1] in self.recognizer.eos_token_ids:
             result.tokens = tokens[:-1]
-        said = [token for token in result.tokens if self.recognizer.is_text(token)]
-        result.looped = first_round_end(said) is not None
+        text_tokens = [token for token in result.tokens if self.recognizer.is_text(token)]
+        result.repetitive = first_round_end(text_tokens) is not None
 
 
 def compression_ratio(tokens: list[int], vocab: int) -> float:

@@ -1,14 +1,14 @@
-"""Segments that a model made up in silence: found by their words, and skipped.
+"""Segments hallucinated in silence: detected by probabilities and lengths of words, and skipped.
 
-A segment is doubtful where its words are unlikely, or too short or too long to have been said. A
-doubtful segment between silences, or next to other doubtful ones, is dropped with all that follows
-in its window, and the next window begins there, so that what follows is heard with less silence
-before it. A window whose first words are doubtful and come after a silence is decoded again from
-where they begin. Windows without a doubtful segment are never changed.
+A segment is anomalous where its words are unlikely, or too short or too long for speech. An
+anomalous segment between silences, or next to other anomalous ones, is dropped with all that
+follows in its window, and the next window begins at its start, so that there is less silence before
+what follows. A window whose first segment is anomalous and comes after a silence is decoded again
+from the start of its first word. Windows without an anomalous segment are never changed.
 
 Source: ``hallucination_silence_threshold`` of openai/whisper (``transcribe.py``), with its
-constants. One part of it is left out: there, windows without any doubt also end where the last word
-did, or lose a tail shorter than the threshold.
+constants. One part of it is left out: there, windows without an anomalous segment also end at their
+last word, or lose a tail shorter than the threshold.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from mmdecode.asr.alignment.words import is_marks
 from mmdecode.asr.results import Word
 
 WORDS = 8
-"""Words of a segment that are looked at."""
+"""Number of first words of a segment that are scored."""
 UNLIKELY = 0.15
 SHORTEST_S, LONGEST_S = 0.133, 2.0
 EDGE_S = 2.0
-"""Nearer to an end of the window, a segment has silence on that side."""
+"""A segment nearer to an edge of the window than this counts as next to silence, in seconds."""
 FORWARD_S = 1.0
-"""A window that is cut off is at least so long."""
+"""Least length of a window that is cut off, in seconds."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a window stands; seconds of what the model hears.
+class WindowTimes:
+    """Where a window lies in the recording, in seconds of the audio that the model is given.
 
     Attributes:
-        start: Its beginning.
-        end: Its end; of a last window, where it would end.
-        heard_end: End of what was heard in it.
+        start: Start of the window.
+        end: End of a window of full length.
+        audio_end: End of the audio in it, before ``end`` where a last window is padded.
         recording_end: End of the recording.
-        said: End of the last word before it.
+        previous_end: End of the last word of the windows before it.
     """
 
     start: float
     end: float
-    heard_end: float
+    audio_end: float
     recording_end: float
-    said: float
+    previous_end: float
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,12 @@ class Verdict:
     next_start: float
 
 
-def is_doubtful(words: Sequence[Word]) -> bool:
-    """Whether words sound made up: 3 points, or about one for each.
+def is_anomalous(words: Sequence[Word]) -> bool:
+    """Whether the words of a segment are improbable or of improbable length.
 
-    A word has one point where its probability is below 0.15, 15 for each second that it is shorter
-    than 0.133 s, and one for each that it is longer than 2 s.
+    Each of the first `WORDS` words scores one point where its probability is below 0.15, 15 for
+    each second that it is shorter than 0.133 s, and one for each second that it is longer than 2 s.
+    A segment is anomalous from 3 points on, or from about one per word.
     """
     looked_at = [word for word in words if not is_marks(word.text)][:WORDS]
     points = 0.0
@@ -77,38 +78,44 @@ def is_doubtful(words: Sequence[Word]) -> bool:
     return bool(words) and (points >= 3 or points + 0.01 >= len(looked_at))
 
 
-def judge(segments: Sequence[Sequence[Word]], place: Place, threshold_s: float) -> Verdict | None:
+def judge(
+    segments: Sequence[Sequence[Word]], window: WindowTimes, threshold_s: float
+) -> Verdict | None:
     """Decides what stays of a window.
 
     Args:
         segments: Words of each segment.
-        place: Position of the window.
-        threshold_s: Longer pauses are silence.
+        window: Where the window lies in the recording.
+        threshold_s: Longer pauses are silence, in seconds.
 
     Returns:
         ``None``: all of it stays, and the next window begins where it would.
     """
     spoken = [(number, words) for number, words in enumerate(segments) if words]
-    doubts = [is_doubtful(words) for _, words in spoken]
-    if not any(doubts):
+    anomalous = [is_anomalous(words) for _, words in spoken]
+    if not any(anomalous):
         return None
     first = spoken[0][1][0].start_s
-    if doubts[0] and first - place.start > threshold_s:
+    if anomalous[0] and first - window.start > threshold_s:
         return Verdict(0, first)
-    said = place.said
+    previous_end = window.previous_end
     for at, (number, words) in enumerate(spoken):
         start, end = words[0].start_s, words[-1].end_s
         last = at + 1 == len(spoken)
-        following = place.heard_end if last else spoken[at + 1][1][0].start_s
-        before = start - said > threshold_s or start < threshold_s or start - place.start < EDGE_S
-        behind = (
-            following - end > threshold_s
-            or (not last and doubts[at + 1])
-            or place.end - end < EDGE_S
+        following = window.audio_end if last else spoken[at + 1][1][0].start_s
+        before = (
+            start - previous_end > threshold_s
+            or start < threshold_s
+            or start - window.start < EDGE_S
         )
-        if doubts[at] and before and behind:
-            if place.recording_end - end < threshold_s:
+        after = (
+            following - end > threshold_s
+            or (not last and anomalous[at + 1])
+            or window.end - end < EDGE_S
+        )
+        if anomalous[at] and before and after:
+            if window.recording_end - end < threshold_s:
                 return Verdict(number, math.inf)
-            return Verdict(number, max(place.start + FORWARD_S, start))
-        said = end
+            return Verdict(number, max(window.start + FORWARD_S, start))
+        previous_end = end
     return None

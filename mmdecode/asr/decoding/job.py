@@ -46,7 +46,7 @@ class Job:
     timeline: Timeline
     language: int | None
     conditioned: bool
-    shown: list[int]
+    context: list[int]
     source: list[int] = field(default_factory=list)
     seek: int = 0
     joins: bool = False
@@ -54,7 +54,7 @@ class Job:
     attempts: int = 0
     results: list[Result] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
-    said_s: float = 0.0
+    last_word_end_s: float = 0.0
     missing: list[str] = field(default_factory=list)
 
     @property
@@ -90,4 +90,4 @@ class Window:
     count: int
     joined: bool = False
     samples: np.ndarray | None = None
-    heard: Any = None
+    waveform: Any = None

@@ -39,10 +39,10 @@ from mmdecode.asr.audio.vad import Timeline, VoiceActivity
 from mmdecode.asr.decoding import hallucinations
 from mmdecode.asr.decoding.chunks import join, join_windows
 from mmdecode.asr.decoding.fallback import Attempts, Result
-from mmdecode.asr.decoding.hallucinations import Place, Verdict
+from mmdecode.asr.decoding.hallucinations import Verdict, WindowTimes
 from mmdecode.asr.decoding.job import Job, Window
 from mmdecode.asr.decoding.n_best import Alternatives
-from mmdecode.asr.decoding.segmentation import without_loop
+from mmdecode.asr.decoding.segmentation import without_repetition
 from mmdecode.asr.recognizers.base import Recognizer, changes_audio
 from mmdecode.asr.recognizers.contract import Encoded, Span
 from mmdecode.asr.results import Piece
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from mmdecode.decoder import Decoder
 
 
-ADVICE = "lower batch_size or n_best, or load the model in half precision"
+HINT = "lower batch_size or n_best, or load the model in half precision"
 """Advice where one recording needs more memory than there is."""
 
 
@@ -80,7 +80,7 @@ class LongForm:
         self.attempts = Attempts(recognizer, decoder, self.options)
         self.alternatives = Alternatives(self.attempts) if self.options.n_best else None
         self.voice = VoiceActivity(self.options) if self.options.vad else None
-        self.hears = changes_audio(decoder.guide)
+        self.needs_waveforms = changes_audio(decoder.guide)
         self.timer = recognizer.timer()
 
     def _overlap(self) -> int:
@@ -117,7 +117,7 @@ class LongForm:
         jobs: list[Job] = []
         while True:
             while len(jobs) < size and (entry := next(waiting, None)):
-                job = tried(partial(self._open, *entry), ADVICE)
+                job = tried(partial(self._open, *entry), HINT)
                 if isinstance(job, Failed):
                     yield entry[0], job
                 else:
@@ -128,7 +128,7 @@ class LongForm:
             failed: dict[int, Failed] = {}
             windows: list[tuple[Window, Any]] = []
             for job in jobs:  # one may have changed or vanished since it was measured
-                read = tried(partial(self._windows, job, size - len(windows)), ADVICE)
+                read = tried(partial(self._windows, job, size - len(windows)), HINT)
                 if isinstance(read, Failed):
                     failed[job.index] = read
                 else:
@@ -136,7 +136,7 @@ class LongForm:
             for (window, _), result in each(
                 windows,
                 self._step,
-                hint=ADVICE,
+                advice=HINT,
                 name=lambda one: one[0].job.name,
                 watch=watch,
                 attempt=self._attempt,
@@ -144,7 +144,7 @@ class LongForm:
                 if isinstance(result, Failed):
                     failed.setdefault(window.job.index, result)
                 elif window.job.index not in failed:
-                    moved = tried(partial(self._advance, window, result), ADVICE)
+                    moved = tried(partial(self._advance, window, result), HINT)
                     if isinstance(moved, Failed):
                         failed[window.job.index] = moved
             yield from failed.items()
@@ -178,7 +178,7 @@ class LongForm:
             timeline=timeline,
             language=language,
             conditioned=self.options.condition_on_prev_tokens,
-            shown=self.recognizer.first_shown,
+            context=self.recognizer.initial_context,
             missing=source.missing,
         )
 
@@ -203,9 +203,11 @@ class LongForm:
             inputs = ours.read(job.speech, job.seek, span.frames)
             reads = self.timer is not None and self.timer.reads_samples
             samples = ours.samples(job.speech, job.seek, span.frames) if reads else None
-            heard = ours.heard(job.speech, job.seek, span.frames) if self.hears else None
+            waveform = (
+                ours.waveform(job.speech, job.seek, span.frames) if self.needs_waveforms else None
+            )
             joined = job.joins or self.options.mode == "chunked"
-            window = Window(job, job.windows, job.seek, span.frames, joined, samples, heard)
+            window = Window(job, job.windows, job.seek, span.frames, joined, samples, waveform)
             job.windows += 1
             if span.following is not None:
                 job.seek, job.joins = span.following, span.joined
@@ -231,8 +233,8 @@ class LongForm:
         windows = [window for window, _ in read]
         seconds = [window.count * ours.frame_s for window in windows]
         encoded = ours.encode([inputs for _, inputs in read], seconds)
-        heard = [window.heard for window in windows if window.heard is not None]
-        encoded = replace(encoded, heard=heard)
+        waveforms = [window.waveform for window in windows if window.waveform is not None]
+        encoded = replace(encoded, waveforms=waveforms)
         self._detect_languages(windows, encoded)
         ids = [self._prompt(window.job) for window in windows]
         device = ours.model.device
@@ -317,8 +319,8 @@ class LongForm:
 
     def _prompt(self, job: Job) -> list[int]:
         """Decoder prompts."""
-        shown = job.shown if job.conditioned else self.recognizer.first_shown
-        return self.recognizer.prompt(job.language, shown)
+        context = job.context if job.conditioned else self.recognizer.initial_context
+        return self.recognizer.prompt(job.language, context)
 
     def _advance(self, window: Window, result: Result) -> None:
         """Takes a window's segments over, and says where and how the next one begins."""
@@ -333,33 +335,33 @@ class LongForm:
             return
         offset = window.seek * ours.stamp_s / ours.stride
         whole = ours.steps(count)
-        cuts, stamps, rest = ours.split(result.tokens, whole, self.options.mode == "sequential")
-        if result.looped and self.options.loop_guard == "cut":
-            cuts = without_loop(cuts, ours.is_text)
+        segments, stamps, rest = ours.split(result.tokens, whole, self.options.mode == "sequential")
+        if result.repetitive and self.options.loop_guard == "cut":
+            segments = without_repetition(segments, ours.is_text)
         pieces = [
             Piece(
                 offset + first * ours.stamp_s, offset + last * ours.stamp_s, tokens, result, offset
             )
-            for first, last, tokens in cuts
+            for first, last, tokens in segments
         ]
         if not follows:
             self._join(window, pieces, offset)
             return
         forward = count if stamps is None else stamps * ours.stride
-        verdict = self._doubt(window, pieces)
+        verdict = self._hallucination_verdict(window, pieces)
         if verdict is not None:
-            pieces, cuts, rest = pieces[: verdict.keep], cuts[: verdict.keep], []
+            pieces, segments, rest = pieces[: verdict.keep], segments[: verdict.keep], []
             forward = self._forward(window, verdict.next_start)
         job.pieces += pieces
         for piece in pieces:
             # of two timestamps at the end the second only says that the next segment follows
             double = len(piece.tokens) > 2 and not ours.is_text(piece.tokens[-2])
-            job.shown += piece.tokens[:-1] if double else piece.tokens
-        job.shown = job.shown[-ours.most_shown :]
-        if result.looped and self.options.loop_guard != "report":
-            job.shown, job.conditioned = ours.first_shown, False
+            job.context += piece.tokens[:-1] if double else piece.tokens
+        job.context = job.context[-ours.max_context :]
+        if result.repetitive and self.options.loop_guard != "report":
+            job.context, job.conditioned = ours.initial_context, False
         job.seek += forward if forward > 0 else count  # never stand still
-        job.source = rest + [token for _, _, tokens in cuts for token in tokens]
+        job.source = rest + [token for _, _, tokens in segments for token in tokens]
 
     def _follows(self, window: Window) -> bool:
         """Whether where the next window begins is said by this one's tokens."""
@@ -377,7 +379,7 @@ class LongForm:
         else:
             job.pieces = join_windows(*given, ours.starts_word)
 
-    def _doubt(self, window: Window, pieces: list[Piece]) -> Verdict | None:
+    def _hallucination_verdict(self, window: Window, pieces: list[Piece]) -> Verdict | None:
         """Decision about a window whose text may be hallucinated; ``None``: all of it stays."""
         job, threshold = window.job, self.options.hallucination_silence_threshold
         ours = self.recognizer
@@ -385,23 +387,24 @@ class LongForm:
             return None
         recording_end = job.frames * ours.frame_s
         words = timed_words(
-            [ours.said(piece.tokens) for piece in pieces],
+            [ours.text_tokens(piece.tokens) for piece in pieces],
             ours.tokenizer,
             ours.code_of(job.language),
             lambda start, end: (start, end),
             recording_end,
         )
         start = window.seek * ours.frame_s
-        place = Place(
+        times = WindowTimes(
             start=start,
             end=start + ours.window_frames * ours.frame_s,
-            heard_end=start + window.count * ours.frame_s,
+            audio_end=start + window.count * ours.frame_s,
             recording_end=recording_end,
-            said=job.said_s,
+            previous_end=job.last_word_end_s,
         )
-        verdict = hallucinations.judge(words, place, threshold)
+        verdict = hallucinations.judge(words, times, threshold)
         kept = words if verdict is None else words[: verdict.keep]
-        job.said_s = max((word.end_s for said in kept for word in said), default=job.said_s)
+        ends = (word.end_s for segment in kept for word in segment)
+        job.last_word_end_s = max(ends, default=job.last_word_end_s)
         return verdict
 
     def _forward(self, window: Window, start_s: float) -> int:

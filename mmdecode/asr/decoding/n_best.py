@@ -81,16 +81,17 @@ class Alternatives:
         if self.sampler is None:
             beams = max(self.count, self.attempts.options.beams)
             found = self.attempts.searched(prompt, encoded, beams, self.count)
-            ends = self.attempts.recognizer.ends
+            eos_token_ids = self.attempts.recognizer.eos_token_ids
             return [
-                [([t for t in ids if t not in ends], score) for ids, score in row] for row in found
+                [([t for t in ids if t not in eos_token_ids], score) for ids, score in row]
+                for row in found
             ]
-        drawn = self.sampler(
+        sampled = self.sampler(
             prompt.repeat_interleave(self.count, 0),
             encoded.repeated(self.count),
             1.0,
             [f"{name}/{number}" for name in names for number in range(self.count)],
             [[]] * (len(names) * self.count),
         )
-        scored = [(result.tokens, result.avg_logprob or 0.0) for result in drawn]
+        scored = [(result.tokens, result.avg_logprob or 0.0) for result in sampled]
         return [scored[row : row + self.count] for row in range(0, len(scored), self.count)]

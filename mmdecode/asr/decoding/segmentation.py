@@ -1,4 +1,4 @@
-"""Cuts of a window: its segments, what is left after the last one, and what a loop leaves."""
+"""Splits the tokens of a window into segments, at timestamps; removes repetitions from them."""
 
 from __future__ import annotations
 
@@ -6,73 +6,77 @@ from collections.abc import Callable
 
 from mmdecode.asr.decoding.repetition import first_round_end
 
-Cut = tuple[int, int, list[int]]
+TokenSegment = tuple[int, int, list[int]]
 """Start, end and tokens of a segment; in timestamp steps from the start of the window."""
 
 
-def split_segments(tokens: list[int], begin: int, whole: int) -> tuple[list[Cut], int | None]:
-    """Cuts a window's tokens where two timestamps meet.
+def split_segments(
+    tokens: list[int], begin: int, whole: int
+) -> tuple[list[TokenSegment], int | None]:
+    """Splits a window's tokens between two consecutive timestamps.
 
     Args:
         tokens: Without the end token.
-        begin: The first timestamp's id.
-        whole: The window's length, in timestamp steps.
+        begin: Id of the first timestamp token.
+        whole: Length of the window, in timestamp steps.
 
     Returns:
-        The segments, and where the next window starts, in timestamp steps; ``None`` where it starts
-        after this one.
+        The segments, and the start of the next window in timestamp steps from the start of this
+        one; ``None``: it starts at the end of this one.
     """
     stamped = [token >= begin for token in tokens]
-    cuts = [i + 1 for i in range(len(tokens) - 1) if stamped[i] and stamped[i + 1]]
-    if not cuts:
+    boundaries = [i + 1 for i in range(len(tokens) - 1) if stamped[i] and stamped[i + 1]]
+    if not boundaries:
         times = [token - begin for token in tokens if token >= begin]
         return [(0, times[-1] if times and times[-1] else whole, tokens)], None
-    closed = stamped[-2:] == [False, True]  # nothing is said after a single timestamp
+    closed = stamped[-2:] == [False, True]  # a single timestamp: no speech after it
     if closed:
-        cuts.append(len(tokens))
+        boundaries.append(len(tokens))
     else:
-        cuts[-1] += 1  # the last segment shows both timestamps
+        boundaries[-1] += 1  # the last segment shows both timestamps
     segments, last = [], 0
-    for number, cut in enumerate(cuts):
+    for number, cut in enumerate(boundaries):
         part = tokens[last:cut]
-        ends = -2 if number == len(cuts) - 1 and not closed else -1
+        ends = -2 if number == len(boundaries) - 1 and not closed else -1
         segments.append((part[0] - begin, part[ends] - begin, part))
         last = cut
     return segments, None if closed else tokens[last - 2] - begin
 
 
-def unfinished(tokens: list[int], cuts: list[Cut]) -> list[int]:
+def unfinished(tokens: list[int], segments: list[TokenSegment]) -> list[int]:
     """Tokens of a window after its last complete segment, from the opening timestamp on.
 
     Args:
         tokens: Tokens of the window.
-        cuts: Its segments, the last one with both timestamps.
+        segments: Its segments, the last one with both timestamps.
     """
-    rest = tokens[sum(len(part) for _, _, part in cuts) - 1 :]
+    rest = tokens[sum(len(part) for _, _, part in segments) - 1 :]
     return rest if len(rest) > 1 else []
 
 
-def without_loop(cuts: list[Cut], is_text: Callable[[int], bool]) -> list[Cut]:
-    """Segments with the first round of the loop at their end, and none of the others.
+def without_repetition(
+    segments: list[TokenSegment], is_text: Callable[[int], bool]
+) -> list[TokenSegment]:
+    """Segments in which the repetition at the end is reduced to its first round.
 
-    Times are kept: what the model said of them while it looped is all that is known.
+    Timestamps are kept as predicted.
 
     Args:
-        cuts: Segments of a window that looped.
+        segments: Segments of a window that ends in a repetition loop.
         is_text: Whether an id stands for text.
     """
-    left = first_round_end([t for _, _, tokens in cuts for t in tokens if is_text(t)])
+    left = first_round_end([t for _, _, tokens in segments for t in tokens if is_text(t)])
     if left is None:  # part of it was in a tail that the next window decodes
-        return cuts
-    kept: list[Cut] = []
-    for first, last, tokens in cuts:
+        return segments
+    kept: list[TokenSegment] = []
+    for first, last, tokens in segments:
         if not left:
             break
-        said = []
+        first_round = []
         for token in tokens:
             spoken = is_text(token)
             if left or not spoken:
-                said.append(token)
+                first_round.append(token)
                 left -= spoken
-        kept.append((first, last, said))
+        kept.append((first, last, first_round))
     return kept

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from mmdecode.asr.audio.reading import Blocks, Source
-from mmdecode.asr.decoding.long_form import ADVICE
+from mmdecode.asr.decoding.long_form import HINT
 from mmdecode.asr.languages import language_code
 from mmdecode.asr.output.formats import FORMATS, Names, ending
 from mmdecode.asr.output.manifest import Entry
@@ -164,7 +164,7 @@ def merge(folder: Path, entries: Sequence[Entry], without: Collection[str] = ())
     Raises:
         InputError: A line cannot be read, or the folder cannot be written.
     """
-    place = {entry.id: index for index, entry in enumerate(entries)}
+    position = {entry.id: index for index, entry in enumerate(entries)}
     lines: dict[str, bytes] = {}
     transcribed: set[str] = set()
     with explained(folder):
@@ -183,7 +183,7 @@ def merge(folder: Path, entries: Sequence[Entry], without: Collection[str] = ())
                     continue
                 lines[source] = line
         # recordings of an earlier, larger input stay, after the others
-        ordered = sorted(lines, key=lambda source: place.get(source, len(place)))
+        ordered = sorted(lines, key=lambda source: position.get(source, len(position)))
         write_file(folder / RESULTS, b"".join(lines[source] for source in ordered))
         if (folder / PARTS).exists():
             shutil.rmtree(folder / PARTS)
@@ -239,18 +239,18 @@ class ResultFolder:
             self._part = folder / RESULTS
             if rank is not None:
                 self._part = folder / PARTS / f"rank-{rank}.jsonl"
-            self._anew = again
+            self._new_settings = again
             self._file = self._opened() if again is None else None
             self.journal = InFlight(folder / JOURNAL.format(rank or 0), suspects)
             self.batches = Batches(folder / BATCHES.format(rank or 0), alone or {})
         self._names = _named(entries, self._names)
-        self._entries = {entry.id: (place, entry) for place, entry in enumerate(entries)}
+        self._entries = {entry.id: (index, entry) for index, entry in enumerate(entries)}
 
     def _opened(self) -> BinaryIO:
         """The lines of this process, after what they replace went."""
-        if self._anew is not None:
+        if self._new_settings is not None:
             (self.folder / RESULTS).unlink(missing_ok=True)
-            note_settings(self.folder, self._anew, self._overwrite)
+            note_settings(self.folder, self._new_settings, self._overwrite)
         file = open_append(self._part)
         lock(file.fileno(), self.folder)
         return file
@@ -306,7 +306,7 @@ class ResultFolder:
                 text = FORMATS[kind](transcript, self.layout)
                 write_file(self.folder / f"{name}.{ending(kind)}", text, self._overwrite)
 
-        failed = written(write, ADVICE)
+        failed = written(write, HINT)
         return failure_of(transcript.source, transcript.index, failed) if failed else transcript
 
     def close(self) -> None:

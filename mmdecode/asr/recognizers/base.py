@@ -45,7 +45,7 @@ class Recognizer:
     """A model with its processor, as the loop over windows needs it.
 
     A family supplies `load`, `open`, `span`, `read`, `features`, `encode`, `most_tokens`,
-    `generate` and `searched`; with ``audio_transforms`` `heard` as well, and where it `detects`
+    `generate` and `searched`; with ``audio_transforms`` also `waveform`, and where it `detects`
     languages `detected`. Everything else has a default.
 
     Args:
@@ -61,8 +61,8 @@ class Recognizer:
         rate: Samples a second that it hears.
         window_s: Most seconds that the model hears at once.
         stride: Frames in a timestamp step.
-        ends: Ids that end a transcript.
-        pad: Id that fills up.
+        eos_token_ids: Ids that end a transcript.
+        pad: Id of the padding token.
         language: Code of the only language; ``None``: it has several, or they are not known.
 
     Raises:
@@ -89,14 +89,14 @@ class Recognizer:
         self.rate = int(processor.feature_extractor.sampling_rate)
         self.language: str | None = getattr(self.config, "language", None)
         self.refuse(options)
-        ends = token_ids(self.config.eos_token_id)
-        if not ends:
+        eos_token_ids = token_ids(self.config.eos_token_id)
+        if not eos_token_ids:
             raise UnsupportedModelError(
                 f"{self.name} has no eos_token_id in generation_config.json; expected the id that "
                 "ends a transcript: copy the file of the checkpoint it was trained from"
             )
-        self.ends = frozenset(ends)
-        self.pad = (token_ids(self.config.pad_token_id) or ends)[0]
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.pad = (token_ids(self.config.pad_token_id) or eos_token_ids)[0]
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         marks = (token for token, one in added.items() if one.special)
         self._special = frozenset((*self.tokenizer.all_special_ids, *marks))
@@ -230,7 +230,7 @@ class Recognizer:
         """A window as samples ``(T,)``, for timing words; right after `read` of that window."""
         return None
 
-    def heard(self, recording: Recording, seek: int, count: int) -> Any:
+    def waveform(self, recording: Recording, seek: int, count: int) -> Any:
         """A window as a waveform that guides may change: `mmdecode.adapters.audio.transforms`."""
         raise NotImplementedError
 
@@ -286,20 +286,20 @@ class Recognizer:
 
     # ---- prompts, tokens and lengths
 
-    most_shown: int = 0
+    max_context: int = 0
     """How many tokens of the text so far a window can be shown."""
 
     @property
-    def first_shown(self) -> list[int]:
+    def initial_context(self) -> list[int]:
         """Context of the first window."""
         return []
 
-    def prompt(self, language: int | None, shown: Sequence[int]) -> list[int]:
-        """Decoder prompt.
+    def prompt(self, language: int | None, context: Sequence[int]) -> list[int]:
+        """Decoder prompt of a window.
 
         Args:
-            language: Token of the language.
-            shown: Tokens of the text so far.
+            language: Token of the language; ``None``: the family has none.
+            context: Tokens of the text so far, at most `max_context`.
         """
         start = token_ids(self.config.decoder_start_token_id) or token_ids(self.config.bos_token_id)
         if not start:
@@ -311,16 +311,16 @@ class Recognizer:
 
     def is_text(self, token: int) -> bool:
         """Whether an id stands for text, and not for a time, a language or an end."""
-        return token not in self._special and token not in self.ends and token != self.pad
+        return token not in self._special and token not in self.eos_token_ids and token != self.pad
 
-    def said(self, tokens: Sequence[int]) -> list[Any]:
+    def text_tokens(self, tokens: Sequence[int]) -> list[Any]:
         """Segments that are text, unchanged: timed ones stay timed."""
         return [t for t in tokens if self.is_text(t) and t not in self._special]
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, those that stand for none left out."""
         decode = self.tokenizer.decode
-        return decode(self.said(tokens), clean_up_tokenization_spaces=False).strip()
+        return decode(self.text_tokens(tokens), clean_up_tokenization_spaces=False).strip()
 
     def joined(self, parts: Sequence[Sequence[int]]) -> str:
         """The text of windows that were decoded each by itself, with spaces where texts have them.
@@ -328,7 +328,9 @@ class Recognizer:
         Args:
             parts: Tokens of segments, in order.
         """
-        spaced = any(self.starts_word(token) for tokens in parts for token in self.said(tokens))
+        spaced = any(
+            self.starts_word(token) for tokens in parts for token in self.text_tokens(tokens)
+        )
         texts = (self.text(tokens) for tokens in parts)
         return (" " if spaced else "").join(text for text in texts if text)
 
@@ -354,7 +356,7 @@ class Recognizer:
     def generation(self, width: int, most: int) -> GenerationConfig:
         """Lengths and special tokens after a prompt of ``width`` tokens, for ``most`` new ones."""
         return GenerationConfig(
-            max_length=width + most, eos_token_id=sorted(self.ends), pad_token_id=self.pad
+            max_length=width + most, eos_token_id=sorted(self.eos_token_ids), pad_token_id=self.pad
         )
 
     # ---- decoding

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mmdecode.asr.decoding.segmentation import Cut
+    from mmdecode.asr.decoding.segmentation import TokenSegment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Split(NamedTuple):
         rest: Text after the last complete segment, which the next window may repeat.
     """
 
-    cuts: list[Cut]
+    segments: list[TokenSegment]
     forward: int | None = None
     rest: list[int] = []  # noqa: RUF012 (never changed)
 
@@ -82,7 +82,7 @@ class Encoded:
     seconds: Sequence[float]
     states: Tensor | None = None
     mask: Tensor | None = None
-    heard: Sequence[Any] = field(default=())
+    waveforms: Sequence[Any] = field(default=())
 
     def rows(self, chosen: Sequence[int]) -> Encoded:
         """Some of the rows, in the order given."""

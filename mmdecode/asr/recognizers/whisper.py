@@ -73,13 +73,13 @@ class WhisperRecognizer(Recognizer):
                 f"{model.config.num_mel_bins}; load the processor that belongs to the model"
             )
         self.window_s = self.mel.window_frames * self.frame_s
-        self.ends, self.pad = frozenset((self.prompts.eos,)), self.prompts.pad
-        self.most_shown = model.config.max_target_positions // 2 - 1
+        self.eos_token_ids, self.pad = frozenset((self.prompts.eos,)), self.prompts.pad
+        self.max_context = model.config.max_target_positions // 2 - 1
         given = len(self.prompts.hotwords) + len(self.prompts.prompt)
-        if given > self.most_shown:
+        if given > self.max_context:
             raise OptionError(
                 f"prompt and hotwords have {given} tokens; the model can be shown "
-                f"{self.most_shown}: shorten them"
+                f"{self.max_context}: shorten them"
             )
 
     @classmethod
@@ -92,8 +92,8 @@ class WhisperRecognizer(Recognizer):
             # heads, block and target in one checkpoint; the target may come with its own head 0
             model = load_target(path).to(dtype)
             own = list(Path(path).glob("*processor_config.json"))
-            place = path if own else local_path(config.whisper_model_name)
-            return model, WhisperProcessor.from_pretrained(place, trust_remote_code=trust)
+            folder = path if own else local_path(config.whisper_model_name)
+            return model, WhisperProcessor.from_pretrained(folder, trust_remote_code=trust)
         processor = WhisperProcessor.from_pretrained(path, trust_remote_code=trust)
         model = WhisperForConditionalGeneration.from_pretrained(
             path, dtype=dtype, trust_remote_code=trust
@@ -145,11 +145,11 @@ class WhisperRecognizer(Recognizer):
 
     def samples(self, recording: Any, seek: int, count: int) -> Any:
         """Samples of a window, without padding."""
-        return recording.heard_samples(seek)
+        return recording.window_samples(seek)
 
-    def heard(self, recording: Any, seek: int, count: int) -> Any:
-        """The window's waveform."""
-        return recording.heard(seek)
+    def waveform(self, recording: Any, seek: int, count: int) -> Any:
+        """The window's waveform, a `WindowWaveform`."""
+        return recording.window_waveform(seek)
 
     def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
         """Reads windows; all are of one length."""
@@ -183,17 +183,17 @@ class WhisperRecognizer(Recognizer):
     # ---- prompts, tokens and lengths
 
     @property
-    def first_shown(self) -> list[int]:
+    def initial_context(self) -> list[int]:
         """The prompt, where it does not stand before every window anyway."""
         everywhere = self.options.prompt_condition_type == "all-segments"
         return [] if everywhere else list(self.prompts.prompt)
 
-    def prompt(self, language: int | None, shown: Sequence[int]) -> list[int]:
+    def prompt(self, language: int | None, context: Sequence[int]) -> list[int]:
         """Texts that the window is shown, then what starts a transcript."""
         head = list(self.prompts.hotwords)
         if self.options.prompt_condition_type == "all-segments":
             head += self.prompts.prompt
-        before = head + list(shown[max(0, len(shown) + len(head) - self.most_shown) :])
+        before = head + list(context[max(0, len(context) + len(head) - self.max_context) :])
         initial = self.prompts.initial(language)
         return [int(self.prompts.previous or 0), *before, *initial] if before else initial
 
@@ -210,13 +210,13 @@ class WhisperRecognizer(Recognizer):
         begin = self.prompts.timestamp_begin
         if not self.options.timestamps:
             return Split([(0, whole, tokens)])
-        cuts, forward = split_segments(tokens, begin, whole)
-        rest = unfinished(tokens, cuts) if forward is not None else []
+        segments, forward = split_segments(tokens, begin, whole)
+        rest = unfinished(tokens, segments) if forward is not None else []
         if rest and not sequential:
-            cuts[-1][2].pop()  # the timestamp that opens the rest
-            cuts.append((rest[0] - begin, whole, rest))
+            segments[-1][2].pop()  # the timestamp that opens the rest
+            segments.append((rest[0] - begin, whole, rest))
         moved = [max(begin, t - (forward or 0)) if t >= begin else t for t in rest]
-        return Split(cuts, forward, moved)
+        return Split(segments, forward, moved)
 
     def most_tokens(self, seconds: float) -> int:
         """Limit that the decoder's positions or the checkpoint's settings leave."""
@@ -251,8 +251,8 @@ class WhisperRecognizer(Recognizer):
     ) -> Any:
         """Decodes windows by the engine, with Whisper's processors."""
         raw: dict[str, Any] = {"input_features": encoded.inputs, "source_ids": sources}
-        if encoded.heard:
-            raw["audio"] = encoded.heard
+        if encoded.waveforms:
+            raw["audio"] = encoded.waveforms
         return decoder(
             self.model,
             prompt,

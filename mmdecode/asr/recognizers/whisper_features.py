@@ -123,9 +123,9 @@ class Speech(Recording):
         if padding == "auto":
             fits = known is not None and known // mel.hop <= mel.window_frames
             padding = "silence" if fits else "zeros"
-        self._behind = mel.window_frames * mel.hop if padding == "silence" else 0
+        self._trailing_silence = mel.window_frames * mel.hop if padding == "silence" else 0
         if known is not None and known < mel.size:  # the transform needs one whole frame
-            self._behind = max(self._behind, mel.size)
+            self._trailing_silence = max(self._trailing_silence, mel.size)
         self.peak = mel.maximum(Tape(itertools.chain(parts, self._silence())))
 
     @property
@@ -137,19 +137,19 @@ class Speech(Recording):
         """Features from frame ``seek`` on, ``(mels, window_frames)``; ``seek`` never goes back."""
         return self.mel.features(self.mel.frames(self._tape, seek, self._count(seek)), self.peak)
 
-    def heard(self, seek: int) -> Heard:
+    def window_waveform(self, seek: int) -> WindowWaveform:
         """The waveform of `window` from frame ``seek`` on; ``seek`` never goes back."""
         mel = self.mel
         start = seek * mel.hop - mel.size // 2
         samples = self._tape.read(start, start + (self._count(seek) - 1) * mel.hop + mel.size)
-        return Heard(torch.from_numpy(samples), mel, self.peak)
+        return WindowWaveform(torch.from_numpy(samples), mel, self.peak)
 
     def _count(self, seek: int) -> int:
         """Frames of a window that are not padded with zeros."""
-        left = self.frames - seek + self._behind // self.mel.hop
+        left = self.frames - seek + self._trailing_silence // self.mel.hop
         return min(self.mel.window_frames, left)
 
-    def heard_samples(self, seek: int) -> np.ndarray:
+    def window_samples(self, seek: int) -> np.ndarray:
         """Features from frame ``seek`` on, no padding; right after `window` of that frame."""
         mel = self.mel
         count = min(mel.window_frames, self.frames - seek) * mel.hop
@@ -158,11 +158,11 @@ class Speech(Recording):
         return self._tape.read(start, start + mel.size // 2 + count)[mel.size // 2 :]
 
     def _silence(self) -> list[np.ndarray]:
-        return [np.zeros(self._behind, np.float32)] if self._behind else []
+        return [np.zeros(self._trailing_silence, np.float32)] if self._trailing_silence else []
 
 
 @dataclass(frozen=True)
-class Heard:
+class WindowWaveform:
     """A window as a waveform that can be changed; see `mmdecode.adapters.audio.transforms`.
 
     Attributes:
@@ -182,7 +182,7 @@ class Heard:
         return self.mel.features(self.mel.energies(samples), self.peak)
 
 
-def heard(samples: np.ndarray, extractor: Any) -> Heard:
+def window_waveform(samples: np.ndarray, extractor: Any) -> WindowWaveform:
     """The waveform of a recording of one window, for ``mm_inputs["audio"]`` of a call.
 
     Args:
@@ -199,4 +199,4 @@ def heard(samples: np.ndarray, extractor: Any) -> Heard:
             f"the recording has {speech.duration_s:g} s; expected at most one window: cut it, or "
             "use mmdecode.asr.Transcriber"
         )
-    return replace(speech.heard(0), certain=False)
+    return replace(speech.window_waveform(0), certain=False)

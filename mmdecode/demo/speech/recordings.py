@@ -71,7 +71,7 @@ def transcribe(
     recogniser = plain.transcriber.recognizer
 
     def label(token: int) -> str:
-        if token in recogniser.ends:
+        if token in recogniser.eos_token_ids:
             return "[end]"
         text = recogniser.tokenizer.decode([token], clean_up_tokenization_spaces=False).strip()
         return " " * recogniser.starts_word(token) + text

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.asr.correction.corrector import ADVICE
+from mmdecode.asr.correction.corrector import HINT
 from mmdecode.asr.correction.guard import edits_of, words_of
 from mmdecode.asr.correction.n_best_lists import NBestList, split
 from mmdecode.asr.correction.selection import (
@@ -220,7 +220,7 @@ def scored(
         for start in range(0, len(lists), _AT_ONCE):
             some = lists[start : start + _AT_ONCE]
             for one, scores in each(
-                some, scorer.of_lists, hint=ADVICE, name=lambda one: one.id, watch=watch
+                some, scorer.of_lists, advice=HINT, name=lambda one: one.id, watch=watch
             ):
                 row = ModelRow(data=data, source=source, id=one.id)
                 if isinstance(scores, Failed):
@@ -375,7 +375,7 @@ def _edited(
             failed[one.id] = row.error
             found.append(Edit(one.best, 0.0))
             continue
-        made = tried(partial(edit, one, row), ADVICE)
+        made = tried(partial(edit, one, row), HINT)
         if isinstance(made, Failed):
             failed[one.id] = made.error
             problems.append(made.problem)
@@ -452,7 +452,7 @@ def _rewritten(one: NBestList, row: ModelRow) -> Edit:
 
 
 def _taken(one: NBestList, choice: Choice) -> Edit:
-    return Edit(one.hypotheses[choice.place], choice.gain)
+    return Edit(one.hypotheses[choice.index], choice.gain)
 
 
 _EDITS: Mapping[str, Callable[..., Edit]] = {

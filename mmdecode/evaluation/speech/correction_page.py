@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.asr.correction.guard import words_of
-from mmdecode.asr.correction.windows import places_in
+from mmdecode.asr.correction.windows import aligned_positions
 from mmdecode.asr.results import By, DecidedWord
 from mmdecode.evaluation.report.layout import html_table, percent
 from mmdecode.evaluation.report.pages import LEGEND, asset, card, head, keyed, marked, player
@@ -273,5 +273,7 @@ def _aligned(one: CorrectedText, normaliser: str) -> tuple[list[Step], list[int]
     if one.words and not filled:  # a normaliser may leave nothing over
         filled = [len(steps)]
         steps = [*steps, Step("equal", "", "")]
-    at = places_in([steps[index].hypothesis for index in filled], [word.text for word in one.words])
+    at = aligned_positions(
+        [steps[index].hypothesis for index in filled], [word.text for word in one.words]
+    )
     return steps, [filled[index] for index in at]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmdecode.asr.audio.reading import Source, blocks, source_of
-from mmdecode.asr.decoding.long_form import ADVICE
+from mmdecode.asr.decoding.long_form import HINT
 from mmdecode.asr.output.manifest import Entry, opened
 from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.speech.samples import Sample, sample_of
@@ -168,7 +168,7 @@ def _read(
     loaded, failed = [], []
     for entry in entries:
         source = opened(entry, transcriber.options.language)
-        wave = tried(partial(_wave, source, rate), ADVICE)
+        wave = tried(partial(_wave, source, rate), HINT)
         if isinstance(wave, Failed):
             failed.append(sample_of(entry, mode, group, error=wave.error))
             continue

@@ -147,11 +147,11 @@ class StreamMeter:
         self.changed += len(self.shown) - kept
         self.shown = list(update.provisional)
         count = len(update.committed)
-        self._heard += [update.heard_s] * count
+        self._heard += [update.audio_s] * count
         self._ready += [update.ready_s] * count
-        self._lags += [update.heard_s - word.end_s for word in update.words or ()]
-        self._delay_s = max(self._delay_s, update.ready_s - update.heard_s)
-        self._end_s = update.heard_s
+        self._lags += [update.audio_s - word.end_s for word in update.words or ()]
+        self._delay_s = max(self._delay_s, update.ready_s - update.audio_s)
+        self._end_s = update.audio_s
 
     def report(self, reference_words: int | None = None) -> StreamReport:
         """The recording's numbers.

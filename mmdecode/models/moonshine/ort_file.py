@@ -136,20 +136,20 @@ class _DamagedError(Exception):
     """A file leads out of itself, or contradicts itself."""
 
 
-def _unpack(data: bytes, kind: str, place: int) -> int:
+def _unpack(data: bytes, kind: str, position: int) -> int:
     """A number at a place.
 
     Raises:
         _DamagedError: The place is outside of the file.
     """
-    if not 0 <= place <= len(data) - struct.calcsize(kind):
-        raise _DamagedError(f"it leads to byte {place} of {len(data)}")
-    return struct.unpack_from(kind, data, place)[0]
+    if not 0 <= position <= len(data) - struct.calcsize(kind):
+        raise _DamagedError(f"it leads to byte {position} of {len(data)}")
+    return struct.unpack_from(kind, data, position)[0]
 
 
-def _offset(data: bytes, place: int) -> int:
+def _offset(data: bytes, position: int) -> int:
     """Where the offset that stands at a place leads."""
-    return place + _unpack(data, "<I", place)
+    return position + _unpack(data, "<I", position)
 
 
 @dataclass(frozen=True)
@@ -157,31 +157,31 @@ class _Table:
     """A table of the flatbuffer, at a place of the file."""
 
     data: bytes
-    place: int
+    position: int
 
     def _field(self, number: int) -> int | None:
         """Where a field stands; ``None``: it is left out."""
-        vtable = self.place - _unpack(self.data, "<i", self.place)
+        vtable = self.position - _unpack(self.data, "<i", self.position)
         entry = 4 + 2 * number
         if entry >= _unpack(self.data, "<H", vtable):
             return None
         distance = _unpack(self.data, "<H", vtable + entry)
-        return self.place + distance if distance else None
+        return self.position + distance if distance else None
 
     def number(self, field: int, kind: str) -> int:
-        place = self._field(field)
-        return 0 if place is None else _unpack(self.data, kind, place)
+        position = self._field(field)
+        return 0 if position is None else _unpack(self.data, kind, position)
 
     def table(self, field: int) -> _Table | None:
-        place = self._field(field)
-        return None if place is None else _Table(self.data, _offset(self.data, place))
+        position = self._field(field)
+        return None if position is None else _Table(self.data, _offset(self.data, position))
 
     def vector(self, field: int, dtype: str) -> np.ndarray:
         """A view of a vector of numbers, read-only; empty where it is left out."""
-        place = self._field(field)
-        if place is None:
+        position = self._field(field)
+        if position is None:
             return np.zeros(0, dtype)
-        begin = _offset(self.data, place)
+        begin = _offset(self.data, position)
         count = _unpack(self.data, "<I", begin)
         if count * np.dtype(dtype).itemsize > len(self.data) - begin - 4:
             raise _DamagedError(f"a vector of {count} at byte {begin} of {len(self.data)}")
@@ -189,28 +189,28 @@ class _Table:
 
     def _inner(self, field: int) -> Iterator[int]:
         """Places that a vector of offsets leads to."""
-        place = self._field(field)
-        if place is not None:
-            begin = _offset(self.data, place) + 4
+        position = self._field(field)
+        if position is not None:
+            begin = _offset(self.data, position) + 4
             offsets = self.vector(field, "<u4")
             yield from (begin + 4 * i + int(offset) for i, offset in enumerate(offsets))
 
     def tables(self, field: int) -> Iterator[_Table]:
-        return (_Table(self.data, place) for place in self._inner(field))
+        return (_Table(self.data, position) for position in self._inner(field))
 
     def texts(self, field: int) -> Iterator[str]:
-        return (_text(self.data, place) for place in self._inner(field))
+        return (_text(self.data, position) for position in self._inner(field))
 
     def text(self, field: int) -> str:
-        place = self._field(field)
-        return "" if place is None else _text(self.data, _offset(self.data, place))
+        position = self._field(field)
+        return "" if position is None else _text(self.data, _offset(self.data, position))
 
 
-def _text(data: bytes, place: int) -> str:
-    count = _unpack(data, "<I", place)
-    if count > len(data) - place - 4:
-        raise _DamagedError(f"a name of {count} bytes at byte {place} of {len(data)}")
+def _text(data: bytes, position: int) -> str:
+    count = _unpack(data, "<I", position)
+    if count > len(data) - position - 4:
+        raise _DamagedError(f"a name of {count} bytes at byte {position} of {len(data)}")
     try:
-        return data[place + 4 : place + 4 + count].decode()
+        return data[position + 4 : position + 4 + count].decode()
     except UnicodeDecodeError as error:
-        raise _DamagedError(f"a name at byte {place} is no UTF-8") from error
+        raise _DamagedError(f"a name at byte {position} is no UTF-8") from error

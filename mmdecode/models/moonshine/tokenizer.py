@@ -24,20 +24,20 @@ def read_pieces(data: bytes) -> list[bytes]:
         InputError: It ends within a piece.
     """
     pieces: list[bytes] = []
-    place = 0
-    while place < len(data):
-        size = data[place]
-        place += 1
-        if size >= 128 and place < len(data):
-            size = data[place] * 128 + size - 128
-            place += 1
-        if place + size > len(data):
+    position = 0
+    while position < len(data):
+        size = data[position]
+        position += 1
+        if size >= 128 and position < len(data):
+            size = data[position] * 128 + size - 128
+            position += 1
+        if position + size > len(data):
             raise InputError(
-                f"tokenizer.bin is damaged: piece {len(pieces)} of {size} bytes at byte {place} of "
-                f"{len(data)}; get the file again from where it came"
+                f"tokenizer.bin is damaged: piece {len(pieces)} of {size} bytes at byte "
+                f"{position} of {len(data)}; get the file again from where it came"
             )
-        pieces.append(data[place : place + size])
-        place += size
+        pieces.append(data[position : position + size])
+        position += size
     return pieces
 
 

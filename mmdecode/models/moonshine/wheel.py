@@ -65,7 +65,7 @@ class MoonshineWheel(CheckpointScheme):
         if name not in cls.names:
             raise UnknownNameError.of("moonshine checkpoint", name, cls.names)
         source = assets() or Path()
-        if not _is_complete(cache_place()):
+        if not _is_complete(converted_folder()):
             if source == Path():
                 raise InputError(
                     f"moonshine:{name} needs the wheel {WHEEL}, which is not installed; install it "
@@ -81,7 +81,7 @@ class MoonshineWheel(CheckpointScheme):
         if name not in cls.names:
             return _is_path(name) and _has_sizes(Path(name).expanduser())
         with contextlib.suppress(InputError):  # a user without a home
-            return _has_sizes(assets()) or _is_complete(cache_place())
+            return _has_sizes(assets()) or _is_complete(converted_folder())
         return False
 
     @classmethod
@@ -99,7 +99,7 @@ def _is_path(name: str) -> bool:
     return "/" in name or os.sep in name
 
 
-def cache_place() -> Path:
+def converted_folder() -> Path:
     """Where the converted checkpoint stands, or will: its name tells format and files."""
     digest = "".join(value[:4] for value in SHA256.values())
     return cache_folder() / f"moonshine-tiny-en-{FORMAT}-{digest}"
@@ -108,8 +108,8 @@ def cache_place() -> Path:
 def assets() -> Path | None:
     """The folder of the files in the installed wheel."""
     found = importlib.util.find_spec(PACKAGE)  # of a package at the top this imports nothing
-    for place in (found and found.submodule_search_locations) or ():
-        folder = Path(place) / "assets" / "tiny-en"
+    for location in (found and found.submodule_search_locations) or ():
+        folder = Path(location) / "assets" / "tiny-en"
         if folder.is_dir():
             return folder
     return None
@@ -166,18 +166,18 @@ def _cached(source: Path) -> Path:
     Raises:
         InputError: It cannot be written, or what is there is not whole.
     """
-    place = cache_place()
-    if not _is_complete(place):
+    folder = converted_folder()
+    if not _is_complete(folder):
         from mmdecode.runs.files import write_once
 
-        write_once(place, lambda: _made(source))
-        missing = [name for name in _FILES if not (place / name).is_file()]
+        write_once(folder, lambda: _made(source))
+        missing = [name for name in _FILES if not (folder / name).is_file()]
         if missing:
             raise InputError(
-                f"{place} lacks {', '.join(missing)}, which somebody removed; delete that folder, "
+                f"{folder} lacks {', '.join(missing)}, which somebody removed; delete that folder, "
                 "and it is made again"
             )
-    return place
+    return folder
 
 
 _FILES = (
@@ -186,8 +186,8 @@ _FILES = (
 )
 
 
-def _is_complete(place: Path) -> bool:
-    return all((place / name).is_file() for name in _FILES)
+def _is_complete(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in _FILES)
 
 
 def _made(source: Path) -> dict[str, bytes]:
