@@ -62,8 +62,8 @@ class Transcript:
             transcript also of windows ``edited``, and ``refused`` by the edit guard.
         n_best: Alternatives of each window, best first; ``None``: not asked for.
         uncorrected: Text of the recogniser alone; ``None``: nothing was corrected.
-        truncated: Which part of the file is missing, where `TranscribeOptions` allow that;
-            ``None``: the file is complete.
+        truncated: Description of the missing part of the file, where `TranscribeOptions` allow
+            truncated ones; ``None``: the file is complete.
         error, kind: Always ``None``; a `Failure` has them.
     """
 

@@ -34,9 +34,7 @@ def command(
     ] = "zoo:whisper-synth",
     draft: Annotated[
         str | None,
-        typer.Option(
-            help="Who drafts, as name or name:key=value,...; see 'mmdecode methods draft'."
-        ),
+        typer.Option(help="Drafter, as name or name:key=value,...; see 'mmdecode methods draft'."),
     ] = None,
     guide: Annotated[
         str | None,
@@ -55,7 +53,7 @@ def command(
     tokens: Annotated[
         Path | None,
         typer.Option(
-            help="Judge these instead of a draft: JSON or JSON lines with generated ids per input, "
+            help="Audit these instead of a draft: JSON or JSON lines with generated ids per input, "
             "as lists in the order of the data, or as objects with 'name' and 'tokens'."
         ),
     ] = None,
@@ -66,7 +64,8 @@ def command(
         float,
         typer.Option(
             min=0.01,
-            help="Of --sample; top-k, top-p and the like are off, whatever the checkpoint says.",
+            help="Temperature for --sample; top-k, top-p and the like are off, whatever the "
+            "checkpoint's settings.",
         ),
     ] = 1.0,
     draws: Annotated[
@@ -77,32 +76,33 @@ def command(
         int | None,
         typer.Option(
             min=1,
-            help="Most tokens per input; default for text models: 64. Beside --tokens, the limit "
-            "that cut them, if any.",
+            help="Most tokens per input; default for text models: 64. With --tokens: the limit "
+            "at which they were cut, if any.",
         ),
     ] = None,
     language: Annotated[
-        str | None, typer.Option(help="Of the audio; else the model's own, else detected.")
+        str | None, typer.Option(help="Language of the audio; else the model's, else detected.")
     ] = None,
     timestamps: Annotated[
         bool, typer.Option("--timestamps/--no-timestamps", help="Let a Whisper predict times.")
     ] = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    seed: Annotated[int, typer.Option(help="Of the noise that sampling uses.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the noise that sampling uses.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many inputs.")] = None,
     json: JsonFlag = False,
 ) -> None:
     """Prove that a draft leaves the output of your model as it is, on your device and dtype.
 
     In float32 the tokens are compared with plain generate and with our loop without a draft. Where
-    rounding makes tokens differ, as it does in half precision, each token is fed to plain generate:
-    by how much would that have preferred another, and is it more than the measured noise of scoring
-    tokens in blocks? The verdict is 'passes', 'fails' or, where the noise is as large as the
-    model's own preferences, 'inconclusive'. The exit code is 0 only if it passes.
+    rounding makes tokens differ, as it does in half precision, plain generate is fed the drafted
+    tokens: the audit measures by how much it would have preferred another token, and whether that
+    is more than the measured noise of scoring several tokens in one pass. The verdict is 'passes',
+    'fails' or, where the noise is as large as the model's own preferences, 'inconclusive'. The exit
+    code is 0 only if it passes.
 
     Long recordings are cut into windows, each an input of its own. Inputs are decoded one at a
-    time: what goes wrong only in a batch of several rows is not looked for.
+    time: errors that occur only in batches are not found.
 
     For example:
 

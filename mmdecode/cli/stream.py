@@ -1,4 +1,4 @@
-"""``mmdecode stream``: words while the audio still comes."""
+"""``mmdecode stream``: words while audio arrives."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def command(
     ],
     model: Recogniser,
     draft: Annotated[
-        str | None, typer.Option(help="Who drafts; see 'mmdecode methods draft'.")
+        str | None, typer.Option(help="Drafter; see 'mmdecode methods draft'.")
     ] = None,
     policy: Annotated[
         str,
         typer.Option(
-            help="When words are committed: agreement:n=2, when so many hypotheses agree on them, "
-            "or hold:n=3, all but the last words."
+            help="When words are committed: agreement:n=2, when the last n hypotheses agree on "
+            "them, or hold:n=3, all but the last n words."
         ),
     ] = "agreement",
     step: Annotated[float, typer.Option(help="Seconds of audio between updates.")] = 1.0,
@@ -50,7 +50,8 @@ def command(
     word_timestamps: Annotated[
         bool,
         typer.Option(
-            "--word-timestamps", help="Time words, and tell how far each lags behind its end."
+            "--word-timestamps",
+            help="Time words, and report the delay from their ends to when they are committed.",
         ),
     ] = False,
     language: Language = None,
@@ -61,10 +62,10 @@ def command(
         bool, typer.Option("--json", help="Print a JSON object per update, and one at the end.")
     ] = False,
 ) -> None:
-    """Print words as they become certain; what was printed does not change any more.
+    """Print words once they are stable; printed words do not change any more.
 
-    On a terminal what is still uncertain follows dimmed. A file is read as fast as it can be
-    transcribed. Ctrl-C ends a stream that has no end of its own.
+    On a terminal provisional words follow dimmed. A file is read as fast as it can be transcribed.
+    Ctrl-C ends a stream.
 
     For example:
 
@@ -112,15 +113,15 @@ def follow(
     size: int,
     take: Callable[[list[Update]], None],
 ) -> None:
-    """Feeds a stream until it ends or Ctrl-C asks for its end.
+    """Feeds a stream until its samples end or Ctrl-C is pressed.
 
-    Ctrl-C ends the wait for samples at once; what is being heard is heard to its end and shown.
+    Ctrl-C ends waiting for samples at once; a step that is being transcribed is finished first.
 
     Args:
-        blocks: Samples as they come.
-        feed: Hears samples.
-        size: How many are heard between two looks at whether an end was asked for.
-        take: Is given what was heard.
+        blocks: Blocks of samples as they arrive.
+        feed: Transcribes samples, see `mmdecode.asr.streaming.Stream.feed`.
+        size: Samples per call of ``feed``; Ctrl-C is checked after each call.
+        take: Called with the updates of each call.
     """
     waiting, asked = True, False
 
@@ -146,7 +147,7 @@ def follow(
 
 
 def _blocks(path: str, rate: int) -> Iterator[np.ndarray]:
-    """Samples as they come."""
+    """Blocks of samples of a file or of standard input, as they arrive."""
     from mmdecode.asr.audio.reading import blocks, recording
     from mmdecode.asr.output.inputs import STDIN
 
@@ -154,7 +155,7 @@ def _blocks(path: str, rate: int) -> Iterator[np.ndarray]:
 
 
 def _spoken(file: BinaryIO) -> Iterator[np.ndarray]:
-    """16-bit samples as they come, as floats."""
+    """16-bit samples of a file as float32 blocks, as they arrive."""
     import numpy as np
 
     from mmdecode.errors import InputError
@@ -210,7 +211,7 @@ def _print_json(update: Update) -> None:
 
 
 def _summary(report: StreamReport, audio_s: float) -> str:
-    """The numbers in words."""
+    """The line about a whole stream that is printed at its end."""
     parts = [f"{audio_s:.1f} s heard, {report.committed_words} words committed"]
     if report.heard.al is not None:
         parts.append(

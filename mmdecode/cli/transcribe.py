@@ -48,7 +48,7 @@ PANELS = {
     "Decoding": "guide accept dtype timestamps temperature beams n_best n_best_method "
     "max_new_tokens mode overlap_s window_s padding seed trust_remote_code",
     "Words and their correction": "word_method correct prompt prompt_condition_type hotwords",
-    "Silence, loops and doubtful windows": "fallback compression_ratio_threshold logprob_threshold "
+    "Silence, repetition and failed windows": "fallback compression_ratio_threshold logprob_threshold "
     "no_speech_threshold condition_on_prev_tokens loop_guard hallucination_silence_threshold "
     "vad vad_threshold vad_min_speech_s vad_min_silence_s vad_pad_s",
 }
@@ -76,7 +76,7 @@ def command(
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Who drafts, as name or name:key=value,...; see 'mmdecode methods draft'. "
+            help="Drafter, as name or name:key=value,...; see 'mmdecode methods draft'. "
             "On a zoo model plain medusa means its own heads."
         ),
     ] = None,
@@ -90,15 +90,15 @@ def command(
     correct: Annotated[
         str | None,
         typer.Option(
-            help="What corrects the text, as uadf:model=zoo:lm-synth; see 'mmdecode methods "
+            help="Corrector of the text, as uadf:model=zoo:lm-synth; see 'mmdecode methods "
             "correct'."
         ),
     ] = None,
     report: Annotated[
         Path | None,
         typer.Option(
-            help="Page (.html) that colours the words of --correct by who decided them, beside "
-            "the texts of a --data."
+            help="Page (.html) that colours the words of --correct by the model that decided "
+            "them, next to the reference texts of --data."
         ),
     ] = None,
     out_dir: Annotated[
@@ -144,8 +144,8 @@ def command(
         bool,
         typer.Option(
             "--fallback/--no-fallback",
-            help="Redo doubtful windows at rising temperatures and skip silence, with Whisper's "
-            "thresholds; the options below change them one by one.",
+            help="Decode windows that fail Whisper's thresholds again at rising temperatures, and "
+            "skip silence; the options below change the thresholds one by one.",
         ),
     ] = False,
     temperature: Annotated[
@@ -165,42 +165,47 @@ def command(
         int, typer.Option(min=1, help="Beam search, without a draft; 1 is greedy.")
     ] = 1,
     condition_on_prev_tokens: Annotated[
-        bool, typer.Option("--condition-on-prev-tokens", help="Show each window the text before.")
+        bool,
+        typer.Option("--condition-on-prev-tokens", help="Prompt each window with the text before."),
     ] = False,
     prompt: Annotated[
-        str | None, typer.Option(help="A text to set names and style, shown before the windows.")
+        str | None, typer.Option(help="A text to set names and style, in the decoder prompt.")
     ] = None,
     prompt_condition_type: Annotated[
         str, typer.Option(help="first-segment, or all-segments to keep the prompt in view.")
     ] = "first-segment",
     hotwords: Annotated[
-        str | None, typer.Option(help="Words to expect, shown before every window.")
+        str | None, typer.Option(help="Words to expect, in the decoder prompt of every window.")
     ] = None,
     loop_guard: Annotated[
         str,
         typer.Option(
-            help="What happens to windows that loop: report, isolate (never shown to a later "
-            "window) or cut (and only said once)."
+            help="Treatment of windows that end in a repetition loop: report, isolate (kept out "
+            "of the context of later windows) or cut (also reduced to one round)."
         ),
     ] = "isolate",
     hallucination_silence_threshold: Annotated[
         float | None,
         typer.Option(
-            help="With --word-timestamps: skip what sounds made up beside silences longer than so "
-            "many seconds."
+            help="With --word-timestamps: skip probable hallucinations next to silences longer "
+            "than so many seconds."
         ),
     ] = None,
     vad: Annotated[
-        bool, typer.Option("--vad", help="Skip what is no speech; needs the extra vad.")
+        bool, typer.Option("--vad", help="Skip audio without speech; needs the extra vad.")
     ] = False,
     vad_threshold: Annotated[
-        float, typer.Option(help="Probability from which a moment is speech.")
+        float, typer.Option(help="Speech probability from which a frame is speech.")
     ] = 0.5,
     vad_min_speech_s: Annotated[
-        float, typer.Option(help="Shorter stretches of speech are no speech.")
+        float, typer.Option(help="Shorter stretches of speech are ignored, in seconds.")
     ] = 0.25,
-    vad_min_silence_s: Annotated[float, typer.Option(help="Shorter silences are kept.")] = 2.0,
-    vad_pad_s: Annotated[float, typer.Option(help="Kept around each stretch of speech.")] = 0.4,
+    vad_min_silence_s: Annotated[
+        float, typer.Option(help="Shorter silences are kept, in seconds.")
+    ] = 2.0,
+    vad_pad_s: Annotated[
+        float, typer.Option(help="Audio kept around each stretch of speech, in seconds.")
+    ] = 0.4,
     n_best: Annotated[
         int, typer.Option(help="Alternatives per window, with scores, in json; 0: none.")
     ] = 0,
@@ -208,17 +213,18 @@ def command(
     mode: Annotated[
         str,
         typer.Option(
-            help="sequential, or chunked: windows of one recording side by side, a text of its own."
+            help="sequential, or chunked: windows of one recording in parallel; the text differs."
         ),
     ] = "sequential",
     overlap_s: Annotated[
-        float | None, typer.Option(help="By how much chunked windows overlap; else by half.")
+        float | None,
+        typer.Option(help="Overlap of chunked windows, in seconds; else half a window."),
     ] = None,
     window_s: Annotated[
         float | None,
         typer.Option(
-            help="Longest window, of models whose windows are cut at pauses; shorter ones make "
-            "shorter segments."
+            help="Longest window in seconds, for models whose windows are cut at pauses; shorter "
+            "ones make shorter segments."
         ),
     ] = None,
     max_new_tokens: MaxNewTokens = None,
@@ -237,11 +243,11 @@ def command(
         ),
     ] = None,
     padding: Annotated[
-        str, typer.Option(help="How a last window is filled up: auto, silence or zeros.")
+        str, typer.Option(help="Padding of the last window: auto, silence or zeros.")
     ] = "auto",
     device: Device = "auto",
     dtype: Dtype = "auto",
-    seed: Annotated[int, typer.Option(help="Of the noise that sampling uses.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the noise that sampling uses.")] = 0,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Transcribe only the first so many recordings.")
     ] = None,
@@ -251,8 +257,8 @@ def command(
 
     Prints the text, or writes it to --out: one file per recording and format, and results.jsonl,
     which gets a line as each recording ends and is itself a manifest. Recordings that cannot be
-    read are listed at the end, and make the exit code 1. Whatever stops a run, --resume goes on,
-    and the files become those of a run that was not stopped.
+    read are listed at the end, and make the exit code 1. A run that was stopped is continued with
+    --resume, and its files become the same as those of a run that was not stopped.
 
     For example:
 
@@ -384,7 +390,7 @@ def command(
 
 
 def _warn_of_thresholds(options: TranscribeOptions) -> None:
-    """Says where windows that fail are neither redone nor skipped."""
+    """Warns of thresholds whose failed windows are neither decoded again nor skipped."""
     idle = ["--compression-ratio-threshold"] * (options.compression_ratio_threshold is not None)
     if options.no_speech_threshold is None and options.logprob_threshold is not None:
         idle.append("--logprob-threshold")
@@ -411,7 +417,7 @@ class _Output:
 
     @property
     def language(self) -> str | None:
-        """Asked for, of all recordings."""
+        """Language of all recordings, if set."""
         return self.settings["language"]
 
 
@@ -440,7 +446,7 @@ class _Tally:
 def _transcribe(
     entries: list[Entry], load: Callable[[], Transcriber], output: _Output, team: Team
 ) -> _Tally:
-    """This process's part of the work, and in the leading one the tally of all."""
+    """Does this process's part of the work; returns the tally of all in the leading process."""
     from mmdecode.asr.output import jobs
     from mmdecode.asr.output.inputs import sizes
     from mmdecode.runs.files import claimed
@@ -492,7 +498,7 @@ def _work(
     language: str | None,
     suspects: Collection[str] = (),
 ) -> _Tally:
-    """Transcribes; texts are kept only where no folder takes them."""
+    """Transcribes entries; results are kept in the tally only if there is no folder."""
     from mmdecode.asr.audio import crashes
     from mmdecode.asr.output.manifest import opened
     from mmdecode.asr.results import Failure
@@ -520,7 +526,7 @@ def _work(
         meter = _Meter(bar, len(sources))
         alone = folder.batches.alone if folder else {}
         watch = Watch(folder.batches.decoding) if folder else Watch()
-        # what a process ended over is transcribed last, one by one
+        # recordings that crashed a process are transcribed last, one by one
         groups = in_groups(sources, alone, lambda source: source.name)
         for result in itertools.chain.from_iterable(
             transcriber.stream(group, meter, watch=watch, batch_size=1 if number else None)
@@ -546,7 +552,7 @@ def _work(
 
 
 def _write_page(path: Path, entries: list[Entry], tally: _Tally, output: _Output) -> None:
-    """The page of who decided the words, of this run and those that it continues."""
+    """Writes the page of corrected words, for all results of the folder or of this run."""
     import mmdecode
     from mmdecode.asr.output.jobs import RESULTS
     from mmdecode.evaluation.speech.correction_page import CorrectedText, CorrectedTexts
@@ -679,7 +685,7 @@ _COLOURS = {"both": "", "audio": "blue", "language model": "yellow"}
 
 
 def coloured(result: Transcript) -> Text:
-    """The text; on a terminal, words of a correction have the colour of who decided them."""
+    """The text; words of a corrected one have the colour of the model that decided them."""
     if result.uncorrected is None:
         return Text(result.text)
     parts = []
@@ -692,7 +698,7 @@ def coloured(result: Transcript) -> Text:
 
 
 class _Meter:
-    """Moves the bar: files that ended, and seconds of audio per second of work."""
+    """Updates the progress bar: finished files, and seconds of audio per second of work."""
 
     def __init__(self, bar: Progress, files: int) -> None:
         self.bar, self.seconds, self.started = bar, 0.0, time.perf_counter()

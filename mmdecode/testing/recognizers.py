@@ -1,8 +1,8 @@
-"""Checks that a recogniser keeps the promises of `mmdecode.asr.recognizers.base`.
+"""Checks that a recogniser fulfils the interface of `mmdecode.asr.recognizers.base`.
 
-`check_recognizer` is for families of your own and raises AssertionError with what differs. It
-decodes short noises, so that any model will do, a tiny random one too; known mistakes fail it, see
-``tests/asr/test_check_recognizer.py``.
+`check_recognizer` is for recognisers of your own, and raises AssertionError with the difference. It
+decodes short noise, so that any model will do, also a tiny random one. Recognisers with typical
+mistakes are in ``tests/asr/test_check_recognizer.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mmdecode.draft.lookup import PromptLookup
 from mmdecode.errors import MMDecodeError, OptionError
 
 TOLERANCE = 1e-4
-"""Largest difference of states of the encoder."""
+"""Largest allowed difference of encoder states."""
 BEYOND: dict[str, dict[str, Any]] = {
     "word_times": {"word_timestamps": True},
     "prompts": {"prompt": "a"},
@@ -39,23 +39,23 @@ def check_recognizer(
     make: Callable[[TranscribeOptions], Recognizer],
     plain: Callable[[np.ndarray], Sequence[int]] | None = None,
 ) -> None:
-    """Checks what the loop over windows relies on.
+    """Checks the properties that the loop over windows relies on.
 
-    * What the family cannot do is refused, and the option is named.
-    * Windows hold every sample of a recording; none is empty or longer than ``window_frames``.
-    * A window has one encoding and one text, whether it is read alone or with others, and a draft
-      changes nothing.
-    * The text of a window is that of plain ``generate``, ends and pads are no text, and segments
-      lie in their window.
+    * Options that the family cannot serve are refused, and the error names the option.
+    * Windows cover every sample of a recording; none is empty or longer than ``window_frames``.
+    * Encoder states and text of a window are the same alone and in a batch, and with and without a
+      draft.
+    * The text of a window is that of plain ``generate``, end and padding tokens are not text, and
+      segments lie in their window.
 
     Args:
         make: From options to the recogniser of a model, in float32 or float64.
-        plain: From samples ``(T,)`` of one window to what ``generate`` says of them, without prompt
-            and end; ``None``: ``model.generate`` of what `Recognizer.features` gives, where that
-            has names, else the comparison is left out.
+        plain: From samples ``(T,)`` of one window to the ids that ``generate`` gives, without
+            prompt and end; ``None``: ``model.generate`` on the output of `Recognizer.features`, if
+            that is a mapping, else the comparison is left out.
 
     Raises:
-        AssertionError: A promise is broken.
+        AssertionError: A property does not hold.
     """
     usual = make(TranscribeOptions())
     _check_ids(usual)
@@ -82,7 +82,7 @@ def check_recognizer(
 
 
 def _recordings(ours: Recognizer) -> list[np.ndarray]:
-    """Noises of unequal length, those of at most one window first; the last has pauses."""
+    """Noise of several lengths, those of at most one window first; the last has pauses."""
     random = np.random.default_rng(0)
     lengths = [min(seconds, ours.window_s) for seconds in (0.05, 0.7, 1.6, 2.0)]
     found = [0.1 * random.standard_normal(round(s * ours.rate)) for s in lengths]
@@ -123,7 +123,7 @@ def _check_refusals(make: Callable[[TranscribeOptions], Recognizer], usual: Reco
 
 
 def _check_windows(ours: Recognizer, samples: np.ndarray) -> None:
-    """Walks over a recording where the recogniser itself says how it is cut."""
+    """Checks the windows of a recording in sequential mode."""
     recording = ours.open(source_of((samples, ours.rate), ours.rate))
     seek, what = 0, f"of a recording of {len(samples)} samples"
     while seek < recording.frames:
@@ -181,7 +181,7 @@ def _states(encoded: Encoded, row: int) -> torch.Tensor:
 
 
 def _decoded(ours: Recognizer, draft: Any, recordings: Sequence[np.ndarray]) -> list[list[int]]:
-    """Tokens of recordings in one call."""
+    """Tokens of each recording, decoded in one call."""
     loop = LongForm(ours, Decoder(draft, seed=0))
     sources = [
         source_of((samples, ours.rate), ours.rate, index)
@@ -204,7 +204,7 @@ def _decoded(ours: Recognizer, draft: Any, recordings: Sequence[np.ndarray]) -> 
 
 
 def _generate(ours: Recognizer) -> Callable[[np.ndarray], Sequence[int]] | None:
-    """Tokens of ``model.generate`` for one window."""
+    """Function from the samples of one window to the tokens of ``model.generate``."""
     [first] = ours.features([np.zeros(ours.rate, np.float32)])
     if not isinstance(first, Mapping):
         return None

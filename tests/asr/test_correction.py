@@ -68,7 +68,7 @@ def test_prompts_have_the_published_forms():
     ("text", "error", "says"),
     [
         ("n_bset", UnknownNameError, "did you mean 'n_best'"),
-        ("no place {}", OptionError, "places"),
+        ("no name {}", OptionError, "placeholders"),
         ("{others}", OptionError, r"\{best\}"),
         ("{best} {best}", OptionError, "each once"),
         ("{best} {audio}", OptionError, "audio"),
@@ -472,8 +472,8 @@ def test_a_list_that_raises_fails_alone(stage, name, monkeypatch):
             own, "prompt", raising(own.prompt, error, lambda h: h == bad.hypotheses)
         )
     if stage == "text":
-        failing = raising(own.text, error, lambda found: plain.prompts.text(found) == answer.raw)
-        monkeypatch.setattr(own, "text", failing)
+        decoding = raising(own.text, error, lambda found: plain.prompts.text(found) == answer.raw)
+        monkeypatch.setattr(own, "text", decoding)
     found = failing(LISTS)
     failed = found.pop(2)
     assert found == expected

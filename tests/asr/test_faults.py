@@ -105,7 +105,7 @@ def faulty(error, stage, model, processor, kit, tokens, monkeypatch):
         decoder = Decoder(Faulty(Loud(marks_of(model, processor, kit)), error, stage))
     transcriber = Transcriber(model, processor, decoder, OPTIONS)
     if stage == "score":
-        text_tokens = list(transcriber.recognizer.said(tokens))
+        text_tokens = list(transcriber.recognizer.text_tokens(tokens))
         writing = Writing(processor.tokenizer, text_tokens, error)
         monkeypatch.setattr(transcriber.recognizer, "tokenizer", writing)
     return transcriber

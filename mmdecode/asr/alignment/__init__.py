@@ -1,1 +1,1 @@
-"""Word times: by cross-attention, or by CTC forced alignment."""
+"""Word times by cross-attention, or by CTC forced alignment."""

@@ -1,16 +1,17 @@
-"""When tokens were said: from Whisper's cross-attention, or by CTC forced alignment.
+"""Token times from Whisper's cross-attention, or by CTC forced alignment.
 
-``attention``: one pass over prompt and tokens afterwards gives, for some heads of the decoder's
-attention to the audio, weights by token and frame. They are normalised over tokens, median-filtered
-over frames, averaged over heads, and the cheapest monotone path through them says at which frame
+``attention``: a pass over prompt and tokens after decoding gives, for some heads of the decoder's
+cross-attention, weights by token and frame. They are normalised over tokens, median-filtered over
+frames, averaged over heads, and the cheapest monotone path through them gives the frame at which
 each token begins (dynamic time warping), as in openai/whisper's ``timing.py``. The weights are
-computed from the layers' queries and keys, which temporary hooks read: the model's own attention is
-neither switched nor touched. A token's row is that of the query that predicted it, as there;
-transformers' ``return_token_timestamps`` takes the row after, where a token is read.
+computed from the layers' queries and keys, which temporary hooks read: the model's own attention
+implementation is neither switched nor changed. A token's row is that of the query that predicted
+it, as there; transformers' ``return_token_timestamps`` takes the next row, of the query at the
+token.
 
-``ctc``: letters by frame (`mmdecode.asr.alignment.ctc`) and torchaudio's forced alignment. Spoken
-text without letters in the vocabulary (figures, symbols, other scripts) takes a wildcard, which
-stands for any letter.
+``ctc``: character probabilities by frame (`mmdecode.asr.alignment.ctc`) and torchaudio's forced
+alignment. Spoken text without characters of the vocabulary (digits, symbols, other scripts) is
+aligned as a wildcard, which matches any character.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ Span = tuple[float, float]
 """Start and end, in seconds from the start of a window."""
 
 MEDIAN_WIDTH = 7
-_LONGEST_S = (0.5, 1.0)  # a token that is said at one go lasts no longer than between these
-_WILDCARD_COST = 1.0  # nats: a letter is better explained by itself than by a wildcard next to it
+_LONGEST_S = (0.5, 1.0)  # bounds of the longest duration of a token that contains no pause
+_WILDCARD_COST = 1.0  # nats: a character matches its own symbol better than a wildcard next to it
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,13 @@ class Spoken:
     """A decoded window.
 
     Attributes:
-        prompt: Ids before its own.
-        tokens: Its ids, without the end token.
+        prompt: Ids of the decoder prompt.
+        tokens: Generated ids, without the end token.
         rules: The processors it was decoded with, without a temperature.
-        offset_s: Where it begins, in seconds of what the model heard.
-        frames: Encoder frames of the recording in it; padding is not among them.
-        features: ``(mels, feature frames)``.
-        samples: Samples at the model's rate; ``None``: no method asked for them.
+        offset_s: Start of the window, in seconds of the audio that the model is given.
+        frames: Encoder frames of the recording in it, padding not counted.
+        features: Log-mel features, ``(mels, feature frames)``.
+        samples: Samples at the model's rate; ``None``: the method does not need them.
     """
 
     prompt: list[int]
@@ -73,7 +74,7 @@ class Spoken:
 
 
 def alignment_heads(model: Any) -> list[Head]:
-    """The heads of ``generation_config.alignment_heads``; else all of the upper half of the layers.
+    """The heads of ``generation_config.alignment_heads``; else all heads of the upper half.
 
     `mmdecode.train.alignment_heads` finds them for a checkpoint that names none.
     """
@@ -86,7 +87,7 @@ def alignment_heads(model: Any) -> list[Head]:
 
 
 class CrossAttention:
-    """Queries and keys of a pass, by layer."""
+    """Queries and keys of the cross-attention in one pass, by layer."""
 
     def __init__(self, heads: Sequence[Head]) -> None:
         self.heads = list(heads)
@@ -94,9 +95,9 @@ class CrossAttention:
         self.keys: dict[int, Tensor] = {}
 
     def weights(self, row: int, frames: int) -> Tensor:
-        """Attention of one row, float32 ``(heads, tokens, frames)``; no later frames.
+        """Attention of one row to its first ``frames``, float32 ``(heads, tokens, frames)``.
 
-        Rows sum to one over ``frames``.
+        Weights sum to one over these frames.
         """
         scores = [
             self.queries[layer][row, head].float() @ self.keys[layer][row, head, :frames].float().T
@@ -107,7 +108,7 @@ class CrossAttention:
 
 @contextmanager
 def cross_attention(decoder: Any, heads: Sequence[Head]) -> Iterator[CrossAttention]:
-    """Reads a Whisper decoder's queries and keys in the next pass, and leaves nothing after."""
+    """Records a Whisper decoder's cross-attention queries and keys, by hooks removed at the end."""
     read = CrossAttention(heads)
     handles = []
 
@@ -136,7 +137,7 @@ def cross_attention(decoder: Any, heads: Sequence[Head]) -> Iterator[CrossAttent
 def token_starts(weights: Tensor, median_width: int = MEDIAN_WIDTH) -> np.ndarray:
     """The frame at which each row of ``weights (heads, rows, frames)`` begins, ``(rows,)``."""
     spread = weights.std(1, keepdim=True, unbiased=False)
-    # a single row has no spread; all frames are then alike
+    # a single row has no spread: all frames then get the same value
     normal = (weights - weights.mean(1, keepdim=True)) / spread.clamp_min(1e-12)
     matrix = median_filter(normal, median_width).mean(0)
     rows, frames = warp(-matrix.double().cpu().numpy())
@@ -144,7 +145,7 @@ def token_starts(weights: Tensor, median_width: int = MEDIAN_WIDTH) -> np.ndarra
 
 
 def median_filter(values: Tensor, width: int) -> Tensor:
-    """Over the last axis, mirrored at its ends; shorter ones than half of ``width`` stay."""
+    """Median filter over the last axis, mirrored at its ends; too short values stay unchanged."""
     if values.shape[-1] <= width // 2 or width == 1:
         return values
     mirrored = F.pad(values, (width // 2, width // 2), mode="reflect")
@@ -160,8 +161,8 @@ def warp(cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         cost: ``(rows, columns)``.
 
     Returns:
-        Row and column of each cell of the path. Among equally cheap ways in, the one along the row
-        is taken.
+        Row and column of each cell of the path. Among equally cheap predecessors, the one in the
+        same row is taken.
     """
     height, width = cost.shape
     total = np.full((height + 1, width + 1), np.inf)
@@ -191,14 +192,14 @@ def attention_spans(
 ) -> list[Span]:
     """Start and end of each token of a window.
 
-    A pause belongs to no token, but the path gives it to a neighbour. A token that lasts too long
-    to have been said at one go is cut to the stretch of that length which it attends to most, less
-    the ends that it hardly attends to.
+    A pause belongs to no token, but the path assigns it to a neighbour. A token that is too long to
+    contain no pause is cut to the stretch of the longest duration to which it attends most, without
+    edges to which it hardly attends.
 
     Args:
         weights: ``(heads, tokens + 1, frames)``, the last row being that of the end token.
-        frame_s: Length of a frame.
-        spoken: Tokens that are text; the others last as long as they may.
+        frame_s: Length of a frame, in seconds.
+        spoken: Whether each token is text; others are not cut.
         median_width: Width of the filter, in frames.
     """
     frames = weights.shape[-1]
@@ -276,16 +277,16 @@ def forced_spans(log_probs: Tensor, texts: Sequence[str], ctc: CharacterModel) -
 
 
 class Timer:
-    """Times the tokens of decoded windows, and says how likely they were.
+    """Gives the tokens of decoded windows times and probabilities.
 
     Args:
         model: A ``WhisperForConditionalGeneration``.
         tokenizer: Its tokenizer.
         method: ``attention``, ``ctc`` or ``ctc:model=NAME``; ``True`` is ``ctc`` where the
             checkpoint has a head for it, else ``attention``.
-        stamps: The first timestamp's id.
-        frame_s: Seconds of an encoder frame.
-        rate: Samples per second of what the model hears.
+        stamps: Id of the first timestamp token.
+        frame_s: Seconds per encoder frame.
+        rate: Sampling rate of the audio, in Hz.
 
     Raises:
         OptionError: There is no such method.
@@ -312,18 +313,18 @@ class Timer:
 
     @torch.no_grad()
     def __call__(self, windows: Sequence[Spoken], audio: Tensor) -> list[list[Token]]:
-        """The windows' tokens, timed.
+        """Tokens of each window with times and probabilities.
 
         Args:
-            windows: Some windows.
-            audio: The encoder's states, one row each.
+            windows: Decoded windows.
+            audio: Encoder states, a row per window, ``(B, S, H)``.
         """
         rows = [row for row, window in enumerate(windows) if window.tokens]
         timed: list[list[Token]] = [[] for _ in windows]
         if not rows:
             return timed
         ids = [torch.tensor(windows[row].prompt + windows[row].tokens) for row in rows]
-        # padded on the right with what may be anything: no token looks ahead
+        # padded on the right with any id: the decoder is causal
         padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
         with cross_attention(self.model.get_decoder(), self.heads) as attention:
             logits = self.model(
@@ -373,7 +374,7 @@ def probabilities(logits: Tensor, window: Spoken) -> list[float]:
 
     Args:
         logits: Logits of the prompt's last token and of each token, ``(tokens + 1, V)``.
-        window: It.
+        window: The window.
     """
     device = logits.device
     prompt = torch.tensor([window.prompt], device=device)

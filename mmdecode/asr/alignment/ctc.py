@@ -1,9 +1,9 @@
-"""Letters by frame: what CTC forced alignment reads (`mmdecode.asr.alignment.cross_attention`).
+"""Models of characters by frame, for forced alignment (`mmdecode.asr.alignment.cross_attention`).
 
-`LetterHead` is the zoo's: a small convolutional net on Whisper's own features. It sees 0.3 s to
-either side and no more, on purpose: letters read off the states of Whisper's encoder come at times
-of its own choosing, hundreds of milliseconds away, since every state has seen the whole window.
-`CTCModel` wraps any ``AutoModelForCTC`` of transformers.
+`LetterHead` is the zoo's: a small convolutional network on Whisper's own features. Its receptive
+field is limited to 0.3 s on either side on purpose: a CTC head on the states of Whisper's encoder
+emits characters hundreds of milliseconds away from the sound, since every state depends on the
+whole window. `CTCModel` wraps any ``AutoModelForCTC`` of transformers.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ FILE = "aligner.safetensors"
 
 
 class CharacterModel(Protocol):
-    """A vocabulary of letters and when they are heard.
+    """A CTC model whose symbols are characters.
 
     Attributes:
-        blank: The symbol between letters.
-        delimiter: The symbol between words; ``None``: there is none.
+        blank: Index of the CTC blank.
+        delimiter: Index of the symbol between words; ``None``: there is none.
     """
 
     blank: int
     delimiter: int | None
 
     def symbols(self, text: str) -> list[int]:
-        """Symbols of a text that are in the vocabulary."""
+        """Indices of the characters of a text that are in the vocabulary."""
 
     def emit(
         self, features: Tensor, samples: np.ndarray | None, end_s: float
     ) -> tuple[Tensor, float]:
-        """Log-probabilities ``(frames, symbols)`` of a window up to ``end_s``, seconds per frame.
+        """Log-probabilities ``(frames, symbols)`` up to ``end_s``, and seconds per frame.
 
         Args:
-            features: Whisper's, ``(mels, feature frames)``.
-            samples: Samples of the audio.
-            end_s: Where the recording ends in the window.
+            features: Whisper's log-mel features, ``(mels, feature frames)``.
+            samples: Samples of the window, ``(T,)``; ``None`` for models that do not read them.
+            end_s: End of the recording's audio in the window, in seconds.
         """
 
 
 class LetterHead(nn.Module):
-    """Letters from log-mel features, one per feature frame of 0.02 s.
+    """Convolutional CTC head: characters from log-mel features, a distribution every 0.02 s.
 
     Args:
-        mels: Bands of the features.
-        width: Channels inside.
+        mels: Number of mel bands.
+        width: Hidden channels.
     """
 
     blank: int = 0
@@ -80,23 +80,23 @@ class LetterHead(nn.Module):
         return self.last(hidden).transpose(1, 2).log_softmax(-1)
 
     def symbols(self, text: str) -> list[int]:
-        """Its letters, without accents."""
+        """Indices of the letters of a text, without accents."""
         return [SYMBOLS.index(c) for c in map(_bare, text.lower()) if c in SYMBOLS[1:]]
 
     @torch.no_grad()
     def emit(
         self, features: Tensor, samples: np.ndarray | None, end_s: float
     ) -> tuple[Tensor, float]:
-        """See `Letters`; samples are not needed."""
+        """See `CharacterModel`; samples are not needed."""
         log_probs = self(features[None].to(self.last.weight.device).float())[0]
         return log_probs[: max(1, round(end_s / self.frame_s))], self.frame_s
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> LetterHead:
-        """The head that lies next to a zoo model.
+        """Loads the head in a zoo model's folder.
 
         Raises:
-            InputError: There is none.
+            InputError: The folder has none.
         """
         from safetensors.torch import load_file
 
@@ -116,7 +116,7 @@ class LetterHead(nn.Module):
         """Writes half-precision weights into a model's folder.
 
         Raises:
-            OptionError: A file that is not ours is there, and ``overwrite`` is not set.
+            OptionError: The file exists, was not written by mmdecode, and ``overwrite`` is not set.
         """
         from safetensors.torch import save_file
 
@@ -130,10 +130,10 @@ class CTCModel:
     Args:
         model: An ``AutoModelForCTC``.
         processor: Its processor: a feature extractor and a tokenizer of single characters.
-        rate: Sampling rate of the samples it will get.
+        rate: Sampling rate of the samples it will get, in Hz.
 
     Raises:
-        UnsupportedModelError: The model reads another rate, or its symbols are no characters.
+        UnsupportedModelError: The model has another rate, or its symbols are not characters.
     """
 
     def __init__(self, model: Any, processor: Any, rate: int) -> None:
@@ -156,7 +156,7 @@ class CTCModel:
             )
 
     def symbols(self, text: str) -> list[int]:
-        """Its characters, in the case of the vocabulary, without accents where it has none."""
+        """Indices of characters, in the vocabulary's case, without accents where it has none."""
         found = []
         for character in text.strip():
             forms = (character, character.upper(), character.lower())
@@ -171,7 +171,7 @@ class CTCModel:
     def emit(
         self, features: Tensor, samples: np.ndarray | None, end_s: float
     ) -> tuple[Tensor, float]:
-        """See `Letters`; features are not needed."""
+        """See `CharacterModel`; features are not needed."""
         assert samples is not None, "the loop reads samples for a CTC model"
         inputs = self.processor(samples, sampling_rate=self.rate, return_tensors="pt")
         values = inputs[self.model.main_input_name].to(self.model.device, self.model.dtype)
@@ -181,12 +181,12 @@ class CTCModel:
 
 
 def ctc_model_of(method: str | bool, model: Any, rate: int) -> LetterHead | CTCModel | None:
-    """Loads the CTC model of a word timestamp method; ``None``: it needs none.
+    """Loads the CTC model of a word timestamp method; ``None``: cross-attention, which needs none.
 
     Args:
         method: ``attention``, ``ctc``, ``ctc:model=NAME``, or ``True``, see
             `mmdecode.asr.alignment.cross_attention.Timer`.
-        model: The Whisper; where no CTC model is named, the head in its folder is used.
+        model: A Whisper; where no CTC model is named, the head in its folder is used.
         rate: Sampling rate of its samples.
 
     Raises:
@@ -215,5 +215,5 @@ def ctc_model_of(method: str | bool, model: Any, rate: int) -> LetterHead | CTCM
 
 
 def _bare(character: str) -> str:
-    """Without its accents."""
+    """The base character, without accents."""
     return unicodedata.normalize("NFKD", character)[:1]

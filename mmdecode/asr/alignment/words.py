@@ -1,10 +1,10 @@
-"""Words with times and confidences, from tokens that know when they were said.
+"""Words with times and confidences, from timed tokens.
 
-A word is what openai/whisper calls one: it begins at a space, marks belong to the word they stand
-at, and in languages that write no spaces every character is a word. Its confidence is the mean of
-its tokens' probabilities under the decoded distribution at temperature 1, marks included, as in
-openai/whisper and faster-whisper; the distribution is the model's own with Whisper's rules, without
-a guide.
+Words are those of openai/whisper: a word begins at a space, punctuation belongs to the word next to
+it, and in languages without spaces every character is a word. Its confidence is the mean of its
+tokens' probabilities at temperature 1, punctuation included, as in openai/whisper and
+faster-whisper; the distribution is the model's own with Whisper's logits processors, without a
+guide.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from mmdecode.asr.results import Word
 SPACELESS = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
 """Languages that write no spaces between words."""
 SPACES = ("\u0120", "\u2581")
-"""How a space is written in names of tokens: by byte-level vocabularies, and by SentencePiece."""
+"""The space in token names: of byte-level vocabularies, and of SentencePiece."""
 _OPENING = frozenset("\"'¿¡")  # next to brackets, opening quotes and dashes
-_SPOKEN = frozenset("%&@#§")  # punctuation to Unicode
+_SPOKEN = frozenset("%&@#§")  # spoken, although Unicode has them as punctuation
 _SHORTEST_S = 0.02
 
 
 class Token(int):
-    """A token's id that knows when it was said and how likely it was.
+    """A token id with its time and probability.
 
-    It is an ``int`` everywhere else, so that segments can be cut, joined and compared as before.
+    It behaves as an ``int``, so that segments are cut, joined and compared like plain ids.
 
     Attributes:
-        start_s, end_s: In seconds of what the model heard.
-        probability: Probability under the decoded distribution.
+        start_s, end_s: Start and end, in seconds of the audio that the model is given.
+        probability: Probability under the decoded distribution at temperature 1.
     """
 
     start_s: float
@@ -58,15 +58,15 @@ def _bytes_by_character() -> dict[str, int]:
 
 
 def split_units(tokens: Sequence[int], tokenizer: Any) -> list[tuple[str, int]]:
-    """Cuts tokens of a byte-level vocabulary where whole characters end.
+    """Splits tokens of a byte-level vocabulary into the smallest units of whole characters.
 
     Args:
         tokens: Text tokens, no special ones.
         tokenizer: A byte-level BPE tokenizer.
 
     Returns:
-        Text and number of tokens of each unit; the texts joined are what the tokenizer decodes,
-        bytes that are no text included, which read ``\ufffd``.
+        Text and number of tokens of each unit; the joined texts are what the tokenizer decodes,
+        with ``\ufffd`` for invalid bytes.
     """
     known = _bytes_by_character()
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -74,7 +74,7 @@ def split_units(tokens: Sequence[int], tokenizer: Any) -> list[tuple[str, int]]:
     text, count = "", 0
     names = tokenizer.convert_ids_to_tokens([int(token) for token in tokens])
     for number, name in enumerate(names, 1):
-        # tokens that were added to the vocabulary stand there as plain text
+        # names of added tokens are plain text
         data = b"".join(bytes((known[c],)) if c in known else c.encode() for c in name)
         text += decoder.decode(data, final=number == len(names))
         count += 1
@@ -87,7 +87,7 @@ def split_units(tokens: Sequence[int], tokenizer: Any) -> list[tuple[str, int]]:
 def split_words(
     tokens: Sequence[int], tokenizer: Any, language: str | None = None
 ) -> list[tuple[str, int]]:
-    """Cuts text tokens into words.
+    """Splits text tokens into words.
 
     Args:
         tokens: Text tokens, no special ones.
@@ -95,11 +95,11 @@ def split_words(
         language: Code of their language.
 
     Returns:
-        Text and number of tokens of each word; the texts joined are the tokens' text. Marks alone
-        are a word only where there is no other.
+        Text and number of tokens of each word; the joined texts are the tokens' text. Punctuation
+        alone is a word only where there is no other.
     """
     words: list[tuple[str, int]] = []
-    held, held_count = "", 0  # marks after a space, until what follows tells whose they are
+    held, held_count = "", 0  # punctuation after a space, until the next unit decides its word
     for text, count in split_units(tokens, tokenizer):
         apart = text[0].isspace() or language in SPACELESS
         if is_marks(text):
@@ -131,14 +131,14 @@ def _extend(words: list[tuple[str, int]], text: str, count: int) -> None:
 
 
 def is_marks(text: str) -> bool:
-    """Whether nothing in it is spoken."""
+    """Whether a text is only punctuation and white space, of which nothing is spoken."""
     return all(
         c not in _SPOKEN and (c.isspace() or unicodedata.category(c)[0] in "PCZ") for c in text
     )
 
 
 def opens(marks: str) -> bool:
-    """Whether marks belong to the word after them: brackets, quotes, dashes and spaces do."""
+    """Whether punctuation belongs to the next word: opening brackets, quotes, dashes and spaces."""
     return all(
         c in _OPENING or unicodedata.category(c) in ("Ps", "Pi", "Pd") for c in marks.strip()
     )
@@ -152,7 +152,7 @@ def timed_words(
     duration_s: float,
     begin_s: float = 0.0,
 ) -> list[list[Word]]:
-    """The words of a recording: in order, none inside another, all inside the recording.
+    """Words of each segment, with times that are in order, disjoint and inside the recording.
 
     Args:
         segments: Text tokens of each segment, no special ones.
@@ -188,21 +188,21 @@ def in_order(
     shortest: float = _SHORTEST_S,
     begin: float = 0.0,
 ) -> list[tuple[float, float]]:
-    """Moves times as little as keeps them in order, not overlapping, and none too short.
+    """Adjusts times as little as possible so that they are in order, disjoint and not too short.
 
     Args:
-        spans: Starts and ends.
-        limit: Nothing may end after it.
-        shortest: Least length of each, where all of them fit in.
-        begin: Nothing may start before it.
+        spans: Starts and ends, in seconds.
+        limit: Latest end.
+        shortest: Least length of each, reduced where they would not all fit.
+        begin: Earliest start.
     """
     shortest = min(shortest, (limit - begin) / max(len(spans), 1))
     fitted: list[tuple[float, float]] = []
-    free = begin  # where the last one ended
+    free = begin  # end of the span before
     for number, (start, end) in enumerate(spans):
         latest = limit - (len(spans) - 1 - number) * shortest  # room for those after
         start = max(free, min(start, latest - shortest))
-        if number + 1 < len(spans):  # the one after knows better when it began
+        if number + 1 < len(spans):  # the start of the next one is more reliable
             end = min(end, spans[number + 1][0])
         free = min(max(end, start + shortest), latest)
         fitted.append((start, free))
@@ -220,11 +220,11 @@ def around_words(
     its time as far as it does not reach into the words before and after it.
 
     Args:
-        spans: Starts and ends of segments.
-        words: Words of each segment, in order of time.
-        begin_s: Where the words before these ended.
+        spans: Starts and ends of segments, in seconds.
+        words: Words of each segment, in order of time; ``None``: not timed.
+        begin_s: End of the word before these.
     """
-    latest = [math.inf]  # where the next segment with words begins, from the last one on
+    latest = [math.inf]  # start of the next segment with words, from the last one backwards
     for own in reversed(words):
         latest.append(own[0].start_s if own else latest[-1])
     found: list[tuple[float, float]] = []

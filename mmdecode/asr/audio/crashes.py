@@ -1,4 +1,4 @@
-"""Recordings that crash a decoder library, and with it the process; see `mmdecode.runs.crashes`."""
+"""Protection from recordings that crash a decoder library; see `mmdecode.runs.crashes`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ try:
 except MMDecodeError:
     pass
 """
-"""Program that reads the recording that it is given."""
+"""Python code that decodes the recording at ``sys.argv[1]``."""
 
 
 def watched(source: Source, journal: InFlight) -> Source:
-    """The source, noted while one of its blocks is decoded."""
+    """Wraps a source so that a journal names it while one of its blocks is decoded."""
 
     def read() -> Blocks:
         blocks = source.read()
@@ -37,12 +37,12 @@ def watched(source: Source, journal: InFlight) -> Source:
 
 
 def checked(source: Source, path: str, *, code: str = READ) -> Source:
-    """The source, read in a process apart first.
+    """Wraps a source so that a separate process decodes the file first.
 
     Args:
-        source: Source of the file; reading it is an `InputError` where the process crashed.
+        source: Source of the file; reading it is an `InputError` if that process crashed.
         path: Path of the file.
-        code: Program that reads it there.
+        code: Python code that the process runs.
     """
 
     def read() -> Blocks:

@@ -1,4 +1,4 @@
-"""Audio of any kind to mono float32 blocks at the model's rate.
+"""Reads audio files, bytes and arrays as mono float32 blocks at the model's sampling rate.
 
 Files are decoded block by block, so that the length of a recording does not set the memory it
 needs. soundfile reads wav, flac, ogg, opus, mp3, aiff and others; PyAV (extra ``media``) reads
@@ -6,9 +6,9 @@ containers such as m4a, mp4 and webm; librosa is the last resort. Channels are a
 resamples as a stream. Damaged files are refused: those that end before their header says,
 samples that are not numbers, and files without samples.
 
-Taken too are the bytes of a file, files that are open for reading, and arrays: one-dimensional ones
-at the model's rate, or ``(array, rate)``; several channels come first, ``(channels, samples)``.
-Nothing is downloaded.
+Inputs may also be the bytes of a file, files that are open for reading, and arrays: at the model's
+rate, or ``(array, rate)``; of shape ``(samples,)`` or ``(channels, samples)``. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ SUFFIXES = frozenset(
     ".wav .flac .ogg .oga .opus .mp3 .aif .aiff .aifc .au .caf .w64 .rf64 .m4a .mp4 .mkv .webm "
     ".aac .wma .mka .mov .amr .ac3 .3gp".split()
 )
-"""Endings by which audio is found in a folder; a file that is named is read whatever its ending."""
+"""File name extensions of audio in a folder; a file given by its path may have any."""
 BLOCK = 1 << 18
 """Samples decoded at once, all channels together."""
 _CLAIM = re.compile(r"^ *(?:data|SSND|Data Size|riff) +: (\d+) \(should be (\d+)\)", re.MULTILINE)
 """Warning of libsndfile for a wav, aiff, au or w64 file that is shorter than it should be."""
-_TOLERANCE_S = 0.25  # by which a container may end before its header says
+_TOLERANCE_S = 0.25  # a container may end this much earlier than its header says
 _TIMED = ("mov", "matroska", "asf", "avi")
-"""Containers whose header has their length; of others PyAV only estimates it."""
+"""Containers whose header has their length; for others PyAV only estimates it."""
 _MOST_CHANNELS = 64  # more rows than this are samples, not channels
 _EMPTY = "holds no samples; expected a recording with at least one"
 
@@ -61,12 +61,12 @@ class Source:
     """One recording before it is read.
 
     Attributes:
-        name: Its name for users: the path, or ``array 2``.
-        read: Starts reading from the beginning; may be called more than once. From a truncated file
-            it gives what can be read before it raises `Truncated`.
-        language: Spoken language, where it is known of this recording; else that of all.
-        allow_truncated: Whether what can be read of a truncated file is enough.
-        missing: Part that was then found to be missing.
+        name: Its name in results and errors: the path, or ``array 2``.
+        read: Starts reading from the beginning; may be called more than once. A truncated file
+            yields the blocks that can be read, then raises `Truncated`.
+        language: Language of this recording; ``None``: that of the options.
+        allow_truncated: Whether a truncated file is read as far as possible without an error.
+        missing: Filled with a description of the missing part of a truncated file.
     """
 
     name: str
@@ -83,12 +83,12 @@ def recording(
     *,
     block: int = BLOCK,
 ) -> Source:
-    """A file as a source; it is not looked at yet.
+    """A file as a source; the file is not opened yet.
 
     Args:
         path: Path of the file.
         name: Its name; ``None``: its path.
-        shown: Name in errors instead of its path.
+        shown: Name in errors; ``None``: its path.
         block: Samples decoded at once, all channels together.
     """
 
@@ -103,7 +103,7 @@ def encoded(item: bytes | BinaryIO, name: str, *, block: int = BLOCK) -> Source:
     """The bytes of an audio file as a source, or a file that is open for reading.
 
     Args:
-        item: Bytes, or a file, of which is read what it still holds, once.
+        item: Bytes, or an open file, which is read once, from its current position.
         name: Its name.
         block: Samples decoded at once, all channels together.
     """
@@ -118,7 +118,7 @@ def encoded(item: bytes | BinaryIO, name: str, *, block: int = BLOCK) -> Source:
 
 
 def _naming(name: str, read: Callable[[], Blocks]) -> Callable[[], Blocks]:
-    """Reads, with a recording's name before what is wrong with it."""
+    """Wraps ``read`` so that its errors begin with the recording's name."""
 
     def named() -> Blocks:
         try:
@@ -130,12 +130,12 @@ def _naming(name: str, read: Callable[[], Blocks]) -> Callable[[], Blocks]:
 
 
 def part(source: Source, start_s: float, length_s: float | None = None) -> Source:
-    """A stretch of a recording, cut at its own rate; what is after it is not read.
+    """A stretch of a recording, cut at its own sampling rate; audio after it is not read.
 
     Args:
         source: The recording.
-        start_s: Where the stretch begins, to the nearest sample.
-        length_s: How long it is; ``None``: to the end.
+        start_s: Start of the stretch in seconds, to the nearest sample.
+        length_s: Its length in seconds; ``None``: to the end.
 
     Returns:
         The stretch, under the recording's name. Reading it is an `InputError` where the recording
@@ -165,14 +165,14 @@ def part(source: Source, start_s: float, length_s: float | None = None) -> Sourc
 
 
 def source_of(item: Any, rate: int, index: int = 0, *, block: int = BLOCK) -> Source:
-    """Turns a user's argument into a source.
+    """Converts a recording as given by a user into a source.
 
     Args:
         item: A path, the bytes of an audio file, a file that is open for reading, an array at
             ``rate``, ``(array, rate)``, a mapping with ``array`` and ``sampling_rate``, a `Source`,
             or a mapping with one of these as ``audio`` and the ``language`` that is spoken.
         rate: Sampling rate of arrays that come without one.
-        index: Its place in the input, which names what has no name of its own.
+        index: Its index in the input, part of the name of recordings without a path.
         block: Samples decoded at once, all channels together; a `Source` keeps its own.
 
     Raises:
@@ -217,7 +217,7 @@ def _is_bytes(item: Any) -> TypeGuard[bytes]:
 
 
 def blocks(source: Source, rate: int) -> Iterator[np.ndarray]:
-    """Mono float32 at ``rate``, block by block; the blocks do not depend on how they are used.
+    """Reads a source as mono float32 samples at ``rate``, block by block, each ``(samples,)``.
 
     Raises:
         InputError: The recording cannot be read or trusted; the message starts with its name.
@@ -249,7 +249,7 @@ def blocks(source: Source, rate: int) -> Iterator[np.ndarray]:
 
 
 def _readable(source: Source) -> Blocks:
-    """Reads a source; a truncated one is an error where its rest is not enough."""
+    """Reads a source; a truncated one is an error unless its ``allow_truncated`` is set."""
     empty = True
     try:
         for block in source.read():
@@ -262,7 +262,11 @@ def _readable(source: Source) -> Blocks:
 
 
 def import_or_explain(module: str, purpose: str) -> Any:
-    """The module, or the error that says which extra brings it."""
+    """Imports a module.
+
+    Raises:
+        MissingExtraError: It is not installed; the message names the extra that installs it.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -316,7 +320,7 @@ def _file(path: Path, block: int) -> Blocks:
 
 
 def _decoded(content: Path | bytes, block: int) -> Blocks:
-    """Samples of a file or of its bytes."""
+    """Decodes a file or its bytes."""
     soundfile = import_or_explain("soundfile", "reading audio files")
     try:
         file = soundfile.SoundFile(_openable(content))
@@ -324,7 +328,10 @@ def _decoded(content: Path | bytes, block: int) -> Blocks:
         yield from _other_readers(content, error)
         return
     with file:
-        if (file.format, file.subtype) == ("RAW", "ULAW"):  # what libsndfile takes any .au for
+        if (file.format, file.subtype) == (
+            "RAW",
+            "ULAW",
+        ):  # libsndfile's guess for any .au without header
             raise _unreadable("it has no header", "check what it is")
         yield from _soundfile(content, file, block)
 
@@ -407,7 +414,7 @@ def _container(container: Any, av: Any) -> Blocks:
     resampler = av.AudioResampler(format="fltp")
     seen, end_s = 0, 0.0
     try:
-        # packets of pictures are not decoded; they show how far the file goes
+        # video packets are not decoded, but their times show where the file ends
         for packet in container.demux():
             if packet.pts is not None:
                 end_s = max(end_s, float((packet.pts + (packet.duration or 0)) * packet.time_base))
@@ -445,5 +452,5 @@ def _unreadable(reason: str, hint: str) -> InputError:
 
 
 def _reason(error: Exception) -> str:
-    """Without the path, which for standard input is that of a temporary file."""
+    """Message of an error without the path, which for standard input is a temporary file's."""
     return str(getattr(error, "error_string", None) or getattr(error, "strerror", None) or error)

@@ -1,7 +1,7 @@
-"""One recording, measured and ready to be read from its beginning, in memory of a few windows.
+"""One recording of known length and hash, read window by window in memory of a few windows.
 
 A recording is read twice: once for its length and its hash, once for its windows. Recordings of up
-to `KEEP_S` seconds are kept in memory instead; longer ones are decoded again.
+to `KEEP_S` seconds are kept in memory instead of being decoded twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEEP_S = 300
 
 
 class Tape:
-    """Samples by position from blocks that arrive in order; what was left after is dropped.
+    """Random access to a stream of blocks, forwards only; samples before the last read are dropped.
 
     Beyond both ends of the recording it is mirrored, as ``torch.stft`` mirrors it.
     """
@@ -36,11 +36,11 @@ class Tape:
 
     @property
     def end(self) -> int:
-        """Samples that have arrived."""
+        """Number of samples read from the blocks so far."""
         return self._start + len(self._held)
 
     def fill(self, end: int) -> None:
-        """Takes blocks until ``end`` samples have arrived or none are left."""
+        """Reads blocks until ``end`` samples are read or no block is left."""
         taken, size = [self._held], self.end
         while size < end and (part := next(self._parts, None)) is not None:
             taken.append(part)
@@ -58,18 +58,18 @@ class Tape:
 
 
 class Recording:
-    """A recording, measured.
+    """A recording whose length and hash are known.
 
     Args:
-        source: Where its samples come from.
-        rate: At which they are wanted, in Hz.
-        keep_s: Most seconds that are kept in memory.
+        source: Source of its samples.
+        rate: Sampling rate to read it at, in Hz.
+        keep_s: Longest recording that is kept in memory, in seconds.
 
     Attributes:
-        name: Its name for users.
-        rate: Samples a second.
-        key: A hash of its samples.
-        samples: How many it has.
+        name: Its name in results and errors.
+        rate: Sampling rate in Hz.
+        key: Hash of its samples, hexadecimal.
+        samples: Number of its samples.
 
     Raises:
         InputError: The recording cannot be read or trusted, or holds no samples.
@@ -103,11 +103,11 @@ class Recording:
 
     @property
     def frames(self) -> int:
-        """Its length in the steps by which windows are counted: here samples."""
+        """Its length in frames, the unit of windows: here samples."""
         return self.samples
 
     def tape(self) -> Tape:
-        """The recording once more, from its beginning, without padding."""
+        """A new tape from the beginning of the recording, without padding."""
         return Tape(self._replay())
 
     def waveform(self, start: int, stop: int) -> np.ndarray:
@@ -118,14 +118,14 @@ class Recording:
         """Reads all samples once.
 
         Args:
-            parts: The samples in order; all of them have to be taken.
-            known: How many there are, where that is known before they are read.
+            parts: The samples in order; all of them must be consumed.
+            known: Number of samples, where the recording is in memory; else ``None``.
         """
         collections.deque(parts, maxlen=0)
 
 
 class _Meter:
-    """Passes blocks on, counting and hashing them."""
+    """Iterator over blocks that counts and hashes their samples."""
 
     def __init__(self, parts: Iterator[np.ndarray]) -> None:
         self._parts = parts

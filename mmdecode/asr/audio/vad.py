@@ -1,9 +1,9 @@
-"""Voice activity: which stretches of a recording hold speech, and the recording without the others.
+"""Voice activity detection: finds stretches of speech and cuts out the rest of a recording.
 
-The stretches are laid end to end and transcribed as one recording, whose times are then carried
-back. The rules are those of silero-vad's ``get_speech_timestamps``, the padding and the silences
-that are kept those of faster-whisper's ``VadOptions``; a stretch ends where its last sound does,
-also at the end of a recording.
+The stretches are concatenated and transcribed as one recording, whose times are then mapped back to
+the original. The rules are those of silero-vad's ``get_speech_timestamps``, the defaults for
+padding and kept silences those of faster-whisper's ``VadOptions``; a stretch ends with its last
+speech frame, also at the end of a recording.
 
 Source: Silero Team 2021, https://github.com/snakers4/silero-vad; its weights are in its wheel.
 """
@@ -28,15 +28,15 @@ from mmdecode.errors import MissingExtraError
 if TYPE_CHECKING:
     from mmdecode.asr.options import TranscribeOptions
 
-RATE, FRAME = 16_000, 512  # what the detector hears at a time
-_HYSTERESIS = 0.15  # speech goes on until its probability is this much below the threshold
-_WORD = 0.2  # seconds; less than this of a stretch holds no word
-_NEAR = 1e-6  # of a seam: below the step of any time, above its rounding
+RATE, FRAME = 16_000, 512  # the detector's sampling rate in Hz, and samples per frame
+_HYSTERESIS = 0.15  # speech ends when its probability is this much below the threshold
+_WORD = 0.2  # seconds; a shorter part of a stretch contains no word
+_NEAR = 1e-6  # seconds from a seam: below the resolution of times, above their rounding errors
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A part of a recording, in seconds: padding, speech from ``start`` to ``end``, padding."""
+    """A stretch from ``begin`` to ``stop`` with speech from ``start`` to ``end``, in seconds."""
 
     begin: float
     start: float
@@ -46,11 +46,11 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Stretches of a recording laid end to end.
+    """Maps times in the concatenated stretches of a recording to times in the recording.
 
     Attributes:
-        stretches: In order.
-        duration_s: Length of the recording.
+        stretches: Stretches in order.
+        duration_s: Length of the recording, in seconds.
     """
 
     stretches: tuple[Stretch, ...]
@@ -58,25 +58,25 @@ class Timeline:
 
     @classmethod
     def whole(cls, duration_s: float) -> Timeline:
-        """All of a recording."""
+        """The whole recording as one stretch: times are unchanged."""
         return cls((Stretch(0.0, 0.0, math.inf, duration_s),), duration_s)
 
     @cached_property
     def seams(self) -> list[float]:
-        """Seconds at which stretches begin when they are laid end to end, and the end of all."""
+        """Start of each stretch in the concatenated audio, and its end, in seconds."""
         lengths = (part.stop - part.begin for part in self.stretches)
         return list(itertools.accumulate(lengths, initial=0.0))
 
     def span(self, start: float, end: float) -> tuple[float, float]:
-        """When in the recording something was said.
+        """Start and end in the recording of a span of the concatenated stretches, in seconds.
 
-        Where it begins or ends in padding, nobody speaks: it is taken to begin with the next speech
-        and to end with the last. So it is where it has less than a word of a stretch: a seam that
-        the model misses by a little would cost all the silence that was skipped.
+        A start or end in padding is moved to the next or last speech. A part of less than a word in
+        the first or last stretch is left out: a model that misses a seam by a little would else
+        extend the span over all of the silence that was cut there.
 
         Args:
-            start: When it begins in the stretches, in seconds.
-            end: When it ends there.
+            start: Start in the concatenated stretches, in seconds.
+            end: End there, in seconds.
         """
         first, last = self._stretch(start + _NEAR), self._stretch(end - _NEAR)
         at, to = self._in_recording(start, first), self._in_recording(end, last)
@@ -88,7 +88,7 @@ class Timeline:
         return (at, to) if at < to else (self.at(start), self.at(end))
 
     def at(self, seconds: float) -> float:
-        """Where in the recording a moment of the stretches is."""
+        """Time in the recording of a time in the concatenated stretches, in seconds."""
         return self._in_recording(seconds, self._stretch(seconds))
 
     def _stretch(self, seconds: float) -> int:
@@ -100,10 +100,10 @@ class Timeline:
 
 
 class VoiceActivity:
-    """Silero's detector.
+    """Silero's voice activity detector.
 
     Args:
-        options: Settings.
+        options: Settings; those that begin with ``vad_`` are used.
 
     Raises:
         MissingExtraError: silero-vad is not installed.
@@ -114,7 +114,7 @@ class VoiceActivity:
         self._model = _load()
 
     def cut(self, source: Source, rate: int) -> tuple[Source, Timeline]:
-        """The recording without what is no speech, at ``rate``, and where its stretches were.
+        """The recording at ``rate`` with only its speech, and the map of its times.
 
         Reads the recording once here, and once whenever the result is read.
 
@@ -161,7 +161,12 @@ class VoiceActivity:
         return [float(self._model(frame, RATE)) for frame in frames]
 
     def stretches(self, probabilities: Iterable[float], duration_s: float) -> list[Stretch]:
-        """Speech with its padding; stretches that touch are one."""
+        """Stretches of speech with padding; overlapping ones are merged.
+
+        Args:
+            probabilities: Speech probability of each frame.
+            duration_s: Length of the recording, in seconds.
+        """
         options, step = self.options, FRAME / RATE
         found: list[Stretch] = []
         for first, last in self._runs(probabilities):

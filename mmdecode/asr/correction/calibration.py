@@ -1,11 +1,11 @@
-"""Temperatures at which models are as sure as they are right.
+"""Temperatures that calibrate the models of a fusion: their confidence equals their accuracy.
 
-A model is calibrated by one number: its scores are divided by the temperature at which the mean
-probability of its first choice equals the share of first choices that are right, on text that it
-was not trained on. Both models of a fusion are read teacher-forced, on what was said.
+A model is calibrated by one number: its logits are divided by the temperature at which the mean
+probability of its top token equals the share of top tokens that are correct, on text that it was
+not trained on. Both models of a fusion are scored with teacher forcing on the references.
 
 Source: the calibration of Chen et al. 2024, arXiv:2402.05457 (UADF). Differs from its release,
-which looks at one position at a time and may not end.
+which fits one position at a time and may not terminate.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Temperatures:
     Attributes:
         main: Temperature of the language model.
         acoustic: Temperature of the recogniser's scores.
-        tokens: Positions by which they were fitted.
+        tokens: Number of token positions that they were fitted on.
     """
 
     main: float
@@ -50,7 +50,7 @@ class Temperatures:
 
 
 def confidence(scores: Tensor, temperature: float) -> float:
-    """Mean of the highest probability, of scores ``(n, K)``."""
+    """Mean top probability at a temperature, for logits ``(n, K)``."""
     return float((scores.double() / temperature).softmax(-1).amax(-1).mean())
 
 
@@ -59,7 +59,7 @@ def temperature_for(scores: Tensor, accuracy: float) -> float:
 
     Args:
         scores: Logits ``(n, K)``; ``-inf`` is allowed, but not all over a row.
-        accuracy: 0 to 1.
+        accuracy: Share of correct top choices, 0 to 1.
 
     Returns:
         From `COLDEST` to `HOTTEST`; one of these where none between them fits.
@@ -93,9 +93,9 @@ def calibrate(
 
     Args:
         corrector: A causal language model, with a guide of `mmdecode.guide.fusion`; the guide's own
-            temperatures do not count.
-        lists: With references that neither model was trained on.
-        audio: One entry for each, as the corrector takes them.
+            temperatures are ignored.
+        lists: Lists with references that neither model was trained on; those without are skipped.
+        audio: One entry per list, as the corrector takes them.
 
     Raises:
         InputError: No list has a reference.

@@ -1,15 +1,14 @@
 """Generative correction: a language model reads an N-best list and writes the transcript.
 
-START HERE: `Corrector`. Any causal or seq2seq model of transformers is asked through a `Template`;
+START HERE: `Corrector`. Any causal or seq2seq model of transformers is prompted with a `Template`;
 its answer is drafted from the hypotheses themselves, which changes no token
-(`mmdecode.draft.source`), and handed on only where an `EditGuard` takes it for a transcript of what
-the recogniser heard.
+(`mmdecode.draft.source`), and replaces the first hypothesis only where an `EditGuard` accepts it as
+a transcript of the same recording.
 
 Sources: Chen et al. 2023, arXiv:2309.15701 (HyPoradise: the N-best and the 1-best prompt); La
 Quatra et al. 2024 (FlanEC: the numbered list); Sun et al. 2021, arXiv:2106.04970 (drafts from the
 input). The forms of the prompts are theirs, the wording is ours: give a published checkpoint the
-very text it was trained with. Differs from all three in the guard: their answers are handed on
-whatever they say.
+exact prompt that it was trained with. Differs from all three in the guard: they use all answers.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
 
 
 HINT = "use a smaller batch_size, or show the model fewer hypotheses"
-"""Advice where a list needs more memory than there is."""
+"""Hint of the error where one list alone does not fit into memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +64,17 @@ class Correction:
 
     Attributes:
         id: Id of the list.
-        index: Its place in the input.
-        text: Final text: the answer, or the first hypothesis where it was refused.
+        index: Its index in the input.
+        text: Final text: the answer, or the first hypothesis where the answer was refused.
         best: The first hypothesis.
-        raw: The answer as the model wrote it; empty where it was not asked.
-        refused: Why the answer is not handed on; ``None``: it is.
-        tokens: Length of the answer, its end included.
-        preference: Log-probability of the answer less that of the first hypothesis as the answer,
-            in nats; ``None``: it was not asked for.
-        error: Why the list failed, where the first hypothesis is handed on; ``None``: it did not.
-        kind: Name of the error's class.
+        raw: The answer as the model wrote it; empty where the model was not run.
+        refused: Why the answer is not used; ``None``: it is.
+        tokens: Tokens of the answer, the end token included.
+        preference: Log-probability of the answer minus that of the first hypothesis as the answer,
+            in nats; ``None``: not computed.
+        error: Why the list failed; the first hypothesis is then the final text. ``None``: it did
+            not fail.
+        kind: Class name of the error.
     """
 
     id: str
@@ -90,7 +90,7 @@ class Correction:
 
     @property
     def edited(self) -> bool:
-        """Whether the text handed on has other words than the first hypothesis."""
+        """Whether the words of the final text differ from those of the first hypothesis."""
         return words_of(self.text) != words_of(self.best)
 
     def as_dict(self) -> dict[str, Any]:
@@ -99,25 +99,24 @@ class Correction:
 
 
 class Corrector:
-    """Corrects N-best lists in batches; what becomes of a list does not depend on the others.
+    """Corrects N-best lists in batches; a list's result does not depend on the others.
 
     Args:
         model: A causal or seq2seq language model of transformers.
         tokenizer: Its tokenizer.
-        template: A name of `TEMPLATES`, or a text of one's own, see `Template`.
-        count: Hypotheses shown to the model, at most.
-        chat: Whether the prompt goes in as a user's turn of the tokenizer's chat template.
+        template: A name of `TEMPLATES`, or the text of your own, see `Template`.
+        count: Most hypotheses in the prompt.
+        chat: Whether the prompt is a user turn in the tokenizer's chat template.
         guard: Decides which answers are used; ``None``: all.
-        copy_below: The first hypothesis is handed on where the model prefers its answer by less, in
-            nats (`Correction.preference`); it costs a pass over those lists whose answer is another
-            text. ``mmdecode evaluate nbest`` fixes it on a development part. ``None``: no such
-            threshold; minus infinity: preferences are told and nothing is held.
+        copy_below: The first hypothesis is kept where the model prefers its answer by less than
+            this, in nats (`Correction.preference`); costs a pass over the lists whose answer
+            differs. ``mmdecode evaluate nbest`` fits it on a development part. ``None``: no
+            threshold; minus infinity: preferences are computed and no answer is refused by them.
         draft: ``"hypotheses"``: answers are drafted from all hypotheses of their list. Another
             draft or its name with options, or ``None``; greedy and sampled answers are the same.
         guide: A guide, or its name with options.
-        beams: Sequences followed by transformers' beam search, which knows no draft; 1: none.
-        temperature: Temperature at which answers are sampled, with noise of the list's id;
-            0: the most likely tokens.
+        beams: Beams of transformers' beam search, which uses no draft; 1: no beam search.
+        temperature: Sampling temperature, with noise keyed by the list's id; 0: greedy.
         batch_size: Lists decoded at once.
         max_new_tokens: Most tokens of an answer, or fewer where the model has no more positions.
         seed: Seed of the noise that sampling uses.
@@ -222,7 +221,7 @@ class Corrector:
 
         Args:
             lists: N-best lists.
-            audio: One recording for each, for a guide that listens: the engine's
+            audio: One recording per list, for guides that use the audio: the engine's
                 ``mm_inputs["audio"]``.
 
         Returns:
@@ -230,7 +229,7 @@ class Corrector:
 
         Raises:
             OptionError: There is not one recording per list.
-            MMDecodeError: An error of the configuration: all lists fail by it.
+            MMDecodeError: A configuration error, by which all lists fail.
         """
         return sorted(self.corrections(lists, audio), key=lambda found: found.index)
 
@@ -241,14 +240,12 @@ class Corrector:
         *,
         watch: Watch | None = None,
     ) -> Iterator[Correction]:
-        """Like a call, but yields corrections as their batches end; lists of a length go together.
-
-        A caller that writes them down as they come can leave out those it has.
+        """Like a call, but yields corrections as their batches end, shortest prompts first.
 
         Args:
             lists: See a call.
             audio: See a call.
-            watch: Progress of the job, where it calls several times; see `mmdecode.runs.items`.
+            watch: Progress of a job that makes several calls; see `mmdecode.runs.items`.
         """
         watch = Watch() if watch is None else watch
         yield from watch.released(self.outcomes(lists, audio, watch))
@@ -259,7 +256,7 @@ class Corrector:
         audio: Sequence[Any] | None = None,
         watch: Watch | None = None,
     ) -> Iterator[tuple[Correction, Failed | None]]:
-        """Corrections as their batches end, each with why its list failed, whatever it raised.
+        """Yields corrections as their batches end, each with its list's failure, if any.
 
         Args:
             lists: See a call.
@@ -313,7 +310,7 @@ class Corrector:
         lists: Sequence[NBestList],
         audio: Sequence[Any] | None,
     ) -> list[Correction]:
-        """Corrections of a batch: of places in the input, each with its prompt."""
+        """Corrections of a batch, given as indices in the input, each with its prompt."""
         chosen = [lists[index] for index, _ in batch]
         recordings = None if audio is None else [audio[index] for index, _ in batch]
         answers = self._answers(chosen, [ids for _, ids in batch], recordings)
@@ -364,7 +361,7 @@ class Corrector:
 
     @torch.no_grad()
     def _preferences(self, lists: Sequence[NBestList], answers: Sequence[list[int]]) -> list[float]:
-        """How much likelier each answer is than the first hypothesis, in nats."""
+        """Log-probability of each answer minus that of the first hypothesis, in nats."""
         found = [0.0] * len(lists)
         pairs, indices = [], []
         for index, (one, answer) in enumerate(zip(lists, answers, strict=True)):
@@ -456,9 +453,10 @@ def load(
 
 @contextmanager
 def imported_peft(what: str) -> Iterator[Any]:
-    """The library, for something that needs it.
+    """Imports peft; inside the context its deprecation warning of transformers is silenced.
 
-    Inside, what it asks of transformers in a way that is to be given up is no warning to our users.
+    Args:
+        what: Name of the task that needs it, for the error.
 
     Raises:
         MissingExtraError: It is not installed.

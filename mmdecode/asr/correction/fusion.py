@@ -1,29 +1,29 @@
-"""Scores of a recogniser for a language model's candidates, by the text that they stand for.
+"""A recogniser's scores for candidate tokens of a language model, by their text.
 
-The two models need not share a vocabulary. A candidate is the text so far with one more token of
-the language model after it, and its score is the log-probability, under the recogniser, that a
+The two models need not share a vocabulary. A candidate is the text so far followed by one more
+token of the language model, and its score is the log-probability, under the recogniser, that a
 transcript begins with this text:
 
-- Complete words, those with white space after them, are scored by their canonical tokens: those
-  that the recogniser's tokenizer makes of the word after a space.
-- The pending word at the end is scored by the mass of all tokens that begin with the last of its
-  canonical ones, and of longer ones that cover several of these.
-- Words may be written another way than the recogniser writes them. A complete word takes the
-  most likely of its casings and of the marks that may follow it, the space after it counted; the
-  choice stays as it is from then on. A pending word takes the most likely of its casings.
-- The end token scores as a last word that is complete, and the end of the transcript.
+- Complete words, those followed by white space, are scored by their canonical tokens: those of the
+  recogniser's tokenizer for the word after a space.
+- The incomplete word at the end is scored by the probability mass of all tokens that begin with the
+  last of its canonical ones, and of longer ones that cover several of these.
+- Spelling may differ between the models. A complete word takes the most likely of its casings and
+  of the punctuation that may follow it, the space after it included; the choice is then fixed. An
+  incomplete word takes the most likely of its casings.
+- The end token scores as a complete last word and the end of the transcript.
 
-So a score is a function of the audio and the text alone: not of how the text was cut into tokens,
-of what was drafted, or of the other rows. The acoustic distribution is the softmax of these scores
-over the candidates (`mmdecode.guide.fusion`), in which what they share cancels. Tokens that stand
-for no text (special ones, parts of a character) are no candidates.
+So a score depends on the audio and the text alone: not on how the text was split into tokens, on
+drafts, or on the other rows. The acoustic distribution is the softmax of these scores over the
+candidates (`mmdecode.guide.fusion`), in which common terms cancel. Tokens without text (special
+ones, parts of a character) are no candidates.
 
-All that is asked about at a time is read in one pass of the recogniser's decoder, as a tree of its
-tokens after a cached prefix, all rows together. Only where a complete word turns out to be written
-another way than the text has it, what follows is read in a further pass.
+All texts of a round are scored in one pass of the recogniser's decoder, as a tree of its tokens
+after a cached prefix, all rows together. A further pass is needed only where the recogniser
+prefers another spelling of a complete word than that of the text.
 
-Where both tokenizers have the same texts as tokens (`shared_ids`), the recogniser scores the whole
-vocabulary by carrying ids over, which is quicker; it then follows the language model's spelling.
+Where both vocabularies consist of the same texts (`shared_ids`), the recogniser scores the whole
+vocabulary by mapping ids, which is faster; it then follows the language model's spelling.
 """
 
 from __future__ import annotations
@@ -65,22 +65,23 @@ from mmdecode.registry import adapter_for
 
 
 class AcousticScorer(BranchRunner):
-    """A recogniser that scores a language model's most likely tokens as text.
+    """Branch that scores a language model's most likely tokens as text by a recogniser.
 
-    See `mmdecode.engine.contracts.BranchRunner`; the module says what a score is. The audio
-    comes with the call, as for `mmdecode.guide.fusion.SecondModel`.
+    See `mmdecode.engine.contracts.BranchRunner`; the module's docstring defines the scores. The
+    audio comes with the call, as for `mmdecode.guide.fusion.SecondModel`.
 
     Args:
         call: The call.
         model: A recogniser that the engine has an adapter for.
-        spelling: How it writes.
-        prompt: Its decoder's first ids, which ask for a transcript without times.
-        tokenizer: The language model's.
-        pieces: Text of each of its tokens, see `pieces_of`.
-        candidates: How many of its most likely tokens are scored.
+        spelling: Its spelling of words.
+        prompt: Ids of its decoder prompt, for a transcript without timestamps.
+        tokenizer: The language model's tokenizer.
+        pieces: Text of each of the language model's tokens, see `pieces_of`.
+        candidates: Number of the language model's most likely tokens that are scored.
 
     Attributes:
-        choices: Choices of the language model and of the audio, each alone.
+        choices: The token that the language model alone, and those that the recogniser alone would
+            choose, at each position.
     """
 
     stage = 2
@@ -104,7 +105,7 @@ class AcousticScorer(BranchRunner):
         self.listeners: list[Listener] = []
 
     def prefill(self, call: Call, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
-        """Hears the audio, and answers for the first token."""
+        """Encodes the audio, and scores the candidates for the first token."""
         inputs = encoded(self.model, self._given)
         nothing = call.rows.ids[:, :0]
         logits = self.branches.prefill(own_view(call, self.prompt, nothing, inputs), {})[
@@ -119,13 +120,13 @@ class AcousticScorer(BranchRunner):
     def score(
         self, call: Call, proposal: Proposal, earlier: Mapping[str, BranchOutput]
     ) -> dict[str, BranchOutput]:
-        """Candidates after root and nodes."""
+        """Scores the candidates after the root and each node of the proposal."""
         for row, ids in enumerate(_generated(call)):
             self.listeners[row].commit(self._decoded(ids))
         return self._answer(call, proposal, earlier)
 
     def commit(self, path: Tensor, count: Tensor, chain: bool) -> None:
-        """Notes who chose what; texts are cached when they are scored again."""
+        """Records the choices along the accepted path; the cache is updated at the next `score`."""
         self.choices.commit(path, count)
 
     def select_rows(self, rows: Tensor) -> None:
@@ -159,10 +160,11 @@ class AcousticScorer(BranchRunner):
         return {ACOUSTIC: BranchOutput(logits=scores, candidates=candidates)}
 
     def _likely(self, best: list[list[list[int]]], scores: Tensor) -> list[list[frozenset[int]]]:
-        """Candidates that the audio alone might take, by row and node.
+        """Candidates that the recogniser alone might choose, by row and node.
 
-        A text holds the mass of all that begin with it, so that of a token and its own beginning
-        the beginning never scores less. Both are likely, with more than half of the best's mass.
+        They have more than half of the best one's mass. A threshold instead of the maximum, since a
+        text has the mass of all texts that begin with it: the prefix of a token never scores less
+        than the token.
         """
         likely = scores > scores.amax(-1, keepdim=True) - math.log(2)
         return [
@@ -179,7 +181,7 @@ class AcousticScorer(BranchRunner):
         )
 
     def _asked(self, text: str | None, token: int) -> tuple[str, bool] | None:
-        """Text that a candidate stands for, and whether it ends there."""
+        """Text of a candidate, and whether the transcript ends with it; ``None``: no candidate."""
         if text is None or text.endswith(_NO_TEXT):
             return None
         if token in self.eos_token_ids:
@@ -188,7 +190,11 @@ class AcousticScorer(BranchRunner):
         return None if piece is None else (text + piece, False)
 
     def weigh(self, asked: Sequence[Sequence[tuple[str, bool] | None]]) -> list[list[float]]:
-        """Scores of texts by row, ``-inf`` for what is no text."""
+        """Scores texts by row.
+
+        Args:
+            asked: Texts and whether the transcript ends with them; ``None`` scores ``-inf``.
+        """
         while True:
             found = [
                 [None if one is None else listener.score(*one) for one in texts]
@@ -200,7 +206,7 @@ class AcousticScorer(BranchRunner):
         return [[-math.inf if value is None else value for value in row] for row in found]
 
     def _read(self) -> None:
-        """One pass over what the listeners want."""
+        """One decoder pass over the prefixes that the listeners need."""
         blocks = [listener.block() for listener in self.listeners]
         rows, width = len(blocks), max(len(block.tokens) for block in blocks)
         tokens = np.full((rows, width), -1)
@@ -239,7 +245,7 @@ def _generated(call: Call) -> list[list[int]]:
 
 
 def _paths(call: Call, proposal: Proposal) -> Iterator[list[list[int] | None]]:
-    """Generated ids up to the root and to each node, by row, ``None`` for unused nodes."""
+    """Yields, for each row, the generated ids up to the root and each node; ``None``: unused."""
     parents = proposal.structure()[0].expand(call.batch, -1).tolist()
     tokens = proposal.tokens.tolist()
     for row, committed in enumerate(_generated(call)):
@@ -251,11 +257,11 @@ def _paths(call: Call, proposal: Proposal) -> Iterator[list[list[int] | None]]:
 
 
 def pieces_of(tokenizer: Any, vocab: int) -> list[str | None]:
-    """The text that each token adds after a word, ``None`` where it adds none.
+    """Text that each token adds after a word; ``None``: none.
 
     Args:
         tokenizer: Tokenizer of the language model.
-        vocab: Rows of its output, which may be more than the tokenizer has.
+        vocab: Size of its output, which may be larger than the tokenizer's vocabulary.
     """
     anchor = tokenizer("a", add_special_tokens=False).input_ids[-1:]
     special = set(tokenizer.all_special_ids)
@@ -273,16 +279,16 @@ def pieces_of(tokenizer: Any, vocab: int) -> list[str | None]:
 
 
 def shared_ids(main: Any, acoustic: Spelling, vocab: int) -> Tensor | None:
-    """The recogniser's id of each id of a language model, if the two write text in the same tokens.
+    """Maps ids of a language model to a recogniser's, if their vocabularies have the same texts.
 
     Args:
         main: The language model's tokenizer.
-        acoustic: How the recogniser writes.
-        vocab: Rows of the language model's output.
+        acoustic: The recogniser's spelling of words.
+        vocab: Size of the language model's output.
 
     Returns:
-        ``(vocab,)``, -1 where there is none; the end tokens belong together. ``None``: some token
-        of either is none of the other.
+        ``(vocab,)``, -1 for tokens without a counterpart; end tokens are mapped to each other.
+        ``None``: a text token of one model is missing in the other.
     """
     own = {name: token for token, name in acoustic.name.items()}
     special = set(main.all_special_ids)
@@ -299,13 +305,13 @@ def shared_ids(main: Any, acoustic: Spelling, vocab: int) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Acoustic:
-    """The one that hears, for the guides of `mmdecode.guide.fusion`.
+    """The recogniser of a fusion, for the guides of `mmdecode.guide.fusion`.
 
     Attributes:
         model: A recogniser that the engine has an adapter for.
         tokenizer: Its tokenizer.
-        prompt: Its decoder's first ids, which ask for a transcript without times; needed where the
-            calls do not give them (`mmdecode.guide.fusion.Given`).
+        prompt: Ids of its decoder prompt, for a transcript without timestamps; needed where the
+            calls do not have one (`mmdecode.guide.fusion.Given`).
     """
 
     model: Any
@@ -314,7 +320,7 @@ class Acoustic:
 
     @cached_property
     def spelling(self) -> Spelling:
-        """How it writes."""
+        """The recogniser's spelling of words."""
         return Spelling(self.tokenizer, token_ids(self.model.generation_config.eos_token_id)[0])
 
     def branch(
@@ -323,14 +329,14 @@ class Acoustic:
         """The acoustic branch of a guide for a language model.
 
         Args:
-            tokenizer: The language model's.
-            vocab: Rows of its output.
-            candidates: How many of its most likely tokens are scored as text.
-            route: ``text`` scores candidates, ``ids`` carries ids over to the recogniser, ``auto``
-                does that where the two write text in the same tokens.
+            tokenizer: The language model's tokenizer.
+            vocab: Size of its output.
+            candidates: Number of its most likely tokens that are scored as text.
+            route: ``text`` scores candidates, ``ids`` maps ids to the recogniser's, ``auto`` maps
+                ids where both vocabularies have the same texts, else scores candidates.
 
         Raises:
-            OptionError: There is no such route, or ids cannot be carried over.
+            OptionError: There is no such route, or ids cannot be mapped.
         """
         if route not in ("auto", "text", "ids"):
             raise OptionError(f"route={route!r}; expected auto, text or ids")

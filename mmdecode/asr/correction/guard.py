@@ -1,4 +1,4 @@
-"""Keeps a corrector from rewriting: limits on how far an answer may leave its list."""
+"""`EditGuard`: limits on how far a corrected text may differ from its hypotheses."""
 
 from __future__ import annotations
 
@@ -39,17 +39,20 @@ _TALK = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class EditGuard:
-    """Says of an answer whether it may stand for what the recogniser heard.
+    """Accepts a model's answer as a transcript, or refuses it as too far from the hypotheses.
 
-    Words are compared without case and punctuation; of a script without spaces, characters.
+    Words are compared without case and punctuation; in scripts without spaces, characters are.
 
     Attributes:
-        distance: Word edits from the nearest hypothesis, at most, as a share of its words; one edit
-            is always allowed. Infinity is neutral.
-        shorter, longer: Least and greatest length in characters, as shares of that hypothesis'.
-            0 and infinity are neutral.
-        novel: Words that are in no hypothesis, at most; 0 lets a model choose and put together, and
-            nothing else. Infinity is neutral.
+        distance: Most word edits from the nearest hypothesis, as a share of its words; one edit is
+            always allowed. Infinity is neutral.
+        shorter, longer: Least and greatest length in characters, relative to that hypothesis. 0 and
+            infinity are neutral.
+        novel: Most words that are in no hypothesis; with 0 an answer can only select and combine
+            words of the hypotheses. Infinity is neutral.
+
+    Raises:
+        OptionError: A limit is negative, or not ``shorter <= 1 <= longer``.
     """
 
     distance: float = 0.3
@@ -71,8 +74,8 @@ class EditGuard:
 
         Args:
             answer: Answer of the model.
-            hypotheses: Hypotheses of its prompt.
-            template: How it was asked: an answer that repeats that is none.
+            hypotheses: All hypotheses of the list.
+            template: Template of the prompt: an answer that repeats its text is refused.
         """
         reply, texts = answer.strip(), [text.strip() for text in hypotheses]
         if not reply:
@@ -109,12 +112,12 @@ GUARD = EditGuard()
 
 
 def words_of(text: str) -> list[str]:
-    """Words without case and punctuation; of a script without spaces, characters."""
+    """Words without case and punctuation; characters in scripts without spaces."""
     return _WORD.findall(text.casefold())
 
 
 def edits_of(left: Sequence[str], right: Sequence[str]) -> int:
-    """Least number of words to replace, leave out or put in, to make one text the other."""
+    """Word edit distance: least number of substitutions, deletions and insertions."""
     costs = list(range(len(right) + 1))
     for row, word in enumerate(left, 1):
         diagonal, costs[0] = row - 1, row

@@ -1,4 +1,4 @@
-"""Scores of texts under a recogniser, as a function of audio and text alone."""
+"""Scores of texts under a recogniser, from its next-token distributions after token prefixes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mmdecode.asr.correction.spelling import (
 
 @dataclass
 class Block:
-    """Tokens of one row to be read together, each after an earlier one or the cached prefix.
+    """A tree of tokens of one row, after the cached prefix, that is scored in one decoder pass.
 
     Attributes:
-        tokens: In an order in which parents come first.
-        parents: -1 for those right after the cached prefix.
-        prefixes: All tokens up to this one, from the beginning.
-        kept: How many of the first stay in the cache.
+        tokens: Token ids of the nodes; parents come before their children.
+        parents: Index of each node's parent; -1: the cached prefix.
+        prefixes: Tokens from the beginning of the transcript up to each node.
+        kept: How many of the first nodes stay in the cache.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Block:
     kept: int = 0
 
     def add(self, token: int, parent: int, prefix: Tokens) -> int:
-        """A token's place."""
+        """Adds a node and returns its index."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.prefixes.append(prefix)
@@ -42,14 +42,14 @@ class Block:
 
 
 class Listener:
-    """One row: scores of texts from distributions of next tokens, and those still to be read.
+    """Scores texts of one row, and collects the prefixes whose distributions it needs for that.
 
     Args:
-        spelling: How the recogniser writes.
-        first: Log-distribution at the beginning of the transcript, ``(V,)``.
+        spelling: The recogniser's spelling of words.
+        first: Log-probabilities of the first token of the transcript, ``(V,)``.
 
     Attributes:
-        wanted: Prefixes whose distributions are missing for what was asked.
+        wanted: Prefixes whose next-token distributions are needed and not yet known.
     """
 
     def __init__(self, spelling: Spelling, first: np.ndarray) -> None:
@@ -62,7 +62,7 @@ class Listener:
         self._cached = 0
 
     def fork(self) -> Listener:
-        """A row that goes on by itself."""
+        """An independent copy."""
         twin = Listener(self.spelling, self._distributions[self._trunk])
         twin._distributions, twin._masses, twin._paths = (
             dict(self._distributions),
@@ -73,10 +73,10 @@ class Listener:
         return twin
 
     def score(self, text: str, ended: bool = False) -> float | None:
-        """Log-probability that a transcript begins with a text, or with ``ended`` is the text.
+        """Log-probability that a transcript begins with a text, or, with ``ended``, equals it.
 
         Returns:
-            ``None`` where distributions are missing, which are then among `wanted`.
+            The score; ``None`` where distributions are missing, which are then added to `wanted`.
         """
         words, pending = split(text)
         if ended:
@@ -94,7 +94,7 @@ class Listener:
         return None if value is None or own is None else value + own
 
     def commit(self, text: str) -> None:
-        """Says that all texts asked for from now on begin with this one."""
+        """Fixes the beginning of all further texts, and drops distributions for other ones."""
         words, pending = split(text)
         stable = words if pending else words[:-1]  # the last one may yet end the transcript
         trunk, value = self._path(stable)
@@ -107,7 +107,7 @@ class Listener:
         self._masses = {k: mass for k, mass in self._masses.items() if k[0][:size] == trunk}
 
     def block(self) -> Block:
-        """Tokens to be read for `wanted`."""
+        """The tree of tokens that gives the distributions in `wanted`."""
         block = Block()
         node = -1
         for end in range(self._cached + 1, len(self._trunk) + 1):
@@ -122,11 +122,11 @@ class Listener:
         return block
 
     def hear(self, block: Block, distributions: Mapping[int, np.ndarray]) -> None:
-        """Takes over what was read.
+        """Stores the distributions of a pass.
 
         Args:
             block: Result of `block`.
-            distributions: Log-distributions ``(V,)`` by place in it, at least those of `unread`.
+            distributions: Log-probabilities ``(V,)`` by node, at least for those of `unread`.
         """
         for node, distribution in distributions.items():
             self._distributions[block.prefixes[node]] = distribution
@@ -134,7 +134,7 @@ class Listener:
         self.wanted.clear()
 
     def unread(self, block: Block) -> list[int]:
-        """Places of a block whose distributions are not known."""
+        """Nodes of a block whose distributions are not known."""
         known = self._distributions
         return [
             node
@@ -143,7 +143,11 @@ class Listener:
         ]
 
     def _path(self, words: tuple[str, ...]) -> tuple[Tokens, float | None]:
-        """Tokens of complete words and their score; as if written so where that is not known."""
+        """Tokens and score of complete words.
+
+        Where distributions are missing, the canonical tokens of the words as they are, and ``None``
+        for the score.
+        """
         if words in self._paths:
             return self._paths[words]
         before, value = self._path(words[:-1])
@@ -155,7 +159,10 @@ class Listener:
         return self._paths[words]
 
     def _written(self, before: Tokens, word: str, ended: bool) -> tuple[Tokens, float] | None:
-        """The most likely way to write a complete word: tokens and score, with the end if asked."""
+        """Most likely spelling of a complete word after some tokens: its tokens and score.
+
+        With ``ended`` the score includes the end token. ``None``: distributions are missing.
+        """
         ways = [self.spelling.ids(way) for way in spellings(word)]
         if not self._all_known([before + ids for ids in ways]):
             return None
@@ -172,14 +179,18 @@ class Listener:
         return best[1:]
 
     def _begun(self, before: Tokens, pending: str) -> float | None:
-        """Log-mass of what begins with a pending word, in its most likely casing."""
+        """Log-mass of all words that begin with an incomplete one, in its most likely casing."""
         ways = [self.spelling.ids(way) for way in casings(pending)]
         if not self._all_known([before + ids[:-1] for ids in ways]):
             return None
         return max(self._covered(before, ids) for ids in ways)
 
     def _covered(self, before: Tokens, ids: Tokens) -> float:
-        """Log-mass of some canonical tokens and then one that begins with the rest, over all."""
+        """Log-mass of all token sequences that begin with the text of ``ids``.
+
+        These are the first canonical tokens, for each number of them, followed by a token that
+        begins with the rest of the text.
+        """
         names = [self.spelling.name[token] for token in ids]
         masses = [
             self._along(before, ids[:start])
@@ -201,14 +212,14 @@ class Listener:
         return self._masses[key]
 
     def _all_known(self, prefixes: Iterable[Tokens]) -> bool:
-        """Whether the distributions after some prefixes were read; all that were not are wanted."""
+        """Whether the distributions after all prefixes are known; unknown ones go to `wanted`."""
         missing = [prefix for prefix in prefixes if prefix not in self._distributions]
         self.wanted.update(missing)
         return not missing
 
 
 def log_sum(values: np.ndarray) -> float:
-    """Log of the sum of what some logarithms are of; of none, minus infinity."""
+    """Log-sum-exp; minus infinity for no values."""
     best = values.max(initial=-np.inf)
     if best == -np.inf:
         return -math.inf

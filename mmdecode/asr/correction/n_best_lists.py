@@ -1,13 +1,13 @@
-"""N-best lists in files: HyPoradise's two formats, our own, and what the transcriber writes.
+"""Reads and writes N-best lists: HyPoradise's two formats, our own, and transcription results.
 
-`FORMS` are the formats that are written; which one a row has is seen when it is read:
+`FORMS` are the formats that can be written; the format of a row is detected when it is read:
 
 * ``lists``: ``hypotheses``, and where they are known ``id``, ``scores``, ``reference``, ``audio``.
-* ``generator``: ``input``, a list, best first, and ``output``, the reference, as HyPoradise's
-  published sets have them (Chen et al., 2023, arXiv:2309.15701); further ``id`` and ``am_score``.
+* ``generator``: ``input``, a list, best first, and ``output``, the reference, as in HyPoradise's
+  published sets (Chen et al., 2023, arXiv:2309.15701); also ``id`` and ``am_score``.
 * ``lora``: ``input1``, the best, ``input2``, the others as one text, and ``output``, as its
-  training scripts read them. These do not say how the other hypotheses are separated; here each
-  ends with a full stop, as in its authors' later prompts, and lines are understood too.
+  training scripts read them. These do not specify how the other hypotheses are separated; here each
+  ends with a full stop, as in its authors' later prompts; one per line is read too.
 
 A row with ``n_best`` is a result of `mmdecode.asr.Transcriber`, or a line of the ``results.jsonl``
 of ``mmdecode transcribe --n-best``: each of its windows is a list.
@@ -45,7 +45,7 @@ class NBestList:
 
     Attributes:
         id: Its name; unique among lists that are used together.
-        hypotheses: Texts, the best first; equal ones may be among them.
+        hypotheses: Texts, the best first; may contain duplicates.
         scores: Score of each, higher is better: mean log-probability per token; ``None``: not
             known.
         reference: Reference text; ``None``: not known.
@@ -72,16 +72,16 @@ class NBestList:
 
     @property
     def best(self) -> str:
-        """The first hypothesis: what the recogniser itself says."""
+        """The first hypothesis: the recogniser's own result."""
         return self.hypotheses[0]
 
 
 def read_lists(path: str | os.PathLike[str]) -> list[NBestList]:
     """Reads lists: JSON lines, or one JSON list, of rows of any of the formats; gzip is unpacked.
 
-    A row without an id gets a digest of its hypotheses, so that a list is called alike in any file
-    and any order; of equal lists the second is numbered. Failed recordings of a transcriber's
-    results have no list and are left out.
+    A row without an id gets a digest of its hypotheses, so that a list has the same id in any file
+    and order; further equal lists get a number. Failed recordings in transcription results have no
+    list and are left out.
 
     Args:
         path: Its file.
@@ -142,9 +142,9 @@ def write_lists(
 
 
 def lists_of(transcript: Transcript) -> list[NBestList]:
-    """The lists of a recording's windows, in order.
+    """N-best lists of a recording's windows, in order.
 
-    They are called as the recording is where it has one window, else with the window's number:
+    Their ids are the recording's name where it has one window, else with the window's number:
     ``clip.wav#2``.
 
     Raises:
@@ -163,10 +163,10 @@ def lists_of(transcript: Transcript) -> list[NBestList]:
 
 
 def split(lists: Sequence[NBestList], share: float) -> tuple[list[NBestList], list[NBestList]]:
-    """A development part and the rest, the same for a list whatever others are next to it.
+    """Splits off a development part; a list's part depends on its id alone.
 
     Args:
-        lists: In order, which both parts keep.
+        lists: Lists; both parts keep their order.
         share: Approximate share of the lists in the first part, from 0 to 1.
     """
     parts: tuple[list[NBestList], list[NBestList]] = ([], [])
@@ -176,7 +176,7 @@ def split(lists: Sequence[NBestList], share: float) -> tuple[list[NBestList], li
 
 
 def hash_fraction(name: str) -> float:
-    """A fixed number in [0, 1) for an id, as if drawn uniformly."""
+    """Pseudo-random number in [0, 1) from the hash of an id."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest[:6]) / 2**48  # exact as a float, and below 1
 
@@ -238,7 +238,7 @@ def _of_windows(windows: Sequence[_Window], name: str, audio: str | None) -> Ite
 
 
 def _others(text: str) -> list[str]:
-    """The hypotheses of one text: a line each, else each up to a full stop."""
+    """Splits a text of several hypotheses: at line breaks, else at full stops."""
     parts = text.split("\n") if "\n" in text else f"{text} ".split(". ")
     return [part.strip() for part in parts if part.strip()]
 

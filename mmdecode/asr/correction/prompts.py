@@ -1,4 +1,4 @@
-"""Prompts that show a corrector a list of hypotheses, and templates of published ones."""
+"""Prompts with N-best lists for correctors, and templates after published ones."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 SETTINGS = "corrector.json"
-"""File of a trained corrector's folder that describes its prompts."""
+"""File in a trained corrector's folder with its `PromptOptions`."""
 
 
 NO_LABEL = -100
-"""A label that no loss looks at."""
+"""Label that losses ignore."""
 
 
 TEMPLATES = {
@@ -49,14 +49,15 @@ PLACEHOLDERS = ("best", "others", "numbered")
 
 @dataclass(frozen=True)
 class Template:
-    """A prompt with places for the hypotheses.
+    """A prompt with placeholders for the hypotheses.
 
     Attributes:
-        text: It, with ``{best}``, the first hypothesis, and ``{others}``, a line for each further
-            one; or with ``{numbered}``, a numbered line for each. Other braces are doubled.
+        text: Its text, with ``{best}``, the first hypothesis, and ``{others}``, a line for each
+            further one; or with ``{numbered}``, a numbered line for each. Literal braces are
+            doubled.
 
     Raises:
-        OptionError: The text has other places than these, or none.
+        OptionError: The text has other placeholders than these, or none.
     """
 
     text: str
@@ -69,13 +70,13 @@ class Template:
         wrong = [name for name in names if name not in PLACEHOLDERS]
         if wrong or not {"best", "numbered"} & {*names} or len(names) > len({*names}):
             raise OptionError(
-                f"template {self.text!r} has the places {', '.join(names) or '(none)'}; expected "
-                "{best}, alone or with {others}, or {numbered}, each once"
+                f"template {self.text!r} has the placeholders {', '.join(names) or '(none)'}; "
+                "expected {best}, alone or with {others}, or {numbered}, each once"
             )
 
     @classmethod
     def of(cls, given: Template | str) -> Template:
-        """One of `TEMPLATES` by its name, or a text of one's own.
+        """One of `TEMPLATES` by its name, or a template from its text.
 
         Raises:
             UnknownNameError: There is none of that name.
@@ -87,7 +88,7 @@ class Template:
         return cls(TEMPLATES.get(given, given))
 
     def prompt(self, hypotheses: Sequence[str]) -> str:
-        """The prompt of a list; white space in a hypothesis becomes single spaces."""
+        """Prompt for a list of hypotheses, in which white space becomes single spaces."""
         lines = [" ".join(text.split()) for text in hypotheses]
         return self.text.format(
             best=lines[0],
@@ -96,10 +97,10 @@ class Template:
         )
 
     def hypotheses(self, prompt: str) -> tuple[str, ...]:
-        """The hypotheses that a prompt was made of, as far as it shows them.
+        """Extracts the hypotheses from a prompt.
 
         Raises:
-            InputError: It was not made of this template.
+            InputError: The prompt does not match this template.
         """
         found = self._pattern.fullmatch(prompt)
         if found is None:
@@ -130,12 +131,12 @@ class Template:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """How a list is put to a model; kept next to a trained corrector.
+    """Options of a corrector's prompts, saved with a trained corrector.
 
     Attributes:
-        template: A name of `TEMPLATES`, or a text of one's own, see `Template`.
-        count: Hypotheses shown, at most.
-        chat: Whether the prompt goes in as a user's turn of the tokenizer's chat template.
+        template: A name of `TEMPLATES`, or the text of your own, see `Template`.
+        count: Most hypotheses in the prompt.
+        chat: Whether the prompt is a user turn in the tokenizer's chat template.
     """
 
     template: str = "n_best"
@@ -148,7 +149,7 @@ class PromptOptions:
             raise OptionError(f"count={self.count}; expected at least one hypothesis")
 
     def save(self, folder: Path) -> None:
-        """Writes them into a model's folder."""
+        """Writes the options into a model's folder."""
         write_file(folder / SETTINGS, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
@@ -159,17 +160,16 @@ class PromptOptions:
 
 
 class ListPrompts:
-    """Lists and texts as ids of one model.
+    """Encodes prompts and answers as token ids of one model.
 
     Args:
-        tokenizer: The model's.
-        seq2seq: Whether prompt and answer are read by an encoder and a decoder; else the answer
-            goes on after the prompt.
-        options: How a list is put.
+        tokenizer: The model's tokenizer.
+        seq2seq: Whether the model is an encoder-decoder, which reads the prompt by its encoder;
+            else the answer continues the prompt.
+        options: Options of the prompts.
 
     Raises:
-        InputError: The tokenizer has no token that ends an answer, or no chat template where one is
-            asked for.
+        InputError: The tokenizer has no end token, or no chat template although ``chat`` is set.
     """
 
     def __init__(self, tokenizer: Any, seq2seq: bool, options: PromptOptions) -> None:
@@ -187,11 +187,11 @@ class ListPrompts:
         self.pad = self.eos if pad is None else int(pad)
 
     def shown(self, hypotheses: Sequence[str]) -> Sequence[str]:
-        """Hypotheses of a list that the prompt shows."""
+        """Hypotheses of a list that are in the prompt."""
         return hypotheses[: self.options.count]
 
     def prompt(self, hypotheses: Sequence[str]) -> list[int]:
-        """Prompt for a list."""
+        """Ids of the prompt for a list."""
         text = self.template.prompt(self.shown(hypotheses))
         if self.options.chat:
             turn = [{"role": "user", "content": text}]
@@ -212,15 +212,15 @@ class ListPrompts:
         return [*(token for token in ids if token != self.eos), self.eos]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Text of some ids of an answer."""
+        """Decodes an answer, without special tokens."""
         decode = self.tokenizer.decode
         return decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
 
     def collated(self, pairs: Sequence[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
-        """Inputs of a model's forward for prompts and answers; only answers have labels.
+        """Model inputs for prompts with their answers; only answer tokens have labels.
 
-        A seq2seq model gets ``labels (B, A)`` next to prompts ``(B, P)``; a causal one prompt and
-        answer as one row, ``labels`` as wide. Rows are padded on the right.
+        A seq2seq model gets prompts ``(B, P)`` and ``labels (B, A)``; a causal one rows of prompt
+        and answer ``(B, P + A)`` and labels of the same shape. Rows are padded on the right.
         """
         rows = [prompt if self.seq2seq else prompt + answer for prompt, answer in pairs]
         wanted = [
@@ -239,7 +239,7 @@ class ListPrompts:
         }
 
     def padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Prompts of a batch and their mask, ``(B, P)``; a decoder's are padded on the left."""
+        """Prompts of a batch and their mask, ``(B, P)``; padded on the left for causal models."""
         width = max(map(len, rows))
         ids = torch.full((len(rows), width), self.pad)
         mask = torch.zeros_like(ids)

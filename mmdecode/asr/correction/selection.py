@@ -1,7 +1,7 @@
-"""Selects one of the hypotheses: by their agreement, by a language model, or by certainty.
+"""Selects one hypothesis of a list: by minimum Bayes risk, a language model, or self-certainty.
 
-A choice is a place in the list; of equally good hypotheses the first is taken. Each way has a gain
-over the first hypothesis in its own unit, so that a threshold can be laid on it
+Among equally good hypotheses the first is taken. Each method gives the gain over the first
+hypothesis in its own unit, so that a threshold can be applied to it
 (`mmdecode.evaluation.nbest.methods`).
 """
 
@@ -31,8 +31,8 @@ class Choice:
     """A hypothesis that was chosen.
 
     Attributes:
-        place: Where it stands in the list, from 0.
-        gain: Improvement over the first hypothesis; 0 where it is that one.
+        index: Its index in the list, from 0.
+        gain: Improvement over the first hypothesis; 0 for the first itself.
     """
 
     index: int
@@ -40,7 +40,7 @@ class Choice:
 
 
 def highest(values: Sequence[float]) -> Choice:
-    """The highest of some values, of equals the first, and how far it is above the first value.
+    """Chooses the highest value, the first of equals; its gain is the distance to the first value.
 
     Args:
         values: One per hypothesis.
@@ -50,11 +50,10 @@ def highest(values: Sequence[float]) -> Choice:
 
 
 def expected_edits(one: NBestList, weights: Weights = "uniform") -> list[float]:
-    """Words in which each hypothesis is expected to be wrong, if one of the list is right.
+    """Expected word errors of each hypothesis: the risk of minimum Bayes risk decoding.
 
     ``sum_j w_j d(h_i, h_j)`` over hypotheses j, for the word edit distance d and weights that sum
-    to 1: the risk of minimum Bayes risk decoding. Case and punctuation make no difference; an equal
-    hypothesis that stands twice has two votes.
+    to 1. Case and punctuation are ignored; duplicates of a hypothesis each count.
 
     Source: Stolcke, Konig and Weintraub, 1997, "Explicit word error minimization in N-best list
     rescoring".
@@ -128,10 +127,10 @@ def joined_scores(one: NBestList, language: Sequence[float], weight: float) -> l
 def self_certainty(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     """Self-certainty of a text: mean of KL(uniform || distribution) over its tokens.
 
-    ``-1/T sum_t (1/V sum_v log p_t(v) + log V)``, in nats. It needs the distribution of the
-    recogniser at each token of each hypothesis, from a forced pass or from the decoding itself, as
-    raw logits: where a token is forbidden (``-inf``), the divergence is infinite. Lists in files do
-    not hold distributions, so nothing of `mmdecode.evaluation` offers it.
+    ``-1/T sum_t (1/V sum_v log p_t(v) + log V)``, in nats. It needs the recogniser's distribution
+    at each token of each hypothesis, from a teacher-forced pass or from decoding, as raw logits:
+    where a token is suppressed (``-inf``), the divergence is infinite. Lists in files have no
+    distributions, so `mmdecode.evaluation` does not offer it.
 
     Source: Kang, Zhao and Song, 2025, arXiv:2502.18581.
 
@@ -161,7 +160,7 @@ def most_certain(distributions: Sequence[Tensor]) -> Choice:
     """The hypothesis with the highest `self_certainty`; its gain is in nats per token.
 
     Args:
-        distributions: Raw logits of each hypothesis' tokens, ``(T, V)``.
+        distributions: Raw logits at the tokens of each hypothesis, ``(T, V)``.
     """
     return highest([float(self_certainty(one)) for one in distributions])
 
@@ -180,25 +179,25 @@ class TextScore:
 
     @property
     def mean(self) -> float:
-        """Log-probability per token; of a text without any, minus infinity."""
+        """Log-probability per token; minus infinity for a text without tokens."""
         return self.total / self.tokens if self.tokens else -math.inf
 
 
 class TextScorer:
     """Log-probabilities of texts by any causal language model of transformers.
 
-    Texts start after the tokenizer's first token (``bos``, else ``eos``) and end with its ``eos``
-    where it has one. Rows are padded on the right, where a causal model cannot look, so that a text
-    has the score that it has alone, up to rounding.
+    Texts start after ``bos`` (else ``eos``) and end with ``eos`` where the tokenizer has one. Rows
+    are padded on the right, which a causal model does not attend to, so that scores do not depend
+    on the batch, up to rounding.
 
     Args:
         model: A causal language model.
         tokenizer: Its tokenizer.
-        batch_size: Texts at once.
+        batch_size: Texts scored at once.
 
     Raises:
         UnsupportedModelError: The model is an encoder-decoder.
-        OptionError: The tokenizer has neither a first nor an end token.
+        OptionError: The tokenizer has neither ``bos`` nor ``eos``.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, batch_size: int = 16) -> None:
@@ -248,7 +247,7 @@ class TextScorer:
         return cls(placed(model, device), tokenizer, batch_size=batch_size)
 
     def __call__(self, texts: Sequence[str]) -> list[TextScore]:
-        """Scores texts, in order; equal ones once."""
+        """Scores texts, in order; duplicates are computed once."""
         distinct = list(dict.fromkeys(texts))
         rows = {text: self._ids(text) for text in distinct}
         by_length = sorted(distinct, key=lambda text: len(rows[text]))

@@ -1,4 +1,4 @@
-"""How a recogniser writes a language model's text: casings, marks and token boundaries."""
+"""A recogniser's tokens for the words of a language model: casing, punctuation, word boundaries."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from mmdecode.asr.alignment.words import SPACES
 
 Tokens = tuple[int, ...]
-"""Ids of the recogniser."""
+"""Token ids of the recogniser."""
 
 Route = Literal["auto", "text", "ids"]
 
 
 MARKS = ("", ",", ".", "?", "!")
-"""Punctuation that may follow a word, next to that of the text itself."""
+"""Punctuation that may follow a word, in addition to that of the text itself."""
 
 _TRAILING = ",.?!;:"
 
@@ -24,12 +24,12 @@ _NO_TEXT = "\ufffd"
 
 
 class Spelling:
-    """How a recogniser's tokenizer writes words.
+    """Words as tokens of a recogniser's tokenizer.
 
     Args:
-        tokenizer: A BPE that marks spaces in its tokens, as Whisper's or Moonshine's; what was
-            added to its vocabulary is no text.
-        end: Id of the end of a transcript.
+        tokenizer: A BPE tokenizer with a mark for spaces in its tokens, as Whisper's or
+            Moonshine's; tokens added to its vocabulary do not count as text.
+        end: Id of the end token.
     """
 
     def __init__(self, tokenizer: Any, end: int) -> None:
@@ -42,7 +42,7 @@ class Spelling:
         self.space = max(SPACES, key=lambda mark: sum(name.startswith(mark) for name in names))
         words = (name[1:] for name in names if name.startswith(self.space) and name[1:].isalpha())
         [first, *_] = tokenizer.convert_ids_to_tokens(_plain_ids(tokenizer, next(words, "a")))
-        # some tokenizers put a space before every text by themselves
+        # some tokenizers prepend a space to every text
         self._before_word = "" if first.startswith(self.space) else " "
         ordered = sorted(zip(names, ids, strict=True))
         self._names = [name for name, _ in ordered]
@@ -50,10 +50,10 @@ class Spelling:
         self.name = dict(zip(ids, names, strict=True))
 
     def ids(self, word: str) -> Tokens:
-        """The canonical tokens of a word with a space before it."""
+        """Canonical tokens of a word with a space before it."""
         if word not in self._ids:
             ids = _plain_ids(self._tokenizer, f"{self._before_word}{word}")
-            # a word may look like a special token, which is no text
+            # a word may be spelled like a special token, which is not text
             self._ids[word] = tuple(token for token in ids if token in self.name)
         return self._ids[word]
 
@@ -70,12 +70,12 @@ def _plain_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def casings(word: str) -> list[str]:
-    """The ways a word may be written in small and capital letters, as it is first."""
+    """The word as it is, in lower case, capitalised and in upper case, without duplicates."""
     return [*dict.fromkeys([word, word.lower(), word[:1].upper() + word[1:], word.upper()])]
 
 
 def spellings(word: str) -> list[str]:
-    """The casings of a complete word with the marks that may follow it, as it is first."""
+    """The word as it is, then its casings with each punctuation mark that may follow it."""
     core = word.rstrip(_TRAILING)
     if not core:
         return [word]
@@ -84,7 +84,7 @@ def spellings(word: str) -> list[str]:
 
 
 def split(text: str) -> tuple[tuple[str, ...], str]:
-    """Complete words, and the pending one, empty after white space."""
+    """Complete words of a text, and the incomplete one at its end; empty after white space."""
     words = text.split()
     if not words or text[-1].isspace():
         return tuple(words), ""

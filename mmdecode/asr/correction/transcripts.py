@@ -1,9 +1,10 @@
-"""Correction next to a recogniser: by a language model alone, or together with what was heard.
+"""Correction methods for transcripts: a language model alone, or fused with the recogniser.
 
-These are the methods of the registry's kind ``correct``: ``llm``, and ``uadf``, ``static`` and
-``shallow``, whose tokens the recogniser weighs too (`mmdecode.guide.uadf`, `mmdecode.guide.fusion`,
-`mmdecode.asr.correction.fusion`). Each is a `mmdecode.asr.correction.corrector.Corrector` that also
-says of each word who decided it. `WindowCorrector` puts one after a transcriber.
+These are the methods of the registry's kind ``correct``: ``llm``, and the fusions ``uadf``,
+``static`` and ``shallow``, in which the recogniser scores each token too (`mmdecode.guide.uadf`,
+`mmdecode.guide.fusion`, `mmdecode.asr.correction.fusion`). Each wraps a
+`mmdecode.asr.correction.corrector.Corrector` and also attributes each word to the model that
+decided it. `mmdecode.asr.correction.windows.WindowCorrector` applies one to transcripts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Corrected:
 
     Attributes:
         correction: Result of correcting it.
-        words: Words of its text.
+        words: Words of its final text, each with the model that decided it.
     """
 
     correction: Correction
@@ -48,7 +49,7 @@ class Corrected:
 
 
 class ListCorrection(ABC):
-    """Corrects lists, and tells which model decided each word.
+    """Corrects lists, and attributes each word to the model that decided it.
 
     Args:
         corrector: The language model.
@@ -59,7 +60,7 @@ class ListCorrection(ABC):
 
     @property
     def count(self) -> int:
-        """Hypotheses that it is shown."""
+        """Most hypotheses in the language model's prompt."""
         return self.corrector.prompts.options.count
 
     @abstractmethod
@@ -75,9 +76,9 @@ class ListCorrection(ABC):
 
 
 class LanguageModelCorrection(ListCorrection):
-    """A language model corrects and hears nothing.
+    """Correction by a language model alone, without the audio.
 
-    A word that stands in the first hypothesis at its place is decided by both.
+    A word that is aligned with an equal word of the first hypothesis counts as decided by both.
     """
 
     summary = "a language model corrects and hears nothing"
@@ -98,8 +99,8 @@ class LanguageModelCorrection(ListCorrection):
         Args:
             model: A corrector: folder, Hub id or ``zoo:NAME``.
             recogniser: Recogniser whose device is used; given by the transcriber.
-            count: Hypotheses shown; ``None``: as the corrector was trained.
-            batch_size: Lists at once.
+            count: Most hypotheses in the prompt; ``None``: as the corrector was trained.
+            batch_size: Lists corrected at once.
             max_new_tokens: Most tokens of an answer.
             draft: See `mmdecode.asr.correction.corrector.Corrector`.
         """
@@ -116,17 +117,17 @@ class LanguageModelCorrection(ListCorrection):
 
 
 class FusedCorrection(ListCorrection):
-    """A language model corrects, and what was heard weighs in at every token.
+    """Correction by a language model fused with the recogniser's scores at every token.
 
     Args:
         corrector: A causal language model; its guide is set here.
-        recogniser: The model that hears.
-        join: Makes the guide of the acoustic branch: how the two models are joined.
-        candidates: Number of the language model's tokens that the recogniser scores.
+        recogniser: The recogniser.
+        join: Makes the guide from the acoustic branch: how the two models are fused.
+        candidates: Number of the language model's most likely tokens that the recogniser scores.
         route: How they are scored, see `mmdecode.asr.correction.fusion.Acoustic.branch`.
 
     Raises:
-        OptionError: The language model is no causal one.
+        OptionError: The language model is not causal.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class FusedCorrection(ListCorrection):
         return sorted(found, key=lambda one: one.correction.index)
 
     def _words_of_tokens(self, scorer: Any, row: int, count: int) -> list[DecidedWord]:
-        """Model that decided the tokens of each word of an answer."""
+        """Words of an answer, each with the model that decided its tokens."""
         tokens = scorer.choices.tokens(row)[:count]
         kept = scorer.choices.kept[row][:count]
         marks: list[set[By]] = []
@@ -212,7 +213,7 @@ _RANKED: tuple[By, ...] = ("audio", "language model", "both")
 
 
 def _begins_word(texts: Sequence[str]) -> bool:
-    """Whether what the last text adds begins with white space."""
+    """Whether the text that the last entry adds to the one before begins with white space."""
     added = texts[-1][len(texts[-2]) :]
     return added[:1].isspace() or not added
 
@@ -220,7 +221,7 @@ def _begins_word(texts: Sequence[str]) -> bool:
 def _all(
     corrector: Corrector, lists: Sequence[NBestList], audio: Sequence[Given] | None = None
 ) -> Iterator[Correction]:
-    """Corrections of lists, none of which may fail: a recording is corrected as a whole."""
+    """Corrections of lists; raises the first failure: a recording is corrected as a whole."""
     for found, failed in corrector.outcomes(lists, audio):
         if failed is not None:
             raise failed.problem
@@ -228,7 +229,7 @@ def _all(
 
 
 def _words_of_text(one: Correction) -> list[DecidedWord]:
-    """Words of a text that was made without hearing, next to the first hypothesis."""
+    """Words of a text that was made without the audio, attributed by the first hypothesis."""
     words, best = one.text.split(), one.best.split()
     by: list[By] = ["language model"] * len(words)
     for block in SequenceMatcher(None, best, words, autojunk=False).get_matching_blocks():
@@ -264,7 +265,7 @@ class UADFCorrection(FusedCorrection):
 
         Args:
             model: See `LanguageModelCorrection.from_options`.
-            recogniser: The model that hears; given by the transcriber.
+            recogniser: The recogniser; given by the transcriber.
             beta: See `mmdecode.guide.uadf.UADF`.
             scale: See there.
             main_temperature: See there; ``None``: that of the language model's card.

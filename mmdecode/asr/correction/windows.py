@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from mmdecode.asr.decoding.long_form import LongForm
     from mmdecode.asr.results import DecidedWord, Piece, Segment, Transcript
 
-_SHORTEST_S = 0.025  # a stretch that is heard again
+_SHORTEST_S = 0.025  # shorter stretches are not corrected
 
-_PAD_S = 0.2  # of silence around what is heard again, where neighbours leave room
+_PAD_S = 0.2  # most padding on either side of a stretch, up to half of the gap to its neighbour
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A stretch of a recording that is heard again.
+    """A stretch of a recording that is decoded again for correction.
 
     Attributes:
-        segments: Indices of the transcript's segments that it holds, first and after the last.
-        start: Its first sample.
-        end: After its last.
+        segments: Range of the transcript's segments in it: index of the first, and after the last.
+        start: Index of its first sample.
+        end: Index after its last sample.
     """
 
     segments: tuple[int, int]
@@ -47,13 +47,13 @@ class Stretch:
 class WindowCorrector:
     """Corrects transcripts window by window.
 
-    A window of the first transcription, as far as it was kept, is heard again by itself: its
-    N-best list is the text it has, then what a beam search finds, and it gets a correction of its
-    own. Corrected words go to the segment in which the words next to them were.
+    The part of each window that was kept in the transcript is encoded again by itself. Its N-best
+    list is its text in the transcript, then the hypotheses of a beam search. Corrected words go to
+    the segments of the words that they replace.
 
     Args:
-        method: Corrects the windows.
-        loop: The transcriber's.
+        method: Corrects the lists of the windows.
+        loop: The transcriber's loop over windows.
     """
 
     def __init__(self, method: ListCorrection, loop: LongForm) -> None:
@@ -71,7 +71,12 @@ class WindowCorrector:
 
     @torch.no_grad()
     def __call__(self, job: Job, transcript: Transcript) -> Transcript:
-        """The transcript with corrected segments, each with its words and who decided them."""
+        """The transcript with corrected segments and their ``decided`` words.
+
+        Args:
+            job: The recording, decoded.
+            transcript: Its transcript.
+        """
         stretches = self._stretches(job.pieces, transcript.segments)
         if not stretches:
             return transcript
@@ -88,7 +93,7 @@ class WindowCorrector:
 
         pairs = list(zip(stretches, waves, strict=True))
         for start in range(0, len(pairs), size):
-            # half of them may fit into memory where all do not
+            # on out-of-memory errors batches are halved
             for _, found in each(pairs[start : start + size], correct, advice=HINT):
                 if isinstance(found, Failed):
                     raise found.problem
@@ -108,7 +113,7 @@ class WindowCorrector:
         )
 
     def _stretches(self, pieces: Sequence[Piece], segments: Sequence[Segment]) -> list[Stretch]:
-        """Neighbouring segments that one window made, with text and no longer than a window."""
+        """Stretches of segments of one window each, with text and no longer than a window."""
         ours = self.recognizer
         longest = round(ours.window_frames * ours.frame_s * ours.rate)
         found = []
@@ -132,7 +137,7 @@ class WindowCorrector:
     def _lists(
         self, transcript: Transcript, stretches: Sequence[Stretch], given: Sequence[Given]
     ) -> list[NBestList]:
-        """Text of each stretch, and the hypotheses of a beam search."""
+        """N-best list of each stretch: its text, then other hypotheses of a beam search."""
         ours = self.recognizer
         seconds = [(one.end - one.start) / ours.rate for one in stretches]
         encoded = ours.encode([one.features for one in given], seconds)
@@ -150,11 +155,11 @@ class WindowCorrector:
 
 
 def shared_out(segments: Sequence[Segment], words: Sequence[DecidedWord]) -> list[Segment]:
-    """Segments with the words of a corrected text, each in the segment of the word it replaces.
+    """Distributes the words of a corrected text over the segments of the words they replace.
 
     Args:
-        segments: Neighbours, whose texts were corrected together.
-        words: In order.
+        segments: Neighbouring segments, whose texts were corrected together.
+        words: Words of the corrected text, in order.
     """
     owners = [index for index, one in enumerate(segments) for _ in one.text.split()]
     before = [word for one in segments for word in one.text.split()]
@@ -168,7 +173,7 @@ def shared_out(segments: Sequence[Segment], words: Sequence[DecidedWord]) -> lis
 
 
 def aligned_positions(before: Sequence[str], words: Sequence[str]) -> list[int]:
-    """For each word of a text, the place of the word in an earlier one that it is or replaces.
+    """For each word of a text, the index of the word in an earlier text that it is or replaces.
 
     Args:
         before: Words of the earlier text, at least one.
@@ -178,7 +183,7 @@ def aligned_positions(before: Sequence[str], words: Sequence[str]) -> list[int]:
     matcher = SequenceMatcher(None, before, words, autojunk=False)
     for _, first, last, start, end in matcher.get_opcodes():
         for index in range(start, end):
-            # words in the place of others share their places; those put in follow the word before
+            # replacements share the indices of the words replaced, insertions have that before them
             at = (
                 first + (index - start) * (last - first) // (end - start)
                 if last > first

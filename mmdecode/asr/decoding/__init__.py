@@ -1,1 +1,1 @@
-"""Order of decoding: windows of long audio, retries, beams, and where a window is cut."""
+"""Decoding of long audio: windows, temperature fallback, beam search, N-best lists, segments."""

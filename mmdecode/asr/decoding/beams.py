@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor
 
 Scored = tuple[list[int], float]
-"""Tokens and their score."""
+"""Tokens of a hypothesis, and its score."""
 
 
 def beam_search(
@@ -33,14 +33,14 @@ def beam_search(
     Args:
         model: An encoder-decoder.
         prompt: ``(B, P)``, without padding.
-        inputs: Further inputs of ``generate``: the windows, or the encoder's states of them.
-        rules: Processors next to those that the checkpoint asks for.
+        inputs: Further inputs of ``generate``: features of the windows, or their encoder states.
+        rules: Logits processors in addition to those of the checkpoint's settings.
         config: Lengths and special tokens.
-        beams: Sequences followed.
-        keep: Sequences returned, at most as many.
+        beams: Number of beams.
+        keep: Number of sequences returned per row, at most ``beams``.
 
     Returns:
-        For each row ``keep`` sequences, up to and with the end token; their scores are
+        For each row ``keep`` sequences, the end token included; their scores are
         ``sequences_scores``, at the default length penalty the mean log-probability per token.
     """
     config = copy.copy(config)

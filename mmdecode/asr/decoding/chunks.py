@@ -1,11 +1,11 @@
-"""Windows at fixed places that overlap, joined to one text.
+"""Merges the texts of overlapping windows that begin at fixed times (``chunked`` mode).
 
-Two windows heard what lies in both. The longest run of tokens that their texts share there, at
-about the same time, is where they are joined: in the middle of it, since a window knows least about
-its edges. Without a shared run of two tokens the times decide: what the later window says of a time
-for which the earlier one has a complete segment was heard from the middle of a sentence on, and is
-dropped. A sentence longer than the overlap may lie whole in no window. With a model without
-timestamps both texts end at the word that is about in the middle of what overlaps.
+The texts are joined at the longest run of tokens that both have in the overlap at about the same
+time: in the middle of the run, since a window is least reliable at its edges. Without a common run
+of two tokens the times decide: text of the later window at a time for which the earlier window has
+a complete segment is dropped, since it began in the middle of a sentence. A sentence longer than
+the overlap may lie whole in no window. With a model without timestamps both texts are cut at the
+word that is about in the middle of the overlap.
 
 Cost: `zoo:whisper-synth`, whose windows are of 8 s, reads the zoo's recording of three
 minutes with a word error rate of 17.7 % in chunks and of 14.0 % in sequence, its clips joined by
@@ -15,8 +15,8 @@ windows at once and without a draft, the recording took 2.8 s of processor time 
 sequence, and 5.3 s in chunks with 6 s of overlap.
 
 Source: the chunked mode of transformers' speech pipeline, which aligns the two texts at the offset
-where most of their tokens agree, and keeps both where few do; the longest run also finds its place
-where one of them has a word more.
+where most of their tokens agree, and keeps both where few do; the longest common run also works
+where one of the texts has an additional word.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from mmdecode.asr.results import Piece
 
 APART = 0.25
-"""Tokens are the same if they are no farther apart than this part of what overlaps; when they were
-said is known roughly only, from their segment."""
+"""Equal tokens match if their times differ by at most this share of the overlap; times of tokens
+are approximate, interpolated within their segment."""
 APART_WINDOWS = 1.0
-"""The same where segments are whole windows, in which pauses move words by seconds. The real clips
+"""The same where segments are whole windows, in which pauses shift words by seconds. The real clips
 of the zoo by `moonshine:tiny-en`, with silence of 2.5 s between them and in windows of 10 s that
 overlap by 3 s: word errors of 16.8 % at 0.25, 7.5 at 0.5, 4.6 at 1 and 8.7 at 1.5."""
 
 
 @dataclass(frozen=True)
 class TimedToken:
-    """A text token.
+    """A text token with its approximate time.
 
     Attributes:
         token: Its id.
-        piece: In which piece it is.
-        place: Where in the piece's tokens.
-        seconds: About when it was said.
+        piece: Index of its segment.
+        position: Its index in the segment's tokens.
+        seconds: Its approximate time in the recording, interpolated within the segment.
     """
 
     token: int
@@ -61,13 +61,13 @@ def join(
     begin: float,
     is_text: Callable[[int], bool],
 ) -> list[Piece]:
-    """One list of pieces from those of two neighbouring windows; the two that meet become one.
+    """Merges the segments of two overlapping windows; the two at the seam become one.
 
     Args:
-        left: Text of the earlier window, or of all windows up to it.
-        right: Text of the later window.
-        begin: Where the later window begins, in seconds.
-        is_text: Whether an id stands for text.
+        left: Segments of the earlier window, or of all windows up to it.
+        right: Segments of the later window.
+        begin: Start of the later window, in seconds.
+        is_text: Whether an id is a text token.
     """
     end, before, after = _overlap(left, right, begin, is_text)
     first, second, size = longest_run(before, after, APART * (end - begin))
@@ -91,15 +91,15 @@ def join_windows(
     is_text: Callable[[int], bool],
     starts_word: Callable[[int], bool],
 ) -> list[Piece]:
-    """The same where pieces are whole windows: they stay apart, and meet at a word.
+    """Merges windows of models without timestamps: each stays a segment, and they meet at a word.
 
-    It is the word next to the middle of what they share, else to the middle of what overlaps.
+    They meet at the word nearest to the middle of the common run, else of the overlap.
 
     Args:
         left: Segments of the earlier window, or of all windows up to it.
         right: Segments of the later window.
-        begin: Where the later window begins, in seconds.
-        is_text: Whether an id stands for text.
+        begin: Start of the later window, in seconds.
+        is_text: Whether an id is a text token.
         starts_word: Whether an id begins a word.
     """
     end, before, after = _overlap(left, right, begin, is_text)
@@ -125,7 +125,7 @@ def join_windows(
 def _overlap(
     left: Sequence[Piece], right: Sequence[Piece], begin: float, is_text: Callable[[int], bool]
 ) -> tuple[float, list[TimedToken], list[TimedToken]]:
-    """Where the earlier text ends, and what each window says of the time that both heard."""
+    """End of the earlier text in seconds, and the tokens of each window in the overlap."""
     end = max((piece.end for piece in left if piece.tokens), default=begin)
     before = _timed_tokens(left, [piece.end > begin for piece in left], is_text)
     after = _timed_tokens(right, [piece.start < end for piece in right], is_text)
@@ -135,7 +135,7 @@ def _overlap(
 def _timed_tokens(
     pieces: Sequence[Piece], wanted: Sequence[bool], is_text: Callable[[int], bool]
 ) -> list[TimedToken]:
-    """The text tokens of the pieces that are wanted."""
+    """Text tokens of the segments whose ``wanted`` is true, with approximate times."""
     found = []
     for index, piece in enumerate(pieces):
         positions = [position for position, token in enumerate(piece.tokens) if is_text(token)]
@@ -156,7 +156,7 @@ def _until(
     is_text: Callable[[int], bool],
     starts_word: Callable[[int], bool],
 ) -> list[Piece]:
-    """Text up to about a time, in whole words."""
+    """Segments up to the word at about ``at`` seconds."""
     found = []
     for index, piece in enumerate(pieces):
         if piece.end > at:
@@ -173,7 +173,7 @@ def _from(
     is_text: Callable[[int], bool],
     starts_word: Callable[[int], bool],
 ) -> list[Piece]:
-    """Text from about a time on, in whole words."""
+    """Segments from the word at about ``at`` seconds on."""
     found = []
     for index, piece in enumerate(pieces):
         if piece.start < at:
@@ -191,7 +191,7 @@ def _word_at(
     is_text: Callable[[int], bool],
     starts_word: Callable[[int], bool],
 ) -> int:
-    """Where in a piece the first word begins at or after a time."""
+    """Position, in a segment's tokens, of the first word that begins at or after a time."""
     timed = _timed_tokens(pieces, [number == index for number in range(len(pieces))], is_text)
     tokens = pieces[index].tokens
     position = next((one.position for one in timed if one.seconds >= at), len(tokens))
@@ -199,9 +199,9 @@ def _word_at(
 
 
 def _next_word(tokens: Sequence[int], position: int, starts_word: Callable[[int], bool]) -> int:
-    """The place of the first token from there on that begins a word, or the end.
+    """Position of the next token that begins a word, or the end.
 
-    Where no token begins a word, as in texts without spaces, any place will do.
+    Where no token begins a word, as in texts without spaces, it is ``position`` itself.
     """
     words = [at for at, token in enumerate(tokens) if starts_word(token)]
     return next((at for at in words if at >= position), len(tokens)) if words else position
@@ -210,12 +210,12 @@ def _next_word(tokens: Sequence[int], position: int, starts_word: Callable[[int]
 def longest_run(
     first: Sequence[TimedToken], second: Sequence[TimedToken], apart_s: float
 ) -> tuple[int, int, int]:
-    """Where the longest run that both share begins in each, and its length; the first of equals.
+    """Longest common run of tokens: its start in each text, and its length; the first of equals.
 
     Args:
-        first: A text.
-        second: Another.
-        apart_s: How far apart two tokens may be that are the same.
+        first: Tokens of a text.
+        second: Tokens of another text.
+        apart_s: Most seconds between the times of equal tokens that match.
     """
     best = (0, 0, 0)
     above = [0] * (len(second) + 1)  # lengths of the runs that end at the token before

@@ -1,4 +1,4 @@
-"""`Attempts`: windows decoded once, and judged by gates that serve every recogniser.
+"""`Attempts`: decodes windows at one temperature and checks them against Whisper's thresholds.
 
 Formulas and their order follow transformers' ``generation_whisper.py``.
 """
@@ -31,15 +31,15 @@ class Result:
     """One attempt at a window.
 
     Attributes:
-        tokens: Without the end token.
-        temperature: At which it was decoded.
-        attempts: How many there were at the window, this one included.
-        avg_logprob: ``None``: nothing asked for it.
-        no_speech_prob: ``None``: nothing asked for it.
-        failed: Whether it is to be redone.
-        silent: Whether it is to be skipped.
-        looped: Whether it ends in a loop.
-        n_best: Alternatives, tokens and score; two may have one text and other times.
+        tokens: Token ids, without the end token.
+        temperature: Temperature of the attempt.
+        attempts: Number of attempts at the window, this one included.
+        avg_logprob: Mean log-probability per token; ``None``: no option needs it.
+        no_speech_prob: No-speech probability; ``None``: no option needs it, or the model has none.
+        failed: Whether it failed a threshold, and is decoded again at the next temperature.
+        silent: Whether the window is skipped as silence.
+        repetitive: Whether it ends in a repetition loop.
+        n_best: Alternatives as tokens and score; two may differ in timestamps only.
     """
 
     tokens: list[int]
@@ -54,12 +54,12 @@ class Result:
 
 
 class Attempts:
-    """Decodes windows once.
+    """Decodes windows once, and checks the results against the thresholds.
 
     Args:
-        recognizer: The model, and what is known of its family.
-        decoder: How.
-        options: Settings; the thresholds are looked at here.
+        recognizer: Recogniser of the model.
+        decoder: Decoder of the windows.
+        options: Settings; the thresholds are applied here.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Attempts:
         names: list[str],
         sources: list[list[int]],
     ) -> list[Result]:
-        """One judged attempt at each window.
+        """One attempt at each window, checked against the thresholds.
 
         Args:
             prompt: Prompts of one length, ``(B, P)``.
             encoded: The windows.
-            temperature: 0 is greedy.
-            names: Keys of the noise.
-            sources: Texts that a drafter may copy from.
+            temperature: Sampling temperature; 0 is greedy.
+            names: Keys of the noise, one per row.
+            sources: Token ids that a drafter may copy from, per row.
         """
         options, width, ours = self.options, prompt.shape[1], self.recognizer
         no_speech: list[float | None] = [None] * len(prompt)
@@ -138,7 +138,7 @@ class Attempts:
     def searched(
         self, prompt: Tensor, encoded: Encoded, beams: int, keep: int
     ) -> list[list[Scored]]:
-        """The ``keep`` best of each window's beams, see `mmdecode.asr.decoding.beams`."""
+        """The ``keep`` best sequences per window, see `mmdecode.asr.decoding.beams`."""
         limits = self._limits(encoded)
         found: dict[int, list[Scored]] = {}
         for rows in grouped(limits):
@@ -149,7 +149,7 @@ class Attempts:
         return [found[row] for row in range(len(prompt))]
 
     def judge(self, result: Result) -> None:
-        """Sets ``failed``, ``silent`` and ``looped``, and takes the end token off."""
+        """Sets ``failed``, ``silent`` and ``repetitive``, and removes the end token."""
         options, tokens = self.options, result.tokens
         if options.compression_ratio_threshold is not None:
             ratio = compression_ratio(tokens, self.recognizer.model.config.vocab_size)
@@ -167,18 +167,18 @@ class Attempts:
 
 
 def compression_ratio(tokens: list[int], vocab: int) -> float:
-    """Bytes of the ids over their zlib-compressed bytes."""
+    """Size of the ids as bytes, divided by their zlib-compressed size."""
     size = int(math.log2(vocab) / 8) + 1
     data = b"".join(token.to_bytes(size, "little") for token in tokens)
     return len(data) / len(zlib.compress(data))
 
 
 def avg_logprob(scores: Tensor, tokens: Tensor, temperature: float) -> float:
-    """Mean log-probability of the tokens, end token included, before the temperature.
+    """Mean log-probability of the tokens at temperature 1, end token included.
 
     Args:
-        scores: Processed, ``(L, V)``.
-        tokens: ``(L,)``.
+        scores: Processed logits, ``(L, V)``.
+        tokens: Token ids, ``(L,)``.
         temperature: Sampling temperature; 0 for greedy decoding.
     """
     log_p = (scores * (temperature or 1.0)).float().log_softmax(-1)

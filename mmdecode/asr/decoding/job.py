@@ -1,4 +1,4 @@
-"""A recording while it is decoded: its windows and what they gave."""
+"""State of a recording while it is decoded, and its windows."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ if TYPE_CHECKING:
 
 @dataclass
 class Job:
-    """One recording on its way.
+    """State of one recording that is being decoded.
 
     Attributes:
-        index: Its place in the input.
+        index: Its index in the input.
         name: Its name.
-        speech: Its audio; ``None``: nobody speaks.
-        frame_s: Seconds in a frame.
-        timeline: Where the stretches that are transcribed stand in the recording.
-        language: Its language token.
-        conditioned: Whether the next window is shown the text so far.
-        shown: The last tokens of the text so far.
-        source: Text that a drafter may copy from in the next window.
+        speech: Its audio; ``None``: voice activity detection found no speech.
+        frame_s: Seconds per frame.
+        timeline: Positions in the recording of the stretches that are transcribed.
+        language: Its language token; ``None``: not known yet, or the model has none.
+        conditioned: Whether the prompt of the next window contains ``context``.
+        context: Last tokens of the text so far.
+        source: Token ids that a drafter may copy from in the next window.
         seek: First frame not yet read.
-        joins: Whether the window that begins there overlaps the one before.
-        windows: Windows begun.
-        attempts: Windows decoded, repeats included.
+        joins: Whether the window that begins at ``seek`` overlaps the one before.
+        windows: Number of windows begun.
+        attempts: Number of windows decoded, repeats included.
         results: Results of the windows that ended.
         pieces: Segments so far.
-        said_s: End of the last word so far, where the options ask for it.
-        missing: Missing part of the recording, where that is allowed.
+        last_word_end_s: End of the last word so far in seconds, for
+            ``hallucination_silence_threshold``.
+        missing: Description of the missing part of a truncated recording.
     """
 
     index: int
@@ -64,7 +65,7 @@ class Job:
 
     @property
     def done_s(self) -> float:
-        """Seconds of the recording after which nothing is transcribed yet."""
+        """Seconds of the recording that are transcribed."""
         if self.speech is None or self.seek >= self.frames:
             return self.timeline.duration_s
         return self.timeline.at(self.seek * self.frame_s)
@@ -72,16 +73,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Window:
-    """A part of a recording that the model hears at once.
+    """A part of a recording that the model decodes at once.
 
     Attributes:
         job: The recording.
         number: Index among its windows, from 0.
         seek: Its first frame.
-        count: Frames of the recording in it.
-        joined: Whether it overlaps the window before, so that their texts are joined.
-        samples: Samples it was made of, where words are timed by them.
-        heard: The same as a guide may change it, where one does.
+        count: Frames of the recording in it, padding not counted.
+        joined: Whether it overlaps the window before, so that their texts are merged.
+        samples: Its samples, where words are timed by a CTC model that reads them; else ``None``.
+        waveform: Its waveform for guides that change the audio, else ``None``; see
+            `mmdecode.adapters.audio.transforms`.
     """
 
     job: Job

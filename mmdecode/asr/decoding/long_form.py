@@ -1,24 +1,24 @@
 """START HERE for long audio: `LongForm`, the loop over the windows of many recordings.
 
-A recording is read window by window. For a model with timestamps, the end of its last segment
-decides where the next window starts; for others windows are cut at pauses before they are decoded,
-several of one recording in a step (`mmdecode.asr.recognizers`). Inside transformers' batched long
-form nothing can know which recording, window and attempt a row is, so the loop is here: each step
-takes windows of every open recording, encodes them once, decodes them together, and redoes those
-that fail a threshold at the next temperature. A recording's text depends on nothing but the
+A recording is read window by window. For a model with timestamps, the next window starts at the end
+of the last predicted segment; for others windows are cut at pauses before they are decoded, several
+of one recording in a step (`mmdecode.asr.recognizers`). The loop is our own because transformers'
+batched long form does not tell which recording, window and attempt a row is. Each step takes
+windows of every open recording, encodes them once, decodes them together, and decodes those that
+fail a threshold again at the next temperature. A recording's text depends on nothing but the
 recording: rows of unequal prompt length are decoded in separate calls, and noise is keyed by
 (recording, window, attempt).
 
-Read on: `attempts` (how a window is decoded and judged), `cuts` (where its segments end), `chunks`
-(how windows are joined), `n_best`, `alignment` (when words were said).
+Read on: `fallback` (one attempt at a window), `segmentation` (segments of a window), `chunks`
+(merging of overlapping windows), `n_best`, `mmdecode.asr.alignment` (word times).
 
 For Whisper the rules follow transformers' ``generation_whisper.py`` for one recording at a time; a
-test holds tokens and segments to it. In ``chunked`` mode windows are at fixed places instead,
-several of one recording in a step, and joined at the end by `mmdecode.asr.decoding.chunks`.
+test compares tokens and segments with it. In ``chunked`` mode windows begin at fixed times instead,
+several of one recording in a step, and are merged by `mmdecode.asr.decoding.chunks`.
 
-A draft that copies from a text gets one per row, as ``mm_inputs["source_ids"]``: what the last
-window left unfinished, its times counted from the new window's start, then what it finished; and
-for a window that is redone, the attempt that failed.
+A drafter that copies from a text gets one per row, as ``mm_inputs["source_ids"]``: the unfinished
+segment of the last window, with timestamps relative to the new window, then its finished ones; for
+a window that is decoded again, the failed attempt.
 """
 
 from __future__ import annotations
@@ -60,15 +60,20 @@ if TYPE_CHECKING:
 
 
 HINT = "lower batch_size or n_best, or load the model in half precision"
-"""Advice where one recording needs more memory than there is."""
+"""Hint of the error where one recording alone does not fit into memory."""
 
 
 class LongForm:
-    """The window loop of one model.
+    """The loop over windows, for one model.
 
     Args:
-        recognizer: The model, and what is known of its family.
-        decoder: How windows are decoded.
+        recognizer: Recogniser of the model.
+        decoder: Decoder of the windows.
+
+    Raises:
+        OptionError: The overlap is not shorter than a window, or beams are combined with a draft or
+            guide.
+        IncompatibleError: The model cannot be decoded with the draft or guide.
     """
 
     def __init__(self, recognizer: Recognizer, decoder: Decoder) -> None:
@@ -103,14 +108,14 @@ class LongForm:
         batch_size: int | None = None,
         steps: bool = False,
     ) -> Iterator[Job | tuple[int, Failed]]:
-        """Yields each recording as it ends, and why one failed: whatever error it raised.
+        """Yields each recording as it ends; one that failed as its index and its error.
 
         Args:
             sources: The recordings; as many are open at a time as the batch holds.
-            progress: Called with the seconds of audio each step has transcribed.
-            watch: Keeps a note of the recordings that are decoded.
-            batch_size: In the place of the options'.
-            steps: Whether open recordings are yielded after each step too.
+            progress: Called with the seconds of audio that each step has transcribed.
+            watch: Notes the recordings that are being decoded.
+            batch_size: Overrides that of the options; ``None``: does not.
+            steps: Whether unfinished recordings are also yielded, after each step.
         """
         size = batch_size or self.options.batch_size
         waiting = iter(enumerate(sources))
@@ -158,7 +163,7 @@ class LongForm:
             yield from ended
 
     def _open(self, index: int, source: Source) -> Job:
-        """A recording, measured; with ``vad`` without its silence."""
+        """Reads a recording once for its length and hash; with ``vad`` cuts out its silence."""
         language = self.recognizer.language_of(source)
         if self.options.allow_truncated:
             source = replace(source, allow_truncated=True)
@@ -228,7 +233,7 @@ class LongForm:
         return Span(count, following, joined=True)
 
     def _step(self, read: Sequence[tuple[Window, Any]]) -> list[Result]:
-        """Some windows: encode, decode, repeat where needed."""
+        """Encodes and decodes windows, those that fail a threshold repeatedly."""
         ours = self.recognizer
         windows = [window for window, _ in read]
         seconds = [window.count * ours.frame_s for window in windows]
@@ -252,7 +257,7 @@ class LongForm:
     def _decode(
         self, windows: list[Window], ids: list[list[int]], encoded: Encoded
     ) -> list[Result]:
-        """The last attempt at each window: the first that did not fail, if any."""
+        """Result of each window: the first attempt that did not fail, else the last."""
         results: dict[int, Result] = {}
         sources = [window.job.source for window in windows]
         pending = list(range(len(windows)))
@@ -280,7 +285,7 @@ class LongForm:
         results: list[Result],
         encoded: Encoded,
     ) -> None:
-        """Has the tokens of windows know when they were said."""
+        """Replaces the tokens of results by `Token`, which have times and probabilities."""
         ours, states = self.recognizer, encoded.states
         assert states is not None, "only families that encode windows time words"
         spoken = [
@@ -318,12 +323,12 @@ class LongForm:
             windows[row].job.language = language
 
     def _prompt(self, job: Job) -> list[int]:
-        """Decoder prompts."""
+        """Decoder prompt of the next window of a recording."""
         context = job.context if job.conditioned else self.recognizer.initial_context
         return self.recognizer.prompt(job.language, context)
 
     def _advance(self, window: Window, result: Result) -> None:
-        """Takes a window's segments over, and says where and how the next one begins."""
+        """Adds a window's segments to its recording, and sets start and context of the next one."""
         job, count, ours = window.job, window.count, self.recognizer
         job.results.append(result)
         job.attempts += result.attempts
@@ -354,7 +359,7 @@ class LongForm:
             forward = self._forward(window, verdict.next_start)
         job.pieces += pieces
         for piece in pieces:
-            # of two timestamps at the end the second only says that the next segment follows
+            # of two timestamps at the end the second only opens the next segment
             double = len(piece.tokens) > 2 and not ours.is_text(piece.tokens[-2])
             job.context += piece.tokens[:-1] if double else piece.tokens
         job.context = job.context[-ours.max_context :]
@@ -364,11 +369,11 @@ class LongForm:
         job.source = rest + [token for _, _, tokens in segments for token in tokens]
 
     def _follows(self, window: Window) -> bool:
-        """Whether where the next window begins is said by this one's tokens."""
+        """Whether this window's tokens determine the start of the next one."""
         return self.options.mode == "sequential" and self.recognizer.capabilities.timestamps
 
     def _join(self, window: Window, pieces: list[Piece], offset: float) -> None:
-        """Takes the segments of a window over that was cut before it was decoded."""
+        """Adds the segments of a window whose start did not depend on the one before."""
         job, ours = window.job, self.recognizer
         if not window.joined:
             job.pieces += pieces
@@ -408,7 +413,7 @@ class LongForm:
         return verdict
 
     def _forward(self, window: Window, start_s: float) -> int:
-        """Frames from a window to the timestamp step at or before a time; one step at least."""
+        """Frames from a window's start to the timestamp at or before a time; one step at least."""
         if start_s == math.inf:
             return window.job.frames - window.seek
         ours = self.recognizer
@@ -427,6 +432,6 @@ def _check_plain(decoder: Decoder) -> None:
 def _by_length(
     ids: list[list[int]], rows: Iterable[int], device: torch.device
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Rows whose prompts have one length, and these prompts; shortest first."""
+    """Groups rows by prompt length: row indices and their prompts ``(B, P)``; shortest first."""
     for group in grouped([len(one) for one in ids], rows):
         yield group, torch.tensor([ids[row] for row in group], device=device)

@@ -1,13 +1,13 @@
-"""N-best: several texts of one window, each with a score, best first.
+"""N-best lists: several texts of one window, each with a score, best first.
 
-``beam``: transformers' beam search with as many beams, under the prompt and the processors of the
+``beam``: transformers' beam search with as many beams, with the prompt and the processors of the
 window; scores are its ``sequences_scores``, at the default length penalty the mean log-probability
-per token. ``sample``: draws from the distribution of model and guide at temperature 1 through the
-engine, by a decoder of its own without a draft; scores are mean log-probabilities too.
+per token. ``sample``: samples from the distribution of model and guide at temperature 1, by a
+separate decoder without a draft; scores are mean log-probabilities too.
 
-Hypotheses that differ in times alone are one text, with the score and the tokens of the best: there
-may be fewer texts than were asked for. A text is of a whole window: where windows follow one
-another, an unfinished last sentence comes again in the next.
+Hypotheses that differ in timestamps only are merged into one text, with the score and the tokens of
+the best: there may be fewer texts than requested. A text is that of a whole window: in sequential
+mode an unfinished last sentence appears again in the next window.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mmdecode.errors import OptionError
 
 
 def hypotheses(found: Iterable[Scored], text_of: Callable[[list[int]], str]) -> list[Hypothesis]:
-    """Each text once, as its best-scored tokens have it; best first.
+    """Hypotheses with distinct texts, each with its best-scored tokens; best first.
 
     Args:
-        found: In any order.
-        text_of: The text of some tokens.
+        found: Tokens and scores, in any order.
+        text_of: Decodes tokens to text.
     """
     best: dict[str, Hypothesis] = {}
     for tokens, score in sorted(found, key=lambda one: -one[1]):
@@ -41,10 +41,10 @@ def hypotheses(found: Iterable[Scored], text_of: Callable[[list[int]], str]) -> 
 
 
 class Alternatives:
-    """Finds the N-best lists of windows, next to the transcript.
+    """Finds the N-best lists of windows, by a search separate from the transcript's.
 
     Args:
-        attempts: How the windows themselves are decoded.
+        attempts: Decodes the windows; its recogniser, guide, seed and options are used.
 
     Raises:
         OptionError: Beams are asked for next to a guide.
@@ -71,12 +71,12 @@ class Alternatives:
             )
 
     def __call__(self, prompt: Tensor, encoded: Encoded, names: list[str]) -> list[list[Scored]]:
-        """The requested number of attempts at each window, equal ones included.
+        """The requested number of hypotheses for each window, equal ones included.
 
         Args:
             prompt: Prompts of one length, ``(B, P)``.
             encoded: The windows.
-            names: Keys of the noise.
+            names: Keys of the noise, one per row.
         """
         if self.sampler is None:
             beams = max(self.count, self.attempts.options.beams)

@@ -1,10 +1,10 @@
-"""Loops: a model that says the same words over and over until its window is full.
+"""Repetition loops: a model that repeats the same words until its window is full.
 
-A window loops if its text ends in at least `ROUNDS` rounds of the same tokens, the last one cut off
-anywhere, `TOKENS` tokens or more together; times are left out of account. Three words said four
-times count, and a single word said twelve times; people who repeat themselves say less.
-Whisper's compression gate finds most loops and asks for another attempt; this says what to do with
-those that are left.
+A window ends in a loop if its text ends in at least `ROUNDS` rounds of the same tokens, the last
+one possibly incomplete, of `TOKENS` tokens or more together; timestamps are ignored. So three words
+four times are a loop, and a single word twelve times; repetitions in natural speech are shorter.
+Whisper's compression ratio threshold finds most loops and makes the window be decoded again; this
+detects those that remain.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ ROUNDS, TOKENS = 4, 12
 
 
 def first_round_end(tokens: Sequence[object]) -> int | None:
-    """Where the first round of the loop at the end is over; ``None``: nothing loops.
+    """Index after the first round of the loop at the end; ``None``: there is no loop.
 
     Args:
-        tokens: Tokens of the text, without times; or words.
+        tokens: Text tokens, without timestamps; or words.
     """
     for period in range(1, len(tokens) // ROUNDS + 1):
         begin = len(tokens) - period

@@ -1,1 +1,1 @@
-"""Inputs of a job, manifests, and transcripts as files."""
+"""Inputs and manifests of transcription jobs, their results folders, and output formats."""

@@ -1,6 +1,6 @@
 """Transcripts as text, subtitles, tables and JSON, and safe names for the files.
 
-``whisper-json`` is what the command line of openai-whisper writes as JSON, for tools that read it.
+``whisper-json`` is the JSON of openai-whisper's command line, for tools that read it.
 
 A writer takes a `Transcript` and returns the whole file. Files are written under a temporary name
 and renamed, so that a file that exists is complete.
@@ -66,7 +66,7 @@ def as_json(transcript: Transcript, layout: Layout = DEFAULT) -> str:
 
 
 def jsonl(transcript: Transcript, layout: Layout = DEFAULT) -> str:
-    """One segment per line."""
+    """JSON lines with one segment per line."""
     return "".join(to_json(dataclasses.asdict(s)) + "\n" for s in transcript.segments)
 
 
@@ -119,11 +119,11 @@ def whisper_json(transcript: Transcript, layout: Layout = DEFAULT) -> str:
 
 
 _LEAST = -1e4
-"""A log-probability in the place of minus infinity, which JSON does not have."""
+"""Log-probability written instead of minus infinity, which JSON does not have."""
 
 
 def _compression_ratio(text: str) -> float:
-    """Compression ratio of the text, as in openai-whisper; thresholds here are of token ids."""
+    """Compression ratio of the text, as in openai-whisper; our thresholds are for token ids."""
     data = text.strip().encode(errors="replace")
     return len(data) / len(zlib.compress(data))
 
@@ -138,7 +138,7 @@ FORMATS: dict[str, Callable[[Transcript, Layout], str]] = {
     "whisper-json": whisper_json,
 }
 ALL = "all"
-"""In place of names: every format."""
+"""Stands for every format."""
 
 
 def ending(kind: str) -> str:
@@ -169,10 +169,10 @@ _LONGEST = 120  # bytes of a name, far below what file systems take
 
 
 def file_stem(source: str) -> str:
-    """A name for a source's files: no folder, no ending of audio, no control characters.
+    """Safe file name for a source: without folder, audio extension and control characters.
 
     Args:
-        source: The path or name of a recording, whatever it holds.
+        source: The path or name of a recording; may contain any characters.
     """
     name = unicodedata.normalize("NFC", re.split(r"[/\\]", source)[-1])
     stem, suffix = os.path.splitext(name)
@@ -183,9 +183,9 @@ def file_stem(source: str) -> str:
 
 
 def _folder_stem(folder: str) -> str:
-    """Safe names for a folder and those above it, each with a slash after it.
+    """Safe names for a folder and those above it, each followed by a slash.
 
-    None is a name that files of results have, so that no file and no folder share a name.
+    None can be the name of a results file, so that no file and folder have the same name.
     """
     endings = tuple(f".{ending(kind)}" for kind in FORMATS)
     parts = []
@@ -197,16 +197,16 @@ def _folder_stem(folder: str) -> str:
 
 
 def _safe(name: str) -> str:
-    """Without what file systems refuse or hide."""
+    """Name without characters that file systems refuse, and without leading and trailing dots."""
     name = re.sub(r"[^\w\-. ()+,@]", "_", name).strip(". ")
     return name.encode()[:_LONGEST].decode(errors="ignore").strip(". ")
 
 
 class Names:
-    """Names for the files of many sources, each given once.
+    """Distinct file names for many sources.
 
     Args:
-        taken: Names in use; upper and lower case count as the same.
+        taken: Names already in use; names are compared without case.
     """
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
@@ -214,11 +214,11 @@ class Names:
         self._numbers: dict[str, int] = {}
 
     def new(self, source: str, folder: str = "") -> str:
-        """A source's `file_stem`, with a number where that is taken.
+        """The source's `file_stem`, with a number if that is taken.
 
         Args:
             source: The path or name of a recording.
-            folder: Where its files go below the folder of results.
+            folder: Folder of its files, relative to the results folder.
         """
         above = _folder_stem(folder)
         stem = above + file_stem(source)
@@ -232,7 +232,7 @@ class Names:
 
 
 def _spoken(transcript: Transcript) -> Iterator[tuple[Segment, str]]:
-    """Segments that have a text, and that text on one line."""
+    """Segments with text, each with its text on one line."""
     for segment in transcript.segments:
         if text := clean(segment.text):
             yield segment, text

@@ -17,7 +17,7 @@ from mmdecode.runs.files import files_below, find_files, write_file
 from mmdecode.runs.inputs import refuse_address
 
 STDIN = "-"
-"""In place of a path: standard input."""
+"""Stands for standard input instead of a path."""
 
 
 @contextlib.contextmanager
@@ -28,20 +28,20 @@ def gathered(
     limit: int | None = None,
     keep_tree: bool = False,
 ) -> Iterator[list[Entry]]:
-    """Entries to transcribe, in order; each has an id of its own and a path that can be opened.
+    """Collects the entries to transcribe, in order, each with a unique id.
 
-    Standard input is kept in a temporary file while the entries are in use: recordings are read
-    more than once.
+    Standard input is kept in a temporary file inside the context, since recordings are read more
+    than once.
 
     Args:
         paths: Files, folders to search, ``-`` for the bytes of one recording on standard input.
-        files_from: A file with a path a line; ``-`` for standard input.
-        manifest: See `mmdecode.asr.output.manifest`.
-        limit: Only the first so many.
-        keep_tree: Whether entries know their folder below the one that was named.
+        files_from: A file with one path per line; ``-`` for standard input.
+        manifest: A manifest, see `mmdecode.asr.output.manifest`.
+        limit: Only the first so many entries; ``None``: all.
+        keep_tree: Whether entries have their ``folder`` relative to the folder that was searched.
 
     Raises:
-        OptionError: Nothing is named, or standard input is asked for twice.
+        OptionError: No input is given, or standard input is given twice.
         InputError: A folder holds no audio, or a list or manifest cannot be read.
     """
     named = [*paths, *(_listed(files_from) if files_from else ())]
@@ -67,7 +67,7 @@ def gathered(
 
 
 def find_audio(paths: Iterable[str]) -> list[str]:
-    """Named files as they are, folders searched for audio; each file once.
+    """Audio files: given files as they are, and those found in given folders; each once.
 
     Raises:
         InputError: A folder holds no audio.
@@ -79,7 +79,7 @@ def recordings_in(data: Path, limit: int | None = None) -> list[Entry]:
     """The recordings of a table, or of a folder.
 
     Args:
-        data: JSON lines, JSON, csv or tsv with a path a line, or a folder to search for audio.
+        data: JSON lines, JSON, csv or tsv with a recording per row, or a folder to search.
         limit: The first so many; ``None``: all.
 
     Raises:
@@ -91,7 +91,7 @@ def recordings_in(data: Path, limit: int | None = None) -> list[Entry]:
 
 
 def sizes(entries: Sequence[Entry]) -> list[float]:
-    """How much work each is: seconds where all are known, else bytes."""
+    """Amount of work per entry: seconds of audio if known for all, else bytes."""
     seconds = [entry.duration_s for entry in entries]
     known = [second for second in seconds if second is not None]
     if len(known) == len(entries):
@@ -107,7 +107,7 @@ def _bytes(path: str | None) -> float:
 
 
 def _listed(file: str) -> list[str]:
-    """Paths, one a line, as ``find`` prints them: bytes that are not UTF-8 are kept."""
+    """Reads paths, one per line, as ``find`` prints them; bytes that are not UTF-8 are kept."""
     try:
         if file != STDIN:
             refuse_address(file)

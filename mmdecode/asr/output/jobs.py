@@ -1,14 +1,14 @@
-"""A folder of results that survives being interrupted.
+"""Results folder of a transcription job that can be interrupted and resumed.
 
 A recording's files are written first, each under a temporary name and renamed, then its line is
-appended to ``results.jsonl`` and flushed; ``run.json`` says under which settings. So whatever has a
-line is complete, and what has none is transcribed again. Several processes write a part each,
-``parts/rank-N.jsonl``. Where a run starts and ends, all lines are merged into ``results.jsonl`` in
-the order of the input, one per recording; nothing in it depends on when a run was interrupted or by
-how many processes it was made.
+appended to ``results.jsonl`` and flushed; ``run.json`` has the settings. So recordings with a line
+are complete, and those without one are transcribed again. Several processes write a part each,
+``parts/rank-N.jsonl``. At the start and end of a run all lines are merged into ``results.jsonl`` in
+the order of the input, one per recording; its content does not depend on interruptions or the
+number of processes.
 
-Each line has the ``id`` and the absolute ``audio`` path, of a part also where it is, so
-``results.jsonl`` is itself a manifest (`mmdecode.asr.output.manifest`).
+Each line has the ``id``, the absolute ``audio`` path and, for a part of a file, its offset and
+duration, so ``results.jsonl`` is itself a manifest (`mmdecode.asr.output.manifest`).
 
 A folder with results is continued only on request, only under the same settings
 (`mmdecode.runs.files`), and only where an id still names the recording whose transcript is there;
@@ -60,13 +60,13 @@ BATCHES = ".decoding-{}"
 
 
 class Prepared(NamedTuple):
-    """Contents of a folder of results.
+    """State of a results folder before a run.
 
     Attributes:
-        suspects: Ids of recordings that were being decoded when an earlier run died.
-        changed: Ids of recordings that are others now under the same paths: their results are gone.
+        suspects: Ids of recordings that were being read when an earlier run crashed.
+        changed: Ids of recordings whose files changed since; their results were removed.
         alone: Ids of recordings to decode one by one, see `mmdecode.runs.crashes.ended_over`.
-        replaced: Results are there that go as the first new one comes.
+        replaced: Whether existing results are deleted when the first new one is written.
     """
 
     suspects: set[str]
@@ -83,16 +83,16 @@ def prepare(
     formats: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Prepared:
-    """Makes a folder ready: settings checked and noted, what was left half-done merged or removed.
+    """Prepares a folder: checks and writes the settings, merges or removes unfinished files.
 
     Args:
-        folder: Where results go; it exists.
+        folder: Results folder; it exists.
         settings: Settings that may change a file.
-        resume: Continue what is there.
+        resume: Whether to continue with existing results.
         entries: The input, in order.
-        formats: Written per recording.
-        overwrite: Replace files that are not ours, and without ``resume`` results; those stay
-            until `ResultFolder` has a new one.
+        formats: Formats written per recording.
+        overwrite: Whether to replace files that mmdecode did not write and, without ``resume``,
+            results; results stay until `ResultFolder` has a new one.
 
     Raises:
         OptionError: The folder holds results and ``resume`` is not set, or holds results of other
@@ -138,7 +138,7 @@ def prepare(
 
 
 def finish(folder: Path, entries: Sequence[Entry]) -> None:
-    """Where a run ended: all lines are merged, and no note of what was decoded is left.
+    """Finishes a run: merges all lines and removes the notes of batches in progress.
 
     Args:
         folder: Folder of results; no process of the run writes any more.
@@ -154,12 +154,12 @@ def finish(folder: Path, entries: Sequence[Entry]) -> None:
 
 
 def merge(folder: Path, entries: Sequence[Entry], without: Collection[str] = ()) -> None:
-    """Puts all lines into ``results.jsonl``: one per recording, in the order of the input.
+    """Merges all lines into ``results.jsonl``: one per recording, in the order of the input.
 
     Args:
         folder: Folder of results.
         entries: The input.
-        without: Ids whose lines go.
+        without: Ids whose lines are removed.
 
     Raises:
         InputError: A line cannot be read, or the folder cannot be written.
@@ -190,23 +190,24 @@ def merge(folder: Path, entries: Sequence[Entry], without: Collection[str] = ())
 
 
 class ResultFolder:
-    """Where one process of a run writes; `prepare` comes before, `merge` after.
+    """Writes the results of one process of a run; `prepare` comes before, `merge` after.
 
     Args:
         folder: A prepared folder.
-        formats: Written per recording.
+        formats: Formats written per recording.
         entries: The input, in order; all processes get the same.
         layout: Layout of subtitles.
-        rank: Rank of this process; ``None``: it is alone.
+        rank: Rank of this process; ``None``: it is the only one.
         suspects: Suspects that `prepare` returned.
-        alone: Recordings to be read alone, as `prepare` returned them.
-        overwrite: Replace files that are not ours.
-        again: Settings to note as the first result comes; then older results go.
+        alone: Recordings to be decoded one by one, as `prepare` returned them.
+        overwrite: Whether to replace files that mmdecode did not write.
+        again: Settings to write with the first result, which deletes older results; ``None``: older
+            results stay.
 
     Attributes:
         done: Ids of the recordings that have a transcript.
-        journal: Records the file that is being read.
-        batches: Batches that are being decoded.
+        journal: Names the file that is being read.
+        batches: Names the recordings of the batch that is being decoded.
 
     Raises:
         InputError: The folder cannot be written.
@@ -247,7 +248,7 @@ class ResultFolder:
         self._entries = {entry.id: (index, entry) for index, entry in enumerate(entries)}
 
     def _opened(self) -> BinaryIO:
-        """The lines of this process, after what they replace went."""
+        """Opens the file for the lines of this process; deletes results that are replaced."""
         if self._new_settings is not None:
             (self.folder / RESULTS).unlink(missing_ok=True)
             note_settings(self.folder, self._new_settings, self._overwrite)
@@ -256,7 +257,7 @@ class ResultFolder:
         return file
 
     def noted(self, entry: Entry, source: Source) -> Source:
-        """The source of an entry, whose content is noted before it is first read."""
+        """Wraps the source of an entry so that the state of its file is recorded before reading."""
 
         def read() -> Blocks:
             if entry.audio is not None and not entry.stdin:
@@ -272,7 +273,7 @@ class ResultFolder:
             result: Its ``source`` is the id of an entry.
 
         Returns:
-            The result with its place in the whole input, not among what was left to do.
+            The result with its index in the whole input.
 
         Raises:
             InputError: The folder cannot be written.
@@ -299,7 +300,7 @@ class ResultFolder:
         return result
 
     def _written(self, transcript: Transcript, name: str) -> Transcript | Failure:
-        """Writes the files of a recording; one that cannot be made or written is its failure."""
+        """Writes the files of a recording; an error makes it a `Failure`."""
 
         def write() -> None:
             for kind in self.formats:
@@ -310,7 +311,7 @@ class ResultFolder:
         return failure_of(transcript.source, transcript.index, failed) if failed else transcript
 
     def close(self) -> None:
-        """No more results."""
+        """Closes the files; no more results can be added."""
         if self._file:
             self._file.close()
         self.journal.close()
@@ -326,7 +327,7 @@ def _notes(folder: Path) -> list[Path]:
 
 
 def _recording(entry: Entry) -> dict[str, Any]:
-    """Entry of the recording itself in a line; one from standard input has no path."""
+    """Keys of a line that identify the recording; one from standard input has no path."""
     known = entry.audio is not None and not entry.stdin
     found: dict[str, Any] = {"audio": os.path.abspath(entry.audio or "") if known else None}
     if entry.offset_s is not None:
@@ -349,7 +350,7 @@ def _known(folder: Path) -> tuple[set[str], dict[str, str]]:
 
 
 def _named(entries: Sequence[Entry], known: Mapping[str, str]) -> dict[str, str]:
-    """Names of files, in the order of the input, whatever is done and in which order."""
+    """File names by id; they do not depend on which recordings are done."""
     names, found = Names(known.values()), dict(known)
     for entry in entries:
         if entry.id not in found:
@@ -358,7 +359,7 @@ def _named(entries: Sequence[Entry], known: Mapping[str, str]) -> dict[str, str]
 
 
 def _changed(folder: Path, entries: Sequence[Entry]) -> set[str]:
-    """Ids of transcripts whose recordings are others now."""
+    """Ids of transcripts whose audio files changed since."""
     given = {entry.id: entry for entry in entries if entry.audio is not None and not entry.stdin}
     inputs, found = Inputs(folder), set()
     for path in [folder / RESULTS, *_parts(folder)]:
@@ -370,12 +371,12 @@ def _changed(folder: Path, entries: Sequence[Entry]) -> set[str]:
 
 
 def _check_recordings(folder: Path, entries: Sequence[Entry], languages: bool) -> None:
-    """Whether the transcripts in a folder are of the recordings that have their ids now.
+    """Checks that the transcripts in a folder are of the recordings that now have their ids.
 
     Args:
         folder: Folder of results.
         entries: The input.
-        languages: Whether the entries' languages count: one language may be asked for of all.
+        languages: Whether entries' own languages apply: not if one is set for all.
 
     Raises:
         OptionError: One is of another recording, another part of it, or in another language.
@@ -402,7 +403,7 @@ def _check_recordings(folder: Path, entries: Sequence[Entry], languages: bool) -
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Complete lines and what they hold; one that was cut off by a crash is not complete."""
+    """Complete lines with their contents; skips a line that was cut off by a crash."""
     if not path.exists():
         return
     for number, line in enumerate(complete_lines(path), 1):

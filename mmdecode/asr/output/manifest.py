@@ -1,15 +1,15 @@
-"""Manifests: tables of recordings with what is said in them.
+"""Manifests: tables of recordings with their reference texts.
 
 A ``.csv`` or ``.tsv`` has a header; a ``.trn``, ``.ref`` or ``.hyp`` has NIST's lines, ``some words
 (id)``; anything else is JSON lines or one JSON list (NeMo's manifests and the result files of the
-Open ASR leaderboard among them). The recording stands under one of `AUDIO`, the text under one of
-`TEXT`; every other column is kept. Relative paths start at the folder of the manifest.
+Open ASR leaderboard among them). The recording is in a column named in `AUDIO`, the text in one of
+`TEXT`, the language in one of `LANGUAGE`; every other column is kept. Paths are relative to the
+folder of the manifest.
 
-A line with an ``offset`` is a part of its recording, from there on and as long as ``duration``
-says, as in NeMo's manifests; without an offset a duration is only told. The language that is spoken
-stands under one of `LANGUAGE`.
+A line with an ``offset`` is the part of its recording that begins there, of length ``duration``, in
+seconds, as in NeMo's manifests; without an offset a duration is information only.
 
-``zoo:NAME`` is the manifest of recordings that ship: ``zoo:real-clips``, ``zoo:speech-test``.
+``zoo:NAME`` is the manifest of shipped recordings: ``zoo:real-clips``, ``zoo:speech-test``.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ class Entry:
             with ``@`` its offset and ``+`` its duration.
         audio: Path to open; ``None``: the manifest names no recording here.
         text: Reference text; ``None``: not given.
-        offset_s: Where the part of the file begins that is meant; ``None``: all of it is.
-        duration_s: Length by the manifest; ``None``: not given, and of a part: to the end.
+        offset_s: Start of the part of the file, in seconds; ``None``: the whole file.
+        duration_s: Length in the manifest, in seconds; ``None``: not given; a part then goes to the
+            end.
         speaker: Speaker; ``None``: not given.
         language: Spoken language; ``None``: not given.
-        folder: Where its results go below the folder of results; empty: directly in it.
-        stdin: Whether it came on standard input; its path is that of a temporary file.
-        fields: Everything that stood there, by column.
-        problem: Why it cannot be transcribed; ``None``: nothing is known to be wrong.
+        folder: Folder of its results, relative to the results folder; empty: that folder itself.
+        stdin: Whether it is from standard input; its path is that of a temporary file.
+        fields: All columns of its row.
+        problem: Why it cannot be transcribed; ``None``: no problem is known.
     """
 
     id: str
@@ -71,10 +72,10 @@ class Entry:
 
 
 def opened(entry: Entry, language: str | None = None) -> Source:
-    """The recording of an entry, or the part that is meant; it is not looked at yet.
+    """Source of an entry's recording, or of its part; the file is not opened yet.
 
     Args:
-        entry: It has a path.
+        entry: An entry with a path.
         language: Language of all recordings; ``None``: each entry's own.
     """
     source = recording(entry.audio or "", entry.id, shown="stdin" if entry.stdin else None)
@@ -103,12 +104,12 @@ def read_manifest(
     Args:
         path: Its file, or ``zoo:NAME``.
         limit: Only the first so many recordings; ``None``: all.
-        audio: Whether every line must name a recording; whether it exists is not looked at.
+        audio: Whether every line must have a recording; the file need not exist.
         text: Whether every line must have a text; it may be empty.
-        failing: Whether a line that lacks what it must have is an entry with a problem, next to
-            others; of several with one id the first keeps it, and the others have ``#`` and their
-            lines after it.
-        left_out: Gets what is wrong with such lines, which are no entries then.
+        failing: Whether an invalid line becomes an entry with a ``problem`` instead of an error;
+            where several lines have one id, the first keeps it, and the others get ``#`` and their
+            line number.
+        left_out: A list that gets the problems of invalid lines, which are then left out.
 
     Raises:
         InputError: The file cannot be read, a line lacks what it must have, or two have one id;
@@ -152,7 +153,7 @@ def read_manifest(
 
 
 def shipped_manifests() -> dict[str, Path]:
-    """Manifests of the recordings that ship, by name without ``zoo:``."""
+    """Manifests of the shipped recordings, by name without ``zoo:``."""
     return {path.parent.name: path for path in sorted(ZOO.parent.glob("data/*/manifest.jsonl"))}
 
 
@@ -197,7 +198,7 @@ def _entry(row: dict[str, Any], where: str, folder: Path) -> Entry:
 
 
 def seconds_of(row: Mapping[str, Any], names: Iterable[str], where: str) -> float | None:
-    """The first of some columns that a row has, as seconds; ``None``: it has none of them.
+    """Value in seconds of the first of some columns that a row has; ``None``: it has none.
 
     Raises:
         InputError: The value is no length of time.

@@ -1,9 +1,9 @@
-"""Segments as subtitle cues that can be read: short lines, few of them, long enough on screen.
+"""Subtitle cues from segments, with limits for line width, line count and reading speed.
 
 A segment that does not fit into one cue is split at word boundaries, into lines of about equal
 width. The parts get the times of their words where a segment has `words`, else a share of its time
 in proportion to their characters. Then cues are put in order: each stays for the minimum duration
-and, as far as nobody speaks, as long as its text takes to read; none overlaps the next.
+and, up to the next cue, as long as its text takes to read; none overlaps the next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Limits of subtitles; the defaults are those that broadcasters and streaming services use.
+    """Limits of subtitles; the defaults are common with broadcasters and streaming services.
 
     Attributes:
         max_line_width: Characters in a line; those of double width, as in Chinese, count twice.
@@ -30,7 +30,7 @@ class Layout:
         max_line_count: Lines in a cue.
         max_reading_speed: Characters per second. Faster cues stay on screen after their words, up
             to the next cue; text is never left out. ``None``: no limit.
-        min_duration_s: Shortest time of a cue; one that follows too soon waits for it.
+        min_duration_s: Shortest time of a cue, in seconds; an earlier next cue is delayed.
 
     Raises:
         OptionError: A value is out of range.
@@ -59,11 +59,11 @@ DEFAULT = Layout()
 
 @dataclass(frozen=True, kw_only=True)
 class Cue:
-    """Subtitle that is shown at one time.
+    """A subtitle.
 
     Attributes:
-        start_ms, end_ms: When, in milliseconds from the beginning of the recording.
-        lines: One above the other.
+        start_ms, end_ms: Start and end, in milliseconds from the beginning of the recording.
+        lines: Its lines, from top to bottom.
     """
 
     start_ms: int
@@ -72,12 +72,12 @@ class Cue:
 
     @property
     def characters(self) -> int:
-        """Shown; those of double width count twice."""
+        """Number of characters; those of double width count twice."""
         return sum(map(width, self.lines))
 
 
 def cues(segments: Iterable[Segment], layout: Layout = DEFAULT) -> list[Cue]:
-    """Cues in order, without overlaps; segments without text give none."""
+    """Cues of segments, in order and without overlaps; segments without text have none."""
     found = [cue for segment in segments for cue in _split(segment, layout)]
     found.sort(key=lambda cue: cue.start_ms)
     shown: list[Cue] = []
@@ -97,13 +97,13 @@ def cues(segments: Iterable[Segment], layout: Layout = DEFAULT) -> list[Cue]:
 
 
 def clean(text: str) -> str:
-    """One line: any white space becomes a single space, control characters go."""
+    """The text on one line: white space becomes single spaces, control characters are removed."""
     text = " ".join(text.split())
     return "".join(c for c in text if unicodedata.category(c) != "Cc")
 
 
 def width(text: str) -> int:
-    """Columns of a text: wide characters have two, combining ones none."""
+    """Width of a text in columns: wide characters have two, combining ones none."""
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
     return len(text) + wide - sum(unicodedata.combining(c) > 0 for c in text)
 
@@ -149,7 +149,7 @@ def _split(segment: Segment, layout: Layout) -> list[Cue]:
 
 
 def _balanced(text: str, columns: int) -> list[tuple[int, int]]:
-    """The narrowest lines of which there are no more than at full width."""
+    """Lines of the least width that needs no more lines than the full width."""
     lines = wrap(text, columns)
     for narrower in range(columns - 1, 1, -1):
         found = wrap(text, narrower)

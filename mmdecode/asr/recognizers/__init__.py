@@ -1,6 +1,6 @@
-"""Recognisers: what families of speech models need to know to be transcribed with.
+"""Recognisers: what differs between families of speech models, behind one interface.
 
-START HERE: `mmdecode.asr.recognizers.base`, the contract; `of_type` finds the class of a model.
+START HERE: `mmdecode.asr.recognizers.base`, the interface; `of_type` finds the class for a model.
 """
 
 from mmdecode.asr.recognizers.base import Recognizer, of_type, refuse_beyond

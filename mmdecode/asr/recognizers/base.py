@@ -1,14 +1,13 @@
-"""`Recognizer`: what the front end of speech has to know of a family of models.
+"""`Recognizer`: the interface between the loop over windows and a family of speech models.
 
-The loop over windows (`mmdecode.asr.decoding.long_form`), the attempts at one and their gates,
-streams, jobs and evaluation are the same for all families. The differences are here: at which rate
-and in which windows a recording is heard, what the encoder is given, which tokens open a
-transcript, which ids are text, how many tokens a window may have, and what the family can do beyond
-text.
+The loop over windows (`mmdecode.asr.decoding.long_form`), temperature fallback, streams, jobs and
+evaluation are the same for all families. A recogniser defines what differs: the sampling rate, the
+windows of a recording, the encoder input, the decoder prompt, which ids are text, how many tokens a
+window may have, and what the family can do beyond text.
 
-A family of your own is a class derived from this one, or from
-`mmdecode.asr.recognizers.generic.GenericRecognizer`, named under the entry-point group
-``mmdecode.recognizers``; `mmdecode.testing.check_recognizer` tries it.
+A family of your own is a subclass of this class, or of
+`mmdecode.asr.recognizers.generic.GenericRecognizer`, registered under the entry-point group
+``mmdecode.recognizers``; `mmdecode.testing.check_recognizer` checks it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 
 KEPT_S = 12.0
-"""Audio that streams keep where windows are cut at pauses: two windows at least."""
+"""Seconds of audio that streams keep where windows are cut at pauses: at least two windows."""
 
 
 class Recognizer:
@@ -50,17 +49,17 @@ class Recognizer:
 
     Args:
         model: The model.
-        processor: It has ``tokenizer`` and ``feature_extractor``.
+        processor: Its processor, with ``tokenizer`` and ``feature_extractor``.
         options: Settings of the transcription.
 
     Attributes:
         model_types: ``config.model_type`` of the models that the class is for.
         capabilities: Capabilities of the family.
-        tokenizer: The processor's.
+        tokenizer: The processor's tokenizer.
         config: The checkpoint's ``generation_config``.
-        rate: Samples a second that it hears.
-        window_s: Most seconds that the model hears at once.
-        stride: Frames in a timestamp step.
+        rate: Sampling rate of the model's input, in Hz.
+        window_s: Longest window that the model takes, in seconds.
+        stride: Frames per timestamp step.
         eos_token_ids: Ids that end a transcript.
         pad: Id of the padding token.
         language: Code of the only language; ``None``: it has several, or they are not known.
@@ -105,7 +104,7 @@ class Recognizer:
 
     @property
     def name(self) -> str:
-        """Class of the model, for errors."""
+        """Class name of the model, for errors."""
         return type(self.model).__name__
 
     @classmethod
@@ -124,10 +123,10 @@ class Recognizer:
         return type(self)(self.model, self.processor, options)
 
     def refuse(self, options: TranscribeOptions) -> None:
-        """Refuses what the family cannot do.
+        """Refuses options that the family cannot serve.
 
         Raises:
-            OptionError: The options ask for it.
+            OptionError: An option is not supported.
         """
         refuse_beyond(self.capabilities, options, self.name)
         if not self.capabilities.languages and options.language is not None:
@@ -174,30 +173,30 @@ class Recognizer:
 
     @property
     def frame_s(self) -> float:
-        """Seconds in a frame, the step by which windows are counted."""
+        """Seconds per frame, the unit in which windows are counted."""
         return 1 / self.rate
 
     @property
     def stamp_s(self) -> float:
-        """Seconds in a timestamp step."""
+        """Seconds per timestamp step."""
         return self.frame_s * self.stride
 
     @property
     def kept_s(self) -> float:
-        """Most seconds that a stream keeps and hears again at each step."""
+        """Most seconds of audio that a stream keeps and transcribes again at each step."""
         return min(self.window_s, KEPT_S)
 
     @property
     def window_frames(self) -> int:
-        """Most frames of a window, as the options have it."""
+        """Most frames of a window, by ``options.window_s`` or the model."""
         return round((self.options.window_s or self.window_s) / self.frame_s)
 
     def steps(self, count: int) -> int:
-        """Whole timestamp steps in so many frames."""
+        """Whole timestamp steps in ``count`` frames."""
         return count // self.stride
 
     def open(self, source: Source) -> Recording:
-        """A recording, measured.
+        """Reads a recording once, for its length and hash.
 
         Raises:
             InputError: It cannot be read.
@@ -210,7 +209,8 @@ class Recognizer:
         Args:
             recording: The recording; ``seek`` never goes back.
             seek: First frame of the window.
-            seams: Seconds at which stretches of speech meet that were cut out of a recording.
+            seams: Seconds at which stretches of speech meet, where voice activity detection cut out
+                the silence between them.
         """
         raise NotImplementedError
 
@@ -219,27 +219,27 @@ class Recognizer:
         raise NotImplementedError
 
     def is_silent(self, recording: Recording, seek: int, count: int) -> bool:
-        """Whether a window holds no sound at all, so that it is not decoded; before its `read`."""
+        """Whether a window has no sound at all and is not decoded; called before its `read`."""
         return False
 
     def features(self, waves: Sequence[Any]) -> Sequence[Any]:
-        """Encoder inputs of samples ``(T,)`` by themselves, for each of several."""
+        """Encoder inputs of several waveforms ``(T,)``, each processed by itself."""
         raise NotImplementedError
 
     def samples(self, recording: Recording, seek: int, count: int) -> Any:
-        """A window as samples ``(T,)``, for timing words; right after `read` of that window."""
+        """Samples ``(T,)`` of a window, for word times; called right after its `read`."""
         return None
 
     def waveform(self, recording: Recording, seek: int, count: int) -> Any:
-        """A window as a waveform that guides may change: `mmdecode.adapters.audio.transforms`."""
+        """Waveform of a window for guides that change it: `mmdecode.adapters.audio.transforms`."""
         raise NotImplementedError
 
     def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
-        """Reads windows.
+        """Encodes windows.
 
         Args:
-            windows: Each as `read` gave it.
-            seconds: Length of each.
+            windows: Encoder inputs, as `read` returned them.
+            seconds: Length of each window.
         """
         raise NotImplementedError
 
@@ -249,7 +249,7 @@ class Recognizer:
         """The token of a language by name; ``None``: the family has none.
 
         Raises:
-            ValueError: The model does not know it; says what it knows.
+            ValueError: The model does not support it; the message names what it supports.
         """
         if self.language is not None and language_code(name) != self.language:
             raise ValueError(
@@ -262,7 +262,7 @@ class Recognizer:
         """The token of a recording's language, its own or that of the options.
 
         Raises:
-            InputError: The model does not know it.
+            InputError: The model does not support it.
         """
         if source.language is None:
             return None
@@ -272,22 +272,22 @@ class Recognizer:
             raise InputError(f"{source.name}: language {source.language!r}: {error}") from error
 
     def code_of(self, token: int | None) -> str | None:
-        """Code of a language token; ``None``: the model has one language, or it is not known."""
+        """Language code of a language token; ``None``: the model has none, or it is not known."""
         return None
 
     @property
     def detects(self) -> bool:
-        """Whether languages that were not given are detected."""
+        """Whether the model detects languages that were not given."""
         return False
 
     def detected(self, encoded: Encoded) -> list[int]:
-        """The language token of each row."""
+        """The detected language token of each row."""
         raise NotImplementedError
 
     # ---- prompts, tokens and lengths
 
     max_context: int = 0
-    """How many tokens of the text so far a window can be shown."""
+    """Most tokens of context in a window's prompt."""
 
     @property
     def initial_context(self) -> list[int]:
@@ -310,20 +310,20 @@ class Recognizer:
         return start[:1]
 
     def is_text(self, token: int) -> bool:
-        """Whether an id stands for text, and not for a time, a language or an end."""
+        """Whether an id is a text token: no timestamp, language, end or other special token."""
         return token not in self._special and token not in self.eos_token_ids and token != self.pad
 
     def text_tokens(self, tokens: Sequence[int]) -> list[Any]:
-        """Segments that are text, unchanged: timed ones stay timed."""
+        """The text tokens among ``tokens``, unchanged: `Token` objects keep their times."""
         return [t for t in tokens if self.is_text(t) and t not in self._special]
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens, those that stand for none left out."""
+        """Decodes tokens to text, without special tokens."""
         decode = self.tokenizer.decode
         return decode(self.text_tokens(tokens), clean_up_tokenization_spaces=False).strip()
 
     def joined(self, parts: Sequence[Sequence[int]]) -> str:
-        """The text of windows that were decoded each by itself, with spaces where texts have them.
+        """Joins the texts of segments, with spaces between them if the language writes spaces.
 
         Args:
             parts: Tokens of segments, in order.
@@ -335,26 +335,26 @@ class Recognizer:
         return (" " if spaced else "").join(text for text in texts if text)
 
     def starts_word(self, token: int) -> bool:
-        """Whether a token begins a word, by the mark that its vocabulary has for spaces."""
+        """Whether a token begins a word, by its vocabulary's mark for spaces."""
         name = self.tokenizer.convert_ids_to_tokens(int(token))
         return str(name).startswith((*SPACES, " "))
 
     def split(self, tokens: list[int], whole: int, sequential: bool) -> Split:
-        """Cuts the tokens of a window into segments: here into one.
+        """Splits the tokens of a window into segments: by default into one.
 
         Args:
-            tokens: Without the end token.
-            whole: The window's length, in timestamp steps.
-            sequential: Whether the next window begins where this one says.
+            tokens: Tokens of the window, without the end token.
+            whole: Length of the window, in timestamp steps.
+            sequential: Whether the tokens of this window determine the start of the next one.
         """
         return Split([(0, whole, tokens)] if self.text(tokens) else [])
 
     def most_tokens(self, seconds: float) -> int:
-        """The longest transcript of so many seconds, in tokens."""
+        """Most tokens of the transcript of a window of ``seconds``."""
         raise NotImplementedError
 
     def generation(self, width: int, most: int) -> GenerationConfig:
-        """Lengths and special tokens after a prompt of ``width`` tokens, for ``most`` new ones."""
+        """Generation settings for a prompt of ``width`` tokens and at most ``most`` new ones."""
         return GenerationConfig(
             max_length=width + most, eos_token_id=sorted(self.eos_token_ids), pad_token_id=self.pad
         )
@@ -371,37 +371,37 @@ class Recognizer:
         names: list[str],
         sources: list[list[int]],
     ) -> Any:
-        """Decodes windows; returns what ``generate`` would.
+        """Decodes windows; returns the same as ``generate``.
 
         Args:
-            decoder: How.
+            decoder: Decoder of the windows.
             prompt: Prompts of one length, ``(B, P)``.
             encoded: The windows.
-            config: See `generation`; sampling and scores are set.
-            temperature: 0 is greedy.
-            names: Keys of the noise of each row.
-            sources: Texts that a drafter may copy from.
+            config: Settings of `generation`, with sampling and scores set.
+            temperature: Sampling temperature; 0 is greedy.
+            names: Key of the noise of each row.
+            sources: Token ids that a drafter may copy from, per row.
         """
         raise NotImplementedError
 
     def searched(
         self, prompt: Tensor, encoded: Encoded, config: GenerationConfig, beams: int, keep: int
     ) -> list[list[Scored]]:
-        """The ``keep`` best of each window's beams, see `mmdecode.asr.decoding.beams`."""
+        """The ``keep`` best sequences per window, see `mmdecode.asr.decoding.beams`."""
         raise NotImplementedError
 
     def no_speech(self, prompt: Tensor, encoded: Encoded) -> list[float | None]:
-        """The probability that nobody speaks, of each row; ``None``: it is not known."""
+        """No-speech probability of each row; ``None``: the model has none."""
         return [None] * len(encoded.seconds)
 
     # ---- words
 
     def rules(self, width: int) -> LogitsProcessorList:
-        """Processors after a prompt of ``width`` tokens, without a temperature."""
+        """Logits processors for a prompt of ``width`` tokens, without a temperature."""
         return LogitsProcessorList()
 
     def timer(self) -> Timer | None:
-        """Times words, where the options ask for it."""
+        """The timer of words; ``None``: words are not timed."""
         return None
 
 
@@ -410,7 +410,7 @@ _INSTEAD = {
     True: f"{_ANOTHER} a Moonshine, as moonshine:tiny-en",
     False: f"{_ANOTHER} a Whisper, as openai/whisper-small",
 }
-"""Advice, by whether the windows of the named model have one length."""
+"""Hints of errors, by whether the windows of the model have one length."""
 
 
 def refuse_beyond(can: Capabilities, options: TranscribeOptions, name: str) -> None:
@@ -446,10 +446,10 @@ def refuse_beyond(can: Capabilities, options: TranscribeOptions, name: str) -> N
 
 
 def of_type(model_type: str) -> type[Recognizer]:
-    """The recogniser class of a model type: ours, then those of plug-ins, then the generic one.
+    """The recogniser class for a model type: ours, then those of plug-ins, then the generic one.
 
     Raises:
-        UnsupportedModelError: It is no speech recogniser that transformers knows.
+        UnsupportedModelError: The type is no speech recogniser of transformers or of a plug-in.
     """
     known: list[str] = []
     for _, cls in registry.classes("recognizers"):
@@ -468,5 +468,5 @@ def of_type(model_type: str) -> type[Recognizer]:
 
 
 def changes_audio(guide: Any) -> bool:
-    """Whether a guide reads a window whose waveform was changed."""
+    """Whether a guide has a branch whose input is a modified waveform."""
     return any(spec.transform == "audio" for spec in getattr(guide, "branches", ()))

@@ -1,4 +1,4 @@
-"""Declarations and results of recognisers."""
+"""Types of the interface of recognisers: capabilities, windows, segments, encoded windows."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """Capabilities of a family; other requests are refused by name.
+    """Capabilities of a family; options that need others are errors.
 
     Attributes:
-        timestamps: Its tokens say when segments begin and end; else segments are windows.
-        languages: It can be told the language or the task.
-        prompts: It can be shown a text before a window.
-        silence: It says how probable it is that nobody speaks.
+        timestamps: The model predicts timestamps of segments; else segments are windows.
+        languages: The language and the task can be set.
+        prompts: The decoder prompt can have context before a window.
+        silence: The model has a no-speech probability.
         word_times: Words can be timed.
-        fixed_windows: All windows have one length, and the last one is filled up.
-        audio_transforms: Guides may change the waveform, see `Recognizer.heard`.
-        drafts: The engine decodes it, so that drafts and guides work; else plain ``generate`` does.
+        fixed_windows: All windows have one length, and the last one is padded.
+        audio_transforms: Guides may change the waveform, see `Recognizer.waveform`.
+        drafts: The engine has an adapter, so that drafts and guides work; else plain ``generate``
+            decodes.
     """
 
     timestamps: bool = False
@@ -41,9 +42,9 @@ class Span(NamedTuple):
     """A window of a recording, in frames of the recogniser.
 
     Attributes:
-        frames: How many it has.
-        following: The first frame of the next window; ``None``: the window's tokens decide.
-        joined: Whether the next window overlaps it, so that their texts are joined.
+        frames: Number of its frames.
+        following: First frame of the next window; ``None``: this window's tokens determine it.
+        joined: Whether the next window overlaps it, so that their texts are merged.
     """
 
     frames: int
@@ -55,10 +56,10 @@ class Split(NamedTuple):
     """Segments of a window, in its timestamp steps.
 
     Attributes:
-        cuts: Its segments.
+        segments: Its segments.
         forward: Steps from the start of the window to that of the next one; ``None``: the next one
-            follows this one.
-        rest: Text after the last complete segment, which the next window may repeat.
+            starts at the end of this one.
+        rest: Tokens after the last complete segment, which the next window probably repeats.
     """
 
     segments: list[TokenSegment]
@@ -68,14 +69,14 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoded:
-    """Windows that the encoder has read, one a row.
+    """A batch of encoded windows, a row each.
 
     Attributes:
-        inputs: Inputs of the encoder: ``(B, ...)``, or one entry a row.
-        seconds: Length of each.
-        states: Encoder states, ``(B, S, H)``; ``None``: the model encodes them by itself.
-        mask: True for states that are no padding, bool ``(B, S)``; ``None``: all.
-        heard: Their waveforms, for guides that change them; empty where nothing asks for them.
+        inputs: Inputs of the encoder: ``(B, ...)``, or one entry per row.
+        seconds: Length of each window.
+        states: Encoder states, ``(B, S, H)``; ``None``: ``generate`` encodes the inputs.
+        mask: True for states that are not padding, bool ``(B, S)``; ``None``: none is.
+        waveforms: Waveforms of the windows for guides that change them; empty if no guide does.
     """
 
     inputs: Any
@@ -85,7 +86,7 @@ class Encoded:
     waveforms: Sequence[Any] = field(default=())
 
     def rows(self, chosen: Sequence[int]) -> Encoded:
-        """Some of the rows, in the order given."""
+        """The rows with the given indices, in that order."""
 
         def pick(values: Any) -> Any:
             if values is None:
@@ -97,5 +98,5 @@ class Encoded:
         return Encoded(**{part.name: pick(getattr(self, part.name)) for part in fields(self)})
 
     def repeated(self, count: int) -> Encoded:
-        """Each row ``count`` times."""
+        """Each row repeated ``count`` times."""
         return self.rows([row for row in range(len(self.seconds)) for _ in range(count)])

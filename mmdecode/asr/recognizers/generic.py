@@ -1,10 +1,10 @@
-"""Any encoder-decoder of transformers that hears speech and writes text.
+"""Recogniser for any speech-to-text encoder-decoder of transformers.
 
 A recording that fits into one window is decoded as plain ``generate`` decodes it. A longer one is
-cut: where stretches of speech meet, if ``vad`` found any; else at the longest pause of the second
-half of a window; else where the window is full, and then windows overlap by `OVERLAP_S` and their
-texts are joined by the tokens that both have (`mmdecode.asr.decoding.chunks`). Windows are encoded
-alone or with others of their length, so that no padding is ever heard; the states are padded.
+cut: at a seam between stretches of speech that ``vad`` found; else at the longest pause of the
+second half of a window; else where the window is full, and then windows overlap by `OVERLAP_S` and
+their texts are merged by the tokens that both have (`mmdecode.asr.decoding.chunks`). Windows are
+encoded alone or with others of their length, so that no padding is encoded; the states are padded.
 
 Models that the engine has an adapter for are drafted and guided; others are decoded by plain
 ``generate``, and a draft or guide is refused.
@@ -43,13 +43,14 @@ if TYPE_CHECKING:
     from mmdecode.decoder import Decoder
 
 SHORTEST_S = 0.1
-"""Shorter windows are filled up with silence."""
+"""Shorter windows are padded with silence, in seconds."""
 FAINTEST = 2.0**-14
-"""Windows of nothing louder, two steps of 16 bits, hold no sound: models make words up there."""
+"""Amplitude, two steps of 16 bits, up to which a window counts as silent and is not decoded:
+models hallucinate on it."""
 LEAST_S = 0.5
-"""No cut leaves a rest shorter than this, or than a quarter of a window."""
+"""Least rest after a cut in seconds, at most a quarter of a window."""
 OVERLAP_S = 3.0
-"""Overlap of windows where no pause was found, at most a third of a window."""
+"""Overlap of windows in seconds where no pause was found, at most a third of a window."""
 
 
 class GenericRecognizer(Recognizer):
@@ -66,7 +67,7 @@ class GenericRecognizer(Recognizer):
 
     @staticmethod
     def fits(model_type: str) -> bool:
-        """Whether transformers knows a recogniser of that type."""
+        """Whether the type is in transformers' ``AutoModelForSpeechSeq2Seq``."""
         from transformers.models.auto.modeling_auto import (
             MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as KNOWN,
         )
@@ -106,11 +107,11 @@ class GenericRecognizer(Recognizer):
     # ---- windows
 
     def open(self, source: Source) -> Recording:
-        """A recording, measured."""
+        """Reads a recording once, for its length and hash."""
         return Recording(source, self.rate)
 
     def span(self, recording: Recording, seek: int, seams: Sequence[float]) -> Span:
-        """All that is left where it fits, else up to a seam or pause, else a full window."""
+        """The rest of the recording if it fits, else up to a seam or pause, else a full window."""
         left, whole = recording.frames - seek, self.window_frames
         if left <= whole:
             return Span(left, recording.frames)
@@ -148,13 +149,13 @@ class GenericRecognizer(Recognizer):
         return found
 
     def _placed(self, value: Tensor) -> Tensor:
-        """On the model's device; silence, which some extractors divide by its variance, is 0."""
+        """Moves to the model's device; NaN, from extractors that normalise silence, becomes 0."""
         if not value.is_floating_point():
             return value.to(self.model.device)
         return value.nan_to_num(0.0, 0.0, 0.0).to(self.model.device, self.model.dtype)
 
     def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
-        """Reads windows, those of one length together; without an adapter they are left as is."""
+        """Encodes windows, those of one length together; without an adapter does nothing."""
         if not self.capabilities.drafts:
             return Encoded(windows, seconds)
         return Encoded(windows, seconds, *encode_unpadded(self.model.get_encoder(), windows))
@@ -162,7 +163,7 @@ class GenericRecognizer(Recognizer):
     # ---- lengths
 
     def most_tokens(self, seconds: float) -> int:
-        """Limit in the checkpoint's settings, else the decoder's positions."""
+        """Limit of the checkpoint's settings, else the number of the decoder's positions."""
         if self.config.max_new_tokens is not None:
             return int(self.config.max_new_tokens)
         positions = (
@@ -190,7 +191,7 @@ class GenericRecognizer(Recognizer):
             return self._plain(decoder, prompt, encoded, config, names)
         states = ModelOutput(last_hidden_state=encoded.states, attention_mask=encoded.mask)
         mask = encoded.mask
-        if mask is None:  # said too, or generate warns of padding where pad and end are one id
+        if mask is None:  # given too, or generate warns of padding where pad and end are one id
             mask = torch.ones(encoded.states.shape[:2], device=prompt.device)
         return GenerationMixin.generate(
             self.model,
@@ -216,7 +217,7 @@ class GenericRecognizer(Recognizer):
         return [found[row] for row in range(len(prompt))]
 
     def _of_checkpoint(self, given: GenerationConfig, temperature: float) -> GenerationConfig:
-        """The checkpoint's settings with those of the call; of transformers' own top-k none."""
+        """The checkpoint's settings with those of the call, without transformers' default top-k."""
         config = copy.deepcopy(self.config)
         config.update(**given.to_diff_dict() | {"max_new_tokens": None})
         config.update(
@@ -237,7 +238,7 @@ class GenericRecognizer(Recognizer):
         config: GenerationConfig,
         names: list[str],
     ) -> Any:
-        """Samples by ``generate`` itself, each window alone, with noise of its own."""
+        """Decodes by plain ``generate``, each window alone, with a seed of its own."""
         sequences, scores = [], []
         device = self.model.device
         devices = [device] if device.type == "cuda" else []

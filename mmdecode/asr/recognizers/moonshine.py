@@ -1,9 +1,9 @@
 """Moonshine: raw samples of any length, no prompt, no timestamps.
 
-Its encoder normalises over time, padding included: the states of a recording depend on what it is
-padded with, so windows are encoded alone or with others of their length. It was trained on up to
-30 s, and makes text up past the end of what it hears: a window has at most `TOKENS_PER_S` tokens a
-second, as its authors do it.
+Its encoder normalises over time, padding included: padding would change the states of a recording,
+so windows are encoded alone or with others of their length. It was trained on up to 30 s, and
+hallucinates text after the end of the audio: a window is limited to `TOKENS_PER_S` tokens per
+second, as in its authors' package.
 
 Source: Jeffries et al. 2024, arXiv:2410.15608; the limit is that of the published package.
 """
@@ -15,7 +15,7 @@ import math
 from mmdecode.asr.recognizers.generic import GenericRecognizer
 
 TOKENS_PER_S = 6.5
-"""Most tokens of a second of audio; from memory of the published package, not checked again."""
+"""Most tokens per second of audio; recalled from the published package, not verified."""
 
 
 class MoonshineRecognizer(GenericRecognizer):

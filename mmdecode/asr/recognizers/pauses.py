@@ -1,8 +1,8 @@
-"""Where a window is cut: at a pause, found by how loud the samples are.
+"""Finds the pause at which a window is cut, by the energy of frames.
 
-A pause is a stretch of at least `SHORTEST_S` that is much quieter than the speech around it:
-nearer, in decibels, to the quietest tenth of the window than to its loudest. Among the pauses that
-leave a window long enough the longest is taken, and the window ends in its middle.
+A pause is a stretch of at least `SHORTEST_S` seconds that is much quieter than the speech around
+it: below the share `QUIET` of the range, in decibels, from the window's 10th to its 95th
+percentile. The longest pause after ``earliest`` is taken, and the window ends in its middle.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 FRAME_S, STEP_S = 0.025, 0.01
 SHORTEST_S = 0.15
 RANGE_DB = 10.0
-"""Where quiet and loud are nearer to each other, nothing can be told."""
+"""Least range from quiet to loud, in decibels, in which pauses can be found."""
 QUIET = 0.35
 """Share of the range from quiet to loud, in decibels, that still is a pause."""
 
 
 def levels(samples: np.ndarray, rate: int) -> np.ndarray:
-    """Loudness in decibels of frames of 25 ms every 10 ms, ``(F,)``."""
+    """Energy in decibels of frames of 25 ms, one every 10 ms, ``(F,)``."""
     size, step = round(FRAME_S * rate), round(STEP_S * rate)
     if len(samples) < size:
         return np.zeros(0)
@@ -33,11 +33,11 @@ def pause_in(samples: np.ndarray, rate: int, earliest: int) -> int | None:
 
     Args:
         samples: Samples of the longest possible window, ``(T,)``.
-        rate: Theirs, in Hz.
-        earliest: No cut is made before this sample.
+        rate: Their sampling rate, in Hz.
+        earliest: Index of the first sample at which a cut is allowed.
 
     Returns:
-        A multiple of `STEP_S`; ``None``: nothing in it is a pause.
+        Index of a sample, a multiple of `STEP_S`; ``None``: there is no pause.
     """
     found = levels(samples, rate)
     if not len(found):

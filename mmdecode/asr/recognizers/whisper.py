@@ -1,4 +1,4 @@
-"""Whisper: log-mel windows of one length, a prompt, and timestamps among the tokens.
+"""Recogniser for Whisper: log-mel windows of one length, a prompt, timestamp tokens.
 
 Prompts and processors are in `whisper_prompts`, features in `whisper_features`. The rules follow
 transformers' ``generation_whisper.py``.
@@ -38,12 +38,13 @@ class WhisperRecognizer(Recognizer):
     """A ``WhisperForConditionalGeneration`` with its ``WhisperProcessor``.
 
     Attributes:
-        prompts: Prompts of every window.
-        mel: Its features.
+        prompts: Prompt tokens of every window.
+        mel: Transform from samples to log-mel features.
 
     Raises:
         UnsupportedModelError: The processor is that of another model.
-        OptionError: The model does not know the language or task, or is shown too much.
+        OptionError: The model does not support the language or task, or prompt and hotwords are too
+            long.
     """
 
     summary = "Whisper and its distillations: prompts, timestamps, languages, word times"
@@ -62,7 +63,7 @@ class WhisperRecognizer(Recognizer):
     def __init__(self, model: Any, processor: Any, options: TranscribeOptions) -> None:
         self.prompts = Prompts.of(model.generation_config, options, processor.tokenizer)
         super().__init__(model, processor, options)
-        self.language = None  # a default of models of many
+        self.language = None  # that of the configuration is only a default
         self.encoder = model.get_encoder()
         self.stride = self.encoder.conv1.stride[0] * self.encoder.conv2.stride[0]
         extractor = processor.feature_extractor
@@ -84,7 +85,7 @@ class WhisperRecognizer(Recognizer):
 
     @classmethod
     def load(cls, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-        """Model and processor; of a Whisper-Medusa checkpoint, its target."""
+        """Model and processor; for a Whisper-Medusa checkpoint, its target model."""
         from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
         trust = code_trusted()
@@ -104,17 +105,17 @@ class WhisperRecognizer(Recognizer):
 
     @property
     def frame_s(self) -> float:
-        """Seconds in a feature frame."""
+        """Seconds per feature frame."""
         return self.mel.hop / self.mel.rate
 
     @property
     def stamp_s(self) -> float:
-        """Seconds in a timestamp step, which is a state of the encoder."""
+        """Seconds per timestamp step, which is one encoder state."""
         return self.stride * self.mel.hop / self.mel.rate
 
     @property
     def kept_s(self) -> float:
-        """A window."""
+        """Seconds of a window."""
         return self.window_s
 
     @property
@@ -123,15 +124,15 @@ class WhisperRecognizer(Recognizer):
         return self.mel.window_frames
 
     def steps(self, count: int) -> int:
-        """Time tokens for ``count`` frames; times stay unchanged."""
+        """Whole timestamp steps in ``count`` frames."""
         return int(count * self.frame_s / self.stamp_s)
 
     def open(self, source: Source) -> Speech:
-        """A recording, measured."""
+        """Reads a recording once, for its length, hash and loudest value."""
         return Speech(source, self.mel, self.options.padding)
 
     def span(self, recording: Any, seek: int, seams: Sequence[float]) -> Span:
-        """A whole window; where the next one begins its tokens say."""
+        """A full window; its tokens determine the start of the next one."""
         return Span(min(recording.frames - seek, self.window_frames), None)
 
     def read(self, recording: Any, seek: int, count: int) -> Tensor:
@@ -152,7 +153,7 @@ class WhisperRecognizer(Recognizer):
         return recording.window_waveform(seek)
 
     def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
-        """Reads windows; all are of one length."""
+        """Encodes windows, which all have one length."""
         features = torch.stack(list(windows))
         features = features.to(self.model.device, self.encoder.conv1.weight.dtype)
         return Encoded(features, seconds, self.encoder(features).last_hidden_state)
@@ -184,12 +185,12 @@ class WhisperRecognizer(Recognizer):
 
     @property
     def initial_context(self) -> list[int]:
-        """The prompt, where it does not stand before every window anyway."""
+        """The prompt of the options, unless it is in the prompt of every window anyway."""
         everywhere = self.options.prompt_condition_type == "all-segments"
         return [] if everywhere else list(self.prompts.prompt)
 
     def prompt(self, language: int | None, context: Sequence[int]) -> list[int]:
-        """Texts that the window is shown, then what starts a transcript."""
+        """Hotwords, prompt and text so far, then the tokens that start a transcript."""
         head = list(self.prompts.hotwords)
         if self.options.prompt_condition_type == "all-segments":
             head += self.prompts.prompt
@@ -198,15 +199,15 @@ class WhisperRecognizer(Recognizer):
         return [int(self.prompts.previous or 0), *before, *initial] if before else initial
 
     def is_text(self, token: int) -> bool:
-        """Whether an id is below the timestamps."""
+        """Whether an id is below the first timestamp."""
         return token < self.prompts.timestamp_begin
 
     def joined(self, parts: Sequence[Sequence[int]]) -> str:
-        """Windows go on where the one before ended, and so do their tokens."""
+        """Decodes the tokens of all segments as one sequence, since windows continue each other."""
         return self.text([token for tokens in parts for token in tokens])
 
     def split(self, tokens: list[int], whole: int, sequential: bool) -> Split:
-        """Cuts where two timestamps meet."""
+        """Splits between two consecutive timestamps."""
         begin = self.prompts.timestamp_begin
         if not self.options.timestamps:
             return Split([(0, whole, tokens)])
@@ -219,11 +220,11 @@ class WhisperRecognizer(Recognizer):
         return Split(segments, forward, moved)
 
     def most_tokens(self, seconds: float) -> int:
-        """Limit that the decoder's positions or the checkpoint's settings leave."""
+        """Number of the decoder's positions."""
         return int(self.model.config.max_target_positions)
 
     def generation(self, width: int, most: int) -> GenerationConfig:
-        """Limit as in transformers' long form: the settings count the prompt as well."""
+        """Length limit as in transformers' long form, prompt included."""
         limit = self.model.config.max_target_positions
         if self.options.max_new_tokens is not None:
             limit = min(width + self.options.max_new_tokens, limit)
@@ -267,10 +268,10 @@ class WhisperRecognizer(Recognizer):
     def searched(
         self, prompt: Tensor, encoded: Encoded, config: GenerationConfig, beams: int, keep: int
     ) -> list[list[Scored]]:
-        """Beam search by transformers, with the timestamp rules and the checkpoint's settings."""
+        """Beam search by transformers, with timestamp rules and the checkpoint's processors."""
         states = _states(encoded)
         rules = self.rules(prompt.shape[1])
-        # generate makes the others by itself, from the checkpoint's settings
+        # generate adds the others itself, from the checkpoint's settings
         times = [rule for rule in rules if isinstance(rule, WhisperTimeStampLogitsProcessor)]
         inputs = {
             "encoder_outputs": BaseModelOutput(last_hidden_state=states),
@@ -279,16 +280,16 @@ class WhisperRecognizer(Recognizer):
         return beam_search(self.model, prompt, inputs, times, config, beams, keep)
 
     def no_speech(self, prompt: Tensor, encoded: Encoded) -> list[float | None]:
-        """The probability of the no-speech token where the transcript starts."""
+        """The probability of the no-speech token right after the start token."""
         language = self.prompts.language
         if language is None and self.prompts.languages:
-            language = self.prompts.languages[0]  # any: its place alone counts
+            language = self.prompts.languages[0]  # any: only the number of tokens matters
         at = prompt.shape[1] - len(self.prompts.initial(language))
         logits = self._logits_at_end(prompt[:, : at + 1], _states(encoded))
         return logits.float().softmax(-1)[:, self.prompts.no_speech].tolist()
 
     def _logits_at_end(self, ids: Tensor, states: Tensor) -> Tensor:
-        """Logits after ``ids (B, P)``, ``(B, V)``."""
+        """Logits ``(B, V)`` after ``ids (B, P)``."""
         read = BaseModelOutput(last_hidden_state=states)
         output = self.model(encoder_outputs=read, decoder_input_ids=ids, use_cache=False)
         return output.logits[:, -1]
@@ -296,7 +297,7 @@ class WhisperRecognizer(Recognizer):
     # ---- words
 
     def rules(self, width: int) -> LogitsProcessorList:
-        """Whisper's own and those of the checkpoint's settings."""
+        """Whisper's processors and those of the checkpoint's settings."""
         return processors(self.config, width, self.options, 0.0)
 
     def timer(self) -> Timer | None:

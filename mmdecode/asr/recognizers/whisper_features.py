@@ -1,12 +1,12 @@
 """Whisper's log-mel features of one recording, window by window, in memory of a few windows.
 
-Whisper clips its features at eight decades below the *recording's* loudest value, which is found
-when the recording is measured (`mmdecode.asr.audio.recording`).
+Whisper clips its features at eight decades below the *recording's* loudest value, which is found in
+the first pass over the recording (`mmdecode.asr.audio.recording`).
 
-The last window is filled up in one of two ways. ``zeros``: the features are padded with 0, as in
-transformers' long form. ``silence``: the audio is padded with silence, as openai/whisper does and
-as transformers' processor does with short recordings. ``auto`` follows transformers in both:
-silence where the recording fits into one window, zeros where it does not.
+The last window is padded in one of two ways. ``zeros``: the features are padded with 0, as in
+transformers' long form. ``silence``: the audio is padded with silence, as in openai/whisper and in
+transformers' processor for short recordings. ``auto`` follows transformers in both: silence if the
+recording fits into one window, else zeros.
 """
 
 from __future__ import annotations
@@ -30,16 +30,25 @@ if TYPE_CHECKING:
 Padding = Literal["auto", "silence", "zeros"]
 PADDINGS: tuple[str, ...] = get_args(Padding)
 STEP = 1024
-"""Frames looked at together for the loudest value of a recording."""
+"""Frames computed at once in the search for the loudest value of a recording."""
 
 
 class Mel:
-    """The feature extractor's transform on parts of a recording.
+    """The feature extractor's log-mel transform, applied to parts of a recording.
 
     Args:
         extractor: A ``WhisperFeatureExtractor``.
-        window_frames: Frames that the encoder takes.
-        step: Frames looked at together for the loudest value of a recording.
+        window_frames: Feature frames of the encoder's input.
+        step: Frames computed at once in the search for the loudest value of a recording.
+
+    Attributes:
+        rate: Sampling rate in Hz.
+        hop: Samples per frame.
+        size: Samples of the Fourier transform.
+        filters: Mel filters, ``(mels, bins)``.
+
+    Raises:
+        UnsupportedModelError: The extractor adds dither.
     """
 
     def __init__(self, extractor: Any, window_frames: int, *, step: int = STEP) -> None:
@@ -61,7 +70,7 @@ class Mel:
         return self.energies(torch.from_numpy(samples))
 
     def energies(self, samples: Tensor) -> Tensor:
-        """log10 mel energies of every whole frame of some samples, ``(mels, count)``."""
+        """log10 mel energies of every whole frame of samples ``(T,)``, ``(mels, count)``."""
         spectrum = torch.stft(
             samples,
             self.size,
@@ -73,17 +82,17 @@ class Mel:
         return (self.filters @ (spectrum.abs() ** 2)).clamp(min=1e-10).log10()
 
     def features(self, energies: Tensor, peak: float) -> Tensor:
-        """Encoder input of a window, filled up with zeros, ``(mels, window frames)``.
+        """Encoder input of a window, padded with zeros, ``(mels, window frames)``.
 
         Args:
-            energies: ``(mels, count)``.
-            peak: The loudest of the recording; what is eight decades below is clipped.
+            energies: log10 mel energies, ``(mels, count)``.
+            peak: Loudest value of the recording; values eight decades below it are clipped.
         """
         padding = self.window_frames - energies.shape[1]
         return torch.nn.functional.pad((energies.clamp(min=peak - 8.0) + 4.0) / 4.0, (0, padding))
 
     def maximum(self, tape: Tape) -> float:
-        """The loudest value of a whole recording."""
+        """Largest log10 mel energy of a whole recording."""
         first, loudest = 0, -10.0
         while True:
             tape.fill((first + self._step) * self.hop + self.size)
@@ -96,16 +105,16 @@ class Mel:
 
 
 class Speech(Recording):
-    """One recording, measured and ready to be read as log-mel features, window by window.
+    """One recording of known length, hash and peak, read as log-mel features window by window.
 
     Args:
-        source: The recording.
-        mel: The model's features.
-        padding: How the last window is filled up.
-        keep_s: Most seconds of samples that are kept in memory.
+        source: Source of the recording.
+        mel: The model's log-mel transform.
+        padding: Padding of the last window.
+        keep_s: Longest recording that is kept in memory, in seconds.
 
     Attributes:
-        peak: Its loudest log-mel energy.
+        peak: Its largest log10 mel energy.
 
     Raises:
         InputError: The recording cannot be read or trusted.
@@ -130,7 +139,7 @@ class Speech(Recording):
 
     @property
     def frames(self) -> int:
-        """Feature frames to transcribe; padding is not among them."""
+        """Feature frames to transcribe, without padding."""
         return max(1, self.samples // self.mel.hop)
 
     def window(self, seek: int) -> Tensor:
@@ -138,7 +147,7 @@ class Speech(Recording):
         return self.mel.features(self.mel.frames(self._tape, seek, self._count(seek)), self.peak)
 
     def window_waveform(self, seek: int) -> WindowWaveform:
-        """The waveform of `window` from frame ``seek`` on; ``seek`` never goes back."""
+        """Waveform of the `window` at frame ``seek``; ``seek`` never goes back."""
         mel = self.mel
         start = seek * mel.hop - mel.size // 2
         samples = self._tape.read(start, start + (self._count(seek) - 1) * mel.hop + mel.size)
@@ -150,7 +159,7 @@ class Speech(Recording):
         return min(self.mel.window_frames, left)
 
     def window_samples(self, seek: int) -> np.ndarray:
-        """Features from frame ``seek`` on, no padding; right after `window` of that frame."""
+        """Samples of the window at ``seek``, ``(T,)``, no padding; called right after `window`."""
         mel = self.mel
         count = min(mel.window_frames, self.frames - seek) * mel.hop
         # begins where the window's first frame does: the tape never goes back
@@ -163,13 +172,14 @@ class Speech(Recording):
 
 @dataclass(frozen=True)
 class WindowWaveform:
-    """A window as a waveform that can be changed; see `mmdecode.adapters.audio.transforms`.
+    """Waveform of a window, for guides that change it; see `mmdecode.adapters.audio.transforms`.
 
     Attributes:
-        samples: ``(T,)``, with half a frame of what stands before and after the window.
-        mel: The model's features.
-        peak: The loudest value of the recording.
-        certain: Whether who hands it over knows that the model reads this window.
+        samples: Samples ``(T,)``, with half a frame of the recording before and after the window.
+        mel: The model's log-mel transform.
+        peak: Largest log10 mel energy of the recording.
+        certain: Whether it surely belongs to the features of the call; False where a user gives
+            both separately.
     """
 
     samples: Tensor
@@ -178,16 +188,16 @@ class WindowWaveform:
     certain: bool = True
 
     def features(self, samples: Tensor) -> Tensor:
-        """Encoder input of other samples at this position, ``(mels, window frames)``."""
+        """Encoder input for changed samples of this window, ``(mels, window frames)``."""
         return self.mel.features(self.mel.energies(samples), self.peak)
 
 
 def window_waveform(samples: np.ndarray, extractor: Any) -> WindowWaveform:
-    """The waveform of a recording of one window, for ``mm_inputs["audio"]`` of a call.
+    """Waveform of a recording of at most one window, for ``mm_inputs["audio"]`` of a call.
 
     Args:
-        samples: Mono, at the extractor's rate.
-        extractor: A ``WhisperFeatureExtractor``, the one that made the call's features.
+        samples: Mono samples ``(T,)``, at the extractor's rate.
+        extractor: The ``WhisperFeatureExtractor`` that made the call's features.
 
     Raises:
         InputError: The recording is longer than a window, or cannot be trusted.

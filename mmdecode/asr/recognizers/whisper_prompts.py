@@ -1,4 +1,4 @@
-"""Whisper's decoder prompt and its processors, from a checkpoint's generation configuration."""
+"""Whisper's decoder prompt and logits processors, from a checkpoint's generation configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mmdecode.asr.options import TranscribeOptions
 
 SHOWN = 20
-"""Languages that an error lists."""
+"""Most languages that an error lists."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,18 @@ class Prompts:
     """Prompt tokens of every window.
 
     Attributes:
-        start: Start of transcript.
-        language: The language token; ``None``: there is none, or it is detected.
+        start: Start-of-transcript token.
+        language: Language token; ``None``: there is none, or it is detected.
         languages: Language tokens to choose from where it is detected, else empty.
-        rest: Task and, without timestamps, its token.
-        timestamp_begin: The first timestamp; the token before it asks for none.
-        no_speech: The token whose probability at `start` says that nobody speaks.
-        previous: Opens the text before the window; ``None``: the model has none.
-        hotwords: Ids shown before every window.
+        rest: Task token and, without timestamps, the no-timestamps token.
+        timestamp_begin: First timestamp token.
+        no_speech: No-speech token; its probability after `start` is the no-speech probability.
+        previous: Token before the context of a window; ``None``: the model has none.
+        hotwords: Ids of the hotwords.
         prompt: Ids of the prompt, see `TranscribeOptions`.
         known: Language tokens by name, as ``<|en|>``; empty for models of one language.
-        eos: Ends a window.
-        pad: Fills up.
+        eos: End token.
+        pad: Padding token.
     """
 
     start: int
@@ -59,12 +59,12 @@ class Prompts:
         """From ``model.generation_config``.
 
         Args:
-            config: It.
+            config: The generation configuration.
             options: Settings.
-            tokenizer: The model's; needed for texts to be shown.
+            tokenizer: The model's tokenizer; needed for a prompt or hotwords.
 
         Raises:
-            OptionError: The model does not know the language or task.
+            OptionError: The model does not support the language or task.
             UnsupportedModelError: The configuration lacks Whisper's entries.
         """
         missing = [
@@ -132,10 +132,10 @@ class Prompts:
         )
 
     def language_of(self, source: Source) -> int | None:
-        """The token of the language of a recording, its own or that of the options; see `language`.
+        """Language token of a recording, its own or that of the options; see `language`.
 
         Raises:
-            InputError: The model does not know the language.
+            InputError: The model does not support the language.
         """
         name = source.language
         # Whisper's models of one language are of English
@@ -147,16 +147,16 @@ class Prompts:
             raise InputError(f"{source.name}: {error}") from error
 
     def code_of(self, token: int | None) -> str | None:
-        """Code of a language token; ``None``: the model has one language, or it is not known."""
+        """Language code of a token; ``None``: the model has one language, or it is not known."""
         return next((n.strip("<|>") for n, value in self.known.items() if value == token), None)
 
     def initial(self, language: int | None) -> list[int]:
-        """The tokens before the first generated one."""
+        """Tokens between the context and the first generated token."""
         return [self.start, *([] if language is None else [language]), *self.rest]
 
 
 def _encode(name: str, text: str | Sequence[int], tokenizer: Any, end: int) -> tuple[int, ...]:
-    """Ids of a text as transformers' ``get_prompt_ids`` has them, without the token that opens it.
+    """Ids of a text as in transformers' ``get_prompt_ids``, without the token at its beginning.
 
     Raises:
         OptionError: There is a special token among them.
@@ -189,10 +189,16 @@ def _language(name: str, known: Mapping[str, int]) -> int:
 def processors(
     config: Any, begin: int, options: TranscribeOptions, temperature: float
 ) -> LogitsProcessorList:
-    """In the order of transformers' Whisper.
+    """Logits processors in the order of transformers' Whisper.
 
-    A sampled window adds its temperature and the checkpoint's own top-k and top-p, not
-    transformers' global top-k of 50.
+    At a temperature above 0 they include it and the checkpoint's own top-k and top-p, but not
+    transformers' default top-k of 50.
+
+    Args:
+        config: The checkpoint's generation configuration.
+        begin: Length of the decoder prompt.
+        options: Settings.
+        temperature: Sampling temperature; 0 is greedy.
     """
     found = LogitsProcessorList()
     if config.repetition_penalty not in (None, 1.0):

@@ -1,4 +1,4 @@
-"""A checkpoint of transformers' Moonshine from the files that its authors publish for onnxruntime.
+"""Converts the files that Moonshine's authors publish for onnxruntime to transformers' format.
 
 Linear layers and the embedding are stored as one byte per weight, with a scale and a zero point for
 each matrix: ``weight = (stored - zero_point) * scale``. Everything else is float32.
@@ -23,7 +23,7 @@ NUM_TENSORS, NUM_PARAMETERS = 160, 27_092_736
 ENCODER, DECODER, TOKENIZER = "encoder_model.ort", "decoder_model_merged.ort", "tokenizer.bin"
 
 LINEAR = {"DynamicQuantizeMatMul": (1, 2, 3), "MatMulIntegerToFloat": (1, 3, 5)}
-"""Kinds of nodes that are linear layers, and which inputs are weights, scale and zero point."""
+"""Operators of linear layers, with the indices of their inputs weight, scale and zero point."""
 
 CONFIG = {
     "architectures": ["MoonshineForConditionalGeneration"],
@@ -55,9 +55,9 @@ CONFIG = {
     "initializer_range": 0.02,
     "use_cache": True,
 }
-"""Configuration of tiny-en. No file shows the number of positions, which is recalled. The graphs
-pad heads from 36 to 40 values; that this is to a multiple of 8 is recalled too, and does not change
-results."""
+"""Configuration of tiny-en. The number of positions is in none of its files, and was recalled. The
+graphs pad heads from 36 to 40 values; that this is to a multiple of 8 was recalled too, and does
+not change results."""
 
 GENERATION = {
     "bos_token_id": 1,
@@ -84,7 +84,7 @@ def converted(folder: Path) -> dict[str, bytes]:
     """The files of a checkpoint, without its card, by name.
 
     Args:
-        folder: It holds `ENCODER`, `DECODER` and `TOKENIZER`.
+        folder: Folder with `ENCODER`, `DECODER` and `TOKENIZER`.
 
     Raises:
         InputError: A file is damaged or of another model.

@@ -1,9 +1,9 @@
-"""Weights and nodes of a model in onnxruntime's own format (``.ort``), read as data.
+"""Reads weights and nodes of a model in onnxruntime's own format (``.ort``), without running it.
 
-The format is a flatbuffer. A table begins with the distance to its vtable, which holds, for each
-field of the schema, where it stands from the table's beginning; zero: it is left out. Strings,
-vectors and inner tables are reached by offsets counted from where the offset stands. Whatever would
-lead out of the file is an `InputError`; nothing is run.
+The format is a flatbuffer. A table begins with the distance to its vtable, which has, for each
+field of the schema, its offset from the start of the table; zero: the field is absent. Strings,
+vectors and inner tables are referenced by offsets relative to the offset's own position. Positions
+outside of the file are an `InputError`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mmdecode.errors import InputError
 MARK = b"ORTM"
 """Bytes 4 to 8 of every such file."""
 
-# numbers of fields in the schema
+# field numbers of the schema
 SESSION_MODEL, MODEL_GRAPH = 1, 7
 GRAPH_TENSORS, GRAPH_NODES = 0, 2
 NODE_NAME, NODE_KIND, NODE_INPUTS, NODE_ATTRIBUTES = 0, 5, 8, 10
@@ -32,7 +32,7 @@ DTYPES = {1: "<f4", 2: "u1", 3: "i1", 6: "<i4", 7: "<i8", 10: "<f2", 11: "<f8"}
 """NumPy's dtypes by their numbers in the schema; tensors of others are left out."""
 
 MOST_NESTED = 8
-"""Graphs inside of graphs; a published one has two levels."""
+"""Most levels of graphs inside of graphs; the published ones have two."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,11 @@ def read_graph(file: Path) -> Graph:
 
 
 def graph_of(data: bytes, file: str) -> Graph:
-    """The stored tensors and the nodes in the content of a file, whose name is for messages.
+    """The stored tensors and the nodes in the content of a file.
+
+    Args:
+        data: Content of the file.
+        file: Its name, for errors.
 
     Raises:
         InputError: It is of another format, or leads out of itself.
@@ -133,14 +137,14 @@ def _array(tensor: _Table) -> np.ndarray | None:
 
 
 class _DamagedError(Exception):
-    """A file leads out of itself, or contradicts itself."""
+    """A position is outside of the file, or the file is inconsistent."""
 
 
 def _unpack(data: bytes, kind: str, position: int) -> int:
-    """A number at a place.
+    """A number at a position, in bytes from the start of the file.
 
     Raises:
-        _DamagedError: The place is outside of the file.
+        _DamagedError: The position is outside of the file.
     """
     if not 0 <= position <= len(data) - struct.calcsize(kind):
         raise _DamagedError(f"it leads to byte {position} of {len(data)}")
@@ -148,19 +152,19 @@ def _unpack(data: bytes, kind: str, position: int) -> int:
 
 
 def _offset(data: bytes, position: int) -> int:
-    """Where the offset that stands at a place leads."""
+    """The position that the offset stored at ``position`` refers to."""
     return position + _unpack(data, "<I", position)
 
 
 @dataclass(frozen=True)
 class _Table:
-    """A table of the flatbuffer, at a place of the file."""
+    """A table of the flatbuffer, at a position of the file."""
 
     data: bytes
     position: int
 
     def _field(self, number: int) -> int | None:
-        """Where a field stands; ``None``: it is left out."""
+        """Position of a field; ``None``: it is absent."""
         vtable = self.position - _unpack(self.data, "<i", self.position)
         entry = 4 + 2 * number
         if entry >= _unpack(self.data, "<H", vtable):
@@ -177,7 +181,7 @@ class _Table:
         return None if position is None else _Table(self.data, _offset(self.data, position))
 
     def vector(self, field: int, dtype: str) -> np.ndarray:
-        """A view of a vector of numbers, read-only; empty where it is left out."""
+        """A read-only view of a vector of numbers; empty if the field is absent."""
         position = self._field(field)
         if position is None:
             return np.zeros(0, dtype)
@@ -188,7 +192,7 @@ class _Table:
         return np.frombuffer(self.data, dtype, count, begin + 4)
 
     def _inner(self, field: int) -> Iterator[int]:
-        """Places that a vector of offsets leads to."""
+        """Positions that a vector of offsets refers to."""
         position = self._field(field)
         if position is not None:
             begin = _offset(self.data, position) + 4

@@ -1,8 +1,9 @@
-"""The tokenizer of Moonshine's files, ``tokenizer.bin``, as one of the library ``tokenizers``.
+"""Converts Moonshine's ``tokenizer.bin`` to a tokenizer of the library ``tokenizers``.
 
-Pieces stand in the order of their ids, each after its length in bytes: one byte, or where that is
-128 or more, two, of which the second counts 128 each. Ids 0 to 2 are unknown, start and end, 3 to
-258 the bytes, and from 32,000 on stand ``<<ST_0>>`` to ``<<ST_767>>``, which no text holds.
+Pieces are in the order of their ids, each after its length in bytes: one byte, or, from 128 on,
+two, the second of which counts multiples of 128. Ids 0 to 2 are the unknown, start and end tokens,
+3 to 258 the bytes, and those from 32,000 on ``<<ST_0>>`` to ``<<ST_767>>``, which are not used in
+texts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from mmdecode.errors import InputError
 FIRST_BYTE, AFTER_BYTES, FIRST_SPECIAL = 3, 259, 32_000
 UNKNOWN, START, END = "<unk>", "<s>", "</s>"
 SPACE = "\u2581"
-"""Stands for a space in pieces, and before every text."""
+"""The space in pieces; also put before every text."""
 
 
 def read_pieces(data: bytes) -> list[bytes]:
@@ -44,10 +45,9 @@ def read_pieces(data: bytes) -> list[bytes]:
 def tokenizer_json(pieces: list[bytes]) -> str:
     """The text of a ``tokenizer.json``: byte-pair encoding that falls back to bytes.
 
-    The file has no merges. Like in every vocabulary of SentencePiece's byte-pair encoding, ids
-    stand in the order in which pieces were merged, so that they follow from it: all the pairs of
-    pieces that make a piece, the piece with the lowest id first. It adds neither start nor end
-    token.
+    ``tokenizer.bin`` has no merges. They are derived from the ids, which in SentencePiece's
+    byte-pair encoding are in the order of the merges: all pairs of pieces that make up a piece, in
+    the order of the pieces' ids. The tokenizer adds neither start nor end token.
 
     Raises:
         InputError: The pieces are not those of such a tokenizer.

@@ -1,7 +1,7 @@
 """``moonshine:tiny-en``: the files of the wheel ``moonshine-voice``, converted once into the cache.
 
-The wheel is found without importing it, and its files are read as data. They are taken only with
-the content that the conversion was compared with (`SHA256`).
+The wheel is located without importing it, and its files are read as data. They are accepted only
+with the content that the conversion was verified with (`SHA256`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIZES = {
     "decoder_model_merged.ort": 30_412_256,
     "tokenizer.bin": 249_974,
 }
-"""In bytes."""
+"""Sizes of the files, in bytes."""
 
 FORMAT = 2
 """Version of the converted files; raised when they change, so that no older cache is used."""
@@ -100,14 +100,14 @@ def _is_path(name: str) -> bool:
 
 
 def converted_folder() -> Path:
-    """Where the converted checkpoint stands, or will: its name tells format and files."""
+    """Cache folder of the converted checkpoint, named by `FORMAT` and the files' hashes."""
     digest = "".join(value[:4] for value in SHA256.values())
     return cache_folder() / f"moonshine-tiny-en-{FORMAT}-{digest}"
 
 
 def assets() -> Path | None:
     """The folder of the files in the installed wheel."""
-    found = importlib.util.find_spec(PACKAGE)  # of a package at the top this imports nothing
+    found = importlib.util.find_spec(PACKAGE)  # imports nothing for a top-level package
     for location in (found and found.submodule_search_locations) or ():
         folder = Path(location) / "assets" / "tiny-en"
         if folder.is_dir():
@@ -125,7 +125,7 @@ def _has_sizes(folder: Path | None) -> bool:
 
 
 def _check(folder: Path) -> None:
-    """Raises unless the folder holds the files that the conversion was compared with.
+    """Checks that the folder has the files that the conversion was verified with.
 
     Raises:
         InputError: One is missing, cut off, or of another version.
@@ -150,7 +150,7 @@ def _check(folder: Path) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _digest(file: Path, size: int, changed: int) -> str:
-    """The sha256 of a file, read once while its size and time stay."""
+    """The sha256 of a file, cached by its size and modification time."""
     import hashlib
 
     try:
@@ -161,10 +161,10 @@ def _digest(file: Path, size: int, changed: int) -> str:
 
 
 def _cached(source: Path) -> Path:
-    """The converted checkpoint, made of the files in a folder where it is not there yet.
+    """Cache folder of the converted checkpoint; converts the files in ``source`` if needed.
 
     Raises:
-        InputError: It cannot be written, or what is there is not whole.
+        InputError: It cannot be written, or an existing one is incomplete.
     """
     folder = converted_folder()
     if not _is_complete(folder):
