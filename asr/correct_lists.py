@@ -1,4 +1,4 @@
-"""Correct N-best lists in files with any language model; what was stopped goes on.
+"""Correct N-best lists in files with any language model; a stopped run can be resumed.
 
     python asr/correct_lists.py lists.jsonl --model zoo:lm-synth --out corrected
     python asr/correct_lists.py texts/results.jsonl --model my-corrector --out corrected --resume
@@ -33,18 +33,18 @@ def parse_args():
     parser.add_argument("lists", type=Path)
     parser.add_argument("--model", default="zoo:lm-synth", help="a causal or seq2seq model")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--resume", action="store_true", help="go on in --out")
-    parser.add_argument("--distance", type=float, help="how far from the hypotheses, 0 to 1")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    parser.add_argument("--distance", type=float, help="most word edits, as a share: 0 to 1")
     parser.add_argument("--preferences", action="store_true", help="costs a pass per edited list")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--device")
     parser.add_argument("--json", action="store_true", help="print the counts as one object")
-    parser.add_argument("--overwrite", action="store_true", help="files that are not its own")
+    parser.add_argument("--overwrite", action="store_true", help="replace files of other programs")
     return parser.parse_args()
 
 
 def read(path):
-    """Corrections of an earlier run."""
+    """Reads the corrections of an earlier run."""
     return [Correction(index=0, **json.loads(line)) for line in complete_lines(path)]
 
 

@@ -47,7 +47,7 @@ from mmdecode.runs.files import (
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("development", type=Path, help="manifest of recordings with texts")
-    parser.add_argument("folder", type=Path, help="of recordings to correct")
+    parser.add_argument("folder", type=Path, help="folder of recordings to correct")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="zoo:whisper-synth")
     parser.add_argument("--language", help="for a Whisper of several languages")
@@ -61,7 +61,7 @@ def parse_args():
 
 
 def fitted(hears, entries, args):
-    """Temperatures at which both models are as sure as they are right on what was said."""
+    """Temperatures that calibrate both models on the references."""
     extractor, config = hears.processor.feature_extractor, hears.model.generation_config
     rate, longest = extractor.sampling_rate, extractor.n_samples
     waves = [np.concatenate([*blocks(opened(one), rate)]) for one in entries]
@@ -73,7 +73,7 @@ def fitted(hears, entries, args):
     features = extractor(waves, sampling_rate=rate, return_tensors="pt").input_features
     lists, audio = [], []
     for one, found, own in zip(entries, hears(waves, on_error="raise"), features, strict=True):
-        for found_list in lists_of(found)[:1]:  # of silence there is none
+        for found_list in lists_of(found)[:1]:  # a silent recording has none
             lists.append(dataclasses.replace(found_list, id=one.id, reference=one.text))
             audio.append(Given(features=own, prompt=prompt))
     recogniser = Acoustic(model=hears.model, tokenizer=hears.processor.tokenizer)

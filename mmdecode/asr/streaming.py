@@ -261,7 +261,7 @@ class Stream:
         self._commits = Commits(*policy_of(policy))
         self._step, self._longest = round(step_s * self.rate), int(longest_s * self.rate)
         self._waiting = np.zeros(0, np.float32)  # less than a step
-        self._audio = np.zeros(0, np.float32)  # what the next step hears again
+        self._audio = np.zeros(0, np.float32)  # kept audio, which the next step transcribes again
         self._received = 0  # samples, those that were cut off included
         self._ready_s = 0.0
         self._language: str | None = None
@@ -311,7 +311,7 @@ class Stream:
     def _check(self, samples: np.ndarray, rate: int | None) -> None:
         if rate not in (None, self.rate):
             raise InputError(
-                f"samples at {rate} Hz; the model hears {self.rate} Hz: resample the whole stream "
+                f"samples at {rate} Hz; the model takes {self.rate} Hz: resample the whole stream "
                 "with one resampler, such as soxr.ResampleStream"
             )
         if getattr(samples, "dtype", None) != np.float32 or np.ndim(samples) != 1:
@@ -322,7 +322,7 @@ class Stream:
             )
         if not np.isfinite(samples).all():
             raise InputError(
-                f"samples are NaN or infinite, behind {self.audio_s:g} s; expected finite numbers"
+                f"samples are NaN or infinite, after {self.audio_s:g} s; expected finite numbers"
             )
 
     def _update(self, samples: np.ndarray, last: bool = False) -> Update:

@@ -212,14 +212,14 @@ def _print_json(update: Update) -> None:
 
 def _summary(report: StreamReport, audio_s: float) -> str:
     """The line about a whole stream that is printed at its end."""
-    parts = [f"{audio_s:.1f} s heard, {report.committed_words} words committed"]
+    parts = [f"{audio_s:.1f} s of audio, {report.committed_words} words committed"]
     if report.heard.al is not None:
         parts.append(
             f"lagging (AL, DAL) {report.heard.al:.2f} and {report.heard.dal:.2f} s of audio, "
             f"{report.ready.al:.2f} and {report.ready.dal:.2f} s on the wall"
         )
     if report.lag_s is not None:
-        parts.append(f"committed {report.lag_s:.2f} s behind their ends")
+        parts.append(f"committed {report.lag_s:.2f} s after their ends")
     changed = 100 * report.provisional_change_rate
     parts.append(f"{changed:.0f} % of the words shown were provisional and changed")
     parts.append(f"updates at most {report.delay_s:.2f} s late")

@@ -48,7 +48,7 @@ PANELS = {
     "Decoding": "guide accept dtype timestamps temperature beams n_best n_best_method "
     "max_new_tokens mode overlap_s window_s padding seed trust_remote_code",
     "Words and their correction": "word_method correct prompt prompt_condition_type hotwords",
-    "Silence, repetition and failed windows": "fallback compression_ratio_threshold logprob_threshold "
+    "Silence, loops and failed windows": "fallback compression_ratio_threshold logprob_threshold "
     "no_speech_threshold condition_on_prev_tokens loop_guard hallucination_silence_threshold "
     "vad vad_threshold vad_min_speech_s vad_min_silence_s vad_pad_s",
 }

@@ -104,7 +104,7 @@ def test_what_is_refused_is_the_audio_s(recogniser, encoded_lists):
 
 
 def test_a_fusion_without_audio_is_refused(recogniser, encoded_lists):
-    with pytest.raises(OptionError, match="hears the audio"):
+    with pytest.raises(OptionError, match="needs the audio"):
         fused(recogniser)(encoded_lists[0])
 
 

@@ -295,9 +295,9 @@ def test_updates_know_when_they_would_have_been_ready(monkeypatch):
         (np.zeros(5), None, "samples are float64 of shape"),
         (np.zeros((2, 5), np.float32), None, r"shape \(2, 5\); expected .* of one channel"),
         ([0.0], None, "samples are list"),
-        (np.array([0, np.nan], np.float32), None, "NaN or infinite, behind 1 s"),
+        (np.array([0, np.nan], np.float32), None, "NaN or infinite, after 1 s"),
         (np.array([0, np.inf], np.float32), None, "NaN or infinite"),
-        (np.zeros(5, np.float32), 44_100, "at 44100 Hz; the model hears 10 Hz"),
+        (np.zeros(5, np.float32), 44_100, "at 44100 Hz; the model takes 10 Hz"),
     ],
 )
 def test_samples_that_cannot_be_read_are_refused_and_change_nothing(samples, rate, message):

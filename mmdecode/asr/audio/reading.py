@@ -328,10 +328,8 @@ def _decoded(content: Path | bytes, block: int) -> Blocks:
         yield from _other_readers(content, error)
         return
     with file:
-        if (file.format, file.subtype) == (
-            "RAW",
-            "ULAW",
-        ):  # libsndfile's guess for any .au without header
+        # libsndfile's guess for any .au file without a header
+        if (file.format, file.subtype) == ("RAW", "ULAW"):
             raise _unreadable("it has no header", "check what it is")
         yield from _soundfile(content, file, block)
 
@@ -357,7 +355,7 @@ def _soundfile(content: Path | bytes, file: Any, block: int) -> Blocks:
     if file.frames - seen > file.samplerate // 10 and file.frames < 1 << 62:
         raise _truncated(f"has {seen} of {file.frames} samples")
     if file.format == "OGG" and not _ogg_is_complete(content):
-        raise _truncated(f"has no last page behind {seen} samples")
+        raise _truncated(f"has no last page after {seen} samples")
     if not seen:
         raise InputError(_EMPTY)
 

@@ -119,7 +119,7 @@ def calibrate(
         acoustic.append(scores[asked])
         indices.append(own[asked])
     if not main:
-        raise InputError("no list has a reference; calibration needs what was said")
+        raise InputError("no list has a reference; calibration needs references")
     return Temperatures(
         main=fit_temperature(torch.cat(main), torch.cat(right)),
         acoustic=fit_temperature(torch.cat(acoustic), torch.cat(indices)),

@@ -81,7 +81,7 @@ class LanguageModelCorrection(ListCorrection):
     A word that is aligned with an equal word of the first hypothesis counts as decided by both.
     """
 
-    summary = "a language model corrects and hears nothing"
+    summary = "a language model corrects, without the audio"
     source = "Chen et al. 2023 (HyPoradise)"
 
     @classmethod
@@ -143,7 +143,7 @@ class FusedCorrection(ListCorrection):
         if corrector.seq2seq:
             raise OptionError(
                 f"{type(model).__name__} reads its prompt with an encoder; fusion needs a causal "
-                "language model: use llm:model=..., which hears nothing"
+                "language model: use llm:model=..., without the audio"
             )
         spec = recogniser.branch(
             corrector.prompts.tokenizer, model.config.vocab_size, candidates, route
@@ -167,7 +167,7 @@ class FusedCorrection(ListCorrection):
             audio: Encoded audio, one entry for each.
         """
         if audio is None:
-            raise OptionError(f"{type(self).__name__} hears the audio; pass one entry per list")
+            raise OptionError(f"{type(self).__name__} needs the audio; pass one entry per list")
         found: list[Corrected] = []
         guide = self.corrector.decoder.guide
         scorer, row = None, 0
@@ -242,8 +242,8 @@ def _words_of_text(one: Correction) -> list[DecidedWord]:
 class UADFCorrection(FusedCorrection):
     """Corrects by uncertainty-aware dynamic fusion, see `mmdecode.guide.uadf`."""
 
-    summary = "a language model corrects, the audio weighs in where it is unsure"
-    source = "Chen et al. 2024; unlike tokenizers by text are ours"
+    summary = "a language model corrects, fused with the recogniser where it is uncertain"
+    source = "Chen et al. 2024; the fusion of different vocabularies by text is ours"
 
     @classmethod
     def from_options(
@@ -337,7 +337,7 @@ class _Weighted(FusedCorrection):
 class StaticCorrection(_Weighted):
     """Corrects by late fusion of a fixed weight, see `mmdecode.guide.fusion.Static`."""
 
-    summary = "a language model corrects, the audio weighs in with a fixed weight"
+    summary = "a language model corrects, fused with the recogniser by a fixed weight"
     source = "late fusion, the baseline of Chen et al. 2024"
     fusion = Static
 
@@ -345,7 +345,7 @@ class StaticCorrection(_Weighted):
 class ShallowCorrection(_Weighted):
     """Corrects by shallow fusion, see `mmdecode.guide.fusion.Shallow`."""
 
-    summary = "a language model corrects, log-probabilities of the audio are added"
+    summary = "a language model corrects, log-probabilities of the recogniser are added"
     source = "shallow fusion, Gulcehre et al. 2015, with the roles exchanged"
     fusion = Shallow
 

@@ -141,7 +141,7 @@ class Recognizer:
                 raise OptionError(f"language={options.language!r}: {error}") from error
         if options.window_s is not None and options.window_s > self.window_s:
             raise OptionError(
-                f"window_s={options.window_s}; {self.name} hears at most {self.window_s:g} s at "
+                f"window_s={options.window_s}; {self.name} takes at most {self.window_s:g} s at "
                 "once: give as much or less, or leave it out"
             )
 
