@@ -51,7 +51,7 @@ Case = tuple[int, bool]
 """Batch, and whether times are predicted."""
 
 
-def said(checkpoint: Checkpoint, count: int) -> list[str] | None:
+def reference_texts(checkpoint: Checkpoint, count: int) -> list[str] | None:
     """What is said in the windows; ``None`` where they come without their texts."""
     if find_spec("soundfile") is None:
         return None
@@ -92,7 +92,7 @@ def measure(
         name: [row for one in results[name] for row in rows_of(one, checkpoint.settings)]
         for name in engines
     }
-    texts = said(checkpoint, len(chunks) * batch)
+    texts = reference_texts(checkpoint, len(chunks) * batch)
     rows = []
     for name, engine in engines.items():
         encoder = seconds[f"encoder {engine.encoder}"]

@@ -220,14 +220,14 @@ def conditional_rates(hits: torch.Tensor, ranks_above: int | None = None) -> lis
     return rates
 
 
-def partly_heard(model: Any, features: torch.Tensor, timestamps: bool) -> list[list[int]]:
+def partial_transcripts(model: Any, features: torch.Tensor, timestamps: bool) -> list[list[int]]:
     """Transcripts of the first three quarters of each clip's sound: the text a stream has by then.
 
     After the cut the features hold the clip's silence.
     """
     quietest = features.amin((1, 2), keepdim=True)
-    heard = (features > quietest + 0.1).any(1)  # frames
-    ends = (heard * torch.arange(heard.shape[1])).amax(1)
+    audible = (features > quietest + 0.1).any(1)  # frames
+    ends = (audible * torch.arange(audible.shape[1])).amax(1)
     frames = torch.arange(features.shape[2])
     kept = frames < (0.75 * ends)[:, None]
     part = torch.where(kept[:, None], features, quietest)
@@ -260,7 +260,7 @@ def measure(
     batch = min(case.batch, len(subject.features))
     chunks = [c for c in subject.features.split(batch) if len(c) == batch]
     audio = [encode(model, chunk) for chunk in chunks]
-    texts = partly_heard(model, subject.features, case.timestamps)
+    texts = partial_transcripts(model, subject.features, case.timestamps)
     decoders = {name: Decoder(way.draft, accept=way.accept, seed=0) for name, way in ways.items()}
 
     def decode(name: str, item: int, repeat: int) -> torch.Tensor:

@@ -74,7 +74,7 @@ GRIDS: dict[str, list[dict[str, float]]] = {
 
 
 @dataclass(frozen=True)
-class Heard:
+class Recognised:
     """Some utterances: their lists, and what the recogniser is given of them."""
 
     lists: list[NBestList]
@@ -113,21 +113,21 @@ class Bench:
         """The language model as one of texts."""
         return TextScorer(self.corrector.model, self.corrector.prompts.tokenizer, batch_size=64)
 
-    def hear(self, said: Sequence[Utterance], snr_db: float) -> Heard:
+    def recognise(self, some: Sequence[Utterance], snr_db: float) -> Recognised:
         """Speaks utterances in noise and recognises them."""
-        waves = [one.noisy(one.spoken(self.engine), snr_db) for one in said]
+        waves = [one.noisy(one.spoken(self.engine), snr_db) for one in some]
         found = self.transcriber(waves, on_error="raise")
         lists = []
-        for one, transcript in zip(said, found, strict=True):
+        for one, transcript in zip(some, found, strict=True):
             first = lists_of(transcript)[0]
             lists.append(NBestList(one.name, first.hypotheses, first.scores, one.text))
         features = self.extractor(waves, sampling_rate=RATE, return_tensors="pt").input_features
-        return Heard(lists, [Given(features=one, prompt=self.prompt) for one in features])
+        return Recognised(lists, [Given(features=one, prompt=self.prompt) for one in features])
 
-    def corrected(self, heard: Heard) -> list[str]:
+    def corrected(self, recognised: Recognised) -> list[str]:
         """By the language model alone."""
         self.corrector.decoder = replace(self.corrector.decoder, guide=None)
-        found = LanguageModelCorrection(self.corrector)(heard.lists)
+        found = LanguageModelCorrection(self.corrector)(recognised.lists)
         return [one.correction.text for one in found]
 
     def fused(
@@ -147,29 +147,31 @@ class Bench:
             for one, own in zip(lists, scores, strict=True)
         ]
 
-    def texts(self, heard: Heard, tuned: dict[str, Any]) -> tuple[dict[str, list[str]], Any]:
+    def texts(
+        self, recognised: Recognised, tuned: dict[str, Any]
+    ) -> tuple[dict[str, list[str]], Any]:
         """What every way makes of some utterances, and who decided the words of UADF."""
-        found = {FIRST: [one.best for one in heard.lists]}
-        found[RESCORED] = self.rescored(heard.lists, **tuned["options"][RESCORED])
-        found[ALONE] = self.corrected(heard)
+        found = {FIRST: [one.best for one in recognised.lists]}
+        found[RESCORED] = self.rescored(recognised.lists, **tuned["options"][RESCORED])
+        found[ALONE] = self.corrected(recognised)
         decided: list[list[str]] = []
         for name in FUSIONS:
             way = self.fused(name, tuned["options"][name], tuned["temperatures"])
-            rows = way(heard.lists, heard.audio)
+            rows = way(recognised.lists, recognised.audio)
             found[name] = [one.correction.text for one in rows]
             decided = [[word.by for word in one.words] for one in rows]
         return found, decided
 
 
-def tune(bench: Bench, heard: Heard) -> dict[str, Any]:
+def tune(bench: Bench, recognised: Recognised) -> dict[str, Any]:
     """Temperatures, then for each way the setting with the fewest errors."""
     way = bench.fused("uadf", {}, {})
-    fitted = calibrate(way.corrector, heard.lists, heard.audio)
+    fitted = calibrate(way.corrector, recognised.lists, recognised.audio)
     heat = {"main_temperature": fitted.main, "acoustic_temperature": fitted.acoustic}
     aligner = Aligner()
 
     def errors(texts: Sequence[str]) -> int:
-        pairs = zip(heard.lists, texts, strict=True)
+        pairs = zip(recognised.lists, texts, strict=True)
         return sum(aligner.errors(one.reference or "", text) for one, text in pairs)
 
     tried: dict[str, list[int]] = {}
@@ -177,37 +179,37 @@ def tune(bench: Bench, heard: Heard) -> dict[str, Any]:
         tried[name] = []
         for options in grid:
             if name == RESCORED:
-                texts = bench.rescored(heard.lists, **options)
+                texts = bench.rescored(recognised.lists, **options)
             else:
-                rows = bench.fused(name, options, heat)(heard.lists, heard.audio)
+                rows = bench.fused(name, options, heat)(recognised.lists, recognised.audio)
                 texts = [one.correction.text for one in rows]
             tried[name].append(errors(texts))
     return {
         "temperatures": heat,
         "tokens": fitted.tokens,
-        "lists": len(heard.lists),
-        "errors": {FIRST: errors([one.best for one in heard.lists])} | tried,
+        "lists": len(recognised.lists),
+        "errors": {FIRST: errors([one.best for one in recognised.lists])} | tried,
         "options": {n: GRIDS[n][int(np.argmin(values))] for n, values in tried.items()},
     }
 
 
-def batches(said: Sequence[Utterance]) -> Iterator[Sequence[Utterance]]:
+def batches(items: Sequence[Utterance]) -> Iterator[Sequence[Utterance]]:
     """A few at a time."""
-    for start in range(0, len(said), BATCH):
-        yield said[start : start + BATCH]
+    for start in range(0, len(items), BATCH):
+        yield items[start : start + BATCH]
 
 
 def run(bench: Bench, part: str, snr_db: float, count: int, work: Path, tuned: Any) -> Path:
     """Every way on a part at a level; rows are appended."""
     path = work / f"{part}-{snr_db:g}.jsonl"
     done = len(list(complete_lines(path))) if path.exists() else 0
-    said = utterances(part, count)[done:]
+    remaining = utterances(part, count)[done:]
     with open_append(path) as file, progress_bar() as bar:
-        task = bar.add_task(f"{part}, {snr_db:g} dB", total=len(said))
-        for some in batches(said):
-            heard = bench.hear(some, snr_db)
-            found, decided = bench.texts(heard, tuned)
-            for index, one in enumerate(heard.lists):
+        task = bar.add_task(f"{part}, {snr_db:g} dB", total=len(remaining))
+        for some in batches(remaining):
+            recognised = bench.recognise(some, snr_db)
+            found, decided = bench.texts(recognised, tuned)
+            for index, one in enumerate(recognised.lists):
                 row = {
                     "id": one.id,
                     "reference": one.reference,
@@ -241,11 +243,11 @@ def judged(path: Path) -> dict[str, Any]:
         ("static", "uadf"),
     ]:
         errors = [tables[w][:, 2:5].sum(1) for w in (first, second)]
-        drawn = paired_bootstrap(errors[0], errors[1], words)
+        bootstrap = paired_bootstrap(errors[0], errors[1], words)
         tests[f"{first} to {second}"] = {
-            "difference": drawn.difference,
-            "low": drawn.low,
-            "high": drawn.high,
+            "difference": bootstrap.difference,
+            "low": bootstrap.low,
+            "high": bootstrap.high,
             "p_mapsswe": mapsswe(steps[first], steps[second]).p,
         }
     by = [who for row in rows for who in row["decided"]]
@@ -276,8 +278,8 @@ def shown(results: dict[str, Any]) -> str:
             p = f"{test['p_mapsswe']:.2g}"
             tests.append([case, pair, f"{100 * test['difference']:+.2f}", interval, p])
     head = ["part", "utterances", *names, "o_nb", "o_cp"]
-    behind = ["part", "from, to", "points of WER gained", "95 % interval", "p (MAPSSWE)"]
-    return f"{table(head, rows)}\n\n{table(behind, tests)}"
+    test_head = ["part", "from, to", "points of WER gained", "95 % interval", "p (MAPSSWE)"]
+    return f"{table(head, rows)}\n\n{table(test_head, tests)}"
 
 
 def main() -> None:
@@ -303,12 +305,14 @@ def main() -> None:
     chosen = arguments.work / "tuned.json"
     if not chosen.exists():
         parts = [
-            bench.hear(some, level)
+            bench.recognise(some, level)
             for level in arguments.snr
             for some in batches(utterances("development", arguments.development))
         ]
-        heard = Heard([o for p in parts for o in p.lists], [a for p in parts for a in p.audio])
-        write_result(chosen, tune(bench, heard))
+        recognised = Recognised(
+            [o for p in parts for o in p.lists], [a for p in parts for a in p.audio]
+        )
+        write_result(chosen, tune(bench, recognised))
     tuned = json.loads(chosen.read_text())
     wanted = {"test": arguments.utterances, "unseen": arguments.unseen}
     cases: dict[str, Any] = {}

@@ -142,8 +142,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     if arguments.limit:
         common += ["--limit", str(arguments.limit)]
     for task in arguments.task or TASKS:
-        drawn = "--greedy" not in TASKS[task]
-        kept = [spec for spec in guides if drawn or spec.partition(":")[0] not in INERT]
+        sampled = "--greedy" not in TASKS[task]
+        kept = [spec for spec in guides if sampled or spec.partition(":")[0] not in INERT]
         named = [argument for spec in kept for argument in ("--guide", spec)]
         folder = arguments.out / task
         resume = ["--resume"] if run_of(folder).exists() else []

@@ -78,7 +78,7 @@ def settings(summary: Summary) -> list[str]:
     ]
 
 
-def drawn(summary: Summary) -> list[str]:
+def sampled_modes(summary: Summary) -> list[str]:
     """Sampled modes of methods."""
     controls = ("plausible", "temperature_matched")
     return [
@@ -152,7 +152,7 @@ def sampled_table(summary: Summary) -> str:
     """Drawn tokens, the mean over seeds."""
     rows = []
     controls = [n for n in summary["modes"] if n.startswith(("plausible", "temperature_matched"))]
-    for name in ["sampled", *controls, *drawn(summary)]:
+    for name in ["sampled", *controls, *sampled_modes(summary)]:
         mode = summary["modes"][name]
         plain = compared(summary, "sampled", name).get(HARDEST)
         own = [compared(summary, one, name)[HARDEST] for one in rivals(summary, name)[1:]]
@@ -190,9 +190,9 @@ def caption_verdicts(summary: Summary) -> dict[str, str]:
     alike = {mode: one["differences"] for mode, one in found.items() if one}
     p = holm([one[name]["p"] for one in alike.values() for name in ("chair_i", "recall")])
     verdicts = {}
-    for place, (mode, one) in enumerate(alike.items()):
+    for row, (mode, one) in enumerate(alike.items()):
         signs = {
-            name: np.sign(one[name]["value"]) * (p[2 * place + index] < LEVEL)
+            name: np.sign(one[name]["value"]) * (p[2 * row + index] < LEVEL)
             for index, name in enumerate(("chair_i", "recall"))
         }
         parts = []
@@ -257,7 +257,7 @@ def main_table(found: dict[str, Summary]) -> str:
     pope, chosen = found["pope"], found["tuned"]["tuned"]
     rows, captions = [], caption_verdicts(found["chair"])
     for method, setting in chosen.items():
-        drawn_mode = f"{setting}{SAMPLED}"
+        sampled_mode = f"{setting}{SAMPLED}"
         greedy = setting in pope["modes"]
         plain = compared(pope, "greedy", setting).get(HARDEST)
         rows.append(
@@ -265,7 +265,7 @@ def main_table(found: dict[str, Summary]) -> str:
                 f"`{setting}`",
                 points(plain) if greedy else "greedy unchanged",
                 greedy_verdict(pope, setting) if greedy else "",
-                sampled_verdict(pope, drawn_mode) if drawn_mode in pope["modes"] else "",
+                sampled_verdict(pope, sampled_mode) if sampled_mode in pope["modes"] else "",
                 captions.get(setting, ""),
             ]
         )
@@ -282,8 +282,10 @@ def conditions(summaries: Iterable[Summary]) -> str:
     kept += ("torch", "transformers", "load_average")
     lines = []
     for summary in summaries:
-        told = summary["conditions"]
-        values = [f"{name} {told[name]}" for name in kept if told.get(name) not in (None, "")]
+        settings = summary["conditions"]
+        values = [
+            f"{name} {settings[name]}" for name in kept if settings.get(name) not in (None, "")
+        ]
         sizes = f"{summary['questions']} questions on {summary['images']} images"
         lines.append(f"- {summary['task']}: {sizes}; {', '.join(values)}")
     return "\n".join(lines)

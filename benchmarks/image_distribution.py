@@ -59,8 +59,8 @@ def samples(
             with bug():
                 codes = subject.draw(decoder, batch, item)
             commits = counts.ended().to(torch.int16)
-            drawn = {"codes": codes.numpy().astype(np.uint16), "commits": commits.numpy()}
-            write_arrays(part, drawn, packed=True)
+            arrays = {"codes": codes.numpy().astype(np.uint16), "commits": commits.numpy()}
+            write_arrays(part, arrays, packed=True)
         with np.load(part) as stored:
             parts.append((stored["codes"].astype(np.int64), stored["commits"]))
     columns = zip(*parts, strict=True)

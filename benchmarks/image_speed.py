@@ -133,7 +133,7 @@ class Subject:
         rows = range(batch) if only is None else [only]
         labels = self.labels(batch, item)
         labels = [labels[row] for row in rows]
-        drawn = raster.generate(
+        generated = raster.generate(
             self.adapter.model,
             decoder=decoder,
             adapter=self.adapter,
@@ -143,7 +143,7 @@ class Subject:
             request=[f"{item}/{row}" for row in rows],
             **self.model.given(labels),
         )
-        return drawn.codes.cpu()
+        return generated.codes.cpu()
 
 
 def measure(
@@ -227,8 +227,8 @@ def certificate(
         scores.append(guided(conditional, nothing, subject.guidance).double())
     model.to(torch.float32)
     noise = Noise.of(0, [request_key(f"{item}/{row}", 0)], model.device)
-    places = torch.arange(flat.shape[1], device=model.device)[None]
-    gumbel = noise.gumbel(places, Role.TARGET, adapter.vocab).double()
+    positions = torch.arange(flat.shape[1], device=model.device)[None]
+    gumbel = noise.gumbel(positions, Role.TARGET, adapter.vocab).double()
     total = subject.sampling.warp(scores[1]) + gumbel
     excess = total.amax(-1) - total.gather(2, flat[..., None])[..., 0]
     return float(excess.max()), 2 * float((scores[0] - scores[1]).abs().max())

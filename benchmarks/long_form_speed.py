@@ -38,14 +38,14 @@ def recordings(count: int, seconds: float) -> list[tuple[np.ndarray, str]]:
     """Samples and text of ``count`` recordings of at least ``seconds``."""
     order, clips, found = random.Random(0), speech_test(), []
     for _ in range(count):
-        drawn, length = [], 0.0
+        chosen, length = [], 0.0
         for clip in order.sample(clips, len(clips)):
             if length >= seconds:
                 break
-            drawn.append(clip)
+            chosen.append(clip)
             length += clip.duration_s
-        waves = [clip.samples() for clip in drawn]
-        found.append((np.concatenate(waves), " ".join(clip.text for clip in drawn)))
+        waves = [clip.samples() for clip in chosen]
+        found.append((np.concatenate(waves), " ".join(clip.text for clip in chosen)))
     return found
 
 
@@ -138,8 +138,8 @@ def measure(
     repeats: int,
 ) -> dict[str, Any]:
     """Every engine on all recordings; a row each, at its best number of threads."""
-    drawn = recordings(count, seconds)
-    waves, texts = [wave for wave, _ in drawn], [text for _, text in drawn]
+    pairs = recordings(count, seconds)
+    waves, texts = [wave for wave, _ in pairs], [text for _, text in pairs]
     audio_s = sum(map(len, waves)) / RATE
     print(f"\nlong form: {count} recordings, {audio_s:.0f} s", flush=True)
     rows: dict[str, dict[str, Any]] = {}

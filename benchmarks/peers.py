@@ -282,9 +282,9 @@ def word_errors(
 
     if texts is None:
         return None
-    heard = [checkpoint.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+    hypotheses = [checkpoint.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
     try:
-        return round(wer(texts, heard, resamples=1).value, 6)
+        return round(wer(texts, hypotheses, resamples=1).value, 6)
     except MissingExtraError:
         return None
 

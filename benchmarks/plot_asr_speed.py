@@ -40,8 +40,8 @@ def main(result, out):
     figure, axes = plt.subplots(figsize=(10, 3.6))
     for index, (engine, (label, colour)) in enumerate(ENGINES.items()):
         heights = [found[*case, engine]["ms_per_token_row"] for case in cases]
-        places = [case + (index - 1.5) * 0.21 for case in range(len(cases))]
-        bars = axes.bar(places, heights, 0.2, label=label, color=colour)
+        positions = [case + (index - 1.5) * 0.21 for case in range(len(cases))]
+        bars = axes.bar(positions, heights, 0.2, label=label, color=colour)
         axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=1)
     names = [f"batch {b}\n{'with' if t else 'without'} timestamps" for b, t in cases]
     axes.set_xticks(range(len(cases)), names)

@@ -28,25 +28,25 @@ def draw(pope: Summary, out: Path) -> None:
     """
     modes = pope["modes"]
 
-    def place(name: str) -> tuple[float, float]:
+    def point(name: str) -> tuple[float, float]:
         scores = modes[name]["sets"][HARDEST]
         return 100 * scores["yes_ratio"], 100 * scores["accuracy"]
 
     named = settings(pope)
     plt.rcParams.update({"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9})
     figure, axes = plt.subplots(figsize=(9, 5))
-    curve = sorted(place(f"greedy shifted to {name}") for name in named)
+    curve = sorted(point(f"greedy shifted to {name}") for name in named)
     axes.plot(*zip(*curve, strict=True), color=CURVE, zorder=1, label="plain model, margin shifted")
-    axes.plot(*place("greedy"), "D", color="black", label="plain model")
+    axes.plot(*point("greedy"), "D", color="black", label="plain model")
     for control in ("prompt_bias", "near_ties"):
-        axes.plot(*place(control), "x", color="black")
-        axes.annotate(control, place(control), xytext=(4, -9), textcoords="offset points")
+        axes.plot(*point(control), "x", color="black")
+        axes.annotate(control, point(control), xytext=(4, -9), textcoords="offset points")
     for name in named:
         colour = HELPS if greedy_verdict(pope, name).startswith("**") else OTHERS
-        axes.plot(*place(name), "o", color=colour, markersize=5)
-        if max(abs(a - b) for a, b in zip(place(name), place("greedy"), strict=True)) > CROWD:
+        axes.plot(*point(name), "o", color=colour, markersize=5)
+        if max(abs(a - b) for a, b in zip(point(name), point("greedy"), strict=True)) > CROWD:
             axes.annotate(
-                name, place(name), xytext=(4, 3), textcoords="offset points", fontsize=7
+                name, point(name), xytext=(4, 3), textcoords="offset points", fontsize=7
             ).set_color(colour)
     axes.set_xlabel(f"answers yes in %, {HARDEST} questions (half of the right answers are yes)")
     axes.set_ylabel("accuracy in %")

@@ -40,7 +40,7 @@ import numpy as np
 import peak_memory
 import torch
 from pages import parsed, warn_if_busy, write_page, write_result
-from real_speech_tables import PIPELINE, said_of_bars, tables
+from real_speech_tables import PIPELINE, bar_sentences, tables
 from real_ways import (
     RATE,
     UNDRAFTED,
@@ -98,12 +98,12 @@ class Clips:
         """What plain ``generate`` makes of each alone."""
         return [alone(self.subject, wave)[0] for wave in self.waves]
 
-    def word_errors(self, heard: list[str]) -> dict[str, Any]:
+    def word_errors(self, hypotheses: list[str]) -> dict[str, Any]:
         """Of transcripts in the order of the clips; empty where what counts is not installed."""
         from mmdecode.evaluation.speech.wer import wer
 
         try:
-            found = wer(self.texts, heard, resamples=1)
+            found = wer(self.texts, hypotheses, resamples=1)
         except MissingExtraError:
             return {"word_errors": None, "words": None}
         return {"word_errors": found.errors, "words": found.words}
@@ -422,7 +422,7 @@ def memory(subject: Subject, batches: list[int], seconds: float) -> list[dict[st
 
 
 def bars(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was asked for, and what came out: see `real_speech_tables.said_of_bars`."""
+    """What was asked for, and what came out: see `real_speech_tables.bar_sentences`."""
     found: list[dict[str, Any]] = []
     for row in result.get("short", []):
         if (row["way"], row["batch"]) == (UNDRAFTED, 1):
@@ -550,7 +550,7 @@ def main() -> None:
         arguments.ways = arguments.ways or ["lookup", "recycling, 8 nodes, table kept"]
     path = arguments.result or run(arguments)
     result = json.loads(path.read_text())
-    print("\n" + "\n".join(said_of_bars(result["bars"])))
+    print("\n" + "\n".join(bar_sentences(result["bars"])))
     print(f"\n{tables(result, path.name)}\n\nwritten: {path}")
     if arguments.page:
         write_page(arguments.page, tables(result, path.name))

@@ -87,7 +87,7 @@ def memory_table(rows: list[Row], minutes: float) -> str:
     return table([*header, f"peak, {minutes:g} minutes"], lines)
 
 
-def said_of_bars(bars: list[dict[str, Any]]) -> list[str]:
+def bar_sentences(bars: list[dict[str, Any]]) -> list[str]:
     """A sentence for each bar."""
     found = []
     for bar in bars:
@@ -112,7 +112,7 @@ def threads(count: int) -> str:
     return f"{count} thread" + "s" * (count != 1)
 
 
-def said_of_ids(result: dict[str, Any]) -> list[str]:
+def id_sentences(result: dict[str, Any]) -> list[str]:
     """Which rows have the ids of ``generate``, and which have not."""
     own = [row for row in result.get("short", []) if is_draft(row) or row["way"] == "undrafted"]
     other = sorted({row["way"] for row in own if row["identical"] < row["clips"]})
@@ -143,7 +143,7 @@ def said_of_ids(result: dict[str, Any]) -> list[str]:
     return found
 
 
-def said_of_drafts(result: dict[str, Any]) -> list[str]:
+def draft_sentences(result: dict[str, Any]) -> list[str]:
     """Whether any draft gains time, on clips and on recordings."""
     found = []
     rows = result.get("short", [])
@@ -172,7 +172,7 @@ def said_of_drafts(result: dict[str, Any]) -> list[str]:
     return found
 
 
-def said_of_words(result: dict[str, Any]) -> list[str]:
+def word_sentences(result: dict[str, Any]) -> list[str]:
     """Word errors, with what they are worth."""
     rows = [row for row in result.get("short", []) if row["word_errors"] is not None]
     base = next((row for row in rows if row["way"] == "generate"), None)
@@ -186,7 +186,7 @@ def said_of_words(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def said_of_losses(result: dict[str, Any]) -> list[str]:
+def loss_sentences(result: dict[str, Any]) -> list[str]:
     """Where another engine is ahead, and by how much."""
     found = []
     rows = [row for row in result.get("short", []) if row["batch"] == 1]
@@ -220,9 +220,9 @@ def tables(result: dict[str, Any], name: str) -> str:
         f"{facts['load_at_start']} at the start, {facts['load_at_end']} at the end."
         + (" A smoke test, not to be quoted." if facts["limited"] else "")
     ]
-    said = [*said_of_bars(result["bars"]), *said_of_ids(result), *said_of_drafts(result)]
-    said += [*said_of_losses(result), *said_of_words(result)]
-    found.append("\n".join(f"- {sentence}" for sentence in said))
+    sentences = [*bar_sentences(result["bars"]), *id_sentences(result), *draft_sentences(result)]
+    sentences += [*loss_sentences(result), *word_sentences(result)]
+    found.append("\n".join(f"- {sentence}" for sentence in sentences))
     rows = result.get("short", [])
     for case in dict.fromkeys((row["threads"], row["batch"]) for row in rows):
         here = [row for row in rows if (row["threads"], row["batch"]) == case]

@@ -100,8 +100,8 @@ class Subject:
         ends = {ends} if isinstance(ends, int) else set(ends)
         found = []
         for row in ids[:, 1:].tolist():
-            place = next((at for at, token in enumerate(row) if token in ends), len(row))
-            found.append(row[:place])
+            stop = next((at for at, token in enumerate(row) if token in ends), len(row))
+            found.append(row[:stop])
         return found
 
 

@@ -38,7 +38,7 @@ WAYS = [
 """Policy, step and draft."""
 
 
-def heard(stream: Stream, wave: np.ndarray, words: int) -> tuple[str, StreamReport]:
+def streamed(stream: Stream, wave: np.ndarray, words: int) -> tuple[str, StreamReport]:
     """Text and numbers of one recording of so many words."""
     meter, text = StreamMeter(), ""
     size = RATE // 10
@@ -62,7 +62,7 @@ def measure(
     """One way on some recordings."""
     began = time.perf_counter()
     found = [
-        heard(Stream(transcriber, policy, step), wave, len(text.split()))
+        streamed(Stream(transcriber, policy, step), wave, len(text.split()))
         for wave, text in zip(waves, texts, strict=True)
     ]
     spent = time.perf_counter() - began
@@ -70,9 +70,9 @@ def measure(
     score = wer(texts, [text for text, _ in found])
     return {
         "wer": round(score.value, 6),
-        "al": mean([report.heard.al for report in reports]),
-        "laal": mean([report.heard.laal for report in reports]),
-        "dal": mean([report.heard.dal for report in reports]),
+        "al": mean([report.received.al for report in reports]),
+        "laal": mean([report.received.laal for report in reports]),
+        "dal": mean([report.received.dal for report in reports]),
         "ready_laal": mean([report.ready.laal for report in reports]),
         "lag_s": mean([report.lag_s for report in reports]),
         "revision_rate": mean([report.provisional_change_rate for report in reports]),

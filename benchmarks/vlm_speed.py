@@ -26,7 +26,14 @@ from pages import parsed, table, warn_if_busy, write_page, write_result
 from mmdecode import registry
 from mmdecode.cli.bench import SCENES, prompts_of
 from mmdecode.errors import MMDecodeError, run_script
-from mmdecode.evaluation.speed.draft_speed import PEERS, Setting, Speed, measure, sureness, working
+from mmdecode.evaluation.speed.draft_speed import (
+    PEERS,
+    Setting,
+    Speed,
+    confidence,
+    measure,
+    working,
+)
 from mmdecode.evaluation.speed.stopwatch import load, machine
 from mmdecode.runs.console import only_our_output
 from mmdecode.testing.drafts import Random
@@ -129,7 +136,7 @@ def run(arguments: argparse.Namespace) -> Path:
             temperature=case.temperature,
             repeats=arguments.repeats,
         )
-        law = None if case.guide is None else registry.create("guide", case.guide)
+        guiding = None if case.guide is None else registry.create("guide", case.guide)
         asked = PEERS if case.guide is None else {}
         peers, failed = working(answerer.model, batches[0], asked)
         print(f"{case.title}, {len(batches)} batches")
@@ -138,7 +145,7 @@ def run(arguments: argparse.Namespace) -> Path:
             batches,
             drafts_of(wanted, answerer, arguments.model),
             setting,
-            guide=law,
+            guide=guiding,
             peers=peers,
             compile=arguments.compile,
         )
@@ -156,7 +163,7 @@ def run(arguments: argparse.Namespace) -> Path:
                 "temperature": case.temperature,
                 "guide": case.guide,
                 "batches": len(batches),
-                **asdict(sureness(answerer.model, batches, setting, law)),
+                **asdict(confidence(answerer.model, batches, setting, guiding)),
                 "left_out": failed,
                 "rows": [row.as_dict() for row in found],
             }

@@ -113,14 +113,6 @@ def test_modules_speak_the_words_of_the_field(room):
     assert [line for file in files for line in found_in(file)] == []
 
 
-KEPT_NAMES = {
-    # fields that are keys of results on disk
-    ("results.py", "looped"),
-    ("transcriber.py", "looped"),
-    ("test_repetition.py", "looped"),
-}
-"""Identifiers, by file, that hold such a word all the same."""
-
 NAMED = ("id", "attr", "arg", "name", "asname", "module")
 """Fields of syntax nodes that hold identifiers."""
 
@@ -132,8 +124,7 @@ def named_in(file):
         names = [getattr(node, field, None) for field in NAMED]
         for name in {name for name in names if isinstance(name, str)}:
             parts = f"_{name}_".lower()
-            kept = (file.name, name) in KEPT_NAMES
-            if not kept and any(f"_{word}_" in parts for word in NAMES):
+            if any(f"_{word}_" in parts for word in NAMES):
                 found.append(f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: {name}")
     return found
 

@@ -97,8 +97,8 @@ def vlm(
         PEERS,
         Setting,
         calls,
+        confidence,
         measure,
-        sureness,
         working,
     )
     from mmdecode.evaluation.speed.stopwatch import load, machine
@@ -139,7 +139,7 @@ def vlm(
                     peers=others,
                     done=partial(bar.advance, task),
                 )
-            sure = sureness(answerer.model, batches, setting, guiding)
+            sure = confidence(answerer.model, batches, setting, guiding)
             cases.append(
                 {
                     "model": model,

@@ -167,7 +167,7 @@ def images(
     } | ({"rows_left_out": len(left_out)} if left_out else {})
     load_average = settings.pop("load_average")
     with warnings_shown("default"), claimed(output) if output else contextlib.nullcontext():
-        rows = _drawn(recorder, output, settings, resume, overwrite)
+        rows = _generated(recorder, output, settings, resume, overwrite)
         report = ImageReport(
             _scored(network, recorder, rows, judge, batch_size),
             guarantees=recorder.guarantees,
@@ -192,12 +192,12 @@ def images(
         files = report.save(output, overwrite) if output else []
     failed = [row for row in rows if row.error is not None]
     if json:
-        told = [
+        failures = [
             {"mode": r.mode, "condition": r.condition, "ordinal": r.ordinal, "error": r.error}
             for r in failed
         ]
-        told += [{"error": problem} for problem in left_out]
-        emit_json(report.summary | {"failures": told, "files": files})
+        failures += [{"error": problem} for problem in left_out]
+        emit_json(report.summary | {"failures": failures, "files": files})
     else:
         _show(report)
     _tell(failed, files)
@@ -259,7 +259,7 @@ def _judge(model: str, name: str) -> Classifier | None:
 def _known(model: RasterModel, judge: Classifier, recorder: Recorder) -> dict[Any, int] | None:
     """The judge's class for each condition: by name, or by number where there are as many."""
     conditions: set[Any] = {request.condition for request in recorder.requests}
-    names = {name.casefold(): place for place, name in enumerate(judge.classes)}
+    names = {name.casefold(): index for index, name in enumerate(judge.classes)}
     labels = {label: name.casefold() for label, name in model.labels.items()}
     if labels and set(labels.values()) <= set(names):
         return {condition: names[labels[condition]] for condition in conditions}
@@ -268,7 +268,7 @@ def _known(model: RasterModel, judge: Classifier, recorder: Recorder) -> dict[An
     return None
 
 
-def _drawn(
+def _generated(
     recorder: Recorder,
     output: Path | None,
     settings: dict[str, Any],

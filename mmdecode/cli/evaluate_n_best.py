@@ -165,8 +165,8 @@ def nbest(
         for which, error in output.failed.items()
     ]
     if json:
-        sets_told = [one.summary for one in reports]
-        emit_json({"task": "nbest", "sets": sets_told, "failures": failures, "files": files})
+        summaries = [one.summary for one in reports]
+        emit_json({"task": "nbest", "sets": summaries, "failures": failures, "files": files})
     else:
         show_tables([joined_rows(reports)])
         for report in reports:
@@ -281,8 +281,8 @@ def _made(
     load: Any = (Corrector if kind == "corrector" else TextScorer).from_pretrained
     made = corrected if kind == "corrector" else scored
     # thresholds are laid on preferences later, on the development part
-    told = {"copy_below": -math.inf} if kind == "corrector" else {}
-    loaded = load(model, device=device, dtype=dtype, batch_size=batch_size, **told)
+    options = {"copy_below": -math.inf} if kind == "corrector" else {}
+    loaded = load(model, device=device, dtype=dtype, batch_size=batch_size, **options)
     watch = Watch()
     with progress_bar() as bar:
         task = bar.add_task(source, total=sum(map(len, todo.values())))

@@ -411,9 +411,9 @@ def _evaluate(
         files = report.save(folder, overwrite) if folder else []
     failures = [item for item in report.recorded if item.error is not None]
     if json:
-        told = [{"id": i.id, "mode": i.mode, "seed": i.seed, "error": i.error} for i in failures]
-        told += [{"error": problem} for problem in run.left_out]
-        emit_json(report.summary | {"failures": told, "files": files})
+        failed = [{"id": i.id, "mode": i.mode, "seed": i.seed, "error": i.error} for i in failures]
+        failed += [{"error": problem} for problem in run.left_out]
+        emit_json(report.summary | {"failures": failed, "files": files})
     else:
         _show(report, files)
     _tell(run, failures, files)
@@ -583,7 +583,7 @@ def _recorded(folder: Path, task: str) -> _Run:
         OptionError: It is of another task.
     """
     from mmdecode.errors import InputError, OptionError
-    from mmdecode.evaluation.vision.data import drawn_image
+    from mmdecode.evaluation.vision.data import zoo_image
     from mmdecode.evaluation.vision.items import CaptionItem, ChoiceItem, YesNoItem, read_items
     from mmdecode.evaluation.vision.runs import Mode
     from mmdecode.runs.files import RUN
@@ -603,14 +603,14 @@ def _recorded(folder: Path, task: str) -> _Run:
         raise OptionError(f"{folder} holds a run of {own}; rescore it with 'evaluate {own}'")
     kinds: dict[str, type[Item]] = {"chair": CaptionItem, "spatial": ChoiceItem}
     rows = read_items(folder, kinds.get(own, YesNoItem))
-    place = {mode.name: number for number, mode in enumerate(modes)}
-    rows = sorted((row for row in rows if row.mode in place), key=lambda row: place[row.mode])
+    order = {mode.name: number for number, mode in enumerate(modes)}
+    rows = sorted((row for row in rows if row.mode in order), key=lambda row: order[row.mode])
     return _Run(
         rows=rows,
         modes=modes,
         settings=settings,
         conditions=settings,
-        images=settings["images"] or drawn_image,
+        images=settings["images"] or zoo_image,
     )
 
 

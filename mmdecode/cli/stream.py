@@ -206,16 +206,12 @@ class _Screen:
         self._live.update(Text.assemble(self._line, open_words), refresh=True)
 
 
-def _print_json(update: Update) -> None:
-    emit_json(update.as_dict())
-
-
-def _summary(report: StreamReport, audio_s: float) -> str:
-    """The line about a whole stream that is printed at its end."""
-    parts = [f"{audio_s:.1f} s of audio, {report.committed_words} words committed"]
-    if report.heard.al is not None:
+def _summary(report: StreamReport, heard_s: float) -> str:
+    """The numbers in words."""
+    parts = [f"{heard_s:.1f} s heard, {report.committed_words} words committed"]
+    if report.received.al is not None:
         parts.append(
-            f"lagging (AL, DAL) {report.heard.al:.2f} and {report.heard.dal:.2f} s of audio, "
+            f"lagging (AL, DAL) {report.received.al:.2f} and {report.received.dal:.2f} s of audio, "
             f"{report.ready.al:.2f} and {report.ready.dal:.2f} s on the wall"
         )
     if report.lag_s is not None:

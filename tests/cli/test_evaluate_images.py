@@ -85,7 +85,7 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
+def image_folder(tmp_path_factory):
     from PIL import Image
 
     folder, dice = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
@@ -101,12 +101,12 @@ def evaluate(checkpoint, *options):
     return invoke(*arguments, catch_exceptions=False)
 
 
-def test_every_number_from_a_checkpoint_to_the_page(checkpoint, pictures, tmp_path):
+def test_every_number_from_a_checkpoint_to_the_page(checkpoint, image_folder, tmp_path):
     folder = tmp_path / "run"
     options = ["-n", "9", "--modes", "plain,exact,relaxed", "--also", LANTERN]
-    options += ["--classifier", "zoo:scene-classifier", "--real", str(pictures)]
+    options += ["--classifier", "zoo:scene-classifier", "--real", str(image_folder)]
     result = evaluate(
-        checkpoint, *options, "--training", str(pictures), "--out", str(folder), "--json"
+        checkpoint, *options, "--training", str(image_folder), "--out", str(folder), "--json"
     )
     assert result.exit_code == 0, result.output
     summary = json_of(result)
@@ -148,11 +148,11 @@ def test_a_run_goes_on_at_the_next_image(checkpoint, tmp_path, monkeypatch):
     (cut / "images.jsonl").write_text("\n".join(begun))
     for name in ("summary.json", "table.md", "report.html"):
         (cut / name).unlink()
-    drawn = []
+    generated = []
     original = Recorder.run
 
     def run(self, journal, progress):
-        return original(self, journal, lambda row: (drawn.append(row), progress(row)))
+        return original(self, journal, lambda row: (generated.append(row), progress(row)))
 
     monkeypatch.setattr(Recorder, "run", run)
     with pytest.raises(OptionError, match="--resume"):
@@ -161,7 +161,7 @@ def test_a_run_goes_on_at_the_next_image(checkpoint, tmp_path, monkeypatch):
         evaluate(checkpoint, *options, "--top-k", "3", "--out", str(cut), "--resume")
     result = evaluate(checkpoint, *options, "--out", str(cut), "--resume")
     assert result.exit_code == 0
-    assert len(drawn) == 18 - 6
+    assert len(generated) == 18 - 6
     for first, second in zip(rows, (cut / "images.jsonl").read_text().splitlines(), strict=True):
         one, other = json.loads(first), json.loads(second)
         one.pop("seconds"), other.pop("seconds")
@@ -207,7 +207,7 @@ def test_what_cannot_be_evaluated_is_refused(checkpoint, options, error, words):
         evaluate(checkpoint, "-n", "2", "--modes", "plain", *options)
 
 
-def test_images_that_fail_are_told_and_left_out(checkpoint, monkeypatch):
+def test_images_that_fail_are_reported_and_left_out(checkpoint, monkeypatch):
     original = ImageGenerator.images
 
     def images(self, requests, **options):

@@ -34,9 +34,9 @@ def some_lists(count=80):
         (("the colour x", "the colour y"), "the color x"),
     ]
     return [
-        NBestList(f"u{n}", texts, tuple(-0.1 * k for k in range(len(texts))), said)
+        NBestList(f"u{n}", texts, tuple(-0.1 * k for k in range(len(texts))), reference)
         for n in range(count)
-        for texts, said in [kinds[n % 3]]
+        for texts, reference in [kinds[n % 3]]
     ]
 
 
@@ -124,7 +124,7 @@ def test_models_are_loaded_by_their_folder(data, tmp_path):
         "<unk>",
         *{w for o in some_lists() for t in o.hypotheses for w in t.split()},
     ]
-    vocab = {word: place for place, word in enumerate(words)}
+    vocab = {word: index for index, word in enumerate(words)}
     own = Tokenizer(models_of.WordLevel(vocab, unk_token="<unk>"))
     own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
@@ -162,13 +162,13 @@ def test_a_list_at_which_a_model_raises_keeps_its_first_hypothesis(data, monkeyp
     monkeypatch.setattr(Stumbling, "bad", bad)
     result = run(*args, "--json", ok=False)
     assert result.exit_code == 1
-    told = json_of(result)
-    assert {(one["method"], one["id"]) for one in told["failures"]} == {
+    printed = json_of(result)
+    assert {(one["method"], one["id"]) for one in printed["failures"]} == {
         (f"{kind}:small", name) for kind in ("lm", "lm+scores") for name in bad
     }
-    assert "not enough memory" in told["failures"][0]["error"]
+    assert "not enough memory" in printed["failures"][0]["error"]
     assert "4 failed; their first hypotheses count" in result.stderr
-    [found] = told["sets"]
+    [found] = printed["sets"]
     assert found["failed"] == {"lm:small": 2, "lm+scores:small": 2}
     texts = json_lines(tmp_path / "r" / "texts.jsonl")
     row = next(one for one in texts if one["id"] == bad[0])
@@ -305,7 +305,7 @@ def report_of(lists, texts, **options):
     return NBestReport("d", parts, {"m": Output(texts=texts)}, Aligner("none"), resamples=50)
 
 
-def test_a_report_shows_what_it_made_worse_and_how_sure_it_is(tmp_path):
+def test_a_report_shows_what_it_made_worse_and_how_certain_that_is(tmp_path):
     lists = some_lists(30)
     report = report_of(lists, ["wrong" for _ in lists])
     assert report.summary["methods"]["m"]["worse"] == 30
@@ -327,7 +327,7 @@ def test_what_is_held_back_is_a_mode_of_its_own():
     assert methods["m (threshold)"] == methods["1best"] != methods["m"]
 
 
-def test_sentences_that_the_other_parts_have_are_told():
+def test_sentences_shared_with_the_other_parts_are_reported():
     lists = some_lists(60)
     found = NBestReport("d", parts_of(lists, 0.2, 0.3), {}, Aligner("none"), resamples=5).summary
     assert found["references_seen_before"] == 1.0

@@ -34,17 +34,17 @@ def data(tmp_path_factory):
     """POPE's three splits on three images, of which the last is broken; captions; MME; spatial."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "images").mkdir()
-    for place in range(2):
-        picture(place).save(folder / "images" / f"{place}.png")
+    for index in range(2):
+        picture(index).save(folder / "images" / f"{index}.png")
     (folder / "images" / "2.png").write_text("no image")
     for split in ("random", "popular", "adversarial"):
         rows = [
             {
-                "image": f"{place}.png",
+                "image": f"{index}.png",
                 "text": f"Is there a {name} in the image?",
                 "label": "yes" if name == "ring" else "no",
             }
-            for place in range(3)
+            for index in range(3)
             for name in ("ring", "star" if split == "random" else "circle")
         ]
         write_json_lines(folder / f"my_pope_{split}.jsonl", rows)
@@ -122,7 +122,7 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("task", BAD_ROWS)
-def test_a_row_that_cannot_be_used_is_left_out_and_said(task, settings, data, tmp_path):
+def test_a_row_that_cannot_be_used_is_left_out_and_reported(task, settings, data, tmp_path):
     good = {
         "pope": data / "my_pope_popular.jsonl",
         "chair": data / "objects.jsonl",
@@ -293,7 +293,7 @@ def answers(folder):
     return [json.loads(line) | {"seconds": None} for line in lines]
 
 
-def test_a_limit_is_said_loudly_and_splits_can_be_chosen(settings, tmp_path):
+def test_a_limit_is_announced_and_splits_can_be_chosen(settings, tmp_path):
     words = ("--limit", 2, "--split", "random", "--greedy", "--no-controls")
     done = run(*settings("pope", None, *words, "--out", tmp_path))
     assert done.exit_code == 0, done.output
@@ -341,7 +341,7 @@ def test_the_other_tasks_are_scored(settings, data):
 
 def test_misuse_is_refused_before_a_model_is_loaded(settings, data, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", None)
-    for words, error, told in (
+    for words, error, message in (
         (("pope",), OptionError, "one of --model and --rescore"),
         (("pope", "--rescore", tmp_path, "--limit", 3), OptionError, "--limit does nothing"),
         (("pope", "--rescore", tmp_path), InputError, "earlier run"),
@@ -357,7 +357,7 @@ def test_misuse_is_refused_before_a_model_is_loaded(settings, data, tmp_path, mo
         (("amber", "--model", "x", "--data", "zoo"), OptionError, "AMBER"),
         (("chair", "--model", "x", "--data", data), OptionError, "one file"),
     ):
-        with pytest.raises(error, match=told):
+        with pytest.raises(error, match=message):
             run(*words)
 
 
@@ -419,8 +419,8 @@ def test_an_image_at_which_a_run_died_is_read_apart(settings, data, tmp_path, mo
 
 
 def test_help_names_both_kinds_of_models():
-    told = invoke("--help").stdout
-    assert "Score models on speech or on images" in " ".join(told.split())
+    text = invoke("--help").stdout
+    assert "Score models on speech or on images" in " ".join(text.split())
     assert "Score models on speech or on images" in run("--help").stdout
 
 

@@ -16,7 +16,7 @@ from mmdecode.demo.vision import page
 from mmdecode.demo.vision.attention_map import AttentionMap, attention_map
 from mmdecode.engine.trace import Round
 from mmdecode.errors import MMDecodeError
-from mmdecode.evaluation.vision.data import drawn_image, vocabulary_of
+from mmdecode.evaluation.vision.data import vocabulary_of, zoo_image
 from mmdecode.guide.edited import Edited
 from mmdecode.vlm import Answerer
 from mmdecode.zoo.scene_sets import image_name, scenes_from
@@ -37,7 +37,7 @@ def scene():
 
 @pytest.fixture(scope="module")
 def png(scene):
-    return drawn_image(image_name(scene))
+    return zoo_image(image_name(scene))
 
 
 def given(**changes):

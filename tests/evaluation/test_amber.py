@@ -21,7 +21,7 @@ def questions():
     return read_amber(DATA / "amber")
 
 
-def said(items, answer):
+def answered_with(items, answer):
     return [item.answered(mode="plain", output=answer(item)) for item in items]
 
 
@@ -38,28 +38,28 @@ def test_all_questions_are_read(questions):
 
 
 def test_no_is_the_positive_class(questions):
-    always_no = amber_scores(said(questions, lambda item: "No"))
+    always_no = amber_scores(answered_with(questions, lambda item: "No"))
     assert always_no["all"]["recall"] == 100
     assert always_no["all"]["precision"] == always_no["all"]["accuracy"] == 66.3
-    assert amber_scores(said(questions, lambda item: "Yes"))["all"] == {
+    assert amber_scores(answered_with(questions, lambda item: "Yes"))["all"] == {
         **{"accuracy": 33.7, "precision": 0, "recall": 0, "f1": 0}
     }
 
 
 def test_existence_has_no_yes(questions):
     """All 4,924 are no, so that its F1 shows the 0.001 below the line."""
-    perfect = amber_scores(said(questions, lambda item: item.target.capitalize()))
+    perfect = amber_scores(answered_with(questions, lambda item: item.target.capitalize()))
     assert perfect["existence"] == {"accuracy": 100, "precision": 100, "recall": 100, "f1": 100.0}
-    half = said(questions, lambda item: "No" if int(item.id) % 2 else "Yes")
+    half = answered_with(questions, lambda item: "No" if int(item.id) % 2 else "Yes")
     found = amber_scores(half)["existence"]
     p, r = found["precision"] / 100, found["recall"] / 100
     assert found["f1"] == round(200 * p * r / (p + r + 0.001), 1)
 
 
-def published(right_no, said_no, no, right, count, start=0.001, below=0.0001):
+def published(right_no, answered_no, no, right, count, start=0.001, below=0.0001):
     """The arithmetic of the tool, counter by counter."""
     accuracy = round(right / (count + start) * 100, 1)
-    precision = round(right_no / (said_no + start) * 100, 1)
+    precision = round(right_no / (answered_no + start) * 100, 1)
     recall = round(right_no / (no + start) * 100, 1)
     f1 = round(
         2 * (precision / 100) * (recall / 100) / (precision / 100 + recall / 100 + below) * 100, 1

@@ -101,8 +101,8 @@ def with_processor(kind):
         return replace(case, name="biased", inputs=inputs), ()
     # a token of the text ends it, but not before the place where it first stands
     own = plain_of().own(case).tokens
-    place = next(p for p in range(3, 8) if own[p] not in own[:p] and own[p] < own[0])
-    return case, (("eos_token_id", own[place]), ("min_new_tokens", place))
+    position = next(p for p in range(3, 8) if own[p] not in own[:p] and own[p] < own[0])
+    return case, (("eos_token_id", own[position]), ("min_new_tokens", position))
 
 
 def judge_processor(kind):
@@ -145,9 +145,9 @@ def positions(change):
     def mutate(patch):
         sound = WhisperAdapter.forward
 
-        def forward(self, tokens, mask, places, past):
-            behind = places[:, :1] > 3
-            return sound(self, tokens, mask, torch.where(behind, change(places), places), past)
+        def forward(self, tokens, mask, positions, past):
+            late = positions[:, :1] > 3
+            return sound(self, tokens, mask, torch.where(late, change(positions), positions), past)
 
         patch.setattr(WhisperAdapter, "forward", forward)
 
@@ -226,9 +226,11 @@ CERTAIN = {
     "ends_early": ends_early,
 }
 SUBTLE = {
-    "positions_off_by_one": positions(lambda places: places + 1),
+    "positions_off_by_one": positions(lambda position_ids: position_ids + 1),
     "positions_by_slot": positions(
-        lambda places: places[:, :1] + torch.arange(places.shape[1])  # not by depth
+        lambda position_ids: (
+            position_ids[:, :1] + torch.arange(position_ids.shape[1])
+        )  # not by depth
     ),
     "siblings_see_each_other": siblings,
     "nodes_are_not_moved": commit(lambda count, path: (count, None)),
@@ -332,7 +334,7 @@ class RootGuide(CFG):
         return super().apply(constants, call, proposal, outputs)
 
 
-def test_a_guide_that_sees_the_root_prefix_is_caught():
+def test_a_guide_that_reads_the_root_prefix_is_caught():
     caught(judge(heads(), guide=RootGuide(3.0)))
 
 
@@ -367,20 +369,20 @@ def test_float32_tokens_pass_on_the_same_model_in_bfloat16():
     assert not any(item.fault for item in report.judged)
 
 
-@pytest.mark.parametrize(("place", "dtype"), [(1, "float32"), (-3, "float32"), (6, "bfloat16")])
-def test_one_edited_token_fails_at_its_place(place, dtype):
+@pytest.mark.parametrize(("position", "dtype"), [(1, "float32"), (-3, "float32"), (6, "bfloat16")])
+def test_one_edited_token_fails_at_its_position(position, dtype):
     found = trained(dtype)[1]
     own = {case.name: list(plain_of(dtype).own(case).tokens) for case in found}
     name = found[1].name
-    place %= len(own[name])
-    distribution = plain_of(dtype).own(found[1]).scores[place]
+    position %= len(own[name])
+    distribution = plain_of(dtype).own(found[1]).scores[position]
     other = int(distribution.argsort(descending=True)[20])  # likely enough to look innocent
-    own[name][place] = other
+    own[name][position] = other
     report = judge_rows(own, dtype)
     caught(report)
     fault = next(item.fault for item in report.judged if item.case == name)
-    assert (fault.position, fault.token) == (place, other)
-    assert f"{name} at position {place} has token {other}" in report.words
+    assert (fault.position, fault.token) == (position, other)
+    assert f"{name} at position {position} has token {other}" in report.words
 
 
 def test_a_row_that_is_cut_short_is_doubted_and_one_that_goes_on_fails():
@@ -497,12 +499,12 @@ def test_a_near_tie_is_rounding_and_a_larger_gap_is_not():
             return float(lead.median())
 
     near = lead.masked_fill(lead == 0, torch.inf)
-    for place, explained in ((int(near.argmin()) + 8, True), (int(lead.argmax()) + 8, False)):
-        row = [*own.tokens[:place], int(best.indices[place, 1])]
-        plain = Measured(model, max_new_tokens=place + 1)
+    for position, explained in ((int(near.argmin()) + 8, True), (int(lead.argmax()) + 8, False)):
+        row = [*own.tokens[:position], int(best.indices[position, 1])]
+        plain = Measured(model, max_new_tokens=position + 1)
         report = audit(model, found[:1], tokens={found[0].name: row}, plain=plain)
         (item,) = report.judged
-        assert (item.first.position, item.first.explained) == (place, explained)
+        assert (item.first.position, item.first.explained) == (position, explained)
         assert (report.verdict == "fails") == (not explained)
         assert item.flips == explained
 

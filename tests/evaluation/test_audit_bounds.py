@@ -55,8 +55,8 @@ class Measured(Plain):
 def ending():
     """What plain decoding gives, and its end-of-sequence token."""
     own = Plain(model_of(), max_new_tokens=40).own(cases()[0]).tokens
-    place = next(place for place in range(12, 40) if own[place] not in own[:place])
-    return own[: place + 1], {"eos_token_id": own[place]}
+    index = next(index for index in range(12, 40) if own[index] not in own[:index])
+    return own[: index + 1], {"eos_token_id": own[index]}
 
 
 def test_a_row_longer_than_the_limit_of_the_call_is_judged_to_its_end():
@@ -109,9 +109,9 @@ def test_sampled_rows_may_be_longer_than_the_limit_of_the_call():
 def test_a_gap_of_two_roundings_is_forgiven_where_no_logits_are_at_hand():
     own = Plain(model_of(), max_new_tokens=24).own(cases()[0])
     best = own.scores.topk(2, -1)
-    place = int((best.values[:, 0] - best.values[:, 1]).argmax())
-    row = [*own.tokens[:place], int(best.indices[place, 1])]
-    gap = float(best.values[place, 0] - best.values[place, 1])
+    index = int((best.values[:, 0] - best.values[:, 1]).argmax())
+    row = [*own.tokens[:index], int(best.indices[index, 1])]
+    gap = float(best.values[index, 0] - best.values[index, 1])
     for share, verdict in ((0.51, "inconclusive"), (0.49, "fails")):
         plain = Measured(model_of(), max_new_tokens=len(row))
         plain.known = share * gap
@@ -232,12 +232,12 @@ def test_a_case_of_several_rows_is_refused():
         audit(model_of(), cases(rows=2), tokens={"prompt 0": [1]}, max_new_tokens=4)
 
 
-def test_no_sampling_option_of_a_checkpoint_cuts_the_whole_distribution():
+def test_no_sampling_option_of_a_checkpoint_truncates_the_whole_distribution():
     model = model_of()
     stock = model.generation_config
-    cuts = {"top_k": 3, "top_p": 0.5, "min_p": 0.5, "typical_p": 0.5}
-    cuts |= {"epsilon_cutoff": 0.1, "eta_cutoff": 0.1}
-    model.generation_config = type(stock)(**stock.to_dict() | cuts)
+    filters = {"top_k": 3, "top_p": 0.5, "min_p": 0.5, "typical_p": 0.5}
+    filters |= {"epsilon_cutoff": 0.1, "eta_cutoff": 0.1}
+    model.generation_config = type(stock)(**stock.to_dict() | filters)
     try:
         for options, left in (({}, 3), (UNCUT, VOCAB)):
             tap = Tap(None)

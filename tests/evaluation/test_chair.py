@@ -157,14 +157,14 @@ def report():
     objects, full, short, careful = [], [], [], []
     for _ in range(60):
         objects.append(("cup", "fish"))
-        told = [
+        sentences = [
             "there is a cup",
             "and a fish",
             "and a box" if random.random() < 0.6 else "and some air",
         ]
-        full.append(" ".join(told))
-        short.append(" ".join(told[:2]))
-        careful.append(" ".join([*told[:2], "and some air"]))
+        full.append(" ".join(sentences))
+        short.append(" ".join(sentences[:2]))
+        careful.append(" ".join([*sentences[:2], "and some air"]))
     items = captioned(objects, full, "plain", tokens=9, passes=9, seconds=1.0)
     items += captioned(objects, short, "short") + captioned(objects, careful, "careful")
     return CaptionReport(items, vocabulary=SCENES, resamples=300)
@@ -286,7 +286,7 @@ def test_intervals_draw_images_with_all_their_captions():
     assert 0.2 < alone.intervals["chair_i"][0] < alone.intervals["chair_i"][1] < 0.8
 
 
-def test_what_a_failed_caption_said_does_not_count():
+def test_words_of_a_failed_caption_do_not_count():
     items = captioned([("cup",)] * 2, ["a fish", "a fish"], "plain")
     items[1] = items[1].answered(mode="plain", output="a fish", error="out of memory")
     found = CaptionReport(items, vocabulary=SCENES, resamples=10).summary["modes"]["plain"]

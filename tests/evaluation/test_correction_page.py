@@ -24,8 +24,10 @@ def words(text):
     return [DecidedWord(text=word, by=MARKS[by]) for word, _, by in pairs]
 
 
-def text(decided, before, said=None, **more):
-    return CorrectedText(name="one", words=words(decided), before=before, reference=said, **more)
+def text(decided, before, reference=None, **more):
+    return CorrectedText(
+        name="one", words=words(decided), before=before, reference=reference, **more
+    )
 
 
 def shown(html):
@@ -61,7 +63,7 @@ def test_without_a_reference_the_1_best_stands_next_to_and_changes_are_marked():
     assert found == {"1-best": "the hat sat", "corrected": "The audio:cat! sat, model:there!"}
 
 
-def test_words_are_aligned_to_what_was_said():
+def test_words_are_aligned_to_the_reference():
     one = text("so the cat/a sat/l now", "the hat sat now", "the cat sits now please")
     assert lines(one) == {
         "reference": "the cat sits now please",
@@ -71,7 +73,7 @@ def test_words_are_aligned_to_what_was_said():
 
 
 @pytest.mark.parametrize(
-    ("decided", "said", "expected"),
+    ("decided", "reference", "expected"),
     [
         # the normaliser parts, joins and leaves out; words stay as they are written
         ("don't/a go", "do not go", "audio:don&#x27;t  go"),
@@ -83,16 +85,16 @@ def test_words_are_aligned_to_what_was_said():
         ("cats/a sit", "two cats sit", "[-two] audio:cats sit"),
     ],
 )
-def test_words_that_are_not_scored_as_written_keep_place_and_colour(decided, said, expected):
+def test_words_that_are_not_scored_as_written_keep_order_and_colour(decided, reference, expected):
     before = " ".join(word.text for word in words(decided))
-    assert lines(text(decided, before, said))["corrected"] == expected
+    assert lines(text(decided, before, reference))["corrected"] == expected
 
 
 def test_everything_is_escaped(tmp_path):
     evil = "<script>alert(1)</script>"
-    for said in (None, f"{evil} {evil}", "x"):
+    for reference in (None, f"{evil} {evil}", "x"):
         one = CorrectedText(
-            name=evil, words=[DecidedWord(text=evil, by="audio")], before=evil, reference=said
+            name=evil, words=[DecidedWord(text=evil, by="audio")], before=evil, reference=reference
         )
         texts = CorrectedTexts([one], normaliser="none")
         for html in (texts.page({evil: evil}), texts._repr_html_()):

@@ -15,7 +15,7 @@ from mmdecode.draft.lookup import LookupSession, PromptLookup
 from mmdecode.draft.source import Source
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.speed import draft_speed
-from mmdecode.evaluation.speed.draft_speed import AGAIN, PLAIN, Setting, calls, measure, sureness
+from mmdecode.evaluation.speed.draft_speed import AGAIN, PLAIN, Setting, calls, confidence, measure
 from mmdecode.evaluation.speed.stopwatch import Cost
 from mmdecode.runs.files import MAKER
 from mmdecode.vlm import Answerer
@@ -64,7 +64,7 @@ def test_answers_that_differ_are_counted():
     assert found["another distribution"].identical < 1
 
 
-def test_drawn_answers_are_the_same_with_the_same_noise():
+def test_sampled_answers_are_the_same_with_the_same_noise():
     setting = Setting(max_new_tokens=8, temperature=1.0, seed=3, repeats=2)
     peers = {"generate": {}}
     found = by_way(
@@ -129,9 +129,9 @@ def test_calls_are_announced():
     assert len(done) == calls(2, 1, 1, Setting(max_new_tokens=3, repeats=2)) == 40
 
 
-def test_sureness_is_of_the_distribution_that_is_decoded():
+def test_confidence_is_of_the_distribution_that_is_decoded():
     [batch] = prompts(batches=1)
-    found = sureness(model("llama"), [batch], Setting(max_new_tokens=4), None)
+    found = confidence(model("llama"), [batch], Setting(max_new_tokens=4), None)
     right = answers(batch, Setting(max_new_tokens=4))
     bits, close = [], []
     for prompt, answer in zip(batch["input_ids"].tolist(), right, strict=True):
@@ -175,7 +175,7 @@ def test_a_way_of_transformers_that_fails_is_left_out_and_named():
     assert failed == {"bad": "transformers' generate fails on this model: ValueError: no"}
 
 
-def test_why_transformers_own_draft_cannot_be_timed_is_said_below_the_table(capsys):
+def test_why_transformers_own_draft_cannot_be_timed_is_printed_below_the_table(capsys):
     """Its lookup next to images, and in batches, on the model that ships."""
     answerer = Answerer.from_pretrained("zoo:llava-scenes", device="cpu")
     reasons = []
@@ -196,10 +196,10 @@ def test_the_command_measures_the_shipped_model(tmp_path):
     asked += ["--batch-size", "1", "--batch-size", "2", "--out", str(path), "--json"]
     done = invoke(*asked)
     assert done.exit_code == 0, done.output
-    told = json_of(done)
-    assert json.loads((path / "results.json").read_text()) == {"made_by": MAKER} | told
-    assert [case["batch"] for case in told["cases"]] == [1, 2]
-    for case in told["cases"]:
+    printed = json_of(done)
+    assert json.loads((path / "results.json").read_text()) == {"made_by": MAKER} | printed
+    assert [case["batch"] for case in printed["cases"]] == [1, 2]
+    for case in printed["cases"]:
         rows = {row["way"]: row for row in case["rows"]}
         assert rows["lookup:length=2"]["identical"] == rows["generate"]["identical"] == 1
         assert case["entropy_bits"] > 0

@@ -32,8 +32,8 @@ def pope(margins_of, guides=("vcd", "icd", "pai", "dola")):
     items = []
     for mode in modes:
         for seed in mode.seeds or (None,):
-            drawn = plain + rng.normal(0, 2, len(plain)) * bool(mode.seeds)
-            margins = margins_of.get(mode.name, lambda right, plain: plain)(right, drawn)
+            sampled = plain + rng.normal(0, 2, len(plain)) * bool(mode.seeds)
+            margins = margins_of.get(mode.name, lambda right, plain: plain)(right, sampled)
             items += [
                 YesNoItem(
                     id=str(i),
@@ -76,22 +76,22 @@ def test_better_seeing_helps_and_saying_yes_does_not(tables, greedy):
 
 
 def test_sampling_is_judged_by_its_own_controls(tables):
-    def sure(right, drawn):
+    def certain(right, sampled):
         return np.where(right, 5.0, -5.0)
 
-    def rather(right, drawn):
-        return drawn + np.where(right, 1.2, -1.2)
+    def rather(right, sampled):
+        return sampled + np.where(right, 1.2, -1.2)
 
     cut = "plausible:beta=0.1, sampled"
-    alone = pope({"vcd, sampled": sure}, ["vcd"])
+    alone = pope({"vcd, sampled": certain}, ["vcd"])
     assert tables.sampled_verdict(alone, "vcd, sampled").startswith("**helps** (random, popular")
     assert "greedy" not in tables.sampled_verdict(alone, "vcd, sampled")
-    both = pope({"vcd, sampled": sure, cut: sure}, ["vcd"])
+    both = pope({"vcd, sampled": certain, cut: certain}, ["vcd"])
     assert tables.sampled_verdict(both, "vcd, sampled") == "beats sampling, not its controls"
     assert tables.rivals(both, "vcd, sampled") == ["sampled", cut]
-    some = pope({"vcd, sampled": rather, "greedy": sure}, ["vcd"])
+    some = pope({"vcd, sampled": rather, "greedy": certain}, ["vcd"])
     assert tables.sampled_verdict(some, "vcd, sampled").endswith("not greedy's shift")
-    none = pope({"vcd, sampled": lambda right, drawn: -drawn}, ["vcd"])
+    none = pope({"vcd, sampled": lambda right, sampled: -sampled}, ["vcd"])
     assert tables.sampled_verdict(none, "vcd, sampled") == "hurts"
 
 
@@ -100,17 +100,17 @@ def test_a_table_has_every_mode_that_was_run(tables, greedy):
     assert re.findall("^\\| `([\\w:.=]+)`", shown, re.MULTILINE) == [
         *("greedy", "prompt_bias", "near_ties", "vcd", "icd", "pai", "dola")
     ]
-    drawn = tables.sampled_table(greedy)
-    named = set(re.findall("^\\| `([^`]+)`", drawn, re.MULTILINE))
+    table = tables.sampled_table(greedy)
+    named = set(re.findall("^\\| `([^`]+)`", table, re.MULTILINE))
     assert named == {"sampled", "plausible:beta=0.1", "vcd", "icd", "pai", "dola"}
 
 
 def captions(made):
     """A summary of captions; each mode says the same words of every image, or a list of them."""
-    said = {"greedy": ["cat and dog and cup and hat"] * 40, **made}
+    texts_by_mode = {"greedy": ["cat and dog and cup and hat"] * 40, **made}
     items = [
         CaptionItem(id=str(i), image=f"{i}.png", objects=("cat", "dog"), mode=mode, output=text)
-        for mode, texts in said.items()
+        for mode, texts in texts_by_mode.items()
         for i, text in enumerate(texts)
     ]
     words = Vocabulary(dict.fromkeys(("cat", "dog", "cup", "hat"), ()))

@@ -27,13 +27,13 @@ PLAIN = Sampling()
 CUT = Sampling(temperature=0.9, top_k=4)
 
 
-def drawn(law, dice):
-    return law.softmax(-1).multinomial(1, generator=dice)[:, 0]
+def sampled(logits, dice):
+    return logits.softmax(-1).multinomial(1, generator=dice)[:, 0]
 
 
-def context(tokens, place):
-    left = tokens[:, place - 1] if place % SIDE else torch.full_like(tokens[:, 0], NONE)
-    above = tokens[:, place - SIDE] if place >= SIDE else torch.full_like(tokens[:, 0], NONE)
+def context(tokens, position):
+    left = tokens[:, position - 1] if position % SIDE else torch.full_like(tokens[:, 0], NONE)
+    above = tokens[:, position - SIDE] if position >= SIDE else torch.full_like(tokens[:, 0], NONE)
     return left, above
 
 
@@ -47,18 +47,18 @@ def sample(count, seed, sampling=PLAIN, *, fault=None, draft=None, of_row=range(
     tokens = torch.full((count, SIDE * SIDE), NONE)
     passes = torch.zeros_like(tokens)
     turn, kept = torch.zeros(count, dtype=torch.long), torch.zeros(count, dtype=torch.long)
-    for place in range(SIDE * SIDE):
-        left, above = context(tokens, place)
-        if fault == "stale" and place % SIDE in of_row:
+    for position in range(SIDE * SIDE):
+        left, above = context(tokens, position)
+        if fault == "stale" and position % SIDE in of_row:
             # the distribution was computed before the left neighbour changed
-            again = drawn(sampling.warp(LOGITS[context(tokens, max(place - 1, 0))]), dice)
+            again = sampled(sampling.warp(LOGITS[context(tokens, max(position - 1, 0))]), dice)
             left = torch.where(left == NONE, left, again)
         p = sampling.warp(LOGITS[left, above])
         if draft is None:
-            tokens[:, place], passes[:, place] = drawn(p, dice), place
+            tokens[:, position], passes[:, position] = sampled(p, dice), position
             continue
         q = sampling.warp(draft.expand_as(p))
-        guess = drawn(q, dice)
+        guess = sampled(q, dice)
         recorded = q if fault != "old q" else sampling.warp(LOGITS[NONE, NONE].expand_as(p))
         ratio = (p.log_softmax(-1) - recorded.log_softmax(-1)).gather(1, guess[:, None])[:, 0].exp()
         bonus = kept == WINDOW - 1
@@ -66,8 +66,8 @@ def sample(count, seed, sampling=PLAIN, *, fault=None, draft=None, of_row=range(
         rest = (p.softmax(-1) - q.softmax(-1)).clamp_min(0) if fault != "from p" else p.softmax(-1)
         rest = torch.where(bonus[:, None], p.softmax(-1), rest + 1e-12)
         other = rest.multinomial(1, generator=dice)[:, 0]
-        tokens[:, place] = torch.where(passed, guess, other)
-        passes[:, place] = turn
+        tokens[:, position] = torch.where(passed, guess, other)
+        passes[:, position] = turn
         kept = torch.where(passed, kept + 1, 0)
         turn = turn + ~passed
     return tokens.view(count, SIDE, SIDE), passes.view(count, SIDE, SIDE)
@@ -77,11 +77,11 @@ DRAFT = LOGITS.mean((0, 1))
 
 
 def scored(codes, commits=None, sampling=PLAIN, batch=256):
-    def laws(rows):
+    def distributions(rows):
         flat = codes[rows].flatten(1)
-        return torch.stack([LOGITS[context(flat, place)] for place in range(SIDE * SIDE)], 1)
+        return torch.stack([LOGITS[context(flat, position)] for position in range(SIDE * SIDE)], 1)
 
-    return likelihood(laws, codes, sampling, commits=commits, groups=GROUPS, batch=batch)
+    return likelihood(distributions, codes, sampling, commits=commits, groups=GROUPS, batch=batch)
 
 
 def compared(first, second):
@@ -103,9 +103,9 @@ def test_likelihood_of_two_known_images():
     by_hand = []
     for image in codes.flatten(1).tolist():
         total = 0.0
-        for place, code in enumerate(image):
-            left = image[place - 1] if place % SIDE else NONE
-            above = image[place - SIDE] if place >= SIDE else NONE
+        for position, code in enumerate(image):
+            left = image[position - 1] if position % SIDE else NONE
+            above = image[position - SIDE] if position >= SIDE else NONE
             total -= float(LOGITS[left, above].log_softmax(-1)[code])
         by_hand.append(total)
     np.testing.assert_allclose(found.per_image, by_hand, rtol=1e-5)
@@ -113,7 +113,7 @@ def test_likelihood_of_two_known_images():
     assert not found.outside.any()
 
 
-def test_likelihood_is_before_the_cuts_and_what_they_forbid_stands_beside():
+def test_likelihood_is_before_the_filters_and_forbidden_tokens_are_counted():
     codes, _ = sample(400, 1)
     cut, uncut = scored(codes, sampling=CUT), scored(codes, sampling=Sampling(temperature=0.9))
     np.testing.assert_array_equal(cut.per_image, uncut.per_image)
@@ -236,8 +236,8 @@ def test_an_exact_sampler_would_be_blamed_for_pairs_that_are_picked_by_their_bor
 
 def test_a_fault_at_borders_alone_is_found_there():
     """Passes of four, the first token of each by a stale distribution: a quarter of all tokens."""
-    codes, places = sample(150, 9, fault="stale", of_row=[2])
-    found = scored(codes, (places + 2).div(SIDE, rounding_mode="floor"))
+    codes, index = sample(150, 9, fault="stale", of_row=[2])
+    found = scored(codes, (index + 2).div(SIDE, rounding_mode="floor"))
     assert found.first.p < 1e-6
     assert found.first.p < found.all.p
     assert found.first.pairs_p < 1e-4
@@ -278,8 +278,8 @@ def test_conditions_are_exchanged_among_themselves():
 
 def test_p_values_of_equal_samples_are_uniform():
     dice = np.random.default_rng(1)
-    drawn = dice.integers(0, 3, (300, 2, 30, 1, 4))
-    p_values = np.array([two_sample(*pair, permutations=99).p for pair in drawn])
+    sampled = dice.integers(0, 3, (300, 2, 30, 1, 4))
+    p_values = np.array([two_sample(*pair, permutations=99).p for pair in sampled])
     assert kstest(p_values, "uniform", alternative="greater").pvalue > 0.01
     assert abs(np.mean(p_values < 0.1) - 0.1) < 0.05
 
@@ -365,14 +365,16 @@ def test_kernel_distance_of_a_few_points_by_hand():
     assert found.value == pytest.approx(expected, rel=1e-3)
 
 
-def test_accuracy_diversity_and_doubt():
-    laws = np.eye(4)[[0, 1, 2, 3]]
-    found = judged(laws, np.array([0, 1, 2, 0]))
-    assert (found.accuracy.value, found.diversity, found.doubt) == pytest.approx((0.75, 2, 0))
-    assert judged(np.full((4, 4), 0.25), np.zeros(4)).doubt == pytest.approx(2)
+def test_accuracy_diversity_and_mean_entropy():
+    distributions = np.eye(4)[[0, 1, 2, 3]]
+    found = judged(distributions, np.array([0, 1, 2, 0]))
+    assert (found.accuracy.value, found.diversity, found.mean_entropy) == pytest.approx(
+        (0.75, 2, 0)
+    )
+    assert judged(np.full((4, 4), 0.25), np.zeros(4)).mean_entropy == pytest.approx(2)
 
 
-def test_copies_of_training_images_are_told_from_new_ones():
+def test_copies_of_training_images_are_distinguished_from_new_ones():
     dice = np.random.default_rng(0)
     training, held_out, new = (dice.normal(0, 1, (n, 12)) for n in (500, 300, 300))
     copied = training[:300] + dice.normal(0, 0.1, (300, 12))

@@ -17,7 +17,7 @@ def yes_no(mode, right, sets=("easy",), count=40):
     found = []
     for number in range(count):
         target = ("yes", "no")[number % 2]
-        said = target if number < right else ("no", "yes")[number % 2]
+        answer = target if number < right else ("no", "yes")[number % 2]
         found.append(
             YesNoItem(
                 id=f"{number}",
@@ -25,7 +25,7 @@ def yes_no(mode, right, sets=("easy",), count=40):
                 question="?",
                 target=target,
                 mode=mode,
-                output=said.capitalize(),
+                output=answer.capitalize(),
                 sets=sets,
             )
         )
@@ -39,7 +39,7 @@ def report(**rights):
 
 
 @pytest.mark.parametrize(
-    ("rights", "first", "said"),
+    ("rights", "first", "expected"),
     [
         ({"plain": 20, "cut": 20, "vcd": 40}, "vcd", "better than plain and than every control"),
         ({"plain": 20, "cut": 40, "vcd": 40}, None, "better than plain, but not than cut"),
@@ -47,13 +47,13 @@ def report(**rights):
         ({"plain": 40, "cut": 20, "vcd": 20}, None, "worse than plain"),
     ],
 )
-def test_a_method_helps_where_it_beats_its_baseline_and_every_control(rights, first, said):
+def test_a_method_helps_where_it_beats_its_baseline_and_every_control(rights, first, expected):
     lines = report(**rights).verdict()
     assert lines[0].startswith(f"1 of 1 methods help: {first}" if first else "vcd is not shown to")
     assert "after Holm's correction for 3 comparisons" in lines[0]
     assert lines[1].startswith(f"plain: accuracy {rights['plain'] / 0.4:.1f} %, F1")
     (line,) = lines[2:]  # no verdict on a control
-    assert line.startswith(f"vcd: {said}. accuracy {rights['vcd'] / 0.4:.1f} %, F1 ")
+    assert line.startswith(f"vcd: {expected}. accuracy {rights['vcd'] / 0.4:.1f} %, F1 ")
     gain = (rights["vcd"] - rights["cut"]) / 0.4
     assert "yes 50 %; against plain accuracy" in line and f"against cut {gain:+.1f} points" in line
 
@@ -62,14 +62,14 @@ def test_the_shifted_baseline_is_a_control_of_its_mode():
     items = []
     for mode, right in (("plain", 20), ("vcd", 40)):
         for item in yes_no(mode, right):
-            sure = 1.0 if item.output == "Yes" else -1.0
-            items.append(dataclasses.replace(item, margin=sure))
+            certain = 1.0 if item.output == "Yes" else -1.0
+            items.append(dataclasses.replace(item, margin=certain))
     found = YesNoReport(items, resamples=100)
     assert found.rivals("vcd") == [("plain shifted to vcd", "vcd")]
     assert "against plain shifted to vcd +50.0 points" in found.verdict()[2]
 
 
-def test_of_several_sets_the_hardest_is_told_and_all_are_counted():
+def test_of_several_sets_the_hardest_is_named_and_all_are_counted():
     items = []
     for mode, rights in (("plain", (38, 20)), ("vcd", (38, 40))):
         for name, right in zip(("easy", "hard"), rights, strict=True):
@@ -128,7 +128,7 @@ def test_captions_are_held_against_the_baseline_at_equal_length():
     assert found.verdict()[0].startswith("1 of 1 methods help: true")
 
 
-def test_choices_are_told_next_to_chance():
+def test_choices_are_reported_next_to_chance():
     items = [
         ChoiceItem(
             id=f"{n}",

@@ -41,8 +41,8 @@ def test_lagging_by_hand():
     delays = [2.0, 2.0, 3.0, 4.0, 4.0]  # r = 0.8; the fourth word saw the whole source
     expected = (2.0 + (2.0 - 0.8) + (3.0 - 1.6) + (4.0 - 2.4)) / 4
     assert average_lagging(delays, 4.0) == pytest.approx(expected)
-    said = [2.0, 2.8, 3.6, 4.4, 5.2]  # each word takes 0.8
-    expected = sum(e - 0.8 * i for i, e in enumerate(said)) / 5
+    delayed = [2.0, 2.8, 3.6, 4.4, 5.2]  # each word takes 0.8
+    expected = sum(e - 0.8 * i for i, e in enumerate(delayed)) / 5
     assert differentiable_average_lagging(delays, 4.0) == pytest.approx(expected)
     assert expected == pytest.approx(2.0)
 
@@ -133,7 +133,7 @@ def test_a_report_tells_audio_from_wall_and_knows_the_ends_of_words():
         update(3.0, "d", "", late_s=0.25, ends=[3.0]),
         reference_words=4,
     )
-    assert report.heard.al == pytest.approx(lagging([1, 2, 2, 3], 3.0, 4).al)
+    assert report.received.al == pytest.approx(lagging([1, 2, 2, 3], 3.0, 4).al)
     assert report.ready.al == pytest.approx(lagging([1.25, 2.75, 2.75, 3.25], 3.0, 4).al)
     assert report.lag_s == pytest.approx((0.5 + 0.75 + 0.5 + 0.0) / 4)
     assert report.delay_s == 0.75
@@ -143,7 +143,7 @@ def test_an_empty_stream_has_a_report():
     report = measured(update(0.0, "", ""))
     assert (
         report.committed_words,
-        report.heard.al,
+        report.received.al,
         report.lag_s,
         report.provisional_change_rate,
     ) == (0, None, None, 0)

@@ -22,6 +22,6 @@ def test_tables_and_drawings_are_known_as_our_own(made, before, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["asr_speed", "hallucination"])
-def test_drawings_of_the_docs_can_be_drawn_again(name):
+def test_drawings_of_the_docs_can_be_rendered_again(name):
     path = ROOT / "docs" / f"{name}.svg"
     assert is_own(path) and path.read_text().startswith("<?xml")

@@ -18,7 +18,7 @@ def right(items):
     return [PARSERS["mme"].parse(item.output, item.target) == item.target for item in items]
 
 
-def pair(image, category="count", said=("Yes", "No")):
+def pair(image, category="count", outputs=("Yes", "No")):
     return [
         YesNoItem(
             id=f"{category}/{image}/{target}",
@@ -27,7 +27,7 @@ def pair(image, category="count", said=("Yes", "No")):
             target=target,
             sets=(category,),
         ).answered(mode="plain", output=output)
-        for target, output in zip(("yes", "no"), said, strict=True)
+        for target, output in zip(("yes", "no"), outputs, strict=True)
     ]
 
 

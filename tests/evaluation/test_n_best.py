@@ -35,9 +35,10 @@ TEXT = st.lists(st.sampled_from(["a", "b", "ab", "ba", "c"]), max_size=5).map(" 
 LIST = st.tuples(st.lists(TEXT, min_size=1, max_size=4), TEXT)
 
 
-def lists_from(drawn):
+def lists_from(pairs):
     return [
-        NBestList(f"u{n}", tuple(texts), reference=said) for n, (texts, said) in enumerate(drawn)
+        NBestList(f"u{n}", tuple(texts), reference=reference)
+        for n, (texts, reference) in enumerate(pairs)
     ]
 
 
@@ -52,9 +53,9 @@ def totals(lists, aligner):
 
 @pytest.mark.parametrize("scorer", ["plain", "merge"])
 @settings(max_examples=150, deadline=None)
-@given(drawn=st.lists(LIST, min_size=1, max_size=3))
-def test_composing_is_never_worse_than_choosing_nor_that_than_copying(scorer, drawn):
-    lists, aligner = lists_from(drawn), Aligner("none", scorer)
+@given(pairs=st.lists(LIST, min_size=1, max_size=3))
+def test_composing_is_never_worse_than_choosing_nor_that_than_copying(scorer, pairs):
+    lists, aligner = lists_from(pairs), Aligner("none", scorer)
     counts = count_lists(lists, aligner)
     assert (counts.missing <= counts.best[:, 2:5].sum(1)).all()
     assert (counts.best[:, 2:5].sum(1) <= counts.first[:, 2:5].sum(1)).all()
@@ -62,8 +63,8 @@ def test_composing_is_never_worse_than_choosing_nor_that_than_copying(scorer, dr
 
 @settings(max_examples=60, deadline=None)
 @given(LIST)
-def test_equal_hypotheses_leave_nothing_to_choose(drawn):
-    [one] = lists_from([drawn])
+def test_equal_hypotheses_leave_nothing_to_choose(pair):
+    [one] = lists_from([pair])
     repeated = NBestList("u", (one.best,) * 5, reference=one.reference)
     first, best, _ = totals([repeated], Aligner("none"))
     assert first == best
@@ -71,9 +72,9 @@ def test_equal_hypotheses_leave_nothing_to_choose(drawn):
 
 @pytest.mark.parametrize("scorer", ["plain", "merge"])
 @settings(max_examples=100, deadline=None)
-@given(drawn=LIST, more=TEXT)
-def test_a_further_hypothesis_never_raises_an_oracle(scorer, drawn, more):
-    [one] = lists_from([drawn])
+@given(pair=LIST, more=TEXT)
+def test_a_further_hypothesis_never_raises_an_oracle(scorer, pair, more):
+    [one] = lists_from([pair])
     longer = NBestList("u", (*one.hypotheses, more), reference=one.reference)
     aligner = Aligner("none", scorer)
     assert totals([longer], aligner)[1] <= totals([one], aligner)[1]
@@ -126,10 +127,14 @@ def test_lists_that_cannot_be_scored_are_refused():
 
 @settings(max_examples=60, deadline=None)
 @given(TEXT, TEXT, st.sampled_from(["none", "whisper", "leaderboard"]))
-def test_the_aligner_counts_as_the_word_error_rate_does(said, heard, normaliser):
-    score = wer([said], [heard], normaliser=normaliser, resamples=1)
+def test_the_aligner_counts_as_the_word_error_rate_does(reference, hypothesis, normaliser):
+    score = wer([reference], [hypothesis], normaliser=normaliser, resamples=1)
     aligner = Aligner(normaliser)
-    assert aligner.errors(said, heard) == errors_in(aligner.steps(said, heard)) == score.errors
+    assert (
+        aligner.errors(reference, hypothesis)
+        == errors_in(aligner.steps(reference, hypothesis))
+        == score.errors
+    )
 
 
 def test_texts_are_normalised_once():
@@ -245,7 +250,7 @@ def test_intervals_and_paired_tests_are_the_published_ones(name, shipped):
     assert [first.sum(), second.sum()] == [expected["errors_hyp1"], expected["errors_hyp2"]]
     paired = paired_test(first - second)
     assert round(paired.z, 3) == expected["utterance_paired"]["Z"]
-    drawn = paired_bootstrap(first, second, tables[0][:, 0])
-    assert [100 * drawn.low, 100 * drawn.high] == pytest.approx(
+    bootstrap = paired_bootstrap(first, second, tables[0][:, 0])
+    assert [100 * bootstrap.low, 100 * bootstrap.high] == pytest.approx(
         expected["bootstrap_delta_wer_95pct"], abs=0.05
     )

@@ -31,8 +31,10 @@ NONE = Aligner("none")
 def lists_from(pairs):
     """From pairs of hypotheses and references."""
     return [
-        NBestList(f"u{n}", (heard,) if isinstance(heard, str) else tuple(heard), reference=said)
-        for n, (heard, said) in enumerate(pairs)
+        NBestList(
+            f"u{n}", (texts,) if isinstance(texts, str) else tuple(texts), reference=reference
+        )
+        for n, (texts, reference) in enumerate(pairs)
     ]
 
 
@@ -129,12 +131,12 @@ GAINS = st.tuples(st.sampled_from([0.1, 0.2, 0.3, 0.4]), st.booleans())
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(GAINS, max_size=8))
-def test_no_threshold_saves_more_and_none_is_higher(drawn):
-    lists = lists_from([(["a", "b"], "b" if good else "a") for _, good in drawn])
-    edits = [Edit("b", gain) for gain, _ in drawn]
+def test_no_threshold_saves_more_and_none_is_higher(gains):
+    lists = lists_from([(["a", "b"], "b" if good else "a") for _, good in gains])
+    edits = [Edit("b", gain) for gain, _ in gains]
 
     def saved(threshold):
-        return sum(2 * good - 1 for gain, good in drawn if gain >= threshold)
+        return sum(2 * good - 1 for gain, good in gains if gain >= threshold)
 
     found = copy_threshold(lists, edits, NONE)
     best = max(saved(t) for t in (0.1, 0.2, 0.3, 0.4, math.inf))
@@ -197,10 +199,10 @@ def test_corrections_are_held_by_the_share_of_words_they_change():
 
 def test_corrections_are_held_by_preference_where_it_is_known():
     lists = lists_from([("a b c d", "e f g h"), ("a b c d", "a b c d"), ("p q", "p r")])
-    told = [("e f g h", 3.0), ("a b c x", 1.0), ("p r", 2.0)]
+    edits = [("e f g h", 3.0), ("a b c x", 1.0), ("p r", 2.0)]
     rows = {
         one.id: ModelRow(data="d", source="corrector:m", id=one.id, text=text, preference=gain)
-        for one, (text, gain) in zip(lists, told, strict=True)
+        for one, (text, gain) in zip(lists, edits, strict=True)
     }
     found = outputs(Method.of("corrector:m"), Parts([], lists, lists), NONE, rows)
     assert found.threshold == 2.0
@@ -224,7 +226,9 @@ def test_rows_of_a_run_come_back(tmp_path):
 
 def test_the_longest_match_is_replaced_and_each_word_once():
     rules = {("a",): ("b",), ("a", "b"): ("c",), ("b",): (), ("c",): ("a",)}
-    table = Substitutions([Rule(heard, said, 1, 1) for heard, said in rules.items()])
+    table = Substitutions(
+        [Rule(hypothesis, reference, 1, 1) for hypothesis, reference in rules.items()]
+    )
     assert table("a b  a c b d") == "c b a d"
     assert Substitutions()(" x  y ") == "x y"
 
@@ -239,12 +243,14 @@ def spelt(count=12):
 
 def test_a_table_learns_conventions_with_the_context_they_need():
     table = learned(spelt(), NONE, 2)
-    said = {rule.hypothesis: rule.reference for rule in table.rules}
+    replaced = {rule.hypothesis: rule.reference for rule in table.rules}
     assert table("book us air and join us in colour") == "book u s air and join us in color"
-    assert ("us",) not in said and said[("colour",)] == ("color",)
+    assert ("us",) not in replaced and replaced[("colour",)] == ("color",)
     assert all(rule.errors_saved >= 2 and rule.seen >= 2 for rule in table.rules)
     assert table.at_least(1000).rules == []
-    assert not any(heard[0].startswith("n") and len(heard) == 1 for heard in said)
+    assert not any(
+        hypothesis[0].startswith("n") and len(hypothesis) == 1 for hypothesis in replaced
+    )
 
 
 def test_a_rule_that_is_wrong_as_often_as_right_is_not_learned():
@@ -261,7 +267,7 @@ def test_rules_save_what_they_say():
     assert before - after == sum(rule.errors_saved for rule in table.rules)
 
 
-def test_how_sure_a_rule_must_be_is_chosen_on_lists_it_was_not_learned_from():
+def test_the_threshold_of_a_rule_is_chosen_on_lists_it_was_not_learned_from():
     table, minimum = fitted(spelt(), NONE)
     assert minimum in substitutions.MINIMUMS and table("us air") == "u s air"
 
@@ -275,8 +281,8 @@ def test_rules_that_never_come_again_are_not_kept():
 
 def test_a_table_is_learned_in_the_normalisers_own_terms():
     pairs = [("the colour is red", "the color is red"), ("a b", "a c")] * 6
-    said = {rule.hypothesis for rule in learned(lists_from(pairs), Aligner("whisper")).rules}
-    assert not any("colour" in heard for heard in said) and ("b",) in said
+    replaced = {rule.hypothesis for rule in learned(lists_from(pairs), Aligner("whisper")).rules}
+    assert not any("colour" in hypothesis for hypothesis in replaced) and ("b",) in replaced
 
 
 def test_a_table_needs_lists_before_the_test():

@@ -79,25 +79,25 @@ def test_unsegmented_text_is_cut_into_characters_on_both_sides():
     assert (found.interest.words, found.rest.words) == (2, 17)
 
 
-SAID, HEARD = "私は <tag 東京> に 行きます", "私は 京都 に 行き ます"
+REFERENCE, HYPOTHESIS = "私は <tag 東京> に 行きます", "私は 京都 に 行き ます"
 
 
 def test_words_of_segmented_text_stay_whole():
-    found = pier([SAID], [HEARD], segmented=True, **OPTIONS)
+    found = pier([REFERENCE], [HYPOTHESIS], segmented=True, **OPTIONS)
     assert (found.interest.words, found.interest.substitutions) == (1, 1)
     assert (found.rest.words, found.rest.hits, found.rest.errors) == (3, 2, 2)
-    whole = wer([untagged(SAID)], [HEARD], segmented=True, **OPTIONS)
+    whole = wer([untagged(REFERENCE)], [HYPOTHESIS], segmented=True, **OPTIONS)
     assert (whole.words, whole.errors) == (4, found.interest.errors + found.rest.errors)
     assert whole.characters == len("私は東京に行きます")
-    cut = pier([SAID], [HEARD], **OPTIONS)
+    cut = pier([REFERENCE], [HYPOTHESIS], **OPTIONS)
     assert (cut.interest.words, cut.rest.words, cut.rest.errors) == (2, 7, 0)
 
 
 def test_points_of_a_script_are_whole_words_of_segmented_text():
-    said, heard = "これ は 大学pc です", "これ は 大学 です"
-    found = pier([said], [heard], points="latin", segmented=True, **OPTIONS)
+    reference, hypothesis = "これ は 大学pc です", "これ は 大学 です"
+    found = pier([reference], [hypothesis], points="latin", segmented=True, **OPTIONS)
     assert (found.interest.words, found.interest.errors, found.rest.errors) == (1, 1, 0)
-    assert pier([said], [heard], points="latin", **OPTIONS).rest.words == 7
+    assert pier([reference], [hypothesis], points="latin", **OPTIONS).rest.words == 7
     both = pier(["我 用 laptop"], ["我 用 lap top"], points="latin", segmented=True, **OPTIONS)
     assert both.interest.words == 1 and both == pier(
         ["我 用 laptop"], ["我 用 lap top"], points="latin", **OPTIONS
@@ -108,15 +108,19 @@ WORDS = st.lists(st.sampled_from("a b c d e".split()), min_size=1, max_size=6)
 
 
 @settings(max_examples=60, deadline=None)
-@given(said=WORDS, heard=st.lists(st.sampled_from("a b c x".split()), max_size=6), data=st.data())
-def test_points_and_rest_add_up_to_all_errors(said, heard, data):
-    flags = data.draw(st.lists(st.booleans(), min_size=len(said), max_size=len(said)))
-    text = " ".join(f"<tag {w}>" if f else w for w, f in zip(said, flags, strict=True))
-    found = pier([text], [" ".join(heard)], **OPTIONS)
-    whole = wer([" ".join(said)], [" ".join(heard)], **OPTIONS)
+@given(
+    reference=WORDS,
+    hypothesis=st.lists(st.sampled_from("a b c x".split()), max_size=6),
+    data=st.data(),
+)
+def test_points_and_rest_add_up_to_all_errors(reference, hypothesis, data):
+    flags = data.draw(st.lists(st.booleans(), min_size=len(reference), max_size=len(reference)))
+    text = " ".join(f"<tag {w}>" if f else w for w, f in zip(reference, flags, strict=True))
+    found = pier([text], [" ".join(hypothesis)], **OPTIONS)
+    whole = wer([" ".join(reference)], [" ".join(hypothesis)], **OPTIONS)
     assert found.interest.errors + found.rest.errors == whole.errors
     assert found.interest.words == sum(flags)
-    everything = pier([f"<tag {' '.join(said)}>"], [" ".join(heard)], **OPTIONS)
+    everything = pier([f"<tag {' '.join(reference)}>"], [" ".join(hypothesis)], **OPTIONS)
     assert everything.value == whole.value
     assert counts(everything.rest) == [0, 0, 0, 0]
 
@@ -147,17 +151,17 @@ def test_an_insertion_belongs_to_the_word_that_follows(reference, hypothesis, in
 
 def test_tags_keep_to_their_words_where_a_normaliser_drops_and_joins_words():
     text = "Um, we've got <tag twenty five> colours in the <tag Meeting>, uh, today."
-    said, marked = points_of(text, "tags", normaliser_of("whisper"))
-    assert " ".join(said) == "we have got 25 colors in the meeting today"
-    assert [w for w, m in zip(said, marked, strict=True) if m] == ["25", "meeting"]
+    reference, marked = points_of(text, "tags", normaliser_of("whisper"))
+    assert " ".join(reference) == "we have got 25 colors in the meeting today"
+    assert [w for w, m in zip(reference, marked, strict=True) if m] == ["25", "meeting"]
     # by places in the raw text, as in the reference, other words would be marked
     raw = untagged(text).split()
-    assert raw.index("Meeting,") != said.index("meeting")
+    assert raw.index("Meeting,") != reference.index("meeting")
 
 
 def test_part_of_an_unsegmented_text_can_be_tagged():
-    said, marked = points_of("我们<tag 会议>结束", "tags", str.strip)
-    assert "".join(w for w, m in zip(said, marked, strict=True) if m) == "会议"
+    reference, marked = points_of("我们<tag 会议>结束", "tags", str.strip)
+    assert "".join(w for w, m in zip(reference, marked, strict=True) if m) == "会议"
 
 
 def test_merged_words_are_those_of_the_error_rate():
@@ -166,9 +170,9 @@ def test_merged_words_are_those_of_the_error_rate():
 
 
 def test_the_interval_draws_groups():
-    said, heard = ["<tag a> b"] * 6, ["a b", "x b"] * 3
-    apart = pier(said, heard, **OPTIONS)
-    together = pier(said, heard, groups=["g"] * 6, **OPTIONS)
+    reference, hypothesis = ["<tag a> b"] * 6, ["a b", "x b"] * 3
+    apart = pier(reference, hypothesis, **OPTIONS)
+    together = pier(reference, hypothesis, groups=["g"] * 6, **OPTIONS)
     assert apart.low < 0.5 < apart.high
     assert together.low == together.high == 0.5
 
@@ -187,7 +191,7 @@ def test_a_corpus_without_points_has_no_rate():
         ("a", {"scorer": "sclite"}, OptionError, "sclite"),
     ],
 )
-def test_what_cannot_be_told_is_refused(reference, options, error, says):
+def test_what_cannot_be_scored_is_refused(reference, options, error, says):
     with pytest.raises(error, match=says):
         pier([reference], ["a"], **options)
 
@@ -198,9 +202,9 @@ def test_sides_of_unlike_length_are_refused():
 
 
 def test_the_command_keeps_a_given_segmentation(tmp_path):
-    rows = {"audio_filepath": "a.wav", "duration": 1.0, "time": 0.1, "text": SAID}
+    rows = {"audio_filepath": "a.wav", "duration": 1.0, "time": 0.1, "text": REFERENCE}
     results = tmp_path / "MODEL_m_DATASET_d.jsonl"
-    results.write_text(json.dumps(rows | {"pred_text": HEARD}) + "\n")
+    results.write_text(json.dumps(rows | {"pred_text": HYPOTHESIS}) + "\n")
     command = ["evaluate", "wer", "--hypotheses", str(results), "--normalizer", "none", "--json"]
     kept, cut = (json_of(invoke(*command, *more)) for more in (["--segmented"], []))
     (mode,) = kept["modes"].values()

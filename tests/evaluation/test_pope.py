@@ -48,7 +48,7 @@ def answered(items, margins, mode, seed=None, **known):
     ]
 
 
-def made_up(images=40, seed=0):
+def synthetic(images=40, seed=0):
     """Questions in the construction of POPE on made-up images, and margins of a plain model."""
     random = np.random.default_rng(seed)
     items = []
@@ -107,7 +107,7 @@ def test_some_labels_are_contradicted_by_the_captions(questions):
     assert count == expected["no_objects_present_in_chair_ground_truth"] == 6
 
 
-def test_old_versions_are_told_apart(questions):
+def test_old_versions_are_distinguished(questions):
     short = [q for q in questions if q.target == "yes" or q.sets != ("random",)][:3000]
     assert "not half" in " ".join(warnings_of(structure(short)))
     rows = [YesNoItem(id=str(n), image="a", question="q", target="no") for n in range(2910)]
@@ -190,7 +190,7 @@ def test_a_deterministic_answerer_has_one_recall(questions):
 @pytest.fixture(scope="module")
 def report():
     """A plain model, a method that only says yes more often, and one that looks closer."""
-    items, margins, sign = made_up()
+    items, margins, sign = synthetic()
     answers = answered(items, margins, "plain", tokens=1, passes=1, seconds=0.5)
     answers += answered(items, margins + 0.5, "shift", tokens=1, passes=2)
     answers += answered(items, margins + 0.8 * sign, "look")
@@ -251,8 +251,8 @@ def test_flips_of_a_comparison_add_up(report):
 def test_seeds_are_averaged_and_their_spread_shown(report):
     score = report.summary["modes"]["sampled"]["sets"]["random"]
     assert score["answers"] == 3 * 240
-    places = report.sets["random"]
-    by_seed = report.counts["sampled"][:, places][:, :, [0, 2]].sum((1, 2)) / 240
+    rows = report.sets["random"]
+    by_seed = report.counts["sampled"][:, rows][:, :, [0, 2]].sum((1, 2)) / 240
     assert score["accuracy"] == pytest.approx(by_seed.mean())
     assert score["seed_sd"]["accuracy"] == pytest.approx(by_seed.std(ddof=1))
     assert comparison(report, "plain", "sampled").flips is None
@@ -266,7 +266,7 @@ def test_the_cost_of_a_mode(report):
 
 
 def test_failures_are_wrong_under_every_parser():
-    items, margins, _ = made_up(2)
+    items, margins, _ = synthetic(2)
     answers = answered(items, margins + 9, "plain")  # yes to all
     answers[0] = items[0].answered(mode="plain", error="no such image")
     for parser in ("leading", "original", "vcd"):
@@ -291,7 +291,7 @@ def test_rescoring_needs_only_the_rows(report, tmp_path):
 
 
 def test_a_row_tells_what_was_parsed_and_a_cut_line_is_left_out(tmp_path):
-    items, margins, _ = made_up(1)
+    items, margins, _ = synthetic(1)
     rows = [item.as_dict() for item in answered(items, margins, "plain", prompt_hash="ab")]
     assert {row["parsed"] for row in rows} == {"yes", "no"}
     lines = [json.dumps(row) for row in (*rows, rows[0] | {"output": "Maybe", "parsed": None})]
@@ -315,7 +315,7 @@ def test_margins_that_are_no_numbers_are_refused():
 
 
 def test_modes_must_answer_the_same_questions():
-    items, margins, _ = made_up(2)
+    items, margins, _ = synthetic(2)
     answers = answered(items, margins, "plain") + answered(items[1:], margins[1:], "other")
     with pytest.raises(OptionError, match="lacks answers"):
         YesNoReport(answers)
@@ -328,7 +328,7 @@ def test_modes_must_answer_the_same_questions():
 
 
 def test_reports_are_compared_as_modes_are(report):
-    items, margins, sign = made_up()
+    items, margins, sign = synthetic()
     plain = YesNoReport(answered(items, margins, "plain"), resamples=500)
     look = YesNoReport(answered(items, margins + 0.8 * sign, "plain"), resamples=500)
     apart = plain.compare(look)[0]
@@ -345,8 +345,8 @@ def test_reports_are_compared_as_modes_are(report):
 def test_the_worst_answers_are_surely_wrong(report):
     shown = report.worst(3, "plain")
     assert len(shown) == 3 and "right is" in repr(shown)
-    sure = [abs(item.margin) for item in shown.items]
-    assert sure == sorted(sure, reverse=True)
+    sizes = [abs(item.margin) for item in shown.items]
+    assert sizes == sorted(sizes, reverse=True)
     assert all(item.parsed != item.target for item in shown.items)
 
 
@@ -362,7 +362,7 @@ def test_images_are_shown_from_a_folder_or_a_function(tmp_path, report):
 
 
 def test_tables_escape_what_comes_from_outside():
-    items, margins, _ = made_up(2)
+    items, margins, _ = synthetic(2)
     report = YesNoReport(answered(items, margins, "<b>|"), resamples=10)
     assert "&lt;b&gt;" in report._repr_html_() and "<b>" not in report._repr_html_()
     assert "<b>\\|" in report.table()
@@ -370,16 +370,16 @@ def test_tables_escape_what_comes_from_outside():
 
 
 def test_a_shift_weighs_questions_by_the_splits_that_hold_them():
-    items, margins, _ = made_up(20)
+    items, margins, _ = synthetic(20)
     control = shifted(answered(items, margins, "plain"), margins > -1, "control")
-    said = {item.id: item.parsed == "yes" for item in control}
-    share = np.mean([said[i.id] for i in items for _ in i.sets])
+    answered_yes = {item.id: item.parsed == "yes" for item in control}
+    share = np.mean([answered_yes[i.id] for i in items for _ in i.sets])
     wanted = np.mean([m > -1 for i, m in zip(items, margins, strict=True) for _ in i.sets])
     assert share == pytest.approx(wanted, abs=0.03)
 
 
 def test_many_unparsed_answers_are_pointed_out():
-    items, margins, _ = made_up(2)
+    items, margins, _ = synthetic(2)
     answers = answered(items, margins, "plain")
     answers[0] = items[0].answered(mode="plain", output="There is one")
     assert "neither yes nor no" in YesNoReport(answers, resamples=10).about()
@@ -392,23 +392,23 @@ def test_names_of_coco_images():
 # Margins that are missing
 
 
-def without_margins(answers, places):
+def without_margins(answers, lost):
     return [
-        dataclasses.replace(one, margin=None) if place in places else one
-        for place, one in enumerate(answers)
+        dataclasses.replace(one, margin=None) if index in lost else one
+        for index, one in enumerate(answers)
     ]
 
 
 def test_auroc_leaves_out_what_has_no_margin_and_counts_it():
-    items, margins, sign = made_up()
-    random = [place for place, item in enumerate(items) if "random" in item.sets]
+    items, margins, sign = synthetic()
+    random = [index for index, item in enumerate(items) if "random" in item.sets]
     lost = random[::7]
     answers = without_margins(answered(items, margins, "plain"), [random[0]])
     answers += without_margins(answered(items, margins + 0.5 * sign, "look"), lost)
     with pytest.warns(UserWarning, match="1 answers of 'plain' have no margin"):
         report = YesNoReport(answers, resamples=100)
     found = report.summary["modes"]["look"]["sets"]["random"]["margin"]
-    left = [place for place in random if place not in lost]
+    left = [index for index in random if index not in lost]
     positive = sign[left] > 0
     assert found["missing"] == len(lost) and found["auroc"] == pytest.approx(
         roc_auc_score(positive, (margins + 0.5 * sign)[left])
@@ -431,7 +431,7 @@ def test_auroc_leaves_out_what_has_no_margin_and_counts_it():
 
 
 def test_a_margin_that_one_seed_lacks_is_left_out_of_all():
-    items, margins, sign = made_up(12)
+    items, margins, sign = synthetic(12)
     answers = without_margins(answered(items, margins, "drawn", seed=1), [0, 1])
     answers += without_margins(answered(items, -margins, "drawn", seed=2), [1, 2])
     report = YesNoReport(answers, resamples=50)
@@ -457,23 +457,23 @@ def test_a_damaged_archive_is_refused(tmp_path):
 
 def test_a_shift_counts_a_question_in_each_of_its_splits():
     """A method says yes to all that stands three times, to nothing else: half of each split."""
-    items, _, _ = made_up(40)
+    items, _, _ = synthetic(40)
     margins = np.random.default_rng(1).normal(size=len(items))
-    said = np.array([len(item.sets) == 3 for item in items])
-    control = shifted(answered(items, margins, "plain"), said, "control")
+    answered_yes = np.array([len(item.sets) == 3 for item in items])
+    control = shifted(answered(items, margins, "plain"), answered_yes, "control")
     share = np.mean([one.output == "Yes" for one in control for _ in one.sets])
     assert share == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_margin_of_nothing_is_no():
-    items, _, _ = made_up(4)
+    items, _, _ = synthetic(4)
     margins = np.zeros(len(items))
     control = shifted(answered(items, margins, "plain"), margins, "control")
     assert {(one.output, one.margin) for one in control} == {("No", 0.0)}
 
 
 def test_a_shift_is_fitted_to_all_seeds():
-    items, margins, _ = made_up(20)
+    items, margins, _ = synthetic(20)
     answers = answered(items, margins, "plain")
     answers += answered(items, margins * 0 + 1, "drawn", seed=1)
     answers += answered(items, margins * 0 - 1, "drawn", seed=2)
@@ -483,7 +483,7 @@ def test_a_shift_is_fitted_to_all_seeds():
 
 
 def test_modes_are_compared_with_what_is_named():
-    items, margins, _ = made_up(4)
+    items, margins, _ = synthetic(4)
     answers = [one for name in "abcd" for one in answered(items, margins, name)]
     report = YesNoReport(
         answers, resamples=20, baseline_controls=False, against={"c": ["b"], "d": ["gone"]}

@@ -75,27 +75,30 @@ def test_there_is_a_clip_and_a_file_for_each_kind_level_and_number(tmp_path):
 # The report
 
 
-def heard(mode, name, words, number=0, seconds=30.0, **known):
+def non_speech(mode, name, words, number=0, seconds=30.0, **known):
     return Sample(
         id=f"non-speech/{name}/{number}",
         mode=mode,
         text="",
         pred_text=" ".join(["word"] * words),
         duration=seconds,
-        **({"windows": 4, "looped": 0} | known),
+        **({"windows": 4, "repetitive_windows": 0} | known),
     )
 
 
-def spoken(mode, number, text="one two three four", said=None):
+def spoken(mode, number, text="one two three four", recognised=None):
     return Sample(
-        id=f"speech/clean/{number}", mode=mode, text=text, pred_text=text if said is None else said
+        id=f"speech/clean/{number}",
+        mode=mode,
+        text=text,
+        pred_text=text if recognised is None else recognised,
     )
 
 
 def report(plain, other, speech=()):
     samples = []
     for mode, counts in (("plain", plain), ("other", other)):
-        samples += [heard(mode, "noise", words, n) for n, words in enumerate(counts)]
+        samples += [non_speech(mode, "noise", words, n) for n, words in enumerate(counts)]
     return SilenceReport([*samples, *speech], resamples=200)
 
 
@@ -130,7 +133,7 @@ def test_the_bar(plain, other, passes):
 def test_speech_may_not_get_worse_beyond_its_interval():
     few = [spoken("plain", n) for n in range(8)]
     same = [spoken("other", n) for n in range(8)]
-    worse = [spoken("other", n, said="one two three") for n in range(8)]
+    worse = [spoken("other", n, recognised="one two three") for n in range(8)]
     once = [*same[:-1], replace(worse[0], id=same[-1].id)]
     wrong = [replace(sample, pred_text="one two") for sample in few[:2]]
     holds = [
@@ -141,7 +144,9 @@ def test_speech_may_not_get_worse_beyond_its_interval():
 
 
 def test_tables_and_page_say_what_was_missed(tmp_path):
-    speech = [spoken(mode, n, said="one two") for mode in ("plain", "other") for n in range(3)]
+    speech = [
+        spoken(mode, n, recognised="one two") for mode in ("plain", "other") for n in range(3)
+    ]
     found = report([10, 10], [9, 9], speech)
     files = found.save(tmp_path)
     assert [path.name for path in files] == [
@@ -163,7 +168,7 @@ def test_tables_and_page_say_what_was_missed(tmp_path):
 
 def test_the_figure_has_a_bar_with_its_interval_for_every_class_and_mode():
     samples = [
-        heard(mode, name, words, number)
+        non_speech(mode, name, words, number)
         for mode, counts in (("plain", (0, 0, 9)), ("other", (2, 2, 2)))
         for name in ("pink -20 dB", "music -40 dB")
         for number, words in enumerate(counts)
@@ -181,8 +186,14 @@ def test_the_figure_has_a_bar_with_its_interval_for_every_class_and_mode():
 
 
 def test_loops_are_counted_and_failures_left_out():
-    samples = [heard("plain", "noise", 30, 0, looped=2), heard("other", "noise", 0, 0)]
-    samples += [heard("plain", "noise", 0, 1), heard("other", "noise", 0, 1, error="broken")]
+    samples = [
+        non_speech("plain", "noise", 30, 0, repetitive_windows=2),
+        non_speech("other", "noise", 0, 0),
+    ]
+    samples += [
+        non_speech("plain", "noise", 0, 1),
+        non_speech("other", "noise", 0, 1, error="broken"),
+    ]
     found = SilenceReport(samples, resamples=20).non_speech["noise"]
     assert (found["plain"].loop_rate, found["other"].clips) == (0.25, 1)
     with pytest.raises(OptionError, match="no recording"):
@@ -190,8 +201,8 @@ def test_loops_are_counted_and_failures_left_out():
 
 
 def test_a_class_that_could_not_be_read_is_left_out_and_the_others_are_scored():
-    samples = [heard(mode, "noise", 3, 0) for mode in ("plain", "other")]
-    samples += [heard("plain", "hum", 3, 0), heard("other", "hum", 0, 0, error="broken")]
+    samples = [non_speech(mode, "noise", 3, 0) for mode in ("plain", "other")]
+    samples += [non_speech("plain", "hum", 3, 0), non_speech("other", "hum", 0, 0, error="broken")]
     found = SilenceReport(samples, resamples=20)
     assert found.classes == ["noise"] and found.summary["left_out"] == ["hum"]
     assert "left out, since no recording could be read: hum" in found.about()

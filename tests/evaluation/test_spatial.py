@@ -179,7 +179,7 @@ def test_vsr_with_its_true_precision_and_recall(name, count, true):
     assert (score.precision, score.recall, score.f1) == pytest.approx((precision, recall, f1))
 
 
-def test_vsr_asks_as_told(tmp_path):
+def test_vsr_asks_with_the_given_question(tmp_path):
     path = tmp_path / "v.jsonl"
     path.write_text('{"image": "a", "caption": "The cat is on it.", "label": 1}')
     assert (
@@ -202,8 +202,8 @@ def test_seeds_have_an_interval_and_a_spread():
     items = []
     for n in range(12):
         items += [dataclasses.replace(i, seed=1) for i in whole(str(n), ["left"] * 4)]
-        said = ["left", "right", "on", "under" if n % 2 else "on"]
-        items += [dataclasses.replace(i, seed=2) for i in whole(str(n), said)]
+        outputs = ["left", "right", "on", "under" if n % 2 else "on"]
+        items += [dataclasses.replace(i, seed=2) for i in whole(str(n), outputs)]
     report = ChoiceReport(items, resamples=200)
     score = report.summary["modes"]["plain"]["sets"]["all"]
     assert (score["individual"], score["pair"], score["set"]) == (0.5625, 0.375, 0.25)
@@ -222,10 +222,10 @@ def test_what_a_longer_option_holds_is_not_named():
     assert choice("on, or rather on top of it", ("on", "on top of")) is None
 
 
-def test_in_front_and_behind_make_a_pair():
+def test_in_front_and_at_the_back_make_a_pair():
     options = ("left", "right", "in front", "behind")
-    said = ["left", "left", "in front of it", "behind"]
-    score = score_choices(whole("a, b", said, options=options), resamples=20)
+    outputs = ["left", "left", "in front of it", "behind"]
+    score = score_choices(whole("a, b", outputs, options=options), resamples=20)
     assert (score.pair, score.individual) == (1 / 2, 3 / 4)
 
 

@@ -46,8 +46,8 @@ def test_the_curve_encloses_the_auroc_and_the_dot_answers():
     assert np.trapezoid(true, false) == pytest.approx(float(auroc(margins, positive)))
     figure = plots.margin_roc({"plain": margins}, positive, "random")
     (dot,) = points(figure.axes[0])
-    said = margins > 0
-    assert dot == pytest.approx((said[~positive].mean(), said[positive].mean()))
+    answered_yes = margins > 0
+    assert dot == pytest.approx((answered_yes[~positive].mean(), answered_yes[positive].mean()))
 
 
 def test_chair_stands_over_recall_and_length():

@@ -54,13 +54,13 @@ def model(processor):
 def questions(count=16):
     return [
         YesNoItem(
-            id=f"question {place}",
-            image=f"{place // 3}",
-            question=f"Is there a {'red' if place % 2 else 'blue'} ring {place}?",
-            target="yes" if place % 2 else "no",
-            sets=SPLITS if place % 2 else (SPLITS[place // 2 % 3],),
+            id=f"question {index}",
+            image=f"{index // 3}",
+            question=f"Is there a {'red' if index % 2 else 'blue'} ring {index}?",
+            target="yes" if index % 2 else "no",
+            sets=SPLITS if index % 2 else (SPLITS[index // 2 % 3],),
         )
-        for place in range(count)
+        for index in range(count)
     ]
 
 
@@ -101,7 +101,7 @@ def of(rows, mode, seed=None):
 # Modes
 
 
-def test_controls_stand_beside_the_methods():
+def test_controls_stand_next_to_the_methods():
     modes = modes_of(["none", "ritual:alpha=3", "vcd:beta=0.2", "ritual:alpha=3"], seeds=range(2))
     assert {mode.name: mode.against for mode in modes} == {
         "greedy": (),
@@ -202,8 +202,8 @@ def test_rows_hold_what_a_scorer_needs(recorder, model, processor):
 
 def test_captions_are_decoded_for_each_seed_and_have_no_margin(recorder):
     items = [
-        CaptionItem(id=f"{place}", image=f"{place}", objects=("ring",), question="Describe it.")
-        for place in range(4)
+        CaptionItem(id=f"{index}", image=f"{index}", objects=("ring",), question="Describe it.")
+        for index in range(4)
     ]
     rows = recorder(modes_of(["vcd"], seeds=range(2), yes_no=False), items).run()
     assert len({row.output for row in rows if row.mode == "sampled"}) > 1
@@ -214,7 +214,7 @@ def test_modes_take_turns_and_each_begins(recorder):
     seen = []
     modes = modes_of([LAST], controls=False)
     recorder(modes, batch_size=4, chunk=1).run(progress=lambda row: seen.append(row.mode))
-    turns = [seen[place] for place in range(0, 32, 4)]
+    turns = [seen[index] for index in range(0, 32, 4)]
     assert turns == ["greedy", LAST, LAST, "greedy"] * 2
 
 
@@ -234,38 +234,42 @@ def test_a_redrawn_token_is_what_decoding_with_that_seed_gives(recorder):
 
 def test_what_is_no_word_is_decoded_to_its_end(recorder, processor):
     modes = modes_of([], seeds=range(6), controls=False)
-    drawn, decoded = (of_all(recorder(modes, redraw=value).run()) for value in (True, False))
+    redrawn, decoded = (of_all(recorder(modes, redraw=value).run()) for value in (True, False))
     words = {
         processor.tokenizer.decode([i]).strip()
         for word in ("yes", "no")
         for i in word_ids(processor.tokenizer, word)
     }
-    for key, row in drawn.items():
+    for key, row in redrawn.items():
         if row.seconds is None:
             assert row.output in words and decoded[key].output.startswith(row.output)
             assert row.tokens == 1
         else:
             assert row.output == decoded[key].output
-    assert any(row.seconds is None for row in drawn.values())
-    assert any(row.seconds is not None and row.seed is not None for row in drawn.values())
+    assert any(row.seconds is None for row in redrawn.values())
+    assert any(row.seconds is not None and row.seed is not None for row in redrawn.values())
 
 
 def of_all(rows):
     return {(row.mode, row.seed, row.id): row for row in rows}
 
 
-def test_seeds_draw_from_the_law_itself():
-    law = torch.tensor([0.5, 2.0, -torch.inf, 1.0, -1.0])
+def test_seeds_sample_from_the_distribution_itself():
+    logits = torch.tensor([0.5, 2.0, -torch.inf, 1.0, -1.0])
     count = 2000
     for name in ("one", "another"):
-        drawn = np.bincount([sampled_token(law, seed, name) for seed in range(count)], minlength=5)
-        expected = count * law.softmax(0).double().numpy()
-        assert drawn[2] == 0
+        counts = np.bincount(
+            [sampled_token(logits, seed, name) for seed in range(count)], minlength=5
+        )
+        expected = count * logits.softmax(0).double().numpy()
+        assert counts[2] == 0
         seen = expected > 0
-        assert chisquare(drawn[seen], expected[seen] * count / expected.sum()).pvalue > 1e-3
-        hot = count * (law * 1.2).softmax(0).double().numpy()  # another distribution is told apart
-        assert chisquare(drawn[seen], hot[seen] * count / hot.sum()).pvalue < 1e-6
-    sampled = ([sampled_token(law, n, name) for n in range(200)] for name in ("one", "another"))
+        assert chisquare(counts[seen], expected[seen] * count / expected.sum()).pvalue > 1e-3
+        hot = (
+            count * (logits * 1.2).softmax(0).double().numpy()
+        )  # another distribution is told apart
+        assert chisquare(counts[seen], hot[seen] * count / hot.sum()).pvalue < 1e-6
+    sampled = ([sampled_token(logits, n, name) for n in range(200)] for name in ("one", "another"))
     pairs = list(zip(*sampled, strict=True))
     assert len(set(pairs)) > 8
 
@@ -285,10 +289,10 @@ def test_too_few_questions_to_tell_are_decoded_for_each_seed(recorder):
     assert all(row.seconds is not None for row in rows if row.mode == f"{LAST}, sampled")
 
 
-def test_small_batches_share_a_law_too(recorder):
+def test_small_batches_share_a_distribution_too(recorder):
     rows = recorder(modes_of([LAST], seeds=range(2), controls=False), batch_size=1).run()
-    drawn = [row for row in rows if row.mode == f"{LAST}, sampled"]
-    assert any(row.seconds is None for row in drawn)
+    sampled = [row for row in rows if row.mode == f"{LAST}, sampled"]
+    assert any(row.seconds is None for row in sampled)
 
 
 def test_rows_count_the_tokens_that_a_guide_changed(recorder, model, processor):
@@ -392,7 +396,7 @@ def test_a_finished_run_is_not_run_again(recorder, journal, monkeypatch):
     assert recorder(modes, warmup=1).run(file) == rows
 
 
-def test_what_fails_is_told_and_the_rest_goes_on(recorder, journal):
+def test_failures_are_reported_and_the_rest_goes_on(recorder, journal):
     items = questions()
     items[4] = dataclasses.replace(items[4], image="broken")
     modes = modes_of(["vcd"], seeds=range(2), controls=False)

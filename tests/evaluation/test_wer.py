@@ -100,7 +100,7 @@ def test_diacritics_of_transformers_are_those_of_the_leaderboard():
     assert TABLES["diacritics"] == english_normalizer.ADDITIONAL_DIACRITICS
 
 
-def test_basic_normaliser_keeps_letters_of_any_language():
+def test_basic_normaliser_keeps_characters_of_any_language():
     assert normaliser_of("basic")("Ça va? [noise] (rires) STRASSE, größer!").split() == [
         "ça",
         "va",
@@ -159,15 +159,15 @@ def test_rate_is_by_corpus_and_not_the_mean_of_ratios():
     assert result.low <= result.value <= result.high
 
 
-def test_words_heard_in_silence_count_as_insertions():
+def test_words_recognised_in_silence_count_as_insertions():
     result = wer(["", "one two"], ["ghost words", "one two"], normaliser="none", resamples=1)
     assert (result.insertions, result.words) == (2, 2)
 
 
-@pytest.mark.parametrize(("said", "heard"), [(["a"], []), ([], [])])
-def test_unscorable_input_is_refused(said, heard):
+@pytest.mark.parametrize(("reference", "hypothesis"), [(["a"], []), ([], [])])
+def test_unscorable_input_is_refused(reference, hypothesis):
     with pytest.raises(OptionError):
-        wer(said, heard, normaliser="none")
+        wer(reference, hypothesis, normaliser="none")
 
 
 @functools.lru_cache
@@ -221,8 +221,8 @@ def test_counts_of_lists_that_are_not_shipped():
     for convention, (normaliser, scorer) in CONVENTIONS.items():
         expected = EXPECTED["nbest_wer"]["sets"][name][convention]
         tables = [
-            count_errors(references, heard, normaliser=normaliser, scorer=scorer)
-            for heard in ranks[: 5 if "err_oracle5" in expected else 1]
+            count_errors(references, hypothesis, normaliser=normaliser, scorer=scorer)
+            for hypothesis in ranks[: 5 if "err_oracle5" in expected else 1]
         ]
         assert tables[0][:, 0].sum() == expected["ref_words"]
         assert tables[0][:, 2:5].sum() == expected["err_1best"]
@@ -235,12 +235,14 @@ def test_counts_of_lists_that_are_not_shipped():
 
 def sctk():
     references = read_manifest(DATA / "sctk" / "csrnab.ref", audio=False)
-    heard = {e.id.lower(): e.text for e in read_manifest(DATA / "sctk" / "csrnab.hyp", audio=False)}
-    return [e.text for e in references], [heard[e.id.lower()] for e in references]
+    hypotheses = {
+        e.id.lower(): e.text for e in read_manifest(DATA / "sctk" / "csrnab.hyp", audio=False)
+    }
+    return [e.text for e in references], [hypotheses[e.id.lower()] for e in references]
 
 
-def sclite_counts(said, heard):
-    score = wer(said, heard, normaliser="none", scorer="sclite", resamples=1)
+def sclite_counts(reference, hypothesis):
+    score = wer(reference, hypothesis, normaliser="none", scorer="sclite", resamples=1)
     hits = score.words - score.substitutions - score.deletions
     return score.words, hits, score.substitutions, score.deletions, score.insertions
 
@@ -251,10 +253,10 @@ def test_counts_are_those_of_sclite():
 
 def test_unit_costs_have_as_many_errors_but_other_kinds():
     total = np.zeros(7, dtype=int)
-    for said, heard in zip(*sctk(), strict=True):
+    for reference, hypothesis in zip(*sctk(), strict=True):
         found = [
-            count_errors([reading], [heard.lower()], normaliser="none")[0]
-            for reading in readings(said.lower())
+            count_errors([reading], [hypothesis.lower()], normaliser="none")[0]
+            for reading in readings(reference.lower())
         ]
         total += min(found, key=lambda row: row[2:5].sum())
     assert total[2:5].tolist() == [133, 11, 25]
@@ -288,26 +290,26 @@ def test_readings_of_alternatives():
 WORDS = st.lists(st.sampled_from(["a", "b", "ab", "ba", "aab"]), max_size=5).map(" ".join)
 
 
-def cheapest(said, heard, merge):
+def cheapest(reference, hypothesis, merge):
     """Errors by trying everything."""
 
     @functools.lru_cache
     def rest(i, j):
-        if i == len(said) and j == len(heard):
+        if i == len(reference) and j == len(hypothesis):
             return 0
         found = []
-        if i < len(said):
+        if i < len(reference):
             found.append(1 + rest(i + 1, j))
-        if j < len(heard):
+        if j < len(hypothesis):
             found.append(1 + rest(i, j + 1))
-        if i < len(said) and j < len(heard):
-            found.append((said[i] != heard[j]) + rest(i + 1, j + 1))
+        if i < len(reference) and j < len(hypothesis):
+            found.append((reference[i] != hypothesis[j]) + rest(i + 1, j + 1))
             if merge:
-                for k in range(2, len(said) - i + 1):
-                    if "".join(said[i : i + k]) == heard[j]:
+                for k in range(2, len(reference) - i + 1):
+                    if "".join(reference[i : i + k]) == hypothesis[j]:
                         found.append(rest(i + k, j + 1))
-                for k in range(2, len(heard) - j + 1):
-                    if "".join(heard[j : j + k]) == said[i]:
+                for k in range(2, len(hypothesis) - j + 1):
+                    if "".join(hypothesis[j : j + k]) == reference[i]:
                         found.append(rest(i + 1, j + k))
         return min(found)
 
@@ -316,27 +318,29 @@ def cheapest(said, heard, merge):
 
 @settings(max_examples=300, deadline=None)
 @given(WORDS, WORDS)
-def test_errors_are_the_fewest_possible(said, heard):
+def test_errors_are_the_fewest_possible(reference, hypothesis):
     for scorer in ("plain", "merge"):
-        steps = align(said, heard, "none", scorer)
+        steps = align(reference, hypothesis, "none", scorer)
         errors = sum(step.kind != "equal" for step in steps)
-        assert errors == cheapest(tuple(said.split()), tuple(heard.split()), scorer == "merge")
-        assert " ".join(step.reference for step in steps if step.reference) == said
-        assert " ".join(step.hypothesis for step in steps if step.hypothesis) == heard
+        assert errors == cheapest(
+            tuple(reference.split()), tuple(hypothesis.split()), scorer == "merge"
+        )
+        assert " ".join(step.reference for step in steps if step.reference) == reference
+        assert " ".join(step.hypothesis for step in steps if step.hypothesis) == hypothesis
 
 
 @settings(max_examples=200, deadline=None)
 @given(WORDS, WORDS)
-def test_bounds(said, heard):
+def test_bounds(reference, hypothesis):
     plain, merged, sclite = (
-        count_errors([said], [heard], normaliser="none", scorer=scorer)[0]
+        count_errors([reference], [hypothesis], normaliser="none", scorer=scorer)[0]
         for scorer in ("plain", "merge", "sclite")
     )
     for row in (plain, merged, sclite):
-        words, heard_words, substitutions, deletions, insertions, _, _ = row
+        words, hypothesis_words, substitutions, deletions, insertions, _, _ = row
         assert substitutions + deletions <= words
-        assert substitutions + insertions <= heard_words
-        assert row[:2].tolist() == [len(said.split()), len(heard.split())]
+        assert substitutions + insertions <= hypothesis_words
+        assert row[:2].tolist() == [len(reference.split()), len(hypothesis.split())]
     assert merged[2:5].sum() <= plain[2:5].sum() <= max(plain[:2])
     assert plain[2:5].sum() <= sclite[2:5].sum()
 
@@ -349,9 +353,9 @@ def test_a_text_has_no_errors_against_itself(texts, scorer):
 
 
 def test_errors_of_a_text_are_refused_with_our_errors_only():
-    for said, heard in itertools.product(["", " ", "a"], ["", "a b"]):
+    for reference, hypothesis in itertools.product(["", " ", "a"], ["", "a b"]):
         for scorer in scoring.SCORERS:
             try:
-                wer([said], [heard], scorer=scorer, resamples=1)
+                wer([reference], [hypothesis], scorer=scorer, resamples=1)
             except MMDecodeError:
-                pytest.fail(f"{said!r} {heard!r} {scorer}")
+                pytest.fail(f"{reference!r} {hypothesis!r} {scorer}")

@@ -34,8 +34,8 @@ from tests.support.files import json_lines, write_json_lines
 from tests.support.pages import checked
 
 
-def sample(name="a", mode="plain", text="red green blue", heard="red green blue", **known):
-    return Sample(id=name, mode=mode, text=text, pred_text=heard, **known)
+def sample(name="a", mode="plain", text="red green blue", hypothesis="red green blue", **known):
+    return Sample(id=name, mode=mode, text=text, pred_text=hypothesis, **known)
 
 
 # Samples made elsewhere
@@ -89,16 +89,16 @@ def test_a_name_that_two_folders_share_is_no_match(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"id": "z", "text": "one"}', "none of the 1 transcripts"),
         ('{"id": "b", "text": "one"}\n{"id": "b", "text": "two"}', "two transcripts of 'b'"),
         ('{"id": "b"}', "needs an id or a path, and a text"),
     ],
 )
-def test_transcripts_that_cannot_be_used_are_refused(tmp_path, text, said):
+def test_transcripts_that_cannot_be_used_are_refused(tmp_path, text, message):
     (tmp_path / "h.jsonl").write_text(text)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         match(entries(tmp_path), tmp_path / "h.jsonl", "m")
 
 
@@ -134,15 +134,15 @@ def made(seed=0, count=40):
     samples = []
     for mode, wrong, seconds in (("slow", 0.1, 1.0), ("fast", 0.3, 0.25)):
         for index in range(count):
-            said = random.choice(list("abcdefgh"), 10) if mode == "slow" else None
-            said = said if said is not None else samples[index].text.split()
-            heard = [w if random.random() > wrong else "x" for w in said]
+            reference = random.choice(list("abcdefgh"), 10) if mode == "slow" else None
+            reference = reference if reference is not None else samples[index].text.split()
+            hypothesis = [w if random.random() > wrong else "x" for w in reference]
             samples.append(
                 sample(
                     f"r{index}",
                     mode,
-                    " ".join(said),
-                    " ".join(heard),
+                    " ".join(reference),
+                    " ".join(hypothesis),
                     duration=float(index % 12 + 1),
                     time=seconds,
                     token_ids=[1] * 12,
@@ -168,7 +168,10 @@ def test_speed_is_pooled_and_not_a_mean_of_ratios():
 
 
 def test_the_loop_rate_is_pooled_over_windows_and_absent_where_none_is_known():
-    samples = [sample(windows=1, looped=1), sample("b", windows=9, looped=1)]
+    samples = [
+        sample(windows=1, repetitive_windows=1),
+        sample("b", windows=9, repetitive_windows=1),
+    ]
     report = WERReport(samples)
     assert report.summary["modes"]["plain"]["loop_rate"] == 0.2
     assert report.rows()[0]["repeating windows %"] == "20.00"
@@ -190,14 +193,17 @@ def test_latency_quantiles():
 
 
 def test_failures_count_as_missed_and_have_no_time():
-    samples = [sample(duration=2.0, time=1.0), sample("b", heard="", error="broken", duration=9.0)]
+    samples = [
+        sample(duration=2.0, time=1.0),
+        sample("b", hypothesis="", error="broken", duration=9.0),
+    ]
     found = WERReport(samples).summary["modes"]["plain"]
     assert (found["words"], found["deletions"], found["failed"], found["empty"]) == (6, 3, 1, 1)
     assert (found["timed"], found["rtfx"]) == (1, 2.0)
 
 
 def test_references_without_words_are_left_out_with_the_leaderboard_only():
-    samples = [sample(), sample("b", text="uh...", heard="ghost"), sample("c", text="(cough)")]
+    samples = [sample(), sample("b", text="uh...", hypothesis="ghost"), sample("c", text="(cough)")]
     for normaliser, recordings in (("whisper", 3), ("leaderboard", 2)):
         report = WERReport(samples, normaliser=normaliser)
         assert (report.summary["recordings"], report.left_out) == (recordings, 3 - recordings)
@@ -210,7 +216,7 @@ def test_groups_widen_the_interval():
     def width(**known):
         errors = ["x y z" if i < 10 else "red green blue" for i in range(40)]
         samples = [
-            sample(f"r{i}", heard=h, **{k: v(i) for k, v in known.items()})
+            sample(f"r{i}", hypothesis=h, **{k: v(i) for k, v in known.items()})
             for i, h in enumerate(errors)
         ]
         found = WERReport(samples, resamples=2000).summary
@@ -321,17 +327,17 @@ def test_everything_is_written(tmp_path):
 
 
 def test_texts_without_times_make_a_smaller_report(tmp_path):
-    report = WERReport([sample(heard="red")])
+    report = WERReport([sample(hypothesis="red")])
     assert "RTFx" not in report.table()
     names = {path.name for path in report.save(tmp_path)}
     assert "error_kinds.png" in names and "wer_against_speed.png" not in names
 
 
-def test_the_worst_items_can_be_heard_and_read():
+def test_the_worst_items_can_be_played_and_read():
     clip = speech_test()[0]
     samples = [
-        sample(heard="red <b> blue", audio_filepath=str(clip.path)),
-        sample("b", heard="", error="broken"),
+        sample(hypothesis="red <b> blue", audio_filepath=str(clip.path)),
+        sample("b", hypothesis="", error="broken"),
         sample("c"),
     ]
     worst = WERReport(samples, normaliser="none").worst(5)
@@ -425,8 +431,8 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted(manifest, tmp_path):
     assert done.exit_code == 1
     found = json_of(done)
     assert found["recordings"] == 1 and found["conditions"]["rows_left_out"] == 4
-    said = ("line 2 has the id 'a' of line 1", "names no recording", "not JSON", "has no text")
-    for failure, text in zip(found["failures"], said, strict=True):
+    problems = ("line 2 has the id 'a' of line 1", "names no recording", "not JSON", "has no text")
+    for failure, text in zip(found["failures"], problems, strict=True):
         assert text in failure["error"] and f"left out: {failure['error']}" in done.stderr
     table_text = (tmp_path / "run" / "table.md").read_text()
     assert "4 rows of the data could not be used and were left out" in table_text
@@ -525,9 +531,9 @@ def test_an_interrupted_run_is_continued(finished, manifest, tmp_path, monkeypat
 
 def test_a_recording_that_changed_under_its_path_is_transcribed_again(tmp_path, monkeypatch):
     one, two, other = speech_test()[:3]
-    for place, recording in enumerate((one, two)):
-        shutil.copy(recording.path, tmp_path / f"{place}.flac")
-    rows = [{"audio": f"{place}.flac", "text": "some words"} for place in range(2)]
+    for index, recording in enumerate((one, two)):
+        shutil.copy(recording.path, tmp_path / f"{index}.flac")
+    rows = [{"audio": f"{index}.flac", "text": "some words"} for index in range(2)]
     data, out = tmp_path / "test.jsonl", tmp_path / "out"
     write_json_lines(data, rows)
     words = ["--data", data, "--model", "zoo:whisper-synth", "--device", "cpu", "--warmup", 0,
@@ -576,7 +582,7 @@ def test_the_table_is_for_people_and_a_limit_is_noted(finished):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ([], "none of them"),
         (["--model", "m", "--rescore", "d"], "--model, --rescore"),
@@ -586,13 +592,13 @@ def test_the_table_is_for_people_and_a_limit_is_noted(finished):
         (["--hypotheses", "x.jsonl", "--hypotheses", "y/x.jsonl"], "NAME=FILE"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(given, said):
-    with pytest.raises(OptionError, match=said):
+def test_options_that_do_not_fit_are_refused(given, message):
+    with pytest.raises(OptionError, match=message):
         run(*given)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (["--hypotheses", "x", "--batch-size", 8], "--batch-size does nothing without --model"),
         (["--hypotheses", "x", "--no-timestamps"], "--timestamps does nothing without --model"),
@@ -601,8 +607,8 @@ def test_options_that_do_not_fit_are_refused(given, said):
         (["--hypotheses", "x", "--group", "g"], "--group does nothing without --data"),
     ],
 )
-def test_options_without_what_they_belong_to_are_refused(given, said):
-    with pytest.raises(OptionError, match=said):
+def test_options_without_what_they_belong_to_are_refused(given, message):
+    with pytest.raises(OptionError, match=message):
         run(*given)
 
 
@@ -618,11 +624,11 @@ def test_without_data_a_model_is_scored_on_recordings_that_ship(tmp_path):
 
 def test_an_earlier_report_is_not_overwritten(finished, manifest, tmp_path):
     folder, _ = finished
-    heard = tmp_path / "heard.jsonl"
-    heard.write_text("".join(json.dumps({"id": i, "text": "x"}) + "\n" for i in "ab"))
+    hypotheses = tmp_path / "heard.jsonl"
+    hypotheses.write_text("".join(json.dumps({"id": i, "text": "x"}) + "\n" for i in "ab"))
     truth = tmp_path / "truth.jsonl"
     truth.write_text("".join(json.dumps({"id": i, "text": "x"}) + "\n" for i in "ab"))
-    foreign = ["--data", truth, "--hypotheses", heard, "--resamples", 10]
+    foreign = ["--data", truth, "--hypotheses", hypotheses, "--resamples", 10]
     run(*foreign, "--out", tmp_path / "foreign")
     summaries = [folder / "summary.json", tmp_path / "foreign" / "summary.json"]
     before = [path.read_bytes() for path in summaries]
@@ -683,15 +689,15 @@ def test_parts_and_languages_of_the_manifest_reach_the_model(tmp_path):
 def test_a_loaded_transcriber_is_evaluated(manifest):
     transcriber = mm.asr.Transcriber.from_pretrained("zoo:whisper-synth", device="cpu")
     clips = speech_test()[:2]
-    heard = []
+    scored = []
     report = wer_report(
         {"plain": transcriber, "theirs": ["nothing", "at all"]},
         [(clip.path, clip.text) for clip in clips],
         normaliser="none",
         resamples=10,
-        progress=heard.append,
+        progress=scored.append,
     )
-    assert len(heard) == 2 and report.modes == ["plain", "theirs"]
+    assert len(scored) == 2 and report.modes == ["plain", "theirs"]
     assert report.compare("theirs").bootstrap.difference < 0
     assert report.summary["conditions"]["dtype"] == "float32"
     with pytest.raises(OptionError, match="1 transcripts for 2 recordings"):

@@ -48,11 +48,11 @@ def test_paired_tests_of_close_calls_are_the_published_ones(tables, pair):
         [expected["mean_diff"], expected["sd_diff"]], abs=1e-6
     )
     assert round(found.z, 3) == expected["Z"]
-    drawn = paired_bootstrap(first, second, tables[3][:, 0])
-    assert [100 * drawn.low, 100 * drawn.high] == pytest.approx(
+    bootstrap = paired_bootstrap(first, second, tables[3][:, 0])
+    assert [100 * bootstrap.low, 100 * bootstrap.high] == pytest.approx(
         expected["boot95_delta_wer"], abs=0.05
     )
-    assert drawn.p_second_better == pytest.approx(expected["p_second_better"], abs=0.01)
+    assert bootstrap.p_second_better == pytest.approx(expected["p_second_better"], abs=0.01)
 
 
 # Matched pairs
@@ -67,8 +67,8 @@ def read_sgml(path):
     """Alignments by utterance, as sclite writes them with ``-o sgml``."""
     return {
         name: [
-            Step(KINDS[kind], said.strip('"'), heard.strip('"'))
-            for kind, said, heard in WORDS.findall(body.strip())
+            Step(KINDS[kind], reference.strip('"'), hypothesis.strip('"'))
+            for kind, reference, hypothesis in WORDS.findall(body.strip())
         ]
         for name, body in PATHS.findall(path.read_text())
     }
@@ -93,8 +93,8 @@ def found():
 
 def test_matched_pairs_are_those_of_sclite():
     assert found() == published() == [3, 0.667, 0.577, 2.0]
-    cuts = [cut for a, b in zip(*systems(), strict=True) for cut in segments(a, b)]
-    assert np.sum(cuts, axis=0).tolist() == [13, 9, 7]  # its "Totals"
+    pieces = [cut for a, b in zip(*systems(), strict=True) for cut in segments(a, b)]
+    assert np.sum(pieces, axis=0).tolist() == [13, 9, 7]  # its "Totals"
     assert mapsswe(*systems()[::-1]).z == pytest.approx(-2)
 
 
@@ -117,26 +117,28 @@ def test_matched_pair_mutants_fail(mutant, monkeypatch):
 original = statistics._by_word
 
 
-def cut(said, first, second):
-    return segments(align(said, first, "none"), align(said, second, "none"))
+def cut(reference, first, second):
+    return segments(align(reference, first, "none"), align(reference, second, "none"))
 
 
 def test_segments_by_hand():
-    said = "a b c d e f"
-    assert cut(said, said, said) == []
-    assert cut(said, "x b c d e y", said) == [(3, 1, 0), (3, 1, 0)]
-    assert cut(said, "x b y d e f", said) == [(5, 2, 0)]  # one right word does not separate
-    assert cut(said, "x b c d e f", "a b c d e y") == [(3, 1, 0), (3, 0, 1)]
-    assert cut(said, "x b z c d e f", said) == [(4, 2, 0)]  # nor two with an insertion between
-    assert cut(said, said + " x y", said) == [(2, 2, 0)]
+    text = "a b c d e f"
+    assert cut(text, text, text) == []
+    assert cut(text, "x b c d e y", text) == [(3, 1, 0), (3, 1, 0)]
+    assert cut(text, "x b y d e f", text) == [(5, 2, 0)]  # one right word does not separate
+    assert cut(text, "x b c d e f", "a b c d e y") == [(3, 1, 0), (3, 0, 1)]
+    assert cut(text, "x b z c d e f", text) == [(4, 2, 0)]  # nor two with an insertion between
+    assert cut(text, text + " x y", text) == [(2, 2, 0)]
     assert cut("", "x", "") == [(0, 1, 0)] and cut("", "", "x") == [(0, 0, 1)]
 
 
 def test_errors_are_neither_lost_nor_counted_twice():
     random = np.random.default_rng(0)
     for _ in range(200):
-        said, *heard = (" ".join(random.choice(list("abc"), random.integers(9))) for _ in "123")
-        steps = [align(said, text, "none") for text in heard]
+        reference, *hypotheses = (
+            " ".join(random.choice(list("abc"), random.integers(9))) for _ in "123"
+        )
+        steps = [align(reference, text, "none") for text in hypotheses]
         errors = [sum(step.kind != "equal" for step in one) for one in steps]
         assert np.sum([(0, 0, 0), *segments(*steps)], axis=0)[1:].tolist() == errors
 
@@ -188,11 +190,11 @@ def test_unpaired_draws_would_be_wider(tables):
     assert loose[1] - loose[0] > 1.5 * (paired.high - paired.low)
 
 
-def test_groups_are_drawn_whole():
+def test_groups_are_resampled_whole():
     table = np.array([[1, 10], [2, 10], [4, 10]])
     assert sums_by(table, ["x", "y", "x"]).tolist() == [[5, 20], [2, 10]]
-    drawn = resampled_sums(sums_by(table, ["x"] * 3), 50)
-    assert (drawn == [7, 30]).all()
+    sums = resampled_sums(sums_by(table, ["x"] * 3), 50)
+    assert (sums == [7, 30]).all()
 
 
 def test_draws_do_not_depend_on_how_many_are_held_at_once():
@@ -203,8 +205,8 @@ def test_draws_do_not_depend_on_how_many_are_held_at_once():
 
 def test_spread_of_the_draws_is_the_standard_error():
     values = np.random.default_rng(0).poisson(3, (400, 1))
-    drawn = resampled_sums(values, 4000)[:, 0] / 400
-    assert drawn.std() == pytest.approx(values.std() / 20, rel=0.05)
+    bootstrap = resampled_sums(values, 4000)[:, 0] / 400
+    assert bootstrap.std() == pytest.approx(values.std() / 20, rel=0.05)
 
 
 def test_holm_by_hand():
@@ -212,7 +214,7 @@ def test_holm_by_hand():
     assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
 
 
-def test_a_small_p_is_told_by_the_tail_that_no_draw_reaches():
+def test_a_small_p_comes_from_the_tail_that_no_draw_reaches():
     rng = np.random.default_rng(0)
     assert bootstrap_p(rng.normal(1, 1, 10_000)) == pytest.approx(0.317, abs=0.02)
     assert bootstrap_p(rng.normal(-5, 1, 10_000)) == pytest.approx(5.7e-7, rel=0.5)

@@ -58,37 +58,39 @@ def test_references_without_spaces_are_scored_by_characters():
     assert (mixed.words, mixed.errors) == (3, 1)
 
 
-def test_other_references_are_scored_by_words_whatever_was_heard():
+def test_other_references_are_scored_by_words_whatever_was_recognised():
     assert not is_spaceless("日".replace("日", "day"))
     score = wer(["good day"], ["日本"], normaliser="none", resamples=20)
-    assert (score.words, score.heard_words) == (2, 1)
+    assert (score.words, score.hypothesis_words) == (2, 1)
 
 
 # Hallucinations
 
 
 def counted(*pairs):
-    return count_hallucinations([align(said, heard, "none") for said, heard in pairs])
+    return count_hallucinations(
+        [align(reference, hypothesis, "none") for reference, hypothesis in pairs]
+    )
 
 
-def test_words_where_nothing_was_said_are_made_up():
+def test_words_of_empty_references_are_hallucinated():
     found = counted(("", "thank you"), ("", ""), ("one", "one two"))
-    assert (found.empty, found.empty_heard, found.empty_words) == (2, 1, 2)
+    assert (found.empty, found.empty_hallucinated, found.empty_words) == (2, 1, 2)
     assert (found.rate, found.runs) == (0.5, 0)
     assert counted(("one", "one")).rate is None
 
 
 def test_insertions_in_a_row_are_a_run_and_others_are_not():
-    heard = [f"w{n}" for n in range(RUN)]
+    inserted = [f"w{n}" for n in range(RUN)]
     found = counted(
-        ("a b", " ".join(["a", *heard, "b"])),
-        ("a b", " ".join(["a", *heard[1:], "b"])),
-        ("a b", " ".join([*heard[:3], "a", *heard[3:], "b"])),
+        ("a b", " ".join(["a", *inserted, "b"])),
+        ("a b", " ".join(["a", *inserted[1:], "b"])),
+        ("a b", " ".join([*inserted[:3], "a", *inserted[3:], "b"])),
     )
     assert (found.runs, found.run_words, found.run_rate) == (1, RUN, 1 / 3)
 
 
-def test_a_text_that_ends_in_a_loop_is_one_unless_it_was_said():
+def test_a_text_that_ends_in_repetition_counts_unless_the_reference_does():
     loop = " ".join(["so", "I", "said"] * 5)
     found = counted(("yes", f"yes {loop}"), (loop, loop), ("yes", "yes"))
     assert (found.loops, found.loop_rate) == (1, 1 / 3)
@@ -112,14 +114,14 @@ def test_marks_are_compared_after_aligned_words():
     assert (overall.precision, overall.recall, overall.f1) == (2 / 3, 0.5, 4 / 7)
 
 
-def test_a_wrong_word_is_a_place_and_a_missing_or_added_one_is_none():
+def test_a_wrong_word_is_a_position_and_a_missing_or_added_one_is_none():
     wrong = punctuation(["I saw Ann, today."], ["I saw Anna, today."])
     assert agreement(wrong, ",") == (1, 0, 0)
     missing = punctuation(["I saw Ann, today."], ["I saw today."])
     assert agreement(missing, ",") == (0, 0, 0)
-    assert (missing.unplaced, missing.places) == (1, 3)
+    assert (missing.unplaced, missing.positions) == (1, 3)
     added = punctuation(["I saw today."], ["I saw Ann! today."])
-    assert (added.unplaced_heard, agreement(added, "!")) == (1, (0, 0, 0))
+    assert (added.unplaced_hypothesis, agreement(added, "!")) == (1, (0, 0, 0))
 
 
 def test_case_is_compared_where_the_word_is_the_same():
@@ -159,7 +161,10 @@ ROWS = [
 
 
 def samples():
-    return [Sample(id=i, mode="m", text=said, pred_text=heard) for i, said, heard in ROWS]
+    return [
+        Sample(id=i, mode="m", text=reference, pred_text=hypothesis)
+        for i, reference, hypothesis in ROWS
+    ]
 
 
 def test_a_report_scores_what_it_is_asked_to():
@@ -190,8 +195,8 @@ def test_hyphens_cannot_be_split_for_nothing():
 
 
 def test_the_command_scores_them_from_files(tmp_path):
-    write_rows(tmp_path / "r.jsonl", [{"id": i, "text": said} for i, said, _ in ROWS])
-    write_rows(tmp_path / "h.jsonl", [{"id": i, "text": heard} for i, _, heard in ROWS])
+    write_rows(tmp_path / "r.jsonl", [{"id": i, "text": reference} for i, reference, _ in ROWS])
+    write_rows(tmp_path / "h.jsonl", [{"id": i, "text": hypothesis} for i, _, hypothesis in ROWS])
     asked = ["--hallucinations", "--punctuation", "--normalizer", "basic", "--resamples", "20"]
     files = ["--data", str(tmp_path / "r.jsonl"), "--hypotheses", str(tmp_path / "h.jsonl")]
     result = invoke("evaluate", "wer", *files, *asked, "--json")

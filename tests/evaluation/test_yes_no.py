@@ -12,8 +12,8 @@ from mmdecode.errors import OptionError, UnknownNameError
 from mmdecode.evaluation.report.item_comparison import differences, flips
 from mmdecode.evaluation.stats.intervals import (
     bootstrap_p,
+    bootstrap_sums,
     draw_units,
-    drawn_sums,
     interval,
     item_weights,
     mcnemar,
@@ -75,8 +75,8 @@ def test_the_mme_rule_takes_one_letter(text, expected):
 def test_label_free_parsers_do_not_look_at_the_label():
     for case in cases():
         for name in set(PARSERS) - {"vcd"}:
-            said = {PARSERS[name].parse(case["text"], label) for label in ("yes", "no")}
-            assert len(said) == 1, (name, case["text"])
+            labels = {PARSERS[name].parse(case["text"], label) for label in ("yes", "no")}
+            assert len(labels) == 1, (name, case["text"])
 
 
 def test_an_unknown_parser_is_refused():
@@ -114,13 +114,15 @@ def random_answers(seed=0, count=300):
 def test_scores_agree_with_scikit_learn():
     outputs, targets, images = random_answers()
     score = score_answers(outputs, targets, images)
-    said = [leading(output) == "yes" for output in outputs]
+    answered_yes = [leading(output) == "yes" for output in outputs]
     truth = [target == "yes" for target in targets]
-    precision, recall, f1, _ = precision_recall_fscore_support(truth, said, average="binary")
+    precision, recall, f1, _ = precision_recall_fscore_support(
+        truth, answered_yes, average="binary"
+    )
     assert (score.precision, score.recall, score.f1) == pytest.approx((precision, recall, f1))
     right = [leading(o) == t for o, t in zip(outputs, targets, strict=True)]
     assert score.accuracy == pytest.approx(np.mean(right))
-    assert score.yes_ratio == pytest.approx(np.mean(said))
+    assert score.yes_ratio == pytest.approx(np.mean(answered_yes))
     assert score.unparsed == pytest.approx(np.mean([o == "maybe" for o in outputs]))
 
 
@@ -199,8 +201,8 @@ def test_flips_are_split_by_the_right_answer():
 def test_tables_of_the_same_groups_share_their_draws():
     table = np.arange(12).reshape(6, 2)
     groups = list("aabbcc")
-    both = drawn_sums(np.concatenate([table, table + 1], 1), groups, 50, seed=3)
-    np.testing.assert_array_equal(both[:, :2], drawn_sums(table, groups, 50, seed=3))
+    both = bootstrap_sums(np.concatenate([table, table + 1], 1), groups, 50, seed=3)
+    np.testing.assert_array_equal(both[:, :2], bootstrap_sums(table, groups, 50, seed=3))
     assert (draw_units(3, 50, 3).sum(1) == 3).all()
 
 
@@ -224,8 +226,8 @@ def test_weights_are_repeated_items():
     random = np.random.default_rng(5)
     positive, margins = random.random(30) < 0.5, np.round(random.normal(size=30), 1)
     weights = random.integers(0, 4, size=(1, 30))
-    places = np.repeat(np.arange(30), weights[0])
-    expected = roc_auc_score(positive[places], margins[places])
+    index = np.repeat(np.arange(30), weights[0])
+    expected = roc_auc_score(positive[index], margins[index])
     assert auroc(margins, positive, weights)[0] == pytest.approx(expected)
 
 
@@ -269,15 +271,15 @@ def test_a_shift_is_fitted_on_other_images():
     random = np.random.default_rng(0)
     margins = random.normal(size=100)
     images = np.repeat(np.arange(10), 10).astype(str)
-    said = np.zeros(100)
-    said[:10] = 1
-    shifts = cross_fitted_shifts(margins, said, images, folds=10)
+    yes_share = np.zeros(100)
+    yes_share[:10] = 1
+    shifts = cross_fitted_shifts(margins, yes_share, images, folds=10)
     assert (margins[:10] + shifts[:10] <= 0).all()  # nothing else was ever answered yes
     assert len(set(shifts[:10])) == 1
-    said[:10], margins[:10] = 0, 9  # what its own questions say does not enter
-    assert (cross_fitted_shifts(margins, said, images, folds=10)[:10] == shifts[:10]).all()
+    yes_share[:10], margins[:10] = 0, 9  # what its own questions say does not enter
+    assert (cross_fitted_shifts(margins, yes_share, images, folds=10)[:10] == shifts[:10]).all()
     with pytest.raises(OptionError, match="other images"):
-        cross_fitted_shifts(margins, said, ["a"] * 100)
+        cross_fitted_shifts(margins, yes_share, ["a"] * 100)
 
 
 # Published rows
@@ -384,7 +386,7 @@ def test_draws_depend_on_their_seed_alone():
     groups = ["b", "a", "b", "c"]
     table = np.arange(4.0)[:, None]
     weights = item_weights(groups, 50, 3)
-    assert (weights @ table == drawn_sums(table, groups, 50, 3)).all()
+    assert (weights @ table == bootstrap_sums(table, groups, 50, 3)).all()
     assert (weights[:, 0] == weights[:, 2]).all()
 
 

@@ -78,7 +78,7 @@ def run(
     from mmdecode import registry
     from mmdecode.demo.vision import page as answer_page
     from mmdecode.demo.vision.page import PLAIN, Answers, Pictured, Pictures
-    from mmdecode.evaluation.vision.data import drawn_image, vocabulary_of
+    from mmdecode.evaluation.vision.data import vocabulary_of, zoo_image
     from mmdecode.runs.files import refuse_foreign, write_file
     from mmdecode.vlm import Answerer, loading
     from mmdecode.zoo.scene_sets import image_name
@@ -107,7 +107,7 @@ def run(
         for number, (title, scene) in enumerate(
             track(every, description="asking", console=console, transient=True), start=1
         ):
-            png = drawn_image(image_name(scene))
+            png = zoo_image(image_name(scene))
             asking = list(tasks(scene, tempting=title == TEMPTING))
             asked = _ask(plain, methods, draft, png, scene, asking, words, seed, warm=number == 1)
             about = ", ".join(f"{t.colour} {t.name}" for t in scene.things)

@@ -270,7 +270,9 @@ class _Subject(ABC):
             return replay
         tap = Tap(None)  # to be handed the processors of a sampling call
         self.plain.run(case, tap, sample=True, **options)
-        rows = [tap.target_logits(tokens[:place], raw) for place, raw in enumerate(replay.logits)]
+        rows = [
+            tap.target_logits(tokens[:position], raw) for position, raw in enumerate(replay.logits)
+        ]
         return Replay(tokens, replay.logits, torch.stack(rows), tap.target_logits)
 
 
@@ -363,8 +365,8 @@ class _Drafted(_Subject):
         if self.sample:
             scores = sheet.replay.scores
             keyed = Noise.of(seed, [request_key(case.name, 0)], scores.device)
-            places = torch.arange(len(scores), device=scores.device)[None]
-            sheet.gumbel = keyed.gumbel(places, Role.TARGET, scores.shape[-1])[0]
+            positions = torch.arange(len(scores), device=scores.device)[None]
+            sheet.gumbel = keyed.gumbel(positions, Role.TARGET, scores.shape[-1])[0]
         return sheet
 
     def _played(self, case: Case, tokens: list[int], draft: Any = None) -> Replay:
@@ -427,14 +429,14 @@ def _weigh(sheet: _Sheet, subject: _Subject) -> _Row:
     off, chosen = None, torch.zeros(size, dtype=torch.bool)
     if sheet.block is not None and sheet.tap is not None:
         off = away(sheet.block[:size], replay.logits[:size]).cpu()
-        doubted = gaps.isinf() if subject.statistical else distribution[:size].argmax(-1) != tokens
-        for place in doubted.nonzero()[:, 0].tolist():
-            seen = sheet.block[place]
+        suspect = gaps.isinf() if subject.statistical else distribution[:size].argmax(-1) != tokens
+        for position in suspect.nonzero()[:, 0].tolist():
+            seen = sheet.block[position]
             if not subject.guided:  # not the scores that the rule saw: they may be what is wrong
-                seen = sheet.tap.target_logits(replay.tokens[:place], seen)
-            seen = seen if sheet.gumbel is None else seen + sheet.gumbel[place]
-            drawn = seen.isfinite() if subject.statistical else seen == seen.max()
-            chosen[place] = drawn[replay.tokens[place]]
+                seen = sheet.tap.target_logits(replay.tokens[:position], seen)
+            seen = seen if sheet.gumbel is None else seen + sheet.gumbel[position]
+            candidates = seen.isfinite() if subject.statistical else seen == seen.max()
+            chosen[position] = candidates[replay.tokens[position]]
     ends = subject.plain.ends
     ranks, excess, variance = torch.empty(0), 0.0, 0.0
     excuses: dict[int, Callable[[float], bool]] = {}
@@ -442,7 +444,7 @@ def _weigh(sheet: _Sheet, subject: _Subject) -> _Row:
         ranks, excess, variance = surprise(replay.scores[:size], tokens)
         if replay.process is not None:
             forbidden = gaps.isinf().nonzero()[:, 0].tolist()
-            excuses = {place: partial(on_the_edge, replay, place) for place in forbidden}
+            excuses = {position: partial(on_the_edge, replay, position) for position in forbidden}
     return _Row(
         case=sheet.case.name,
         tokens=replay.tokens,
@@ -477,26 +479,26 @@ def _judge(row: _Row, noise: float, subject: _Subject) -> Judged:
     passes = row.gaps <= bound
     if row.away is not None:
         passes |= row.chosen & (row.away <= noise)
-    for place, excuse in row.excuses.items():
-        passes[place] |= excuse(noise)
+    for position, excuse in row.excuses.items():
+        passes[position] |= excuse(noise)
 
-    def at(place: int, gap: float, explained: bool) -> Finding:
+    def at(position: int, gap: float, explained: bool) -> Finding:
         return Finding(
             case=row.case,
-            position=place,
-            token=row.tokens[place] if place < len(row.tokens) else None,
-            plain=row.best[place] if place < len(row.best) else None,
+            position=position,
+            token=row.tokens[position] if position < len(row.tokens) else None,
+            plain=row.best[position] if position < len(row.best) else None,
             gap=gap,
             explained=explained,
         )
 
     first, fault, cut = None, None, False
     if bool(differs.any()) and not subject.statistical:
-        place = int(differs.long().argmax())
-        first = at(place, float(row.gaps[place]), bool(passes[place]))
+        position = int(differs.long().argmax())
+        first = at(position, float(row.gaps[position]), bool(passes[position]))
     if not bool(passes.all()):
-        place = int((~passes).long().argmax())
-        fault = at(place, float(row.gaps[place]), False)
+        position = int((~passes).long().argmax())
+        fault = at(position, float(row.gaps[position]), False)
     elif len(row.tokens) > size:  # the plain loop had ended
         fault = at(size, torch.inf, False)
     elif len(row.best) > size:  # it would have gone on

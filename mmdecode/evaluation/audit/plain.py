@@ -220,12 +220,12 @@ class _Script(LogitsProcessor):
         self.scores: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        place = len(self.scores)
+        position = len(self.scores)
         self.scores.append(scores[0].float().clone())
-        if self.tokens is None or place >= len(self.tokens):
+        if self.tokens is None or position >= len(self.tokens):
             return scores
         chosen = torch.full_like(scores, -torch.inf)
-        chosen[:, self.tokens[place]] = 0.0
+        chosen[:, self.tokens[position]] = 0.0
         return chosen
 
 
@@ -258,10 +258,10 @@ class Play(AcceptanceRule):
         """All drafted nodes, and the given token after them."""
         count = (proposal.tokens >= 0).sum(1)
         order = torch.arange(proposal.size, device=call.device)
-        place = int(call.rows.length[0] + count[0])
+        position = int(call.rows.length[0] + count[0])
         token = target.at(count).argmax(-1)
-        if place < len(self.tokens):
-            token = torch.full_like(token, self.tokens[place])
+        if position < len(self.tokens):
+            token = torch.full_like(token, self.tokens[position])
         path = torch.where(order < count[:, None], order, -1)
         return Outcome(path=path, num_accepted=count, next_token=token)
 

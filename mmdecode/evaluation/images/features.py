@@ -138,12 +138,12 @@ class Classes:
     Attributes:
         accuracy: Share that shows the class asked for.
         diversity: Entropy of the mean of its distributions, in bits.
-        doubt: Mean entropy of its distributions, in bits.
+        mean_entropy: Mean entropy of its distributions, in bits.
     """
 
     accuracy: Mean
     diversity: float
-    doubt: float
+    mean_entropy: float
 
 
 def judged(probabilities: np.ndarray, wanted: np.ndarray) -> Classes:
@@ -157,7 +157,7 @@ def judged(probabilities: np.ndarray, wanted: np.ndarray) -> Classes:
     return Classes(
         accuracy=replace(share, low=max(share.low, 0.0), high=min(share.high, 1.0)),
         diversity=float(_entropy(probabilities.mean(0))),
-        doubt=float(_entropy(probabilities).mean()),
+        mean_entropy=float(_entropy(probabilities).mean()),
     )
 
 

@@ -52,15 +52,15 @@ def truth_of(
 
         seeds = range(UNSEEN, UNSEEN + count)
         classes = np.array([class_of(draw_picture(seed)) for seed in seeds])
-        shown = _scenes(seeds, side)
+        batches = _scenes(seeds, side)
         trained = _scenes(seeds_of_training(), side)
     else:
-        shown = _folder(Path(real), side, count)
+        batches = _folder(Path(real), side, count)
     if training is not None:
         trained = _folder(training, side, None)
     raw, decoded = [], []
-    for batch in shown:
-        codes = torch.stack([codes_of(model.adapter, picture) for picture in batch])
+    for batch in batches:
+        codes = torch.stack([codes_of(model.adapter, image) for image in batch])
         raw.append(batch)
         decoded.append(model.adapter.decode(codes.to(model.adapter.model.device)).cpu())
     return Truth(

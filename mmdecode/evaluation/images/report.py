@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.evaluation.images.features import (
+    Classes,
     floor,
     frechet,
     judged,
@@ -142,7 +143,7 @@ def measured(
         def target(part: slice, asked: list[Any] = conditions, codes: Tensor = codes) -> Tensor:
             return forced_logits(model, asked[part], codes[part], settings["guidance"]).cpu()
 
-        drawn = pictures_of(model, codes, batch)
+        decoded = pixels_of(model, codes, batch)
         found[mode.name] = Measured(
             rows=own,
             codes=codes.numpy(),
@@ -150,15 +151,15 @@ def measured(
                 target, codes, sampling, commits=commits, groups=groups, batch=batch
             ),
             judged=None
-            if classifier is None or drawn is None
-            else classifier.judge(drawn.split(64)),
-            points=None if drawn is None else small(drawn),
-            shown=None if drawn is None else to_bytes(drawn[:SHOWN]),
+            if classifier is None or decoded is None
+            else classifier.judge(decoded.split(64)),
+            points=None if decoded is None else small(decoded),
+            shown=None if decoded is None else to_bytes(decoded[:SHOWN]),
         )
     return found
 
 
-def pictures_of(model: RasterModel, codes: Tensor, batch: int = 16) -> Tensor | None:
+def pixels_of(model: RasterModel, codes: Tensor, batch: int = 16) -> Tensor | None:
     """Pixels of codes ``(n, rows, columns)`` from 0 to 1; ``None``: nothing decodes them."""
     adapter = model.adapter
     try:
@@ -247,7 +248,7 @@ class ImageReport:
                 **self._cost(name),
                 **self._distribution(name),
                 "tests": tests[name],
-                "pictures": self._pictures(name),
+                "pictures": self._pixel_scores(name),
             }
             for name in self.found
         }
@@ -323,14 +324,14 @@ class ImageReport:
             ).p
         return found
 
-    def _pictures(self, name: str) -> dict[str, Any] | None:
+    def _pixel_scores(self, name: str) -> dict[str, Any] | None:
         one, plain = self.found[name], self.found[PLAIN]
         if one.judged is None or plain.judged is None:
             return None
         found: dict[str, Any] = {}
         if self.classes is not None:
             wanted = np.array([self.classes[condition] for condition in one.conditions])
-            found |= dataclasses.asdict(judged(one.judged.probabilities, wanted))
+            found |= _class_scores(judged(one.judged.probabilities, wanted))
         options = {"resamples": self.resamples, "seed": self.seed}
         features = one.judged.features
         if name != PLAIN:
@@ -370,9 +371,7 @@ class ImageReport:
             ),
         }
         if self.truth.classes is not None:
-            found |= dataclasses.asdict(
-                judged(self.truth.decoded.probabilities, self.truth.classes)
-            )
+            found |= _class_scores(judged(self.truth.decoded.probabilities, self.truth.classes))
         return found
 
     def tables(self) -> list[Rows]:
@@ -383,10 +382,10 @@ class ImageReport:
             without_empty([_test_row(name, mode) for name, mode in modes.items()]),
         ]
         if all(mode["pictures"] for mode in modes.values()):
-            rows = [_picture_row(name, mode["pictures"]) for name, mode in modes.items()]
+            rows = [_pixel_row(name, mode["pictures"]) for name, mode in modes.items()]
             real = self.summary["real_pictures"]
             if real is not None:
-                rows.append(_picture_row("real pictures, tokenized", real))
+                rows.append(_pixel_row("real pictures, tokenized", real))
             tables.append(without_empty(rows))
         return tables
 
@@ -514,7 +513,13 @@ def _test_row(name: str, mode: Mapping[str, Any]) -> dict[str, str]:
     return {"mode": name, **cells, "verdict": verdict(mode)}
 
 
-def _picture_row(name: str, found: Mapping[str, Any]) -> dict[str, str]:
+def _class_scores(found: Classes) -> dict[str, Any]:
+    """Classifier results by key of the summary, where the mean entropy is ``doubt``."""
+    scores = dataclasses.asdict(found)
+    return scores | {"doubt": scores.pop("mean_entropy")}
+
+
+def _pixel_row(name: str, found: Mapping[str, Any]) -> dict[str, str]:
     near = found.get("memory")
     return {
         "mode": name,

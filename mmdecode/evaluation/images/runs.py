@@ -247,24 +247,24 @@ class Recorder:
 
 def row_of(mode: str, image: GeneratedImage) -> ImageRow:
     """An image as it is recorded."""
-    drawn = image.error is None
+    generated = image.error is None
     return ImageRow(
         mode=mode,
         condition=image.condition,
         ordinal=image.ordinal,
-        codes=image.codes.flatten().tolist() if drawn else None,
-        commits=image.commits.flatten().tolist() if drawn else None,
-        passes=image.passes if drawn else None,
-        seconds=image.seconds if drawn else None,
+        codes=image.codes.flatten().tolist() if generated else None,
+        commits=image.commits.flatten().tolist() if generated else None,
+        passes=image.passes if generated else None,
+        seconds=image.seconds if generated else None,
         error=image.error,
     )
 
 
 def stacked(rows: Sequence[ImageRow], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Codes and passes of the images that were drawn, ``(n, rows, columns)`` each."""
-    drawn = [row for row in rows if row.error is None]
-    codes = torch.tensor([row.codes for row in drawn]).view(-1, *shape)
-    return codes, torch.tensor([row.commits for row in drawn]).view(-1, *shape)
+    generated = [row for row in rows if row.error is None]
+    codes = torch.tensor([row.codes for row in generated]).view(-1, *shape)
+    return codes, torch.tensor([row.commits for row in generated]).view(-1, *shape)
 
 
 def groups_of(model: RasterModel) -> Tensor:
@@ -291,13 +291,13 @@ def forced_logits(
     """
     adapter = model.adapter
     layout, device = adapter.layout, adapter.model.device
-    ids, places = layout.ids.to(device), layout.cell_indices().flatten().to(device)
+    ids, positions = layout.ids.to(device), layout.places().flatten().to(device)
     tokens = layout.forced(torch.arange(layout.length)).to(device).repeat(len(codes), 1)
-    tokens[:, places] = ids[codes.flatten(1).to(device)]
+    tokens[:, positions] = ids[codes.flatten(1).to(device)]
     found = torch.empty((len(codes), layout.length + 1, len(ids)), device=device)
 
     def note(scores: Tensor, index: Tensor) -> None:
         found.scatter_(1, index[..., None].expand(-1, -1, len(ids)), scores[..., ids].float())
 
     reread(adapter, Guidance(guidance), tokens, note, model.given(conditions))
-    return found[:, places]
+    return found[:, positions]

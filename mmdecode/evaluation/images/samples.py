@@ -169,11 +169,11 @@ class _TokenTally:
         if self.groups is None:
             return
         kinds = self.groups[tokens]
-        place = torch.arange(tokens.shape[1], device=tokens.device)
+        position = torch.arange(tokens.shape[1], device=tokens.device)
         for direction, back in enumerate((1, self.columns)):
-            near = which & (place >= back)
+            near = which & (position >= back)
             if back == 1:
-                near &= place % self.columns > 0
+                near &= position % self.columns > 0
             if not bool(near.any()):
                 continue
             one_hot = torch.eye(self.kinds, dtype=torch.float64, device=distribution.device)

@@ -138,12 +138,14 @@ class NBestReport:
     def _method(self, mode: str) -> dict[str, Any]:
         one, score = self.scored[mode], self._summed(self.scored[mode].counts)
         made = changes(self.parts.test, self.counts, self.texts[mode], one.alignments, self.aligner)
-        names = "words heard_words substitutions deletions insertions errors".split()
+        kinds = ("substitutions", "deletions", "insertions", "errors")
         return {
             "wer": score.value,
             "wer_low": score.low,
             "wer_high": score.high,
-            **{name: getattr(score, name) for name in names},
+            "words": score.words,
+            "heard_words": score.hypothesis_words,
+            **{name: getattr(score, name) for name in kinds},
             **dataclasses.asdict(made),
         }
 

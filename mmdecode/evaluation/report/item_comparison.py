@@ -14,7 +14,7 @@ import numpy as np
 from mmdecode.evaluation.report.layout import number, without_empty
 from mmdecode.evaluation.stats.intervals import (
     bootstrap_p,
-    drawn_sums,
+    bootstrap_sums,
     holm,
     interval,
     mcnemar,
@@ -124,8 +124,8 @@ def differences(
     """
     width = first.shape[1]
     table = np.concatenate([first, second], 1)
-    drawn = drawn_sums(table, images, resamples, seed)
-    before, after = rates(drawn[:, :width]), rates(drawn[:, width:])
+    resampled = bootstrap_sums(table, images, resamples, seed)
+    before, after = rates(resampled[:, :width]), rates(resampled[:, width:])
     was, now = rates(first.sum(0)), rates(second.sum(0))
     return {name: difference(now[name] - was[name], after[name] - before[name]) for name in names}
 

@@ -39,7 +39,7 @@ class Shown:
         """Images, questions and answers, without styles."""
         return "".join(
             f'<article class="clip"><h3>{html.escape(item.id)}</h3>'
-            f"{picture(item.image, self.images)}<p>{html.escape(note)}</p>"
+            f"{image_html(item.image, self.images)}<p>{html.escape(note)}</p>"
             f"<dl><dt>asked</dt><dd>{html.escape(item.question)}</dd>"
             f"<dt>answered</dt><dd>{html.escape(item.error or item.output)}</dd></dl></article>"
             for item, note in zip(self.items, self.notes, strict=True)
@@ -58,7 +58,7 @@ class Shown:
         return len(self.items)
 
 
-def picture(name: str, images: ImageSource) -> str:
+def image_html(name: str, images: ImageSource) -> str:
     """An image as HTML; nothing where it is not at hand, too large or of an unknown kind."""
     if images is None or not name:
         return ""

@@ -66,21 +66,21 @@ def _judged(
     helps = [name for name in better if not unbeaten[name]]
     if helps:
         controls = " and than every control" if rivals else ""
-        said = f"better than {baseline}{controls}{_within(helps, sets)}"
+        finding = f"better than {baseline}{controls}{_within(helps, sets)}"
     elif better:
         names = sorted({_rival(pair, mode) for name in better for pair in unbeaten[name]})
-        said = f"better than {baseline}{_within(better, sets)}, but not than {'; '.join(names)}"
+        finding = f"better than {baseline}{_within(better, sets)}, but not than {'; '.join(names)}"
     elif not worse:
-        said = f"no difference from {baseline} shown"
+        finding = f"no difference from {baseline} shown"
     else:
-        said = ""
+        finding = ""
     if worse:
-        said += f"{', ' * bool(said)}worse than {baseline}{_within(worse, sets)}"
+        finding += f"{', ' * bool(finding)}worse than {baseline}{_within(worse, sets)}"
     held = [f"against {_rival(pair, mode)} {_difference(known[*pair, hardest])}" for pair in rivals]
     control = f"; {', '.join(held)}" if held else ""
     where = f"{hardest}: " if len(sets) > 1 else ""
     return bool(helps), (
-        f"{mode}: {said}. {where}{report.summary_line(mode, hardest)}; against {baseline} "
+        f"{mode}: {finding}. {where}{report.summary_line(mode, hardest)}; against {baseline} "
         f"{_difference(known[baseline, mode, hardest], p=True)}{control}."
     )
 

@@ -72,7 +72,7 @@ def document(
         worst: Examples, as HTML.
         conditions: Conditions of the numbers.
     """
-    drawn = "".join(
+    rendered = "".join(
         f'<figure><img alt="{html.escape(name)}" style="max-width:100%" '
         f'src="{data_url(data)}"></figure>'
         for name, data in figures.items()
@@ -84,7 +84,7 @@ def document(
     return f"""{head(html.escape(title))}<body>
 <h1>{html.escape(title)}</h1>
 {overview}
-<section class="figures">{drawn}</section>
+<section class="figures">{rendered}</section>
 {worst}
 <h2>Conditions</h2>
 <div class="wide"><table>{facts}</table></div>

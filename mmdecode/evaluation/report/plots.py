@@ -47,13 +47,13 @@ def wer_against_speed(modes: Mapping[str, Mapping[str, Any]]) -> Figure | None:
 def error_kinds(modes: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Substitutions, deletions and insertions per reference word, as stacked bars."""
     figure, axes = _figure("Kinds of word errors")
-    places = np.arange(len(modes))
+    positions = np.arange(len(modes))
     bottom = np.zeros(len(modes))
     for kind in ("substitutions", "deletions", "insertions"):
         rates = np.array([100 * m[kind] / max(m["words"], 1) for m in modes.values()])
-        axes.bar(places, rates, bottom=bottom, label=kind, width=0.6)
+        axes.bar(positions, rates, bottom=bottom, label=kind, width=0.6)
         bottom += rates
-    axes.set_xticks(places, [name[:24] for name in modes], parse_math=False)
+    axes.set_xticks(positions, [name[:24] for name in modes], parse_math=False)
     axes.set_ylabel("% of reference words")
     axes.legend()
     return figure
@@ -78,8 +78,8 @@ def by_duration(
     for index, (name, table) in enumerate(counts.items()):
         sums = [table[(buckets == bucket) & ~np.isnan(known)].sum(0) for bucket in used]
         rates = [100 * s[2:5].sum() / max(s[0], 1) for s in sums]
-        places = np.arange(len(used)) + (index - (len(counts) - 1) / 2) * width
-        axes.bar(places, rates, width=width, label=name.lstrip("_") or name)
+        positions = np.arange(len(used)) + (index - (len(counts) - 1) / 2) * width
+        axes.bar(positions, rates, width=width, label=name.lstrip("_") or name)
     labels = []
     for bucket in used:
         low, high = EDGES[bucket : bucket + 2]
@@ -104,13 +104,13 @@ def words_per_minute(scores: Mapping[str, Mapping[str, Any]]) -> Figure:
     width = 0.8 / len(modes)
     for index, mode in enumerate(modes):
         own = [found[mode] for found in scores.values()]
-        places = np.arange(len(scores)) + (index - (len(modes) - 1) / 2) * width
+        positions = np.arange(len(scores)) + (index - (len(modes) - 1) / 2) * width
         spread = [
             [max(one.rate - one.low, 0) for one in own],
             [max(one.high - one.rate, 0) for one in own],
         ]
         axes.bar(
-            places,
+            positions,
             [one.rate for one in own],
             width=width,
             yerr=spread,
@@ -159,10 +159,10 @@ def margin_roc(margins: Mapping[str, np.ndarray], positive: np.ndarray, title: s
     for mode, values in margins.items():
         label = f"{mode} ({float(auroc(values, positive)):.3f})"
         (line,) = axes.plot(*roc(values, positive), label=label.lstrip("_"))
-        said = values > 0
+        answered_yes = values > 0
         point = (
-            (said & ~positive).sum() / (~positive).sum(),
-            (said & positive).sum() / positive.sum(),
+            (answered_yes & ~positive).sum() / (~positive).sum(),
+            (answered_yes & positive).sum() / positive.sum(),
         )
         axes.plot(*point, "o", color=line.get_color())
     axes.set_xlabel("no-questions answered yes")
@@ -202,14 +202,14 @@ def forest(comparisons: Sequence[ItemComparison], name: str) -> Figure | None:
         return None
     figure, axes = _figure(f"Difference of {name}")
     figure.set_size_inches(8, max(3, 0.3 * len(shown) + 1))
-    places = -np.arange(len(shown))
-    for place, found in zip(places, shown, strict=True):
+    positions = -np.arange(len(shown))
+    for row, found in zip(positions, shown, strict=True):
         one = found.differences[name]
         spread = [[max(one.value - one.low, 0) * 100], [max(one.high - one.value, 0) * 100]]
-        axes.errorbar(100 * one.value, place, xerr=spread, fmt="o", capsize=3, color="C0")
+        axes.errorbar(100 * one.value, row, xerr=spread, fmt="o", capsize=3, color="C0")
     axes.axvline(0, color="gray", linewidth=0.8)
     labels = [f"{f.second} against {f.first}, {f.within}" for f in shown]
-    axes.set_yticks(places, labels, parse_math=False)
+    axes.set_yticks(positions, labels, parse_math=False)
     axes.set_xlabel("points, second minus first, with the 95 % interval")
     return figure
 
@@ -259,18 +259,18 @@ def _points(
 ) -> None:
     """A point with its interval for each mode; its control is hollow, and a line joins them."""
     across, scale = right
-    for place, mode in enumerate(mode for mode in modes if mode not in controls.values()):
-        color, score = f"C{place % 10}", modes[mode]
+    for index, mode in enumerate(mode for mode in modes if mode not in controls.values()):
+        color, score = f"C{index % 10}", modes[mode]
         x, y = scale * score[across], 100 * score[up]
         low, high = (100 * end for end in score["intervals"][up])
         spread = [[max(y - low, 0)], [max(high - y, 0)]]
-        marker = "osD^v"[place // 10 % 5]
+        marker = "osD^v"[index // 10 % 5]
         axes.errorbar(
             x, y, yerr=spread, fmt=marker, capsize=3, color=color, label=mode.lstrip("_") or mode
         )
         if mode in controls:
-            beside = modes[controls[mode]]
-            end = scale * beside[across], 100 * beside[up]
+            control = modes[controls[mode]]
+            end = scale * control[across], 100 * control[up]
             axes.plot([x, end[0]], [y, end[1]], color=color, linewidth=0.8)
             axes.plot(*end, marker, color=color, markerfacecolor="white")
     axes.margins(0.15)

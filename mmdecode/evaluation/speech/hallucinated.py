@@ -2,7 +2,7 @@
 
 They are counted from reference and hypothesis alone, so that transcripts of other systems can be
 scored too. A transcriber of this package also counts the windows that ended in repetition
-(`mmdecode.evaluation.speech.samples.Sample.looped`).
+(`mmdecode.evaluation.speech.samples.Sample.repetitive_windows`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class HallucinationCounts:
     Attributes:
         utterances: Utterances scored.
         empty: Utterances whose reference has no word (non-speech).
-        empty_heard: Utterances with an empty reference in which words were recognised.
+        empty_hallucinated: Utterances with an empty reference in which words were recognised.
         empty_words: Words recognised in them.
         runs: Utterances with a run of at least `RUN` insertions, empty references included.
         run_words: Words of all such runs.
@@ -35,7 +35,7 @@ class HallucinationCounts:
 
     utterances: int
     empty: int
-    empty_heard: int
+    empty_hallucinated: int
     empty_words: int
     runs: int
     run_words: int
@@ -44,7 +44,7 @@ class HallucinationCounts:
     @property
     def rate(self) -> float | None:
         """Share of empty references with recognised words; ``None``: no reference is empty."""
-        return self.empty_heard / self.empty if self.empty else None
+        return self.empty_hallucinated / self.empty if self.empty else None
 
     @property
     def run_rate(self) -> float:
@@ -64,7 +64,7 @@ def count_hallucinations(alignments: Iterable[Sequence[Step]]) -> HallucinationC
         alignments: Alignment of each utterance, at least one; see
             `mmdecode.evaluation.speech.wer.align`.
     """
-    utterances = empty = empty_heard = empty_words = runs = run_words = loops = 0
+    utterances = empty = empty_hallucinated = empty_words = runs = run_words = loops = 0
     for steps in alignments:
         expected = [word for step in steps for word in step.reference.split()]
         recognised = [word for step in steps for word in step.hypothesis.split()]
@@ -76,7 +76,7 @@ def count_hallucinations(alignments: Iterable[Sequence[Step]]) -> HallucinationC
         long = [words for words in inserted if words >= RUN]
         utterances += 1
         empty += not expected
-        empty_heard += not expected and bool(recognised)
+        empty_hallucinated += not expected and bool(recognised)
         empty_words += 0 if expected else len(recognised)
         runs += bool(long)
         run_words += sum(long)
@@ -84,7 +84,7 @@ def count_hallucinations(alignments: Iterable[Sequence[Step]]) -> HallucinationC
     return HallucinationCounts(
         utterances=utterances,
         empty=empty,
-        empty_heard=empty_heard,
+        empty_hallucinated=empty_hallucinated,
         empty_words=empty_words,
         runs=runs,
         run_words=run_words,

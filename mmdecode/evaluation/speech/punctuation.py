@@ -65,18 +65,18 @@ class Punctuation:
             the same case.
         same_words: Words that both sides have, case ignored.
         same_case: Words that both sides have in the same case.
-        places: Pairs of aligned words, after which marks are compared.
+        positions: Pairs of aligned words, after which marks are compared.
         unplaced: Marks of the reference after deleted words.
-        unplaced_heard: Marks of the hypothesis after inserted words.
+        unplaced_hypothesis: Marks of the hypothesis after inserted words.
     """
 
     marks: dict[str, Agreement]
     capitals: Agreement
     same_words: int
     same_case: int
-    places: int
+    positions: int
     unplaced: int
-    unplaced_heard: int
+    unplaced_hypothesis: int
 
     @property
     def overall(self) -> Agreement:
@@ -111,7 +111,7 @@ def punctuation(references: Sequence[str], hypotheses: Sequence[str]) -> Punctua
         tuple[str, bool, bool]
     ] = []  # mark, whether each side has it: reference, hypothesis
     cased: list[tuple[str, str]] = []  # a word of both sides, as each writes it
-    places = unplaced = unplaced_heard = 0
+    positions = unplaced = unplaced_hypothesis = 0
     for reference, hypothesis in zip(references, hypotheses, strict=True):
         left, right = list(marked_words(reference)), list(marked_words(hypothesis))
         steps = align_units([w.casefold() for w, _ in left], [w.casefold() for w, _ in right])
@@ -121,9 +121,9 @@ def punctuation(references: Sequence[str], hypotheses: Sequence[str]) -> Punctua
             other, other_marks = next(theirs) if step.hypothesis else ("", "")
             if not word or not other:
                 unplaced += len(marks)
-                unplaced_heard += len(other_marks)
+                unplaced_hypothesis += len(other_marks)
                 continue
-            places += 1
+            positions += 1
             found += [(m, m in marks, m in other_marks) for m in {*marks, *other_marks}]
             if step.kind == "equal":
                 cased.append((word, other))
@@ -132,9 +132,9 @@ def punctuation(references: Sequence[str], hypotheses: Sequence[str]) -> Punctua
         capitals=_capitals(cased),
         same_words=len(cased),
         same_case=sum(word == other for word, other in cased),
-        places=places,
+        positions=positions,
         unplaced=unplaced,
-        unplaced_heard=unplaced_heard,
+        unplaced_hypothesis=unplaced_hypothesis,
     )
 
 

@@ -69,7 +69,7 @@ def read_samples(folder: Path) -> list[Sample]:
     found: dict[tuple[str, str], Sample] = {}
     for number, line in enumerate(lines, 1):
         try:
-            sample = Sample(**json.loads(line))
+            sample = Sample.from_dict(json.loads(line))
         except (ValueError, TypeError) as error:
             raise InputError(
                 f"{path}, line {number} is no sample; remove the line, and --resume records it "
@@ -215,7 +215,7 @@ def _timed(
                 "token_ids": list(result.tokens),
                 "batch": counters,
                 "windows": result.stats["windows"],
-                "looped": result.stats["looped"],
+                "repetitive_windows": result.stats["looped"],
             }
         yield sample_of(one.entry, mode, group, **known)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from mmdecode.runs.tables import first_of, read_rows, rows_text, text_of
 HYPOTHESIS = ("pred_text", "hypothesis", "hyp", "prediction", *TEXT)
 KEY = (*ID[:-1], *AUDIO, "source", *ID[-1:])
 LEADERBOARD = ("audio_filepath", "duration", "time", "text", "pred_text")
+_KEYS = {"repetitive_windows": "looped"}
+"""Keys of rows that differ from the names of their fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,8 @@ class Sample:
         token_ids: Token ids of the transcript; ``None``: not known.
         batch: Counters of the batch that held the recording; ``None``: not known.
         windows: Number of decoded windows; ``None``: not known.
-        looped: Number of windows that ended in repetition, see `mmdecode.asr.decoding.repetition`.
+        repetitive_windows: Number of windows that ended in repetition, see
+            `mmdecode.asr.decoding.repetition`; key ``looped`` of rows.
         error: Why there is no transcript; ``None``: there is one.
     """
 
@@ -55,12 +58,18 @@ class Sample:
     token_ids: list[int] | None = None
     batch: dict[str, float] | None = None
     windows: int | None = None
-    looped: int | None = None
+    repetitive_windows: int | None = None
     error: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as a JSON row."""
-        return dataclasses.asdict(self)
+        return {_KEYS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Sample:
+        """The sample of a JSON row, see `as_dict`."""
+        names = {key: name for name, key in _KEYS.items()}
+        return cls(**{names.get(key, key): value for key, value in row.items()})
 
 
 def sample_of(entry: Entry, mode: str, group: str | None = None, **known: Any) -> Sample:

@@ -183,7 +183,7 @@ class SilenceReport:
             low=low,
             high=high,
             windows=sum(sample.windows or 0 for sample in known),
-            loops=sum(sample.looped or 0 for sample in known),
+            loops=sum(sample.repetitive_windows or 0 for sample in known),
         )
 
     def speech_holds(self, mode: str, name: str) -> bool:

@@ -46,7 +46,7 @@ COLUMNS = (
     "characters",
     "character_errors",
 )
-"""Columns of `count_errors`, in order."""
+"""Columns of `count_errors`, in order; ``heard_words`` are the words of the hypotheses."""
 Kind = Literal["equal", "substitute", "insert", "delete"]
 _MOST_READINGS = 10_000
 
@@ -72,7 +72,7 @@ class WER:
 
     Attributes:
         low, high: 95 % interval of the word error rate, bootstrap over utterances or groups.
-        words, heard_words: Words of the references and of the hypotheses.
+        words, hypothesis_words: Words of the references and of the hypotheses.
         substitutions, deletions, insertions: The errors.
         characters: Characters of the references, spaces included.
         character_errors: Their minimal edit distance to the hypotheses.
@@ -84,7 +84,7 @@ class WER:
     low: float
     high: float
     words: int
-    heard_words: int
+    hypothesis_words: int
     substitutions: int
     deletions: int
     insertions: int
@@ -117,10 +117,12 @@ class WER:
     @property
     def wil(self) -> float:
         """Word information lost: 1 - (H / N) (H / M), see the module."""
-        if not self.words or not self.heard_words:
-            return float(self.words != self.heard_words)
+        if not self.words or not self.hypothesis_words:
+            return float(self.words != self.hypothesis_words)
         kept = (self.words - self.substitutions - self.deletions) / self.words
-        right = (self.heard_words - self.substitutions - self.insertions) / self.heard_words
+        right = (
+            self.hypothesis_words - self.substitutions - self.insertions
+        ) / self.hypothesis_words
         return 1 - kept * right
 
     def __str__(self) -> str:
@@ -189,8 +191,10 @@ def summed(
     table = np.stack([counts[:, 2:5].sum(1), counts[:, 0]], 1)
     sums = resampled_sums(sums_by(table, groups), resamples, seed)
     low, high = interval(sums[:, 0] / np.maximum(sums[:, 1], 1), LEVEL)
+    totals = {name: int(total) for name, total in zip(COLUMNS, counts.sum(0), strict=True)}
     return WER(
-        **{name: int(total) for name, total in zip(COLUMNS, counts.sum(0), strict=True)},
+        hypothesis_words=totals.pop("heard_words"),
+        **totals,
         low=low,
         high=high,
         utterances=len(counts),

@@ -9,9 +9,9 @@ from typing import Any
 
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.report.layout import percent
-from mmdecode.evaluation.speech.hallucinated import RUN, count_hallucinations
+from mmdecode.evaluation.speech.hallucinated import RUN, HallucinationCounts, count_hallucinations
 from mmdecode.evaluation.speech.pier import TAGS, pier
-from mmdecode.evaluation.speech.punctuation import Agreement, punctuation
+from mmdecode.evaluation.speech.punctuation import Agreement, Punctuation, punctuation
 from mmdecode.evaluation.speech.wer import Step
 
 COLUMNS = {
@@ -87,10 +87,10 @@ class Measures:
             counted = count_hallucinations(alignments)
             names = ("rate", "run_rate", "loop_rate")
             rates = {name: getattr(counted, name) for name in names}
-            found["made_up"] = rates | dataclasses.asdict(counted)
+            found["made_up"] = rates | _entry(counted)
         if self.punctuation:
             marked = punctuation(untagged, hypotheses)
-            found["punctuation"] = dataclasses.asdict(marked) | {
+            found["punctuation"] = _entry(marked) | {
                 "f1": marked.overall.f1,
                 "case": marked.case,
                 "marks": {mark: _rates(one) for mark, one in marked.marks.items()},
@@ -156,6 +156,19 @@ def mark_rows(modes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
             counts = {n: str(one[n]) for n in ("right", "missed", "false")}
             rows.append({"mode": mode, "mark": name, **rates, **counts})
     return rows
+
+
+_KEYS = {
+    "empty_hallucinated": "empty_heard",
+    "unplaced_hypothesis": "unplaced_heard",
+    "positions": "places",
+}
+"""Keys of results that differ from the names of their fields."""
+
+
+def _entry(counts: HallucinationCounts | Punctuation) -> dict[str, Any]:
+    """Counts by key of the results."""
+    return {_KEYS.get(name, name): value for name, value in dataclasses.asdict(counts).items()}
 
 
 def _rates(one: Agreement) -> dict[str, float | int | None]:

@@ -78,12 +78,12 @@ class Setting:
 
     def generation(self) -> dict[str, Any]:
         """Arguments of ``generate``."""
-        drawn = self.temperature > 0
+        sampled = self.temperature > 0
         return {
-            "do_sample": drawn,
-            "temperature": self.temperature if drawn else None,
-            "top_p": 1.0 if drawn else None,
-            "top_k": 0 if drawn else None,
+            "do_sample": sampled,
+            "temperature": self.temperature if sampled else None,
+            "top_p": 1.0 if sampled else None,
+            "top_k": 0 if sampled else None,
             "num_beams": 1,
         }
 
@@ -369,7 +369,7 @@ def _theirs(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sureness:
+class Confidence:
     """How sure the decoded distribution is of its own answers.
 
     Attributes:
@@ -384,9 +384,9 @@ class Sureness:
 
 
 @torch.no_grad()
-def sureness(
+def confidence(
     model: Any, batches: Sequence[Inputs], setting: Setting, guide: Guide | None
-) -> Sureness:
+) -> Confidence:
     """Concentration of the distribution along the undrafted loop's own answers."""
     distributions, ends = [], token_ids(model.generation_config.eos_token_id)
     decoder = Decoder(guide=guide, seed=setting.seed)
@@ -408,7 +408,7 @@ def sureness(
             distributions.append(own[: len(up_to_end(row[prompt:], ends))])
     whole = torch.cat(distributions)
     first, second = whole.topk(2).values.unbind(-1)
-    return Sureness(
+    return Confidence(
         entropy_bits=round(float(entr(whole).sum(-1).mean()) / math.log(2), 3),
         close=round(float((first - second < 0.05).float().mean()), 3),
     )

@@ -67,10 +67,10 @@ def differentiable_average_lagging(delays: Sequence[float], source: float) -> fl
     pace = _pace(delays, source)
     if pace is None:
         return None
-    total, said = 0.0, delays[0] - pace
+    total, delayed = 0.0, delays[0] - pace
     for i, delay in enumerate(delays):
-        said = max(delay, said + pace)
-        total += said - i * pace
+        delayed = max(delay, delayed + pace)
+        total += delayed - i * pace
     return total / len(delays)
 
 
@@ -105,8 +105,8 @@ class StreamReport:
 
     Attributes:
         committed_words: How many; none of them was ever taken back.
-        heard: Lagging in seconds of audio heard: the policy's part.
-        ready: Lagging on the wall, the time of the machine included.
+        received: Lagging in seconds of audio received: the part that the policy causes.
+        ready: Lagging in wall-clock time, computation included.
         lag_s: Mean seconds of audio from a word's end to when it was committed; ``None``: no word
             has times.
         provisional_change_rate: Share of shown words that were provisional and changed; the others
@@ -115,7 +115,7 @@ class StreamReport:
     """
 
     committed_words: int
-    heard: Lagging
+    received: Lagging
     ready: Lagging
     lag_s: float | None
     provisional_change_rate: float
@@ -133,7 +133,7 @@ class StreamMeter:
 
     shown: list[str] = field(default_factory=list)
     changed: int = 0
-    _heard: list[float] = field(default_factory=list)
+    _received: list[float] = field(default_factory=list)
     _ready: list[float] = field(default_factory=list)
     _lags: list[float] = field(default_factory=list)
     _delay_s: float = 0.0
@@ -147,7 +147,7 @@ class StreamMeter:
         self.changed += len(self.shown) - kept
         self.shown = list(update.provisional)
         count = len(update.committed)
-        self._heard += [update.audio_s] * count
+        self._received += [update.heard_s] * count
         self._ready += [update.ready_s] * count
         self._lags += [update.audio_s - word.end_s for word in update.words or ()]
         self._delay_s = max(self._delay_s, update.ready_s - update.audio_s)
@@ -159,10 +159,10 @@ class StreamMeter:
         Args:
             reference_words: How many words were said, where that is known.
         """
-        shown = len(self._heard) + self.changed
+        shown = len(self._received) + self.changed
         return StreamReport(
-            committed_words=len(self._heard),
-            heard=lagging(self._heard, self._end_s, reference_words),
+            committed_words=len(self._received),
+            received=lagging(self._received, self._end_s, reference_words),
             ready=lagging(self._ready, self._end_s, reference_words),
             lag_s=sum(self._lags) / len(self._lags) if self._lags else None,
             provisional_change_rate=self.changed / shown if shown else 0.0,

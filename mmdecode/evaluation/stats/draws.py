@@ -65,12 +65,12 @@ def p_of_draws(ranks: Tensor, excess: float, variance: float) -> float:
     return min(1.0, 2 * min(by_rank, by_surprise))
 
 
-def on_the_edge(replay: Replay, place: int, noise: float) -> bool:
+def on_the_edge(replay: Replay, position: int, noise: float) -> bool:
     """Whether rounding may let a token in that top-k, top-p and the like cut off.
 
     The logits are moved by ``noise`` as it suits the token best: down above it, up from it on.
     """
     assert replay.process is not None, "asked of sampled tokens alone"
-    raw, token = replay.logits[place], replay.tokens[place]
+    raw, token = replay.logits[position], replay.tokens[position]
     moved = raw + torch.where(raw > raw[token], -noise, noise)
-    return bool(replay.process(replay.tokens[:place], moved)[token].isfinite())
+    return bool(replay.process(replay.tokens[:position], moved)[token].isfinite())

@@ -90,13 +90,13 @@ def mean_of(values: np.ndarray, strata: Sequence[Any] | None = None) -> Mean:
     values = np.asarray(values, dtype=np.float64)
     if len(values) < 2:
         raise OptionError(f"{len(values)} images; an interval needs two")
-    places = strata_of(len(values), strata)
-    sizes = np.bincount(places)
+    stratum_of = strata_of(len(values), strata)
+    sizes = np.bincount(stratum_of)
     if 2 * len(sizes) > len(values):
-        places, sizes = np.zeros_like(places), np.array([len(values)])
-    centres = np.bincount(places, values) / sizes
+        stratum_of, sizes = np.zeros_like(stratum_of), np.array([len(values)])
+    centres = np.bincount(stratum_of, values) / sizes
     freedom = len(values) - len(sizes)
-    spread = float(((values - centres[places]) ** 2).sum() / freedom)
+    spread = float(((values - centres[stratum_of]) ** 2).sum() / freedom)
     error, value = math.sqrt(spread / len(values)), float(values.mean())
     half = _quantile(LEVEL, freedom) * error
     return Mean(

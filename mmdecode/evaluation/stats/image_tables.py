@@ -76,17 +76,17 @@ def two_sample(
         raise ShapeError(f"tables of {first.shape[1:]} and {second.shape[1:]} are not comparable")
     both = np.concatenate([first, second]).astype(np.int64)
     table, blocks, pooled = _cells(both, len(first), len(second))
-    places = strata_of(len(both), None if strata is None else [*strata[0], *strata[1]])
+    stratum_of = strata_of(len(both), None if strata is None else [*strata[0], *strata[1]])
     random = np.random.default_rng(seed)
     step = max(1, _AT_ONCE // table.shape[1])
     own = np.zeros((1, len(both)), dtype=np.float32)
     own[0, : len(first)] = 1
     observed = _g(own, table, blocks)[0]
-    drawn = []
+    statistics = []
     for start in range(0, permutations, step):
-        dealt = _dealt(own[0], places, min(step, permutations - start), random)
-        drawn.append(_g(dealt, table, blocks))
-    null = np.concatenate(drawn)
+        dealt = _dealt(own[0], stratum_of, min(step, permutations - start), random)
+        statistics.append(_g(dealt, table, blocks))
+    null = np.concatenate(statistics)
     centre, spread = null.mean(0), np.maximum(null.std(0), 1e-9)
     heights = (observed - centre) / spread
     sums, highest = null.sum(1), ((null - centre) / spread).max(1)
@@ -150,13 +150,13 @@ def _cells(both: np.ndarray, first: int, second: int) -> tuple[Any, np.ndarray, 
 
 
 def _dealt(
-    labels: np.ndarray, places: np.ndarray, count: int, random: np.random.Generator
+    labels: np.ndarray, stratum_of: np.ndarray, count: int, random: np.random.Generator
 ) -> np.ndarray:
     """Labels permuted within strata, ``(count, images)``."""
-    order = np.argsort(places, kind="stable")
-    drawn = random.random((count, len(labels)), dtype=np.float32)
+    order = np.argsort(stratum_of, kind="stable")
+    noise = random.random((count, len(labels)), dtype=np.float32)
     # sorting by stratum first and noise second shuffles within strata
-    shuffled = np.argsort(places[None] + drawn.astype(np.float64), axis=1, kind="stable")
+    shuffled = np.argsort(stratum_of[None] + noise.astype(np.float64), axis=1, kind="stable")
     dealt = np.empty((count, len(labels)), dtype=np.float32)
     np.put_along_axis(dealt, shuffled, np.broadcast_to(labels[order], dealt.shape), 1)
     return dealt

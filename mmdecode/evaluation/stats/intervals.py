@@ -112,21 +112,21 @@ def segments(
         return [whole] if wrong_1 or wrong_2 else []
     found = []
     begin = good = wrong_1 = wrong_2 = 0
-    for place in range(len(right_1) + 1):
-        wrong_1 += inserted_1[place]
-        wrong_2 += inserted_2[place]
-        if inserted_1[place] or inserted_2[place]:
+    for index in range(len(right_1) + 1):
+        wrong_1 += inserted_1[index]
+        wrong_2 += inserted_2[index]
+        if inserted_1[index] or inserted_2[index]:
             good = 0
-        if place == len(right_1):
+        if index == len(right_1):
             break
-        wrong_1 += not right_1[place]
-        wrong_2 += not right_2[place]
-        good = good + 1 if right_1[place] and right_2[place] else 0
+        wrong_1 += not right_1[index]
+        wrong_2 += not right_2[index]
+        good = good + 1 if right_1[index] and right_2[index] else 0
         if good >= between:
             if wrong_1 or wrong_2:
-                found.append((place + 1 - begin, wrong_1, wrong_2))
+                found.append((index + 1 - begin, wrong_1, wrong_2))
                 wrong_1 = wrong_2 = 0
-            begin = place + 1 - between
+            begin = index + 1 - between
     if wrong_1 or wrong_2:
         found.append((len(right_1) - begin, wrong_1, wrong_2))
     return found
@@ -185,9 +185,9 @@ def paired_bootstrap(
     """
     both = np.broadcast_to(words.reshape(len(first), -1), (len(first), 2))
     table = np.column_stack([first, second, both])
-    drawn = resampled_sums(sums_by(table, groups), resamples, seed)
+    resampled = resampled_sums(sums_by(table, groups), resamples, seed)
     totals = table.sum(0)[None]
-    rates, total = (s[:, :2] / np.maximum(s[:, 2:], 1) for s in (drawn, totals))
+    rates, total = (s[:, :2] / np.maximum(s[:, 2:], 1) for s in (resampled, totals))
     differences = rates[:, 0] - rates[:, 1]
     low, high = interval(differences)
     return PairedBootstrap(
@@ -202,9 +202,9 @@ def sums_by(table: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
     """Rows of ``table`` added up by group; ``None``: as they are."""
     if groups is None:
         return table
-    _, places = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
-    sums = np.zeros((places.max() + 1, table.shape[1]), dtype=table.dtype)
-    np.add.at(sums, places, table)
+    _, index = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
+    sums = np.zeros((index.max() + 1, table.shape[1]), dtype=table.dtype)
+    np.add.at(sums, index, table)
     return sums
 
 
@@ -238,9 +238,9 @@ def interval(draws: np.ndarray, level: float = LEVEL) -> tuple[float, float]:
 def holm(p_values: Sequence[float]) -> list[float]:
     """P-values corrected for their number (Holm, 1979), in the order given."""
     adjusted, worst = [0.0] * len(p_values), 0.0
-    for rank, place in enumerate(np.argsort(p_values, kind="stable")):
-        worst = max(worst, min(1.0, (len(p_values) - rank) * p_values[place]))
-        adjusted[place] = worst
+    for rank, index in enumerate(np.argsort(p_values, kind="stable")):
+        worst = max(worst, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = worst
     return adjusted
 
 
@@ -285,12 +285,12 @@ def draw_units(units: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndar
         ``(resamples, units)``, not to be written to.
     """
     random = np.random.default_rng(seed)
-    drawn = random.multinomial(units, np.full(units, 1 / units), resamples).astype(np.float64)
-    drawn.flags.writeable = False
-    return drawn
+    counts = random.multinomial(units, np.full(units, 1 / units), resamples).astype(np.float64)
+    counts.flags.writeable = False
+    return counts
 
 
-def drawn_sums(
+def bootstrap_sums(
     table: np.ndarray, groups: Sequence[str] | None, resamples: int = RESAMPLES, seed: int = 0
 ) -> np.ndarray:
     """Sums over groups drawn with replacement; tables of the same groups share their draws.
@@ -309,7 +309,7 @@ def drawn_sums(
 
 
 def item_weights(groups: Sequence[str], resamples: int, seed: int) -> np.ndarray:
-    """How often each item counts when groups are drawn with replacement: the draws of `drawn_sums`.
+    """How often each item counts in each bootstrap sample of groups, as in `bootstrap_sums`.
 
     Args:
         groups: Unit of each item.
@@ -319,5 +319,5 @@ def item_weights(groups: Sequence[str], resamples: int, seed: int) -> np.ndarray
     Returns:
         ``(resamples, items)``.
     """
-    _, places = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
-    return draw_units(int(places.max()) + 1, resamples, seed)[:, places]
+    _, index = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
+    return draw_units(int(index.max()) + 1, resamples, seed)[:, index]

@@ -44,8 +44,8 @@ def average_precision(
     """Precision at each threshold, weighted by the recall gained there; see `auroc`."""
     yes, no = (side[..., ::-1] for side in _by_margin(margins, positive, weights))
     found = np.cumsum(yes, axis=-1)
-    said = found + np.cumsum(no, axis=-1)
-    return _ratio((yes * _ratio(found, said)).sum(-1), yes.sum(-1))
+    predicted = found + np.cumsum(no, axis=-1)
+    return _ratio((yes * _ratio(found, predicted)).sum(-1), yes.sum(-1))
 
 
 def best_threshold(margins: np.ndarray, positive: np.ndarray) -> tuple[float, float]:
@@ -58,9 +58,9 @@ def best_threshold(margins: np.ndarray, positive: np.ndarray) -> tuple[float, fl
     yes, no = (side[::-1] for side in _by_margin(margins, positive, None))
     right = np.concatenate([[0], np.cumsum(yes)]) + no.sum()
     right -= np.concatenate([[0], np.cumsum(no)])
-    place = int(right.argmax())
+    best = int(right.argmax())
     values = np.concatenate([[np.inf], np.unique(margins)[::-1], [-np.inf]])
-    return float(right[place] / len(margins)), float((values[place] + values[place + 1]) / 2)
+    return float(right[best] / len(margins)), float((values[best] + values[best + 1]) / 2)
 
 
 def auroc_draws(
@@ -111,7 +111,7 @@ def fit_shift(margins: np.ndarray, yes_ratio: float) -> float:
 
 def cross_fitted_shifts(
     margins: np.ndarray,
-    said_yes: np.ndarray,
+    yes_share: np.ndarray,
     groups: Sequence[str],
     folds: int = 5,
     seed: int = 0,
@@ -120,7 +120,8 @@ def cross_fitted_shifts(
 
     Args:
         margins: ``(items,)`` of the plain model.
-        said_yes: ``(items,)``, how often the method said yes: 0 or 1, between over several seeds.
+        yes_share: ``(items,)``, share of the method's answers to each item that are yes: 0 or 1,
+            in between over several seeds.
         groups: Image of each item.
         folds: Parts the images are dealt into; each is left out of its own fit.
         seed: Seed of the dealing.
@@ -131,15 +132,15 @@ def cross_fitted_shifts(
     Raises:
         OptionError: There is only one image.
     """
-    names, places = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
+    names, index = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
     if len(names) < 2:
         raise OptionError("a shift is fitted on other images, and there is one; give more")
     dealt = np.random.default_rng(seed).permutation(len(names)) % min(folds, len(names))
-    fold = dealt[places]
+    fold = dealt[index]
     shifts = np.empty(len(margins))
     for one in np.unique(fold):
         rest = fold != one
-        shifts[~rest] = fit_shift(margins[rest], float(said_yes[rest].mean()))
+        shifts[~rest] = fit_shift(margins[rest], float(yes_share[rest].mean()))
     return shifts
 
 

@@ -65,7 +65,7 @@ class Questions:
     @property
     def report_images(self) -> Path | Callable[[str], bytes]:
         """Folder of the images, or a function from their names to PNG files, for a report."""
-        return drawn_image if self.folder is None else self.folder
+        return zoo_image if self.folder is None else self.folder
 
     def image(self, name: str) -> ImageSource:
         """The source of an image, which is read or rendered later."""
@@ -211,7 +211,7 @@ def vocabulary_of(synonyms: str | None) -> Vocabulary:
     return Vocabulary(read_synonyms(Path(synonyms)))
 
 
-def drawn_image(name: str) -> bytes:
+def zoo_image(name: str) -> bytes:
     """An image of the zoo as a PNG file.
 
     Raises:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmdecode.errors import OptionError
-from mmdecode.evaluation.stats.intervals import RESAMPLES, drawn_sums, interval
+from mmdecode.evaluation.stats.intervals import RESAMPLES, bootstrap_sums, interval
 from mmdecode.evaluation.vision.answers import Label, Parser, parser_of
 from mmdecode.evaluation.vision.items import YesNoItem
 
@@ -168,7 +168,7 @@ def summed(
     if len(images) != len(counts):
         raise OptionError(f"{len(images)} images for {len(counts)} answers; expected one for each")
     found = rates(counts.sum(0), parser.drops_unparsed)
-    draws = rates(drawn_sums(counts, images, resamples, seed), parser.drops_unparsed)
+    draws = rates(bootstrap_sums(counts, images, resamples, seed), parser.drops_unparsed)
     return YesNoScore(
         **{name: float(value) for name, value in found.items()},
         intervals={name: interval(values) for name, values in draws.items()},

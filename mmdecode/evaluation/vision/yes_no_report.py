@@ -523,13 +523,13 @@ class YesNoReport(ItemReport[YesNoItem]):
 
 
 def shifted(
-    plain: Sequence[YesNoItem], said_yes: np.ndarray, mode: str, seed: int = 0
+    plain: Sequence[YesNoItem], yes_share: np.ndarray, mode: str, seed: int = 0
 ) -> list[YesNoItem]:
     """Answers of a model with shifted margins, so that it answers yes as often as a method does.
 
     Args:
         plain: The model's answers; those without a margin are kept and not used for fitting.
-        said_yes: Share of answers yes of the method to each question, see
+        yes_share: Share of answers yes of the method to each question, see
             `mmdecode.evaluation.stats.margins.cross_fitted_shifts`.
         mode: Mode of the returned answers.
         seed: Seed of the folds, see the same function.
@@ -546,7 +546,7 @@ def shifted(
     shifts = np.zeros(len(plain))
     # every repeat of a question has its image's shift
     shifts[repeated] = margins_of.cross_fitted_shifts(
-        margins[repeated], said_yes[repeated], images, seed=seed
+        margins[repeated], yes_share[repeated], images, seed=seed
     )
     moved = margins + shifts
     return [

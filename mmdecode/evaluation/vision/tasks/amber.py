@@ -88,13 +88,13 @@ def amber_scores(items: Sequence[YesNoItem]) -> dict[str, dict[str, float]]:
 
 def _published(name: str, items: Sequence[YesNoItem]) -> dict[str, float]:
     no = np.array([item.target == "no" for item in items])
-    said_no = np.array([item.output == "No" for item in items])
-    said_yes = np.array([item.output == "Yes" for item in items])
+    answered_no = np.array([item.output == "No" for item in items])
+    answered_yes = np.array([item.output == "Yes" for item in items])
     # the tool has a counter for each type, and attributes have three
     start = 3 * _START if name == "attribute" else _START
-    right = float((said_no & no).sum())
-    accuracy = _percent(right + float((said_yes & ~no).sum()), len(items) + start)
-    precision = _percent(right, float(said_no.sum()) + start)
+    right = float((answered_no & no).sum())
+    accuracy = _percent(right + float((answered_yes & ~no).sum()), len(items) + start)
+    precision = _percent(right, float(answered_no.sum()) + start)
     recall = _percent(right, float(no.sum()) + start)
     below = 0.001 if name == "existence" else 0.0001
     p, r = precision / 100, recall / 100

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation.stats.intervals import RESAMPLES, drawn_sums, interval
+from mmdecode.evaluation.stats.intervals import RESAMPLES, bootstrap_sums, interval
 from mmdecode.evaluation.vision.items import (
     QUESTION,
     CaptionItem,
@@ -251,7 +251,7 @@ def summed(
         seed: See `chair`.
     """
     found = rates(counts.sum(0))
-    draws = rates(drawn_sums(counts, images, resamples, seed))
+    draws = rates(bootstrap_sums(counts, images, resamples, seed))
     return ChairScore(
         **{name: float(value) for name, value in found.items()},
         intervals={name: interval(values) for name, values in draws.items()},

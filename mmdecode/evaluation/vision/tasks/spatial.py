@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation.stats.intervals import RESAMPLES, drawn_sums, interval
+from mmdecode.evaluation.stats.intervals import RESAMPLES, bootstrap_sums, interval
 from mmdecode.evaluation.vision.answers import choice
 from mmdecode.evaluation.vision.items import (
     ANSWER,
@@ -172,7 +172,7 @@ def summed(
         resamples: See `score_choices`.
         seed: See `score_choices`.
     """
-    found, draws = rates(counts.sum(0)), rates(drawn_sums(counts, None, resamples, seed))
+    found, draws = rates(counts.sum(0)), rates(bootstrap_sums(counts, None, resamples, seed))
     known = [name for name, value in found.items() if not np.isnan(value)]
     targets = Counter(item.target for item in items)
     return SpatialScore(
