@@ -48,11 +48,11 @@ WARM = 4
 """Batches that each engine decodes before any count."""
 PARTS = ("short", "long", "memory")
 Case = tuple[int, bool]
-"""Batch, and whether times are predicted."""
+"""Batch size, and whether timestamps are predicted."""
 
 
 def reference_texts(checkpoint: Checkpoint, count: int) -> list[str] | None:
-    """What is said in the windows; ``None`` where they come without their texts."""
+    """Reference texts of the windows; ``None`` where they ship without texts."""
     if find_spec("soundfile") is None:
         return None
     return [clip.text for clip, _ in clips(checkpoint.extractor, count)]
@@ -256,7 +256,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> Path:
 
 
 def main() -> None:
-    """Measures, and shows the result."""
+    """Command line: measures and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="zoo:whisper-synth")
     parser.add_argument("--draft", default="zoo:whisper-synth-medusa", help="Medusa heads")

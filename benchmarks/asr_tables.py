@@ -1,4 +1,4 @@
-"""What docs/asr_speed.md shows of a result of asr_speed.py."""
+"""Tables of docs/asr_speed.md, from a result of asr_speed.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def number(value: float | None, form: str = ".2f") -> str:
 
 
 def share(value: float | None) -> str:
-    """In per cent."""
+    """A share in percent."""
     return "" if value is None else f"{100 * value:.0f} %"
 
 
@@ -49,7 +49,7 @@ def short_table(best: list[dict[str, Any]], batch: int) -> str:
 
 
 def long_table(rows: list[dict[str, Any]]) -> str:
-    """Whole recordings."""
+    """Engines on whole recordings."""
     lines = [
         [
             row["engine"],
@@ -69,7 +69,7 @@ def long_table(rows: list[dict[str, Any]]) -> str:
 
 
 def memory_table(rows: list[dict[str, Any]]) -> str:
-    """Megabytes."""
+    """Memory of the engines in megabytes."""
     batches = max((row["peak_mb"] for row in rows), key=len)
     lines = [
         [

@@ -3,7 +3,7 @@
     python benchmarks/drafters.py --page docs/drafters.md       # CPU, about 5 minutes
 
 One process, the same encoder states for all, interleaved clip by clip; the undrafted loop runs
-twice, and what its second run differs from 1 is what the clock is worth. Speed is decode time per
+twice, and the difference of its two runs is the timing error. Speed is decode time per
 token, prefill of the decoder included and encoder left out, over that of the undrafted loop; its
 interval is a paired bootstrap over clips. Ids are compared with the undrafted ones. Planned trees
 are calibrated on the long recording, whose sentences are in none of the clips. Sampling rules other
@@ -53,10 +53,10 @@ KEPT = "recycling:nodes=8,keep=true"
 
 @dataclass(frozen=True)
 class Case:
-    """What is decoded in which way.
+    """Settings of one table: timestamps, batch size and temperature.
 
     Attributes:
-        title: As the page calls it.
+        title: Title on the page.
         timestamps: Whether times are predicted.
         batch: Rows decoded at once.
         temperature: 0 is greedy.
@@ -86,11 +86,11 @@ class Way:
 
 @dataclass(frozen=True)
 class Subject:
-    """What everything is measured on.
+    """Models and data of the benchmark.
 
     Attributes:
         model: The Whisper.
-        features: Of the clips, ``(N, mel, frames)``.
+        features: Features of the clips, ``(N, mel, frames)``.
         medusa: Heads by name.
         trees: Planned rank paths by heads and number of nodes.
         bigram: Log of q(next | previous) of the training sentences, ``(V, V)``.
@@ -149,7 +149,7 @@ BATCHED = (
     "adaptive over medusa, block",
     "adaptive over recycling",
 )
-"""What runs at batch 8: what gains at batch 1, and what must not lose."""
+"""Drafters that run at batch 8 too."""
 
 
 def sampled_ways(subject: Subject) -> dict[str, Way]:
@@ -454,7 +454,7 @@ def tree_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def tables(result: dict[str, Any], name: str) -> str:
-    """What the page shows of a result file called ``name``."""
+    """Tables of the page, from the result file called ``name``."""
     facts = result["machine"]
     cases = {case["case"]: case for case in result["cases"]}
     bits = {title: case["entropy_bits"] for title, case in cases.items() if "entropy_bits" in case}

@@ -1,4 +1,4 @@
-"""Correction with and without hearing: what each way makes of ``zoo:whisper-synth``'s N-best lists.
+"""Correction of ``zoo:whisper-synth``'s N-best lists, with and without access to the audio.
 
     python benchmarks/fusion.py --utterances 1000 --unseen 300     # hours on one core; resumes
     python benchmarks/fusion.py --utterances 20 --unseen 10 --development 10 --snr 3
@@ -6,7 +6,7 @@
 Held-out sentences in held-out voices are spoken again (espeak-ng, `mmdecode.zoo.rebuilt`) in noise
 of several levels; one part has sentence templates that neither model has seen. Compared are the
 first hypothesis of a beam search, rescoring by a language model, correction by a language model
-that hears nothing, static late fusion, shallow fusion and uncertainty-aware dynamic fusion, next to
+without audio, static late fusion, shallow fusion and uncertainty-aware dynamic fusion, next to
 the best hypothesis of each list (o_nb) and the best text of its words (o_cp). Temperatures and
 weights are chosen on a development part: `GRIDS` lists what is tried, ties go to the first. Rows
 are written as they come, and a run goes on where it was stopped.
@@ -70,23 +70,23 @@ GRIDS: dict[str, list[dict[str, float]]] = {
         {"scale": 4.0, "beta": 0.0},
     ],
 }
-"""What is tried of each, the source's setting first where it names one."""
+"""Settings that are tried for each method, the setting of its paper first where it names one."""
 
 
 @dataclass(frozen=True)
 class Recognised:
-    """Some utterances: their lists, and what the recogniser is given of them."""
+    """Recognised utterances: N-best lists, and the recogniser's inputs for fusion."""
 
     lists: list[NBestList]
     audio: list[Given]
 
 
 class Bench:
-    """The models.
+    """Recogniser, language model and speech synthesis of the benchmark.
 
     Args:
-        recogniser: Checkpoint of the one that hears.
-        language: Of the language model.
+        recogniser: Checkpoint of the recogniser.
+        language: Checkpoint of the language model.
     """
 
     def __init__(self, recogniser: str, language: str) -> None:
@@ -105,16 +105,16 @@ class Bench:
 
     @cached_property
     def engine(self) -> Espeak:
-        """The speaker."""
+        """The speech synthesiser."""
         return Espeak()
 
     @cached_property
     def scorer(self) -> TextScorer:
-        """The language model as one of texts."""
+        """The language model as a scorer of texts."""
         return TextScorer(self.corrector.model, self.corrector.prompts.tokenizer, batch_size=64)
 
     def recognise(self, some: Sequence[Utterance], snr_db: float) -> Recognised:
-        """Speaks utterances in noise and recognises them."""
+        """Synthesises utterances in noise and recognises them."""
         waves = [one.noisy(one.spoken(self.engine), snr_db) for one in some]
         found = self.transcriber(waves, on_error="raise")
         lists = []
@@ -125,7 +125,7 @@ class Bench:
         return Recognised(lists, [Given(features=one, prompt=self.prompt) for one in features])
 
     def corrected(self, recognised: Recognised) -> list[str]:
-        """By the language model alone."""
+        """Texts corrected by the language model alone."""
         self.corrector.decoder = replace(self.corrector.decoder, guide=None)
         found = LanguageModelCorrection(self.corrector)(recognised.lists)
         return [one.correction.text for one in found]
@@ -133,7 +133,7 @@ class Bench:
     def fused(
         self, name: str, options: dict[str, float], heat: dict[str, float]
     ) -> FusedCorrection:
-        """By a fusion; the corrector then follows it."""
+        """Correction with a fusion of recogniser and language model."""
         kind: Callable[..., Fusion] = FUSIONS[name]
         return FusedCorrection(
             self.corrector, self.recogniser, lambda branch: kind(branch, **options, **heat)
@@ -150,7 +150,7 @@ class Bench:
     def texts(
         self, recognised: Recognised, tuned: dict[str, Any]
     ) -> tuple[dict[str, list[str]], Any]:
-        """What every way makes of some utterances, and who decided the words of UADF."""
+        """Texts of every method, and which model decided each word of UADF."""
         found = {FIRST: [one.best for one in recognised.lists]}
         found[RESCORED] = self.rescored(recognised.lists, **tuned["options"][RESCORED])
         found[ALONE] = self.corrected(recognised)
@@ -164,7 +164,7 @@ class Bench:
 
 
 def tune(bench: Bench, recognised: Recognised) -> dict[str, Any]:
-    """Temperatures, then for each way the setting with the fewest errors."""
+    """Fits temperatures, then for each method the setting with the fewest errors."""
     way = bench.fused("uadf", {}, {})
     fitted = calibrate(way.corrector, recognised.lists, recognised.audio)
     heat = {"main_temperature": fitted.main, "acoustic_temperature": fitted.acoustic}
@@ -194,13 +194,13 @@ def tune(bench: Bench, recognised: Recognised) -> dict[str, Any]:
 
 
 def batches(items: Sequence[Utterance]) -> Iterator[Sequence[Utterance]]:
-    """A few at a time."""
+    """Utterances in batches of `BATCH`."""
     for start in range(0, len(items), BATCH):
         yield items[start : start + BATCH]
 
 
 def run(bench: Bench, part: str, snr_db: float, count: int, work: Path, tuned: Any) -> Path:
-    """Every way on a part at a level; rows are appended."""
+    """Runs every method on a part at a noise level; rows are appended to a file."""
     path = work / f"{part}-{snr_db:g}.jsonl"
     done = len(list(complete_lines(path))) if path.exists() else 0
     remaining = utterances(part, count)[done:]

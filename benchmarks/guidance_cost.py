@@ -1,4 +1,4 @@
-"""What a guided answer costs next to a plain one: forwards, and time per token.
+"""Cost of guidance: forward passes and time per token of guided and plain answers.
 
     python benchmarks/guidance_cost.py --page docs/guidance_cost.md      # CPU, about 8 minutes
 
@@ -40,7 +40,7 @@ CAPTION = "Describe the image."
 
 
 def serial(name: str) -> Any:
-    """A guide whose every branch is a pass of its own."""
+    """A guide that runs each branch in a forward pass of its own."""
     guide = registry.create("guide", name)
     guide.branches = [replace(spec, stage=number + 2) for number, spec in enumerate(guide.branches)]
     return guide

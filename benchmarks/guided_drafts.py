@@ -1,4 +1,4 @@
-"""What drafters gain by following the guided distribution: tokens per pass, and time per token.
+"""Gain of drafting for the guided distribution: tokens per pass, and time per token.
 
     python benchmarks/guided_drafts.py --page docs/guided_drafts.md      # CPU, about 15 minutes
 
@@ -63,7 +63,7 @@ TRAINING += ("--limit", "800", "--steps", "1500", "--held-out", "16", "--tested"
 
 
 class Answer(NamedTuple):
-    """What one call came to: its ids, and its counters."""
+    """Result of one call: ids and counters."""
 
     ids: torch.Tensor
     stats: Stats
@@ -165,7 +165,7 @@ def per_pass(cost: Cost) -> float:
 
 
 def milliseconds(cost: Cost) -> float:
-    """Per token."""
+    """Milliseconds per token."""
     return round(1e3 * float(cost.amount.sum() / cost.tokens.sum()), 3)
 
 

@@ -43,7 +43,7 @@ TASKS = {
     "mme": ["--greedy", "--max-new-tokens", "1"],
     "spatial": ["--greedy", "--max-new-tokens", "4"],
 }
-"""Options of each."""
+"""Options of ``mmdecode evaluate`` for each task."""
 
 GRIDS: dict[str, list[str]] = {
     "vcd": ["vcd", "vcd:alpha=0.5", "vcd:step=700", "vcd:step=900", "vcd:alpha=0.5,step=900"],
@@ -83,7 +83,7 @@ GRIDS: dict[str, list[str]] = {
     "dagcd": ["dagcd", "dagcd:alpha=2", "dagcd:alpha=1"],
     "dfd": ["dfd"],  # for sampling only, so that there is nothing to tune greedily
 }
-"""Per method what is tried, the card's setting first."""
+"""Settings that are tried for each method, the card's setting first."""
 
 
 def tune(arguments: argparse.Namespace) -> None:

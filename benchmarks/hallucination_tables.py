@@ -60,7 +60,7 @@ def points(one: Summary | None, name: str = "accuracy") -> str:
 
 
 def better(found: dict[str, Summary], sign: int = 1) -> set[str]:
-    """Splits in which the second is surely better than the first (worse: ``sign=-1``)."""
+    """Splits in which the second is significantly better than the first (worse: ``sign=-1``)."""
     return {
         split
         for split, one in found.items()
@@ -103,13 +103,13 @@ def greedy_verdict(summary: Summary, mode: str) -> str:
 
 
 def rivals(summary: Summary, mode: str) -> list[str]:
-    """What a sampled mode is compared with but greedy decoding: plain sampling and its controls."""
+    """Modes that a sampled mode is compared with: plain sampling and its controls."""
     firsts = [one["first"] for one in summary["comparisons"] if one["second"] == mode]
     return [name for name in dict.fromkeys(firsts) if not name.startswith("greedy")]
 
 
 def sampled_verdict(summary: Summary, mode: str) -> str:
-    """The same where tokens are drawn; greedy decoding, shifted, is the strictest rival."""
+    """Verdict on a sampled mode; shifted greedy decoding is its strictest rival."""
     named = rivals(summary, mode)
     helps = set.intersection(*(better(compared(summary, first, mode)) for first in named))
     if helps:
@@ -149,7 +149,7 @@ def pope_table(summary: Summary) -> str:
 
 
 def sampled_table(summary: Summary) -> str:
-    """Drawn tokens, the mean over seeds."""
+    """Sampling: the mean over seeds."""
     rows = []
     controls = [n for n in summary["modes"] if n.startswith(("plausible", "temperature_matched"))]
     for name in ["sampled", *controls, *sampled_modes(summary)]:
@@ -185,7 +185,7 @@ def at_equal_length(summary: Summary, mode: str) -> Summary | None:
 
 
 def caption_verdicts(summary: Summary) -> dict[str, str]:
-    """By mode, what changes at equal length: the share of what is made up, and what is found."""
+    """Verdict on each mode at equal length: hallucinated share and recall."""
     found = {mode: at_equal_length(summary, mode) for mode in summary["modes"]}
     alike = {mode: one["differences"] for mode, one in found.items() if one}
     p = holm([one[name]["p"] for one in alike.values() for name in ("chair_i", "recall")])

@@ -1,4 +1,4 @@
-"""Whether images drawn under the rejection rule are as likely as plain ones, and what a bug does.
+"""Likelihood of images sampled by the rejection rule and by known bugs, against plain sampling.
 
     python benchmarks/image_distribution.py --page docs/image_speed.md     # CPU, about an hour
 
@@ -79,7 +79,7 @@ def settings_of(subject: Subject, arguments: argparse.Namespace) -> str:
 
 
 def run(arguments: argparse.Namespace) -> Path:
-    """Draws, scores, writes the result file and the page."""
+    """Samples, scores, and writes the result file and the page."""
     device = torch.device(arguments.device)
     subject = Subject(arguments.model, device)
     arguments.work = arguments.work / settings_of(subject, arguments)

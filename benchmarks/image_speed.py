@@ -1,4 +1,4 @@
-"""How fast image tokens are drawn next to our own plain loop: passes, time, memory, and identity.
+"""Speed of image generation against our plain loop: passes, time, memory, and identity.
 
     python benchmarks/image_speed.py --page docs/image_speed.md     # CPU, about 20 minutes
 
@@ -47,11 +47,11 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class Way:
-    """A draft and a rule.
+    """A drafter and an acceptance rule.
 
     Attributes:
-        draft: As `Decoder` takes it; ``None``: none.
-        accept: The rule.
+        draft: Drafter as `Decoder` takes it; ``None``: no drafter.
+        accept: Acceptance rule.
     """
 
     draft: str | None
@@ -66,7 +66,7 @@ def ways(
     Args:
         windows: Lengths of windows.
         small: A small model that drafts; ``None``: none.
-        eagle: A drafter over the model's states; ``None``: none.
+        eagle: A drafter that reads the model's states; ``None``: none.
     """
     found = {PLAIN: Way(None), "plain, again": Way(None)}
     for window in windows:
@@ -189,7 +189,7 @@ def measure(
 
 
 def identity(subject: Subject, window: int, images: int, batch: int) -> dict[str, Any]:
-    """Coupled pictures against plain ones, and those of a batch of 16 against single ones."""
+    """Compares codes of coupled and plain images, and of a batch of 16 and single images."""
     plain = subject.decoder(Way(None))
     drafted = subject.decoder(Way(f"jacobi:window={window}", "coupled"))
     differ, worst = [], 0.0
@@ -255,7 +255,7 @@ def memory(arguments: argparse.Namespace, chosen: dict[str, Way]) -> dict[str, f
 
 
 def child(arguments: argparse.Namespace, chosen: dict[str, Way]) -> None:
-    """Prints one way's peak."""
+    """Prints the peak memory of one way."""
     device = torch.device(arguments.device)
     subject = Subject(arguments.model, device, arguments.compile)
     decoder = subject.decoder(chosen[arguments.child])

@@ -76,14 +76,14 @@ def stock(checkpoint: Checkpoint, waves: list[np.ndarray], batch: int) -> Tokens
 
 
 def ours(transcriber: Transcriber, waves: list[np.ndarray]) -> Tokens:
-    """The `Transcriber`, whichever decodes its windows."""
+    """Our `Transcriber`, with any decoder of its windows."""
     return [found.tokens for found in transcriber(waves, on_error="raise")]
 
 
 def engines(
     checkpoint: Checkpoint, chosen: list[str], waves: list[np.ndarray], batches: tuple[int, ...]
 ) -> dict[tuple[str, int], tuple[Callable[[], Tokens], Any]]:
-    """What runs, and the encoder it runs, by name and batch."""
+    """Engines and their encoders, by name and batch size."""
     processor = WhisperProcessor.from_pretrained(checkpoint.path, trust_remote_code=False)
     model = checkpoint.model
     parts: dict[str, tuple[Any, Callable[[], Decoder]]] = {

@@ -1,4 +1,4 @@
-"""Which numbers come from a published checkpoint: the first table of docs/results.md.
+"""Writes the first table of docs/results.md: published and synthetic checkpoints side by side.
 
     python benchmarks/measured.py      # from the newest results, measures nothing
 
@@ -54,7 +54,7 @@ def best_draft(rows: dict[str, Row]) -> Row | None:
 
 
 def real_cells(row: Row | None) -> list[str]:
-    """What was measured of one way on recordings of people."""
+    """Cells of one way on real speech."""
     if row is None:
         return [NONE] * 4
     over, length = with_interval(row["over_generate"]), number(row["tokens_per_pass"])
@@ -62,7 +62,7 @@ def real_cells(row: Row | None) -> list[str]:
 
 
 def synthetic_cells(row: Row) -> list[str]:
-    """What was measured of one way on synthetic speech."""
+    """Cells of one way on synthetic speech."""
     same = share(row["identical_share"])
     return [number(row["over_generate"]), number(row["tokens_per_pass"]), same, rate(row["wer"])]
 
@@ -110,7 +110,7 @@ def first_table(real: dict[str, Any] | None, synthetic: dict[str, Any]) -> str:
 
 
 def shown(results: Path) -> str:
-    """What belongs between the marks of the page."""
+    """The text between the marks of the page."""
     real = newest(results, "real-speech-cpu-*.json")
     synthetic = newest(results, "asr-cpu-*.json")
     if synthetic is None:

@@ -1,4 +1,4 @@
-"""The bytes of a row, computed and measured, and how many rows fit: shapes of large models.
+"""Memory per row, computed and measured, for shapes of large models: how many rows fit.
 
     python benchmarks/memory.py                                   # CUDA, bfloat16, a few minutes
     python benchmarks/memory.py --device meta --gigabytes 24      # the formula alone, at once

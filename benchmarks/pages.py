@@ -1,4 +1,4 @@
-"""What the benchmarks share to show results: tables, pages that hold them, and a warning."""
+"""Shared output of the benchmarks: Markdown tables, pages, result files, and a load warning."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mmdecode.runs.files import (
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
+    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def marks(name: str) -> tuple[str, str]:
-    """Between which a page holds tables."""
+    """First and last line of the generated part of a page."""
     return f"<!-- {name} -->", f"<!-- end of {name} -->"
 
 
@@ -35,7 +35,7 @@ def write_page(page: Path, tables: str, name: str = "tables") -> None:
 
 
 def write_result(path: Path, result: Mapping[str, Any], indent: int | None = 1) -> None:
-    """Writes what was measured."""
+    """Writes a result file."""
     write_file(path, marked_json(result, indent))
 
 
@@ -61,6 +61,6 @@ def parsed(parser: argparse.ArgumentParser, page: str = "tables") -> argparse.Na
 
 
 def warn_if_busy(facts: Mapping[str, Any]) -> None:
-    """Says so where others were at work when the benchmark began."""
+    """Warns if the machine was busy when the benchmark began."""
     if facts["load_at_start"] > 0.7:
         print(f"WARNING: load {facts['load_at_start']}: times below are not to be quoted")

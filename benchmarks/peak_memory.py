@@ -41,7 +41,7 @@ def now(device: torch.device) -> float:
 
 
 def reset(device: torch.device) -> None:
-    """The peak counts from here."""
+    """Resets the peak."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:

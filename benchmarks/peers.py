@@ -44,11 +44,11 @@ class Checkpoint:
     """Weights that all engines share; what an engine does not need is not loaded.
 
     Attributes:
-        name: Of the model.
-        draft: Of the Medusa heads.
-        device: Where torch runs.
-        dtype: Of torch's weights.
-        threads: Of CTranslate2; torch's are set for the process.
+        name: Name of the model.
+        draft: Name of the Medusa heads.
+        device: Device of torch.
+        dtype: Type of torch's weights.
+        threads: Threads of CTranslate2; torch's are set for the process.
         folder: Where the weights converted for CTranslate2 are, or are put when they are needed.
     """
 
@@ -66,7 +66,7 @@ class Checkpoint:
 
     @cached_property
     def model(self) -> Any:
-        """As transformers loads it."""
+        """The model as transformers loads it."""
         model = WhisperForConditionalGeneration.from_pretrained(
             self.path, dtype=self.dtype, trust_remote_code=False
         )
@@ -74,7 +74,7 @@ class Checkpoint:
 
     @cached_property
     def extractor(self) -> Any:
-        """Makes features."""
+        """The feature extractor."""
         return WhisperFeatureExtractor.from_pretrained(self.path, trust_remote_code=False)
 
     @cached_property
@@ -121,7 +121,7 @@ class CTranslate2:
 
     Args:
         folder: The converted model.
-        kind: Of its arithmetic: ``float32`` or ``int8``.
+        kind: Compute type: ``float32`` or ``int8``.
         threads: Cores it may use.
         settings: See `Checkpoint.settings`.
     """
@@ -163,13 +163,13 @@ class CTranslate2:
 
 @dataclass(frozen=True)
 class Engine:
-    """One way to token ids.
+    """An engine: from features to token ids.
 
     Attributes:
-        decode: What `encode` made, to ids after the prompt.
-        encode: Features ``(B, mel, frames)``, to what `decode` reads; ``None``: decode reads
-            features and runs the encoder itself.
-        encoder: Which encoder that is.
+        decode: Function from the output of ``encode`` to ids after the prompt.
+        encode: Function from features ``(B, mel, frames)`` to the input of ``decode``; ``None``:
+            decode reads features and runs the encoder itself.
+        encoder: Name of the encoder.
         exact: Whether its ids are promised to be those of the first engine.
         stats: Its counters, where it keeps any.
     """
@@ -229,7 +229,7 @@ def tail_first(checkpoint: Checkpoint) -> Any:
 
 
 def half(checkpoint: Checkpoint) -> str:
-    """The model's own first half of layers drafts."""
+    """Drafter: the first half of the model's decoder layers."""
     return f"layer_skip:exit_layer={checkpoint.settings.config.decoder_layers // 2}"
 
 
@@ -251,7 +251,7 @@ MAKERS: dict[str, Callable[[Checkpoint, bool], Engine]] = {
 
 
 def version(package: str) -> str | None:
-    """Of an installed package."""
+    """Version of an installed package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -27,7 +27,7 @@ BATCHES = (1, 8, 32)
 
 
 def same(found, cases):
-    """What the title may say of the ids of all bars; an exact engine without them has no bar."""
+    """Part of the title on the ids of all bars; an exact engine with other ids has no bar."""
     shares = [found[*case, engine]["identical_share"] for case in cases for engine in ENGINES]
     return "identical token ids" if min(shares) == 1 else f"{100 * min(shares):.0f} % same windows"
 

@@ -1,4 +1,4 @@
-"""The picture of the hallucination report: what is more than a constant shift of the margin."""
+"""Figure of the hallucination report: which methods do more than shift the margin."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ FEW = (UNDRAFTED, "lookup")
 
 
 class Clips:
-    """Single clips, and what is true of them.
+    """Single clips with their references: texts, and ids of plain ``generate``.
 
     Args:
         subject: The model.
@@ -95,11 +95,11 @@ class Clips:
 
     @cached_property
     def truth(self) -> Rows:
-        """What plain ``generate`` makes of each alone."""
+        """Ids that plain ``generate`` gives for each clip alone."""
         return [alone(self.subject, wave)[0] for wave in self.waves]
 
     def word_errors(self, hypotheses: list[str]) -> dict[str, Any]:
-        """Of transcripts in the order of the clips; empty where what counts is not installed."""
+        """Word errors of transcripts, in the order of the clips; ``None``: the extra is missing."""
         from mmdecode.evaluation.speech.wer import wer
 
         try:
@@ -125,7 +125,7 @@ def usable(subject: Subject, clips: Clips) -> tuple[dict[str, Decoders], dict[st
 
 
 def chosen_of(ways: dict[str, Any], chosen: list[str] | None) -> dict[str, Any]:
-    """Those that are asked for; without a wish all."""
+    """The selected ways; all by default."""
     if not chosen:
         return ways
     return {
@@ -217,14 +217,14 @@ def short_form(
 
 
 def count_same(found: Sequence[Any], truth: Sequence[Any]) -> int:
-    """How many are what they should be."""
+    """Number of rows that are equal to the expected ones."""
     return sum(mine == theirs for mine, theirs in zip(found, truth, strict=True))
 
 
 def long_ways(
     subject: Subject, wave: np.ndarray, windows: list[np.ndarray], mine: dict[str, Decoders]
 ) -> dict[tuple[str, int], Callable[[int], Any]]:
-    """What runs on a whole recording, by name and batch; each is given the repeat.
+    """Ways to transcribe a whole recording, by name and batch; each is given the repeat.
 
     Each gives ``result``, ids of all windows or a text, and ``encoder_s``.
     """
@@ -271,13 +271,13 @@ def by_graphs(graphs: Graphs, windows: list[np.ndarray]) -> Any:
 
 
 def transcriber_of(subject: Subject, decoder: Any, batch: int) -> Transcriber:
-    """Ours, by batches."""
+    """Our `Transcriber` with a batch size."""
     options = make_options({"batch_size": batch})
     return Transcriber(subject.model, subject.processor, decoder, options)
 
 
 def window_ids(transcript: Any) -> Rows:
-    """Ids of each window."""
+    """Token ids of each window."""
     return [list(segment.tokens) for segment in transcript.segments]
 
 
@@ -422,7 +422,7 @@ def memory(subject: Subject, batches: list[int], seconds: float) -> list[dict[st
 
 
 def bars(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was asked for, and what came out: see `real_speech_tables.bar_sentences`."""
+    """Targets of the benchmark, and whether they were met; for `real_speech_tables`."""
     found: list[dict[str, Any]] = []
     for row in result.get("short", []):
         if (row["way"], row["batch"]) == (UNDRAFTED, 1):
@@ -518,7 +518,7 @@ def run(arguments: argparse.Namespace) -> Path:
 
 
 def main() -> None:
-    """Measures, and shows the result."""
+    """Command line: measures and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="moonshine:tiny-en")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured")

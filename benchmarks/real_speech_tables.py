@@ -1,4 +1,4 @@
-"""What docs/real_speech.md shows of a result of real_speech.py: tables, and what they say."""
+"""Tables and sentences of docs/real_speech.md, from a result of real_speech.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pages import table
 
 PIPELINE = "transformers' pipeline"
 PEERS = ("generate", "undrafted", "onnxruntime", PIPELINE)
-"""Rows that no drafter has a part in, as their names begin."""
+"""Prefixes of the names of rows without a drafter."""
 Row = dict[str, Any]
 
 
@@ -52,7 +52,7 @@ def short_table(rows: list[Row]) -> str:
 
 
 def long_table(recording: dict[str, Any]) -> str:
-    """One recording."""
+    """Table of one recording."""
     header = ["way", "batch", "real-time factor", "over the pipeline's", "decoder: ms a token"]
     header += ["encoder: ms a second of audio", "tokens a pass", "windows with the same ids"]
     lines = [
@@ -72,7 +72,7 @@ def long_table(recording: dict[str, Any]) -> str:
 
 
 def memory_table(rows: list[Row], minutes: float) -> str:
-    """Megabytes."""
+    """Memory of all ways in megabytes."""
     batches = list(rows[0]["peak_mb"])
     header = ["way", "loaded", *[f"peak, {batch} clips at once" for batch in batches]]
     lines = [
@@ -108,7 +108,7 @@ def bar_sentences(bars: list[dict[str, Any]]) -> list[str]:
 
 
 def threads(count: int) -> str:
-    """One thread, two threads."""
+    """A number of threads in words."""
     return f"{count} thread" + "s" * (count != 1)
 
 

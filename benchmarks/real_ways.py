@@ -38,7 +38,7 @@ Rows = list[list[int]]
 
 
 def version(package: str) -> str | None:
-    """Of an installed package."""
+    """Version of an installed package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -47,11 +47,11 @@ def version(package: str) -> str | None:
 
 @dataclass
 class Subject:
-    """What everything is measured on.
+    """Model and processor of the benchmark.
 
     Attributes:
-        name: Of the model.
-        threads: Cores that everything may use.
+        name: Name of the model.
+        threads: Threads of every way.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Subject:
 
     @property
     def model(self) -> Any:
-        """As transformers loads it, float32."""
+        """The model as transformers loads it, in float32."""
         return self.loaded[0]
 
     @property
     def processor(self) -> Any:
-        """Its processor."""
+        """The model's processor."""
         return self.loaded[1]
 
     @cached_property
@@ -81,20 +81,20 @@ class Subject:
 
     @property
     def layers(self) -> int:
-        """Of its decoder."""
+        """Number of decoder layers."""
         config = self.model.config
         return getattr(config, "decoder_num_hidden_layers", None) or config.decoder_layers
 
     def text(self, ids: Sequence[int]) -> str:
-        """What ids say."""
+        """Text of token ids."""
         return self.processor.tokenizer.decode(list(ids), skip_special_tokens=True).strip()
 
     def inputs(self, wave: np.ndarray) -> dict[str, torch.Tensor]:
-        """What the encoder is given of one recording, batch 1."""
+        """Inputs of the encoder for one recording, batch 1."""
         return dict(self.processor.feature_extractor(wave, sampling_rate=RATE, return_tensors="pt"))
 
     def rows(self, ids: torch.Tensor) -> Rows:
-        """Without start, end and padding."""
+        """Token ids without start, end and padding, by row."""
         config = self.model.generation_config
         ends = config.eos_token_id
         ends = {ends} if isinstance(ends, int) else set(ends)
@@ -133,7 +133,7 @@ def _copy(states: ModelOutput) -> ModelOutput:
 
 
 def alone(subject: Subject, wave: np.ndarray) -> Rows:
-    """What plain ``generate`` makes of one recording, from its samples: the truth about ids."""
+    """Ids that plain ``generate`` gives for one recording alone: the reference of all ways."""
     return subject.rows(subject.model.generate(**subject.inputs(wave)))
 
 
@@ -157,7 +157,7 @@ class Drafted:
     """Our loop with a drafter.
 
     Attributes:
-        spec: As of ``--draft``; ``None``: no draft.
+        spec: Drafter as in ``--draft``; ``None``: no draft.
         memory: How long the drafter remembers: for a ``call``; longer, but it begins again with
             each ``clip``; or it is ``kept`` from clip to clip, and begins again with each repeat.
     """
@@ -212,7 +212,7 @@ class Decoders:
     made: dict[tuple[int, int], mm.Decoder] = field(default_factory=dict)
 
     def new(self) -> mm.Decoder:
-        """One that remembers nothing."""
+        """A new decoder, whose drafter has no state."""
         spec, subject = self.way.spec, self.subject
         if spec is None:
             return mm.Decoder(seed=0)
@@ -220,13 +220,13 @@ class Decoders:
         return mm.Decoder(registry.create("draft", spec, **at_hand), seed=0)
 
     def prepare(self, clips: int, repeats: int) -> None:
-        """Makes all before any clock runs."""
+        """Builds all decoders before anything is timed."""
         for clip in range(clips):
             for repeat in range(repeats):
                 self.at(clip, repeat)
 
     def at(self, clip: int, repeat: int) -> mm.Decoder:
-        """That of a clip in a repeat."""
+        """The decoder for a clip in a repeat."""
         key = {"call": (0, 0), "clip": (clip, repeat), "kept": (0, repeat)}[self.way.memory]
         if key not in self.made:
             self.made[key] = self.new()
@@ -234,7 +234,7 @@ class Decoders:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Over all of them, that of the prompt left out."""
+        """Tokens per pass over all decoders, without the token from prefill."""
         stats: list[Stats] = [decoder.stats for decoder in self.made.values()]
         passes = sum(one.rounds for one in stats)
         return sum(one.acceptance_length * one.rounds for one in stats) / max(passes, 1)
@@ -244,9 +244,9 @@ class Graphs:
     """The publisher's int8 graphs, run by onnxruntime with a greedy loop.
 
     Args:
-        folder: That holds `GRAPHS`.
-        threads: Cores it may use.
-        model: Of the same weights, for its sizes and special ids.
+        folder: Folder that holds `GRAPHS`.
+        threads: Threads of onnxruntime.
+        model: Model with the same weights, for its sizes and special ids.
     """
 
     def __init__(self, folder: Path, threads: int, model: Any) -> None:
@@ -383,7 +383,7 @@ def clock(module: torch.nn.Module) -> Iterator[list[float]]:
 
 
 def clocked(subject: Subject, call: Callable[[], Any]) -> SimpleNamespace:
-    """What a call gives, and how long the model's encoder ran in it."""
+    """Result of a call, and seconds of the model's encoder in it."""
     with clock(subject.model.get_encoder()) as spent:
         result = call()
     return SimpleNamespace(result=result, encoder_s=sum(spent))

@@ -1,4 +1,4 @@
-"""Recordings of any length, made of the real clips: who spoke when is known.
+"""Recordings of any length, joined from the real clips, with known texts and times.
 
     from recordings import joined
     minute = joined(60)
@@ -25,9 +25,9 @@ class Part(NamedTuple):
     """A clip in a recording.
 
     Attributes:
-        name: Of the clip.
-        text: What is said in it.
-        start_s, end_s: Where it is.
+        name: Name of the clip.
+        text: Reference text of the clip.
+        start_s, end_s: Start and end in the recording, in seconds.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Joined:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Length in seconds."""
         return len(self.samples) / RATE
 
     @property
     def text(self) -> str:
-        """What is said in all of it."""
+        """Reference text of the recording."""
         return " ".join(part.text for part in self.parts)
 
 
@@ -63,9 +63,9 @@ def joined(seconds: float, clips: Sequence[RealClip] | None = None, seed: int = 
     """A recording of at least so many seconds; it ends with the clip and pause that fill it.
 
     Args:
-        seconds: How long.
-        clips: What it is made of; ``None``: those that ship, and those next to a checkout.
-        seed: Of orders and pauses.
+        seconds: Least length.
+        clips: Clips to join; ``None``: those that ship, and those next to a checkout.
+        seed: Seed of orders and pauses.
     """
     rng = random.Random(f"joined/{seed}")
     clips = all_clips() if clips is None else clips

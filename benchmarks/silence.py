@@ -1,4 +1,4 @@
-"""Speech for ``mmdecode evaluate silence``: sentences and voices zoo:whisper-synth never learned.
+"""Speech sets for ``mmdecode evaluate silence``: sentences and voices that the model has not seen.
 
     python benchmarks/silence.py outputs/silence        # needs espeak-ng, about a minute
 

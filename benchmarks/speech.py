@@ -1,4 +1,4 @@
-"""What the benchmarks of speech share: the shipped clips, and our loop after Whisper's encoder."""
+"""Shared by the speech benchmarks: the shipped clips, and our loop after Whisper's encoder."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def clips(extractor, limit=None):
     """Test clips that fit one window, as ``(clip, variant)``; after them their noisy variants.
 
     Args:
-        extractor: The model's.
-        limit: How many; ``None``: the clean ones.
+        extractor: The model's feature extractor.
+        limit: Number of clips; ``None``: the clean ones.
     """
     from mmdecode.zoo.speech import speech_test
 
@@ -53,8 +53,8 @@ def engine(model, decoder, timestamps, temperature=0.0, **options):
 
     Args:
         model: A Whisper.
-        decoder: What decodes.
-        timestamps: Whether times are predicted.
+        decoder: The decoder.
+        timestamps: Whether timestamps are predicted.
         temperature: 0 is greedy.
         **options: Further entries of the generation configuration; where these ask for an output
             object, it is returned whole.

@@ -1,4 +1,4 @@
-"""What a decoding step costs against what it must cost: shapes of large models, random weights.
+"""Time of a decoding step against its memory-bandwidth floor: large shapes, random weights.
 
     python benchmarks/step_speed.py                     # CUDA, bfloat16, about 8 minutes
     python benchmarks/step_speed.py --device cpu --dtype float32 --scale small --compile
@@ -137,7 +137,7 @@ class Oracle(Drafter):
 
 
 class KnownSession(DraftSession):
-    """Reads off what each row generates."""
+    """Session that proposes the known continuation of each row."""
 
     def __init__(self, call, rows: torch.Tensor, steps: torch.Tensor) -> None:
         super().__init__(call)

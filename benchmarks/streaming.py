@@ -1,4 +1,4 @@
-"""Streams on the shipped Whisper: words, lag, which provisional words change, and what it costs.
+"""Streaming with the shipped Whisper: word errors, latency, changed provisional words, and time.
 
     python benchmarks/streaming.py --page docs/streaming.md       # CPU, about 5 minutes
 
@@ -35,11 +35,11 @@ WAYS = [
     ("hold:n=3", 1.0, "medusa"),
     ("hold:n=6", 1.0, "medusa"),
 ]
-"""Policy, step and draft."""
+"""Policy, step in seconds, and drafter of each way."""
 
 
 def streamed(stream: Stream, wave: np.ndarray, words: int) -> tuple[str, StreamReport]:
-    """Text and numbers of one recording of so many words."""
+    """Text and latency of one recording with a given number of reference words."""
     meter, text = StreamMeter(), ""
     size = RATE // 10
     for at in range(0, len(wave), size):
@@ -52,14 +52,14 @@ def streamed(stream: Stream, wave: np.ndarray, words: int) -> tuple[str, StreamR
 
 
 def mean(values: list[float | None]) -> float:
-    """Of those that are known."""
+    """Mean of the known values."""
     return round(float(np.mean([value for value in values if value is not None])), 3)
 
 
 def measure(
     transcriber: Transcriber, policy: str, step: float, waves: list[np.ndarray], texts: list[str]
 ) -> dict[str, Any]:
-    """One way on some recordings."""
+    """Measures one way on some recordings."""
     began = time.perf_counter()
     found = [
         streamed(Stream(transcriber, policy, step), wave, len(text.split()))
@@ -82,7 +82,7 @@ def measure(
 
 
 def tables(result: dict[str, Any], name: str) -> str:
-    """What the page shows of a result file called ``name``."""
+    """Tables of the page, from the result file called ``name``."""
     facts = result["machine"]
     parts = [
         f"Written by `{facts['command']}` from `benchmarks/results/{name}`: {facts['model']}, "

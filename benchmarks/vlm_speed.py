@@ -3,7 +3,7 @@
     python benchmarks/vlm_speed.py --page docs/vlm_speed.md     # CPU, about 20 minutes
     python benchmarks/vlm_speed.py --draft "mine=eagle:path=my-drafter" --only mine
 
-Detailed descriptions of scenes that neither model nor drafters were trained on, greedy and drawn,
+Detailed descriptions of scenes that neither model nor drafters were trained on, greedy and sampled,
 in batches of 1, 4 and 16, with and without the guidance of VCD. What is measured and how is in
 `mmdecode.evaluation.speed.draft_speed`; ``mmdecode bench vlm`` does the same on a model of one's
 own. Settings of the drafts were fixed before, on other scenes.
@@ -59,7 +59,7 @@ DRAFTS = {
     "eagle, OPT-Tree": f"eagle:path={MODEL}-eagle,depth=8,top_k=12,nodes=16,min_expected_gain=0.1",
     "adaptive eagle": f"adaptive:draft=eagle:path={MODEL}-eagle",
 }
-"""What is measured, by name; ``None`` is made here."""
+"""Drafters by name; ``None``: built by the script."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Case:
     Attributes:
         batch: Questions at once.
         temperature: 0 is greedy.
-        guide: The distribution's; ``None``: the model's own.
+        guide: Guide of the decoding; ``None``: no guide.
     """
 
     batch: int
@@ -78,7 +78,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """For people."""
+        """The setting as a heading."""
         how = "greedy" if not self.temperature else f"temperature {self.temperature:g}"
         return f"batch {self.batch}, {how}" + (f", guide `{self.guide}`" if self.guide else "")
 
@@ -97,7 +97,7 @@ CASES = (
 def drafts_of(
     wanted: Mapping[str, str | None], answerer: Answerer, model: str = MODEL
 ) -> dict[str, Any]:
-    """By name; those whose model is not there are left out and told."""
+    """Drafters by name; those without a model at hand are reported and left out."""
     found: dict[str, Any] = {}
     for name, spec in wanted.items():
         if spec is None:
@@ -214,7 +214,7 @@ HEAD = (
 
 
 def shown(row: Speed) -> Sequence[str]:
-    """A row of the page."""
+    """Cells of a row of the page."""
     number = "" if row.tokens_per_pass is None else f"{row.tokens_per_pass:.2f}"
     value, low, high = row.decode
     return [
@@ -232,7 +232,7 @@ def shown(row: Speed) -> Sequence[str]:
 
 
 def main() -> None:
-    """Runs it."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--device", default="cpu")

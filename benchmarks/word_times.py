@@ -1,10 +1,10 @@
-"""How far word times are from the truth: joined single words, whose times are known.
+"""Errors of word timestamps on joined single words, whose times are known.
 
     python benchmarks/word_times.py                    the shipped test set
     python benchmarks/word_times.py --speak 120        more of its kind; needs espeak-ng
 
-The words are given, not recognised: zoo:whisper-synth, which only ever heard whole sentences, does
-not understand joined words, and alignment is what is measured. Prints one JSON object.
+The words are given, not recognised: zoo:whisper-synth, trained on whole sentences only, does not
+recognise joined words, and alignment is what is measured. Prints one JSON object.
 """
 
 import argparse

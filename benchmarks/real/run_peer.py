@@ -3,7 +3,7 @@
     python benchmarks/real/run_peer.py faster-whisper --model large-v3 \
         --data data/librispeech-clean/manifest.jsonl --report faster-whisper.jsonl
 
-One line per recording, as it ends: its id, what was heard, its length, and the seconds it took. A
+One line per recording, when it is done: its id, text and length, and the seconds it took. A
 batch's seconds are divided among its recordings, as the Open ASR leaderboard does; files are read
 and resampled beforehand, as by ``mmdecode evaluate wer``. The first recordings are transcribed once
 before the clock runs. All packages decode greedily unless ``--beam-size`` is given, and without
@@ -39,7 +39,7 @@ def gates(fallback: bool, logprob: str) -> dict[str, Any]:
 
     Args:
         fallback: Whether the package's own thresholds hold.
-        logprob: What it calls that of the log-probability.
+        logprob: The package's name of the log-probability threshold.
     """
     if fallback:
         return {"temperature": TEMPERATURES}
@@ -145,7 +145,7 @@ def transformers(arguments: argparse.Namespace) -> Transcribe:
 
 
 def read(entries: list[Entry]) -> list[np.ndarray]:
-    """All samples of recordings, or of the parts that are meant, each ``(N,)``."""
+    """Samples of recordings, or of the given parts of them, each ``(N,)``."""
     return [np.concatenate([*blocks(opened(entry), RATE)]) for entry in entries]
 
 

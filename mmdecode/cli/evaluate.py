@@ -52,7 +52,7 @@ def wer(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Recordings and what is said in them: .jsonl, .json, .csv, .tsv or .trn, or "
+            help="Recordings with reference texts: .jsonl, .json, .csv, .tsv or .trn, or "
             "zoo:NAME. With --model the default is zoo:real-clips, and zoo:speech-test for a "
             "model of the zoo."
         ),
@@ -64,8 +64,8 @@ def wer(
     draft: Annotated[
         list[str] | None,
         typer.Option(
-            help="Who drafts, as name or name:key=value,...; each is a mode beside the undrafted "
-            "one. Repeat it for more."
+            help="A drafter, as name or name:key=value,...; each is a mode compared with the "
+            "undrafted one. Repeat it for more."
         ),
     ] = None,
     hypotheses: Annotated[
@@ -99,10 +99,10 @@ def wer(
     ] = None,
     group: Annotated[
         str | None,
-        typer.Option(help="Column that the bootstrap draws by; default: the speaker, if known."),
+        typer.Option(help="Manifest column to resample by; default: the speaker, if known."),
     ] = None,
     margin: Annotated[
-        float, typer.Option(min=0, help="Loss in WER, in points, that would still do.")
+        float, typer.Option(min=0, help="Tolerated loss (non-inferiority margin), in WER points.")
     ] = 0.1,
     points: Annotated[
         str | None,
@@ -148,12 +148,14 @@ def wer(
     timestamps: Timestamps = True,
     fallback: Annotated[
         bool,
-        typer.Option("--fallback/--no-fallback", help="Redo doubtful windows, as Whisper does."),
+        typer.Option(
+            "--fallback/--no-fallback", help="Redo low-confidence windows, as Whisper does."
+        ),
     ] = False,
     max_new_tokens: MaxNewTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    seed: Annotated[int, typer.Option(help="Of every bootstrap and of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of every bootstrap and of sampling.")] = 0,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many recordings; a smoke test.")
     ] = None,

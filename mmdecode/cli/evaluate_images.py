@@ -1,4 +1,4 @@
-"""``mmdecode evaluate images``: modes of drawing images, their distribution, cost and pictures."""
+"""``mmdecode evaluate images``: compares ways to sample images by distribution, cost and pixels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 AUTO, NOTHING = "auto", "none"
 SHOWN = 5  # failures listed one by one
-MIN_REAL, MAX_REAL = 400, 4000  # pictures next to the samples
+MIN_REAL, MAX_REAL = 400, 4000  # reference images
 
 
 def images(
@@ -39,7 +39,7 @@ def images(
         str,
         typer.Option(
             help="ar (or plain), exact, fast and relaxed, with commas between; plain decoding "
-            "always stands beside, twice: under --seed, and under another one."
+            "is always included, twice: with --seed, and with another seed."
         ),
     ] = "exact,fast,relaxed",
     also: Annotated[
@@ -55,38 +55,45 @@ def images(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Of models that draw of prompts: a file with one in each line."),
+        typer.Option(help="For text-to-image models: a file with one prompt per line."),
     ] = None,
     guidance: Annotated[
-        float | None, typer.Option(help="s of u + s (c - u), 1 is none; default: the model's.")
+        float | None,
+        typer.Option(help="Guidance scale s of u + s (c - u); 1: off; default: the model's."),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Default: the model's.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="0 is off; default: the model's.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="1 is off; default: the model's.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; default: the model's.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Top-k filter; 0: off; default: the model's.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Top-p filter; 1: off; default: the model's.")
+    ] = None,
     classifier: Annotated[
         str,
         typer.Option(
-            help="Judges the pictures: a folder as timm writes it, zoo:NAME, none, or auto: "
+            help="Classifier of the images: a folder as timm writes it, zoo:NAME, none, or auto: "
             "zoo:scene-classifier for the zoo's scenes."
         ),
     ] = AUTO,
     real: Annotated[
         str,
         typer.Option(
-            help="Pictures that the model was not trained on: a folder, scenes, none, or auto: "
+            help="Images that the model was not trained on: a folder, scenes, none, or auto: "
             "scenes for the zoo's scenes."
         ),
     ] = AUTO,
     training: Annotated[
         Path | None,
-        typer.Option(help="Folder of pictures that it was trained on, to tell copies."),
+        typer.Option(help="Folder of its training images, to detect memorised samples."),
     ] = None,
     margin: Annotated[
         float,
-        typer.Option(min=0, help="Relative difference of likelihood that is none, in percent."),
+        typer.Option(min=0, help="Equivalence margin of the likelihood, in percent."),
     ] = 1.0,
     permutations: Annotated[
-        int, typer.Option(min=99, help="Of images, in each test of two samples.")
+        int, typer.Option(min=99, help="Permutations of images in each two-sample test.")
     ] = 999,
     resamples: Annotated[int, typer.Option(min=20, help="Draws of each bootstrap.")] = 200,
     batch_size: Annotated[int, typer.Option(min=1, help="Images drawn at once.")] = 16,
@@ -100,14 +107,15 @@ def images(
     overwrite: Overwrite = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    seed: Annotated[int, typer.Option(help="Of the images and of all draws in tests.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the images and of all resampling.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Whether faster ways to draw keep the distribution of images: cost, likelihood, tests.
+    """Test whether faster sampling keeps the distribution of images: cost, likelihood, tests.
 
-    Every mode draws the same conditions. Rows go to --out as they come (images.jsonl); a run
-    that was interrupted continues with --resume at the next image. The page shows a sheet of images
-    of each mode. An image that fails is left out of the scores and makes the exit code 1.
+    All modes have the same conditions (classes or prompts). Rows go to --out as they come
+    (images.jsonl); a run that was interrupted continues with --resume at the next image. The page
+    shows a sheet of images of each mode. An image that fails is left out of the scores and makes
+    the exit code 1.
 
     For example:
 

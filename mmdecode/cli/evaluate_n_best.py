@@ -1,4 +1,4 @@
-"""``mmdecode evaluate nbest``: what choosing and correcting makes of N-best lists."""
+"""``mmdecode evaluate nbest``: selection and correction of N-best lists, next to the oracles."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def nbest(
     ] = None,
     references: Annotated[
         Path | None,
-        typer.Option(help="A manifest with what was said, for lists that do not say it."),
+        typer.Option(help="A manifest with reference texts, for lists without references."),
     ] = None,
     normalizer: Annotated[
         str,
@@ -49,7 +49,7 @@ def nbest(
         list[str] | None,
         typer.Option(
             help="Names with commas between: mbr, mbr+scores, table, lm:MODEL, lm-total:MODEL, "
-            "lm+scores:MODEL. The first hypotheses (1best) always stand beside. Repeat it for more."
+            "lm+scores:MODEL. The first hypotheses (1best) are always included. Repeat it for more."
         ),
     ] = None,
     corrector: Annotated[
@@ -62,14 +62,12 @@ def nbest(
     train_share: Annotated[
         float,
         typer.Option(
-            min=0, max=1, help="Share of the lists that a corrector was trained on; no test."
+            min=0, max=1, help="Share of the lists that a corrector was trained on; not tested on."
         ),
     ] = 0.0,
     dev_share: Annotated[
         float,
-        typer.Option(
-            min=0, max=1, help="Share of the lists, behind these, to fix thresholds on; no test."
-        ),
+        typer.Option(min=0, max=1, help="Share of the lists to fit thresholds on; not tested on."),
     ] = 0.5,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many lists; a smoke test.")
@@ -86,15 +84,15 @@ def nbest(
     batch_size: Annotated[int, typer.Option(min=1, help="Lists or texts at once.")] = 16,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    seed: Annotated[int, typer.Option(help="Of every bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of every bootstrap.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Word errors of choosing and correcting, next to the oracles of the lists.
+    """Word errors of selection and correction of N-best lists, next to the oracles.
 
     o_nb takes the best hypothesis of each list, o_cp the best text made of a list's words. Lists
-    are cut into parts by their ids: thresholds, weights and the table of spellings are fixed on the
-    development part, and the rest is reported. Model outputs go to --out as it
-    comes (rows.jsonl).
+    are split into parts by their ids: thresholds, weights and the table of spellings are fitted on
+    the development part; results are reported on the rest. Model outputs go to --out as they come
+    (rows.jsonl).
 
     For example:
 

@@ -1,4 +1,4 @@
-"""``mmdecode evaluate silence``: words made up where nobody speaks, and what their cure costs."""
+"""``mmdecode evaluate silence``: hallucinations on non-speech, and word errors on speech."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def silence(
         ),
     ] = None,
     draft: Annotated[
-        str | None, typer.Option(help="Who drafts in every mode; the texts stay what they are.")
+        str | None, typer.Option(help="A drafter for every mode; it does not change the texts.")
     ] = None,
     speech: Annotated[
         list[str] | None,
         typer.Option(
-            help="On what word errors are measured: a manifest with texts, zoo (shipped clips, "
+            help="Speech to measure word errors on: a manifest with texts, zoo (shipped clips, "
             "clean and noisy), or none; default: zoo. Repeat it for more sets."
         ),
     ] = None,
     recordings: Annotated[
         Path | None,
-        typer.Option(help="Manifest of your own recordings without speech, beside those made."),
+        typer.Option(help="Manifest of your own non-speech recordings, added to synthetic ones."),
     ] = None,
-    clips: Annotated[int, typer.Option(min=2, help="Of each kind and level of non-speech.")] = 12,
-    seconds: Annotated[float, typer.Option(min=1, help="Of each such clip.")] = 20.0,
+    clips: Annotated[int, typer.Option(min=2, help="Clips of each kind and level.")] = 12,
+    seconds: Annotated[float, typer.Option(min=1, help="Length of each clip, in seconds.")] = 20.0,
     part: Annotated[
         Literal["development", "test"],
-        typer.Option(help="Which sounds are made: development to tune on, test to report."),
+        typer.Option(help="Set of synthetic sounds: development to tune on, test to report."),
     ] = "test",
     out_dir: Annotated[
         Path | None, typer.Option("--out", help="Folder for samples, tables and page.")
@@ -70,23 +70,23 @@ def silence(
     max_new_tokens: MaxNewTokens = None,
     padding: Annotated[
         Literal["silence", "zeros", "auto"],
-        typer.Option(help="What fills the last window; silence, as openai/whisper does it."),
+        typer.Option(help="Padding of the last window; silence is that of openai/whisper."),
     ] = "silence",
     resamples: Annotated[int, typer.Option(min=1, help="Draws of each bootstrap.")] = 10_000,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    seed: Annotated[int, typer.Option(help="Of every bootstrap and of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of every bootstrap and of sampling.")] = 0,
     limit: Annotated[
         int | None,
         typer.Option(min=1, help="Only so many recordings of each kind; a smoke test."),
     ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Words per minute of non-speech, loops, and word errors on speech, of ways to decode.
+    """Hallucinated words per minute of non-speech, repetition, and word errors on speech.
 
     The modes: plain Whisper decoding; thresholds (Whisper's gates and temperatures); loop guard
-    (loops are cut after their first round); and each --guide. Silence, white, pink and babble noise
-    and music are made here. Texts go to --out as they come (samples.jsonl); a run that was
+    (repetition is cut after its first round); and each --guide. Silence, white, pink and babble
+    noise and music are synthesised. Texts go to --out as they come (samples.jsonl); a run that was
     interrupted continues with --resume. A recording that fails makes the exit code 1.
 
     For example:

@@ -49,43 +49,43 @@ Guides = Annotated[
     typer.Option(
         "--guide",
         help="A guide, as name or name:key=value,...; 'mmdecode methods guide' lists "
-        "them. The plain model ('none') always stands beside. Repeat it for more.",
+        "them. The plain model ('none') is always included. Repeat it for more.",
     ),
 ]
 Images = Annotated[Path | None, typer.Option(help="Folder of the images.")]
 Part = Annotated[
-    str, typer.Option(help="Of the zoo's sets: development to tune on, test to report.")
+    str, typer.Option(help="Part of the zoo's sets: development to tune on, test to report.")
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="Repeats of each sampled mode.")]
 Sample = Annotated[
     bool | None,
     typer.Option(
         "--sample/--greedy",
-        help="Draw tokens, or take the most likely; default: both, each against its own baseline.",
+        help="Sample, or decode greedily; default: both, each against its own baseline.",
     ),
 ]
 Controls = Annotated[
     bool,
     typer.Option(
         "--controls/--no-controls",
-        help="Run beside the methods what a gain has to beat: greedy and, with sampled methods, "
+        help="Also run the controls that a gain has to beat: greedy and, with sampled methods, "
         "sampled plain decoding, the plausibility cut alone and a matched temperature; for yes/no "
         "questions an instruction to say yes, the flip of near ties (both sampled with --sample "
         "alone), and a constant shift of the margin.",
     ),
 ]
 Suffix = Annotated[
-    str, typer.Option(help="Put behind each question: none, one-word, short, or a text.")
+    str, typer.Option(help="Text appended to each question: none, one-word, short, or a text.")
 ]
 Parser = Annotated[
     str,
-    typer.Option(help="Rule that reads answers: leading, original, vcd, lmms, vlmevalkit or mme."),
+    typer.Option(help="Rule that parses answers: leading, original, vcd, lmms, vlmevalkit or mme."),
 ]
 Redraw = Annotated[
     bool,
     typer.Option(
         "--redraw/--no-redraw",
-        help="Draw the seeds' answers from one pass over the first token, if no branch is random; "
+        help="Sample the answers of all seeds from one forward pass, if no branch is random; "
         "else decode every seed.",
     ),
 ]
@@ -105,7 +105,7 @@ Rescore = Annotated[
 ]
 Resamples = Annotated[int, typer.Option(min=1, help="Draws of each bootstrap.")]
 Seed = Annotated[
-    int, typer.Option(help="The first of the seeds, of guides that draw, and of every bootstrap.")
+    int, typer.Option(help="First seed of sampling, and seed of guides and of every bootstrap.")
 ]
 
 
@@ -121,7 +121,7 @@ def pope(
         typer.Option(help="random, popular or adversarial; default: all. Repeat it for more."),
     ] = None,
     prefix: Annotated[
-        str, typer.Option(help="What the files' names begin with, where --data is a folder.")
+        str, typer.Option(help="First characters of the files' names, where --data is a folder.")
     ] = "",
     sample: Sample = None,
     seeds: Seeds = 5,
@@ -143,7 +143,7 @@ def pope(
     seed: Seed = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Is there an object in the image? Accuracy, share of yes, and margins, by split.
+    """POPE: is there an object in the image? Accuracy, share of yes, and margins, by split.
 
     --data is 'zoo', a folder with a file per split, or the files themselves (repeat it); questions
     that several splits share are asked once. Rows go to --out as they come (items.jsonl). A
@@ -169,7 +169,7 @@ def chair(
     images: Images = None,
     part: Part = "test",
     prompt: Annotated[
-        str | None, typer.Option(help="The request, in place of the data's own.")
+        str | None, typer.Option(help="The instruction for the model; default: the data's own.")
     ] = None,
     synonyms: Annotated[
         Path | None,
@@ -192,10 +192,10 @@ def chair(
     seed: Seed = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Objects that captions make up: CHAIR with recall and length, and cut to the same length.
+    """CHAIR: hallucinated objects in captions, with recall and length, also at equal length.
 
-    --data is 'zoo', or JSON lines with image (or COCO's image_id) and objects, the names of what is
-    there. A caption that fails counts as empty and makes the exit code 1.
+    --data is 'zoo', or JSON lines with image (or COCO's image_id) and objects, the names of the
+    objects in the image. A caption that fails counts as empty and makes the exit code 1.
 
     For example:
 
@@ -231,7 +231,7 @@ def mme(
     seed: Seed = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Two questions about each image, one for yes and one for no; scores of MME's own tool too.
+    """MME: a yes- and a no-question about each image; with the scores of MME's own tool.
 
     --data is 'zoo', MME's folder (the images may stand in it), or JSON lines with category, image,
     question and answer.
@@ -269,7 +269,7 @@ def amber(
     seed: Seed = 0,
     json: JsonFlag = False,
 ) -> None:
-    """AMBER's questions on existence, attributes and relations, as published and plainly.
+    """AMBER: questions on existence, attributes and relations; with the scores of its own tool.
 
     --data is a folder with query_discriminative.json and annotations.json; the images stand in its
     folder image, or under --images.
@@ -309,7 +309,7 @@ def spatial(
     seed: Seed = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Relations of two objects: single questions, pairs and whole sets; or VSR's statements.
+    """Spatial relations (What's Up): single questions, pairs and sets; or VSR's statements.
 
     --data is 'zoo', What's Up's JSON file, VSR's JSON lines, or JSON lines with image, question,
     options, answer and group; images stand next to the file, or under --images. --parser and
@@ -332,12 +332,12 @@ def published(
     ],
     json: JsonFlag = False,
 ) -> None:
-    """Rows of a published table of POPE that no answers to its questions can have produced.
+    """Check a published table of POPE for rows that no answers can have produced.
 
-    On 1,500 yes- and 1,500 no-questions, accuracy, precision, recall, F1 and the share of yes hang
-    together; and without sampling the three splits have one recall. A row that does not fit comes
-    from other files, is an average (say so in the column averaged), or is a slip. A row that does
-    not fit makes the exit code 1.
+    On 1,500 yes- and 1,500 no-questions, accuracy, precision, recall, F1 and the share of yes
+    depend on one another, and without sampling the three splits have the same recall. A row that
+    does not fit comes from other files, is an average (say so in the column averaged), or is an
+    error; it makes the exit code 1.
 
     For example:
 
@@ -423,7 +423,7 @@ def _evaluate(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Run:
-    """Rows, and what they depend on."""
+    """Rows of a run, with its settings."""
 
     rows: list[Any]
     modes: list[Mode]
@@ -461,7 +461,7 @@ def _run(
     suffix: str = "none",
     redraw: bool = True,
 ) -> _Run:
-    """Decodes what is asked in all modes."""
+    """Decodes the questions in all modes."""
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.vision.data import read_questions
     from mmdecode.evaluation.vision.items import YesNoItem
@@ -636,7 +636,7 @@ def _report(run: _Run, parser: str | None, basis: dict[str, Any]) -> ItemReport[
 
 
 def _show(report: ItemReport[Any], files: list[Path]) -> None:
-    """The verdict, the short table and what it means; where the rest is."""
+    """Prints the verdict, the short table with its explanation, and the path of the full one."""
     for line in report.verdict():
         print_line(line)
     show_tables([report.brief()])
@@ -647,7 +647,7 @@ def _show(report: ItemReport[Any], files: list[Path]) -> None:
 
 
 def _tell(run: _Run, failures: list[Any], files: list[Path]) -> None:
-    """Files, and what is to be known before a number is used."""
+    """Prints files, notes, failures and limits on the use of the numbers."""
     for path in files[:4]:
         print_line(str(path), console, "bold")
     for note in run.settings["notes"]:

@@ -1,4 +1,4 @@
-"""How a number becomes believable: scorers with names, counts and intervals, and `audit`."""
+"""Evaluation: scorers with counts and intervals, speed, reports, and the audit of exactness."""
 
 from __future__ import annotations
 

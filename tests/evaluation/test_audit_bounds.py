@@ -82,7 +82,7 @@ def test_a_row_cut_by_a_limit_is_doubted_until_the_limit_is_given():
     for limit in (5, 40):
         report = judge(row, max_new_tokens=limit, **options)
         assert report.verdict == "inconclusive", report.words
-        assert f"prompt 0 behind {len(row)} tokens" in report.words
+        assert f"prompt 0 after {len(row)} tokens" in report.words
         assert (report.judged[0].cut, report.judged[0].fault) == (True, None)
     report = judge(row, max_new_tokens=len(row), **options)
     assert report.verdict == "passes", report.words

@@ -244,7 +244,7 @@ def test_comparison_of_two_modes():
 
 def test_a_mode_against_itself_is_the_same_and_within_any_margin():
     samples = made()[:40]
-    again = [Sample(**{**s.as_dict(), "mode": "again"}) for s in samples]
+    again = [dataclasses.replace(s, mode="again") for s in samples]
     one, other = WERReport(samples, resamples=100), WERReport(again, resamples=100)
     found = one.compare(other)
     assert (found.same, found.of, found.bootstrap.difference, found.mapsswe.z) == (40, 40, 0, 0)
@@ -252,7 +252,7 @@ def test_a_mode_against_itself_is_the_same_and_within_any_margin():
 
 
 def test_comparisons_are_corrected_for_their_number():
-    third = [Sample(**{**s.as_dict(), "mode": "third"}) for s in made()[:40]]
+    third = [dataclasses.replace(s, mode="third") for s in made()[:40]]
     report = WERReport([*made(), *third], resamples=100)
     alone = report.compare("fast")
     p = alone.mapsswe.p

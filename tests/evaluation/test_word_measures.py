@@ -183,6 +183,16 @@ def test_a_report_scores_what_it_is_asked_to():
     assert "<tag" not in "".join(sample.text for sample in report.samples)
 
 
+def test_keys_of_results_stay_where_fields_have_other_names():
+    report = WERReport(samples(), resamples=20, hallucinations=True, punctuation=True)
+    found = report.summary["modes"]["m"]
+    assert found["heard_words"] == report.counts["m"][:, 1].sum()
+    assert found["made_up"]["empty_heard"] == 1
+    assert {"places", "unplaced", "unplaced_heard"} < set(found["punctuation"])
+    sample = Sample(id="a", mode="m", text="x", pred_text="x", repetitive_windows=2)
+    assert sample.as_dict()["looped"] == 2 and Sample.from_dict(sample.as_dict()) == sample
+
+
 def test_a_report_shows_nothing_that_was_not_asked_for():
     report = WERReport(samples()[1:2], normaliser="none", resamples=20)
     assert not {"pier", "made_up", "punctuation"} & set(report.summary["modes"]["m"])

@@ -8,7 +8,7 @@ within the noise of block scoring, measured on the same model without our engine
 larger one is a fault. A token also passes if it follows from the block's own logits, under the
 processors of the call with the right prefix, and these differ from the plain ones by no more than
 the noise. Without a block's logits, as for tokens from elsewhere, twice the noise is forgiven:
-rounding may have raised the token and lowered the plain choice. Where what is forgiven exceeds the
+rounding may have raised the token and lowered the plain choice. Where the tolerance exceeds the
 10 % quantile of the plain gaps between the best two tokens, a wrong token could hide in it: the
 audit is inconclusive.
 
@@ -61,18 +61,18 @@ Verdict = Literal["passes", "fails", "inconclusive"]
 QUANTILE = 0.1
 """Quantile of the plain gaps between the best two tokens; noise above it decides nothing."""
 SUSPECT = 4.0
-"""A drafted pass whose logits are off by so many times the noise is remarked upon."""
+"""Multiple of the noise beyond which the logits of a drafted pass are reported as suspect."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Where a sequence leaves the plain one.
+    """A position at which a sequence differs from the plain one.
 
     Attributes:
         case: Name of the input.
         position: Position of the first differing token, from 0.
-        token: Generated token; ``None``: it had already ended.
-        plain: Choice of the plain distribution; ``None``: it had already ended.
+        token: Generated token; ``None``: the sequence had already ended.
+        plain: Choice of the plain distribution; ``None``: the plain sequence had already ended.
         gap: Preference of the plain distribution for its choice; infinite where it forbids the
             token.
         explained: Whether rounding explains it.
@@ -117,11 +117,11 @@ class Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """The verdict and what it rests on.
+    """Verdict of an audit, with the numbers that it rests on.
 
     Attributes:
         verdict: ``passes``, ``fails`` or ``inconclusive``.
-        words: The same in a sentence.
+        words: The verdict in a sentence.
         model, draft, guide, rule, dtype, device: The audited parts.
         reference: Reference of the comparison.
         identical: Whether every sequence equals every one it was compared with.
@@ -165,7 +165,7 @@ def audit(
     most_guided: float = 100.0,
     **options: Any,
 ) -> AuditReport:
-    """Judges what a decoder generates, or tokens from elsewhere, by the model's plain distribution.
+    """Tests whether a decoder's tokens, or given ones, follow the model's own distribution.
 
     Args:
         model: A model of transformers, on its device and in its dtype.
@@ -191,7 +191,7 @@ def audit(
     if (decoder is None) == (tokens is None):
         raise OptionError("give a decoder to audit or tokens to judge, one of the two")
     if plain is not None and options:
-        raise OptionError(f"{', '.join(options)} beside plain=...; give Plain the options")
+        raise OptionError(f"{', '.join(options)} next to plain=...; give Plain the options")
     names = [case.name for case in cases]
     if not names or len(set(names)) < len(names):
         raise InputError(f"{len(names)} cases with {len(set(names))} names; expected one name each")
@@ -225,7 +225,7 @@ def audit(
 
 @dataclass
 class _Sheet:
-    """One sequence with the plain distribution along it, and what the drafted pass thought of it.
+    """One sequence with the plain distribution along it, and the logits of the drafted pass.
 
     Attributes:
         case: Its input.
@@ -270,9 +270,7 @@ class _Subject(ABC):
             return replay
         tap = Tap(None)  # to be handed the processors of a sampling call
         self.plain.run(case, tap, sample=True, **options)
-        rows = [
-            tap.target_logits(tokens[:position], raw) for position, raw in enumerate(replay.logits)
-        ]
+        rows = [tap.target_logits(tokens[:i], raw) for i, raw in enumerate(replay.logits)]
         return Replay(tokens, replay.logits, torch.stack(rows), tap.target_logits)
 
 
@@ -386,7 +384,7 @@ class _Drafted(_Subject):
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """A sequence by the numbers that its verdict needs; per token and on the host.
+    """Numbers from which a sequence is judged, per token, on the host.
 
     Attributes:
         case: Name of its input.
@@ -596,7 +594,7 @@ def _words(report: AuditReport) -> str:
     if ended:
         return (
             f"inconclusive: {len(ended)} of {len(report.judged)} sequences end where the model "
-            f"goes on, {ended[0].case} behind {ended[0].tokens} tokens; if a limit cut them there, "
+            f"goes on, {ended[0].case} after {ended[0].tokens} tokens; if a limit cut them there, "
             f"give it as max_new_tokens ({where}; {noise})"
         )
     if report.verdict == "inconclusive":

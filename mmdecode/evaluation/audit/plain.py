@@ -1,6 +1,6 @@
-"""Plain decoding of one model, what it thinks of given tokens, and stand-ins that listen in.
+"""Plain decoding of one model and its distribution along given tokens: reference of the audit.
 
-`mmdecode.evaluation.audit.audit` holds other sequences to what is found here.
+`mmdecode.evaluation.audit.audit` compares other sequences with it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Replay:
 
 
 class Plain:
-    """Plain decoding of one model, and what it thinks of given tokens.
+    """Plain decoding of one model, and its distribution along given tokens.
 
     Sampling options (temperature and so on) are left out of greedy calls.
 
@@ -169,7 +169,7 @@ class Plain:
 
 
 class Tap:
-    """Stands before a decoder and notes what goes in and out; without one, only what goes in.
+    """Wraps a decoder and records its inputs and outputs; without a decoder, the inputs only.
 
     Args:
         decoder: The decoder.
@@ -230,7 +230,7 @@ class _Script(LogitsProcessor):
 
 
 class Enough(StoppingCriteria):
-    """Ends a loop after so many new tokens, without being an option that processors read."""
+    """Stopping criterion: a number of new tokens, not set as an option that processors read."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -245,7 +245,7 @@ class Enough(StoppingCriteria):
 
 
 class Play(AcceptanceRule):
-    """A rule that keeps the given tokens, whatever the target says."""
+    """Acceptance rule that keeps the given tokens, whatever the target distribution is."""
 
     guarantee = "lossy"
     kinds: tuple[Kind, ...] = ("deterministic",)
@@ -278,7 +278,7 @@ class Blocks(Drafter):
 
 
 class BlocksSession(DraftSession):
-    """How far the row is in the given tokens."""
+    """Session that proposes the given tokens from the row's current position on."""
 
     def __init__(self, call: Call, tokens: Sequence[int]) -> None:
         super().__init__(call)
@@ -323,12 +323,12 @@ def one_row(rows: Tensor) -> None:
 
 
 def furthest(left: Tensor, right: Tensor) -> float:
-    """Largest difference of entries that both allow."""
+    """Largest absolute difference over the entries that are finite in both."""
     rows = min(len(left), len(right))
     return float(away(left[:rows], right[:rows]).max()) if rows else 0.0
 
 
 def away(left: Tensor, right: Tensor) -> Tensor:
-    """The same, row by row: ``(T, V)`` to ``(T,)``."""
+    """`furthest` of each row: ``(T, V)`` to ``(T,)``."""
     both = left.isfinite() & right.isfinite()
     return torch.where(both, (left - right).abs(), 0.0).amax(-1)

@@ -1,4 +1,4 @@
-"""Classifier features of images, distances between samples, and the check against memorising.
+"""Classifier features of images, distances between samples, and the check against memorisation.
 
 A distance of features is never called FID here: it depends on the classifier, and compares with
 nothing but other distances by the same one at the same number of images.
@@ -9,7 +9,8 @@ arXiv:1801.01401 (unbiased kernel distance).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -145,6 +146,11 @@ class Classes:
     diversity: float
     mean_entropy: float
 
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as a JSON object, in which the mean entropy has the key ``doubt``."""
+        found = asdict(self)
+        return found | {"doubt": found.pop("mean_entropy")}
+
 
 def judged(probabilities: np.ndarray, wanted: np.ndarray) -> Classes:
     """Class accuracy and entropies.
@@ -162,13 +168,13 @@ def judged(probabilities: np.ndarray, wanted: np.ndarray) -> Classes:
 
 
 def _entropy(probabilities: np.ndarray) -> np.ndarray:
-    """In bits."""
+    """Entropy of each distribution, in bits."""
     return -(probabilities * np.log2(np.maximum(probabilities, 1e-30))).sum(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """How near samples come to the training images, next to held-out images.
+    """Distance of samples to the nearest training image, next to that of held-out images.
 
     Attributes:
         samples, held_out: Median distance to the nearest training image.

@@ -1,4 +1,4 @@
-"""Pictures that are no samples, for distances and for the check against memorising.
+"""Reference images for distances and for the check against memorisation.
 
 References of the zoo's scenes are rendered; others are read from folders. The generated images
 came through the model's image tokenizer, so they go through it too.
@@ -21,7 +21,7 @@ from mmdecode.models.image_classifier import Classifier
 
 SCENES = "scenes"
 UNSEEN = 2**35
-"""Scenes from this seed on are nobody's training data, and look like them."""
+"""Seeds from here on render scenes that no model was trained on."""
 BATCH = 64
 
 
@@ -32,18 +32,18 @@ def truth_of(
     training: Path | None = None,
     count: int = 1000,
 ) -> Truth:
-    """Pictures next to the samples of a model.
+    """Reference images to compare samples of a model with.
 
     Args:
-        model: Its tokenizer reads the pictures.
+        model: Model whose tokenizer encodes the images.
         classifier: Classifier that judges them.
-        real: `SCENES`, or a folder of pictures that the model was not trained on.
+        real: `SCENES`, or a folder of images that the model was not trained on.
         training: Folder of those that it was trained on; of scenes they are known.
-        count: Real pictures at most.
+        count: Largest number of reference images.
 
     Raises:
-        InputError: A folder holds no pictures, or too few.
-        IncompatibleError: The model's tokenizer reads no pictures.
+        InputError: A folder holds no images, or too few.
+        IncompatibleError: The model's tokenizer does not encode images.
     """
     side = _side(model)
     classes, trained = None, None
@@ -88,7 +88,7 @@ def seeds_of_training() -> range:
 
 
 def _scenes(seeds: range, side: tuple[int, int]) -> Iterator[Tensor]:
-    """Rendered, batches ``(B, 3, H, W)`` from 0 to 1."""
+    """Renders scenes; batches ``(B, 3, H, W)`` from 0 to 1."""
     from mmdecode.zoo.scene_images import pictures
     from mmdecode.zoo.scenes import SIDE
 
@@ -105,7 +105,7 @@ def _scenes(seeds: range, side: tuple[int, int]) -> Iterator[Tensor]:
 
 
 def _folder(folder: Path, side: tuple[int, int], count: int | None) -> Iterator[Tensor]:
-    """Read, cropped to the middle and resized, batches ``(B, 3, H, W)`` from 0 to 1."""
+    """Images of a folder, center-cropped and resized; batches ``(B, 3, H, W)`` from 0 to 1."""
     from PIL import Image, ImageOps
 
     from mmdecode.runs.files import find_files

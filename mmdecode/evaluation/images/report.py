@@ -1,4 +1,4 @@
-"""`ImageReport`: modes of drawing images, their distribution, their cost and their pictures."""
+"""`ImageReport`: ways to sample images, compared by distribution, cost and pixels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.evaluation.images.features import (
-    Classes,
     floor,
     frechet,
     judged,
@@ -70,14 +69,14 @@ TESTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Truth:
-    """Pictures that are no samples.
+    """Features of reference images (not generated).
 
     Attributes:
-        unseen: Features of pictures the model was not trained on, ``(m, d)``.
-        decoded: The same pictures after the image tokenizer.
+        unseen: Features of images that the model was not trained on, ``(m, d)``.
+        decoded: Features of the same images after the image tokenizer.
         held_out: The same as `small` points, ``(m, k)``.
-        training: Training pictures as points, ``(t, k)``; ``None``: not at hand.
-        classes: Classes of the unseen pictures, ``(m,)``; ``None``: not known.
+        training: Training images as points, ``(t, k)``; ``None``: not at hand.
+        classes: Classes of the unseen images, ``(m,)``; ``None``: not known.
     """
 
     unseen: Judged
@@ -120,10 +119,10 @@ def measured(
     classifier: Classifier | None = None,
     batch: int = 16,
 ) -> dict[str, Measured]:
-    """Reads the images of all modes again, and looks at their pixels.
+    """Scores the images of all modes: likelihood of their codes, classifier output, pixels.
 
     Args:
-        model: Model that drew the images.
+        model: Model that generated the images.
         recorder: Recorder of the run.
         rows: Its rows.
         classifier: Judges the decoded images; ``None``: only codes are measured.
@@ -170,7 +169,7 @@ def pixels_of(model: RasterModel, codes: Tensor, batch: int = 16) -> Tensor | No
 
 
 def small(pixels: Tensor) -> np.ndarray:
-    """Pictures ``(n, 3, H, W)`` as points for distances between them, ``(n, k)``."""
+    """Images ``(n, 3, H, W)``, reduced to points for distances between them, ``(n, k)``."""
     reduced = torch.nn.functional.interpolate(pixels, (TINY, TINY), mode="area")
     return reduced.flatten(1).numpy()
 
@@ -181,7 +180,7 @@ def to_bytes(pixels: Tensor) -> np.ndarray:
 
 
 class ImageReport:
-    """Scores of modes that drew images of one model.
+    """Scores of ways to sample images of one model.
 
     Args:
         found: Measurements by mode, see `measured`; plain decoding first.
@@ -190,7 +189,7 @@ class ImageReport:
         failed: Images of each mode that failed.
         classes: For each condition the class by which the classifier knows it; ``None``: it knows
             none.
-        truth: Pictures that are no samples; ``None``: there are none.
+        truth: Reference images; ``None``: there are none.
         conditions: Conditions of the numbers.
         margin: Margin of `equivalence`.
         permutations: Permutations of `two_sample`.
@@ -234,7 +233,7 @@ class ImageReport:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Every number and what it depends on."""
+        """All numbers and settings of the report."""
         raw = {name: self._p_values(name) for name in self.found}
         asked = [(name, test) for name in raw for test in raw[name]]
         corrected = holm([raw[name][test] for name, test in asked])
@@ -287,7 +286,7 @@ class ImageReport:
         return found
 
     def _same(self, one: Measured) -> float:
-        """Share of images that came out as the plain one of that condition and ordinal."""
+        """Share of images equal to the plain one of the same condition and ordinal."""
         plain = self.found[PLAIN]
         known = {
             (row.condition, row.ordinal): codes
@@ -331,7 +330,7 @@ class ImageReport:
         found: dict[str, Any] = {}
         if self.classes is not None:
             wanted = np.array([self.classes[condition] for condition in one.conditions])
-            found |= _class_scores(judged(one.judged.probabilities, wanted))
+            found |= judged(one.judged.probabilities, wanted).as_dict()
         options = {"resamples": self.resamples, "seed": self.seed}
         features = one.judged.features
         if name != PLAIN:
@@ -352,12 +351,12 @@ class ImageReport:
 
     @cached_property
     def _held_out(self) -> np.ndarray:
-        """Distances of held-out pictures to their nearest training picture."""
+        """Distances of held-out images to their nearest training image."""
         assert self.truth is not None and self.truth.training is not None
         return nearest(self.truth.held_out, self.truth.training)
 
     def _real(self) -> dict[str, Any] | None:
-        """Classifier results for pictures that are no samples, and the floor of distances."""
+        """Classifier results for the reference images, and the floor of distances."""
         if self.truth is None:
             return None
         features = self.truth.decoded.features
@@ -371,11 +370,11 @@ class ImageReport:
             ),
         }
         if self.truth.classes is not None:
-            found |= _class_scores(judged(self.truth.decoded.probabilities, self.truth.classes))
+            found |= judged(self.truth.decoded.probabilities, self.truth.classes).as_dict()
         return found
 
     def tables(self) -> list[Rows]:
-        """Cost and likelihood, tests of the distribution, and pictures where they were judged."""
+        """Tables: cost and likelihood, tests of the distribution, and classifier results."""
         modes = self.summary["modes"]
         tables: list[Rows] = [
             without_empty([_distribution_row(name, mode) for name, mode in modes.items()]),
@@ -422,7 +421,7 @@ class ImageReport:
 
     @cached_property
     def sheets(self) -> dict[str, bytes]:
-        """Images of each mode side by side, the same conditions in the same places, as PNG."""
+        """Images of each mode side by side, with the same conditions in the same order, as PNG."""
         shown = {name: one.shown for name, one in self.found.items() if one.shown is not None}
         return {name: sheet(images, name) for name, images in shown.items()}
 
@@ -511,12 +510,6 @@ def _test_row(name: str, mode: Mapping[str, Any]) -> dict[str, str]:
     found = {test: mode["tests"].get(test, {}).get("p_holm") for test in TESTS}
     cells = {test: "" if p is None else f"{p:.2g}" for test, p in found.items()}
     return {"mode": name, **cells, "verdict": verdict(mode)}
-
-
-def _class_scores(found: Classes) -> dict[str, Any]:
-    """Classifier results by key of the summary, where the mean entropy is ``doubt``."""
-    scores = dataclasses.asdict(found)
-    return scores | {"doubt": scores.pop("mean_entropy")}
 
 
 def _pixel_row(name: str, found: Mapping[str, Any]) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""Draws images in several modes of one model, in turns, and reads them again token by token.
+"""Samples images in several modes of one model, in turns, and computes their logits.
 
 Modes take turns batch by batch, A B B A, so that a machine that slows down slows all of them. The
-images of all modes are drawn of the same conditions under the same seed, but for a second plain run
-under another: what that differs by is what two samples of one distribution differ by.
+images of all modes have the same conditions and the same seed, except for a second plain run with
+another seed: it shows by how much two samples of one distribution differ.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from mmdecode.runs.journal import Journal
 
 ROWS = "images.jsonl"
 PLAIN, AGAIN = "plain", "plain again"
-"""The reference, and the same under another seed."""
+"""The reference, and the same with another seed."""
 ALIASES = {PLAIN: "ar"}
 """Names of `mmdecode.image_ar.modes.MODES` that a mode may also be given by."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """One way of drawing.
+    """One way to sample images.
 
     Attributes:
-        name: In tables and rows.
+        name: Name in tables and rows.
         preset: One of `mmdecode.image_ar.modes.MODES`; ``None``: draft and rule are given.
         draft, accept: Specifications for the registry.
-        shift: Added to the seed.
+        shift: Number added to the seed.
     """
 
     name: str
@@ -84,12 +84,12 @@ class ImageRow:
     Attributes:
         mode: Its name.
         condition: Class or prompt.
-        ordinal: Among the images of that condition, from 0.
-        codes: In raster order; ``None``: it failed.
-        commits: The pass in which each was committed.
+        ordinal: Index among the images of that condition, from 0.
+        codes: Codes in raster order; ``None``: it failed.
+        commits: Index of the pass in which each code was committed.
         passes: Scoring passes after the prompt was read.
         seconds: Time of its batch, shared out evenly.
-        error: Why it failed.
+        error: Why it failed; ``None``: it did not.
     """
 
     mode: str
@@ -102,7 +102,7 @@ class ImageRow:
     error: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Row of the journal."""
+        """The fields as a JSON row."""
         return asdict(self)
 
 
@@ -136,7 +136,7 @@ def _key(row: ImageRow) -> tuple[str, int | str, int]:
 
 
 class Recorder:
-    """Draws images in several modes.
+    """Samples images in several modes.
 
     Args:
         model: A model of image tokens in raster order.
@@ -152,7 +152,7 @@ class Recorder:
         requests: Requests of each mode.
 
     Raises:
-        OptionError: A condition cannot be drawn of.
+        OptionError: The model does not know a condition.
         IncompatibleError: Draft and rule of a mode, or they and the model, do not fit.
     """
 
@@ -246,7 +246,7 @@ class Recorder:
 
 
 def row_of(mode: str, image: GeneratedImage) -> ImageRow:
-    """An image as it is recorded."""
+    """The row of the journal for an image."""
     generated = image.error is None
     return ImageRow(
         mode=mode,
@@ -261,7 +261,7 @@ def row_of(mode: str, image: GeneratedImage) -> ImageRow:
 
 
 def stacked(rows: Sequence[ImageRow], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Codes and passes of the images that were drawn, ``(n, rows, columns)`` each."""
+    """Codes and commit passes of the images that did not fail, ``(n, rows, columns)`` each."""
     generated = [row for row in rows if row.error is None]
     codes = torch.tensor([row.codes for row in generated]).view(-1, *shape)
     return codes, torch.tensor([row.commits for row in generated]).view(-1, *shape)
@@ -281,7 +281,7 @@ def forced_logits(
     """Guided logits of given images, over codes, each after the codes before it.
 
     Args:
-        model: With all that it takes to draw.
+        model: The model.
         conditions: One an image.
         codes: ``(B, rows, columns)``.
         guidance: s of ``u + s (c - u)``.

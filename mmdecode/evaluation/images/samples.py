@@ -1,8 +1,7 @@
-"""Tests whether images follow the distribution they should; they hold for tiny image models.
+"""Tests whether sampled images follow the model's distribution; valid for tiny models too.
 
-A faster way to draw must leave the distribution of images as it is, and images drawn in two ways
-are different images, so distributions are compared and never pictures. Four kinds of evidence, none
-of which is enough alone:
+A faster way to sample must not change the distribution of images. It gives other images, so
+distributions are compared, not images. Four kinds of evidence, none of which is enough alone:
 
 * likelihood of samples under the guided target (`likelihood`,
 `mmdecode.evaluation.stats.image_means`):
@@ -44,7 +43,7 @@ class TokenTest:
 
     Attributes:
         tokens: How many were tested.
-        surprise: Nats per token beyond the entropy of the distributions, 0 on average for draws.
+        surprise: Nats per token beyond the entropy of the distributions; 0 on average for samples.
         p: P-value of ranks and surprise together.
         pairs_p: P-value of pairs of a token with the one before and the one above: the smallest
             p-value of their cells, corrected for their number; ``None``: not asked for.
@@ -63,7 +62,7 @@ class Likelihood:
     Attributes:
         per_image: Negative log-likelihood in nats under the guided distribution with its
             temperature, before top-k and top-p, ``(n,)``.
-        tokens: Tokens of an image that were free.
+        tokens: Number of sampled tokens of an image.
         outside: Share of tokens that top-k or top-p forbid, ``(n,)``.
         all: All tokens against the distribution they are decoded by.
         first: Tokens that were committed first in a pass, where a trace says which; the image's
@@ -95,7 +94,7 @@ def likelihood(
     Args:
         distributions: Teacher-forced logits, see `mmdecode.evaluation.images.runs.forced_logits`.
         codes: Codes in the order of the distributions, ``(n, rows, columns)`` in raster order.
-        sampling: How they were meant to be drawn.
+        sampling: Sampling settings of the images.
         commits: The pass in which each token was committed, of the same shape.
         groups: Group of every code, ``(V,)``, where the logits are, see
             `mmdecode.evaluation.stats.image_tables.code_groups`: asks for pairs too.

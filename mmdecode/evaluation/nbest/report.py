@@ -138,14 +138,12 @@ class NBestReport:
     def _method(self, mode: str) -> dict[str, Any]:
         one, score = self.scored[mode], self._summed(self.scored[mode].counts)
         made = changes(self.parts.test, self.counts, self.texts[mode], one.alignments, self.aligner)
-        kinds = ("substitutions", "deletions", "insertions", "errors")
         return {
             "wer": score.value,
             "wer_low": score.low,
             "wer_high": score.high,
-            "words": score.words,
-            "heard_words": score.hypothesis_words,
-            **{name: getattr(score, name) for name in kinds},
+            **score.counts,
+            "errors": score.errors,
             **dataclasses.asdict(made),
         }
 

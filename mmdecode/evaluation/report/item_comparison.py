@@ -1,7 +1,7 @@
-"""Two modes on the same questions: what changed, how surely, and which answers flipped.
+"""Comparison of two modes on the same questions: differences, intervals and flipped answers.
 
 Differences are second minus first. Where a mode has several seeds, its counts are added up over
-them question by question, and images are drawn with everything that belongs to them.
+them question by question, and images are resampled with all their questions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Difference:
     Attributes:
         value: Second minus first.
         low, high: 95 % interval, by bootstrap over images.
-        p: Two-sided, by the same draws.
+        p: Two-sided p-value from the same bootstrap samples.
     """
 
     value: float
@@ -111,7 +111,7 @@ def differences(
     resamples: int,
     seed: int,
 ) -> dict[str, Difference]:
-    """Differences of rates, with the same images drawn for both.
+    """Differences of rates, by a paired bootstrap over images.
 
     Args:
         first: ``(items, columns)`` counts.

@@ -37,8 +37,8 @@ class ItemReport(abc.ABC, Generic[Some]):
         resamples: Draws of every bootstrap.
         seed: Seed of every bootstrap.
         conditions: Conditions of the answers, by name; kept and shown.
-        against: Names of the modes that a mode is compared with, by its own; the first of them is
-            what its computed controls are made of. ``None``, or a mode that is missing: the
+        against: Names of the modes that each mode is compared with, by the mode's name; computed
+            controls are derived from the first. ``None``, or a mode that is missing: the
             baseline.
         controls: Modes that are controls themselves: no verdict is given on them.
         images: Folder of the images, or a function from an image's name to its bytes, for
@@ -137,7 +137,7 @@ class ItemReport(abc.ABC, Generic[Some]):
 
     @cached_property
     def questions(self) -> list[Some]:
-        """One row for each question, whoever answered it."""
+        """One row for each question, whichever mode answered it."""
         return self.answers(self.modes[0])[0]
 
     @cached_property
@@ -178,7 +178,7 @@ class ItemReport(abc.ABC, Generic[Some]):
     @property
     @abc.abstractmethod
     def summary(self) -> dict[str, Any]:
-        """Every number and what it depends on."""
+        """All numbers and settings of the report."""
 
     @property
     @abc.abstractmethod
@@ -199,14 +199,14 @@ class ItemReport(abc.ABC, Generic[Some]):
 
     @abc.abstractmethod
     def figures(self) -> dict[str, Figure]:
-        """Figures by name, those left out for which nothing is known."""
+        """Figures by name; a figure without data is left out."""
 
     def tables(self) -> list[Rows]:
         """All tables, the main one first."""
         return [self.rows()]
 
     def brief(self) -> Rows:
-        """The table that people read first: a row for each mode, and what matters most."""
+        """Short table: a row for each mode with the main scores."""
         return self.rows()
 
     @abc.abstractmethod
@@ -215,7 +215,7 @@ class ItemReport(abc.ABC, Generic[Some]):
 
     @abc.abstractmethod
     def level(self, mode: str, within: str) -> float:
-        """The number that is compared first, the more the better."""
+        """The number that is compared first; larger is better."""
 
     def rivals(self, mode: str) -> list[tuple[str, str]]:
         """Comparisons by which a gain of a mode is held against controls, first and second."""

@@ -54,7 +54,7 @@ def _judged(
     sets: Sequence[str],
     hardest: str,
 ) -> tuple[bool, str]:
-    """Whether a method helps, and what is to be said of it."""
+    """Whether a method helps, and a sentence on it."""
     baseline = report.against(mode)[0]
     rivals = report.rivals(mode)
     beats = {name: _sign(report, known[baseline, mode, name]) for name in sets}
@@ -86,7 +86,7 @@ def _judged(
 
 
 def _sets(report: ItemReport[Any]) -> list[str]:
-    """Names of the sets where nothing is compared."""
+    """Names of the sets; ``all`` where the report has none."""
     return list(getattr(report, "sets", None) or ["all"])
 
 

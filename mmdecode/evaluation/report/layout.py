@@ -15,7 +15,7 @@ Rows = Sequence[Mapping[str, str]]
 """Each row has the same columns in the same order."""
 
 MADE_BY = f"<!-- made by {MAKER} -->\n"
-"""First line of a file of Markdown, and second of an SVG, that says whose it is."""
+"""Marker of generated files: first line of Markdown, second line of SVG."""
 
 
 def without_empty(rows: Rows) -> list[dict[str, str]]:
@@ -25,7 +25,7 @@ def without_empty(rows: Rows) -> list[dict[str, str]]:
 
 
 def markdown(rows: Rows) -> str:
-    """A table with a line per row."""
+    """Rows as a Markdown table."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
     return "".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines

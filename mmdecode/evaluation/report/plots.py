@@ -93,7 +93,7 @@ def by_duration(
 
 
 def words_per_minute(scores: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Words made up in each kind of non-speech, a bar for each mode with its 95 % interval.
+    """Hallucinated words in each kind of non-speech, a bar for each mode with its 95 % interval.
 
     Args:
         scores: Scores (`mmdecode.evaluation.speech.silence.NonSpeechScore`) by class and mode.
@@ -126,12 +126,12 @@ def words_per_minute(scores: Mapping[str, Mapping[str, Any]]) -> Figure:
 def accuracy_against_yes(
     modes: Mapping[str, Mapping[str, Mapping[str, Any]]], controls: Mapping[str, str]
 ) -> Figure:
-    """Accuracy up and the share of yes to the right, a panel for each set.
+    """Accuracy against the share of answers yes, a panel for each set.
 
     Args:
         modes: Scores (`mmdecode.evaluation.vision.yes_no.YesNoScore`, as a mapping) by mode and
             set.
-        controls: Modes that are drawn hollow next to another, by the other's name.
+        controls: Modes whose points are hollow and joined to another mode's, by that mode's name.
     """
     sets = list(next(iter(modes.values())))
     figure, panels = _panels("Accuracy against the share of yes", sets)
@@ -174,7 +174,7 @@ def margin_roc(margins: Mapping[str, np.ndarray], positive: np.ndarray, title: s
 def chair_against_recall(
     modes: Mapping[str, Mapping[str, Any]], controls: Mapping[str, str]
 ) -> Figure:
-    """CHAIR_i up, recall and length to the right: less is told, less is made up.
+    """CHAIR_i against recall and against length: shorter captions hallucinate less.
 
     Args:
         modes: Scores (`mmdecode.evaluation.vision.tasks.chair.ChairScore`, as a mapping) by mode.
@@ -238,7 +238,7 @@ def _figure(title: str) -> tuple[Figure, Any]:
     from matplotlib.figure import Figure
 
     class Shown(Figure):
-        """Drawn by a notebook without pyplot."""
+        """Figure that a notebook displays without pyplot."""
 
         def _repr_png_(self) -> bytes:
             return png(self)
@@ -280,8 +280,8 @@ def _legend(figure: Figure, axes: Any, columns: int = 4) -> None:
     """Names of the points below all panels, which keep their height and the figure its width.
 
     Args:
-        figure: It.
-        axes: With what is named.
+        figure: The figure.
+        axes: Axes with the labelled points.
         columns: Most columns of the legend; fewer where names are long.
     """
     handles, names = axes.get_legend_handles_labels()

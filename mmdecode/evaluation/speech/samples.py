@@ -2,7 +2,7 @@
 
 Rows hold raw texts under the names of the Open ASR leaderboard's result files (``audio_filepath``,
 ``duration``, ``time``, ``text``, ``pred_text``), so that scoring can be repeated without a model,
-here and there.
+here and by the leaderboard.
 """
 
 from __future__ import annotations

@@ -95,6 +95,17 @@ class WER:
     scorer: str
 
     @property
+    def counts(self) -> dict[str, int]:
+        """Word counts by key of the results; ``heard_words`` are those of the hypotheses."""
+        return {
+            "words": self.words,
+            "heard_words": self.hypothesis_words,
+            "substitutions": self.substitutions,
+            "deletions": self.deletions,
+            "insertions": self.insertions,
+        }
+
+    @property
     def errors(self) -> int:
         """Substitutions, deletions and insertions."""
         return self.substitutions + self.deletions + self.insertions

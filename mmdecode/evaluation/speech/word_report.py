@@ -232,7 +232,7 @@ class WERReport:
         batches = {tuple(sorted(s.batch.items())): s.batch for s in samples if s.batch}.values()
         passes = sum(batch["row_passes"] for batch in batches)
         windows = sum(sample.windows or 0 for sample in samples)
-        kinds = ("substitutions", "deletions", "insertions")
+        repetitive = sum(sample.repetitive_windows or 0 for sample in samples)
         return {
             "wer": score.value,
             "wer_low": score.low,
@@ -240,17 +240,13 @@ class WERReport:
             "cer": score.cer,
             "mer": score.mer,
             "wil": score.wil,
-            "words": score.words,
-            "heard_words": score.hypothesis_words,
-            **{name: getattr(score, name) for name in kinds},
+            **score.counts,
             "characters": score.characters,
             "character_errors": score.character_errors,
             "failed": sum(sample.error is not None for sample in samples),
             "empty": sum(not s.pred_text.strip() and bool(s.text.strip()) for s in samples),
             "windows": windows or None,
-            "loop_rate": sum(s.repetitive_windows or 0 for s in samples) / windows
-            if windows
-            else None,
+            "loop_rate": repetitive / windows if windows else None,
             "timed": len(timed),
             "audio_s": audio,
             "time_s": spent,

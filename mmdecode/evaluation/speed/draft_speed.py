@@ -1,7 +1,7 @@
-"""How much drafts save on a model of one's own: passes, seconds, and whether the tokens are equal.
+"""Speed of drafters on any model: passes, seconds, and whether the tokens are equal.
 
 All ways see the same prompts in the same process, interleaved batch by batch, and the undrafted
-loop is measured twice: what its second run differs by is what the clock is worth. A pass scores a
+loop is measured twice: the difference of its two runs is the timing error. A pass scores a
 batch once after the prompts were read; what a prompt decides by itself counts in neither tokens nor
 passes. Each way is timed to its end and again to its first token; the difference is decoding.
 Intervals are paired bootstraps over batches, see `mmdecode.evaluation.speed.stopwatch.Cost.over`.
@@ -95,7 +95,7 @@ class Speed:
     Attributes:
         way: Its name.
         identical: Share of the answers that are the undrafted loop's, token by token; ``None``:
-            nobody promises that they are.
+            the way does not promise that.
         tokens_per_pass: Committed per row and pass, the bonus or correction token included;
             ``None`` where passes were not counted.
         accepted_per_pass: Drafted tokens among them.
@@ -145,7 +145,7 @@ def measure(
         batches: Prompts.
         drafts: Drafters by name.
         setting: Decoding settings.
-        guide: The distribution's; ``None``: the model's own.
+        guide: Guide of all ways; ``None``: no guide.
         peers: Arguments of ``model.generate`` next to the inputs, by name: its own assisted
             generation, for example. They know no guide.
         compile: Same as in `Decoder`, for all but the peers; a captured draft's share is not
@@ -370,10 +370,10 @@ def _theirs(
 
 @dataclass(frozen=True, kw_only=True)
 class Confidence:
-    """How sure the decoded distribution is of its own answers.
+    """Confidence of the decoded distribution along its own answers.
 
     Attributes:
-        entropy_bits: Its mean entropy, in bits a token.
+        entropy_bits: Mean entropy, in bits per token.
         close: Share of tokens at which the two most likely are less than 0.05 apart: a draft of the
             most likely token is right there by chance, however well it has learned the
             distribution.

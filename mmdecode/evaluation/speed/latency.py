@@ -1,12 +1,12 @@
-"""How far a stream's words lag after what is said, and how often provisional words change.
+"""Latency of streaming recognition: lag of the words, and how often provisional ones change.
 
-All of it is computed per recording, from when each word was committed: in seconds of audio heard by
-then, which does not depend on the machine, or as the seconds at which it was ready, which does.
+Everything is computed per recording, from when each word was committed: in seconds of audio
+received by then, which does not depend on the machine, or in wall-clock seconds, which does.
 With d_i for word i of n (i from 1), T for the length of the source and r = T / m for an ideal
 speaker who spreads m words evenly over it:
 
 * `average_lagging`: AL = mean over i = 1..k of d_i - (i - 1) r, where k is the first word that was
-  committed after the whole source was heard (n if there is none). Ma et al. 2019, arXiv:1810.08398,
+  committed after the whole source (n if there is none). Ma et al. 2019, arXiv:1810.08398,
   for text; Ma et al. 2020, arXiv:2011.02048, for speech, with the reference's number of words as m.
   A text that is longer than that has too small an AL, even a negative one.
 * LAAL, the length-adaptive one, takes n for m where n is larger: Papi et al. 2022,
@@ -43,10 +43,11 @@ def average_lagging(
     """AL; with the larger of both numbers of words, LAAL.
 
     Args:
-        delays: How much of the source was heard when each word was committed, in order. Delays that
-            count the time of the machine may be longer than the source.
+        delays: How much of the source had been received when each word was committed, in order.
+            Delays that include computation may be longer than the source.
         source: Length of the source, in the same unit.
-        words: Number of words that an ideal speaker would have said; ``None``: as many as delays.
+        words: Number of words of the ideal speaker, such as the reference's; ``None``: as many
+            as delays.
 
     Returns:
         In the unit of the source; ``None``: there are no words.
@@ -104,7 +105,7 @@ class StreamReport:
     """Report on one recording's stream.
 
     Attributes:
-        committed_words: How many; none of them was ever taken back.
+        committed_words: Number of committed words; they never change.
         received: Lagging in seconds of audio received: the part that the policy causes.
         ready: Lagging in wall-clock time, computation included.
         lag_s: Mean seconds of audio from a word's end to when it was committed; ``None``: no word
@@ -157,7 +158,7 @@ class StreamMeter:
         """The recording's numbers.
 
         Args:
-            reference_words: How many words were said, where that is known.
+            reference_words: Number of words of the reference; ``None``: not known.
         """
         shown = len(self._received) + self.changed
         return StreamReport(

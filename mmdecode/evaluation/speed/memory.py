@@ -1,6 +1,6 @@
-"""How many rows fit: the bytes that each row of a call holds, from the model's shape.
+"""Memory per row of a call, computed from the model's shape: how many rows fit.
 
-A formula, checked against what is alive in a decode (``tests/evaluation/test_memory.py``;
+A formula, checked against the live tensors of a decode (``tests/evaluation/test_memory.py``;
 ``benchmarks/memory.py`` repeats it for large shapes).
 """
 

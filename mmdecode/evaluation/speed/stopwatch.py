@@ -38,7 +38,7 @@ def interleaved(
     device: torch.device,
     done: Callable[[], object] = lambda: None,
 ) -> tuple[dict[str, list[list[float]]], dict[str, list[T]]]:
-    """Every call on every item, one item at a time, so that a drifting clock meets all alike.
+    """Times every call on every item, interleaved item by item, so that drift affects all alike.
 
     Args:
         calls: Calls by name; each is given the item and the repeat.
@@ -112,7 +112,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def load() -> float:
-    """Processes that wanted a core, on average over the last minute; NaN where nobody counts."""
+    """Load average of the last minute; NaN where the system has none."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else float("nan")
 
 

@@ -1,4 +1,4 @@
-"""Were these tokens drawn from those distributions? A test that can reject, but never prove.
+"""Test whether tokens were sampled from given distributions; it can reject, but never prove.
 
 Source: uniform ranks as in Rosenblatt 1952 (probability integral transform); the test of the total
 surprise is this project's.
@@ -44,14 +44,14 @@ def surprise(distribution: Tensor, tokens: Tensor) -> tuple[Tensor, float, float
 
 
 def p_of_draws(ranks: Tensor, excess: float, variance: float) -> float:
-    """How likely tokens this unusual are under the distributions they should have been drawn from.
+    """P-value of tokens under the distributions that they should have been sampled from.
 
     Two statistics, with Bonferroni's correction: the ranks in 20 bins (chi-square), and the total
     surprise beyond the entropy (normal, by the central limit theorem for martingales).
 
     Args:
-        ranks: Each token's place in its distribution ordered by falling probability, as the mass
-            before it and a uniform share of its own, 0..1, ``(T,)``.
+        ranks: Randomised rank of each token: the probability mass of all more likely tokens plus a
+            uniform share of the token's own, 0..1, ``(T,)``.
         excess: Sum over tokens of ``-log p`` minus the entropy of the distribution.
         variance: Variance of that sum.
     """
@@ -66,9 +66,9 @@ def p_of_draws(ranks: Tensor, excess: float, variance: float) -> float:
 
 
 def on_the_edge(replay: Replay, position: int, noise: float) -> bool:
-    """Whether rounding may let a token in that top-k, top-p and the like cut off.
+    """Whether a token that top-k, top-p and the like filter out would pass with rounding noise.
 
-    The logits are moved by ``noise`` as it suits the token best: down above it, up from it on.
+    Logits move by ``noise`` in the token's favour: larger ones down, the others up.
     """
     assert replay.process is not None, "asked of sampled tokens alone"
     raw, token = replay.logits[position], replay.tokens[position]

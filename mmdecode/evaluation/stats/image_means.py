@@ -1,6 +1,6 @@
-"""Means over images, tests of their difference, and of there being none to speak of.
+"""Means over images: intervals, tests of difference, and tests of equivalence.
 
-Conditions of images are chosen and not drawn, so that an interval holds for those conditions.
+Conditions of images are chosen, not sampled, so an interval holds for these conditions only.
 
 Source: Welch 1947; Schuirmann 1987 for two one-sided tests.
 """
@@ -18,16 +18,16 @@ from mmdecode.errors import MissingExtraError, OptionError, ShapeError
 from mmdecode.evaluation.stats.intervals import LEVEL
 
 MARGIN = 0.01
-"""Relative difference of likelihoods that is no difference."""
+"""Equivalence margin: relative difference of likelihoods."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mean:
-    """A mean over images whose conditions were chosen, not drawn.
+    """A mean over images whose conditions were chosen, not sampled.
 
     Attributes:
-        value, low, high: With the 95 % interval.
-        error: Standard error; of images with one condition each other's spread alone.
+        value, low, high: The mean and its 95 % interval.
+        error: Standard error, from the spread within conditions.
         freedom: Its degrees of freedom.
         count: Images.
     """
@@ -65,7 +65,7 @@ class Equivalence:
     Attributes:
         ratio: Second over first.
         low, high: 90 % interval.
-        margin: Distance from 1 that is no difference.
+        margin: Largest distance from 1 that counts as equivalent.
         shown: Whether the whole interval lies within it.
     """
 
@@ -81,8 +81,9 @@ def mean_of(values: np.ndarray, strata: Sequence[Any] | None = None) -> Mean:
 
     Args:
         values: ``(n,)``.
-        strata: Condition of each image, where those were chosen beforehand: how conditions differ
-            is then no uncertainty of the mean. Left out of account where images hardly repeat one.
+        strata: Condition of each image, where conditions were chosen beforehand: differences
+            between conditions then do not count as uncertainty. Ignored where conditions hardly
+            repeat.
 
     Raises:
         OptionError: There are fewer than two images.
@@ -110,7 +111,7 @@ def mean_of(values: np.ndarray, strata: Sequence[Any] | None = None) -> Mean:
 
 
 def welch(first: Mean, second: Mean) -> Welch:
-    """Whether two means differ."""
+    """Welch's test of whether two means differ."""
     errors = first.error**2, second.error**2
     error, difference = math.sqrt(sum(errors)), second.value - first.value
     if not error:

@@ -1,6 +1,6 @@
-"""Histograms of two samples of images: tables of tokens and of neighbours, tested by permutation.
+"""Permutation tests of two samples of images: histograms of tokens and of neighbouring pairs.
 
-Nothing here knows more of codes than that they are small integers on a grid.
+Codes are small integers on a grid; nothing else is assumed about them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TwoSample:
 
     Attributes:
         g: G-statistic over all cells of all tables.
-        expected: Its mean where images are dealt out to the samples at random.
+        expected: Its mean under random assignment of images to the samples.
         p: P-value by permutation of images, of the sum over tables and of the extreme table,
             together (Bonferroni).
         worst: Number of that table.
@@ -65,7 +65,7 @@ def two_sample(
         second: ``(m, tables, entries)``.
         strata: Conditions of both samples' images, where they were chosen: images are then
             exchanged within a condition.
-        permutations: Draws.
+        permutations: Number of permutations.
         seed: Seed of the draws.
 
     Raises:
@@ -103,7 +103,7 @@ def two_sample(
 
 
 def marginals(codes: np.ndarray) -> np.ndarray:
-    """A table per place: the code there; ``codes (n, rows, columns)`` to ``(n, places, 1)``."""
+    """One table per grid position: ``codes (n, rows, columns)`` to ``(n, rows * columns, 1)``."""
     return codes.reshape(len(codes), -1, 1)
 
 
@@ -195,7 +195,7 @@ def _gamma_tail(observed: float, null: np.ndarray) -> float:
 
 
 def code_groups(codebook: Tensor, count: int = 16) -> Tensor:
-    """Sorts codes into groups of like meaning, so that tables of pairs have cells with counts.
+    """Clusters codes by embedding, so that cells of pair tables have large enough counts.
 
     Args:
         codebook: Embedding of each code, ``(V, d)``.

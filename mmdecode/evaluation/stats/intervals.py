@@ -101,7 +101,7 @@ def segments(
         between: Correct words that separate two segments.
 
     Returns:
-        (reference words, errors of the first, errors of the second) of each segment; the words
+        ``(reference words, errors of the first, errors of the second)`` of each segment; the words
         are counted from the correct ones before it.
     """
     right_1, inserted_1 = _by_word(first)
@@ -179,7 +179,7 @@ def paired_bootstrap(
         first: ``(items,)`` errors of the first system.
         second: ``(items,)`` errors of the second.
         words: ``(items,)`` reference words, or ``(items, 2)`` where the systems' differ.
-        groups: Speaker or recording of each item; ``None``: items are drawn.
+        groups: Speaker or recording of each item; ``None``: each item is its own unit.
         resamples: Draws.
         seed: Seed of the draws.
     """
@@ -199,7 +199,7 @@ def paired_bootstrap(
 
 
 def sums_by(table: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
-    """Rows of ``table`` added up by group; ``None``: as they are."""
+    """Rows of ``table`` summed by group; without groups the table itself."""
     if groups is None:
         return table
     _, index = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
@@ -274,7 +274,7 @@ def bootstrap_p(draws: np.ndarray) -> float:
 
 @lru_cache(maxsize=4)
 def draw_units(units: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
-    """How often each unit comes in each draw with replacement; the same array for the same call.
+    """How often each unit occurs in each bootstrap sample; the same array for the same call.
 
     Args:
         units: Their number.
@@ -297,7 +297,7 @@ def bootstrap_sums(
 
     Args:
         table: ``(items, columns)``.
-        groups: Unit of each item; ``None``: items are drawn.
+        groups: Unit of each item; ``None``: each item is its own unit.
         resamples: Draws.
         seed: Seed of the draws.
 

@@ -1,7 +1,7 @@
-"""Measures of the margin of yes over no that do not depend on its threshold.
+"""Threshold-free measures of the margin, the logit of yes minus the logit of no.
 
-A method that only moves every margin up says yes more often and ranks nothing better: AUROC and
-average precision stay, and the same answers come from the plain margin plus a constant. This
+A method that only raises every margin answers yes more often and ranks nothing better: AUROC and
+average precision stay, and the plain margin plus a constant gives the same answers. This
 constant is the control of the published critique (Yin, Si and Wang, 2025); it is fitted on other
 images than it is used on.
 """
@@ -49,7 +49,7 @@ def average_precision(
 
 
 def best_threshold(margins: np.ndarray, positive: np.ndarray) -> tuple[float, float]:
-    """The highest accuracy that any threshold of the margin has, on these very items.
+    """The highest accuracy that any threshold of the margin has on these items (optimistic).
 
     Returns:
         Accuracy, and the threshold over which it says yes: the middle between two margins, or
@@ -91,17 +91,17 @@ def auroc_draws(
 
 
 def fit_shift(margins: np.ndarray, yes_ratio: float) -> float:
-    """The constant that makes as many margins positive as is wanted, or as near as ties allow.
+    """The constant that makes a given share of the margins positive, or as near as ties allow.
 
     Args:
         margins: ``(items,)``.
-        yes_ratio: Share of items to say yes to, 0 to 1.
+        yes_ratio: Wanted share of answers yes, 0 to 1.
 
     Returns:
         The constant to add; 0 where nothing has to move.
     """
     values, counts = np.unique(margins, return_counts=True)
-    over = np.concatenate([[0], np.cumsum(counts[::-1])]) / len(margins)  # said yes to, by cut
+    over = np.concatenate([[0], np.cumsum(counts[::-1])]) / len(margins)  # yes-ratio by threshold
     cut = int(np.abs(over - yes_ratio).argmin())
     room = 1 + float(np.abs(values).max())
     edges = np.concatenate([[values[-1] + room], values[::-1], [values[0] - room]])
@@ -116,7 +116,7 @@ def cross_fitted_shifts(
     folds: int = 5,
     seed: int = 0,
 ) -> np.ndarray:
-    """For each item the constant that was fitted to the yes-ratio of a method on other images.
+    """For each item, the constant fitted to the yes-ratio of a method on other images.
 
     Args:
         margins: ``(items,)`` of the plain model.
@@ -145,7 +145,7 @@ def cross_fitted_shifts(
 
 
 def roc(margins: np.ndarray, positive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """False and true positive rate at each threshold, from saying no to saying yes to all."""
+    """False and true positive rate at each threshold, from all answers no to all yes."""
     yes, no = (np.cumsum(side[::-1]) for side in _by_margin(margins, positive, None))
     start = [0.0]
     return np.concatenate([start, no / no[-1]]), np.concatenate([start, yes / yes[-1]])
