@@ -378,7 +378,7 @@ def test_an_exact_engine_whose_ids_differ_gets_no_time(benchmarks, monkeypatch):
     }
     monkeypatch.setattr(peers, "MAKERS", {n: lambda c, t, e=e: e for n, e in makers.items()})
     monkeypatch.setattr(asr_speed, "encode", lambda model, features: features)
-    monkeypatch.setattr(asr_speed, "said", lambda checkpoint, count: None)
+    monkeypatch.setattr(asr_speed, "reference_texts", lambda checkpoint, count: None)
     checkpoint = peers.Checkpoint("none", "none")
     checkpoint.model, checkpoint.settings = None, None
     rows = asr_speed.measure(checkpoint, torch.zeros(4, 1), (2, False), [*makers], 3)
