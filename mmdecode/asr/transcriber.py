@@ -241,7 +241,7 @@ class Transcriber:
                 [(_, found)] = each(
                     [done],
                     lambda jobs: [self._result(jobs[0], indices[jobs[0].index])],
-                    advice=HINT,
+                    hint=HINT,
                     name=lambda job: job.name,
                     watch=watch,
                 )

@@ -102,7 +102,7 @@ def command(
         take([stream.finish()])
     report = meter.report()
     if json:
-        emit_json({"model": model} | dataclasses.asdict(report))
+        emit_json({"model": model} | report.as_dict())
     else:
         console.print(_summary(report, stream.audio_s), highlight=False, soft_wrap=True)
 
@@ -206,9 +206,13 @@ class _Screen:
         self._live.update(Text.assemble(self._line, open_words), refresh=True)
 
 
-def _summary(report: StreamReport, heard_s: float) -> str:
-    """The numbers in words."""
-    parts = [f"{heard_s:.1f} s heard, {report.committed_words} words committed"]
+def _print_json(update: Update) -> None:
+    emit_json(update.as_dict())
+
+
+def _summary(report: StreamReport, audio_s: float) -> str:
+    """The line about a whole stream that is printed at its end."""
+    parts = [f"{audio_s:.1f} s of audio, {report.committed_words} words committed"]
     if report.received.al is not None:
         parts.append(
             f"lagging (AL, DAL) {report.received.al:.2f} and {report.received.dal:.2f} s of audio, "

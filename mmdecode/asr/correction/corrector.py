@@ -294,7 +294,7 @@ class Corrector:
             for (index, _), found in each(
                 asked[start : start + self.batch_size],
                 lambda batch: self._batch(batch, lists, audio),
-                advice=HINT,
+                hint=HINT,
                 name=lambda row: lists[row[0]].id,
                 watch=watch,
                 attempt=self.stats.attempt,

@@ -94,7 +94,7 @@ class WindowCorrector:
         pairs = list(zip(stretches, waves, strict=True))
         for start in range(0, len(pairs), size):
             # on out-of-memory errors batches are halved
-            for _, found in each(pairs[start : start + size], correct, advice=HINT):
+            for _, found in each(pairs[start : start + size], correct, hint=HINT):
                 if isinstance(found, Failed):
                     raise found.problem
                 corrected.append(found)

@@ -141,7 +141,7 @@ class LongForm:
             for (window, _), result in each(
                 windows,
                 self._step,
-                advice=HINT,
+                hint=HINT,
                 name=lambda one: one[0].job.name,
                 watch=watch,
                 attempt=self._attempt,

@@ -220,7 +220,7 @@ def scored(
         for start in range(0, len(lists), _AT_ONCE):
             some = lists[start : start + _AT_ONCE]
             for one, scores in each(
-                some, scorer.of_lists, advice=HINT, name=lambda one: one.id, watch=watch
+                some, scorer.of_lists, hint=HINT, name=lambda one: one.id, watch=watch
             ):
                 row = ModelRow(data=data, source=source, id=one.id)
                 if isinstance(scores, Failed):

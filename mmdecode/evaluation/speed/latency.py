@@ -27,9 +27,9 @@ normalised erasure, per final word, is rate / (1 - rate).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import OptionError
 
@@ -122,6 +122,10 @@ class StreamReport:
     provisional_change_rate: float
     delay_s: float
 
+    def as_dict(self) -> dict[str, Any]:
+        """The report for JSON; ``received`` is under ``heard``."""
+        return {{"received": "heard"}.get(key, key): value for key, value in asdict(self).items()}
+
 
 @dataclass
 class StreamMeter:
@@ -148,7 +152,7 @@ class StreamMeter:
         self.changed += len(self.shown) - kept
         self.shown = list(update.provisional)
         count = len(update.committed)
-        self._received += [update.heard_s] * count
+        self._received += [update.audio_s] * count
         self._ready += [update.ready_s] * count
         self._lags += [update.audio_s - word.end_s for word in update.words or ()]
         self._delay_s = max(self._delay_s, update.ready_s - update.audio_s)
