@@ -449,7 +449,7 @@ def test_calls_that_make_no_sense_are_refused():
     model, found = trained()
     with pytest.raises(OptionError, match="one of the two"):
         audit(model, found)
-    with pytest.raises(OptionError, match="beside plain"):
+    with pytest.raises(OptionError, match="next to plain"):
         audit(model, found, Decoder(), plain=plain_of(), max_new_tokens=3)
     with pytest.raises(InputError, match="one name each"):
         audit(model, [*found, *found], Decoder())
