@@ -39,22 +39,22 @@ def main():
     generator = ImageGenerator.from_pretrained(
         args.model, mode=args.mode, seed=args.seed, device=args.device
     )
-    drawn = generator(args.first)
+    generated = generator(args.first)
     rows, columns = generator.grid
     half = rows // 2 * columns
     hole = torch.ones(rows, columns, dtype=torch.bool)
     hole[rows // 4 : -(rows // 4), columns // 4 : -(columns // 4)] = False
-    back = generator(args.first, start=drawn.codes, known=half)
-    other = generator(args.second, start=drawn.codes, known=half)
-    filled = generator(args.second, start=drawn.codes, known=hole)
-    for name, picture in zip(names, (drawn, back, other, filled), strict=True):
+    back = generator(args.first, start=generated.codes, known=half)
+    other = generator(args.second, start=generated.codes, known=half)
+    filled = generator(args.second, start=generated.codes, known=hole)
+    for name, result in zip(names, (generated, back, other, filled), strict=True):
         path, data = args.out / f"{name}.png", io.BytesIO()
-        picture.image.save(data, "PNG")
+        result.image.save(data, "PNG")
         write_file(path, data.getvalue(), args.overwrite)
-        given = int((picture.commits < 0).sum())
-        told = f", {given} codes given, {picture.completion}" if given else ""
-        print(f"{path}: {picture.passes} passes{told}")
-    print(f"continued as it was: {torch.equal(drawn.codes, back.codes)}")
+        given = int((result.commits < 0).sum())
+        suffix = f", {given} codes given, {result.completion}" if given else ""
+        print(f"{path}: {result.passes} passes{suffix}")
+    print(f"continued as it was: {torch.equal(generated.codes, back.codes)}")
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ def main():
     args = parse_args()
     model, processor = load(args.model, args.device, None)
     ask = pipeline("image-text-to-text", model=model, processor=processor)
-    picture = {"type": "image", "image": Image.open(args.image).convert("RGB")}
-    content = [picture, {"type": "text", "text": args.question}]
+    image_part = {"type": "image", "image": Image.open(args.image).convert("RGB")}
+    content = [image_part, {"type": "text", "text": args.question}]
     messages = [{"role": "user", "content": content}]
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
 

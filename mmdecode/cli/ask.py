@@ -289,7 +289,7 @@ def _pieced(
     """See `_streamed`; whatever one question raises is its failure."""
     from mmdecode.errors import InputError
     from mmdecode.runs.items import Failed, tried
-    from mmdecode.vlm.answerer import ADVICE
+    from mmdecode.vlm.answerer import MEMORY_HINT
     from mmdecode.vlm.results import Answer
 
     for request in requests:
@@ -297,12 +297,12 @@ def _pieced(
         answer = Answer(id=request.id, index=request.index, images=names, question=request.text)
         text = ""
         if request.problem is not None:
-            failed = Failed.of(InputError(request.problem), ADVICE)
+            failed = Failed.of(InputError(request.problem), MEMORY_HINT)
             yield dataclasses.replace(answer, error=failed.error, kind=failed.kind), failed
             continue
         name = request.id if request.named else None
         pieces = answerer.stream(list(request.images), request.text, id=name, **options)
-        while isinstance(piece := tried(partial(next, pieces, None), ADVICE), str):
+        while isinstance(piece := tried(partial(next, pieces, None), MEMORY_HINT), str):
             # rich prints whole lines only where there is no terminal
             out.file.write(piece if text else show.before(answer) + piece.lstrip())
             out.file.flush()

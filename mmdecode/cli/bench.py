@@ -139,7 +139,7 @@ def vlm(
                     peers=others,
                     done=partial(bar.advance, task),
                 )
-            sure = confidence(answerer.model, batches, setting, guiding)
+            confident = confidence(answerer.model, batches, setting, guiding)
             cases.append(
                 {
                     "model": model,
@@ -148,18 +148,20 @@ def vlm(
                     "batches": len(batches),
                     "temperature": heat,
                     "max_new_tokens": max_new_tokens,
-                    **asdict(sure),
+                    **asdict(confidence),
                     "left_out": failed,
                     "rows": [row.as_dict() for row in found],
                 }
             )
             if not json:
-                out.print(table_of(found, f"{title}; {sure.entropy_bits:.2f} bits a token", failed))
+                out.print(
+                    table_of(found, f"{title}; {confidence.entropy_bits:.2f} bits a token", failed)
+                )
             facts["load_at_end"] = load()
             if out_dir is not None:
                 with explained(out_dir):
-                    told = {"machine": facts, "cases": cases}
-                    write_file(out_dir / RESULTS, marked_json(told, None), overwrite)
+                    results = {"machine": facts, "cases": cases}
+                    write_file(out_dir / RESULTS, marked_json(results, None), overwrite)
     if out_dir is not None and not json:
         print_line(str(out_dir / RESULTS))
     if json:

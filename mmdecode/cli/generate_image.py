@@ -216,7 +216,7 @@ def command(
         if failures and not given and not read:
             raise InputError(f"{failures[0]['error']}; and no other line is better")
         requests = generator.requests([*given, *read], n)
-        folder.begin(generator.labels, _told(generator, load))
+        folder.begin(generator.labels, _metadata(generator, load))
         todo = folder.todo(requests, grid)
         tally = _Tally(done_before=len(requests) - len(todo), failures=failures)
         options: dict[str, Any] = {"likelihood": likelihood}
@@ -247,17 +247,17 @@ class _Tally:
     stats: dict[str, Any] = field(default_factory=dict)
 
 
-def _told(generator: ImageGenerator, load: Mapping[str, Any]) -> dict[str, Any]:
+def _metadata(generator: ImageGenerator, load: Mapping[str, Any]) -> dict[str, Any]:
     """Metadata of PNGs on how they were generated, with the model's own settings."""
     import mmdecode
 
-    told = (
+    names = (
         *("model_id", "mode", "draft", "accept", "refiner", "drafted", "dtype"),
         *("negative_prompt", "template"),
     )
     return {
         "Software": f"mmdecode {mmdecode.__version__}",
-        **{name.removesuffix("_id"): load[name] for name in told},
+        **{name.removesuffix("_id"): load[name] for name in names},
         **generator.settings,
     }
 
@@ -277,23 +277,23 @@ def _with_bar(
     first, *single = in_groups(requests, batches.alone, request_name)
     with progress_bar(TextColumn("tokens, {task.fields[drawn]} images")) as bar:
         total = len(requests) * generator.tokens
-        task = bar.add_task("drawing", total=total, drawn=0)
+        task = bar.add_task("drawing", total=total, generated=0)
 
         def on_tokens(count: int) -> None:
             bar.update(task, advance=count)
 
-        def drawn() -> Iterator[GeneratedImage]:
+        def generated() -> Iterator[GeneratedImage]:
             yield from generator.images(first, on_tokens=on_tokens, watch=watch, **options)
             for [request] in single:
                 if problem := batches.problem(request_name(request)):
-                    yield generator.not_drawn(request, problem)
+                    yield generator.not_attempted(request, problem)
                 else:
                     yield from generator.images(
                         [request], on_tokens=on_tokens, watch=watch, **options
                     )
 
-        for number, image in enumerate(drawn(), 1):
-            bar.update(task, advance=generator.tokens if image.error else 0, drawn=number)
+        for number, image in enumerate(generated(), 1):
+            bar.update(task, advance=generator.tokens if image.error else 0, generated=number)
             yield image
 
 

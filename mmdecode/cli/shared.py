@@ -103,12 +103,12 @@ def in_panels(command: Any, panels: Mapping[str, str]) -> Any:
         command: Command that typer made.
         panels: Names of parameters by the part's title, in order.
     """
-    place = {name: title for title, names in panels.items() for name in names.split()}
+    panel_of = {name: title for title, names in panels.items() for name in names.split()}
     for option in command.params:
-        if option.name in place:
-            option.rich_help_panel = place[option.name]
+        if option.name in panel_of:
+            option.rich_help_panel = panel_of[option.name]
     order = list(panels)
-    command.params.sort(key=lambda option: order.index(place.get(option.name, order[0])))
+    command.params.sort(key=lambda option: order.index(panel_of.get(option.name, order[0])))
     return command
 
 

@@ -142,7 +142,7 @@ class RasterBackend:
                 decoder = replace(decoder, draft=Given())
         layout = adapter.layout
         self.stats.watch(on_tokens)
-        drawn = raster.generate(
+        sampled = raster.generate(
             adapter.model,
             decoder=decoder,
             adapter=adapter,
@@ -155,8 +155,8 @@ class RasterBackend:
         passes = came.amax(1).tolist()
         if start is not None:
             came = came.masked_fill(start[0].known.cpu() >= 0, -1)
-        commits = came[:, layout.cell_indices().flatten()].view(drawn.codes.shape)
-        rows = zip(drawn.codes.cpu(), drawn.tokens.cpu(), commits, passes, strict=True)
+        commits = came[:, layout.cell_indices().flatten()].view(sampled.codes.shape)
+        rows = zip(sampled.codes.cpu(), sampled.tokens.cpu(), commits, passes, strict=True)
         return [
             SampledImage(
                 codes=codes,
@@ -232,23 +232,23 @@ class RowBackend(RasterBackend):
         on_tokens: OnTokens | None,
     ) -> list[SampledImage]:
         """Samples a batch; see `RasterBackend.sample`."""
-        drawn = self._rows.generate(
+        sampled = self._rows.generate(
             seed=seed,
             request=_requests(conditions, ordinals),
             on_tokens=on_tokens,
             **self.model.given(conditions),
         )
         self.stats.calls += 1
-        self.stats.passes += drawn.passes - 1
+        self.stats.passes += sampled.passes - 1
         return [
             SampledImage(
                 codes=codes,
                 tokens=tokens,
-                commits=drawn.commits,
-                passes=drawn.passes - 1,
+                commits=sampled.commits,
+                passes=sampled.passes - 1,
                 pixels=partial(_pixels, self.adapter, codes),
             )
-            for codes, tokens in zip(drawn.codes.cpu(), drawn.tokens.cpu(), strict=True)
+            for codes, tokens in zip(sampled.codes.cpu(), sampled.tokens.cpu(), strict=True)
         ]
 
 

@@ -48,12 +48,12 @@ class PartlyKnown(Layout):
     def forced(self, index: Tensor) -> Tensor:
         """The token that each place forces, -1 where it is free; any shape."""
         known = self.known.to(index.device)
-        place = index.clamp(0, self.length - 1)
+        position = index.clamp(0, self.length - 1)
         if known.ndim == 1:
-            given = known[place]
+            given = known[position]
         else:
-            given = known.gather(1, place.flatten(1) if place.ndim > 1 else place[:, None])
-            given = given.view_as(place)
+            given = known.gather(1, position.flatten(1) if position.ndim > 1 else position[:, None])
+            given = given.view_as(position)
         return torch.where(given >= 0, given, super().forced(index))
 
 

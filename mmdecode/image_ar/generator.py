@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mmdecode.engine.stats import Stats
     from mmdecode.image_ar.backends import SampledImage
 
-_ADVICE = "load the model in half precision, or use a smaller window"
+_MEMORY_HINT = "load the model in half precision, or use a smaller window"
 
 
 class ImageGenerator:
@@ -187,10 +187,10 @@ class ImageGenerator:
                     )
             stages = _next_scale(name, refiner, drafted, device)
             if published_drawing(stages) is next_scale.VAR:
-                said = generation_settings(name)
+                usual = generation_settings(name)
                 if how.get("sampling") is not None:
-                    said = {"guidance": said.get("guidance")}
-                how |= {n: value for n, value in said.items() if how.get(n) is None}
+                    usual = {"guidance": usual.get("guidance")}
+                how |= {n: value for n, value in usual.items() if how.get(n) is None}
             return cls(stages, **how)
         if refiner is not None or drafted is not None:
             raise OptionError(
@@ -355,7 +355,7 @@ class ImageGenerator:
                     checked[condition] = self._wrong(condition)
                 error = checked[condition]
                 if error is not None:
-                    failed = Failed.of(error, _ADVICE)
+                    failed = Failed.of(error, _MEMORY_HINT)
                     # the error of a condition concerns no other
                     failed = replace(failed, problem=InputError(failed.error))
                     yield self._failed(request, seed, failed), failed
@@ -368,7 +368,7 @@ class ImageGenerator:
             for request, found in each(
                 good,
                 draw,
-                hint=_ADVICE,
+                hint=_MEMORY_HINT,
                 name=request_name,
                 watch=watch,
                 attempt=self.stats.attempt,
@@ -429,12 +429,12 @@ class ImageGenerator:
 
     def _wrong(self, condition: int | str) -> Exception | None:
         """Why no image can be generated of a condition; ``None``: nothing is wrong."""
-        found = tried(lambda: self._backend.check(condition), _ADVICE)
+        found = tried(lambda: self._backend.check(condition), _MEMORY_HINT)
         return found.problem if isinstance(found, Failed) else None
 
-    def not_drawn(self, request: ImageRequest, problem: str) -> GeneratedImage:
+    def not_attempted(self, request: ImageRequest, problem: str) -> GeneratedImage:
         """The failure of an image that is not attempted."""
-        return self._failed(request, self.seed, Failed.of(InputError(problem), _ADVICE))
+        return self._failed(request, self.seed, Failed.of(InputError(problem), _MEMORY_HINT))
 
     def _failed(self, request: ImageRequest, seed: int, failed: Failed) -> GeneratedImage:
         return GeneratedImage(**self._asked(request, seed), error=failed.error, kind=failed.kind)

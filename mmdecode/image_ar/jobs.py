@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 BATCHES = ".decoding"
 """In the folder: which images are being drawn, and which a process ended over."""
 
-ADVICE = "draw smaller images, or on another device"
+MEMORY_HINT = "draw smaller images, or on another device"
 """Advice where an image needs more memory than there is."""
 RESULTS = "results.jsonl"
 GRID = "grid.png"
@@ -111,7 +111,7 @@ class ImageFolder:
         """No more images."""
         self._closing.close()
 
-    def _anew(self) -> BinaryIO:
+    def _open_lines(self) -> BinaryIO:
         """The file after what it replaces went."""
         self._results.unlink(missing_ok=True)
         note_settings(self.folder, self._settings, self._overwrite)
@@ -169,13 +169,15 @@ class ImageFolder:
         """
         line = self.line(image)
         with explained(self.folder):
-            self._file = self._file or self._anew()
+            self._file = self._file or self._open_lines()
             if not image.error:
-                png = tried(lambda: as_png(image, {**self._texts, **line}), ADVICE)
+                png = tried(lambda: as_png(image, {**self._texts, **line}), MEMORY_HINT)
                 if not isinstance(png, Failed):
                     file = self.folder / line["file"]
                     data = png
-                    png = written(lambda: write_file(file, data, self._overwrite), ADVICE) or b""
+                    png = (
+                        written(lambda: write_file(file, data, self._overwrite), MEMORY_HINT) or b""
+                    )
                 if isinstance(png, Failed):
                     failed = replace(image, error=png.error, kind=png.kind)
                     line = self.line(failed)
@@ -209,14 +211,14 @@ class ImageFolder:
             requests: All that was asked, in order.
             grid: Lay the images out in one, a row for each condition, in `GRID`.
         """
-        place = {self.name(request): index for index, request in enumerate(requests)}
+        order = {self.name(request): index for index, request in enumerate(requests)}
         lines: dict[str, tuple[bytes, bool]] = {}
         for line, found in self._lines():
-            drawn = "error" not in found
-            if drawn or not lines.get(found["id"], (b"", False))[1]:
-                lines[found["id"]] = line, drawn
+            generated = "error" not in found
+            if generated or not lines.get(found["id"], (b"", False))[1]:
+                lines[found["id"]] = line, generated
         # images of an earlier, longer run stay, after the others
-        ordered = sorted(lines, key=lambda name: place.get(name, len(place)))
+        ordered = sorted(lines, key=lambda name: order.get(name, len(order)))
         with explained(self.folder):
             write_file(self._results, b"".join(lines[name][0] for name in ordered))
             if grid:
@@ -332,9 +334,9 @@ def laid_out(rows: Sequence[Sequence[Path]]) -> Image:
 
 def _digest(image: Image) -> str:
     """Checksum of the pixels."""
-    shown = image.convert("RGB")
-    told = b"%d %d " % shown.size + shown.tobytes()
-    return hashlib.blake2b(told, digest_size=16).hexdigest()
+    rgb = image.convert("RGB")
+    data = b"%d %d " % rgb.size + rgb.tobytes()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _encoded(image: Image, **options: Any) -> bytes:

@@ -169,21 +169,21 @@ def generation_settings(model_id: str) -> dict[str, Any]:
     from transformers import GenerationConfig
 
     try:
-        said = GenerationConfig.from_pretrained(local_path(model_id))
+        config = GenerationConfig.from_pretrained(local_path(model_id))
     except OSError:
         return {}
     names = ("temperature", "top_k", "top_p")
-    found = {"guidance": said.guidance_scale, **{name: getattr(said, name) for name in names}}
+    found = {"guidance": config.guidance_scale, **{name: getattr(config, name) for name in names}}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def with_generation_settings(model_id: str, preset: Preset) -> Preset:
     """The preset with what the checkpoint's ``generation_config.json`` says in its place."""
-    said = generation_settings(model_id)
+    settings = generation_settings(model_id)
     return replace(
         preset,
-        guidance=float(said.pop("guidance", preset.guidance)),
-        sampling={**preset.sampling, **said},
+        guidance=float(settings.pop("guidance", preset.guidance)),
+        sampling={**preset.sampling, **settings},
     )
 
 

@@ -112,7 +112,7 @@ class StageReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pictures:
+class NextScaleOutput:
     """Result of `NextScale.generate`.
 
     Attributes:
@@ -232,7 +232,7 @@ class NextScale:
         requests: Sequence[int] | None = None,
         known: Known | None = None,
         on_scale: Callable[[int, Tensor], None] | None = None,
-    ) -> Pictures:
+    ) -> NextScaleOutput:
         """Pictures of classes, one row each.
 
         Args:
@@ -277,14 +277,14 @@ class NextScale:
                 logits = logits[:, starts[scale] - starts[scale + 1] :]  # (R, n_k, V)
                 logits = _guided(logits, len(labels), drawing.strength(scale, self.scales))
                 if drawing.greedy:
-                    drawn = logits.argmax(-1)
+                    tokens = logits.argmax(-1)
                 else:
-                    places = torch.arange(starts[scale], starts[scale + 1], device=device)
-                    places = places.expand(len(labels), -1)
-                    gumbel = noise.gumbel(places, Role.TARGET, logits.shape[-1])
-                    drawn = (drawing.sampling_of(scale).warp(logits) + gumbel).argmax(-1)
-                codes.append(drawn)
-                f_hat = tokenizer.add_scale(f_hat, drawn, scale)
+                    positions = torch.arange(starts[scale], starts[scale + 1], device=device)
+                    positions = positions.expand(len(labels), -1)
+                    gumbel = noise.gumbel(positions, Role.TARGET, logits.shape[-1])
+                    tokens = (drawing.sampling_of(scale).warp(logits) + gumbel).argmax(-1)
+                codes.append(tokens)
+                f_hat = tokenizer.add_scale(f_hat, tokens, scale)
                 if known is not None:
                     f_hat = known.over(f_hat, scale)
                 if scale + 1 < self.scales:
@@ -302,7 +302,7 @@ class NextScale:
                 )
             )
             del cache, logits  # before the next stage makes its own
-        return Pictures(
+        return NextScaleOutput(
             codes=torch.cat(codes, 1),
             f_hat=f_hat,
             stages=tuple(reports),
@@ -441,9 +441,9 @@ def load(
             f"{name} does not name its tokenizer; write its folder into config.json as "
             "'tokenizer', or load both apart and give them to NextScale"
         )
-    beside = Path(local_path(name)) / model.config.tokenizer
-    place = str(beside) if beside.is_dir() else model.config.tokenizer
-    return placed(model, device), placed(whole(MultiScaleVQ, place, dtype=torch.float32), device)
+    folder = Path(local_path(name)) / model.config.tokenizer
+    source = str(folder) if folder.is_dir() else model.config.tokenizer
+    return placed(model, device), placed(whole(MultiScaleVQ, source, dtype=torch.float32), device)
 
 
 def _check_pair(role: str, model: VarForImageGeneration, tokenizer: MultiScaleVQ) -> None:

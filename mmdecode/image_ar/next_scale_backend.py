@@ -84,7 +84,7 @@ class NextScaleBackend:
             if on_tokens is not None:
                 on_tokens(sizes[scale] * len(conditions))
 
-        drawn = self.model.generate(
+        output = self.model.generate(
             conditions,
             drawing=self.drawing,
             seed=seed,
@@ -101,10 +101,10 @@ class NextScaleBackend:
                 codes=codes,
                 tokens=codes,
                 commits=scale_of,
-                passes=drawn.passes,
+                passes=output.passes,
                 pixels=partial(self._pixels, latents),
             )
-            for codes, latents in zip(drawn.codes.cpu(), drawn.f_hat.cpu(), strict=True)
+            for codes, latents in zip(output.codes.cpu(), output.f_hat.cpu(), strict=True)
         ]
 
     @torch.no_grad()

@@ -141,13 +141,11 @@ class ZipAR:
         waves = schedule(layout, self.window)
         for step, cells in enumerate(waves):
             if step:
-                # what was decided last is read, and whatever stands before the cells at hand
-                places = sorted({*waves[step - 1], *(cell - 1 for cell in cells)})
-                shown = [p if p in known else max(k for k in known if k < p) for p in places]
-                read = frontier.feed(tokens[:, shown], places, [p in known for p in places])
-                before = torch.tensor(
-                    [places.index(cell - 1) for cell in cells], device=call.device
-                )
+                # feed the tokens of the last pass and the predecessor of each cell of this one
+                fed = sorted({*waves[step - 1], *(cell - 1 for cell in cells)})
+                shown = [p if p in known else max(k for k in known if k < p) for p in fed]
+                read = frontier.feed(tokens[:, shown], fed, [p in known for p in fed])
+                before = torch.tensor([fed.index(cell - 1) for cell in cells], device=call.device)
                 logits = {name: part[:, before] for name, part in read.items()}
             tokens[:, cells] = self._decided(call, every[cells], logits)
             commits[cells] = step
@@ -192,26 +190,26 @@ class ZipAR:
 
     def _decided(self, call: Call, cells: Tensor, branches: Mapping[str, Tensor]) -> Tensor:
         """Tokens of ``cells (n,)``, ``(B, n)``, from each branch's logits ``(B, n, V)``."""
-        places = cells.expand(call.batch, -1)
+        indices = cells.expand(call.batch, -1)
         logits = branches["main"]
         if not self.guidance.neutral:  # it sees each cell as the root of a row of its own
-            roots = call.at(places.flatten())
-            nothing = Proposal.empty(places.numel(), call.device)
+            roots = call.at(indices.flatten())
+            nothing = Proposal.empty(indices.numel(), call.device)
             apart = {
                 name: BranchOutput(logits=part.flatten(0, 1)[:, None])
                 for name, part in branches.items()
             }
             logits = self.guidance.apply(None, roots, nothing, apart).view_as(logits)
-        allowed = self.adapter.layout.allowed(places, logits.shape[-1])
+        allowed = self.adapter.layout.allowed(indices, logits.shape[-1])
         logits = logits.masked_fill(~allowed, -torch.inf)
         if not call.request.do_sample:
             return logits.argmax(-1)
-        gumbel = call.request.noise.gumbel(places, Role.TARGET, logits.shape[-1])
+        gumbel = call.request.noise.gumbel(indices, Role.TARGET, logits.shape[-1])
         return (self.sampling.warp(logits) + gumbel).argmax(-1)
 
 
 def schedule(layout: Layout, window: int) -> list[list[int]]:
-    """Places of the cells that each pass decides, that over the prompt first."""
+    """Indices of the tokens that each pass decides; the first pass is the one over the prompt."""
     lead = min(window, layout.columns)
     waves: list[list[int]] = [[] for _ in range(layout.columns + (layout.rows - 1) * lead)]
     for row in range(layout.rows):
@@ -221,30 +219,32 @@ def schedule(layout: Layout, window: int) -> list[list[int]]:
 
 
 class Frontier(ModelRunner):
-    """Branches that read generated tokens out of order; every row of the batch the same places."""
+    """Runs branches over generated tokens out of order, at the same indices in all rows."""
 
     def prefill(self, call: Call, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
         """See `ModelRunner.prefill`."""
         scores = super().prefill(call, earlier)
         self.ends = self.cache.start.clone()  # of the prompts, (R,)
-        self.held = torch.empty(0, dtype=torch.long, device=call.device)  # place in each slot after
+        # index of the token in each slot after the prompt's
+        self.held = torch.empty(0, dtype=torch.long, device=call.device)
         return scores
 
     def feed(
-        self, tokens: Tensor, places: Sequence[int], real: Sequence[bool]
+        self, tokens: Tensor, indices: Sequence[int], real: Sequence[bool]
     ) -> dict[str, Tensor]:
-        """Reads tokens at places of theirs.
+        """Feeds generated tokens and returns the logits after each.
 
         Args:
             tokens: ``(B, Q)``.
-            places: Index of each among the generated tokens, in rising order.
-            real: Whether it stands there; else it is seen by itself alone, and by nobody later.
+            indices: Index of each among the generated tokens, in rising order.
+            real: Whether the token belongs to that index. A token for which this is false is
+                attended to only by itself, and by no later pass.
 
         Returns:
             Logits of the token after each, ``(B, Q, V)``, by branch.
         """
         device = tokens.device
-        at, stays = torch.tensor(places, device=device), torch.tensor(real, device=device)
+        at, stays = torch.tensor(indices, device=device), torch.tensor(real, device=device)
         self.held = torch.cat([self.held, torch.where(stays, at, -1)])
         visible = bucket(self.width + len(self.held))
         mask = raster_mask(self.ends, self.pads, self.held, at, visible, self.adapter.model.dtype)
@@ -254,7 +254,7 @@ class Frontier(ModelRunner):
         self.cache.open(visible)
         fed = tokens.repeat(len(self.specs), 1)
         states = self.adapter.forward(fed, masks, positions, self._past)
-        self.cache.commit(torch.full_like(self.pads, len(places)))
+        self.cache.commit(torch.full_like(self.pads, len(indices)))
         scores = self._split(self.specs, {"last": states}, {}, {})
         return {name: score.logits for name, score in scores.items()}
 
@@ -276,12 +276,12 @@ def raster_mask(
         dtype: The model's.
     """
     slots = torch.arange(visible, device=ends.device)
-    behind = slots - ends[:, None]  # (R, K)
-    used = (behind >= 0) & (behind < len(held))
-    place = torch.where(used, held[behind.clamp(0, len(held) - 1)], -1)
-    seen = (place >= 0)[:, None] & (place[:, None] <= at[:, None])  # (R, Q, K)
-    seen |= ((behind < 0) & (slots >= pads[:, None]))[:, None]
+    offset = slots - ends[:, None]  # (R, K)
+    used = (offset >= 0) & (offset < len(held))
+    position = torch.where(used, held[offset.clamp(0, len(held) - 1)], -1)
+    seen = (position >= 0)[:, None] & (position[:, None] <= at[:, None])  # (R, Q, K)
+    seen |= ((offset < 0) & (slots >= pads[:, None]))[:, None]
     own = torch.arange(len(held) - len(at), len(held), device=ends.device)
-    seen |= behind[:, None] == own[:, None]
+    seen |= offset[:, None] == own[:, None]
     low = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=ends.device)
     return torch.where(seen, 0.0, low)[:, None]

@@ -1,9 +1,9 @@
-"""Recipe of the zoo's `LetterHead`: letters by frame, for forced alignment.
+"""Recipe of the zoo's `LetterHead`: probabilities of characters by frame, for forced alignment.
 
-Data are joined words, whose times are known (`mmdecode.zoo.joined_words`), of the training
-sentences and voices, with noise and reverberation. A word's letters share its frames evenly, all
-other frames are blank: the head learns where words begin and end, and roughly where letters are,
-which is what forced alignment needs of it.
+It is trained on sentences joined from single words, whose times are known
+(`mmdecode.zoo.joined_words`), with noise and reverberation. A word's characters share its frames
+evenly and all other frames are blank: the head learns where words begin and end, and roughly where
+characters are, which is enough for forced alignment.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class AlignerOptions:
 
 
 def frame_labels(text: str, times: list[tuple[float, float]], frame_s: float, count: int) -> Tensor:
-    """The symbol of each frame, ``(count,)``; a letter that repeats the one before opens blank."""
+    """CTC symbol of each frame, ``(count,)``; the first frame of a repeated character is blank."""
     labels = torch.zeros(count, dtype=torch.long)
     for word, (start, end) in zip(text.lower().split(), times, strict=True):
-        letters = [SYMBOLS.index(c) for c in word if c in SYMBOLS[1:]]
-        edges = np.linspace(start / frame_s, end / frame_s, len(letters) + 1).round().astype(int)
-        for i, letter in enumerate(letters):
-            repeats = i > 0 and letters[i - 1] == letter
-            labels[edges[i] + repeats : edges[i + 1]] = letter
+        symbols = [SYMBOLS.index(c) for c in word if c in SYMBOLS[1:]]
+        edges = np.linspace(start / frame_s, end / frame_s, len(symbols) + 1).round().astype(int)
+        for i, symbol in enumerate(symbols):
+            repeats = i > 0 and symbols[i - 1] == symbol
+            labels[edges[i] + repeats : edges[i + 1]] = symbol
     return labels
 
 
 def damage(wave: Tensor, rng: random.Random, generator: torch.Generator) -> Tensor:
-    """A room, noise and another loudness, each with some probability."""
+    """Adds reverberation and noise and changes the loudness, each with some probability."""
     if rng.random() < 0.2:
         wave = synthesis.add_reverberation(wave, rng.uniform(0.1, 0.4), generator)
     if rng.random() < 0.6:
@@ -70,7 +70,7 @@ def train_aligner(extractor: Any, data: list[Joined], options: AlignerOptions) -
     """Trains a head on joined words.
 
     Args:
-        extractor: The ``WhisperFeatureExtractor`` whose features it will read.
+        extractor: The ``WhisperFeatureExtractor`` whose features are the head's input.
         data: Training data, none longer than the extractor's window.
         options: Settings.
     """
@@ -81,11 +81,11 @@ def train_aligner(extractor: Any, data: list[Joined], options: AlignerOptions) -
     optimizer = torch.optim.AdamW(head.parameters(), lr=options.peak_rate, weight_decay=0.01)
     frame_s = extractor.hop_length / RATE
     for step in track(range(options.steps), description="letters"):
-        drawn = rng.sample(data, options.batch)
-        waves = [damage(torch.from_numpy(j.wave), rng, generator).numpy() for j in drawn]
+        sampled = rng.sample(data, options.batch)
+        waves = [damage(torch.from_numpy(j.wave), rng, generator).numpy() for j in sampled]
         features = extractor(waves, sampling_rate=RATE, return_tensors="pt").input_features
         labels = torch.stack(
-            [frame_labels(j.text, j.times, frame_s, features.shape[-1]) for j in drawn]
+            [frame_labels(j.text, j.times, frame_s, features.shape[-1]) for j in sampled]
         )
         loss = F.cross_entropy(head(features).flatten(0, 1), labels.flatten())
         loss.backward()
@@ -100,7 +100,7 @@ def train_aligner(extractor: Any, data: list[Joined], options: AlignerOptions) -
 
 
 def run(model_folder: str, out: Path, options: AlignerOptions) -> LetterHead:
-    """The whole recipe; needs espeak-ng.
+    """Synthesises the training data, trains a head and saves it; needs espeak-ng.
 
     Args:
         model_folder: The Whisper whose features the head reads.

@@ -1,8 +1,9 @@
 """Finds the cross-attention heads of a Whisper that follow the speech: ``alignment_heads``.
 
-The model transcribes recordings, forced alignment says when each token was said, and every head is
-scored by how much more of a token's attention than by chance lies in the token's own time. The best
-heads together are the ``most`` or fewer whose path comes nearest to the aligned words.
+The model transcribes recordings, and forced alignment gives the time of each token. The score of a
+head is the share of a token's attention that lies within the token's own time, minus the share that
+uniform attention would have there. Of the best ``most`` heads, as many are chosen as give the
+smallest error of word times against the forced alignment.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from mmdecode.train.drafters.medusa import greedy, whisper_prompt
 
 @dataclass
 class Aligned:
-    """A transcribed recording.
+    """A transcribed and aligned recording.
 
     Attributes:
-        tokens: With the times that forced alignment gave them.
-        weights: Weights of every head, ``(layers * heads, tokens + 1, frames)``.
-        spoken: Tokens that are text.
+        tokens: Tokens with their times from forced alignment.
+        weights: Cross-attention weights of every head, ``(layers * heads, tokens + 1, frames)``.
+        spoken: Whether each token is text.
     """
 
     tokens: list[Token]
@@ -59,7 +60,7 @@ def collect(
     Args:
         model: A Whisper.
         processor: Its processor.
-        waves: At its rate; longer ones are cut.
+        waves: Recordings at the model's sampling rate; longer ones are truncated.
         method: Method of forced alignment, see ``word_timestamps``.
         language: Language of the recordings, where the checkpoint knows several.
     """
@@ -115,7 +116,7 @@ def every_head(model: Any) -> list[Head]:
 
 
 def score_heads(data: Sequence[Aligned], frame_s: float) -> Tensor:
-    """Attention in a token's own time, less what an even spread would have there, ``(heads,)``."""
+    """Share of attention within each token's time minus that of uniform attention, ``(heads,)``."""
     gains = []
     for aligned in data:
         frames = aligned.weights.shape[-1]
@@ -131,18 +132,18 @@ def score_heads(data: Sequence[Aligned], frame_s: float) -> Tensor:
 def word_errors(
     data: Sequence[Aligned], heads: Sequence[int], tokenizer: Any, frame_s: float
 ) -> np.ndarray:
-    """Seconds by which heads miss the aligned words: ``(2, words)`` of starts and ends."""
+    """Errors of word starts and ends against forced alignment, in seconds, ``(2, words)``."""
     missed: list[tuple[float, float]] = []
     for aligned in data:
         spans = attention_spans(aligned.weights[list(heads)], frame_s, aligned.spoken)
-        said = [
+        text_spans = [
             (t, s)
             for t, s, is_text in zip(aligned.tokens, spans, aligned.spoken, strict=True)
             if is_text
         ]
         first = 0
-        for _, count in split_words([token for token, _ in said], tokenizer):
-            own = said[first : first + count]
+        for _, count in split_words([token for token, _ in text_spans], tokenizer):
+            own = text_spans[first : first + count]
             first += count
             missed.append((own[0][1][0] - own[0][0].start_s, own[-1][1][1] - own[-1][0].end_s))
     return np.array(missed).T
@@ -156,9 +157,9 @@ def find_heads(
     Args:
         model: A Whisper.
         processor: Its processor.
-        waves: Recordings at its rate.
+        waves: Recordings at the model's sampling rate.
         method: Method of forced alignment.
-        most: Heads to choose at most.
+        most: Maximum number of heads.
 
     Returns:
         ``alignment_heads``, each head's score, and by number of heads the median absolute error of
@@ -185,7 +186,7 @@ def find_heads(
 
 
 def recordings(manifest: Path, rate: int, limit: int) -> Iterator[np.ndarray]:
-    """Samples of the first recordings of a table, or of a folder."""
+    """Yields the samples of the first ``limit`` recordings of a table or a folder."""
     from mmdecode.asr.audio.reading import blocks
     from mmdecode.asr.output.inputs import recordings_in
     from mmdecode.asr.output.manifest import opened
@@ -195,7 +196,7 @@ def recordings(manifest: Path, rate: int, limit: int) -> Iterator[np.ndarray]:
 
 
 def zoo_speech(count: int, seed: int = 0) -> Iterator[np.ndarray]:
-    """Training sentences in training voices, as they are spoken; needs espeak-ng."""
+    """Yields synthesised training sentences in training voices; needs espeak-ng."""
     from mmdecode.zoo import grammar, synthesis
 
     rng = random.Random(f"heads/{seed}")
@@ -209,8 +210,8 @@ def config_for_heads(folder: Path) -> dict[str, Any]:
     """The ``generation_config.json`` of a checkpoint's folder, which `write_heads` may replace.
 
     Raises:
-        OptionError: It is not ours, and nothing allows to replace it.
-        InputError: It cannot be read.
+        OptionError: The file was not written by mmdecode and may not be replaced.
+        InputError: The file cannot be read.
     """
     file = folder / "generation_config.json"
     refuse_foreign([file])

@@ -1,7 +1,7 @@
-"""Training that starts from a drafter: more steps, other data, or a kind that grew out of another.
+"""Initialises a drafter from an existing one: for more steps, other data, or a related kind.
 
-Source: Kang et al. 2025 (ViSpec), arXiv:2509.15235, whose drafter is one of EAGLE's, trained on
-text, before it sees images.
+Source: Kang et al. 2025 (ViSpec), arXiv:2509.15235, which starts from an EAGLE drafter trained on
+text.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from mmdecode.models.hydra import HydraHeads
 from mmdecode.models.vispec import ViSpecModel
 
 ELDERS: dict[type[FeatureDrafter], type[FeatureDrafter]] = {ViSpecModel: EagleModel}
-"""Kinds that a kind may start from: their weights are a part of its own."""
+"""Other kinds that a kind may start from, whose weights are a subset of its own."""
 
 
 def begun(built: nn.Module, name: str, target: str) -> nn.Module:
-    """The drafter to train, in its last state.
+    """Loads weights into the drafter that is to be trained.
 
     Args:
         built: The untrained drafter for the target.
-        name: Name of a drafter of the same kind, with its own configuration, or of the kind's
-            elder, whose weights take the place of those of their names: folder, Hub id or
-            ``zoo:NAME``.
-        target: For messages.
+        name: Drafter to start from: folder, Hub id or ``zoo:NAME``. One of the same kind keeps its
+            own configuration; from one of a kind in `ELDERS`, the weights of equal names are
+            taken.
+        target: Name of the target, for messages.
 
     Raises:
-        InputError: It is no such drafter, or of other sizes.
-        OptionError: The kind cannot start from one.
+        InputError: ``name`` is a drafter of another kind or of other sizes.
+        OptionError: The kind cannot start from another drafter.
     """
     found = _loaded(built, name)
     grown = type(found) is not type(built)

@@ -1,16 +1,18 @@
-"""``mmdecode train corrector``: a language model learns to correct a recogniser's N-best lists.
+"""``mmdecode train corrector``: trains a language model to correct a recogniser's N-best lists.
 
-Three ways: adapters of low rank in a model that exists (LoRA, by peft), all its weights, or a small
-model from scratch with a tokenizer of its own. The loss is on the answer alone: prompt and padding
-are left out, and an answer ends once. Training stops at the best likelihood of lists held out.
+Three methods: low-rank adapters for an existing model (LoRA, by peft), fine-tuning of all its
+weights, or a small model from scratch with a tokenizer of its own. The loss covers the answer
+alone, with a single end token: prompt and padding are masked. Training stops at the best likelihood
+of held-out lists.
 
-Lists are told apart by their ids, so the parts are the same in any file and any order: up to
-`TRAINED` they are learned, up to `JUDGED` they decide when to stop, and those after are not looked
-at. `mmdecode.asr.correction.n_best_lists.split` with `JUDGED` leaves exactly these for the test.
+The split depends on the lists' ids alone, so it is the same in any file and any order. A list's id
+is hashed to a number from 0 to 1: up to `TRAINED` it is trained on, up to `JUDGED` it decides when
+to stop, and above it is left for the test. `mmdecode.asr.correction.n_best_lists.split` with
+`JUDGED` returns exactly these test lists.
 
-Sources: Hu et al. 2021, arXiv:2106.09685 (LoRA); settings as of HyPoradise (Chen et al. 2023) and
-FlanEC (La Quatra et al. 2024). Differs from both in the loss: the first also learns the prompt, the
-second also padding, and ends its answers twice.
+Sources: Hu et al. 2021, arXiv:2106.09685 (LoRA); settings as in HyPoradise (Chen et al. 2023) and
+FlanEC (La Quatra et al. 2024). Differs from both in the loss: the first also trains on the prompt,
+the second also on padding, and ends its answers twice.
 """
 
 from __future__ import annotations
@@ -56,14 +58,15 @@ class CorrectorOptions:
 
     Attributes:
         method: One of `METHODS`.
-        prompts: How a list is put to the model.
+        prompts: Format of the prompt.
         rank, alpha, dropout: Settings of LoRA.
         targets: Layers that get adapters: ``attention``, or ``all-linear``.
-        longest: Lists with a longer prompt or answer, in tokens, are left out.
-        copies: From scratch, the share of a step that only teaches to copy: lists whose words were
-            replaced by others, each alike everywhere, with the first hypothesis as the answer.
-        decoded: Held-out lists that are decoded at the end.
-        fit: How long and how fast.
+        longest: Maximum length of a prompt or an answer, in tokens; longer lists are left out.
+        copies: Share of each step's examples that only teach copying (method ``scratch``): lists
+            whose words are consistently replaced by other words, with the first hypothesis as the
+            answer.
+        decoded: Number of held-out lists that are decoded at the end.
+        fit: Steps, learning rates and stopping.
     """
 
     method: str = "lora"
@@ -112,11 +115,11 @@ FROM_SCRATCH = CorrectorOptions(
 
 
 class Example(NamedTuple):
-    """A list as a model learns it.
+    """A training example of token ids.
 
     Attributes:
-        prompt: Ids it reads.
-        answer: Ids it is to write, with one end.
+        prompt: Ids of the prompt.
+        answer: Ids of the answer, with one end token.
     """
 
     prompt: list[int]
@@ -124,17 +127,17 @@ class Example(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Length of its longer part."""
+        """Length of the longer of prompt and answer, in tokens."""
         return max(len(self.prompt), len(self.answer))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Lists with references, by their part.
+    """Lists with references, split into training and development.
 
     Attributes:
-        training: Learnt.
-        development: Decide when to stop.
+        training: Lists that are trained on.
+        development: Lists that decide when to stop.
     """
 
     training: list[NBestList]
@@ -142,7 +145,7 @@ class Data:
 
     @classmethod
     def of(cls, lists: Sequence[NBestList]) -> Data:
-        """The parts of some lists; those of the test are left out.
+        """Splits lists by their ids; lists of the test are left out.
 
         Raises:
             InputError: A part has no list with a reference.
@@ -162,15 +165,15 @@ class Data:
 
 
 def example_of(prompts: ListPrompts, hypotheses: Sequence[str], answer: str) -> Example:
-    """A list and its right answer."""
+    """Encodes hypotheses and an answer as an example."""
     return Example(prompts.prompt(hypotheses), prompts.answer(answer))
 
 
 class Batches:
-    """The batch of each step: lists of about a length, each once in a pass over all.
+    """The batch of each step: lists of similar length, each once per epoch.
 
     Args:
-        prompts: How lists are put.
+        prompts: Makes the prompts.
         lists: Training lists.
         options: Settings; a batch depends on them and the step alone.
     """
@@ -209,7 +212,7 @@ class Batches:
         return taken + [one for one in copies if one.size <= self.options.longest]
 
     def _copy(self, hypotheses: Sequence[str], dice: np.random.Generator) -> Example:
-        """The same list of other words; the answer is its first hypothesis."""
+        """Replaces the words of a list by others; the answer is its first hypothesis."""
         shown = self.prompts.shown(hypotheses)
         known = sorted({word for text in shown for word in text.split()})
         others = dict(zip(known, dice.choice(self._words, len(known), p=self._shares), strict=True))
@@ -241,7 +244,7 @@ def bits_per_token(
 
 
 def with_adapters(model: Any, base: str, options: CorrectorOptions) -> Any:
-    """The model with LoRA's adapters, which alone learn.
+    """Adds LoRA adapters to a model and freezes its other weights.
 
     Raises:
         MissingExtraError: peft is not installed.
@@ -278,11 +281,11 @@ def train(
         tokenizer: Its tokenizer.
         data: Lists by part.
         options: Settings.
-        work: Folder of state and log, ``log.jsonl``: bits per token of training and held-out
-            answers.
-        out: Folder of the result, which
-            `mmdecode.asr.correction.corrector.Corrector.from_pretrained` takes.
-        base: Model that adapters are loaded on.
+        work: Folder of the training state and of ``log.jsonl``: bits per token of training and
+            held-out answers.
+        out: Folder of the result, for
+            `mmdecode.asr.correction.corrector.Corrector.from_pretrained`.
+        base: Name of the model that adapters are loaded on.
 
     Returns:
         The card, also written to ``out/card.json``.
@@ -303,7 +306,7 @@ def train(
     if options.method == "lora":
         model = with_adapters(model, base, options)
     learned = model
-    if options.method == "lora":  # what does not learn is not kept with each state
+    if options.method == "lora":  # frozen weights are not saved with each state
         learned = nn.ParameterList([p for p in model.parameters() if p.requires_grad])
     before = bits_per_token(model, device, prompts, held_out)
     best = work / "best.pt"
@@ -351,7 +354,7 @@ def train(
 def decoded(
     model: Any, tokenizer: Any, lists: Sequence[NBestList], options: CorrectorOptions
 ) -> dict[str, Any]:
-    """Greedy correction of held-out lists: word error rates, and decoding settings."""
+    """Corrects held-out lists greedily; returns word error rates and decoding settings."""
     chosen = lists[: options.decoded]
     corrector = Corrector(model, tokenizer, **asdict(options.prompts))
     found = corrector(chosen)
@@ -380,17 +383,17 @@ def train_from_lists(
     options: CorrectorOptions,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """``mmdecode train corrector``.
+    """Loads or builds the model and trains it: ``mmdecode train corrector``.
 
     Args:
-        model_id: A folder, a Hub id or ``zoo:NAME``; ``None`` from scratch.
-        lists: With references.
-        out: Folder of the result; state and log lie in ``out/state``.
+        model_id: A folder, a Hub id or ``zoo:NAME``; ``None`` for method ``scratch``.
+        lists: N-best lists with references.
+        out: Folder of the result; training state and log are in ``out/state``.
         options: Settings.
-        device: On which it learns.
+        device: Device of the training.
 
     Raises:
-        OptionError: A model next to ``scratch``, or none next to another method.
+        OptionError: A model is given with method ``scratch``, or none with another method.
     """
     if (model_id is None) != (options.method == "scratch"):
         raise OptionError(
@@ -410,7 +413,7 @@ def train_from_lists(
 
 
 def build_tokenizer(lists: Sequence[NBestList], size: int = 1536) -> Any:
-    """Byte-level BPE of the lists' texts; each line begins as if after a space."""
+    """Trains a byte-level BPE tokenizer on the lists; a line is encoded as if after a space."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -440,7 +443,7 @@ def build_tokenizer(lists: Sequence[NBestList], size: int = 1536) -> Any:
 
 
 def build_model(tokenizer: Any, options: CorrectorOptions) -> Any:
-    """A small untrained encoder-decoder: layers as Pegasus has them, positions as sines."""
+    """Builds a small untrained encoder-decoder: Pegasus layers with sinusoidal positions."""
     from transformers import PegasusConfig, PegasusForConditionalGeneration
 
     torch.manual_seed(options.fit.seed)

@@ -1,9 +1,9 @@
-"""Where a training runs: on which device, in which precision, and how many processes share it.
+"""Device, precision and number of processes of a training.
 
-In half precision the target's weights are half, losses are computed under autocast and what learns
-keeps its weights in float32; in fp16 the loss is scaled before it is differentiated, and a step
-whose gradients overflow is left out. Several processes, as ``accelerate launch`` starts them, learn
-from a batch each and step by the mean of their gradients; one of them judges and writes.
+In half precision the target's weights are half, losses are computed under autocast, and the trained
+weights stay in float32; in fp16 the loss is scaled, and a step whose gradients overflow is skipped.
+Several processes, as ``accelerate launch`` starts them, take a batch each and step by the mean of
+their gradients; one of them evaluates and writes files.
 
 Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.
 """
@@ -25,17 +25,17 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 def precision_of(dtype: str, model_id: str, device: str) -> str:
-    """The one of `PRECISIONS` that a dtype names; see `mmdecode.checkpoints.dtype_of`.
+    """Name in `PRECISIONS` of a dtype; see `mmdecode.checkpoints.dtype_of`.
 
     Raises:
-        OptionError: It names none.
+        OptionError: The dtype is none of these.
     """
     kind = dtype_of(dtype, model_id, device)
     return next(name for name, one in PRECISIONS.items() if one == kind)
 
 
 class Alone:
-    """The neutral setting: one process, in float32.
+    """Training in one process, in float32.
 
     Attributes:
         precision: One of `PRECISIONS`.
@@ -48,24 +48,24 @@ class Alone:
     rank, size = 0, 1
     scaler: Any = None
 
-    def place(self, step: int) -> int:
-        """Number of this process's batch of a step."""
+    def batch_index(self, step: int) -> int:
+        """Index of the batch that this process takes at a step."""
         return self.size * step + self.rank
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """For losses."""
+        """Context in which losses are computed; here it does nothing."""
         return nullcontext()
 
     def first(self, work: Callable[[], Any]) -> Any:
-        """Result of what one process does for all."""
+        """Runs ``work`` once and returns its result."""
         return work()
 
     def backward(self, loss: Tensor, learner: nn.Module) -> None:
-        """Leaves gradients, perhaps scaled."""
+        """Computes gradients, scaled if there is a scaler."""
         loss.backward()
 
     def step(self, learner: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Steps with gradients clipped to norm 1, and clears them."""
+        """Clips gradients to norm 1, takes an optimizer step and clears the gradients."""
         for optimizer in optimizers if self.scaler is not None else ():
             self.scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
@@ -80,10 +80,10 @@ class Alone:
 
 
 class Worker(Alone):
-    """A process of a training that others may share.
+    """One process of a training that may have several.
 
     Args:
-        device: ``None``: CUDA where there is one. Each of several processes has its own.
+        device: ``None``: CUDA if there is one. Each of several processes has its own.
         precision: One of `PRECISIONS`.
 
     Attributes:
@@ -91,7 +91,7 @@ class Worker(Alone):
 
     Raises:
         MissingExtraError: Half precision or several processes, and accelerate is not installed.
-        OptionError: The device cannot learn in this precision.
+        OptionError: The device does not support training in this precision.
         UnknownNameError: There is no such precision.
     """
 
@@ -120,7 +120,7 @@ class Worker(Alone):
             raise MissingExtraError(
                 f"training in {self.precision} needs accelerate", extra="train"
             ) from error
-        # it keeps the precision of the process's first one, which may be another
+        # Accelerator's state is global: it would keep the precision of the first one created
         AcceleratorState._reset_state(reset_partial_state=self.size == 1)
         try:
             return Accelerator(cpu=on_cpu, mixed_precision=self.precision)
@@ -130,25 +130,25 @@ class Worker(Alone):
             ) from error
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """In the precision."""
+        """Autocast to the precision."""
         return nullcontext() if self._accelerator is None else self._accelerator.autocast()
 
     def first(self, work: Callable[[], Any]) -> Any:
-        """Result of what the leading process does while the others wait."""
+        """Runs ``work`` in the leading process while the others wait; returns its result."""
         return self._team.first(work)
 
     def leave(self) -> None:
-        """No more steps together."""
+        """Ends the synchronisation with other processes."""
         self._team.leave()
 
     def backward(self, loss: Tensor, learner: nn.Module) -> None:
-        """Leaves the mean of the gradients of all processes, perhaps scaled."""
+        """Computes the mean gradients of all processes, scaled if there is a scaler."""
         super().backward(loss if self.scaler is None else self.scaler.scale(loss), learner)
         if self.size == 1:
             return
         from accelerate.utils import reduce
 
         for parameter in learner.parameters():
-            if parameter.requires_grad:  # what one batch does not reach another may
+            if parameter.requires_grad:  # unused in this batch, maybe used in another's
                 own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = reduce(own, "mean")

@@ -1,6 +1,6 @@
-"""Drafters on the Hugging Face Hub: the page next to the weights, and pushing both.
+"""Drafters on the Hugging Face Hub: their model page, and uploading.
 
-A pushed drafter is loaded by its id wherever a folder is.
+An uploaded drafter is loaded by its id wherever a folder is accepted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from mmdecode.runs.files import LISTING, MAKER, is_own, write_file
 
 OURS = f"<!-- made by {MAKER} from card.json; without this line the page is left as it is -->"
 DRAFTS = {"eagle3": "eagle:path=", "text": "assistant:model="}
-"""How a kind is named and found in a draft's string, where not as ``KIND:path=``."""
+"""Draft options of the kinds that are not loaded by ``KIND:path=``."""
 LEFT_OUT = ["state/**", ".cache/**", "*.tmp", "*.tmp/**", LISTING]
-"""Files of a folder from which training resumes, and the list of our own files."""
+"""Files that are not uploaded: training state, temporary files and the list of our own files."""
 
 
 def write_model_page(folder: str | Path, card: Mapping[str, Any], name: str = "") -> Path:
-    """Writes ``README.md`` next to a drafter's weights, unless there is one that is not ours.
+    """Writes ``README.md`` next to a drafter's weights, unless the user wrote one.
 
     Args:
         folder: Folder of the drafter.
@@ -35,13 +35,13 @@ def write_model_page(folder: str | Path, card: Mapping[str, Any], name: str = ""
 
 
 def model_page(card: Mapping[str, Any], name: str) -> str:
-    """Markdown with the header that the Hub reads; the licence is left to whoever publishes."""
+    """Model page in Markdown with the Hub's header; the licence is left to the publisher."""
     target, options, requests = card["model"], card["options"], card["requests"]
     judged = "tested" if requests["tested"] else "held_out"
     asked = f" of `{card['data']}`" if card["data"] else ""
     spec = DRAFTS.get(options["kind"], f"{options['kind']}:path=") + name
     accepted = ", ".join(f"{share:.2f}" for share in card["accepted_by_position"])
-    # a folder or a zoo model is nothing that the Hub could link to
+    # the Hub cannot link to a folder or a zoo model
     linked = target.count("/") == 1 and not Path(target).exists()
     lines = ["---", "library_name: mmdecode"]
     lines += [f"base_model: {target}"] if linked else []
@@ -69,7 +69,7 @@ def model_page(card: Mapping[str, Any], name: str) -> str:
 
 
 def _use(family: str, target: str, spec: str) -> str:
-    """A line that answers, or draws, with the drafter."""
+    """Line of code that runs the target with the drafter."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     if family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
@@ -80,11 +80,11 @@ def _use(family: str, target: str, spec: str) -> str:
 
 
 def check_push(name: str) -> None:
-    """Raises what pushing would at once, before anything is trained.
+    """Checks name and login before a training, so that pushing does not fail at its end.
 
     Raises:
         InputError: Nobody is logged in.
-        OptionError: The name is none of the Hub.
+        OptionError: The name is no valid repository name.
     """
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
@@ -107,17 +107,17 @@ def push(folder: str | Path, name: str, private: bool | None = None) -> str:
     """Uploads a drafter's folder, without the state of its training.
 
     Args:
-        folder: With weights and ``config.json``; its page is written again for the name.
-        name: ``USER/NAME``, made where it is not there.
-        private: Whether others may not see it when it is made; ``None``: as the account says.
+        folder: Folder with weights and ``config.json``; its page is rewritten for the name.
+        name: Repository, ``USER/NAME``; created if it does not exist.
+        private: Whether a repository that is created is private; ``None``: the account's default.
 
     Returns:
-        Its address.
+        URL of the repository.
 
     Raises:
-        InputError: Nobody is logged in, the account may not write there, or the Hub cannot be
+        InputError: Nobody is logged in, the account has no write access, or the Hub cannot be
             reached.
-        OptionError: The name is none of the Hub.
+        OptionError: The name is no valid repository name.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

@@ -1,4 +1,4 @@
-"""The training loop of all that is small: resumable, and stopped by what is held out."""
+"""The training loop of small models: resumable, with early stopping on held-out data."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ BITS = 1 / math.log(2)
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
-    """How long and how fast a model learns.
+    """Steps, learning rates and stopping of a training.
 
     Attributes:
-        steps: At most; the learning rate falls over the last two thirds.
-        batch: Images per step.
+        steps: Maximum number of steps; the learning rate falls over the last two thirds.
+        batch: Examples per step.
         peak_rate: Highest learning rate (AdamW).
-        matrix_rate: Learning rate of the matrices of layers, by Muon, which needs fewer steps; 0:
-            they are trained by AdamW like all others.
+        matrix_rate: Learning rate of the layers' matrices under Muon, which needs fewer steps; 0:
+            they are trained by AdamW like all other weights.
         weight_decay: Weight decay of matrices.
-        condition_dropout: Share of images whose condition is left out, so that guidance can be.
-        every: Steps between looks at the held-out images.
-        patience: Looks without a better likelihood before it stops.
+        condition_dropout: Share of examples whose condition is dropped, for classifier-free
+            guidance.
+        every: Steps between evaluations on held-out data.
+        patience: Evaluations without improvement before training stops.
         seed: Seed of the training; a step's batch depends on it and the step alone.
     """
 
@@ -52,17 +53,17 @@ class FitOptions:
     seed: int = 0
 
     def dice(self, step: int) -> torch.Generator:
-        """Source of all draws of a step."""
+        """Random generator of a step, seeded by ``seed`` and the step."""
         return torch.Generator().manual_seed(self.seed * 2**32 + step)
 
     def share_at(self, step: int) -> float:
-        """Share of the highest learning rate."""
+        """Learning rate of a step as a share of the highest."""
         left = 1.5 * (1 - step / self.steps)
         return min(1.0, (step + 1) / 100, left + 0.03)
 
 
 def progress(steps: Sequence[int], what: str) -> Iterable[int]:
-    """The steps, under a bar on the terminal."""
+    """Iterates over steps with a progress bar on the terminal."""
     return track(steps, description=what, console=Console(stderr=True))
 
 
@@ -75,19 +76,19 @@ def fit(
     work: Path,
     worker: Alone | None = None,
 ) -> list[dict[str, float]]:
-    """Trains until what is held out no longer improves.
+    """Trains until the held-out loss no longer improves.
 
     Args:
-        learner: All that learns.
+        learner: Module with all trained weights.
         loss_at: Mean negative log-likelihood in nats of a step's batch.
-        held_out: The same of held-out images, in bits.
-        keep: Called at each new best.
-        options: How long and how fast.
-        work: Holds state and log, from which training goes on.
-        worker: Where it runs; ``None``: in this process, in float32.
+        held_out: Mean negative log-likelihood in bits of held-out data.
+        keep: Called at each new best, to save the weights.
+        options: Steps, learning rates and stopping.
+        work: Folder of the training state and log, from which training resumes.
+        worker: Process, device and precision; ``None``: this process, in float32.
 
     Returns:
-        The log: step, training and held-out bits per code, seconds so far.
+        The log: step, training and held-out bits, seconds so far.
     """
     worker = worker or Alone()
     optimizers = optimizers_of(learner, options)
@@ -140,7 +141,7 @@ def fit(
 
 
 def optimizers_of(learner: nn.Module, options: FitOptions) -> list[torch.optim.Optimizer]:
-    """AdamW, and Muon for the matrices of layers if it has a rate."""
+    """AdamW, and Muon for the layers' matrices if ``matrix_rate`` is not 0."""
     learned = {name: p for name, p in learner.named_parameters() if p.requires_grad}
     by_muon = {n: p for n, p in learned.items() if p.ndim == 2 and ".layers." in n}
     if not options.matrix_rate:
@@ -166,13 +167,13 @@ def optimizers_of(learner: nn.Module, options: FitOptions) -> list[torch.optim.O
 
 
 def stalled(log: Sequence[dict[str, float]], patience: int) -> bool:
-    """Whether the best held-out likelihood lies at least ``patience`` looks back."""
+    """Whether the last ``patience`` evaluations brought no new best."""
     values = [row["held_out"] for row in log]
     return bool(values) and len(values) - 1 - values.index(min(values)) >= patience
 
 
 def save_half(model: PreTrainedModel, folder: Path) -> None:
-    """Half-precision weights under a config that says float32."""
+    """Saves half-precision weights with a configuration that says float32."""
     half = copy.deepcopy(model).half()
 
     def fill(into: Path) -> None:
@@ -186,8 +187,8 @@ def say_float32(into: Path, *parts: str) -> None:
     """Corrects the ``config.json`` that was just saved, so that weights are loaded as float32.
 
     Args:
-        into: The folder that `write_folder` fills.
-        parts: Keys of inner configurations that say it too.
+        into: Folder of the saved model.
+        parts: Keys of inner configurations to correct too.
     """
     file = into / "config.json"
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Training windows of ``zoo:whisper-synth``: spoken sentences, joined, cut, shifted and damaged."""
+"""Training windows of ``zoo:whisper-synth``: sentences joined, truncated, shifted and augmented."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SpecialIds:
 
     @classmethod
     def of(cls, tokenizer: WhisperTokenizer) -> SpecialIds:
-        """Looked up by their names."""
+        """Looks the ids up in a tokenizer."""
         names = (
             "endoftext startoftranscript en transcribe startofprev nospeech notimestamps".split()
         )
@@ -50,13 +50,13 @@ class SpecialIds:
 
 
 def ctc_ids(text: str) -> list[int]:
-    """Symbols of a text: lower case, anything else than letters and apostrophes is dropped."""
+    """Indices into `CTC_SYMBOLS` of a text in lower case; other characters are dropped."""
     kept = re.sub(r"[^a-z' ]", "", text.lower())
     return [CTC_SYMBOLS.index(c) for c in " ".join(kept.split())]
 
 
 def synthesise_corpus(folder: Path, count: int, seed: int, shard: int = 1000) -> None:
-    """Speak ``count`` training sentences into ``folder`` (shards of int16 samples); resumable."""
+    """Synthesises ``count`` training sentences into ``folder``, as int16 shards; resumable."""
     torch.set_num_threads(1)
     engine = synthesis.Espeak()
     for start in track(range(0, count, shard), description="speaking"):
@@ -77,12 +77,15 @@ class Window:
 
     wave: Tensor  # (T,)
     ids: list[int]
-    targets: list[int]  # same length, -100 where nothing is asked
-    letters: list[int] | None  # None: a cut utterance, or no speech
+    targets: list[int]  # same length, -100 where there is no loss
+    ctc_targets: list[int] | None  # None: a cut utterance, or no speech
 
 
 class Windows:
-    """Endless windows cut from a corpus; silence, several utterances, cut ones, noise, rooms."""
+    """Samples training windows from a corpus: silence, one or more utterances, truncated ones.
+
+    Windows get noise and reverberation.
+    """
 
     def __init__(self, folder: Path, processor: WhisperProcessor, seed: int) -> None:
         self.folder, self.tokenizer = folder, processor.tokenizer
@@ -98,7 +101,7 @@ class Windows:
         ]
 
     def refresh(self) -> None:
-        """Load shards that have appeared since the last call."""
+        """Loads shards that have appeared since the last call."""
         for path in sorted(self.folder.glob("*[0-9].npz")):
             if path not in self.known:
                 self.known.add(path)
@@ -106,20 +109,20 @@ class Windows:
                     self.shards.append((data["samples"], data["ends"], data["texts"].tolist()))
 
     def utterance(self) -> tuple[Tensor, str]:
-        """One spoken sentence of the corpus and its text."""
+        """Samples a spoken sentence of the corpus and its text."""
         samples, ends, texts = self.rng.choice(self.shards)
         i = self.rng.randrange(len(texts))
         wave = samples[ends[i - 1] if i else 0 : ends[i]].astype(np.float32) / 32767
         return torch.from_numpy(wave), texts[i]
 
     def noise(self, length: int) -> Tensor:
-        """A stretch of coloured noise of root mean square 0.1 from the pool."""
+        """Samples coloured noise of root mean square 0.1 from the pool."""
         track = self.rng.choice(self.noises)
         start = self.rng.randrange(len(track) - length)
         return track[start : start + length]
 
     def damage(self, wave: Tensor) -> Tensor:
-        """A room, noise and another loudness, each with some probability."""
+        """Adds reverberation and noise and changes the loudness, each with some probability."""
         rng = self.rng
         if rng.random() < 0.2:
             wave = synthesis.add_reverberation(wave, rng.uniform(0.1, 0.5), self.generator)
@@ -130,20 +133,20 @@ class Windows:
         return wave * 10 ** rng.uniform(-1, 0)
 
     def silence(self) -> Window:
-        """No speech: only the no-speech token is asked, at the start of the transcript."""
+        """A window without speech; the target of the start token is the no-speech token."""
         level = self.rng.choice([0.0, 1e-3, 1e-2, 1e-1, 1.0])
         wave = level * self.noise(WINDOW_S * SAMPLING_RATE)
         return Window(wave, [self.ids.sot], [self.ids.no_speech], None)
 
     def draw(self, full: bool, prompted: bool = False) -> Window:
-        """One window; ``full`` windows last 8 seconds and may hold several utterances."""
+        """Samples a window; ``full`` ones last 8 seconds and may hold several utterances."""
         rng, ids = self.rng, self.ids
         if full and rng.random() < 0.06:
             return self.silence()
         limit = WINDOW_S * SAMPLING_RATE
         joined = full and rng.random() < 0.75
         with_times = rng.random() < 0.55
-        late = full and not joined and not with_times  # begins anywhere; a timestamp may not
+        late = full and not joined and not with_times  # a first timestamp has to be early
         lead = rng.randint(0, 5 * SAMPLING_RATE if late else SAMPLING_RATE // 2)
         wave = torch.zeros(0 if rng.random() < 0.3 else lead)
         segments: list[tuple[float, float, str]] = []
@@ -165,7 +168,7 @@ class Windows:
                 break
         if cut is None:
             wave = torch.cat([wave, torch.zeros(rng.randint(0, SAMPLING_RATE // 2))])[:limit]
-        if not segments:  # a single utterance longer than the window: never with this grammar
+        if not segments:  # a single utterance longer than the window; never with this grammar
             return self.draw(full, prompted)
         wave = self.damage(wave)
 
@@ -183,14 +186,14 @@ class Windows:
         if prompted:
             before = [ids.prev, *self.text(self.utterance()[1])]
             tokens, asked = before + tokens, [-100] * len(before) + asked
-        letters = None if cut is not None else ctc_ids(" ".join(s[2] for s in segments))
-        return Window(wave, tokens, asked, letters)
+        ctc_targets = None if cut is not None else ctc_ids(" ".join(s[2] for s in segments))
+        return Window(wave, tokens, asked, ctc_targets)
 
     def shift(self, batch: Batch) -> Batch:
-        """A batch of short windows as if it began somewhere in the full one.
+        """Moves a batch of short windows to a random position in the full window.
 
-        Without this the encoder learns sentences at the beginning of a window only: heard two
-        seconds later, the same sentence was not recognised at all.
+        Without this the encoder learns sentences at the beginning of a window only: the same
+        sentence two seconds later was not recognised at all.
         """
         room = round(WINDOW_S / STEP_S) - batch.features.shape[-1] // 2
         batch.offset = self.rng.randint(0, max(room, 0))
@@ -205,7 +208,7 @@ class Windows:
         return self.ids.first_timestamp + min(round(seconds / STEP_S), round(WINDOW_S / STEP_S))
 
     def text(self, text: str) -> list[int]:
-        """Ids of a text in the middle of a transcript."""
+        """Ids of a text within a transcript, without special tokens."""
         return self.tokenizer.encode(" " + text, add_special_tokens=False)
 
 
@@ -216,8 +219,8 @@ class Batch:
     features: Tensor  # (B, 80, frames)
     ids: Tensor  # (B, L)
     targets: Tensor  # (B, L)
-    letters: Tensor  # concatenated
-    letter_lengths: Tensor  # (B,)
+    ctc_targets: Tensor  # concatenated
+    ctc_lengths: Tensor  # (B,)
     ctc_rows: Tensor  # (B,) bool
     offset: int = 0  # encoder position of the first frame
 
@@ -225,7 +228,7 @@ class Batch:
 def collate(
     windows: list[Window], extractor: WhisperFeatureExtractor, full: bool, pad: int
 ) -> Batch:
-    """Short windows are padded to the longest, full ones to the model's window."""
+    """Batches windows: short ones are padded to the longest, full ones to the model's window."""
     unit = 16 * 2 * HOP
     longest, size = max(len(w.wave) for w in windows), WINDOW_S * SAMPLING_RATE
     if not full:
@@ -239,25 +242,25 @@ def collate(
     length = max(len(w.ids) for w in windows)
     ids = torch.tensor([w.ids + [pad] * (length - len(w.ids)) for w in windows])
     targets = torch.tensor([w.targets + [-100] * (length - len(w.targets)) for w in windows])
-    letters = [w.letters or [] for w in windows]
+    ctc_targets = [w.ctc_targets or [] for w in windows]
     return Batch(
         features=features,
         ids=ids,
         targets=targets,
-        letters=torch.tensor([c for row in letters for c in row]),
-        letter_lengths=torch.tensor([len(row) for row in letters]),
-        ctc_rows=torch.tensor([bool(row) for row in letters]),
+        ctc_targets=torch.tensor([c for row in ctc_targets for c in row]),
+        ctc_lengths=torch.tensor([len(row) for row in ctc_targets]),
+        ctc_rows=torch.tensor([bool(row) for row in ctc_targets]),
     )
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Batches for the loader's worker; the share of full windows follows the clock.
+    """Batches for a data loader; the share of full windows grows during the training.
 
     Args:
         folder: The corpus.
         processor: Processor of the model.
         batch: Short windows per batch; full windows come in batches of half this.
-        clock: How much of the training is over, 0 to 1, in shared memory.
+        clock: Elapsed share of the training, 0 to 1, in shared memory.
     """
 
     def __init__(
@@ -278,6 +281,6 @@ class Stream(torch.utils.data.IterableDataset):
             full = windows.rng.random() < share
             count = self.batch // (2 if full else 1)
             prompted = windows.rng.random() < 0.1
-            drawn = [windows.draw(full, prompted) for _ in range(count)]
-            batch = collate(drawn, extractor, full, pad)
+            sampled = [windows.draw(full, prompted) for _ in range(count)]
+            batch = collate(sampled, extractor, full, pad)
             yield batch if full else windows.shift(batch)

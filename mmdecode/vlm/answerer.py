@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide
     from mmdecode.engine.stats import Stats
 
-ADVICE = (
+MEMORY_HINT = (
     "give smaller images or a shorter question, lower max_new_tokens, or load the model in half "
     "precision"
 )
@@ -176,7 +176,7 @@ class Answerer:
     def _outcomes(
         self, requests: Sequence[AnswerRequest], settings: AnswerOptions, watch: Watch
     ) -> Iterator[tuple[Answer, Failed | None]]:
-        lengths = [tried(partial(self._length, request), ADVICE) for request in requests]
+        lengths = [tried(partial(self._length, request), MEMORY_HINT) for request in requests]
         ordered = sorted(zip(requests, lengths, strict=True), key=lambda one: _size(one[1]))
         for batch in _batches(ordered, settings.batch_size):
             asked: list[tuple[AnswerRequest, Question]] = []
@@ -184,7 +184,7 @@ class Answerer:
                 question = (
                     length
                     if isinstance(length, Failed)
-                    else tried(partial(self._question, request, length[1], settings), ADVICE)
+                    else tried(partial(self._question, request, length[1], settings), MEMORY_HINT)
                 )
                 if isinstance(question, Failed):
                     yield failed_answer(request, question), question
@@ -193,7 +193,7 @@ class Answerer:
             for (request, _), found in each(
                 asked,
                 partial(self._batch, settings=settings),
-                hint=ADVICE,
+                hint=MEMORY_HINT,
                 name=lambda one: one[0].id,
                 watch=watch,
                 attempt=self.stats.attempt,

@@ -192,9 +192,9 @@ def _damaged(error: Exception) -> InputError:
 
 
 def _refuse_others(data: bytes) -> None:
-    for place, pattern, what, advice in _OTHERS:
-        if re.match(pattern, data[place : place + 1024], re.DOTALL | re.IGNORECASE):
-            raise InputError(f"is {what}; expected an image: {advice or 'convert it to jpeg'}")
+    for offset, pattern, what, hint in _OTHERS:
+        if re.match(pattern, data[offset : offset + 1024], re.DOTALL | re.IGNORECASE):
+            raise InputError(f"is {what}; expected an image: {hint or 'convert it to jpeg'}")
 
 
 def _frames(image: Any) -> int:

@@ -131,7 +131,7 @@ class AnswerFile:
             InputError: The file cannot be written.
         """
         with explained(self.path):
-            self._file = self._file or self._anew()
+            self._file = self._file or self._open_lines()
             line, contents = as_line(answer), self._contents.pop(answer.id, {})
             if not answer.error:
                 found = [contents.get(name) for name in answer.images]
@@ -142,14 +142,14 @@ class AnswerFile:
 
     def finish(self) -> None:
         """Puts the lines in order; of several for one question an answer counts, else the last."""
-        place = {request.id: index for index, request in enumerate(self._requests)}
+        order = {request.id: index for index, request in enumerate(self._requests)}
         lines: dict[str, tuple[bytes, bool]] = {}
         for line, found in _lines(self.path):
             name, answered = found["id"], "error" not in found
             if answered or not lines.get(name, (b"", False))[1]:
                 lines[name] = line, answered
         # answers to an earlier, longer input stay, after the others
-        ordered = sorted(lines, key=lambda name: place.get(name, len(place)))
+        ordered = sorted(lines, key=lambda name: order.get(name, len(order)))
         with explained(self.path):
             write_file(self.path, b"".join(lines[name][0] for name in ordered))
 
@@ -203,7 +203,7 @@ class AnswerFile:
             raise
         return file
 
-    def _anew(self) -> BinaryIO:
+    def _open_lines(self) -> BinaryIO:
         """The file after what it replaces went."""
         self.path.unlink(missing_ok=True)
         file = self._opened()

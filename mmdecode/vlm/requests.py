@@ -76,8 +76,8 @@ def requests_of(
     for index, (entry, text) in enumerate(zip(entries, texts, strict=True)):
         several = list(entry) if is_list(entry) else [] if entry is None else [entry]
         names = [
-            f"image {index}" if len(several) == 1 else f"image {index}.{place}"
-            for place in range(len(several))
+            f"image {index}" if len(several) == 1 else f"image {index}.{rank}"
+            for rank in range(len(several))
         ]
         sources = tuple(image_source(*pair) for pair in zip(several, names, strict=True))
         name = str(index if ids is None else ids[index])

@@ -1,1 +1,1 @@
-"""Tiny models that are really trained, and the test sets they are judged on."""
+"""Test sets for the tiny trained models that ship, and the generators of their data."""

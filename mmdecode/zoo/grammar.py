@@ -1,8 +1,8 @@
-"""The little language that the zoo's speech models speak: templates over word lists, eight domains.
+"""The grammar of the zoo's speech data: sentence templates over word lists, in eight domains.
 
 A sentence is a template whose slots are filled from word lists; ``split(sentence)`` assigns it to
 ``train`` or ``test`` by a hash of its text, so a test sentence is never trained on, whatever the
-seed. Homophones are avoided on purpose: a recogniser without context could not tell them apart.
+seed. Homophones are avoided, since a recogniser without context could not distinguish them.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def sentence(rng: random.Random, domain: str | None = None) -> str:
 
 
 def filled(template: str, domain: str, rng: random.Random) -> str:
-    """A template of a domain, its own or another, as a sentence."""
+    """Fills a template with words of a domain, as a capitalised sentence."""
     taken: dict[str, list[str]] = {}
 
     def fill(match: re.Match[str]) -> str:
@@ -204,19 +204,19 @@ def filled(template: str, domain: str, rng: random.Random) -> str:
 
 
 def split(text: str) -> Literal["train", "test"]:
-    """Side of a sentence: about one in twenty is kept for testing."""
+    """Whether a sentence is for training or for testing; about one in twenty is for testing."""
     return "test" if hashlib.blake2b(text.encode(), digest_size=2).digest()[0] < 13 else "train"
 
 
 def sentences(count: int, seed: int, side: Literal["train", "test"]) -> list[str]:
-    """``count`` sentences of one side, drawn with replacement, domains in equal shares."""
+    """Samples ``count`` sentences of one side with replacement, domains in equal shares."""
     rng = random.Random(f"{side}/{seed}")
-    drawn: list[str] = []
-    while len(drawn) < count:
-        text = sentence(rng, DOMAINS[len(drawn) % len(DOMAINS)])
+    found: list[str] = []
+    while len(found) < count:
+        text = sentence(rng, DOMAINS[len(found) % len(DOMAINS)])
         if split(text) == side:
-            drawn.append(text)
-    return drawn
+            found.append(text)
+    return found
 
 
 def vocabulary() -> set[str]:

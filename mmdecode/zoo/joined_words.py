@@ -1,8 +1,8 @@
-"""Sentences spoken word by word, so that each word's time is known: ``data/joined-words``.
+"""Sentences synthesised word by word, so that each word's time is known: ``data/joined-words``.
 
-A synthesiser does not say when it spoke which word of a sentence, so the words are spoken one by
-one and joined, with short gaps and some long pauses. The files of the test set are Ogg Vorbis made
-by `build_joined_words` from sentences and voices that the zoo's models were never trained on.
+A synthesiser does not return the times of words in a sentence, so the words are synthesised one by
+one and joined, with short gaps and some long pauses. `build_joined_words` made the Ogg Vorbis files
+of the test set, from sentences and voices that the zoo's models were never trained on.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Joined:
 def join_words(
     engine: synthesis.Espeak, text: str, voice: synthesis.Voice, rng: random.Random
 ) -> Joined:
-    """Speaks the words of ``text`` one by one: gaps up to 0.15 s, every seventh a long pause."""
+    """Synthesises the words of ``text`` one by one, with gaps up to 0.15 s and some longer ones."""
     parts: list[np.ndarray] = []
     times: list[tuple[float, float]] = []
-    place = 0
+    position = 0
 
     def add(wave: np.ndarray) -> tuple[float, float]:
-        nonlocal place
-        start, place = place, place + len(wave)
+        nonlocal position
+        start, position = position, position + len(wave)
         parts.append(wave)
-        return round(start / RATE, 3), round(place / RATE, 3)
+        return round(start / RATE, 3), round(position / RATE, 3)
 
     add(_silence(rng.uniform(0.1, 0.8)))
     for word in text.split():
@@ -67,13 +67,13 @@ def _silence(seconds: float) -> np.ndarray:
 
 
 def draw_joined_words(count: int, seed: int, side: str, longest_s: float) -> list[Joined]:
-    """Sentences of one side of the grammar in that side's voices; needs espeak-ng.
+    """Samples sentences of one side of the grammar in that side's voices; needs espeak-ng.
 
     Args:
-        count: How many.
-        seed: Seed of the draw.
+        count: Number of sentences.
+        seed: Seed of the sampling.
         side: ``train`` or ``test``.
-        longest_s: Longer ones are left out.
+        longest_s: Maximum duration in seconds; longer ones are left out.
     """
     rng = random.Random(f"joined/{side}/{seed}")
     variants = synthesis.TRAIN_VARIANTS if side == "train" else synthesis.TEST_VARIANTS
@@ -108,7 +108,7 @@ def joined_words() -> list[Joined]:
 
 
 def build_joined_words(folder: Path = FOLDER, count: int = 6, seed: int = 2026) -> None:
-    """Speaks the test set; needs espeak-ng."""
+    """Synthesises the test set into a folder; needs espeak-ng."""
     import soundfile
 
     rows = []

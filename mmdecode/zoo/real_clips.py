@@ -1,8 +1,8 @@
-"""``zoo:real-clips``: recordings of people, with what they say, at the rates they were made with.
+"""``zoo:real-clips``: recordings of people with references, at their original sampling rates.
 
-Eleven short clips of English ship, 65 s and 174 words: enough to see that a recogniser works, and
-too little for a claim about its word errors. A checkout that has more of them next to it, under
-``../shared/data/speech``, adds those; `all_clips` finds them.
+Eleven short English clips ship, 65 s and 174 words: enough to see that a recogniser works, and too
+little for a claim about its word error rate. `all_clips` adds further clips from
+``../shared/data/speech`` next to a checkout, if that folder exists.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mmdecode.asr.output.manifest import Entry, read_manifest
 
 FOLDER = Path(__file__).parent / "data" / "real-clips"
 MORE = Path(mmdecode.__file__).parents[2] / "shared" / "data" / "speech"
-"""Where a checkout may have further clips next to it, which must not ship."""
+"""Folder next to a checkout with further clips, which are not part of the package."""
 RATE = 16_000
 
 
@@ -31,10 +31,10 @@ class RealClip:
     Attributes:
         name: Unique.
         path: Its file.
-        text: Reference text, spelled as its source does: some in capitals, some without marks.
+        text: Reference text as in its source: some in capitals, some without punctuation.
         duration_s: Seconds.
         speaker: Speaker; ``None``: not known.
-        origin: Work that was recorded.
+        origin: Work or corpus of the recording.
         licence: Licence of the recording.
         source: Repository and path it was taken from.
     """
@@ -54,10 +54,10 @@ class RealClip:
 
 
 def real_clips(folder: str | os.PathLike[str] = FOLDER) -> list[RealClip]:
-    """The English clips of a folder with a ``manifest.jsonl``; by default those that ship.
+    """Reads the English clips of a folder with a ``manifest.jsonl``; by default those that ship.
 
     Args:
-        folder: Its manifest has text, language, licence and so on of each clip.
+        folder: Folder whose manifest has text, language, licence and so on of each clip.
 
     Raises:
         InputError: The manifest cannot be read.
@@ -67,7 +67,7 @@ def real_clips(folder: str | os.PathLike[str] = FOLDER) -> list[RealClip]:
 
 
 def all_clips(more: Path = MORE) -> list[RealClip]:
-    """The shipped clips, and those of another folder where it is there: 11, or 22 with `MORE`."""
+    """The shipped clips, and those of another folder if it exists: 11, or 22 with `MORE`."""
     shipped = real_clips()
     if not (more / "manifest.jsonl").exists():
         return shipped

@@ -1,12 +1,12 @@
-"""Held-out utterances, spoken again: a test set of any size for the zoo's recogniser.
+"""Synthesised held-out utterances: a test set of any size for the zoo's recogniser.
 
-Sentences, voices and noise are those of ``zoo:speech-test`` in kind, none of them in its files;
-espeak-ng speaks them when they are asked for. Parts:
+Sentences, voices and noise are sampled as in ``zoo:speech-test``, without its sentences; espeak-ng
+synthesises them on demand. Parts:
 
-- ``development``: to choose weights and temperatures by.
-- ``test``: sentences that no model of the zoo was trained on, of templates that all were.
-- ``unseen``: sentences of `UNSEEN`, templates that no model of the zoo was trained on, of words
-  that all know.
+- ``development``: for choosing weights and temperatures.
+- ``test``: sentences that no model of the zoo was trained on, from the training templates.
+- ``unseen``: sentences of `UNSEEN`, templates that no model of the zoo was trained on, with words
+  of the training vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmdecode.zoo.speech import speech_test
 
 Part = Literal["development", "test", "unseen"]
 DEVELOPMENT = 300
-"""Sentences of the first part; those after are of the test."""
+"""Number of sentences of the development part; the test part follows."""
 TILT = 0.8
 """Exponent of the noise's spectrum, as in ``zoo:speech-test``."""
 
@@ -71,7 +71,7 @@ class Utterance:
     """A sentence in a voice.
 
     Attributes:
-        name: Unique.
+        name: Unique name.
         text: Text to speak.
         voice: Voice that speaks it.
         seed: Seed of pauses and noise.
@@ -95,14 +95,14 @@ class Utterance:
         )
 
     def noisy(self, wave: np.ndarray, snr_db: float) -> np.ndarray:
-        """Speech of `spoken`, in noise; each level has the same noise, louder or softer."""
+        """Adds noise to speech of `spoken`; it differs between levels in its gain only."""
         generator = torch.Generator().manual_seed(self.seed)
         mixed = synthesis.add_noise(torch.from_numpy(wave), snr_db, generator, tilt=TILT)
         return mixed.clamp(-1, 1).numpy()
 
 
 def utterances(part: Part, count: int, seed: int = 2027) -> list[Utterance]:
-    """The first ``count`` of a part, no sentence twice, none of them in ``zoo:speech-test``."""
+    """The first ``count`` utterances of a part; sentences are unique and not in the shipped set."""
     rng = random.Random(f"{part}/{seed}")
     texts = _sentences(part, seed)
     return [

@@ -1,7 +1,7 @@
-"""Pictures and classes that the zoo's image models learn: scenes with one large thing.
+"""Images and classes of the zoo's image models: scenes with one large object.
 
-The renderer is that of all vision members of the zoo (`mmdecode.zoo.scenes`); here one thing is
-large and gives the class, and noise is low enough that a tokenizer can keep what there is to see.
+The renderer is that of all vision models of the zoo (`mmdecode.zoo.scenes`). Here one object is
+large and gives the class, and noise is low enough for a tokenizer to reconstruct the objects.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from mmdecode.zoo.scenes import (
     visible_shares,
 )
 
-CORPUS_SEED, CORPUS_PICTURES = 2**32, 40000
-"""First seed and number of the pictures that image models learn from; tokenizers learn from seeds
-below it."""
+CORPUS_SEED, CORPUS_IMAGES = 2**32, 40000
+"""First seed and number of the images that transformers are trained on; tokenizers are trained on
+lower seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Style of a picture.
+    """Style of an image.
 
     Attributes:
-        main: Sizes and visibility of the large thing, noise and clutter of the picture.
-        sizes: Sizes of the small things.
-        counts: Weights of none, one and two small things.
-        reach: How far the large thing's middle may be from the picture's, in pixels; ``None``: as
-            far as it fits.
-        textured: Whether things have textures, which codes of 4 x 4 pixels hardly keep.
+        main: Sizes and opacity of the large object, noise and clutter of the image.
+        sizes: Sizes of the small objects.
+        counts: Weights of no, one and two small objects.
+        reach: Maximum distance of the large object's centre from the image's, in pixels; ``None``:
+            as far as it fits.
+        textured: Whether objects have textures, which codes of 4 x 4 pixels hardly preserve.
     """
 
     main: Difficulty
@@ -68,19 +68,19 @@ SCATTERED = Layout(
     reach=None,
     textured=True,
 )
-SEEN = 0.5  # least visible share of any thing
+SEEN = 0.5  # minimum visible share of any object
 
 
-def draw_picture(seed: int, layout: Layout = PORTRAIT) -> Scene:
-    """The picture of a seed: one large thing, which gives the class, and up to two small ones.
+def image_scene(seed: int, layout: Layout = PORTRAIT) -> Scene:
+    """The scene of a seed: one large object, which gives the class, and up to two small ones.
 
-    All nouns are equally frequent as the large thing, which is painted last; its companion is often
-    next to it. Seeds from `HELD_OUT` on are never trained on.
+    All nouns are equally frequent as the large object, which is painted last; its companion is
+    often next to it. Seeds from `HELD_OUT` on are never trained on.
 
     Args:
         seed: Any non-negative integer.
-        layout: `PORTRAIT` shows the large thing in the middle, as all generators learn it;
-            `SCATTERED` is harder and has textures, for a tokenizer that should keep more.
+        layout: `PORTRAIT` has the large object in the middle, for training generators;
+            `SCATTERED` is harder and has textures, for training tokenizers.
     """
     rng = random.Random(f"picture/{seed}")
     held_out = seed >= HELD_OUT
@@ -107,7 +107,7 @@ def draw_picture(seed: int, layout: Layout = PORTRAIT) -> Scene:
 
 
 def _placed(rng: random.Random, thing: Thing, reach: int | None = None) -> tuple[int, int]:
-    """A middle for a thing: anywhere, or within reach of the picture's."""
+    """Samples the centre of an object: anywhere, or within ``reach`` of the image's centre."""
     low, high = thing.size // 2, SIDE - (thing.size + 1) // 2
     if reach is not None:
         low, high = max(low, SIDE // 2 - reach), min(high, SIDE // 2 + reach)
@@ -115,21 +115,23 @@ def _placed(rng: random.Random, thing: Thing, reach: int | None = None) -> tuple
 
 
 def class_of(scene: Scene) -> int:
-    """Index of its large thing in `NOUNS`."""
+    """Class of a scene: index of its large object in `NOUNS`."""
     return NOUNS.index(scene.things[-1].name)
 
 
-def pictures(seeds: Sequence[int], layout: Layout = PORTRAIT) -> np.ndarray:
-    """Rendered, ``(B, SIDE, SIDE, 3)`` uint8."""
-    return shown(seeds, layout)[1]
+def rendered_images(seeds: Sequence[int], layout: Layout = PORTRAIT) -> np.ndarray:
+    """Renders the images of seeds, ``(B, SIDE, SIDE, 3)`` uint8."""
+    return labelled_images(seeds, layout)[1]
 
 
-def shown(seeds: Sequence[int], layout: Layout = PORTRAIT) -> tuple[list[int], np.ndarray]:
-    """Classes and rendered pictures, ``(B, SIDE, SIDE, 3)`` uint8."""
-    scenes = [draw_picture(seed, layout) for seed in seeds]
+def labelled_images(
+    seeds: Sequence[int], layout: Layout = PORTRAIT
+) -> tuple[list[int], np.ndarray]:
+    """Classes and rendered images of seeds, ``(B, SIDE, SIDE, 3)`` uint8."""
+    scenes = [image_scene(seed, layout) for seed in seeds]
     return [class_of(scene) for scene in scenes], np.stack([render(scene) for scene in scenes])
 
 
 def to_pixels(images: np.ndarray) -> Tensor:
-    """``(B, H, W, 3)`` uint8 to ``(B, 3, H, W)`` from -1 to 1."""
+    """Converts ``(B, H, W, 3)`` uint8 to ``(B, 3, H, W)`` from -1 to 1."""
     return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1

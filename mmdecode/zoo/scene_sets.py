@@ -1,8 +1,8 @@
-"""``zoo:scenes-test``: held-out scenes with questions, in the constructions of the field.
+"""``zoo:scenes-test``: held-out scenes with questions, built like POPE, CHAIR, MME and What's Up.
 
-Questions and labels ship as JSON lines under ``data/scenes-test``, for development and for the
-test apart; `build_scene_sets` writes them. Images do not ship: their names say how to draw them
-(`picture_of`, `write_images`), and noise is as in training.
+Questions and labels ship as JSON lines under ``data/scenes-test``, with development and test apart;
+`build_scene_sets` writes them. Images do not ship: they are rendered from their names (`scene_of`,
+`write_images`), with the noise of training.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mmdecode.zoo.scene_text import (
     DESCRIBE,
     count_question,
     existence_question,
-    place_question,
     related,
+    relation_question,
     single,
     thing_question,
     where_question,
@@ -73,25 +73,25 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "diamond": ("rhombus",),
     "cross": ("plus",),
 } | {f"digit {n[6:]}": (f"number {n[6:]}", f"numeral {n[6:]}") for n in NOUNS if n[:5] == "digit"}
-"""Other words for the nouns, for CHAIR."""
+"""Synonyms of the nouns, for CHAIR."""
 Row = dict[str, Any]
 
 
 @lru_cache(maxsize=1)
 def co_occurrence() -> tuple[Counter[str], dict[str, Counter[str]]]:
-    """How often nouns are in training scenes, and how often with which others."""
+    """Frequency of nouns in training scenes, and of their co-occurrence with other nouns."""
     popular: Counter[str] = Counter()
-    beside: dict[str, Counter[str]] = {noun: Counter() for noun in NOUNS}
+    companions: dict[str, Counter[str]] = {noun: Counter() for noun in NOUNS}
     for seed in range(2000):
         names = draw_scene(seed).names
         popular.update(names)
         for name in names:
-            beside[name].update(other for other in names if other != name)
-    return popular, beside
+            companions[name].update(other for other in names if other != name)
+    return popular, companions
 
 
 def scenes_from(seed: int, count: int, wanted: Callable[[Scene], Any] | None = None) -> list[Scene]:
-    """The first scenes from a seed on with three nouns or more, or else those that are wanted."""
+    """The first ``count`` scenes from a seed on that are ``wanted``; else with three nouns."""
     fits = wanted or (lambda scene: len(scene.names) >= 3)
     found: list[Scene] = []
     while len(found) < count:
@@ -105,24 +105,24 @@ def scenes_from(seed: int, count: int, wanted: Callable[[Scene], Any] | None = N
 def pope(scenes: Sequence[Scene], seed: int = 0) -> dict[Split, list[Row]]:
     """Yes-no questions about objects after POPE (Li et al. 2023): per image three yes, three no.
 
-    The i-th noun of a scene is asked for, followed by an absent one: drawn evenly (random), the
-    most frequent noun not yet used (popular), or the one that most often met the i-th noun in
-    training (adversarial). The yes-questions are the same in all splits.
+    A question about the i-th noun of a scene is followed by one about an absent noun: sampled
+    uniformly (random), the most frequent noun not yet used (popular), or the one that co-occurs
+    most with the i-th noun in training (adversarial). The yes-questions are the same in all splits.
 
     Args:
-        scenes: With three nouns or more each.
+        scenes: Scenes with three nouns or more each.
         seed: Seed of the random split.
 
     Returns:
-        Per split rows of question_id, image, text, label.
+        Rows of question_id, image, text and label by split.
     """
-    popular, beside = co_occurrence()
+    popular, companions = co_occurrence()
     rng = random.Random(f"pope/{seed}")
 
     def absent(split: Split, noun: str, free: list[str]) -> str:
         if split == "random":
             return rng.choice(free)
-        counts = popular if split == "popular" else beside[noun]
+        counts = popular if split == "popular" else companions[noun]
         return max(free, key=lambda name: counts[name])
 
     rows: dict[Split, list[Row]] = {}
@@ -146,7 +146,7 @@ def pope(scenes: Sequence[Scene], seed: int = 0) -> dict[Split, list[Row]]:
 
 
 def captions(scenes: Iterable[Scene]) -> list[Row]:
-    """Images to be described and the nouns in them, for CHAIR."""
+    """Images to describe and the nouns in them, for CHAIR."""
     return [
         {"image": image_name(s), "question": DESCRIBE["detailed"], "objects": list(s.names)}
         for s in scenes
@@ -157,7 +157,7 @@ def mme(first_seed: int, count: int) -> list[Row]:
     """Two questions per image, one for yes and one for no, in four categories of MME (Fu et al.).
 
     Args:
-        first_seed: Where the scenes begin.
+        first_seed: Seed of the first scene.
         count: Images per category.
     """
     rng = random.Random(f"mme/{first_seed}")
@@ -175,7 +175,7 @@ def mme(first_seed: int, count: int) -> list[Row]:
     def position(scene: Scene) -> tuple[str, str]:
         thing, other, how = rng.choice(related(scene))
         names = thing.name, other.name
-        return place_question(*names, how), place_question(*names, OPPOSITE[how])
+        return relation_question(*names, how), relation_question(*names, OPPOSITE[how])
 
     def colour(scene: Scene) -> tuple[str, str]:
         thing = rng.choice(single(scene))
@@ -204,7 +204,7 @@ def mme(first_seed: int, count: int) -> list[Row]:
 
 
 def spatial(part: Part, count: int) -> list[Row]:
-    """Sets of four after What's Up (Kamath et al. 2023): the same two things in four relations.
+    """Sets of four after What's Up (Kamath et al. 2023): the same two objects in four relations.
 
     Half of the sets have left, right, on and under, half left, right, above and below.
     """
@@ -227,7 +227,7 @@ def spatial(part: Part, count: int) -> list[Row]:
 
 
 def spatial_scene(part: Part, number: int, how: Relation) -> Scene:
-    """A thing so placed to another; a set's four scenes differ in places and noise only."""
+    """A scene of two objects in a relation; a set's four scenes differ in positions and noise."""
     rng = random.Random(f"spatial/{part}/{number}")
     names = rng.sample(NOUNS, 2)
     one, two = (draw_thing(rng, name, held_out=True) for name in names)
@@ -250,15 +250,15 @@ def spatial_scene(part: Part, number: int, how: Relation) -> Scene:
 
 
 def image_name(scene: Scene) -> str:
-    """The file a drawn scene is written to."""
+    """File name of a scene's image."""
     return f"scene_{scene.seed}.png"
 
 
 def scene_of(image: str) -> Scene:
-    """The scene of an image's name.
+    """The scene of an image name.
 
     Raises:
-        InputError: It is not a name of these sets.
+        InputError: The name is not one of these sets.
     """
     kind, *fields = image.removesuffix(".png").split("_")
     try:
@@ -276,11 +276,11 @@ def scene_of(image: str) -> Scene:
 
 
 def write_images(folder: Path, images: Iterable[str] | None = None) -> None:
-    """Draws images into a folder, as PNG.
+    """Renders images into a folder, as PNG.
 
     Args:
-        folder: Where to.
-        images: Their names; ``None``: those of all shipped sets.
+        folder: The folder.
+        images: Names of the images; ``None``: those of all shipped sets.
 
     Raises:
         MissingExtraError: Pillow is not installed.
@@ -298,7 +298,7 @@ def write_images(folder: Path, images: Iterable[str] | None = None) -> None:
 
 
 def build_scene_sets(folder: Path = FOLDER) -> None:
-    """Writes the questions: per part POPE's three splits, captions, MME and What's Up."""
+    """Writes the sets of each part: POPE's three splits, captions, MME and What's Up."""
     for part, seed in FIRST_SEED.items():
         scenes = scenes_from(seed, 300)
         sets: dict[str, list[Row]] = {f"pope_{name}": rows for name, rows in pope(scenes).items()}
@@ -317,8 +317,9 @@ def scene_rows(part: Part, name: str) -> list[Row]:
     """The rows of a shipped set.
 
     Args:
-        part: development or test.
-        name: pope_random, pope_popular, pope_adversarial, chair, mme or spatial.
+        part: ``development`` or ``test``.
+        name: ``pope_random``, ``pope_popular``, ``pope_adversarial``, ``chair``, ``mme`` or
+            ``spatial``.
 
     Raises:
         InputError: There is no such set.

@@ -1,8 +1,8 @@
-"""Texts about scenes: captions, questions and answers, statements, instructions around them.
+"""Texts about scenes: captions, questions with answers, statements, and instructions around them.
 
-Everything is true of the scene. Wordings and orders are drawn at random, so that a caption keeps
-some freedom at every step; adjectives are left out or put in freely. Questions about one thing are
-asked only where its noun is the only one of its kind in the scene.
+All answers and captions are true. Wording, order and adjectives are sampled, so that a caption has
+some entropy at every step. Questions about one object are asked only if its noun occurs once in the
+scene.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Exchange:
 
     Attributes:
         request: Text after the image in the prompt.
-        answer: Without the end-of-sequence token.
-        kind: existence, colour, count, relation, statement or caption.
+        answer: Text of the answer, without the end-of-sequence token.
+        kind: ``existence``, ``colour``, ``count``, ``relation``, ``statement`` or ``caption``.
     """
 
     request: str
@@ -67,7 +67,7 @@ def article(phrase: str) -> str:
 
 
 def plural(noun: str) -> str:
-    """``noun`` for more than one."""
+    """Plural of ``noun``."""
     if noun.startswith("digit"):
         return noun.replace("digit", "digits", 1)
     endings = {"fish": "fish", "cross": "crosses"}
@@ -75,7 +75,7 @@ def plural(noun: str) -> str:
 
 
 def existence_question(noun: str) -> str:
-    """The question of POPE."""
+    """POPE's question whether there is a noun."""
     return f"Is there {article(noun)} in the image?"
 
 
@@ -85,15 +85,15 @@ def yes_no(truth: bool) -> str:
 
 
 def exchanges(scene: Scene, rng: random.Random, count: int) -> list[Exchange]:
-    """Different questions about a scene; a little less than half are about existence.
+    """Samples different questions about a scene; a little less than half are about existence.
 
     Args:
-        scene: Scene of the question.
-        rng: Source of the draw.
-        count: How many at most.
+        scene: The scene.
+        rng: Random generator.
+        count: Maximum number of questions.
     """
     makers: tuple[Callable[[Scene, random.Random], Exchange | None], ...]
-    makers = (existence, colour, how_many, place, statement)
+    makers = (existence, colour, how_many, position, statement)
     found: dict[str, Exchange] = {}
     for _ in range(count + 4):
         maker = rng.choices(makers, (9, 3, 3, 4, 2))[0]
@@ -104,7 +104,7 @@ def exchanges(scene: Scene, rng: random.Random, count: int) -> list[Exchange]:
 
 
 def instructed(made: Exchange, rng: random.Random) -> Exchange:
-    """The same exchange with a role before or an instruction behind the question, now and then."""
+    """Sometimes adds a role before the question, or an instruction after it."""
     request = made.request
     if rng.random() < 0.12:
         request = f"{rng.choice(ROLES)} {request}"
@@ -115,7 +115,10 @@ def instructed(made: Exchange, rng: random.Random) -> Exchange:
 
 
 def existence(scene: Scene, rng: random.Random) -> Exchange:
-    """Is a noun there? Half yes; the absent ones are drawn evenly, so habits stay rewarded."""
+    """Question whether a noun is there, half of them yes; absent nouns are sampled uniformly.
+
+    Co-occurrence therefore stays a useful prior.
+    """
     truth = rng.random() < 0.5
     noun = rng.choice(scene.names if truth else [n for n in NOUNS if n not in scene.names])
     question = existence_question(noun)
@@ -132,12 +135,12 @@ def existence(scene: Scene, rng: random.Random) -> Exchange:
 
 
 def single(scene: Scene) -> list[Thing]:
-    """Things whose noun names only them."""
+    """Objects whose noun occurs once in the scene."""
     return [thing for thing in scene.things if scene.count(thing.name) == 1]
 
 
 def colour(scene: Scene, rng: random.Random) -> Exchange | None:
-    """Question about a colour; None if no noun is single."""
+    """Question about a colour; ``None`` if no noun occurs once."""
     if not single(scene):
         return None
     thing = rng.choice(single(scene))
@@ -145,18 +148,18 @@ def colour(scene: Scene, rng: random.Random) -> Exchange | None:
         question = f"What colour is the {thing.name}?"
         return Exchange(request=question, answer=thing.colour.capitalize(), kind="colour")
     truth = rng.random() < 0.5
-    said = thing.colour if truth else rng.choice([c for c in COLOURS if c != thing.colour])
-    question = rng.choice((thing_question(thing.name, said), f"Is the {thing.name} {said}?"))
+    asked = thing.colour if truth else rng.choice([c for c in COLOURS if c != thing.colour])
+    question = rng.choice((thing_question(thing.name, asked), f"Is the {thing.name} {asked}?"))
     return Exchange(request=question, answer=yes_no(truth), kind="colour")
 
 
-def thing_question(noun: str, said: str) -> str:
-    """Whether there is a noun of a colour."""
-    return existence_question(f"{said} {noun}")
+def thing_question(noun: str, colour: str) -> str:
+    """Question whether there is a noun of a colour."""
+    return existence_question(f"{colour} {noun}")
 
 
 def how_many(scene: Scene, rng: random.Random) -> Exchange:
-    """How many of a noun, or whether there are so many."""
+    """Question how many of a noun there are, or whether there is a given number of them."""
     present = rng.random() < 0.85
     noun = rng.choice(scene.names) if present else rng.choice(NOUNS)
     count = scene.count(noun)
@@ -164,19 +167,19 @@ def how_many(scene: Scene, rng: random.Random) -> Exchange:
         question = f"How many {plural(noun)} are there in the image?"
         return Exchange(request=question, answer=COUNTS[count], kind="count")
     truth = rng.random() < 0.5 and count > 0
-    said = count if truth else rng.choice([c for c in (1, 2, 3) if c != count])
-    return Exchange(request=count_question(noun, said), answer=yes_no(truth), kind="count")
+    asked = count if truth else rng.choice([c for c in (1, 2, 3) if c != count])
+    return Exchange(request=count_question(noun, asked), answer=yes_no(truth), kind="count")
 
 
 def count_question(noun: str, count: int) -> str:
-    """Whether there are ``count`` of ``noun``, 1 to 3."""
+    """Question whether there are ``count`` of ``noun``, 1 to 3."""
     if count == 1:
         return f"Is there only one {noun} in the image?"
     return f"Are there {COUNTS[count].lower()} {plural(noun)} in the image?"
 
 
 def related(scene: Scene) -> list[tuple[Thing, Thing, Relation]]:
-    """Ordered pairs of single nouns with a clear relation."""
+    """Ordered pairs of objects with unique nouns and a clear relation."""
     things = single(scene)
     return [
         (thing, other, how)
@@ -186,8 +189,8 @@ def related(scene: Scene) -> list[tuple[Thing, Thing, Relation]]:
     ]
 
 
-def place(scene: Scene, rng: random.Random) -> Exchange | None:
-    """Where one thing is as seen from another; None if no pair is clear."""
+def position(scene: Scene, rng: random.Random) -> Exchange | None:
+    """Question about the relation of two objects; ``None`` if there is no clear one."""
     pairs = related(scene)
     if not pairs:
         return None
@@ -196,8 +199,8 @@ def place(scene: Scene, rng: random.Random) -> Exchange | None:
         question = where_question(thing.name, other.name, stacked=asked_stacked(how, rng))
         return Exchange(request=question, answer=how.capitalize(), kind="relation")
     truth = rng.random() < 0.5
-    said = how if truth else OPPOSITE[how]
-    question = place_question(thing.name, other.name, said, rng)
+    asked = how if truth else OPPOSITE[how]
+    question = relation_question(thing.name, other.name, asked, rng)
     return Exchange(request=question, answer=yes_no(truth), kind="relation")
 
 
@@ -207,29 +210,31 @@ def asked_stacked(how: Relation, rng: random.Random) -> bool:
 
 
 def where_question(name: str, other: str, *, stacked: bool) -> str:
-    """The open question of the WhatsUp sets."""
+    """The open question of the What's Up sets."""
     return f"Where is the {name} in relation to the {other}? {STACKED if stacked else SIDEWAYS}"
 
 
-def place_question(name: str, other: str, how: Relation, rng: random.Random | None = None) -> str:
-    """Whether one thing is so placed to another; in any wording if there is a source of them."""
+def relation_question(
+    name: str, other: str, how: Relation, rng: random.Random | None = None
+) -> str:
+    """Question whether a relation holds; in a random wording if ``rng`` is given."""
     phrase = rng.choice(_PHRASES[how]) if rng else _PHRASES[how][0]
     return f"Is the {name} {phrase} the {other}?"
 
 
 def statement(scene: Scene, rng: random.Random) -> Exchange:
-    """A sentence that is true or false."""
+    """A sentence to be judged true or false."""
     truth = rng.random() < 0.5
     pairs = related(scene)
     if pairs and rng.random() < 0.5:
         thing, other, how = rng.choice(pairs)
         phrase = rng.choice(_PHRASES[how if truth else OPPOSITE[how]])
-        said = f"The {thing.name} is {phrase} the {other.name}."
+        sentence = f"The {thing.name} is {phrase} the {other.name}."
     else:
         noun = rng.choice(scene.names if truth else [n for n in NOUNS if n not in scene.names])
-        said = f"There is {article(noun)} in the image."
+        sentence = f"There is {article(noun)} in the image."
     return Exchange(
-        request=f"{said} True or false?", answer="True" if truth else "False", kind="statement"
+        request=f"{sentence} True or false?", answer="True" if truth else "False", kind="statement"
     )
 
 
@@ -256,13 +261,13 @@ def _brief(scene: Scene, rng: random.Random) -> str:
 
 
 def _sentences(scene: Scene, rng: random.Random, length: Length) -> str:
-    """A sentence per thing in any order, then relations between pairs up to the length."""
+    """A sentence per object in random order, then relations between pairs up to the length."""
     detailed = length == "detailed"
     things = rng.sample(scene.things, len(scene.things))
     words = _opening(things, rng) if rng.random() < 0.7 else ""
-    said = [words] if words else []
+    sentences = [words] if words else []
     if detailed or not words:
-        said += [_shown(thing, rng, rich=0.8 if detailed else 0.6) for thing in things]
+        sentences += [_shown(thing, rng, rich=0.8 if detailed else 0.6) for thing in things]
     pairs = related(scene)
     rng.shuffle(pairs)
     limit = 58 if detailed else 24
@@ -271,12 +276,12 @@ def _sentences(scene: Scene, rng: random.Random, length: Length) -> str:
             f"The {_called(thing, rng, rich=0.3)} is {rng.choice(_PHRASES[how])} "
             f"the {_called(other, rng, rich=0.3)}."
         )
-        if len(" ".join([*said, sentence]).split()) > limit:
+        if len(" ".join([*sentences, sentence]).split()) > limit:
             break
-        said.append(sentence)
-    while len(" ".join(said).split()) > limit + 6:
-        said.pop()
-    return " ".join(said)
+        sentences.append(sentence)
+    while len(" ".join(sentences).split()) > limit + 6:
+        sentences.pop()
+    return " ".join(sentences)
 
 
 def _opening(things: Sequence[Thing], rng: random.Random) -> str:
@@ -288,7 +293,7 @@ def _opening(things: Sequence[Thing], rng: random.Random) -> str:
 
 
 def _shown(thing: Thing, rng: random.Random, rich: float) -> str:
-    """A sentence that says what a thing is and where."""
+    """A sentence that names an object and its location."""
     what, where = article(_called(thing, rng, rich)), _where(thing)
     pattern = rng.choice(
         (
@@ -314,7 +319,7 @@ def _where(thing: Thing) -> str:
 
 
 def _called(thing: Thing, rng: random.Random, rich: float) -> str:
-    """The noun with adjectives, each of which is put in with probability ``rich``."""
+    """The noun with adjectives, each of which is included with probability ``rich``."""
     words = []
     if rng.random() < rich * 0.7:
         words.append("small" if thing.size < 18 else "large" if thing.size > 22 else "medium")

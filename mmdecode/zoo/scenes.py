@@ -1,9 +1,9 @@
-"""One renderer of little scenes for all vision members of the zoo: numpy, 64 x 64 pixels, seeded.
+"""Renderer of small scenes for all vision models of the zoo: numpy, 64 x 64 pixels, seeded.
 
-A scene is a handful of things (eighteen shapes, and digits from real scans) in eight colours and
-four textures on a muted background, with clutter, overlaps and noise. Co-occurrence is skewed
-on purpose: some nouns are popular, and nouns of one group, above all a noun and its companion,
-like one another. A model that cannot quite see is thereby tempted to answer from habit.
+A scene has a few objects (eighteen shapes, and digits from real scans) in eight colours and four
+textures on a muted background, with clutter, overlaps and noise. Co-occurrence is skewed on
+purpose: some nouns are popular, and nouns of one group, above all a noun and its companion, occur
+together. A model with weak vision is thereby led to answer from its language prior.
 
 The same seed gives the same scene on every machine: the layout comes from ``random.Random``, the
 noise from the raw words of a PCG64 bit generator, both of which promise stable streams. Seeds from
@@ -56,14 +56,14 @@ COMPANIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Difficulty:
-    """How hard scenes are to see; training and test use the same.
+    """Visual difficulty of scenes; training and test use the same.
 
     Attributes:
-        sizes: Smallest and largest side of a thing, in pixels.
-        opacity: Faintest and strongest blend of a thing over the background.
-        noise: Lowest and highest standard deviation of the pixel noise, of a range of 1.
-        clutter: Most strokes behind and before the things.
-        seen: Least visible share of a thing.
+        sizes: Minimum and maximum side of an object, in pixels.
+        opacity: Minimum and maximum opacity of an object over the background.
+        noise: Minimum and maximum standard deviation of the pixel noise, for pixels from 0 to 1.
+        clutter: Maximum number of strokes behind and in front of the objects.
+        seen: Minimum visible share of an object.
     """
 
     sizes: tuple[int, int] = (14, 26)
@@ -85,11 +85,11 @@ class Thing:
         colour: One of `COLOURS`.
         texture: One of `TEXTURES`.
         size: Side of its square box, in pixels.
-        centre: Column and row of the box's middle.
-        turn: Degrees, one of `TURNS`; digits are not turned.
-        opacity: Blend over the background.
+        centre: Column and row of the box's centre.
+        turn: Rotation in degrees, one of `TURNS`; digits are not rotated.
+        opacity: Opacity over the background.
         scan: Index of the digit's scan; -1 for shapes.
-        visible: Share of its pixels that no later thing covers.
+        visible: Share of its pixels that no later object covers.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Thing:
 
     @property
     def box(self) -> tuple[slice, slice]:
-        """Rows and columns it covers."""
+        """Rows and columns of its box."""
         column, row = (c - self.size // 2 for c in self.centre)
         return slice(row, row + self.size), slice(column, column + self.size)
 
@@ -117,13 +117,13 @@ class Thing:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Things and how they are shown; `render` makes the pixels.
+    """Objects and rendering settings of an image; see `render`.
 
     Attributes:
         seed: Seed of background, clutter and noise.
-        things: Painted in this order.
-        noise: Standard deviation of the pixel noise, of a range of 1.
-        clutter: Strokes behind and before the things.
+        things: Objects in the order in which they are painted.
+        noise: Standard deviation of the pixel noise, for pixels from 0 to 1.
+        clutter: Number of strokes behind and in front of the objects.
     """
 
     seed: int
@@ -137,16 +137,16 @@ class Scene:
         return tuple(dict.fromkeys(thing.name for thing in self.things))
 
     def count(self, name: str) -> int:
-        """How many things are called ``name``."""
+        """Number of objects with the noun ``name``."""
         return sum(thing.name == name for thing in self.things)
 
 
 def draw_scene(seed: int, difficulty: Difficulty = DIFFICULTY) -> Scene:
-    """The scene of a seed: two to five things, placed so that each stays mostly visible.
+    """The scene of a seed: two to five objects, placed so that each stays mostly visible.
 
     Args:
-        seed: Any non-negative integer; from `HELD_OUT` on a scene of the test side.
-        difficulty: See there.
+        seed: Any non-negative integer; from `HELD_OUT` on, scenes are never trained on.
+        difficulty: Visual difficulty.
     """
     rng = random.Random(seed)
     things: list[Thing] = []
@@ -167,7 +167,7 @@ def draw_scene(seed: int, difficulty: Difficulty = DIFFICULTY) -> Scene:
 
 
 def _draw_names(rng: random.Random) -> list[str]:
-    """Nouns that like one another: a companion, the same group, a repetition, or any noun."""
+    """Samples nouns with skewed co-occurrence: companions, nouns of a group, repeated nouns."""
     group = rng.choices(tuple(GROUPS.values()), GROUP_WEIGHTS)[0]
     names = [_popular(rng, group)]
     count = rng.choices((2, 3, 4, 5), (3, 5, 5, 3))[0]
@@ -193,13 +193,13 @@ def _popular(rng: random.Random, group: Sequence[str]) -> str:
 def draw_thing(
     rng: random.Random, name: str, difficulty: Difficulty = DIFFICULTY, *, held_out: bool = False
 ) -> Thing:
-    """A thing of random looks in the middle of the picture.
+    """Samples an object's appearance; its centre is the middle of the image.
 
     Args:
-        rng: Source of the draw.
+        rng: Random generator.
         name: One of `NOUNS`.
-        difficulty: Range of size and opacity.
-        held_out: Take a digit from the scans that training never sees.
+        difficulty: Ranges of size and opacity.
+        held_out: Use held-out scans for digits.
     """
     scan = -1
     if name in GROUPS["numbers"]:
@@ -217,7 +217,7 @@ def draw_thing(
 
 
 def _draw_centre(rng: random.Random, thing: Thing, things: Sequence[Thing]) -> tuple[int, int]:
-    """Anywhere inside the picture; one time in five on top of a thing that is there."""
+    """Samples a centre inside the image, one time in five overlapping an earlier object."""
     low, high = thing.size // 2, SIDE - (thing.size + 1) // 2
     if things and rng.random() < 0.2:
         below = rng.choice(things)
@@ -229,7 +229,7 @@ def _draw_centre(rng: random.Random, thing: Thing, things: Sequence[Thing]) -> t
 
 
 def visible_shares(things: Sequence[Thing]) -> list[float]:
-    """Share of each thing's pixels that the things painted after it leave visible."""
+    """Share of each object's pixels that no object painted later covers."""
     owners = owner_map(things)
     counts = np.bincount(owners.ravel() + 1, minlength=len(things) + 1)[1:]
     return [
@@ -239,7 +239,7 @@ def visible_shares(things: Sequence[Thing]) -> list[float]:
 
 
 def owner_map(things: Sequence[Thing]) -> np.ndarray:
-    """Index of the thing seen at each pixel, ``(SIDE, SIDE)`` int8, -1 for the background."""
+    """Index of the visible object at each pixel, ``(SIDE, SIDE)`` int8; -1: background."""
     owners = np.full((SIDE, SIDE), -1, dtype=np.int8)
     for index, thing in enumerate(things):
         owners[thing.box][thing.mask() > 0.5] = index
@@ -252,10 +252,10 @@ OPPOSITE |= {b: a for a, b in OPPOSITE.items()}
 
 
 def relation(thing: Thing, other: Thing) -> Relation | None:
-    """Where ``thing`` is as seen from ``other``; None where that is not clear.
+    """Position of ``thing`` relative to ``other``; ``None`` if it is not clear.
 
-    "on" and "under" are for things that touch, one above the other; "above" and "below" for those
-    that do not; a direction is clear if its distance is 1.7 times the other one.
+    "on" and "under" are for objects that touch vertically, "above" and "below" for others. A
+    direction is clear if the distance along its axis is at least 1.7 times that along the other.
     """
     across = thing.centre[0] - other.centre[0]
     down = thing.centre[1] - other.centre[1]
@@ -271,26 +271,26 @@ def relation(thing: Thing, other: Thing) -> Relation | None:
 
 
 def render(scene: Scene) -> np.ndarray:
-    """Pixels of a scene, ``(SIDE, SIDE, 3)`` uint8."""
+    """Renders a scene, ``(SIDE, SIDE, 3)`` uint8."""
     rng = random.Random(scene.seed ^ 0x5CE7E)
-    picture = _background(rng)
+    pixels = _background(rng)
     for index in range(scene.clutter):
         if index % 3:
-            _stroke(picture, rng)
+            _stroke(pixels, rng)
     for thing in scene.things:
         mask = thing.mask()[..., None] * thing.opacity
         paint = np.array(COLOURS[thing.colour], dtype=np.float32) + rng.uniform(-0.06, 0.06)
-        patch = picture[thing.box]
+        patch = pixels[thing.box]
         patch += mask * (paint * _texture(thing.texture, thing.size)[..., None] - patch)
     for index in range(scene.clutter):
         if not index % 3:
-            _stroke(picture, rng)
-    picture += np.float32(scene.noise) * _noise(scene.seed)
-    return (picture.clip(0, 1) * 255 + 0.5).astype(np.uint8)
+            _stroke(pixels, rng)
+    pixels += np.float32(scene.noise) * _noise(scene.seed)
+    return (pixels.clip(0, 1) * 255 + 0.5).astype(np.uint8)
 
 
 def _background(rng: random.Random) -> np.ndarray:
-    """A muted colour with a soft slope."""
+    """A muted colour with a linear gradient."""
     grey = rng.uniform(0.3, 0.7)
     base = np.array([grey + rng.uniform(-0.08, 0.08) for _ in range(3)], dtype=np.float32)
     slope = np.linspace(-0.5, 0.5, SIDE, dtype=np.float32)
@@ -298,8 +298,8 @@ def _background(rng: random.Random) -> np.ndarray:
     return base + (across * slope[None, :] + down * slope[:, None])[..., None].astype(np.float32)
 
 
-def _stroke(picture: np.ndarray, rng: random.Random) -> None:
-    """A short straight line of any colour, one pixel wide, painted in place."""
+def _stroke(pixels: np.ndarray, rng: random.Random) -> None:
+    """Paints a short line of a random colour, one pixel wide, in place."""
     length = rng.randint(4, 12)
     angle = rng.uniform(0, math.pi)
     column, row = rng.uniform(0, SIDE - 1), rng.uniform(0, SIDE - 1)
@@ -307,11 +307,11 @@ def _stroke(picture: np.ndarray, rng: random.Random) -> None:
     columns = (column + steps * math.cos(angle)).astype(int).clip(0, SIDE - 1)
     rows = (row + steps * math.sin(angle)).astype(int).clip(0, SIDE - 1)
     paint = np.array(rng.choice(tuple(COLOURS.values())), dtype=np.float32)
-    picture[rows, columns] = 0.4 * picture[rows, columns] + 0.6 * paint
+    pixels[rows, columns] = 0.4 * pixels[rows, columns] + 0.6 * paint
 
 
 def _noise(seed: int) -> np.ndarray:
-    """Nearly normal noise of unit variance: sums of four raw bytes, ``(SIDE, SIDE, 3)``."""
+    """Approximately normal noise of unit variance: sums of four bytes, ``(SIDE, SIDE, 3)``."""
     words = np.random.PCG64(seed).random_raw(SIDE * SIDE * 3 // 2)
     parts = words.astype("<u8", copy=False).view(np.uint8).reshape(4, SIDE, SIDE, 3)
     total = parts.sum(axis=0, dtype=np.int16).astype(np.float32)
@@ -320,7 +320,7 @@ def _noise(seed: int) -> np.ndarray:
 
 @cache
 def _texture(name: str, size: int) -> np.ndarray:
-    """Brightness over a thing's box, ``(size, size)`` float32."""
+    """Brightness over an object's box, ``(size, size)`` float32."""
     rows, columns = np.mgrid[:size, :size]
     dark = {
         "plain": np.zeros((size, size), dtype=bool),
@@ -333,7 +333,7 @@ def _texture(name: str, size: int) -> np.ndarray:
 
 @cache
 def _shape_mask(name: str, size: int, turn: int) -> np.ndarray:
-    """Coverage of a shape's box: the mean of 4 x 4 points per pixel."""
+    """Coverage of a shape's box, with 4 x 4 samples per pixel."""
     ticks = (np.arange(size * 4) + 0.5) / (size * 2) - 1
     x, y = np.meshgrid(ticks, ticks)
     angle = math.radians(turn)
@@ -347,14 +347,14 @@ def _shape_mask(name: str, size: int, turn: int) -> np.ndarray:
 
 @cache
 def digit_scans() -> tuple[np.ndarray, np.ndarray]:
-    """Scans ``(1797, 8, 8)`` uint8 from 0 to 16, and which digit each shows ``(1797,)``."""
+    """Scans of digits, ``(1797, 8, 8)`` uint8 from 0 to 16, and their labels, ``(1797,)``."""
     with np.load(DIGITS_FILE) as file:
         return file["scans"], file["labels"]
 
 
 @cache
 def _scans_of(digit: int, held_out: bool) -> tuple[int, ...]:
-    """Every fifth scan is held out."""
+    """Indices of a digit's scans; every fifth is held out."""
     found = np.flatnonzero(digit_scans()[1] == digit)
     return tuple(int(i) for i in found if (i % 5 == 0) == held_out)
 
@@ -368,9 +368,9 @@ def _digit_mask(scan: int, size: int) -> np.ndarray:
 
 @cache
 def _spread(size: int) -> np.ndarray:
-    """Weights of linear interpolation from 8 to ``size`` places, ``(size, 8)``."""
-    places = (np.arange(size) + 0.5) * 8 / size - 0.5
-    weights = 1 - np.abs(places[:, None] - np.arange(8))
+    """Weights of linear interpolation from 8 to ``size`` pixels, ``(size, 8)``."""
+    positions = (np.arange(size) + 0.5) * 8 / size - 0.5
+    weights = 1 - np.abs(positions[:, None] - np.arange(8))
     return weights.clip(0, None).astype(np.float32)
 
 
@@ -378,7 +378,7 @@ Field = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def _polygon(*corners: tuple[float, float]) -> Field:
-    """Inside of a polygon by the even-odd rule."""
+    """Indicator of the inside of a polygon, by the even-odd rule."""
 
     def inside(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         odd = np.zeros(x.shape, dtype=bool)

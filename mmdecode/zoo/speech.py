@@ -1,7 +1,7 @@
 """``zoo:speech-test``: clips of held-out sentences in held-out voices, and one long recording.
 
-The files are Ogg Vorbis made by `build_speech_test`; noisy variants are not stored but made from
-each clip's seed when they are asked for.
+`build_speech_test` made the Ogg Vorbis files. Noisy variants are not stored but made on demand from
+each clip's seed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Clip:
     """One item of the test set.
 
     Attributes:
-        name: Unique.
+        name: Unique name.
         path: The file of the clean variant.
         text: Reference text.
         duration_s: Seconds.
@@ -87,7 +87,10 @@ def speech_test(*, long: bool = False) -> list[Clip]:
 
 
 def build_speech_test(folder: Path = FOLDER, seed: int = 2026) -> None:
-    """Speaks the test set; needs espeak-ng. 30 clips of one to three sentences, and 3 minutes."""
+    """Synthesises the test set: 30 clips of one to three sentences, and one of 3 minutes.
+
+    Needs espeak-ng.
+    """
     import soundfile
 
     from mmdecode.zoo import grammar, synthesis
@@ -100,7 +103,9 @@ def build_speech_test(folder: Path = FOLDER, seed: int = 2026) -> None:
     def pause(low: float, high: float) -> np.ndarray:
         return np.zeros(round(rng.uniform(low, high) * synthesis.SAMPLING_RATE), dtype=np.float32)
 
-    def write(name: str, voice: synthesis.Voice, said: list[str], wave: np.ndarray) -> None:
+    def write(
+        name: str, voice: synthesis.Voice, texts_of_clip: list[str], wave: np.ndarray
+    ) -> None:
         path, data = folder / f"{name}.ogg", io.BytesIO()
         rate = synthesis.SAMPLING_RATE
         with soundfile.SoundFile(data, "w", rate, 1, format="OGG", subtype="VORBIS") as file:
@@ -111,25 +116,25 @@ def build_speech_test(folder: Path = FOLDER, seed: int = 2026) -> None:
             {
                 "name": name,
                 "file": path.name,
-                "text": " ".join(said),
+                "text": " ".join(texts_of_clip),
                 "duration_s": round(len(wave) / synthesis.SAMPLING_RATE, 2),
                 "voice": f"{voice.accent}+{voice.variant}",
                 "seed": rng.randrange(2**31),
-                "long": len(said) > 3,
+                "long": len(texts_of_clip) > 3,
             }
         )
 
     for index in range(30):
         voice = synthesis.Voice.draw(rng, (synthesis.TEST_VARIANTS[index % 5],))
-        said = [next(texts) for _ in range((1, 1, 2, 1, 3)[index % 5])]
+        texts_of_clip = [next(texts) for _ in range((1, 1, 2, 1, 3)[index % 5])]
         parts = [pause(0.1, 0.4)]
-        for text in said:
+        for text in texts_of_clip:
             parts += [engine.speak(text, voice), pause(0.3, 0.7)]
-        write(f"clip_{index:02d}", voice, said, np.concatenate(parts))
+        write(f"clip_{index:02d}", voice, texts_of_clip, np.concatenate(parts))
     voice = synthesis.Voice.draw(rng, synthesis.TEST_VARIANTS[:1])
-    said, parts = [], [pause(0.2, 0.5)]
+    texts_of_clip, parts = [], [pause(0.2, 0.5)]
     while sum(map(len, parts)) < 180 * synthesis.SAMPLING_RATE:
-        said.append(next(texts))
-        parts += [engine.speak(said[-1], voice), pause(0.3, 1.0)]
-    write("recording", voice, said, np.concatenate(parts))
+        texts_of_clip.append(next(texts))
+        parts += [engine.speak(texts_of_clip[-1], voice), pause(0.3, 1.0)]
+    write("recording", voice, texts_of_clip, np.concatenate(parts))
     write_rows(folder / "manifest.jsonl", rows)

@@ -1,4 +1,4 @@
-"""Speech from text through the espeak-ng library, and the damage that rooms and noise do to it.
+"""Speech synthesis by the espeak-ng library, with noise and reverberation.
 
 Used by the recipes that train and test the zoo's speech models; nothing here runs at decoding
 time. espeak-ng is a system package (``apt-get install espeak-ng``); its shared library is found by
@@ -31,7 +31,7 @@ _SYNCHRONOUS, _UTF8, _RATE, _PITCH, _RANGE = 2, 1, 1, 3, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Voice:
-    """One speaker: accent and timbre of espeak-ng, words per minute, pitch and its range 0..99."""
+    """A voice: accent and timbre of espeak-ng, words per minute, pitch and its range (0 to 99)."""
 
     accent: str
     variant: str
@@ -41,7 +41,7 @@ class Voice:
 
     @classmethod
     def draw(cls, rng: random.Random, variants: tuple[str, ...] = TRAIN_VARIANTS) -> Voice:
-        """A random speaker."""
+        """Samples a voice."""
         return cls(
             accent=rng.choice(ACCENTS),
             variant=rng.choice(variants),
@@ -82,7 +82,7 @@ class Espeak:
         return 0
 
     def speak(self, text: str, voice: Voice) -> np.ndarray:
-        """Mono float32 samples at 16 kHz, peak 0.5, silence at both ends cut off."""
+        """Synthesises mono float32 samples at 16 kHz, peak 0.5, silence at both ends removed."""
         import torchaudio
 
         name = f"{voice.accent}+{voice.variant}".encode()
@@ -111,8 +111,8 @@ def add_noise(wave: Tensor, snr_db: float, generator: torch.Generator, tilt: flo
 
     Args:
         wave: Samples, ``(T,)``.
-        snr_db: Ratio of the powers of speech and noise, in decibels.
-        generator: Source of the noise.
+        snr_db: Signal-to-noise ratio in decibels.
+        generator: Random generator of the noise.
         tilt: Exponent of the spectral fall-off: 0 is white, 1 pink, 2 brown noise.
     """
     white = torch.randn(wave.shape[-1], generator=generator)
@@ -126,7 +126,7 @@ def add_noise(wave: Tensor, snr_db: float, generator: torch.Generator, tilt: flo
 
 
 def add_reverberation(wave: Tensor, decay_s: float, generator: torch.Generator) -> Tensor:
-    """``wave`` in a room: convolved with exponentially decaying noise, ``decay_s`` to -60 dB."""
+    """Adds reverberation: convolves with exponentially decaying noise, -60 dB after ``decay_s``."""
     length = int(decay_s * SAMPLING_RATE)
     time = torch.arange(length) / SAMPLING_RATE
     response = torch.randn(length, generator=generator) * torch.exp(-6.9 * time / decay_s) * 0.05

@@ -97,18 +97,18 @@ def refused(files, capfd, monkeypatch, tmp_path):
                 return f"{type(error).__name__}: {str(error)[:200]}"
             finally:
                 console.errors_only = console.tells_all = False
-                told = capfd.readouterr().err
-        if "Traceback" in told and "--verbose" not in words:
-            return f"a traceback: {told[-300:]}"
-        if "error: unexpected" in told:
-            return told[-300:]
+                stderr = capfd.readouterr().err
+        if "Traceback" in stderr and "--verbose" not in words:
+            return f"a traceback: {stderr[-300:]}"
+        if "error: unexpected" in stderr:
+            return stderr[-300:]
         if code not in (0, None, 1, 2):
             return f"exit code {code}"
-        lines = [line for line in told.splitlines() if line.startswith("error: ")]
-        if code == 2 and len(lines) != 1 and "─ Error ─" not in told and "Error" not in told:
-            return f"no error in: {told[-200:]}"
-        if code == 2 and lines and not told.rstrip().splitlines()[-1].startswith("error: "):
-            return f"more than a line: {told[-200:]}"
+        lines = [line for line in stderr.splitlines() if line.startswith("error: ")]
+        if code == 2 and len(lines) != 1 and "─ Error ─" not in stderr and "Error" not in stderr:
+            return f"no error in: {stderr[-200:]}"
+        if code == 2 and lines and not stderr.rstrip().splitlines()[-1].startswith("error: "):
+            return f"more than a line: {stderr[-200:]}"
         return None
 
     return run
@@ -186,8 +186,8 @@ def script(monkeypatch, capfd, tmp_path, no_models):
         try:
             runpy.run_path(str(ROOT / path), run_name="__main__")
         except SystemExit as error:
-            told = capfd.readouterr().err
-            return (1, error.code) if isinstance(error.code, str) else (error.code, told)
+            stderr = capfd.readouterr().err
+            return (1, error.code) if isinstance(error.code, str) else (error.code, stderr)
         return 0, capfd.readouterr().err
 
     return run
@@ -210,9 +210,9 @@ def test_no_script_ends_in_a_traceback(path, script):
             given += [name, "gone/gone.jsonl"]
     for bad in (["--no-such-option"], ["--device", "gpu"], ["--result", "gone.json"]):
         if bad[0] == "--no-such-option" or any(name == bad[0] for name, _ in words):
-            code, told = script(path, [*given, *bad])
+            code, stderr = script(path, [*given, *bad])
             assert code in (1, 2), (bad, code)
-            assert "Traceback" not in told and "error: unexpected" not in told, (bad, told)
+            assert "Traceback" not in stderr and "error: unexpected" not in stderr, (bad, stderr)
     for name, how in words:
         if "type=int" in how or "type=float" in how:
             assert script(path, [*given, name, "x"])[0] == 2

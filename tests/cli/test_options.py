@@ -130,9 +130,9 @@ def test_verbose_says_where_an_error_was_raised(capfd, monkeypatch):
         monkeypatch.setattr("sys.argv", ["mmdecode", "ask", "a.png", "-q", "a", *more, "--resume"])
         with pytest.raises(SystemExit, match="2"):
             main()
-        said = capfd.readouterr().err
-        assert "error: --resume does nothing" in said
-        assert ("Traceback" in said) == shown
+        error = capfd.readouterr().err
+        assert "error: --resume does nothing" in error
+        assert ("Traceback" in error) == shown
     both = invoke("ask", "--quiet", "--verbose")
     assert "contradict" in str(both.exception)
     console.errors_only = console.tells_all = False
@@ -174,14 +174,14 @@ def test_a_group_alone_shows_its_help_and_succeeds(words):
 )
 def test_shells_complete_commands_and_their_options(shell, words, expected, monkeypatch):
     line = f"mmdecode {words}"
-    told = {
+    variables = {
         "_MMDECODE_COMPLETE": f"complete_{shell}",
         "COMP_WORDS": line,
         "COMP_CWORD": str(len(line.split()) - 1),
         "_TYPER_COMPLETE_ARGS": line,
         "_TYPER_COMPLETE_FISH_ACTION": "get-args",
     }
-    for name, value in told.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     done = invoke(prog_name="mmdecode")
     assert expected in done.stdout and "error" not in done.output.lower()
@@ -204,8 +204,8 @@ def test_none_is_a_draft_and_a_guide_in_every_command(tmp_path):
     seen = []
     option = SimpleNamespace(name="device")
     command = SimpleNamespace(params=[option], callback=lambda **given: seen.append(given))
-    told = {"device": "cpu", "draft": "none", "guide": ["none", "vcd"], "guides": ["none"]}
-    with_devices(command).callback(**told)
+    given = {"device": "cpu", "draft": "none", "guide": ["none", "vcd"], "guides": ["none"]}
+    with_devices(command).callback(**given)
     assert seen == [{"device": "cpu", "draft": None, "guide": ["vcd"], "guides": []}]
 
 

@@ -17,7 +17,7 @@ run = functools.partial(invoke, "demo", "image", env={"COLUMNS": "120"})
 
 
 @pytest.mark.slow
-def test_demo_draws_the_same_pictures_in_fewer_passes_and_writes_a_page(tmp_path):
+def test_demo_draws_the_same_images_in_fewer_passes_and_writes_a_page(tmp_path):
     done = run("--limit", 1, "--json", "--out", tmp_path / "demo", "--device", "cpu")
     assert done.exit_code == 0, done.output
     found = json_of(done)
@@ -35,7 +35,7 @@ def test_demo_draws_the_same_pictures_in_fewer_passes_and_writes_a_page(tmp_path
     assert "(heuristic distribution)" in " ".join(done.stderr.split())
 
 
-def drawn(**changes):
+def page_image(**changes):
     fields = {
         "png": b"png",
         "codes": [[1, 2, 3], [4, 5, 6]],
@@ -46,13 +46,13 @@ def drawn(**changes):
         "bits": 3.0,
         "same": True,
     }
-    return page.Drawn(**fields | changes)
+    return page.PageImage(**fields | changes)
 
 
 def report(*ways):
-    given = ways or (("ar", "exact", drawn(passes=5)), ("exact", "exact", drawn()))
+    given = ways or (("ar", "exact", page_image(passes=5)), ("exact", "exact", page_image()))
     made = [
-        page.Way(name=n, about="a <b>", guarantee=guarantee, pictures=[one])
+        page.Way(name=n, about="a <b>", guarantee=guarantee, images=[one])
         for n, guarantee, one in given
     ]
     return page.Ways(model="zoo:m", names=["<ring>"], ways=made, conditions={"device": "cpu"})
@@ -67,14 +67,14 @@ def test_page_is_one_well_formed_file_that_fetches_nothing():
     assert all(address.startswith("data:") for address in parser.fetched)
     assert not re.search(r"https?://|@import|url\(|src=[\"'](?!data:)", text)
     assert "<ring>" not in text and "<b>1/2.5</b> of the passes" in text
-    other = report(("ar", "exact", drawn()), ("relaxed", "heuristic", drawn(same=False)))
+    other = report(("ar", "exact", page_image()), ("relaxed", "heuristic", page_image(same=False)))
     text = page.page(other)
     assert "Picture, drawn in 2 ways" in text and "another picture" in text
     assert '<span class="tag bad">heuristic distribution</span>' in text
 
 
 def test_seams_part_codes_of_different_passes_and_no_others():
-    text = page.page(report(("ar", "exact", drawn())))
+    text = page.page(report(("ar", "exact", page_image())))
     assert re.findall(r'class="seam" d="([^"]*)"', text)[1:] == [  # after the legend
         "M1 0v1M0 1h1M1 1h1M2 1v1M2 1h1"
     ]
@@ -84,12 +84,14 @@ def test_seams_part_codes_of_different_passes_and_no_others():
 
 
 def test_numbers_compare_with_plain_decoding():
-    found = page.numbers(report(("ar", "exact", drawn(passes=5, seconds=1.0)), ("x", "y", drawn())))
+    found = page.numbers(
+        report(("ar", "exact", page_image(passes=5, seconds=1.0)), ("x", "y", page_image()))
+    )
     assert found["ar"]["tokens per pass"] == "1.00" and found["x"]["tokens per pass"] == "2.50"
     assert found["x"]["times plain"] == "2.00" and found["x"]["pictures as plain"] == "1 of 1"
 
 
-def test_what_is_drawn_is_spread_over_the_classes():
+def test_classes_of_the_demo_are_spread_over_all_classes():
     generator = object.__new__(ImageGenerator)
     generator.classes = 30
     assert demo_image._wanted(generator, 4) == [0, 7, 15, 22]

@@ -70,7 +70,7 @@ def shortest(count):
 # The page
 
 
-def test_the_page_begins_with_what_was_heard_and_ends_with_the_speed_of_synthetic_speech():
+def test_the_page_begins_with_transcripts_and_ends_with_the_speed_of_synthetic_speech():
     text = shown(recordings())
     parser = checked(text)
     assert parser.audio == 2 and all(address.startswith("data:") for address in parser.fetched)
@@ -105,7 +105,7 @@ def test_text_of_recordings_is_escaped():
     checked(shown(recordings(recording(hypothesis=""))))
 
 
-def test_the_terminal_shows_errors_next_to_what_was_said(capsys):
+def test_the_terminal_shows_errors_next_to_the_reference(capsys):
     demo_recordings.show(recordings(recording(name="red", identical=False)))
     printed = " ".join(capsys.readouterr().err.split())  # lines are broken anywhere
     assert "Add -(the) two blue(red) cakes +please." in printed
@@ -123,7 +123,7 @@ def test_without_the_recogniser_the_demo_goes_on_and_says_how_to_get_it(monkeypa
     assert "is not installed" in note and "pip install --no-deps moonshine-voice==" in note
 
 
-def test_a_damaged_wheel_is_said_and_does_not_stop_the_demo(monkeypatch, tmp_path):
+def test_a_damaged_wheel_is_reported_and_does_not_stop_the_demo(monkeypatch, tmp_path):
     show_wheel(monkeypatch, tmp_path)
     assert demo_recordings.missing() is None
     people, synthetic, note = demo_speech._parts(None, None, "cpu", "float32")

@@ -128,7 +128,7 @@ def test_text_from_outside_is_escaped():
     checked(text)
 
 
-def test_words_can_be_clicked_and_doubts_are_seen():
+def test_words_can_be_clicked_and_those_of_low_confidence_are_marked():
     text = page.page(report(item()))
     times = 'data-start="0.10" data-end="0.40" title="0.10 s, 90 %"'
     assert f'<button class="word" tabindex="0" {times}>six' in text
@@ -152,13 +152,13 @@ def test_headline_says_when_tokens_differ_and_when_drafting_is_slower():
 
 
 def test_word_errors_are_marked_as_they_are_counted():
-    said, heard = "add the two red cakes", "add two blue cakes please"
-    steps = align_as_written(said, heard)
+    reference, hypothesis = "add the two red cakes", "add two blue cakes please"
+    steps = align_as_written(reference, hypothesis)
     kinds = ["equal", "delete", "equal", "substitute", "equal", "insert"]
     assert [step.kind for step in steps] == kinds
-    score = wer([said], [heard])
+    score = wer([reference], [hypothesis])
     assert score.substitutions == score.deletions == score.insertions == 1
-    shown = page.page(report(item(reference=said, hypothesis=heard)))
+    shown = page.page(report(item(reference=reference, hypothesis=hypothesis)))
     assert '<span class="substitute">blue<del>red</del></span>' in shown
     assert (
         '<del class="delete">the</del>' in shown and '<span class="insert">please</span>' in shown
@@ -174,7 +174,7 @@ def test_words_show_as_written_unless_the_normaliser_joined_them():
     ]
 
 
-def test_nothing_said_or_nothing_heard_is_shown():
+def test_an_empty_reference_or_hypothesis_is_shown():
     assert [step.kind for step in align_as_written("", "a word")] == ["insert", "insert"]
     assert [step.kind for step in align_as_written("a word", "")] == ["delete", "delete"]
     checked(page.page(report(item(hypothesis="", noisy=""))))

@@ -51,8 +51,8 @@ def given(**changes):
     return page.Given(**fields | changes)
 
 
-def named(*pictures, title="Images as they come"):
-    return page.Pictures(title=title, about="Drawn <at> random.", pictures=pictures)
+def named(*images, title="Images as they come"):
+    return page.ImageSet(title=title, about="Drawn <at> random.", images=images)
 
 
 CHANGED = page.Token(text=" No", instead=" Yes", survivors=2, distances={"noised": 0.25}, total=1.0)
@@ -188,8 +188,8 @@ def test_a_caption_is_judged_by_what_it_makes_up(scene):
     *_, task = demo_vlm.tasks(scene, tempting=True)
     words = vocabulary_of("zoo")
     text = f"There is a {scene.names[0]} and a fish beside a fish."
-    right, note, made_up = demo_vlm._judged(task, text, scene, words)
-    assert not right and made_up == 1
+    right, note, hallucinated = demo_vlm._judged(task, text, scene, words)
+    assert not right and hallucinated == 1
     assert note == f"1 of {len(scene.names)} named, made up: fish"
     assert demo_vlm._judged(task, f"A {scene.names[0]}.", scene, words)[::2] == (True, 0)
 
@@ -208,7 +208,7 @@ def test_a_zoo_model_drafts_with_its_own_drafter_and_others_with_what_needs_none
     assert demo_vlm.drafter_of("zoo:lm-synth") == demo_vlm.drafter_of("llava-scenes") == "lookup"
 
 
-def test_a_caption_that_drafting_changed_is_told(answerer, png):
+def test_a_caption_that_drafting_changed_is_reported(answerer, png):
     plain = answerer(png, "Describe the image.", max_new_tokens=demo_vlm.CAPTION_TOKENS)
     decoder = Decoder(registry.create("draft", "lookup"))
     found = demo_vlm._drafted(answerer, decoder, png, plain)
@@ -314,26 +314,26 @@ def test_text_from_outside_is_escaped():
 
 def test_headline_says_what_is_shown_and_the_lead_counts_by_set():
     one = given(method="vcd", right=False, tokens=[page.Token(text=" No")])
-    captions = [given(made_up=0), given(method="vcd", made_up=0, margins={})]
+    captions = [given(hallucinated=0), given(method="vcd", hallucinated=0, margins={})]
     asked = [
         page.Asked(text="?", truth="Yes", answers=[given(), one]),
         page.Asked(text="!", truth="ring", answers=captions),
     ]
-    picture = page.Pictured(name="image 1", about="", png=b"", asked=asked)
+    pictured = page.Pictured(name="image 1", about="", png=b"", asked=asked)
     other = page.Pictured(name="image 2", about="", png=b"", asked=asked[:1])
-    parts = [named(picture), named(other, title="Images that tempt")]
+    parts = [named(pictured), named(other, title="Images that tempt")]
     found = report(given(), one, sets=parts)
     assert page.headline(found) == "Guides change <b>2 of 3</b> answers"
     assert page.outcome(found) == (
         "Images as they come: 1 of 1 short questions right, 0 under the guides. "
         "Images that tempt: 1 of 1 short questions right, 0 under the guides."
     )
-    fine = given(drafted=drafted(passes=2, undrafted=9), made_up=0)
+    fine = given(drafted=drafted(passes=2, undrafted=9), hallucinated=0)
     alone = report(
         sets=[
             named(
                 dataclasses.replace(
-                    picture, asked=[page.Asked(text="!", truth="ring", answers=[fine])]
+                    pictured, asked=[page.Asked(text="!", truth="ring", answers=[fine])]
                 )
             )
         ],

@@ -18,7 +18,7 @@ NAMES = {0: "ring", 1: "star", 2: "hound, dog", 3: "cup"}
 WORDS = "a red blue ring star beside".split()
 
 
-def drawn(model, seed, std=0.5):
+def with_random_weights(model, seed, std=0.5):
     """Weights large enough that images differ."""
     dice = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
@@ -37,7 +37,7 @@ def tiny_llamagen(**options):
         "grid_size": SIDE,
         "num_classes": len(NAMES),
     }
-    return drawn(LlamaGenForImageGeneration(LlamaGenConfig(**shape | options)), 1)
+    return with_random_weights(LlamaGenForImageGeneration(LlamaGenConfig(**shape | options)), 1)
 
 
 def tiny_vq(codes=CODES):
@@ -82,7 +82,7 @@ def captions(tmp_path_factory):
     config = T5Config(
         vocab_size=16, d_model=12, d_kv=6, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0
     )
-    drawn(T5EncoderModel(config), 3).save_pretrained(path / "text_encoder")
+    with_random_weights(T5EncoderModel(config), 3).save_pretrained(path / "text_encoder")
     vocabulary = {word: number for number, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -121,7 +121,7 @@ def scales(tmp_path_factory):
         id2label=NAMES,
         **shared,
     )
-    drawn(VarForImageGeneration(config), 5).save_pretrained(path)
+    with_random_weights(VarForImageGeneration(config), 5).save_pretrained(path)
     return path
 
 

@@ -39,7 +39,7 @@ def lines(folder):
 # What is drawn
 
 
-def test_images_are_files_that_say_how_they_were_drawn(run, tmp_path, classes):
+def test_images_are_files_whose_metadata_say_how_they_were_generated(run, tmp_path, classes):
     words = ("--class", "Ring", "--class-id", 2, "-n", 2, "--guidance", 2, "--seed", 5)
     done = run(*words, "--draft", "jacobi:window=8", "--top-k", 9, "--grid", "--likelihood")
     assert done.exit_code == 0, done.output
@@ -56,14 +56,14 @@ def test_images_are_files_that_say_how_they_were_drawn(run, tmp_path, classes):
     for line, image in zip(found, images, strict=True):
         with Image.open(out / line["file"]) as shown:
             assert shown.tobytes() == image.image.tobytes()
-            told = shown.text
+            metadata = shown.text
         assert line["log_likelihood"] == pytest.approx(image.log_likelihood, abs=1e-3)
-        assert line["law"] == told["law"] == "exact" and line["passes"] < 24
-        assert told["model"] == str(classes) and told["draft"] == "jacobi:window=8"
-        assert (told["seed"], told["ordinal"]) == ("5", str(image.ordinal))
-        assert told["condition"] == str(image.condition) and told["accept"] == "auto"
-        assert json.loads(told["sampling"])["top_k"] == 9 and told["guidance"] == "2.0"
-        assert told["Software"].startswith("mmdecode ")
+        assert line["law"] == metadata["law"] == "exact" and line["passes"] < 24
+        assert metadata["model"] == str(classes) and metadata["draft"] == "jacobi:window=8"
+        assert (metadata["seed"], metadata["ordinal"]) == ("5", str(image.ordinal))
+        assert metadata["condition"] == str(image.condition) and metadata["accept"] == "auto"
+        assert json.loads(metadata["sampling"])["top_k"] == 9 and metadata["guidance"] == "2.0"
+        assert metadata["Software"].startswith("mmdecode ")
         assert torch.equal(codes_in(out / line["file"], str(classes)), image.codes)
     with Image.open(out / "grid.png") as page:
         assert page.size == (22, 22)
@@ -113,9 +113,9 @@ def test_a_line_that_names_nothing_fails_alone(run, tmp_path, captions):
     assert [line["condition"] for line in lines(tmp_path / "out")] == [1, 3]
     assert (found["drawn"], found["failed"]) == (2, 4)
     problems = [one["error"] for one in found["failures"]]
-    told = ("line 2: ", "line 3 is not UTF-8", "line 4: class 99 does not exist", "line 5: ")
-    for problem, said in zip(problems, told, strict=True):
-        assert problem.startswith(f"{file}, {said}") and f"failed: {problem}" in done.stderr
+    starts = ("line 2: ", "line 3 is not UTF-8", "line 4: class 99 does not exist", "line 5: ")
+    for problem, start in zip(problems, starts, strict=True):
+        assert problem.startswith(f"{file}, {start}") and f"failed: {problem}" in done.stderr
     again = run("--prompts", file, "--resume")
     assert again.exit_code == 1 and "0 drawn, 2 done before, 4 failed" in again.stderr
     words = ("--prompts", file, "--raw-prompt")
@@ -124,7 +124,7 @@ def test_a_line_that_names_nothing_fails_alone(run, tmp_path, captions):
 
 
 @pytest.mark.parametrize("content", [b"unknown\n99\n", b"\xff\n"])
-def test_a_file_without_a_line_that_can_be_drawn_is_refused(run, tmp_path, content):
+def test_a_file_without_a_valid_line_is_refused(run, tmp_path, content):
     file = tmp_path / "wanted.txt"
     file.write_bytes(content)
     with pytest.raises(InputError, match=r"wanted\.txt, line 1.*no other line is better"):
@@ -159,8 +159,13 @@ def test_an_image_is_continued_and_filled_in(run, tmp_path, classes):
     with Image.open(tmp_path / "other" / line["file"]) as shown:
         assert shown.text["law"] == "locally constrained"
     filled = codes_in(tmp_path / "other" / "star-1-000.png", str(classes))
-    anew = filled != again
-    assert anew.any() and not anew[:2].any() and not anew[4:].any() and not anew[:, 4:].any()
+    changed = filled != again
+    assert (
+        changed.any()
+        and not changed[:2].any()
+        and not changed[4:].any()
+        and not changed[:, 4:].any()
+    )
     with Image.open(start) as shown:
         shown.convert("RGB").save(tmp_path / "plain.png")
         levels = torch.tensor(bytearray(shown.tobytes()), dtype=torch.uint8)
@@ -231,8 +236,8 @@ def test_a_next_scale_model_fills_in(run, tmp_path, scales):
     done = run(*words, model=scales, out=tmp_path / "filled")
     assert done.exit_code == 0, done.output
     assert lines(tmp_path / "filled")[0]["completion"] == "laid over"
-    [told] = [line for line in done.stderr.splitlines() if " drawn, " in line]
-    assert told.endswith("; laid over")
+    [summary] = [line for line in done.stderr.splitlines() if " drawn, " in line]
+    assert summary.endswith("; laid over")
     done = run(
         "--class", "cup", "--refiner", scales, "--drafted", 2, model=scales, out=tmp_path / "two"
     )
@@ -279,7 +284,7 @@ def test_a_run_that_is_killed_goes_on_at_the_next_image(run, tmp_path, classes):
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_an_image_over_which_processes_ended_is_drawn_alone_and_fails_after_twice(run, tmp_path):
+def test_an_image_that_ends_its_process_is_retried_alone_and_fails_after_two(run, tmp_path):
     words, out = ["--class", "ring", "-n", 3], tmp_path / "out"
     run(*words, out=tmp_path / "whole")
     whole = contents(tmp_path / "whole")
@@ -317,18 +322,18 @@ def test_images_of_other_settings_are_not_continued(run, tmp_path, more, message
 def test_a_failure_is_tried_again_and_an_image_outweighs_it(run, tmp_path):
     out = tmp_path / "out"
     run("--class", "ring", "-n", 2)
-    drawn = contents(out)
+    generated = contents(out)
     failed = {"id": "ring-0-000", "condition": 0, "error": "late"}
     with (out / "results.jsonl").open("a") as file:
         file.write(json.dumps(failed) + "\n")
     run("--class", "ring", "-n", 2, "--resume")
-    assert contents(out) == drawn
+    assert contents(out) == generated
     (out / "results.jsonl").write_text(json.dumps(failed) + "\n")
     done = run("--class", "ring", "-n", 2, "--resume")
-    assert "2 drawn, 0 done before" in done.stderr and contents(out) == drawn
+    assert "2 drawn, 0 done before" in done.stderr and contents(out) == generated
 
 
-def test_what_cannot_be_written_or_read_on_is_said(run, tmp_path):
+def test_what_cannot_be_written_or_resumed_is_reported(run, tmp_path):
     (tmp_path / "file").write_text("")
     done = run("--class", "ring", out=tmp_path / "file")
     assert isinstance(done.exception, InputError)
@@ -426,7 +431,7 @@ def test_the_commands_of_the_page_run_as_they_stand(scenes, tmp_path, monkeypatc
     assert len(lines(Path("pictures"))) == 8
 
 
-def test_a_picture_that_we_did_not_draw_is_refused(tmp_path):
+def test_an_image_that_we_did_not_write_is_refused(tmp_path):
     generated = ImageRequest(index=0, condition=1, ordinal=0)
     folder = ImageFolder(tmp_path, {}, False)
     theirs = tmp_path / f"{folder.name(generated)}.png"

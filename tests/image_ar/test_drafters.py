@@ -25,7 +25,7 @@ from mmdecode.testing.checks import LEVEL, p_value
 from mmdecode.train.drafters.recipes import RECIPES, Options, Sample, sizes_of, unrolled
 from mmdecode.train.drafters.targets import Drawing, Images, requests_for
 from mmdecode.train.drafters.trainer import collect, train
-from tests.image_ar.conftest import drawn, tiny_llamagen
+from tests.image_ar.conftest import tiny_llamagen, with_random_weights
 from tests.support.commands import invoke
 from tests.support.tiny_images import (
     GUIDED,
@@ -66,7 +66,9 @@ SCALE = 2.0
 @functools.cache
 def small():
     """256 images."""
-    return registry.image_adapter_for(drawn(tiny_llamagen(vocab_size=4, grid_size=2), 1, std=0.15))
+    return registry.image_adapter_for(
+        with_random_weights(tiny_llamagen(vocab_size=4, grid_size=2), 1, std=0.15)
+    )
 
 
 def sampled(adapter, draft, accept, rows=6, scale=SCALE, seed=0, decoder=None, **options):
@@ -93,7 +95,7 @@ def on_a_line(drafter):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scale", [1.0, SCALE])
-def test_of_a_drafter_that_is_the_target_every_drawn_token_is_kept(shape, scale):
+def test_every_sampled_token_of_a_drafter_that_is_the_target_is_accepted(shape, scale):
     adapter = registry.image_adapter_for(tiny_llamagen())
     draft = FeatureDraft(on_a_line(Itself(adapter)), **SHAPES[shape], sampled=True)
     decoder = Traced(draft, accept="rejection")
@@ -117,8 +119,8 @@ def test_a_drafter_that_follows_the_condition_alone_is_not_the_target(monkeypatc
 @pytest.mark.parametrize("family", GUIDED)
 def test_a_random_drafter_changes_no_image(family, shape):
     plain = draw(family, do_sample=True)
-    for drawn_too in (False, True):
-        decoder = Decoder(eagle_of(image_model(family), shape, sampled=drawn_too))
+    for with_sampling in (False, True):
+        decoder = Decoder(eagle_of(image_model(family), shape, sampled=with_sampling))
         assert torch.equal(draw(family, decoder, do_sample=True), plain)
         assert decoder.stats.drafted
     greedy = Decoder(eagle_of(image_model(family), shape))
@@ -175,8 +177,10 @@ def joint(scale, top_p=1.0):
     with torch.no_grad():
         conditional = adapter.model.code_logits(label, codes)
         nothing = adapter.model.code_logits(adapter.model.unconditional(label), codes)
-    law = Sampling(top_p=top_p).warp(guided(conditional, nothing, scale)).double().softmax(-1)
-    return law.gather(2, codes[..., None]).prod(1)[:, 0]
+    distribution = (
+        Sampling(top_p=top_p).warp(guided(conditional, nothing, scale)).double().softmax(-1)
+    )
+    return distribution.gather(2, codes[..., None]).prod(1)[:, 0]
 
 
 def counted(draft, accept="rejection", rows=4000, top_p=0.95):
@@ -186,7 +190,7 @@ def counted(draft, accept="rejection", rows=4000, top_p=0.95):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_drawn_drafts_keep_the_law(shape):
+def test_sampled_drafts_keep_the_distribution(shape):
     draft = Eagle(feature_drafter(small()), **SHAPES[shape], sampled=True)
     assert p_value(counted(draft), joint(SCALE, 0.95)) > LEVEL
 
@@ -220,7 +224,7 @@ def test_a_neutral_relaxed_rule_draws_what_rejection_does(classes, rule):
         assert relaxed.stats.acceptance_rate > exact.stats.acceptance_rate
 
 
-def test_drawn_trees_have_to_be_kept_whole():
+def test_sampled_trees_have_to_be_kept_whole():
     drafter = feature_drafter(small())
     with pytest.raises(OptionError, match="a sampled tree of depth 5 and top_k 8 has 264 nodes"):
         Eagle(drafter, sampled=True)
@@ -246,8 +250,8 @@ def test_a_reduced_vocabulary_tells_its_law_by_the_targets_ids():
 
 def test_rows_of_a_class_lie_where_their_codes_do():
     adapter = registry.image_adapter_for(tiny_llamagen())
-    places = adapter.grid_positions(torch.arange(8)[None])
-    assert places[0].tolist() == [[0] * 8, [0, 0, 0, 0, 0, 0, 1, 1], [0, 0, 1, 2, 3, 4, 0, 1]]
+    coordinates = adapter.grid_positions(torch.arange(8)[None])
+    assert coordinates[0].tolist() == [[0] * 8, [0, 0, 0, 0, 0, 0, 1, 1], [0, 0, 1, 2, 3, 4, 0, 1]]
     assert feature_drafter(adapter).rotary.sections == (0, 1, 1) * 4
     captions = registry.image_adapter_for(image_model("llamagen_captions"))
     assert "rope_parameters" not in sizes_of(captions)
@@ -271,9 +275,11 @@ def test_states_are_those_of_a_plain_pass_under_each_condition(classes):
     with torch.no_grad():
         conditional = model.code_logits(labels, codes)
         nothing = model.code_logits(model.unconditional(labels), codes)
-    law = guided(conditional, nothing, target.raster.preset.guidance)
+    distribution = guided(conditional, nothing, target.raster.preset.guidance)
     close = {"atol": 1e-3, "rtol": 1e-4}
-    torch.testing.assert_close(batch.logits()[:, :-1], torch.cat([law, law]), **close)
+    torch.testing.assert_close(
+        batch.logits()[:, :-1], torch.cat([distribution, distribution]), **close
+    )
     torch.testing.assert_close(model.lm_head(batch.last[:3, :-1]), conditional, **close)
     assert batch.ids[:, 1:].tolist() == codes.tolist() * 2
     assert batch.asked.tolist() == [[False] + [True] * 25] * 6
@@ -292,8 +298,10 @@ def test_what_is_learnt_is_what_is_drafted(kind, classes, monkeypatch):
     rows = replace(batch.rows, features=drafter.fuse(batch.rows.features))
     with torch.no_grad():
         passes = unrolled(drafter, drafter.prepare(rows), 3)
-        laws = [batch.guided(drafter.logits(s, target.adapter)).softmax(-1) for s in passes]
-    told = []
+        distributions = [
+            batch.guided(drafter.logits(s, target.adapter)).softmax(-1) for s in passes
+        ]
+    rounds = []
 
     def propose(self, budget):
         """Drafts what the samples hold, and notes its distributions."""
@@ -304,7 +312,7 @@ def test_what_is_learnt_is_what_is_drafted(kind, classes, monkeypatch):
             tokens = codes[:, int(call.rows.length[0]) + level, None]
             if level < levels - 1:
                 logits = step(level, tokens, torch.zeros_like(tokens))
-        told.append((int(call.rows.length[0]), found))
+        rounds.append((int(call.rows.length[0]), found))
         return features.Proposal.empty(call.batch, call.device)
 
     monkeypatch.setattr(FeatureSession, "propose", propose)
@@ -320,10 +328,10 @@ def test_what_is_learnt_is_what_is_drafted(kind, classes, monkeypatch):
         sampling=Sampling(),
     )
     assert torch.equal(out.tokens, codes)
-    for length, found in told:
-        for level, law in enumerate(found):
-            wanted = laws[level][:4, length - 1]
-            torch.testing.assert_close(law[:, 0].softmax(-1), wanted, atol=1e-4, rtol=1e-3)
+    for length, found in rounds:
+        for level, distribution in enumerate(found):
+            wanted = distributions[level][:4, length - 1]
+            torch.testing.assert_close(distribution[:, 0].softmax(-1), wanted, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

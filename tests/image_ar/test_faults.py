@@ -31,7 +31,7 @@ def is_bad(call):
     return BAD in call.request.model_kwargs["classes"].tolist()
 
 
-def drawn(network, folder, name, stage, patch):
+def lines_of(network, folder, name, stage, patch):
     """Lines of a folder of four images, of which the bad one raises at a stage."""
     error = ERRORS[name]
 
@@ -45,36 +45,36 @@ def drawn(network, folder, name, stage, patch):
         check = generator._backend.check
         own = lambda condition: raising() if condition == BAD else check(condition)  # noqa: E731
         patch.setattr(generator._backend, "check", own)
-    place = jobs.ImageFolder(folder, {}, resume=False)
-    place.begin(generator.labels, {})
+    folder_of_job = jobs.ImageFolder(folder, {}, resume=False)
+    folder_of_job.begin(generator.labels, {})
     write = jobs.write_file
     if stage == "write":
         own = lambda path, *rest: raising() if "hound" in path.name else write(path, *rest)  # noqa: E731
         patch.setattr(jobs, "write_file", own)
     try:
         found = []
-        for image in generator.images(place.todo(requests)):
+        for image in generator.images(folder_of_job.todo(requests)):
             if stage == "decode" and image.condition == BAD:
                 image = dataclasses.replace(image, _pixels=raising)
-            found.append((image, place.add(image)))
+            found.append((image, folder_of_job.add(image)))
         return sorted(found, key=lambda pair: pair[0].index)
     finally:
-        place.close()
+        folder_of_job.close()
 
 
 def check(network, folder, name, stage, expected, patch):
     if stage == "write" and name == "OSError":  # a disk that fails is the job's
         with pytest.raises(InputError, match="cannot write to"):
-            drawn(network, folder, name, stage, patch)
+            lines_of(network, folder, name, stage, patch)
         return
-    found = drawn(network, folder, name, stage, patch)
+    found = lines_of(network, folder, name, stage, patch)
     lines = [line for _, line in found]
     assert ["error" in line for line in lines] == [n == BAD for n in CONDITIONS]
     text, kind = failure_of(name)
     assert text in lines[BAD]["error"] and lines[BAD]["kind"] == kind
-    good = [place for place, condition in enumerate(CONDITIONS) if condition != BAD]
-    assert [found[place][0].codes.tolist() for place in good] == [expected[n] for n in good]
-    assert all((folder / lines[place]["file"]).is_file() for place in good)
+    good = [index for index, condition in enumerate(CONDITIONS) if condition != BAD]
+    assert [found[index][0].codes.tolist() for index in good] == [expected[n] for n in good]
+    assert all((folder / lines[index]["file"]).is_file() for index in good)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -95,20 +95,20 @@ def test_every_error_at_every_stage_fails_its_image_alone(network, tmp_path, exp
     print(f"{count} errors of images: {len(ERRORS)} kinds at {len(STAGES)} stages")
 
 
-def test_a_folder_in_the_place_of_a_file_fails_its_image_alone(network, tmp_path):
+def test_a_folder_with_the_name_of_a_file_fails_its_image_alone(network, tmp_path):
     generator = ImageGenerator(network)
-    place = jobs.ImageFolder(tmp_path, {}, resume=False)
-    place.begin(generator.labels, {})
-    requests = place.todo(generator.requests(CONDITIONS))
+    folder = jobs.ImageFolder(tmp_path, {}, resume=False)
+    folder.begin(generator.labels, {})
+    requests = folder.todo(generator.requests(CONDITIONS))
     (tmp_path / "hound-2-000.png").mkdir()
-    lines = [place.add(image) for image in generator.images(requests)]
-    place.close()
+    lines = [folder.add(image) for image in generator.images(requests)]
+    folder.close()
     assert [line["id"] for line in lines if "error" in line] == ["hound-2-000"]
     assert "is a folder" in lines[BAD]["error"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_a_place_that_cannot_be_written_is_the_jobs_error(number, network, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_the_jobs_error(number, network, tmp_path, monkeypatch):
     monkeypatch.setitem(ERRORS, "full", lambda: OSError(number, "no"))
     with pytest.raises(InputError, match="cannot write to"):
-        drawn(network, tmp_path / "out", "full", "write", monkeypatch)
+        lines_of(network, tmp_path / "out", "full", "write", monkeypatch)

@@ -61,7 +61,7 @@ def window(accept, length=9):
 # Pictures by their seed
 
 
-def test_a_seed_gives_one_picture_in_any_batch_and_under_any_exact_drafting(draw):
+def test_a_seed_gives_one_image_in_any_batch_and_under_any_exact_drafting(draw):
     plain = draw([0, 2, 2], n=6, batch=18)
     assert len({codes.numpy().tobytes() for codes in plain}) == len(plain)
     for decoder, batch in (
@@ -78,7 +78,7 @@ def test_a_seed_gives_one_picture_in_any_batch_and_under_any_exact_drafting(draw
     assert torch.equal(draw([2, 2], window("rejection"), n=6, batch=5), other[6:])
 
 
-def test_a_picture_is_that_of_the_front_door(model, draw):
+def test_an_image_is_that_of_generate(model, draw):
     found = mm.generate(
         model.adapter.model,
         mode="image",
@@ -142,7 +142,9 @@ def test_what_a_condition_is_made_of_is_checked_once(model, monkeypatch):
 
 
 @pytest.mark.parametrize("fails", ["sample", "log_likelihood"])
-def test_a_batch_that_does_not_fit_is_let_go_before_its_parts_are_drawn(model, monkeypatch, fails):
+def test_a_batch_that_does_not_fit_is_freed_before_its_parts_are_generated(
+    model, monkeypatch, fails
+):
     class Memory:
         """What a batch holds on the device."""
 
@@ -205,8 +207,8 @@ def test_likelihood_is_that_of_one_pass_over_the_whole_image(model, scale):
                 network.code_logits(condition, codes)
                 for condition in (label, network.unconditional(label))
             ]
-        law = (guided(*laws, scale) / 0.7).log_softmax(-1)
-        found = law.gather(2, codes[..., None]).sum()
+        distribution = (guided(*laws, scale) / 0.7).log_softmax(-1)
+        found = distribution.gather(2, codes[..., None]).sum()
         assert image.log_likelihood == pytest.approx(float(found), rel=1e-4)
 
 
@@ -253,7 +255,7 @@ def test_given_codes_stay_and_their_runs_take_one_pass(model, accept):
         assert image.passes <= 14
 
 
-def test_windows_put_given_codes_in_their_places(model):
+def test_windows_put_given_codes_at_their_positions(model):
     generator = ImageGenerator(model, window("coupled", CELLS), guidance=2.0)
     [start] = generator([0])
     for image in generator([1], 4, start=start.codes, known=20):
@@ -282,7 +284,7 @@ def test_likelihood_leaves_out_what_was_given(model):
     assert start.log_likelihood < parts[1] < 0
 
 
-def test_what_is_continued_is_told_from_what_is_filled_in(model):
+def test_continuation_is_distinguished_from_inpainting(model):
     layout, codes = model.adapter.layout, torch.zeros(5, 5, dtype=torch.long)
     assert completion_of(partly_known(layout, codes, 0)) == "continued"
     assert completion_of(partly_known(layout, codes, 7)) == "continued"
@@ -314,13 +316,13 @@ def test_captions_are_read_by_their_encoder_and_do_not_depend_on_their_batch(cap
     with pytest.raises(OptionError, match="a caption has 8 tokens, the model reads 6"):
         generator("a red ring beside a blue star")
     requests = generator.requests(["a red ring beside a blue star", "star"])
-    failed, drawn = generator.images(requests)
-    assert "shorten it" in failed.error and failed.kind == "OptionError" and not drawn.error
+    failed, fine = generator.images(requests)
+    assert "shorten it" in failed.error and failed.kind == "OptionError" and not fine.error
     with pytest.raises(InputError, match="shorten it"):
         failed.pixels()
 
 
-def test_a_next_scale_model_is_drawn_through_the_same_door(scales):
+def test_a_next_scale_model_generates_through_the_same_class(scales):
     generator = ImageGenerator.from_pretrained(
         scales, device="cpu", guidance=2.5, batch=2, mode="ar"
     )
@@ -335,8 +337,10 @@ def test_a_next_scale_model_is_drawn_through_the_same_door(scales):
         torch.testing.assert_close(image.pixels(), pixels)
         assert image.passes == 4 and image.image.size == (8, 8)
         assert image.commits.tolist() == [0] + [1] * 4 + [2] * 9 + [3] * 16
-        law = stock.score([image.condition], image.codes[None], drawing=drawing).log_softmax(-1)
-        value = -F.nll_loss(law[0], image.codes, reduction="sum")
+        distribution = stock.score(
+            [image.condition], image.codes[None], drawing=drawing
+        ).log_softmax(-1)
+        value = -F.nll_loss(distribution[0], image.codes, reduction="sum")
         assert image.log_likelihood == pytest.approx(float(value), rel=1e-4)
     assert sum(counted) == 4 * generator.tokens == 4 * 30
     mask = torch.ones(8, 8, dtype=torch.bool)
@@ -496,32 +500,32 @@ def test_a_model_that_draws_of_nothing_has_one_class(tmp_path):
         ImageGenerator.from_pretrained(tmp_path, device="cpu", guidance=2.0)(0)
 
 
-def told(guidance, sampling):
+def settings_of(guidance, sampling):
     return {"guidance": guidance, "sampling": asdict(sampling)}
 
 
 def test_a_checkpoint_says_how_it_is_sampled(classes, altered):
     path = altered(classes)
-    said = {"guidance_scale": 1.5, "temperature": 0.8, "top_k": 7}
-    (path / "generation_config.json").write_text(json.dumps(said))
+    config_values = {"guidance_scale": 1.5, "temperature": 0.8, "top_k": 7}
+    (path / "generation_config.json").write_text(json.dumps(config_values))
     settings = ImageGenerator.from_pretrained(path, device="cpu").settings
-    assert settings == told(1.5, Sampling(temperature=0.8, top_k=7))
+    assert settings == settings_of(1.5, Sampling(temperature=0.8, top_k=7))
     given = ImageGenerator.from_pretrained(path, device="cpu", guidance=3.0, top_k=0, top_p=0.5)
-    assert given.settings == told(3.0, Sampling(temperature=0.8, top_p=0.5))
+    assert given.settings == settings_of(3.0, Sampling(temperature=0.8, top_p=0.5))
     plain = ImageGenerator.from_pretrained(classes, device="cpu").settings
-    assert plain == told(4.0, Sampling(top_k=2000))
+    assert plain == settings_of(4.0, Sampling(top_k=2000))
 
 
 def test_a_next_scale_checkpoint_says_how_it_is_sampled(scales, altered):
     path = altered(scales)
-    said = {"guidance_scale": 3.0, "top_k": 7}
-    (path / "generation_config.json").write_text(json.dumps(said))
+    config_values = {"guidance_scale": 3.0, "top_k": 7}
+    (path / "generation_config.json").write_text(json.dumps(config_values))
     settings = ImageGenerator.from_pretrained(path, device="cpu").settings
-    assert settings == told(3.0, Sampling(top_k=7, top_p=0.96))
+    assert settings == settings_of(3.0, Sampling(top_k=7, top_p=0.96))
     given = ImageGenerator.from_pretrained(path, device="cpu", guidance=1.5, top_k=3)
-    assert given.settings == told(1.5, Sampling(top_k=3, top_p=0.96))
+    assert given.settings == settings_of(1.5, Sampling(top_k=3, top_p=0.96))
     whole = ImageGenerator.from_pretrained(path, device="cpu", sampling=Sampling())
-    assert whole.settings == told(3.0, Sampling())
+    assert whole.settings == settings_of(3.0, Sampling())
 
 
 def test_two_models_of_ten_scales_are_sampled_as_published():
@@ -534,7 +538,7 @@ def test_two_models_of_ten_scales_are_sampled_as_published():
     hot = ImageGenerator(Collaborative(large, small, codes, 8), temperature=2.0)
     assert [one["temperature"] for one in hot.settings["sampling"]] == [2.0] * 10
     one = ImageGenerator(NextScale(large, codes)).settings
-    assert one == told(2.5, Sampling(top_k=900, top_p=0.96))
+    assert one == settings_of(2.5, Sampling(top_k=900, top_p=0.96))
 
 
 def test_pixels_of_a_next_scale_model_are_decoded_where_they_are_asked_for(scales, monkeypatch):
@@ -589,7 +593,9 @@ def test_texts_that_are_no_unicode_are_refused(captions):
         ([], OptionError, "nothing to draw"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_before_anything_is(model, conditions, error, message):
+def test_invalid_conditions_are_refused_before_anything_is_generated(
+    model, conditions, error, message
+):
     generator = ImageGenerator(model)
     with pytest.raises(error, match=message.replace("?", r"\?")):
         generator(conditions)
@@ -819,7 +825,7 @@ def test_a_next_scale_model_without_an_unconditional_input_is_not_guided(scales,
         guided_one(0)
 
 
-def test_a_captured_round_draws_the_same_pictures(model, taped):
+def test_a_captured_round_generates_the_same_images(model, taped):
     plain, captured = (
         ImageGenerator(model, Decoder(Jacobi(9), accept="coupled", compile=compiled), guidance=2.0)
         for compiled in (False, True)

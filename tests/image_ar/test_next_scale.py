@@ -28,13 +28,13 @@ from mmdecode.models.var import ScaleCache, VarConfig, VarForImageGeneration
 SIDES = (1, 2, 3, 4)
 SCALES = len(SIDES)
 CLASSES = [3, 0, 3, 4]
-LAWS = (
+SAMPLINGS = (
     Sampling(),
     Sampling(top_k=9),
     Sampling(temperature=1.3, top_p=0.8),
     Sampling(temperature=0.7, top_k=7, top_p=0.9, order=("top_k", "top_p", "temperature")),
 )
-DRAWN = Drawing(guidance=1.5, sampling=LAWS)
+SAMPLED = Drawing(guidance=1.5, sampling=SAMPLINGS)
 GREEDY = Drawing(guidance=1.5, greedy=True)
 GUMBEL = Noise.gumbel  # mutants change it for the loop alone
 
@@ -103,9 +103,11 @@ def slow_codes(models, tokenizer, label, request, drawing, seed=0):
             null = model(torch.tensor([model.null_class]), inputs)[:, -count:]
             scores = (1 + t) * scores - t * null
         if not drawing.greedy:
-            places = torch.arange(codes.shape[1], codes.shape[1] + count)[None]
-            law = drawing.sampling if isinstance(drawing.sampling, Sampling) else LAWS[scale]
-            scores = law.warp(scores) + GUMBEL(noise, places, Role.TARGET, 16)
+            indices = torch.arange(codes.shape[1], codes.shape[1] + count)[None]
+            sampling = (
+                drawing.sampling if isinstance(drawing.sampling, Sampling) else SAMPLINGS[scale]
+            )
+            scores = sampling.warp(scores) + GUMBEL(noise, indices, Role.TARGET, 16)
         codes = torch.cat([codes, scores.argmax(-1)], 1)
     return codes
 
@@ -119,15 +121,15 @@ def check_against_the_slow_loop(drafter, refiner, tokenizer, drafted, drawing):
     return found
 
 
-@pytest.mark.parametrize("drawing", [DRAWN, GREEDY, Drawing()], ids=["drawn", "greedy", "plain"])
+@pytest.mark.parametrize("drawing", [SAMPLED, GREEDY, Drawing()], ids=["drawn", "greedy", "plain"])
 @pytest.mark.parametrize("drafted", range(SCALES + 1))
-def test_pictures_are_those_of_a_loop_that_keeps_nothing(large, small, tokenizer, drafted, drawing):
+def test_images_are_those_of_a_loop_without_a_cache(large, small, tokenizer, drafted, drawing):
     found = check_against_the_slow_loop(large, small, tokenizer, drafted, drawing)
     assert len(found.codes.unique()) > 8
     assert not torch.equal(found.codes[1], found.codes[3])
 
 
-@pytest.mark.parametrize("drawing", [DRAWN, GREEDY], ids=["drawn", "greedy"])
+@pytest.mark.parametrize("drawing", [SAMPLED, GREEDY], ids=["drawn", "greedy"])
 @pytest.mark.parametrize("drafted", range(SCALES + 1))
 def test_one_model_in_both_roles_draws_what_it_draws_alone(large, tokenizer, drafted, drawing):
     alone = NextScale(large, tokenizer).generate(CLASSES, drawing=drawing)
@@ -143,9 +145,9 @@ def test_a_model_without_scales_is_not_run(large, small, tokenizer, drafted, idl
         raise AssertionError("this model was run")
 
     monkeypatch.setattr(large if idle == "drafter" else small, "forward", forbidden)
-    found = Collaborative(large, small, tokenizer, drafted).generate([1], drawing=DRAWN)
+    found = Collaborative(large, small, tokenizer, drafted).generate([1], drawing=SAMPLED)
     other = NextScale(small if idle == "drafter" else large, tokenizer)
-    assert torch.equal(found.codes, other.generate([1], drawing=DRAWN).codes)
+    assert torch.equal(found.codes, other.generate([1], drawing=SAMPLED).codes)
 
 
 def check_prefill(model, tokenizer):
@@ -171,7 +173,7 @@ def test_one_masked_pass_gives_the_logits_of_scale_after_scale(tokenizer, shared
 
 def test_a_refiner_reads_all_that_was_drafted_in_one_pass(large, small, tokenizer):
     for drafted in range(1, SCALES):
-        found = Collaborative(large, small, tokenizer, drafted).generate([0, 1], drawing=DRAWN)
+        found = Collaborative(large, small, tokenizer, drafted).generate([0, 1], drawing=SAMPLED)
         draft, refined = found.stages
         assert draft.fed == tuple(side * side for side in SIDES[:drafted])
         assert refined.fed[0] == tokenizer.starts[drafted + 1]
@@ -190,7 +192,7 @@ def test_prefix_of_the_published_scales():
 def test_latents_on_the_way_are_those_of_the_codes_so_far(large, small, tokenizer):
     seen = {}
     found = Collaborative(large, small, tokenizer, 2).generate(
-        CLASSES, drawing=DRAWN, on_scale=lambda scale, f_hat: seen.update({scale: f_hat})
+        CLASSES, drawing=SAMPLED, on_scale=lambda scale, f_hat: seen.update({scale: f_hat})
     )
     for scale, f_hat in seen.items():
         so_far = tokenizer.f_hat_of(found.codes[:, : tokenizer.starts[scale + 1]])
@@ -199,14 +201,14 @@ def test_latents_on_the_way_are_those_of_the_codes_so_far(large, small, tokenize
     torch.testing.assert_close(found.images, tokenizer.image(tokenizer.f_hat_of(found.codes)))
 
 
-def test_a_picture_does_not_depend_on_its_batch(large, small, tokenizer):
+def test_an_image_does_not_depend_on_its_batch(large, small, tokenizer):
     maker = Collaborative(large, small, tokenizer, 2)
-    together = maker.generate(CLASSES, drawing=DRAWN)
+    together = maker.generate(CLASSES, drawing=SAMPLED)
     for row, request in enumerate(class_requests(CLASSES)):
-        alone = maker.generate([CLASSES[row]], drawing=DRAWN, requests=[request])
+        alone = maker.generate([CLASSES[row]], drawing=SAMPLED, requests=[request])
         assert torch.equal(alone.codes[0], together.codes[row])
     assert not torch.equal(together.codes[0], together.codes[2])
-    other = maker.generate(CLASSES, drawing=DRAWN, seed=1)
+    other = maker.generate(CLASSES, drawing=SAMPLED, seed=1)
     assert not torch.equal(other.codes, together.codes)
 
 
@@ -228,7 +230,7 @@ def test_the_first_scale_is_not_guided_and_the_last_one_most():
 
 
 @pytest.mark.parametrize("drafted", [0, 2, SCALES])
-def test_scores_are_what_codes_are_drawn_from(large, small, tokenizer, drafted):
+def test_codes_are_sampled_from_the_scores(large, small, tokenizer, drafted):
     maker = Collaborative(large, small, tokenizer, drafted)
     found = maker.generate(CLASSES, drawing=GREEDY)
     scores = maker.score(CLASSES, found.codes, drawing=GREEDY)
@@ -247,8 +249,8 @@ def test_codes_follow_the_law():
     logs = drawing.sampling.warp(scores).log_softmax(-1).gather(2, outcomes[..., None]).sum((1, 2))
     expected = rows * logs.exp()
     assert expected.sum() == pytest.approx(rows, rel=1e-4)
-    place = (found.codes * 3 ** torch.arange(4, -1, -1)).sum(1)
-    counts = torch.bincount(place, minlength=len(outcomes))
+    outcome = (found.codes * 3 ** torch.arange(4, -1, -1)).sum(1)
+    counts = torch.bincount(outcome, minlength=len(outcomes))
     common = expected > 5
     chi2 = ((counts - expected)[common].square() / expected[common]).sum()
     freedom = int(common.sum())
@@ -260,7 +262,7 @@ def test_codes_follow_the_law():
 
 
 def test_mutants_are_found(large, small, tokenizer, monkeypatch):
-    check_against_the_slow_loop(large, small, tokenizer, 2, DRAWN)
+    check_against_the_slow_loop(large, small, tokenizer, 2, SAMPLED)
     extend = ScaleCache.extend
 
     def restarts_with_every_scale(self, positions, role, vocab):
@@ -284,14 +286,14 @@ def test_mutants_are_found(large, small, tokenizer, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, mutant)
             with pytest.raises(AssertionError):
-                check_against_the_slow_loop(large, small, tokenizer, 2, DRAWN)
+                check_against_the_slow_loop(large, small, tokenizer, 2, SAMPLED)
 
 
 @torch.no_grad()
 def test_a_mask_by_tokens_is_found(large, tokenizer, monkeypatch):
     def by_tokens(levels, begin):
-        places = torch.arange(len(levels))
-        return places[begin:, None] >= places
+        indices = torch.arange(len(levels))
+        return indices[begin:, None] >= indices
 
     monkeypatch.setattr(var, "visible", by_tokens)
     with pytest.raises(AssertionError):
@@ -313,7 +315,7 @@ def test_the_drafters_cache_is_gone_before_the_refiner_has_one(
             born.append(weakref.ref(self))
 
     monkeypatch.setattr(next_scale, "ScaleCache", Watched)
-    found = Collaborative(large, small, tokenizer, 2).generate([0, 1], drawing=DRAWN)
+    found = Collaborative(large, small, tokenizer, 2).generate([0, 1], drawing=SAMPLED)
     assert len(born) == 2
     # rows and their null rows, layers, keys and values, width, tokens, four bytes
     assert found.stages[0].cache_bytes == 4 * 2 * 2 * 24 * tokenizer.starts[2] * 4
@@ -330,30 +332,28 @@ def image(tokenizer):
     return torch.rand(pixels, generator=torch.Generator().manual_seed(5))
 
 
-def test_what_stays_is_there_and_the_rest_is_drawn(large, tokenizer, image):
+def test_known_regions_stay_and_the_rest_is_generated(large, tokenizer, image):
     keep = torch.zeros(1, 4, 4, dtype=torch.bool)
     keep[:, :, :2] = True
     known = Known.of(tokenizer, image, keep)
     maker = NextScale(large, tokenizer)
-    found = maker.generate(CLASSES, drawing=DRAWN, known=known)
+    found = maker.generate(CLASSES, drawing=SAMPLED, known=known)
     given = tokenizer.quantize(tokenizer.encode(image * 2 - 1)).running[:, -1]
     for row in found.f_hat:
         assert torch.equal(row[:, :, :2], given[0, :, :, :2])
-    plain = maker.generate(CLASSES, drawing=DRAWN)
+    plain = maker.generate(CLASSES, drawing=SAMPLED)
     assert not torch.equal(found.f_hat[:, :, :, 2:], plain.f_hat[:, :, :, 2:])
     assert not torch.equal(found.f_hat[0, :, :, 2:], found.f_hat[1, :, :, 2:])
 
 
-def test_with_nothing_known_pictures_are_plain_and_with_all_known_they_are_given(
-    large, tokenizer, image
-):
+def test_images_are_plain_if_nothing_is_known_and_the_given_ones_if_all_is(large, tokenizer, image):
     maker, none = NextScale(large, tokenizer), torch.zeros(1, 4, 4, dtype=torch.bool)
-    plain = maker.generate([1], drawing=DRAWN)
+    plain = maker.generate([1], drawing=SAMPLED)
     known = Known.of(tokenizer, image, none)
-    assert torch.equal(maker.generate([1], drawing=DRAWN, known=known).images, plain.images)
+    assert torch.equal(maker.generate([1], drawing=SAMPLED, known=known).images, plain.images)
     known = Known.of(tokenizer, image, ~none)
     for every in (maker, Collaborative(large, large, tokenizer, 2)):
-        found = every.generate([1], drawing=DRAWN, known=known)
+        found = every.generate([1], drawing=SAMPLED, known=known)
         torch.testing.assert_close(found.images, tokenizer.image(known.running[:, -1]))
 
 
@@ -387,11 +387,11 @@ def test_models_in_half_precision_draw_nearly_the_same_laws(both):
     half = NextScale(
         model_of(2).to(torch.bfloat16), tokenizer.to(torch.bfloat16) if both else tokenizer
     )
-    found = half.generate(CLASSES, drawing=DRAWN)
+    found = half.generate(CLASSES, drawing=SAMPLED)
     assert found.images.dtype == torch.float32
     assert found.images.isfinite().all()
-    scores = half.score(CLASSES, found.codes, drawing=DRAWN)
-    expected = exact.score(CLASSES, found.codes, drawing=DRAWN)
+    scores = half.score(CLASSES, found.codes, drawing=SAMPLED)
+    expected = exact.score(CLASSES, found.codes, drawing=SAMPLED)
     assert scores.dtype == torch.float32
     assert (scores - expected).abs().mean() < 0.1 * expected.std()
 
@@ -455,11 +455,11 @@ def save_pair(folder, model, tokenizer, tokenizer_name="../tokenizer"):
 def test_models_are_loaded_with_the_tokenizer_they_name(tmp_path, tokenizer):
     folder = save_pair(tmp_path, model_of(2), tokenizer)
     maker = NextScale.from_pretrained(folder, "cpu")
-    found = maker.generate(CLASSES, drawing=DRAWN)
-    expected = NextScale(model_of(2), tokenizer).generate(CLASSES, drawing=DRAWN)
+    found = maker.generate(CLASSES, drawing=SAMPLED)
+    expected = NextScale(model_of(2), tokenizer).generate(CLASSES, drawing=SAMPLED)
     assert torch.equal(found.images, expected.images)
     pair = Collaborative.from_names(folder, folder, 2, "cpu")
-    assert torch.equal(pair.generate(CLASSES, drawing=DRAWN).images, expected.images)
+    assert torch.equal(pair.generate(CLASSES, drawing=SAMPLED).images, expected.images)
 
 
 def test_pairs_of_two_tokenizers_are_refused(tmp_path, tokenizer):
@@ -492,7 +492,7 @@ def test_half_precision_is_for_the_transformer_alone(tmp_path, tokenizer):
     maker = NextScale.from_pretrained(folder, "cpu", "bfloat16")
     assert maker.stages[0].model.dtype == torch.bfloat16
     assert maker.tokenizer.dtype == torch.float32
-    assert maker.generate(CLASSES, drawing=DRAWN).f_hat.dtype == torch.float32
+    assert maker.generate(CLASSES, drawing=SAMPLED).f_hat.dtype == torch.float32
 
 
 def test_an_untrained_model_begins_even(tokenizer):

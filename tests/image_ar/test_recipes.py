@@ -25,8 +25,8 @@ def run(monkeypatch, capsys, classes):
 @pytest.mark.recipe
 def test_a_file_becomes_a_folder(run, tmp_path):
     (tmp_path / "wanted.txt").write_text("ring\n\nstar\n")
-    code, told = run("draw_folder.py", tmp_path / "wanted.txt", tmp_path / "out", "-n", 2)
-    assert code == 0 and [line.split(": ")[1].split(",")[0] for line in told.splitlines()] == [
+    code, output = run("draw_folder.py", tmp_path / "wanted.txt", tmp_path / "out", "-n", 2)
+    assert code == 0 and [line.split(": ")[1].split(",")[0] for line in output.splitlines()] == [
         "ring",
         "ring",
         "star",
@@ -37,11 +37,11 @@ def test_a_file_becomes_a_folder(run, tmp_path):
 
 @pytest.mark.recipe
 def test_modes_are_compared(run):
-    code, told = run(
+    code, output = run(
         "compare_modes.py", "ring", "star", "-n", 3, "--batch-size", 6, "--guidance", 2
     )
     assert code == 0
-    rows = {row[1]: row for row in (re.split(r" *\| *", line) for line in told.splitlines()[2:])}
+    rows = {row[1]: row for row in (re.split(r" *\| *", line) for line in output.splitlines()[2:])}
     assert list(rows) == ["ar", "exact", "fast", "relaxed"]
     assert rows["ar"][3] == "1.00" and float(rows["exact"][3]) > 1
     assert rows["exact"][5] == "6 of 6" and rows["exact"][6] == rows["ar"][6]
@@ -49,7 +49,7 @@ def test_modes_are_compared(run):
 
 
 @pytest.mark.recipe
-def test_pictures_are_completed(run, tmp_path):
-    code, told = run("in_painting.py", "ring", "star", "--out", tmp_path)
-    assert code == 0 and told.endswith("continued as it was: True\n")
-    assert "10 codes given, continued" in told and "16 codes given, locally constrained" in told
+def test_images_are_completed(run, tmp_path):
+    code, output = run("in_painting.py", "ring", "star", "--out", tmp_path)
+    assert code == 0 and output.endswith("continued as it was: True\n")
+    assert "10 codes given, continued" in output and "16 codes given, locally constrained" in output

@@ -97,35 +97,35 @@ def test_each_cell_is_decided_once_and_as_soon_as_it_may_be(height, width, newli
         assert sorted(itertools.chain(*found)) == layout.cell_indices().flatten().tolist()
 
 
-def test_the_pass_of_each_cell_and_the_tokens_of_each_pass_are_told():
+def test_the_pass_of_each_cell_and_the_tokens_of_each_pass_are_reported():
     added = []
     adapter = registry.image_adapter_for(image_model("llamagen"))
-    drawn = ZipAR(adapter, 2, 1.0).generate(classes=[1, 5], seed=0, on_tokens=added.append)
-    assert drawn.commits.tolist() == [[2 * i + j for j in range(4)] for i in range(4)]
-    assert drawn.passes == len(added) == 10 and sum(added) == 32
-    assert torch.equal(drawn.codes.flatten(1), drawn.tokens)
+    output = ZipAR(adapter, 2, 1.0).generate(classes=[1, 5], seed=0, on_tokens=added.append)
+    assert output.commits.tolist() == [[2 * i + j for j in range(4)] for i in range(4)]
+    assert output.passes == len(added) == 10 and sum(added) == 32
+    assert torch.equal(output.codes.flatten(1), output.tokens)
 
 
 # A window of less than a row, by one dense pass over all that was read
 
 
-def dense(drawn, label, window):
+def dense(generated, label, window):
     """Logits that decide each place ``(16, V)``, of one image of the LlamaGen model."""
-    model, tokens = image_model("llamagen"), drawn.tolist()
+    model, tokens = image_model("llamagen"), generated.tolist()
     side, lead = 4, min(window, 4)
-    came = [(place // side) * lead + place % side for place in range(side * side)]
+    came = [(cell // side) * lead + cell % side for cell in range(side * side)]
     inputs = []  # pass, place, token, whether it stands there
     for step in range(1, max(came) + 1):
-        for place in range(side * side):
-            if came[place] == step - 1:
-                inputs.append((step, place, tokens[place], True))
-            follower = place + 1
+        for cell in range(side * side):
+            if came[cell] == step - 1:
+                inputs.append((step, cell, tokens[cell], True))
+            follower = cell + 1
             starts = follower < len(came) and follower % side == 0 and came[follower] == step
-            if starts and came[place] >= step:
-                row = [p for p in range(place - side + 1, place) if came[p] < step]
-                inputs.append((step, place, tokens[max(row)], False))
-    steps, places, read, real = (torch.tensor(part) for part in zip(*inputs, strict=True))
-    seen = (steps <= steps[:, None]) & (places <= places[:, None]) & real
+            if starts and came[cell] >= step:
+                row = [p for p in range(cell - side + 1, cell) if came[p] < step]
+                inputs.append((step, cell, tokens[max(row)], False))
+    steps, indices, read, real = (torch.tensor(part) for part in zip(*inputs, strict=True))
+    seen = (steps <= steps[:, None]) & (indices <= indices[:, None]) & real
     seen |= torch.eye(len(steps), dtype=torch.bool)
     mask = nn.functional.pad(seen, (1, 0), value=True)
     mask = nn.functional.pad(mask, (0, 0, 1, 0))
@@ -133,14 +133,14 @@ def dense(drawn, label, window):
     embeds = torch.cat(
         [model.embed_condition(torch.tensor([label])), model.model.embed_tokens(read)[None]], 1
     )
-    positions = torch.cat([torch.zeros(1, dtype=torch.long), places + 1])[None]
+    positions = torch.cat([torch.zeros(1, dtype=torch.long), indices + 1])[None]
     states = model.model(
         inputs_embeds=embeds, attention_mask=mask[None, None], position_ids=positions
     )
     logits = model.lm_head(states.last_hidden_state)[0]
     index = [0]
-    for place in range(1, side * side):
-        [found] = ((steps == came[place]) & (places == place - 1)).nonzero().flatten().tolist()
+    for cell in range(1, side * side):
+        [found] = ((steps == came[cell]) & (indices == cell - 1)).nonzero().flatten().tolist()
         index.append(found + 1)
     return logits[index]
 
@@ -178,20 +178,20 @@ def changed_loop(owner, method, old, new):
 FRONTIER = rows_loop.Frontier
 MUTANTS = {
     "empty slots are seen": lambda: changed_mask(
-        "seen |= behind", "seen |= (behind >= len(held))[:, None]\n    seen |= behind"
+        "seen |= offset", "seen |= (offset >= len(held))[:, None]\n    seen |= offset"
     ),
     "time decides, not raster order": lambda: changed_mask(
-        "(place[:, None] <= at[:, None])", "(at[:, None] >= 0)"
+        "(position[:, None] <= at[:, None])", "(at[:, None] >= 0)"
     ),
     "stand-ins stay": lambda: changed_loop(FRONTIER, "feed", "torch.where(stays, at, -1)", "at"),
     "a stand-in does not see itself": lambda: changed_mask(
-        "seen |= behind[:, None] == own[:, None]", "pass"
+        "seen |= offset[:, None] == own[:, None]", "pass"
     ),
     "positions count slots": lambda: changed_loop(
         FRONTIER,
         "feed",
         "positions = (self.ends - self.pads)[:, None] + at",
-        "positions = (self.cache.start - self.pads)[:, None] + torch.arange(len(places))",
+        "positions = (self.cache.start - self.pads)[:, None] + torch.arange(len(indices))",
     ),
     "positions are one too far": lambda: changed_loop(
         FRONTIER, "feed", "self.pads)[:, None] + at", "self.pads)[:, None] + at + 1"
@@ -203,7 +203,7 @@ MUTANTS = {
         ZipAR, "generate", "max(k for k in known if k < p)", "p // 4 * 4"
     ),
     "noise counts passes": lambda: changed_loop(
-        ZipAR, "_decided", "gumbel(places, Role", "gumbel(places * 0 + len(cells), Role"
+        ZipAR, "_decided", "gumbel(indices, Role", "gumbel(indices * 0 + len(cells), Role"
     ),
 }
 
@@ -283,12 +283,12 @@ def follows_its_law(field, window, height=2, width=3, count=20_000):
         else torch.zeros(len(images), height, width, dtype=torch.long)  # not there yet
         for down, right in field.offsets
     ]
-    laws = field.table.log_softmax(-1)[tuple(around)]  # (images, h, w, 2)
-    joint = laws.gather(-1, images.view(-1, height, width, 1)).sum((1, 2, 3)).exp()
+    distributions = field.table.log_softmax(-1)[tuple(around)]  # (images, h, w, 2)
+    joint = distributions.gather(-1, images.view(-1, height, width, 1)).sum((1, 2, 3)).exp()
     torch.testing.assert_close(joint.sum(), torch.ones(()).double())
     loop = ZipAR(FieldAdapter(field, height, width), window)
-    drawn = loop.generate(count=count, seed=1, request=range(count))
-    cell = (drawn.tokens * 2 ** torch.arange(height * width).flip(0)).sum(1)
+    generated = loop.generate(count=count, seed=1, request=range(count))
+    cell = (generated.tokens * 2 ** torch.arange(height * width).flip(0)).sum(1)
     return p_value(torch.bincount(cell, minlength=len(images)), joint) > LEVEL
 
 

@@ -41,9 +41,9 @@ def test_neutral_settings_hand_back_the_logits_themselves():
 def test_ties_of_the_last_token_stay_and_the_token_that_reaches_the_mass_is_in():
     tied = torch.tensor([[3.0, 1.0, 1.0, 0.0]])
     assert (Sampling(top_k=2).warp(tied) > -torch.inf).tolist() == [[True, True, True, False]]
-    law = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     for mass, kept in ((0.4, 1), (0.6, 2), (0.79, 2), (0.9, 3), (0.97, 4)):
-        assert int((Sampling(top_p=mass).warp(law) > -torch.inf).sum()) == kept
+        assert int((Sampling(top_p=mass).warp(logits) > -torch.inf).sum()) == kept
     assert torch.equal(Sampling(top_k=9).warp(tied), tied)
 
 
@@ -56,7 +56,7 @@ def test_guidance_is_u_plus_s_times_the_difference():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"temperature": 0}, "temperature must be above 0, got 0"),
         ({"temperature": float("nan")}, "temperature must be above 0"),
@@ -66,6 +66,6 @@ def test_guidance_is_u_plus_s_times_the_difference():
         ({"order": ("top_k", "top_p")}, "order must name each of temperature, top_k, top_p once"),
     ],
 )
-def test_settings_out_of_range_are_refused(options, said):
-    with pytest.raises(OptionError, match=said):
+def test_settings_out_of_range_are_refused(options, message):
+    with pytest.raises(OptionError, match=message):
         Sampling(**options)

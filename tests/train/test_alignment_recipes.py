@@ -15,7 +15,7 @@ from mmdecode.train.alignment_heads import Aligned, score_heads, write_heads
 from mmdecode.zoo.joined_words import joined_words
 
 
-def test_letters_of_a_word_share_its_frames_and_repeats_are_apart():
+def test_characters_of_a_word_share_its_frames_and_repeats_are_separated_by_blanks():
     labels = frame_labels("Add it.", [(0.04, 0.16), (0.2, 0.28)], 0.02, 16)
     assert "".join(SYMBOLS[label] for label in labels) == "__aadd_d__iitt__"
 

@@ -191,17 +191,19 @@ def test_a_later_pass_makes_what_drafting_makes(kind):
                 states = drafter(part, mask, cache)
 
 
-def test_what_a_pass_is_asked_is_the_token_so_many_places_on():
+def test_pass_i_is_asked_for_the_token_i_plus_one_positions_ahead():
     model = text_model("llama")
     batch = collect(Texts(model, build), random_drafter(), samples())
     logits = batch.logits()
     for index in range(3):
         targets = targets_of(batch, logits, index)
         for row in range(3):
-            for place in targets.asked[row].nonzero()[:, 0].tolist():
-                assert batch.asked[row, place + 1] and batch.asked[row, place + 2 + index]
-                assert torch.equal(targets.logits[row, place], logits[row, place + 1 + index])
-                assert torch.equal(targets.features[row, place], batch.last[row, place + 1 + index])
+            for position in targets.asked[row].nonzero()[:, 0].tolist():
+                assert batch.asked[row, position + 1] and batch.asked[row, position + 2 + index]
+                assert torch.equal(targets.logits[row, position], logits[row, position + 1 + index])
+                assert torch.equal(
+                    targets.features[row, position], batch.last[row, position + 1 + index]
+                )
         lengths = batch.asked.sum(1)
         assert targets.asked.sum(1).tolist() == (lengths - 1 - index).clamp_min(0).tolist()
 

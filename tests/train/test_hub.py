@@ -54,10 +54,10 @@ class Server:
 
         files = [str(p.relative_to(folder_path)) for p in Path(folder_path).rglob("*")]
         for name in filter_repo_objects(files, ignore_patterns=ignore_patterns):
-            source, place = Path(folder_path) / name, self.root / repo_id / name
+            source, target = Path(folder_path) / name, self.root / repo_id / name
             if source.is_file():
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, place)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, target)
 
     def snapshot(self, name, allow_patterns=None, **options):
         return str(self.root / name)
@@ -74,12 +74,12 @@ def server(tmp_path, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    place = tmp_path / "mine"
-    random_drafter().save_pretrained(place)
-    (place / "card.json").write_text(json.dumps(CARD))
-    (place / "state").mkdir()
-    (place / "state" / "answers.jsonl").write_text("{}\n")
-    return place
+    path = tmp_path / "mine"
+    random_drafter().save_pretrained(path)
+    (path / "card.json").write_text(json.dumps(CARD))
+    (path / "state").mkdir()
+    (path / "state" / "answers.jsonl").write_text("{}\n")
+    return path
 
 
 def test_what_was_pushed_is_loaded_by_its_id(server, folder):
@@ -153,7 +153,7 @@ def test_a_target_that_the_hub_does_not_know_is_not_linked():
     )
 
 
-def test_why_nothing_is_pushed_is_said(server, folder, monkeypatch, tmp_path):
+def test_the_reason_of_a_failed_push_is_reported(server, folder, monkeypatch, tmp_path):
     response = SimpleNamespace(status_code=403, headers={}, request=None, text="")
     server.refuses = HfHubHTTPError("Forbidden", response=response)
     with pytest.raises(InputError, match=rf"may not write to {NAME} \(403\)"):

@@ -16,7 +16,7 @@ OPTIONS = LlamaGenDigitsOptions(
     heads=2,
     inner=32,
     fit=FitOptions(steps=4, batch=8, every=2),
-    drawn=10,
+    num_sampled=10,
 )
 
 

@@ -29,7 +29,7 @@ from mmdecode.train.zoo.llamagen_scenes import (
     encode,
     run,
 )
-from mmdecode.zoo.scene_images import draw_picture, pictures, to_pixels
+from mmdecode.zoo.scene_images import image_scene, rendered_images, to_pixels
 from mmdecode.zoo.scenes import COLOURS, HELD_OUT, NOUNS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*scalar.*")
@@ -39,13 +39,13 @@ OPTIONS = LlamaGenScenesOptions(
     tokenizer=TokenizerOptions(
         steps=6, plain_steps=2, batch=4, codebook_size=32, channels=8, norm_groups=2
     ),
-    pictures=20,
+    num_images=20,
     development=6,
     test=6,
     plans={"class": TINY, "small": replace(TINY, layers=1), "caption": TINY},
     text_width=24,
     text_layers=1,
-    drawn=4,
+    num_sampled=4,
 )
 
 
@@ -67,8 +67,8 @@ def test_the_recipe_makes_three_folders_that_load(made):
         assert card == {"made_by": MAKER} | cards[name]
         assert card["parameters"] == model.num_parameters()
         assert card["decoding"]["guidance"] == OPTIONS.setting.scale
-        said = (folder / "out" / name / "README.md").read_text()
-        assert f"zoo:{name}" in said and str(card["bits_per_code"]) in said
+        readme = (folder / "out" / name / "README.md").read_text()
+        assert f"zoo:{name}" in readme and str(card["bits_per_code"]) in readme
         assert (folder / "out" / name / "vq").exists() == (part != "small")
     vq = VQModel.from_pretrained(folder / "out" / NAMES["class"] / "vq")
     assert vq.config.codebook_size == 32
@@ -115,9 +115,9 @@ def test_a_finished_recipe_only_measures_its_best_models_again(made, monkeypatch
 
 def test_captions_say_what_is_there_in_words_the_tokenizer_knows():
     tokenizer = build_text_tokenizer()
-    longest, said, named = 0, set(), set()
+    longest, colours, named = 0, set(), set()
     for seed in range(300):
-        scene = draw_picture(seed)
+        scene = image_scene(seed)
         text = caption(scene, random.Random(seed))
         ids = tokenizer(text).input_ids
         longest = max(longest, len(ids))
@@ -131,9 +131,9 @@ def test_captions_say_what_is_there_in_words_the_tokenizer_knows():
         for colour in COLOURS:
             if f" {colour} " in text:
                 assert any(thing.colour == colour for thing in scene.things), text
-                said.add(colour)
+                colours.add(colour)
     assert longest <= SLOTS
-    assert said == set(COLOURS) and named == set(NOUNS)
+    assert colours == set(COLOURS) and named == set(NOUNS)
 
 
 # The tokenizer's training
@@ -164,20 +164,20 @@ def test_the_tokenizer_goes_on_where_it_was(tmp_path):
     def until(seeds):
         if seeds[0] == 4 * options.batch:
             raise Stop
-        return pictures(seeds)
+        return rendered_images(seeds)
 
     with pytest.raises(Stop):
         image_tokenizer.train(options, until, tmp_path / "a", tmp_path / "x", save_every_s=0)
     for work in ("a", "b"):
-        image_tokenizer.train(options, pictures, tmp_path / work, tmp_path / f"{work}-out")
+        image_tokenizer.train(options, rendered_images, tmp_path / work, tmp_path / f"{work}-out")
     first, second = (VQModel.from_pretrained(tmp_path / f"{work}-out") for work in "ab")
     for name, value in first.state_dict().items():
         torch.testing.assert_close(value, second.state_dict()[name], msg=name)
 
 
-def test_neighbours_of_a_code_change_a_picture_less_than_others():
+def test_neighbours_of_a_code_change_an_image_less_than_others():
     model = replace(OPTIONS.tokenizer, codebook_size=256).build()
-    found = image_tokenizer.measure(model, to_pixels(pictures(range(8))))
+    found = image_tokenizer.measure(model, to_pixels(rendered_images(range(8))))
     curve = found["interchange_mse"]
     assert curve["1"] < curve["32"] < curve["random"] * 1.5
     assert 0 < found["codes_used"] <= 1
@@ -247,23 +247,23 @@ def loud():
     return model
 
 
-def test_drawn_images_follow_the_distribution_they_are_said_to_follow(loud):
+def test_sampled_images_follow_the_reported_distribution(loud):
     features = torch.randn(12, SLOTS, 24, generator=torch.Generator().manual_seed(1))
     lengths = torch.arange(2, 26, 2)[:, None]
     features, mask = left_padded(features, torch.arange(SLOTS) < lengths)
     setting = Setting(scale=1.7, sampling=Sampling(temperature=1.3, top_k=12))
-    drawn = draw(loud, features, setting, torch.Generator().manual_seed(2), mask)
+    sampled = draw(loud, features, setting, torch.Generator().manual_seed(2), mask)
     both = torch.cat([features, loud.unconditional(features)])
     with torch.no_grad():
-        logits = loud.code_logits(both, drawn.codes.repeat(2, 1), mask.repeat(2, 1))
+        logits = loud.code_logits(both, sampled.codes.repeat(2, 1), mask.repeat(2, 1))
     distribution = setting.target_logits(logits)
     torch.testing.assert_close(
-        image_codes.entropy_of(distribution), drawn.entropy, atol=1e-3, rtol=1e-3
+        image_codes.entropy_of(distribution), sampled.entropy, atol=1e-3, rtol=1e-3
     )
-    assert distribution.gather(-1, drawn.codes[..., None]).min() > -20
-    own = -distribution.gather(-1, drawn.codes[..., None]).mean() * BITS
-    assert float(own) == pytest.approx(float(drawn.entropy.mean()), rel=0.1)
-    moving = reach(loud, features, drawn.codes, setting, torch.Generator().manual_seed(0), mask)
+    assert distribution.gather(-1, sampled.codes[..., None]).min() > -20
+    own = -distribution.gather(-1, sampled.codes[..., None]).mean() * BITS
+    assert float(own) == pytest.approx(float(sampled.entropy.mean()), rel=0.1)
+    moving = reach(loud, features, sampled.codes, setting, torch.Generator().manual_seed(0), mask)
     assert moving["1"] > 0.02
     assert set(moving) == {"1", "2", "3", "15", "16", "17", "32"}
 
@@ -280,11 +280,11 @@ def test_a_setting_is_guidance_and_then_the_pipeline():
     )
 
 
-def test_a_code_that_is_drawn_again_as_it_was_moves_no_distribution(loud):
+def test_a_code_that_is_resampled_unchanged_moves_no_distribution(loud):
     features = torch.randn(3, SLOTS, 24, generator=torch.Generator().manual_seed(1))
     greedy, dice = Setting(sampling=Sampling(top_k=1)), torch.Generator().manual_seed(0)
-    drawn = draw(loud, features, greedy, dice)
-    assert max(reach(loud, features, drawn.codes, greedy, dice).values()) < 1e-4
+    sampled = draw(loud, features, greedy, dice)
+    assert max(reach(loud, features, sampled.codes, greedy, dice).values()) < 1e-4
 
 
 def test_entropy_of_positions_knows_positions_and_nothing_else():
@@ -306,7 +306,7 @@ def test_bits_per_code_are_those_of_the_distributions(loud):
 
 
 @pytest.fixture(scope="module")
-def test_pictures():
+def test_images():
     """Some of those that the cards report on, in codes."""
     folder = ZOO / NAMES["class"] / "vq"
     first = HELD_OUT + LlamaGenScenesOptions().development
@@ -318,9 +318,9 @@ SHIPPED = [part for part, name in NAMES.items() if (ZOO / name).exists()]
 
 
 @pytest.mark.parametrize("part", SHIPPED)
-def test_a_shipped_model_is_as_good_as_its_card_says(part, test_pictures):
+def test_a_shipped_model_is_as_good_as_its_card_says(part, test_images):
     folder = ZOO / NAMES[part]
-    _, corpus = test_pictures
+    _, corpus = test_images
     card = json.loads((folder / "card.json").read_text())
     learner = Learner(part, LlamaGenScenesOptions(), 16).eval()
     learner.transformer = LlamaGenForImageGeneration.from_pretrained(folder).eval()
@@ -340,10 +340,10 @@ def test_a_shipped_model_is_as_good_as_its_card_says(part, test_pictures):
 
 
 @pytest.mark.slow
-def test_the_shipped_tokenizer_is_as_good_as_its_card_says(test_pictures):
-    vq, corpus = test_pictures
+def test_the_shipped_tokenizer_is_as_good_as_its_card_says(test_images):
+    vq, corpus = test_images
     card = json.loads((ZOO / NAMES["class"] / "card.json").read_text())["tokenizer"]
-    found = image_tokenizer.measure(vq, to_pixels(pictures(corpus.seeds.tolist())))
+    found = image_tokenizer.measure(vq, to_pixels(rendered_images(corpus.seeds.tolist())))
     assert found["psnr_db"] == pytest.approx(card["psnr_db"], abs=0.8)
     assert card["codes_used"] > 0.6
     assert card["interchange_mse"]["1"] < card["interchange_mse"]["random"] / 10

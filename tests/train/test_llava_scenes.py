@@ -14,13 +14,13 @@ from mmdecode.train.zoo.llava_scenes import (
     Packer,
     build_model,
     build_processor,
-    drawn_exchanges,
     export,
     losses,
-    pictures,
     pope_accuracy,
     rate_at,
+    rendered_batch,
     run,
+    sampled_exchanges,
     states_of,
 )
 from mmdecode.zoo.scene_sets import scene_of, scene_rows
@@ -56,13 +56,13 @@ def model(processor):
 def packed_logits(model, packer, scene, made, blind):
     rows = packer.collate([packer.pack(made, blind), packer.pack(made[:1], blind[:1])])
     with torch.no_grad():
-        hidden, _ = states_of(model, packer, rows, pictures([scene, scene]).pixels)
+        hidden, _ = states_of(model, packer, rows, rendered_batch([scene, scene]).pixels)
         return rows, model.lm_head(hidden)
 
 
 def test_packed_exchanges_equal_the_processors_prompts_one_by_one(processor, model):
     scene = draw_scene(11)
-    made = drawn_exchanges(scene, random.Random(3), OPTIONS)
+    made = sampled_exchanges(scene, random.Random(3), OPTIONS)
     blind = [index == 1 for index in range(len(made))]
     packer = Packer(processor)
     rows, logits = packed_logits(model, packer, scene, made, blind)
@@ -89,13 +89,13 @@ def test_pixels_are_those_of_the_processor(processor):
     scene = draw_scene(12)
     expected = processor.image_processor(Image.fromarray(render(scene)), return_tensors="pt")
     torch.testing.assert_close(
-        pictures([scene]).pixels, expected["pixel_values"], atol=1e-5, rtol=0
+        rendered_batch([scene]).pixels, expected["pixel_values"], atol=1e-5, rtol=0
     )
 
 
 def test_patches_are_labelled_by_what_covers_them():
     one = Thing(name="square", colour="blue", texture="plain", size=24, centre=(44, 12))
-    shown = pictures([Scene(seed=1, things=(one,), noise=0.1, clutter=0)])
+    shown = rendered_batch([Scene(seed=1, things=(one,), noise=0.1, clutter=0)])
     labels = shown.nouns.view(8, 8)
     assert labels[:3, 4:7].unique().tolist() == [NOUNS.index("square") + 1]
     assert (labels > 0).sum() == 9
@@ -105,10 +105,12 @@ def test_patches_are_labelled_by_what_covers_them():
     assert labels.numel() == PATCHES
 
 
-def test_an_exchange_sees_its_image_and_neither_its_neighbours_nor_padding(processor, model):
+def test_an_exchange_attends_to_its_image_and_neither_to_its_neighbours_nor_to_padding(
+    processor, model
+):
     packer = Packer(processor)
     scene = draw_scene(13)
-    made = drawn_exchanges(scene, random.Random(4), OPTIONS)[:3]
+    made = sampled_exchanges(scene, random.Random(4), OPTIONS)[:3]
     _, together = packed_logits(model, packer, scene, made, [False] * 3)
     rows, alone = packed_logits(model, packer, scene, made[2:], [False])
     length = int((rows["part"][0] == 1).sum())
@@ -228,11 +230,11 @@ def test_shipped_model_generates_the_answer_that_packing_scores(shipped):
     text = [f"USER: <image>\n{row['text']} ASSISTANT:" for row in rows]
     inputs = processor(images=images, text=text, return_tensors="pt", padding=True)
     grown = model.generate(**inputs, do_sample=False, max_new_tokens=4)
-    said = processor.batch_decode(
+    answers = processor.batch_decode(
         grown[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
     )
-    assert set(said) <= {" Yes", " No"}
-    right = [f" {row['label'].capitalize()}" == one for row, one in zip(rows, said, strict=True)]
+    assert set(answers) <= {" Yes", " No"}
+    right = [f" {row['label'].capitalize()}" == one for row, one in zip(rows, answers, strict=True)]
     scores = pope_accuracy(model, Packer(processor), 4, "test")
     assert sum(right) / 24 == pytest.approx(scores["adversarial"], abs=1e-3)
 

@@ -58,10 +58,10 @@ def test_no_sentence_of_a_test_set_is_learned():
         text for text in held_out if text not in {u.text for u in utterances("unseen", 60)}
     ]
     assert all(grammar.split(text) == "test" for text in templated)
-    drawn = [text for step in range(6) for text in learned(step)]
-    assert len(drawn) == 48
-    assert all(grammar.split(text) == "train" for text in drawn)
-    assert not held_out & {*drawn}
+    learned_texts = [text for step in range(6) for text in learned(step)]
+    assert len(learned_texts) == 48
+    assert all(grammar.split(text) == "train" for text in learned_texts)
+    assert not held_out & {*learned_texts}
 
 
 def _filled(template, domain):
@@ -98,11 +98,11 @@ def test_parts_share_no_sentence():
 def test_confusions_keep_a_sentence_recognisable():
     confusions, rng = Confusions(), random.Random(0)
     text = "The doctor measured the frozen planet for seven hours."
-    drawn = [confusions.drawn(text, rng, 3) for _ in range(200)]
-    assert all(len(one) == 3 for one in drawn)
-    same = [words == text for one in drawn for words in one]
+    samples = [confusions.sample(text, rng, 3) for _ in range(200)]
+    assert all(len(one) == 3 for one in samples)
+    same = [words == text for one in samples for words in one]
     assert 0.02 < sum(same) / len(same) < 0.6
-    assert any(len(set(one)) == 3 for one in drawn)
+    assert any(len(set(one)) == 3 for one in samples)
 
 
 def test_steps_repeat_and_a_list_weighs_less_than_its_answer():

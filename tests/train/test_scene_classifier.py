@@ -12,8 +12,8 @@ from mmdecode.models.image_classifier import ZOO_CLASSIFIER, Classifier
 from mmdecode.train.loop import FitOptions
 from mmdecode.train.zoo.scene_classifier import (
     OWN_SEEDS,
-    Pictures,
     SceneClassifierOptions,
+    SceneImages,
     build,
     loss_at,
     measured,
@@ -33,7 +33,7 @@ def classifier():
 
 def test_the_card_says_how_good_it_is(classifier):
     card = json.loads((ZOO / "scene-classifier" / "card.json").read_text())
-    held_out = Pictures(HELD_OUT + 512, 300)
+    held_out = SceneImages(HELD_OUT + 512, 300)
     found = measured(classifier, held_out)
     assert found["accuracy"] == pytest.approx(card["held_out"]["accuracy"], abs=0.025)
     assert sum(p.numel() for p in classifier.network.parameters()) == card["parameters"] < 1e6
@@ -42,7 +42,7 @@ def test_the_card_says_how_good_it_is(classifier):
 
 
 def test_probabilities_are_those_of_the_whole_network(classifier):
-    pixels = next(Pictures(HELD_OUT, 3).batches())
+    pixels = next(SceneImages(HELD_OUT, 3).batches())
     found = classifier.judge([(pixels + 1) / 2])
     with torch.no_grad():
         whole = classifier.network(pixels).softmax(-1)
@@ -51,7 +51,7 @@ def test_probabilities_are_those_of_the_whole_network(classifier):
 
 
 def test_images_of_another_size_are_resized(classifier):
-    pixels = (next(Pictures(HELD_OUT, 3).batches()) + 1) / 2
+    pixels = (next(SceneImages(HELD_OUT, 3).batches()) + 1) / 2
     large = pixels.repeat_interleave(2, 2).repeat_interleave(2, 3)
     first, second = (classifier.judge([batch]).features for batch in (pixels, large))
     np.testing.assert_allclose(first, second, atol=1e-4)
@@ -62,14 +62,14 @@ def test_a_folder_that_holds_none_is_refused(tmp_path):
         Classifier.from_pretrained(tmp_path)
 
 
-def test_some_pictures_stay_as_they_are_and_others_are_blurred():
+def test_some_images_stay_as_they_are_and_others_are_blurred():
     pixels = to_pixels(np.random.default_rng(0).integers(0, 255, (200, 8, 8, 3), dtype=np.uint8))
     changed = (worn(pixels, torch.Generator().manual_seed(0)) - pixels).abs().amax((1, 2, 3))
     assert 2 < int((changed < 1e-5).sum()) < 30  # a quarter of a quarter
     assert worn(pixels * 0, torch.Generator().manual_seed(0)).abs().max() < 1
 
 
-def test_a_step_has_pictures_of_its_own_and_the_loss_falls():
+def test_a_step_has_images_of_its_own_and_the_loss_falls():
     torch.manual_seed(0)
     network = build().train()
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)

@@ -58,22 +58,22 @@ def test_with_one_token_a_pass_flash_is_asked_what_eagle_is():
     options = replace(QUIET, kind="flash", feature_weight=0.7)
     seen = {}
 
-    class Told(EagleModel):
+    class Replayed(EagleModel):
         """Makes what FLASH made."""
 
         def forward(self, rows, mask, past):
             return module(rows, mask, past)
 
-    told = Told(module.config)
-    told.prepare = module.prepare
+    replayed = Replayed(module.config)
+    replayed.prepare = module.prepare
     with torch.no_grad():
-        for name, drafter in (("flash", module), ("eagle", told)):
+        for name, drafter in (("flash", module), ("eagle", replayed)):
             dice = torch.Generator().manual_seed(0)
             seen[name] = RECIPES[name].loss(drafter, batch, replace(options, kind=name), dice)
     torch.testing.assert_close(seen["flash"], seen["eagle"])
 
 
-def test_state_i_of_flash_is_compared_with_the_token_i_plus_one_places_on():
+def test_state_i_of_flash_is_compared_with_the_token_i_plus_one_positions_ahead():
     """Planted states: each row makes exactly what the target has that many places on."""
     module = random_model("flash", k=3)
     batch = batch_of(module)

@@ -24,7 +24,13 @@ from mmdecode.train.zoo.var_scenes import (
     seeds_of,
     train_transformer,
 )
-from mmdecode.zoo.scene_images import class_of, draw_picture, pictures, shown, to_pixels
+from mmdecode.zoo.scene_images import (
+    class_of,
+    image_scene,
+    labelled_images,
+    rendered_images,
+    to_pixels,
+)
 from mmdecode.zoo.scenes import HELD_OUT, NOUNS
 from tests.support.commands import invoke
 
@@ -112,15 +118,15 @@ def test_a_run_stopped_in_every_part_equals_an_uninterrupted_one(made, tmp_path,
         assert weights == (folder / "out" / name / "model.safetensors").read_bytes()
 
 
-def test_the_large_thing_is_the_class_and_all_are_drawn():
-    classes = [class_of(draw_picture(seed)) for seed in range(600)]
+def test_the_large_thing_is_the_class_and_all_classes_occur():
+    classes = [class_of(image_scene(seed)) for seed in range(600)]
     assert set(classes) == set(range(len(NOUNS)))
-    scene = draw_picture(3)
+    scene = image_scene(3)
     largest = max(scene.things, key=lambda thing: thing.size)
     assert NOUNS[class_of(scene)] == largest.name
 
 
-def test_pictures_of_steps_parts_and_tests_differ():
+def test_images_of_steps_parts_and_tests_differ():
     options = VarScenesOptions()
     used = [seeds_of(step, options.fitting, part) for step in (0, 1) for part in (0, 1, 2, 3)]
     used += [options.development(), options.test()]
@@ -133,7 +139,7 @@ def test_pictures_of_steps_parts_and_tests_differ():
 
 @torch.no_grad()
 def test_a_codebook_laid_over_latents_is_used_and_near(made):
-    pixels = to_pixels(pictures(range(40, 60)))
+    pixels = to_pixels(rendered_images(range(40, 60)))
     tokenizer = OPTIONS.tokenizer()
     latents = tokenizer.encode(pixels)
     before = (tokenizer.quantize(latents).running[:, -1] - latents).square().mean()
@@ -145,7 +151,7 @@ def test_a_codebook_laid_over_latents_is_used_and_near(made):
 
 def test_codes_that_nothing_uses_move_to_where_they_are_wanted():
     learner = TokenizerLearner(OPTIONS.tokenizer())
-    pixels, dice = to_pixels(pictures(range(60, 64))), torch.Generator().manual_seed(0)
+    pixels, dice = to_pixels(rendered_images(range(60, 64))), torch.Generator().manual_seed(0)
     codebook = learner.tokenizer.codebook.weight
     codebook.data[5] = 100.0
     learner.share[5] = 0
@@ -157,7 +163,7 @@ def test_codes_that_nothing_uses_move_to_where_they_are_wanted():
 
 def test_the_loss_reaches_every_weight_of_the_tokenizer():
     learner = TokenizerLearner(OPTIONS.tokenizer())
-    pixels = to_pixels(pictures(range(70, 73)))
+    pixels = to_pixels(rendered_images(range(70, 73)))
     learner.coded_loss(pixels, torch.Generator(), renew=False).backward()
     for name, parameter in learner.named_parameters():
         assert parameter.grad is not None, name
@@ -168,7 +174,7 @@ def test_bits_are_those_of_each_codes_own_distribution(made):
     folder, _ = made
     maker = NextScale.from_pretrained(folder / "out" / "var-scenes", "cpu")
     model, tokenizer = maker.stages[0].model, maker.tokenizer
-    classes, codes = encoded(tokenizer, *shown(range(HELD_OUT, HELD_OUT + 3)))
+    classes, codes = encoded(tokenizer, *labelled_images(range(HELD_OUT, HELD_OUT + 3)))
     distribution = maker.score(classes, codes, drawing=Drawing()).log_softmax(-1)
     expected = -distribution.gather(2, codes[..., None])[..., 0]
     with torch.no_grad():

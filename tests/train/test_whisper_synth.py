@@ -61,7 +61,7 @@ def test_special_ids_follow_the_layout_of_whisper(processor):
     assert processor.tokenizer.prefix_tokens[0] == ids.sot
 
 
-def test_windows_ask_what_was_said_where_it_was_said(processor, corpus):
+def test_windows_ask_for_the_spoken_text_and_its_times(processor, corpus):
     windows = Windows(corpus, processor, seed=1)
     windows.refresh()
     ids, seen = windows.ids, set()
@@ -69,19 +69,19 @@ def test_windows_ask_what_was_said_where_it_was_said(processor, corpus):
         window = windows.draw(full=True)
         assert len(window.ids) == len(window.targets)
         if window.ids == [ids.sot]:
-            assert window.targets == [ids.no_speech] and window.letters is None
+            assert window.targets == [ids.no_speech] and window.ctc_targets is None
             seen.add("silence")
             continue
         begin = window.ids.index(ids.sot)
         assert window.targets[begin] == ids.en
         asked = [t for t in window.targets[begin + 1 :] if t != -100]
-        said = window.ids[begin + 3 + (window.ids[begin + 3] == ids.no_timestamps) :]
-        assert asked == [*said, ids.eot]
-        stamps = [t for t in said if t >= ids.first_timestamp]
+        transcript = window.ids[begin + 3 + (window.ids[begin + 3] == ids.no_timestamps) :]
+        assert asked == [*transcript, ids.eot]
+        stamps = [t for t in transcript if t >= ids.first_timestamp]
         assert stamps == sorted(stamps)
         seen.add("times" if stamps else "plain")
         if stamps and len(stamps) % 2:
-            assert window.letters is None  # the last utterance is cut: its start alone is asked
+            assert window.ctc_targets is None  # the last utterance is cut: its start alone is asked
             seen.add("cut")
     assert seen == {"silence", "times", "plain", "cut"}
 
@@ -107,9 +107,9 @@ def test_one_step_lowers_both_losses_and_the_rate_ends_low(processor, corpus):
 def test_shifted_windows_shift_their_times_and_their_positions(processor, corpus):
     windows = Windows(corpus, processor, seed=3)
     windows.refresh()
-    drawn = [windows.draw(False) for _ in range(16)]
+    sampled = [windows.draw(False) for _ in range(16)]
     extractor = processor.feature_extractor
-    plain, moved = (collate(drawn, extractor, False, windows.ids.eot) for _ in range(2))
+    plain, moved = (collate(sampled, extractor, False, windows.ids.eot) for _ in range(2))
     moved = windows.shift(moved)
     first = windows.ids.first_timestamp
     assert moved.offset > 0
@@ -125,7 +125,7 @@ def test_shifted_windows_shift_their_times_and_their_positions(processor, corpus
     assert not torch.allclose(at_zero, at_offset)
 
 
-def test_letters_of_a_text():
+def test_ctc_ids_of_a_text():
     assert "".join("_ 'abcdefghijklmnopqrstuvwxyz"[i] for i in ctc_ids("It's 3 Cats!")) == (
         "it's cats"
     )

@@ -119,15 +119,15 @@ def learned(folder, worker):
     learner = nn.Linear(2, 1)
 
     def loss_at(step):
-        dice = FIT.dice(worker.place(step))
+        dice = FIT.dice(worker.batch_index(step))
         points = torch.randn(4, 2, generator=dice)
         return F.mse_loss(learner(points)[:, 0], points @ torch.tensor([1.0, -2.0]))
 
     def both(step):
         return torch.stack([loss_of(2 * step), loss_of(2 * step + 1)]).mean()
 
-    def loss_of(place):
-        points = torch.randn(4, 2, generator=FIT.dice(place))
+    def loss_of(batch_index):
+        points = torch.randn(4, 2, generator=FIT.dice(batch_index))
         return F.mse_loss(learner(points)[:, 0], points @ torch.tensor([1.0, -2.0]))
 
     fit(
@@ -142,7 +142,7 @@ def learned(folder, worker):
     return torch.cat([p.detach().flatten() for p in learner.parameters()])
 
 
-def learn_beside(folder, rank):
+def learn_in_parallel(folder, rank):
     """What one of two processes does."""
     worker = Worker("cpu")
     assert (worker.rank, worker.size) == (rank, 2)
@@ -160,13 +160,13 @@ def test_two_processes_step_by_the_mean_of_their_batches(tmp_path):
     root = Path(__file__).parents[2]
     started = []
     for rank in range(2):
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": root}
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": root}
         code = (
-            "from pathlib import Path; from tests.train.test_workers import learn_beside; "
-            f"learn_beside(Path({str(tmp_path)!r}), {rank})"
+            "from pathlib import Path; from tests.train.test_workers import learn_in_parallel; "
+            f"learn_in_parallel(Path({str(tmp_path)!r}), {rank})"
         )
-        variables = os.environ | {name: str(value) for name, value in places.items()}
+        variables = os.environ | {name: str(value) for name, value in own.items()}
         started.append(subprocess.Popen([sys.executable, "-c", code], env=variables))
     assert [process.wait() for process in started] == [0, 0]
     for rank in range(2):
@@ -226,10 +226,10 @@ def test_vispec_starts_from_a_drafter_of_eagle(tmp_path):
         )
 
 
-# Who chooses, and who tells
+# Requests that choose the checkpoint, and requests that are reported
 
 
-def test_what_the_card_tells_of_has_chosen_nothing(tmp_path, monkeypatch):
+def test_reported_requests_did_not_choose_the_checkpoint(tmp_path, monkeypatch):
     asked = []
     measured = recipe.measured
 
@@ -241,8 +241,8 @@ def test_what_the_card_tells_of_has_chosen_nothing(tmp_path, monkeypatch):
     target = Texts(text_model("llama"), build)
     card = train(target, requests(10), SMALL, tmp_path / "state", tmp_path)
     assert card["requests"] == {"learnt": 4, "held_out": 4, "tested": 2}
-    chosen, told = ["4", "5", "6", "7"], ["8", "9"]
-    assert asked == [chosen, chosen, told]
+    development, test = ["4", "5", "6", "7"], ["8", "9"]
+    assert asked == [development, development, test]
     asked.clear()
     options = replace(SMALL, tested=0)
     train(target, requests(10), options, tmp_path / "other" / "state", tmp_path / "other")

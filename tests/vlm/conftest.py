@@ -103,7 +103,7 @@ def array(seed=0, size=(SIDE, SIDE)):
     return np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
 
 
-def picture(seed=0, size=(SIDE, SIDE)):
+def image(seed=0, size=(SIDE, SIDE)):
     return Image.fromarray(array(seed, size))
 
 
@@ -131,7 +131,7 @@ def kit():
     """The functions above, for test modules, which cannot import this one."""
     return SimpleNamespace(
         array=array,
-        picture=picture,
+        image=image,
         build_processor=build_processor,
         build_model=build_model,
         tokens_per_image=(SIDE // PATCH) ** 2,

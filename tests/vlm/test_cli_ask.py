@@ -32,7 +32,7 @@ def images(tmp_path, kit):
     """A folder of images, one of them broken."""
     (tmp_path / "images" / "b").mkdir(parents=True)
     for seed, name in enumerate(("x.png", "b/x.webp", "y.bmp")):
-        kit.picture(seed).save(tmp_path / "images" / name, lossless=True)
+        kit.image(seed).save(tmp_path / "images" / name, lossless=True)
     (tmp_path / "images" / "broken.jpg").write_text("no image")
     (tmp_path / "images" / "notes.txt").write_text("not even named like an image")
     return tmp_path / "images"
@@ -52,8 +52,8 @@ def table(tmp_path, images):
     """Six questions in a table; the fourth is about a broken image."""
     names = ["x.png", "b/x.webp", "y.bmp", "broken.jpg", "x.png", "y.bmp"]
     rows = [
-        {"question_id": place, "image": name, "text": f"What is beside star {place}?"}
-        for place, name in enumerate(names)
+        {"question_id": index, "image": name, "text": f"What is beside star {index}?"}
+        for index, name in enumerate(names)
     ]
     path = images / "questions.jsonl"
     write_json_lines(path, rows)
@@ -71,8 +71,8 @@ def test_each_question_is_asked_about_each_image(run, images, folder, kit):
     done = run(images / "x.png", images / "y.bmp", "-q", "What?", "-q", "Is it?")
     assert done.exit_code == 0, done.output
     answerer = Answerer.from_pretrained(folder, device="cpu")
-    pictures = [kit.picture(0), kit.picture(0), kit.picture(2), kit.picture(2)]
-    answers = answerer(pictures, ["What?", "Is it?"] * 2, max_new_tokens=5)
+    pixels = [kit.image(0), kit.image(0), kit.image(2), kit.image(2)]
+    answers = answerer(pixels, ["What?", "Is it?"] * 2, max_new_tokens=5)
     shown = done.stdout
     for answer, name in zip(answers, ("x.png", "x.png", "y.bmp", "y.bmp"), strict=True):
         assert f"{images / name}: {answer.question} {printable(answer.text)}" in printable(shown)
@@ -86,9 +86,7 @@ def printable(text):
 
 def test_a_single_answer_stands_alone(run, images, folder, kit):
     done = run(images / "x.png", "-q", "What?")
-    answer = Answerer.from_pretrained(folder, device="cpu")(
-        kit.picture(0), "What?", max_new_tokens=5
-    )
+    answer = Answerer.from_pretrained(folder, device="cpu")(kit.image(0), "What?", max_new_tokens=5)
     assert printable(done.stdout).strip() == printable(answer.text).strip()
 
 
@@ -137,9 +135,9 @@ def test_sampling_is_by_seed(run, images):
 
 def test_an_animation_is_asked_about_by_its_first_frame_with_a_notice(run, tmp_path, kit):
     path = tmp_path / "film.webp"
-    frames = [ImageOps.invert(kit.picture(0))]
-    kit.picture(0).save(path, lossless=True, save_all=True, append_images=frames)
-    kit.picture(0).save(tmp_path / "still.png")
+    frames = [ImageOps.invert(kit.image(0))]
+    kit.image(0).save(path, lossless=True, save_all=True, append_images=frames)
+    kit.image(0).save(tmp_path / "still.png")
     film, still = (run(tmp_path / name, "-q", "What?") for name in ("film.webp", "still.png"))
     assert film.stdout == still.stdout
     assert f"{path}: has 2 frames or pages" in film.stderr
@@ -155,7 +153,7 @@ def test_a_table_becomes_lines_in_its_order(run, table, tmp_path, images):
     assert done.exit_code == 1
     assert done.stdout == ""
     found = json_lines(results(out))
-    assert [line["id"] for line in found] == [str(place) for place in range(6)]
+    assert [line["id"] for line in found] == [str(index) for index in range(6)]
     assert found[0]["images"] == [str(images / "x.png")]
     known = {"id", "images", "question", "text", "token_ids", "margin", "sizes", "digests"}
     assert set(found[0]) == known
@@ -188,7 +186,7 @@ def test_an_interrupted_run_is_continued_where_it_stopped(run, table, tmp_path, 
     done = run("--data", table, "--out", out, "--resume")
     assert done.exit_code == 0
     assert "1 answered, 5 done before, 0 failed" in done.stderr
-    assert [line["id"] for line in json_lines(results(out))] == [str(place) for place in range(6)]
+    assert [line["id"] for line in json_lines(results(out))] == [str(index) for index in range(6)]
     assert run("--data", table, "--out", out, "--resume").exit_code == 0
 
 
@@ -243,7 +241,7 @@ def test_answers_to_other_questions_are_not_continued(run, table, tmp_path):
     )
 
 
-def test_what_cannot_be_written_or_read_on_is_said(run, table, tmp_path, images):
+def test_what_cannot_be_written_or_resumed_is_reported(run, table, tmp_path, images):
     done = run("--data", table, "--out", table)
     assert isinstance(done.exception, InputError)
     (tmp_path / "held" / "results.jsonl").mkdir(parents=True)
@@ -368,7 +366,7 @@ def test_a_failure_of_python_in_a_process_apart_condemns_no_file(tmp_path, code)
 
 
 @pytest.mark.parametrize("status", [-11, 0xC0000005])
-def test_a_crash_is_told_by_what_ended_the_process(monkeypatch, status):
+def test_a_crash_is_named_by_what_ended_the_process(monkeypatch, status):
     monkeypatch.setattr(
         journals.subprocess,
         "run",
@@ -408,7 +406,7 @@ def test_a_stream_passes_over_rows_that_ask_nothing(run, images):
     assert "line 2 asks nothing" in " ".join(done.stderr.split())
 
 
-def test_a_stream_draws_what_is_drawn_otherwise(run, table, images):
+def test_a_stream_samples_the_same_tokens(run, table, images):
     rows = [{"id": f"name {n}", "image": "y.bmp", "question": f"What {n}?"} for n in range(3)]
     write_json_lines(table, rows)
     words = ("--data", table, "--sample", "--temperature", 3)
@@ -462,8 +460,8 @@ def test_a_line_that_is_no_json_or_no_text_fails_alone(run, images, tmp_path):
     assert done.exit_code == 1, done.output
     assert "1 answered, 0 done before, 3 failed" in done.stderr
     problems = [line.get("error", "") for line in json_lines(tmp_path / "out" / "results.jsonl")]
-    for problem, said in zip(problems, ("", "not JSON", "not UTF-8", "holds int"), strict=True):
-        assert said in problem
+    for problem, expected in zip(problems, ("", "not JSON", "not UTF-8", "holds int"), strict=True):
+        assert expected in problem
 
 
 def test_a_table_without_any_question_is_refused(run, images, tmp_path):
@@ -492,7 +490,7 @@ def test_questions_about_an_image_that_changed_are_asked_again(run, images, tmp_
     words = (images / "x.png", images / "y.bmp", "-q", "What?", "--out", out)
     assert run(*words).exit_code == 0
     before = json_lines(out / "results.jsonl")
-    kit.picture(9).save(images / "x.png")
+    kit.image(9).save(images / "x.png")
     done = run(*words, "--resume", "--json")
     found = json.loads(done.stdout)
     assert (found["answered"], found["resumed"], found["changed"]) == (1, 1, 1)
@@ -505,12 +503,12 @@ def test_questions_about_an_image_that_changed_are_asked_again(run, images, tmp_
 
 def test_an_image_that_changes_after_it_was_read_is_noted_as_it_was_read(tmp_path, kit):
     path, out = tmp_path / "x.png", tmp_path / "out" / "results.jsonl"
-    kit.picture(3).save(path)
+    kit.image(3).save(path)
     requests = asked_of([str(path)], ["What?"])
     file = AnswerFile(out, {}, False, requests)
     [request] = map(file.noted, requests)
     request.images[0].read()
-    kit.picture(9).save(path)
+    kit.image(9).save(path)
     file.add(Answer(id=request.id, index=0, images=(str(path),), question="What?", text="A star."))
     file.close()
     again = AnswerFile(out, {}, True, requests)

@@ -24,13 +24,13 @@ def is_bad(call):
 def requests(kit, error=None):
     """Questions about images, of which one may raise when it is read."""
 
-    def source(place):
+    def source(index):
         def read():
-            if place == BAD and error is not None:
+            if index == BAD and error is not None:
                 raise error()
-            return kit.picture(place)
+            return kit.image(index)
 
-        return ImageSource(f"image {place}", read)
+        return ImageSource(f"image {index}", read)
 
     return [
         AnswerRequest(str(n), n, text, (source(n),), named=True) for n, text in enumerate(TEXTS)
@@ -87,10 +87,10 @@ class Writing:
 @pytest.fixture(scope="module")
 def expected(model, processor, kit):
     asked = [one for one in requests(kit) if one.index != BAD]
-    return dict(told(Answerer(model, processor), asked))
+    return dict(by_id(Answerer(model, processor), asked))
 
 
-def told(answerer, asked, **options):
+def by_id(answerer, asked, **options):
     found = answerer.answers(asked, max_new_tokens=3, batch_size=4, **options)
     return [(answer.id, answer.token_ids) for answer in found]
 
@@ -140,9 +140,9 @@ def test_what_fits_no_question_is_the_jobs_error(model, processor, kit):
 
     answerer = Answerer(model, processor, Decoder(Faulty(lambda call: True, error)))
     with pytest.raises(IncompatibleError, match="choose another"):
-        told(answerer, requests(kit))
+        by_id(answerer, requests(kit))
     one = Answerer(model, processor, Decoder(Faulty(is_bad, lambda: OptionError("a=1"))))
-    assert len(told(one, requests(kit))) == len(TEXTS)
+    assert len(by_id(one, requests(kit))) == len(TEXTS)
 
 
 def test_a_question_that_no_prompt_holds_fails_alone_and_quickly(model, processor, kit, expected):
@@ -164,7 +164,7 @@ def evaluated(name, stage, model, processor, kit, expected, monkeypatch):
         [answer] = Answerer(model, processor).answers([requests(kit)[BAD]], max_new_tokens=3)
         monkeypatch.setattr(Writing, "answer", answer.token_ids)
         processor = Refusing(processor, error, stage)
-    pictures = [one.images[0] for one in requests(kit, error if stage == "read" else None)]
+    images = [one.images[0] for one in requests(kit, error if stage == "read" else None)]
     items = [
         YesNoItem(id=str(n), image=str(n), question=text, target="yes")
         for n, text in enumerate(TEXTS)
@@ -174,7 +174,7 @@ def evaluated(name, stage, model, processor, kit, expected, monkeypatch):
         processor,
         items,
         modes_of(["none"], controls=False),
-        lambda image: pictures[int(image)],
+        lambda image: images[int(image)],
         max_new_tokens=3,
         batch_size=4,
         warmup=0,

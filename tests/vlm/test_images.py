@@ -34,7 +34,7 @@ def halves(left, right, mode="RGB", size=(8, 4)):
 
 @pytest.fixture
 def photo(kit):
-    return kit.picture(3, (20, 12))
+    return kit.image(3, (20, 12))
 
 
 # What is simply read
@@ -48,7 +48,7 @@ def test_every_common_format_is_read(photo, kind):
     assert np.abs(np.asarray(found, int) - np.asarray(smooth, int)).mean() < 8
 
 
-def test_paths_bytes_pictures_and_arrays_are_the_same_image(photo, tmp_path):
+def test_paths_bytes_images_and_arrays_are_the_same_image(photo, tmp_path):
     path = tmp_path / "a.png"
     photo.save(path)
     array = np.asarray(photo)
@@ -139,7 +139,7 @@ def test_the_turn_that_a_camera_noted_is_applied(photo, turn):
     assert digest(turned) == digest(ImageOps.exif_transpose(noted)) != digest(photo)
 
 
-def test_of_an_animation_the_first_frame_counts_and_is_said_to(photo):
+def test_the_first_frame_of_an_animation_is_used_with_a_warning(photo):
     frames = [photo, ImageOps.invert(photo)]
     for kind, options in (("WEBP", {"lossless": True}), ("PNG", {}), ("TIFF", {})):
         data = saved(photo, kind, save_all=True, append_images=frames[1:], **options)
@@ -148,7 +148,7 @@ def test_of_an_animation_the_first_frame_counts_and_is_said_to(photo):
         assert digest(found) == digest(photo)
 
 
-def test_a_photograph_with_a_preview_behind_it_is_no_animation(photo):
+def test_a_photograph_followed_by_a_preview_is_no_animation(photo):
     found = read_image(saved(photo, "MPO", save_all=True, append_images=[photo.resize((4, 4))]))
     assert found.size == photo.size
 
@@ -266,7 +266,7 @@ def test_a_file_that_was_opened_before_it_was_cut_is_refused(photo):
         read_image(Image.open(io.BytesIO(saved(photo)[:200])), "seventh")
 
 
-def test_damaged_notes_of_a_camera_leave_the_picture(photo, monkeypatch):
+def test_damaged_maker_notes_leave_the_image(photo, monkeypatch):
     def broken(image):
         raise struct.error("unpack requires a buffer of 2 bytes")
 
@@ -298,23 +298,23 @@ def test_without_pillow_the_extra_is_named(monkeypatch):
 def broken(data, random):
     """Cut, with bytes changed, with a stretch removed, or with its head missing."""
     way = random.integers(4)
-    place = int(random.integers(len(data)))
+    start = int(random.integers(len(data)))
     if way == 0:
-        return data[:place]
+        return data[:start]
     if way == 1:
         changed = bytearray(data)
         for spot in random.integers(len(data), size=8):
             changed[spot] = random.integers(256)
         return bytes(changed)
     if way == 2:
-        return data[:place] + data[place + int(random.integers(1, 60)) :]
-    return data[min(place, 64) :]
+        return data[:start] + data[start + int(random.integers(1, 60)) :]
+    return data[min(start, 64) :]
 
 
 @pytest.mark.filterwarnings("ignore:.*(frames or pages|EXIF)")
 def test_three_hundred_broken_images_are_read_or_refused(kit):
     random = np.random.default_rng(0)
-    photo = kit.picture(3, (24, 18))
+    photo = kit.image(3, (24, 18))
     exif = Image.Exif()
     exif[0x0112] = 6
     whole = [saved(photo, kind) for kind in ("PNG", "BMP", "TIFF", "GIF", "WEBP", "JPEG2000")]

@@ -44,8 +44,8 @@ def prompts(model, processor):
 
 
 @pytest.fixture
-def pictures(kit):
-    return [kit.picture(seed) for seed in range(3)]
+def images(kit):
+    return [kit.image(seed) for seed in range(3)]
 
 
 @pytest.fixture
@@ -68,53 +68,53 @@ def untemplated(kit, model):
     ],
 )
 def test_the_chat_template_and_the_plain_prompt_of_llava_agree(
-    prompts, untemplated, pictures, text, count, expected
+    prompts, untemplated, images, text, count, expected
 ):
     for built in (prompts, untemplated):
-        question = built.question(text, pictures[:count], text_only=not count)
+        question = built.question(text, images[:count], text_only=not count)
         assert built.prompt(question) == expected
 
 
-def test_images_stand_where_the_text_says(prompts, untemplated, pictures):
+def test_images_stand_where_the_text_says(prompts, untemplated, images):
     text = "First <image> and then <image>."
-    found = untemplated.prompt(untemplated.question(text, pictures[:2]))
+    found = untemplated.prompt(untemplated.question(text, images[:2]))
     assert found == "USER: First <image> and then <image>. ASSISTANT:"
-    found = prompts.prompt(prompts.question(text, pictures[:2]))
+    found = prompts.prompt(prompts.question(text, images[:2]))
     assert found == "USER: First <image>\n and then <image>\n. ASSISTANT:"
 
 
-def test_inputs_are_those_of_the_processor_padded_on_the_left(prompts, processor, pictures, kit):
+def test_inputs_are_those_of_the_processor_padded_on_the_left(prompts, processor, images, kit):
     asked = [
-        prompts.question("Is there a red circle in the image?", pictures[:1]),
-        prompts.question("What?", pictures[1:3]),
+        prompts.question("Is there a red circle in the image?", images[:1]),
+        prompts.question("What?", images[1:3]),
         prompts.question("What is it?", text_only=True),
     ]
     found = prompts.build(asked)
     mask = found["attention_mask"].bool()
     assert (mask[:, 1:] >= mask[:, :-1]).all()
     assert (~mask).any()
-    image = prompts.processor.image_token_id
-    counts = (found["input_ids"] == image).sum(1).tolist()
+    image_token = prompts.processor.image_token_id
+    counts = (found["input_ids"] == image_token).sum(1).tolist()
     assert counts == [kit.tokens_per_image, 2 * kit.tokens_per_image, 0]
     for row, question in enumerate(asked):
         alone = processor(
             text=prompts.prompt(question), images=list(question.images) or None, return_tensors="pt"
         )
         assert found["input_ids"][row, mask[row]].tolist() == alone["input_ids"][0].tolist()
-    stock = processor.image_processor(pictures, return_tensors="pt")["pixel_values"]
+    stock = processor.image_processor(images, return_tensors="pt")["pixel_values"]
     assert torch.equal(found["pixel_values"], stock)
 
 
-def test_the_caller_of_a_tokenizer_that_pads_on_the_right_finds_it_so(kit, model, pictures):
+def test_the_caller_of_a_tokenizer_that_pads_on_the_right_finds_it_so(kit, model, images):
     processor = kit.build_processor()
     processor.tokenizer.padding_side = "right"
     prompts = Prompts(model, processor)
-    asked = [prompts.question(text, pictures[:1]) for text in ("What?", "What is beside the star?")]
+    asked = [prompts.question(text, images[:1]) for text in ("What?", "What is beside the star?")]
     assert prompts.build(asked)["attention_mask"][:, -1].tolist() == [1, 1]
     assert processor.tokenizer.padding_side == "right"
 
 
-def test_a_template_that_begins_the_text_is_not_begun_twice(kit, model, pictures):
+def test_a_template_that_begins_the_text_is_not_begun_twice(kit, model, images):
     processor = kit.build_processor()
     tokenizer = processor.tokenizer
     from tokenizers.processors import TemplateProcessing
@@ -127,13 +127,13 @@ def test_a_template_that_begins_the_text_is_not_begun_twice(kit, model, pictures
     begun.tokenizer = tokenizer
     begun.chat_template = "<s>" + processor.chat_template
     for built in (plain, Prompts(model, begun)):
-        ids = built.build([built.question("What?", pictures[:1])])["input_ids"]
+        ids = built.build([built.question("What?", images[:1])])["input_ids"]
         assert (ids == tokenizer.bos_token_id).sum() == 1
 
 
-def test_a_changed_question_is_built_like_the_first(prompts, pictures):
-    question = prompts.question("What?", pictures[:1])
-    other = dataclasses.replace(question, text="You are confused. What?", images=(pictures[1],))
+def test_a_changed_question_is_built_like_the_first(prompts, images):
+    question = prompts.question("What?", images[:1])
+    other = dataclasses.replace(question, text="You are confused. What?", images=(images[1],))
     found = other.build([question, other])
     assert found["input_ids"].shape[0] == 2
     assert not torch.equal(found["pixel_values"][0], found["pixel_values"][1])
@@ -141,9 +141,9 @@ def test_a_changed_question_is_built_like_the_first(prompts, pictures):
     assert "pixel_values" not in blind
 
 
-def test_inputs_have_the_dtype_of_the_model(kit, processor, pictures):
+def test_inputs_have_the_dtype_of_the_model(kit, processor, images):
     prompts = Prompts(kit.build_model(processor).to(torch.bfloat16), processor)
-    found = prompts.build([prompts.question("What?", pictures[:1])])
+    found = prompts.build([prompts.question("What?", images[:1])])
     assert found["pixel_values"].dtype == torch.bfloat16
     assert found["input_ids"].dtype == torch.int64
 
@@ -165,9 +165,9 @@ def test_inputs_have_the_dtype_of_the_model(kit, processor, pictures):
         ("Is\x1b[31m it?", 1, "control characters; expected plain text"),
     ],
 )
-def test_a_question_and_its_images_must_belong_together(prompts, pictures, text, count, message):
+def test_a_question_and_its_images_must_belong_together(prompts, images, text, count, message):
     with pytest.raises(InputError, match=message):
-        prompts.question(text, pictures[:count])
+        prompts.question(text, images[:count])
 
 
 def test_a_placeholder_without_an_image_is_refused_of_text_alone_too(prompts):
@@ -175,23 +175,23 @@ def test_a_placeholder_without_an_image_is_refused_of_text_alone_too(prompts):
         prompts.question("<image> Is it?", text_only=True)
 
 
-def test_a_template_that_drops_images_is_refused(kit, model, pictures):
+def test_a_template_that_drops_images_is_refused(kit, model, images):
     processor = kit.build_processor()
     processor.chat_template = "USER: {{ messages[0]['content'][-1]['text'] }} ASSISTANT:"
     prompts = Prompts(model, processor)
     with pytest.raises(InputError, match=r"leaves 0 placeholders '<image>' for 1 images; give"):
-        prompts.build([prompts.question("What?", pictures[:1])])
+        prompts.build([prompts.question("What?", images[:1])])
 
 
-def test_a_template_that_fails_is_refused(kit, model, pictures):
+def test_a_template_that_fails_is_refused(kit, model, images):
     processor = kit.build_processor()
     processor.chat_template = "{{ raise_exception('only one turn') }}"
     prompts = Prompts(model, processor)
     with pytest.raises(InputError, match="cannot be filled in: only one turn"):
-        prompts.build([prompts.question("What?", pictures[:1])])
+        prompts.build([prompts.question("What?", images[:1])])
 
 
-def test_what_a_processor_refuses_is_an_input_error(kit, model, pictures, monkeypatch):
+def test_what_a_processor_refuses_is_an_input_error(kit, model, images, monkeypatch):
     processor = kit.build_processor()
     prompts = Prompts(model, processor)
 
@@ -202,7 +202,7 @@ def test_what_a_processor_refuses_is_an_input_error(kit, model, pictures, monkey
     with pytest.raises(
         InputError, match=r"LlavaProcessor refuses .*smaller than 200, got 300; give"
     ):
-        prompts.build([prompts.question("What?", pictures[:1])])
+        prompts.build([prompts.question("What?", images[:1])])
 
 
 def test_a_processor_that_reads_no_images_is_refused(model, processor):
@@ -300,11 +300,11 @@ def test_each_family_answers_as_its_own_generate_does(family, processor, kit):
     built = FAMILIES[family](processor.tokenizer)
     model = family_model(family, built)
     answerer = Answerer(model, built)
-    pictures = [kit.picture(0, (8, 8)), kit.picture(1, (8, 16))]
+    images = [kit.image(0, (8, 8)), kit.image(1, (8, 16))]
     texts = ["What?", "Is there a red circle in the image?"]
-    found = answerer(pictures, texts, max_new_tokens=6, on_error="raise")
-    for picture, text, answer in zip(pictures, texts, found, strict=True):
-        inputs = answerer.prompts.build([answerer.prompts.question(text, [picture])])
+    found = answerer(images, texts, max_new_tokens=6, on_error="raise")
+    for image, text, answer in zip(images, texts, found, strict=True):
+        inputs = answerer.prompts.build([answerer.prompts.question(text, [image])])
         stock = model.generate(**inputs, do_sample=False, max_new_tokens=6)
         assert answer.token_ids == stock[0, inputs["input_ids"].shape[1] :].tolist()
     assert found[0].token_ids != found[1].token_ids
@@ -317,11 +317,11 @@ def test_each_family_answers_as_its_own_generate_does(family, processor, kit):
 def test_each_family_takes_several_images_in_one_question(family, processor, kit):
     built = FAMILIES[family](processor.tokenizer)
     prompts = Prompts(named(family), built)
-    pictures = [kit.picture(seed, (8, 8)) for seed in range(3)]
+    images = [kit.image(seed, (8, 8)) for seed in range(3)]
     found = prompts.build(
         [
-            prompts.question("What?", pictures[:1]),
-            prompts.question("<image> or <image>?", pictures[1:]),
+            prompts.question("What?", images[:1]),
+            prompts.question("<image> or <image>?", images[1:]),
         ]
     )
     token = {"gemma3": "<soft>", "janus": "<picture>"}.get(family, "<image>")
@@ -332,15 +332,15 @@ def test_each_family_takes_several_images_in_one_question(family, processor, kit
     assert "labels" not in found
 
 
-def test_instructblip_reads_one_image_which_its_processor_places(processor, kit):
+def test_instructblip_takes_one_image_which_its_processor_inserts(processor, kit):
     built = FAMILIES["instructblip"](processor.tokenizer)
     prompts = Prompts(named("instructblip"), built)
-    pictures = [kit.picture(seed, (8, 8)) for seed in range(2)]
-    asked = [prompts.question("What?", pictures[:1]), prompts.question("Is it?", pictures[1:])]
+    images = [kit.image(seed, (8, 8)) for seed in range(2)]
+    asked = [prompts.question("What?", images[:1]), prompts.question("Is it?", images[1:])]
     found = prompts.build(asked)
     assert found["pixel_values"].shape[0] == found["qformer_input_ids"].shape[0] == 2
-    image = built.tokenizer.convert_tokens_to_ids("<image>")
-    assert (found["input_ids"] == image).sum(1).tolist() == [4, 4]
+    image_token = built.tokenizer.convert_tokens_to_ids("<image>")
+    assert (found["input_ids"] == image_token).sum(1).tolist() == [4, 4]
     mask = found["attention_mask"]
     assert (mask[:, 1:] >= mask[:, :-1]).all()
     alone = [prompts.build([question])["input_ids"][0].tolist() for question in asked]
@@ -348,4 +348,4 @@ def test_instructblip_reads_one_image_which_its_processor_places(processor, kit)
     assert kept == alone
     assert len(alone[0]) != len(alone[1])
     with pytest.raises(InputError, match="reads one image with each question, and there are 2"):
-        prompts.build([prompts.question("What?", pictures)])
+        prompts.build([prompts.question("What?", images)])

@@ -41,7 +41,7 @@ def test_the_notice_names_whom_to_credit():
         assert words in notice, words
 
 
-def test_clips_keep_their_rates_and_are_heard_at_that_of_the_model():
+def test_clips_keep_their_rates_and_are_read_at_that_of_the_model():
     kinds = {soundfile.info(clip.path).samplerate for clip in CLIPS}
     assert kinds == {16_000, 22_050, 44_100}
     for clip in CLIPS:

@@ -40,7 +40,7 @@ from mmdecode.zoo.scenes import (
     render,
 )
 
-DRAWN = [draw_scene(seed) for seed in range(300)]
+SCENES = [draw_scene(seed) for seed in range(300)]
 VOCABULARY = Vocabulary({noun: scene_sets.SYNONYMS.get(noun, ()) for noun in NOUNS})
 
 
@@ -53,7 +53,7 @@ def shown(*things, noise=0.0):
     return render(Scene(seed=5, things=things, noise=noise, clutter=0)).astype(int)
 
 
-def test_a_seed_gives_one_picture_on_every_machine():
+def test_a_seed_gives_one_image_on_every_machine():
     pixels = b"".join(render(draw_scene(seed)).tobytes() for seed in (3, HELD_OUT + 3))
     assert pixels == b"".join(render(draw_scene(seed)).tobytes() for seed in (3, HELD_OUT + 3))
     first, other = render(draw_scene(3)), render(draw_scene(4))
@@ -73,8 +73,8 @@ def test_noise_has_the_stated_spread():
     assert (loud - quiet).std() == pytest.approx(25.5, rel=0.05)
 
 
-def test_things_stay_in_the_picture_and_mostly_visible():
-    for scene in DRAWN:
+def test_things_stay_in_the_image_and_mostly_visible():
+    for scene in SCENES:
         assert 1 <= len(scene.things) <= 5
         for one in scene.things:
             rows, columns = one.box
@@ -96,8 +96,8 @@ def test_every_noun_colour_and_texture_looks_unlike_the_others():
     looks |= {(colour,): shown(thing("square", colour=colour)) for colour in COLOURS}
     looks |= {(t, "texture"): shown(thing("square", texture=t)) for t in scenes.TEXTURES[1:]}
     names = list(looks)
-    for place, name in enumerate(names):
-        for other in names[:place]:
+    for index, name in enumerate(names):
+        for other in names[:index]:
             assert (np.abs(looks[name] - looks[other]).max(axis=-1) > 40).sum() >= 12, (name, other)
 
 
@@ -110,20 +110,20 @@ def test_digits_are_real_scans_and_those_of_the_test_are_never_trained_on():
     scans, labels = scenes.digit_scans()
     assert scans.shape == (1797, 8, 8) and scans.max() == 16
     assert sorted(Counter(labels.tolist())) == list(range(10))
-    drawn = {
+    scans_of = {
         held_out: {t.scan for seed in range(400) for t in draw_scene(start + seed).things} - {-1}
         for held_out, start in ((False, 0), (True, HELD_OUT))
     }
-    assert all(drawn.values()) and not drawn[False] & drawn[True]
-    for scene in DRAWN:
+    assert all(scans_of.values()) and not scans_of[False] & scans_of[True]
+    for scene in SCENES:
         for one in scene.things:
             if one.scan >= 0:
                 assert one.name == scenes.GROUPS["numbers"][labels[one.scan]]
 
 
 def test_companions_meet_more_often_than_chance():
-    popular, beside = scene_sets.co_occurrence()
-    lift = {a: beside[a][b] * 2000 / (popular[a] * popular[b]) for a, b in COMPANIONS.items()}
+    popular, companions = scene_sets.co_occurrence()
+    lift = {a: companions[a][b] * 2000 / (popular[a] * popular[b]) for a, b in COMPANIONS.items()}
     assert min(lift.values()) > 1.8
     assert all(COMPANIONS[COMPANIONS[noun]] == noun for noun in NOUNS)
     assert popular["house"] > 4 * popular["digit nine"]
@@ -179,18 +179,18 @@ def truths(scene):
     for one, other, how in related(scene):
         for stacked in (False, True):
             known[where_question(one.name, other.name, stacked=stacked)] = how.capitalize()
-        for said in (how, OPPOSITE[how]):
-            for phrase in scene_text._PHRASES[said]:
-                known[f"Is the {one.name} {phrase} the {other.name}?"] = yes_no(said == how)
+        for asked in (how, OPPOSITE[how]):
+            for phrase in scene_text._PHRASES[asked]:
+                known[f"Is the {one.name} {phrase} the {other.name}?"] = yes_no(asked == how)
                 sentence = f"The {one.name} is {phrase} the {other.name}."
-                known[f"{sentence} True or false?"] = str(said == how)
+                known[f"{sentence} True or false?"] = str(asked == how)
     return known
 
 
 def test_answers_are_true_and_balanced():
     rng = random.Random(1)
     answers = {}
-    for scene in DRAWN:
+    for scene in SCENES:
         known = truths(scene)
         for made in exchanges(scene, rng, 10):
             assert made.answer == known[made.request], (scene.names, made)
@@ -209,7 +209,7 @@ def test_answers_are_true_and_balanced():
 def test_captions_mention_nothing_that_is_not_there_and_keep_their_length():
     rng = random.Random(2)
     lengths = {length: [] for length in DESCRIBE}
-    for scene in DRAWN:
+    for scene in SCENES:
         for length in DESCRIBE:
             text = caption(scene, rng, length).answer
             mentioned = VOCABULARY.objects(text)
@@ -224,22 +224,22 @@ def test_captions_mention_nothing_that_is_not_there_and_keep_their_length():
 
 
 def test_a_caption_is_worded_in_many_ways():
-    scene = next(s for s in DRAWN if len(s.things) == 5)
+    scene = next(s for s in SCENES if len(s.things) == 5)
     texts = {caption(scene, random.Random(i), "detailed").answer for i in range(50)}
     assert len(texts) == 50
 
 
 def test_instructions_leave_the_answer_alone():
     rng = random.Random(3)
-    for scene in DRAWN[:100]:
+    for scene in SCENES[:100]:
         for made in exchanges(scene, rng, 8):
-            told = instructed(made, rng)
-            assert told.answer == made.answer and made.request in told.request
+            instructions = instructed(made, rng)
+            assert instructions.answer == made.answer and made.request in instructions.request
 
 
 @pytest.mark.parametrize("part", ["development", "test"])
 def test_pope_has_three_yes_and_three_no_per_image_and_shares_the_yes(part):
-    popular, beside = scene_sets.co_occurrence()
+    popular, companions = scene_sets.co_occurrence()
     sets = {split: scene_sets.scene_rows(part, f"pope_{split}") for split in scene_sets.SPLITS}
     yes = {}
     for split, rows in sets.items():
@@ -262,7 +262,7 @@ def test_pope_has_three_yes_and_three_no_per_image_and_shares_the_yes(part):
             assert asked[::2] == list(scene.names[:3])
             free = list(absent)
             for present, other in zip(asked[::2], asked[1::2], strict=True):
-                counts = {"popular": popular, "adversarial": beside[present]}.get(split)
+                counts = {"popular": popular, "adversarial": companions[present]}.get(split)
                 if counts is not None:
                     assert counts[other] == max(counts[noun] for noun in free)
                 free.remove(other)
@@ -296,18 +296,19 @@ def test_spatial_sets_show_the_same_two_things_in_four_relations():
         four = rows[start : start + 4]
         assert [row["target"] for row in four] == four[0]["options"]
         assert len({row["group"] for row in four}) == len({row["text"] for row in four}) == 1
-        drawn = [scene_sets.scene_of(row["image"]) for row in four]
-        for row, scene in zip(four, drawn, strict=True):
+        four_scenes = [scene_sets.scene_of(row["image"]) for row in four]
+        for row, scene in zip(four, four_scenes, strict=True):
             one, other = scene.things
             assert relation(one, other) == row["target"]
             assert row["text"].startswith(
                 f"Where is the {one.name} in relation to the {other.name}?"
             )
         alike = {
-            tuple(replace(t, centre=(0, 0), visible=1.0) for t in scene.things) for scene in drawn
+            tuple(replace(t, centre=(0, 0), visible=1.0) for t in scene.things)
+            for scene in four_scenes
         }
         assert len(alike) == 1
-        assert len({scene.seed for scene in drawn}) == 4
+        assert len({scene.seed for scene in four_scenes}) == 4
 
 
 def test_images_are_written_as_they_are_rendered(tmp_path):

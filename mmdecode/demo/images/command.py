@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
 
 if TYPE_CHECKING:
-    from mmdecode.demo.images.page import Drawn, Way, Ways
+    from mmdecode.demo.images.page import PageImage, Way, Ways
     from mmdecode.image_ar.generator import ImageGenerator
     from mmdecode.image_ar.results import GeneratedImage
 
-PICTURES = 4
+NUM_IMAGES = 4
 WAYS = ("ar", "exact", "relaxed")
 PROMPTS = ("a red ring", "a blue star", "a green cup", "a yellow key")
 """For models of captions."""
@@ -47,7 +47,7 @@ def run(
 
     refuse_foreign([out / "report.html"], overwrite)
     started = time.perf_counter()
-    count = min(limit or PICTURES, PICTURES)
+    count = min(limit or NUM_IMAGES, NUM_IMAGES)
     console.print(
         f"Drawing {count} pictures in {len(WAYS)} ways: token by token, exactly in parallel, which "
         "leaves them as they are, and relaxed, which does not. This takes some seconds.",
@@ -81,7 +81,7 @@ def run(
                     name=mode,
                     about=window if MODES[mode].drafts else "token by token",
                     guarantee=guarantee_of(decoder),
-                    pictures=_drawn(images, ways[0].pictures if ways else None),
+                    images=_page_images(images, ways[0].images if ways else None),
                 )
             )
     report = Ways(
@@ -102,7 +102,7 @@ def _wanted(generator: ImageGenerator, count: int) -> list[int | str]:
     """Classes far apart, or prompts."""
     if not generator.classes:
         return list(PROMPTS[:count])
-    return [place * generator.classes // count for place in range(count)]
+    return [index * generator.classes // count for index in range(count)]
 
 
 def _called(image: GeneratedImage) -> str:
@@ -111,16 +111,18 @@ def _called(image: GeneratedImage) -> str:
     return image.condition if isinstance(image.condition, str) else f"class {image.condition}"
 
 
-def _drawn(images: Sequence[GeneratedImage], plain: Sequence[Drawn] | None) -> list[Drawn]:
-    from mmdecode.demo.images.page import Drawn
+def _page_images(
+    images: Sequence[GeneratedImage], plain: Sequence[PageImage] | None
+) -> list[PageImage]:
+    from mmdecode.demo.images.page import PageImage
 
     found = []
-    for place, image in enumerate(images):
+    for index, image in enumerate(images):
         assert image.log_likelihood is not None, "it was asked for"
         file = io.BytesIO()
         image.image.save(file, "PNG")
         found.append(
-            Drawn(
+            PageImage(
                 png=file.getvalue(),
                 codes=image.codes.tolist(),
                 commits=image.commits.tolist(),
@@ -128,7 +130,7 @@ def _drawn(images: Sequence[GeneratedImage], plain: Sequence[Drawn] | None) -> l
                 tokens=len(image.tokens),
                 seconds=image.seconds,
                 bits=-image.log_likelihood / image.codes.numel() / math.log(2),
-                same=plain is None or image.codes.tolist() == plain[place].codes,
+                same=plain is None or image.codes.tolist() == plain[index].codes,
             )
         )
     return found
@@ -158,9 +160,9 @@ def _summary(report: Ways) -> dict[str, Any]:
             way.name: {
                 "law": way.guarantee,
                 "about": way.about,
-                "passes": [one.passes for one in way.pictures],
+                "passes": [one.passes for one in way.images],
                 "tokens_per_pass": round(way.rate, 4),
-                "seconds": [round(one.seconds, 4) for one in way.pictures],
+                "seconds": [round(one.seconds, 4) for one in way.images],
                 "bits_per_token": round(way.bits, 4),
                 "as_plain": way.same,
             }

@@ -14,7 +14,7 @@ from mmdecode.evaluation.report.pages import asset, card, data_url, head, keyed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
+class PageImage:
     """One picture by one way.
 
     Attributes:
@@ -57,32 +57,32 @@ class Way:
     name: str
     about: str
     guarantee: str
-    pictures: Sequence[Drawn]
+    images: Sequence[PageImage]
 
     @property
     def passes(self) -> int:
         """Sum over all pictures."""
-        return sum(one.passes for one in self.pictures)
+        return sum(one.passes for one in self.images)
 
     @property
     def rate(self) -> float:
         """Tokens of a pass."""
-        return sum(one.tokens - 1 for one in self.pictures) / max(self.passes, 1)
+        return sum(one.tokens - 1 for one in self.images) / max(self.passes, 1)
 
     @property
     def seconds(self) -> float:
         """Sum over all pictures."""
-        return sum(one.seconds for one in self.pictures)
+        return sum(one.seconds for one in self.images)
 
     @property
     def bits(self) -> float:
         """Mean over codes."""
-        return sum(one.bits for one in self.pictures) / len(self.pictures)
+        return sum(one.bits for one in self.images) / len(self.images)
 
     @property
     def same(self) -> int:
         """Pictures that are those of the first way."""
-        return sum(one.same for one in self.pictures)
+        return sum(one.same for one in self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +135,13 @@ def page(report: Ways) -> str:
     """The whole page."""
     exact = [way for way in report.ways[1:] if way.same == len(report.names)]
     best = max(exact, key=lambda way: way.rate, default=None)
-    pictures = "picture" if len(report.names) == 1 else f"{len(report.names)} pictures"
+    images = "picture" if len(report.names) == 1 else f"{len(report.names)} pictures"
     title = (
-        f"The same {pictures} in <b>1/{best.rate:.1f}</b> of the passes"
+        f"The same {images} in <b>1/{best.rate:.1f}</b> of the passes"
         if best
-        else f"{pictures.capitalize()}, drawn in {len(report.ways)} ways"
+        else f"{images.capitalize()}, drawn in {len(report.ways)} ways"
     )
-    last = max(one.passes for way in report.ways for one in way.pictures)
+    last = max(one.passes for way in report.ways for one in way.images)
     conditions = escape(" \u00b7 ".join(report.conditions.values()))
     return f"""{head("mmdecode demo: image tokens", "images.css")}<body>
 <header>
@@ -159,7 +159,7 @@ and bits per token show where it went, not whether pictures are good.</p>
 <ul class="legend">{_legend(report, last)}</ul>
 <p>Each picture stands beside the map of its codes, in the order in which they are read: row by row.
 Tokens per pass leave out the first token, which comes with the prompt.</p>
-{"".join(_picture(report, place, last) for place in range(len(report.names)))}
+{"".join(_image(report, index, last) for index in range(len(report.names)))}
 </section>
 <section>
 <h2>All numbers</h2>
@@ -207,14 +207,14 @@ def _tag(guarantee: str) -> str:
     return f'<span class="tag{mood}">{escape(guarantee)} distribution</span>'
 
 
-def _picture(report: Ways, place: int, last: int) -> str:
-    ways = "".join(_way(way, way.pictures[place], last) for way in report.ways)
-    return f"""<article class="clip"><header><h3>{escape(report.names[place])}</h3></header>
+def _image(report: Ways, index: int, last: int) -> str:
+    ways = "".join(_way(way, way.images[index], last) for way in report.ways)
+    return f"""<article class="clip"><header><h3>{escape(report.names[index])}</h3></header>
 <div class="ways">{ways}</div></article>
 """
 
 
-def _way(way: Way, one: Drawn, last: int) -> str:
+def _way(way: Way, one: PageImage, last: int) -> str:
     as_plain = "" if one.same else " \u00b7 another picture"
     return f"""<figure class="way"><figcaption>{escape(way.name)} {_tag(way.guarantee)}</figcaption>
 <div class="two"><img alt="drawn by {escape(way.name)}" src="{data_url(one.png)}">
@@ -225,17 +225,17 @@ def _way(way: Way, one: Drawn, last: int) -> str:
 """
 
 
-def _map(one: Drawn, last: int) -> str:
+def _map(one: PageImage, last: int) -> str:
     """The grid of codes, darker the later; seams where the pass changes."""
     rows, columns = len(one.commits), len(one.commits[0])
     cells, seams = [], []
     for y, row in enumerate(one.commits):
         for x, number in enumerate(row):
             light = 90 - 70 * number / max(last, 1)
-            told = f"row {y + 1}, column {x + 1}: {_when(number)}"
+            tooltip = f"row {y + 1}, column {x + 1}: {_when(number)}"
             cells.append(
                 f'<rect class="cell" style="--light:{light:.0f}%" x="{x}" y="{y}" width="1" '
-                f'height="1"><title>{told}</title></rect>'
+                f'height="1"><title>{tooltip}</title></rect>'
             )
             if x and row[x - 1] != number:
                 seams.append(f"M{x} {y}v1")

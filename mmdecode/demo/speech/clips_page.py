@@ -36,7 +36,7 @@ ORIGINS = {
 }
 
 
-IN_DOUBT = 0.5
+UNCERTAIN = 0.5
 """Words that are less likely are marked."""
 
 
@@ -219,7 +219,7 @@ and with the draft, in turns, clip by clip.</p>
 <ul class="legend">{legend(rounds for item in report.items for rounds in item.windows)}</ul>
 <ul class="legend words">{LEGEND}
 {keyed('<span class="word">word</span>', "click to hear it; the arrow keys move between words")}
-{keyed('<span class="word doubt">word</span>', f"less likely than {100 * IN_DOUBT:.0f} %")}</ul>
+{keyed('<span class="word doubt">word</span>', f"less likely than {100 * UNCERTAIN:.0f} %")}</ul>
 <p class="switches"><label><input type="checkbox" id="wrong"> only clips with word errors</label>
 <label><input type="checkbox" id="bare"> hide what was guessed in vain</label></p>
 {clips}
@@ -308,8 +308,8 @@ def _figure(
     title: str,
     bars: Sequence[tuple[str, float, str]],
     tips: Sequence[str],
-    below: str,
-    beside: str,
+    x_label: str,
+    y_label: str,
     line: float | None = None,
 ) -> str:
     """Bars as (label, height, text on top); ``line`` is drawn across at that height."""
@@ -340,8 +340,8 @@ def _figure(
     return f"""<figure><figcaption>{escape(title)}</figcaption>
 <svg viewBox="0 0 480 245" role="img" aria-label="{escape(title)}: {escape("; ".join(tips))}">
 <path class="axis" d="M{left} {base}H{right}"/>{"".join(parts)}
-<text x="{(left + right) / 2}" y="240">{escape(below)}</text>
-<text transform="translate(12 {base - tall / 2}) rotate(-90)">{escape(beside)}</text>
+<text x="{(left + right) / 2}" y="240">{escape(x_label)}</text>
+<text transform="translate(12 {base - tall / 2}) rotate(-90)">{escape(y_label)}</text>
 </svg></figure>"""
 
 
@@ -386,12 +386,12 @@ def spoken(words: Sequence[Word], name: str) -> str:
     They are one stop of the tab key, from which arrow keys lead on (``rove.js``).
     """
     buttons = "".join(
-        f'<button class="word{" doubt" * (word.confidence < IN_DOUBT)}" '
-        f'tabindex="{-bool(place)}" '
+        f'<button class="word{" doubt" * (word.confidence < UNCERTAIN)}" '
+        f'tabindex="{-bool(index)}" '
         f'data-start="{word.start_s:.2f}" data-end="{word.end_s:.2f}" '
         f'title="{word.start_s:.2f} s, {100 * word.confidence:.0f} %">'
         f"{escape(word.text.strip())}</button> "
-        for place, word in enumerate(words)
+        for index, word in enumerate(words)
     )
     return f'<span role="group" data-rove aria-label="words of {escape(name)}">{buttons}</span>'
 

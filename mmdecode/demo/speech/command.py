@@ -345,8 +345,11 @@ def _report(
     from mmdecode.evaluation.speech.wer import wer
 
     short = items[: len(clips)]
-    said, heard = [clip.text for clip in clips], [item.hypothesis for item in short]
-    scores = {"clean": wer(said, heard, seed=seed), "noisy": wer(said, noisy, seed=seed)}
+    references, hypotheses = [clip.text for clip in clips], [item.hypothesis for item in short]
+    scores = {
+        "clean": wer(references, hypotheses, seed=seed),
+        "noisy": wer(references, noisy, seed=seed),
+    }
     for clip, item in zip(recordings, items[len(clips) :], strict=True):
         scores["recording"] = wer([clip.text], [item.hypothesis], seed=seed)
     times = np.array([(item.plain_s, item.drafted_s) for item in short])

@@ -77,7 +77,7 @@ def run(
 
     from mmdecode import registry
     from mmdecode.demo.vision import page as answer_page
-    from mmdecode.demo.vision.page import PLAIN, Answers, Pictured, Pictures
+    from mmdecode.demo.vision.page import PLAIN, Answers, ImageSet, Pictured
     from mmdecode.evaluation.vision.data import vocabulary_of, zoo_image
     from mmdecode.runs.files import refuse_foreign, write_file
     from mmdecode.vlm import Answerer, loading
@@ -112,12 +112,12 @@ def run(
             asked = _ask(plain, methods, draft, png, scene, asking, words, seed, warm=number == 1)
             about = ", ".join(f"{t.colour} {t.name}" for t in scene.things)
             shown[title].append(Pictured(name=f"image {number}", about=about, png=png, asked=asked))
-    pictures = [one for found in shown.values() for one in found]
+    pictured = [one for found in shown.values() for one in found]
     report = Answers(
         model=model,
         methods=list(methods),
-        sets=[Pictures(title=t, about=SETS[t], pictures=found) for t, found in shown.items()],
-        scores=_scores(pictures, list(methods)),
+        sets=[ImageSet(title=t, about=SETS[t], images=found) for t, found in shown.items()],
+        scores=_scores(pictured, list(methods)),
         conditions=_conditions(network, seed),
         draft=drafter,
     )
@@ -226,24 +226,24 @@ def _ask(
     every = [answer for given in answers.values() for answer in given]
     instead = dict(zip(map(id, every), _plain_choices(plain, png, every), strict=True))
     found = []
-    for place, task in enumerate(asked):
+    for index, task in enumerate(asked):
         row = []
         for name, guide in methods.items():
-            answer = answers[name][place]
-            right, note, made_up = _judged(task, answer.text, scene, words)
+            answer = answers[name][index]
+            right, note, hallucinated = _judged(task, answer.text, scene, words)
             row.append(
                 Given(
                     method=name,
                     tokens=_tokens(plain, answer, None if guide is None else instead[id(answer)]),
                     right=right,
                     note=note,
-                    made_up=made_up,
+                    hallucinated=hallucinated,
                     margins=_margins(answer, guided=guide is not None)
                     if task.choices[:1] == ("yes",)
                     else {},
                     seconds=answer.seconds,
                     attention=attention_map(plain, png, task.text, guide)
-                    if guide is not None and place == ABSENT
+                    if guide is not None and index == ABSENT
                     else None,
                     drafted=None
                     if task.choices
@@ -297,16 +297,16 @@ def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> l
 
     tokens: list[Token] = []
     before = ""
-    for place, token in enumerate(answer.token_ids):
-        text = written(answer.token_ids[: place + 1])
-        other = None if instead is None else instead[place]
+    for index, token in enumerate(answer.token_ids):
+        text = written(answer.token_ids[: index + 1])
+        other = None if instead is None else instead[index]
         if other is not None and other != token:
-            said = "" if other in special else tokenizer.decode([other])
-            step = steps[place] if place < len(steps) else None
+            plain_text = "" if other in special else tokenizer.decode([other])
+            step = steps[index] if index < len(steps) else None
             tokens.append(
                 Token(
                     text=text[len(before) :],
-                    instead=said,
+                    instead=plain_text,
                     survivors=step.survivors if step else None,
                     distances=dict(step.distances) if step else {},
                     total=step.total if step else None,
@@ -322,11 +322,11 @@ def _plain_choices(plain: Answerer, png: bytes, answers: Sequence[Answer]) -> li
     """Choice of transformers alone at each position of given answers."""
     from mmdecode.vlm.images import image_source
 
-    picture = image_source(png, "image").read()
+    image = image_source(png, "image").read()
     found: list[list[int]] = []
     for start in range(0, len(answers), _BATCH):
         part = answers[start : start + _BATCH]
-        questions = [plain.prompts.question(answer.question, [picture]) for answer in part]
+        questions = [plain.prompts.question(answer.question, [image]) for answer in part]
         following = _Following([answer.token_ids for answer in part])
         plain.model.generate(
             **plain.prompts.build(questions),
@@ -346,51 +346,51 @@ class _Following:
         self.rows = rows
         self.choices: list[list[int]] = [[] for _ in rows]
         self.longest = max(map(len, rows))
-        self._place = 0
+        self._index = 0
 
     def __call__(self, ids: Any, scores: Any) -> Any:
         forced = scores.new_full(scores.shape, -float("inf"))
         best = scores.argmax(-1).tolist()
         for number, row in enumerate(self.rows):
-            inside = self._place < len(row)
+            inside = self._index < len(row)
             if inside:
                 self.choices[number].append(best[number])
-            forced[number, row[self._place] if inside else row[-1]] = 0
-        self._place += 1
+            forced[number, row[self._index] if inside else row[-1]] = 0
+        self._index += 1
         return forced
 
 
 def _judged(task: Task, text: str, scene: Scene, words: Vocabulary) -> tuple[bool, str, int | None]:
     """Whether an answer is right; of a caption, what it names and how much it makes up."""
     if task.choices:
-        said = [word for word in re.findall(r"\w+", text.lower()) if word in task.choices]
-        return said[:1] == [task.truth.lower()], "", None
+        answers = [word for word in re.findall(r"\w+", text.lower()) if word in task.choices]
+        return answers[:1] == [task.truth.lower()], "", None
     named = dict.fromkeys(words.objects(text))
-    made_up = [name for name in named if name not in scene.names]
+    hallucinated = [name for name in named if name not in scene.names]
     there = sum(name in scene.names for name in named)
     note = f"{there} of {len(scene.names)} named"
-    if made_up:
-        note += f", made up: {', '.join(made_up)}"
-    return not made_up, note, len(made_up)
+    if hallucinated:
+        note += f", made up: {', '.join(hallucinated)}"
+    return not hallucinated, note, len(hallucinated)
 
 
-def _scores(pictures: Sequence[Pictured], methods: Sequence[str]) -> dict[str, dict[str, str]]:
+def _scores(images: Sequence[Pictured], methods: Sequence[str]) -> dict[str, dict[str, str]]:
     """Sentences on each method."""
     found = {}
-    asked = [one for picture in pictures for one in picture.asked]
-    times = [sum(one.answers[place].seconds for one in asked) for place in range(len(methods))]
-    for place, method in enumerate(methods):
-        given = [one.answers[place] for one in asked]
-        short = [one for one in given if one.made_up is None]
-        other = [one.answers[place].text != one.answers[0].text for one in asked]
+    asked = [one for pictured in images for one in pictured.asked]
+    times = [sum(one.answers[index].seconds for one in asked) for index in range(len(methods))]
+    for index, method in enumerate(methods):
+        given = [one.answers[index] for one in asked]
+        short = [one for one in given if one.hallucinated is None]
+        other = [one.answers[index].text != one.answers[0].text for one in asked]
         found[method] = {
             "short questions right in all": f"{sum(one.right for one in short)} of {len(short)}",
-            "made up in captions": f"{sum(one.made_up or 0 for one in given)}",
+            "made up in captions": f"{sum(one.hallucinated or 0 for one in given)}",
             "answers changed": f"{sum(other)} of {len(other)}",
             "tokens changed": f"{sum(one.changed for one in given)}",
             "caption passes, drafted": _passes(given),
-            "seconds in all": f"{times[place]:.2f}",
-            "times plain": f"{times[place] / max(times[0], 1e-9):.2f}",
+            "seconds in all": f"{times[index]:.2f}",
+            "times plain": f"{times[index] / max(times[0], 1e-9):.2f}",
         }
     return found
 
@@ -417,12 +417,12 @@ def _summary(report: Answers) -> dict[str, Any]:
     from mmdecode.demo.vision.page import drafting, right_of, short_of
 
     questions = []
-    for picture in report.pictures:
-        for one in picture.asked:
+    for pictured in report.images:
+        for one in pictured.asked:
             answers = {given.method: _plainly(given) for given in one.answers}
             questions.append(
                 {
-                    "image": picture.name,
+                    "image": pictured.name,
                     "question": one.text,
                     "truth": one.truth,
                     "answers": answers,
@@ -435,10 +435,10 @@ def _summary(report: Answers) -> dict[str, Any]:
         "drafted": drafted,
         "identical": drafted["same"],
         "methods": list(report.methods),
-        "images": len(report.pictures),
+        "images": len(report.images),
         "sets": {
             part.title: {
-                "images": [one.name for one in part.pictures],
+                "images": [one.name for one in part.images],
                 "short_questions": len(short_of(part, report.methods[0])),
                 "right": {method: right_of(part, method) for method in report.methods},
             }
@@ -483,11 +483,11 @@ def _show(report: Answers, summary: Mapping[str, Any]) -> None:
     for part in report.sets:
         table = Table("image", "question", "true", *report.methods)
         table.title, table.title_justify = part.title, "left"
-        for picture in part.pictures:
-            for number, one in enumerate(picture.asked):
+        for entry in part.images:
+            for number, one in enumerate(entry.asked):
                 first = one.answers[0].text
                 cells = [_cell(given, other=given.text != first) for given in one.answers]
-                table.add_row("" if number else picture.name, one.text, one.truth, *cells)
+                table.add_row("" if number else entry.name, one.text, one.truth, *cells)
             table.add_section()
         console.print(table)
     console.print(

@@ -87,7 +87,7 @@ class Given:
     tokens: Sequence[Token]
     right: bool
     note: str = ""
-    made_up: int | None = None
+    hallucinated: int | None = None
     margins: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     attention: AttentionMap | None = None
@@ -137,7 +137,7 @@ class Pictured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pictures:
+class ImageSet:
     """Images that were chosen alike.
 
     Attributes:
@@ -148,7 +148,7 @@ class Pictures:
 
     title: str
     about: str
-    pictures: Sequence[Pictured]
+    images: Sequence[Pictured]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,20 +166,20 @@ class Answers:
 
     model: str
     methods: Sequence[str]
-    sets: Sequence[Pictures]
+    sets: Sequence[ImageSet]
     scores: Mapping[str, Mapping[str, str]]
     conditions: Mapping[str, str]
     draft: str = ""
 
     @property
-    def pictures(self) -> list[Pictured]:
+    def images(self) -> list[Pictured]:
         """All images."""
-        return [one for part in self.sets for one in part.pictures]
+        return [one for part in self.sets for one in part.images]
 
 
 def page(report: Answers) -> str:
     """The whole page."""
-    count = sum(len(one.asked) for one in report.pictures)
+    count = sum(len(one.asked) for one in report.images)
     widest = max(
         [abs(m) for a in _all(report) for m in a.margins.values() if math.isfinite(m)] + [1e-9]
     )
@@ -190,7 +190,7 @@ def page(report: Answers) -> str:
 <p class="eyebrow">mmdecode demo</p>
 <h1>{headline(report)}</h1>
 <p class="lead">{escape(report.model)} was asked {count} questions about
-{len(report.pictures)} images, plainly and under each guide, with the same decoding loop.
+{len(report.images)} images, plainly and under each guide, with the same decoding loop.
 {escape(outcome(report))} So few questions show how guides work, not which one is better:
 <code>mmdecode evaluate pope</code> measures that, beside controls.</p>
 <p class="conditions">{conditions}</p>
@@ -267,10 +267,12 @@ def headline(report: Answers) -> str:
     guides = f"guides change <b>{changed} of {asked}</b> answers" if asked else "no guide"
     if not found["passes"]:
         return guides[0].upper() + guides[1:]
-    mood, said = ("good", "every token the same") if found["same"] else ("bad", "but tokens differ")
+    mood, verdict = (
+        ("good", "every token the same") if found["same"] else ("bad", "but tokens differ")
+    )
     return (
         f"Captions in <b>1/{found['undrafted'] / found['passes']:.1f}</b> of the passes, "
-        f'<b class="{mood}">{said}</b>; {guides}'
+        f'<b class="{mood}">{verdict}</b>; {guides}'
     )
 
 
@@ -286,26 +288,26 @@ def outcome(report: Answers) -> str:
     return " ".join(parts)
 
 
-def short_of(part: Pictures, method: str) -> list[Given]:
+def short_of(part: ImageSet, method: str) -> list[Given]:
     """Answers of a method to the short questions of a set."""
-    answers = [given for one in part.pictures for asked in one.asked for given in asked.answers]
-    return [one for one in answers if one.method == method and one.made_up is None]
+    answers = [given for one in part.images for asked in one.asked for given in asked.answers]
+    return [one for one in answers if one.method == method and one.hallucinated is None]
 
 
-def right_of(part: Pictures, method: str) -> int:
+def right_of(part: ImageSet, method: str) -> int:
     """Short questions of a set that a method answers right."""
     return sum(one.right for one in short_of(part, method))
 
 
 def _changed(report: Answers) -> tuple[int, int]:
     """Answers of guides that are not the plain one, and all answers of guides."""
-    asked = [one for picture in report.pictures for one in picture.asked]
+    asked = [one for pictured in report.images for one in pictured.asked]
     others = [other.text != one.answers[0].text for one in asked for other in one.answers[1:]]
     return sum(others), len(others)
 
 
 def _all(report: Answers) -> list[Given]:
-    return [given for one in report.pictures for asked in one.asked for given in asked.answers]
+    return [given for one in report.images for asked in one.asked for given in asked.answers]
 
 
 def _cards(report: Answers) -> str:
@@ -323,14 +325,14 @@ def _cards(report: Answers) -> str:
     return "".join(cards)
 
 
-def _set(part: Pictures, widest: float) -> str:
+def _set(part: ImageSet, widest: float) -> str:
     return (
         f"<section><h2>{escape(part.title)}</h2><p>{escape(part.about)}</p>"
-        f"{''.join(_picture(one, widest) for one in part.pictures)}</section>\n"
+        f"{''.join(_image(one, widest) for one in part.images)}</section>\n"
     )
 
 
-def _picture(one: Pictured, widest: float) -> str:
+def _image(one: Pictured, widest: float) -> str:
     asked = "".join(_asked(question, one, widest) for question in one.asked)
     asked = asked.replace('tabindex="-1"', 'tabindex="0"', 1)  # one stop of the tab key
     return f"""<article class="clip scene" id="{escape(one.name.replace(" ", "-"))}">
@@ -350,8 +352,8 @@ def _asked(asked: Asked, one: Pictured, widest: float) -> str:
         if given.attention is not None and given.attention.side
     )
     drafts = "".join(
-        _drafted(given.method, given.drafted, shown=not place)
-        for place, given in enumerate(asked.answers)
+        _drafted(given.method, given.drafted, shown=not index)
+        for index, given in enumerate(asked.answers)
         if given.drafted is not None
     )
     return f"""<section class="question"><h4>{escape(asked.text)}
@@ -362,7 +364,7 @@ def _asked(asked: Asked, one: Pictured, widest: float) -> str:
 
 
 def _row(given: Given, widest: float) -> str:
-    mood, mark, said = ("good", "\u2713", "right") if given.right else ("bad", "\u2717", "wrong")
+    mood, mark, label = ("good", "\u2713", "right") if given.right else ("bad", "\u2717", "wrong")
     text = "".join(map(_token, given.tokens)) or "<i>nothing</i>"
     note = f'<small class="{mood}">{escape(given.note)}</small>' if given.note else ""
     cells = f'<td colspan="2">{text} {note}</td>'
@@ -370,7 +372,7 @@ def _row(given: Given, widest: float) -> str:
         cells = f'<td>{text} {note}</td><td class="bars">{_margins(given.margins, widest)}</td>'
     return (
         f'<tr><th scope="row">{_breakable(given.method)}</th>'
-        f'<td class="mark {mood}"><span role="img" aria-label="{said}">{mark}</span></td>'
+        f'<td class="mark {mood}"><span role="img" aria-label="{label}">{mark}</span></td>'
         f"{cells}</tr>"
     )
 
@@ -397,11 +399,11 @@ def _token(token: Token) -> str:
     shown = token.text.strip() or END
     return (
         f'{start}<span class="changed token" tabindex="-1" role="note" '
-        f'aria-label="{escape(f"{shown}: {told(token)}")}">{escape(shown)}</span>'
+        f'aria-label="{escape(f"{shown}: {effect_of(token)}")}">{escape(shown)}</span>'
     )
 
 
-def told(token: Token) -> str:
+def effect_of(token: Token) -> str:
     """Effect of a guide on a token, in words."""
     parts = [f"plain would say {(token.instead or '').strip() or END!r}"]
     if token.survivors is not None:
@@ -464,9 +466,9 @@ def _overlay(
         f"{most // side + 1}, column {most % side + 1} of {side}; {about}"
     )
     cells = "".join(
-        f'<rect class="look" x="{place % side}" y="{place // side}" width="1" height="1" '
+        f'<rect class="look" x="{index % side}" y="{index // side}" width="1" height="1" '
         f'fill-opacity="{0.9 * share / top:.2f}"><title>{100 * share:.1f} %</title></rect>'
-        for place, share in enumerate(shares)
+        for index, share in enumerate(shares)
     )
     return (
         f'<figure class="map"><svg viewBox="0 0 {side} {side}" role="img" '

@@ -48,10 +48,10 @@ def truth_of(
     side = _side(model)
     classes, trained = None, None
     if real == SCENES:
-        from mmdecode.zoo.scene_images import class_of, draw_picture
+        from mmdecode.zoo.scene_images import class_of, image_scene
 
         seeds = range(UNSEEN, UNSEEN + count)
-        classes = np.array([class_of(draw_picture(seed)) for seed in seeds])
+        classes = np.array([class_of(image_scene(seed)) for seed in seeds])
         batches = _scenes(seeds, side)
         trained = _scenes(seeds_of_training(), side)
     else:
@@ -82,14 +82,14 @@ def _side(model: RasterModel) -> tuple[int, int]:
 
 def seeds_of_training() -> range:
     """Scenes that ``zoo:llamagen-scenes`` learned from."""
-    from mmdecode.zoo.scene_images import CORPUS_PICTURES, CORPUS_SEED
+    from mmdecode.zoo.scene_images import CORPUS_IMAGES, CORPUS_SEED
 
-    return range(CORPUS_SEED, CORPUS_SEED + CORPUS_PICTURES)
+    return range(CORPUS_SEED, CORPUS_SEED + CORPUS_IMAGES)
 
 
 def _scenes(seeds: range, side: tuple[int, int]) -> Iterator[Tensor]:
     """Renders scenes; batches ``(B, 3, H, W)`` from 0 to 1."""
-    from mmdecode.zoo.scene_images import pictures
+    from mmdecode.zoo.scene_images import rendered_images
     from mmdecode.zoo.scenes import SIDE
 
     if side != (SIDE, SIDE):
@@ -100,7 +100,7 @@ def _scenes(seeds: range, side: tuple[int, int]) -> Iterator[Tensor]:
             "give a folder of pictures, or --real none",
         )
     for start in range(0, len(seeds), BATCH):
-        images = torch.from_numpy(pictures(seeds[start : start + BATCH]))
+        images = torch.from_numpy(rendered_images(seeds[start : start + BATCH]))
         yield images.permute(0, 3, 1, 2).float() / 255
 
 

@@ -1,4 +1,4 @@
-"""Data of each training step, made by other processes while earlier steps still run."""
+"""Prefetching of training data: other processes make a step's data while earlier steps run."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class _Made(Dataset[T]):
 
 
 def _as_made(made: T) -> T:
-    """No tensors of what is none."""
+    """Collates nothing: returns the data unchanged."""
     return made
 
 
 class Ahead(Generic[T]):
-    """``make(step)`` for steps that are asked for in rising order, from any step on.
+    """Prefetches ``make(step)`` for steps in rising order, from any step on.
 
     Args:
         make: Makes the data of a step; must depend on the step alone.
-        steps: How many there are.
-        workers: Processes; 0 makes each when it is asked for.
+        steps: Number of steps.
+        workers: Number of processes; 0: data are made in this process when requested.
     """
 
     def __init__(self, make: Callable[[int], T], steps: int, workers: int = 0) -> None:

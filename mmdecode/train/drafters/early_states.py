@@ -1,4 +1,4 @@
-"""States of a target's early layers, of each token that of the layer whose attention is surest."""
+"""Early states of a target: each token's state of the layer whose attention has least entropy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmdecode.models.dream import early_layers, entropies, least_entropy
 
 
 class EarlyStates(Edited):
-    """Looks at the early layers while a prompt is read, and changes nothing.
+    """Records the early layers' states during prefill, without changing the model's output.
 
     Args:
         adapter: Adapter of the target.
@@ -44,8 +44,8 @@ class EarlyStates(Edited):
         self._uncertain.setdefault(site.layer, entropies(weights))
         return weights
 
-    def surest(self) -> Tensor | None:
-        """States of each token of the prompt, ``(B, P, H)``; ``None``: no early layers."""
+    def lowest_entropy(self) -> Tensor | None:
+        """Selected state of each prompt token, ``(B, P, H)``; ``None``: no early layers."""
         if self.neutral:
             return None
         layers = sorted(self._inputs)

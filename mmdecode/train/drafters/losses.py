@@ -1,4 +1,4 @@
-"""Losses of drafters beyond EAGLE's, at each row: means are the trainer's."""
+"""Losses of drafters beyond EAGLE's, one value per position; the trainer averages them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch.nn import functional as F
 
 
 def ranking_loss(logits: Tensor, wanted: Tensor, top: int = 10) -> Tensor:
-    """ListMLE of the target's most likely tokens, ``(..., V)`` to ``(...)``, Xia et al. 2008.
+    """ListMLE over the target's ``top`` most likely tokens, ``(..., V)`` to ``(...)``.
 
-    How unlikely their order is where the drafter's distribution over them draws one after the
-    other.
+    The negative log-probability of drawing these tokens in the target's order, one after the other
+    without replacement, from the drafter's distribution. Source: Xia et al. 2008.
     """
     order = wanted.topk(min(top, wanted.shape[-1]), dim=-1).indices
     scores = logits.gather(-1, order)
-    behind = scores.flip(-1).logcumsumexp(-1).flip(-1)
-    return (behind - scores).sum(-1)
+    log_normalizers = scores.flip(-1).logcumsumexp(-1).flip(-1)
+    return (log_normalizers - scores).sum(-1)
 
 
 def vispec_loss(logits: Tensor, wanted: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def vispec_loss(logits: Tensor, wanted: Tensor) -> Tensor:
 
 
 def smooth_distance(states: Tensor, wanted: Tensor) -> Tensor:
-    """Smooth L1, the mean over the width: ``(..., H)`` to ``(...)``."""
+    """Smooth L1 loss, averaged over the hidden size, ``(..., H)`` to ``(...)``."""
     return F.smooth_l1_loss(states, wanted, reduction="none").mean(-1)
 
 

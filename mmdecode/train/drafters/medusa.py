@@ -1,9 +1,9 @@
 """Training Medusa heads for any Whisper checkpoint, on the model's own transcripts.
 
-The model stays frozen. Its greedy transcripts of the training audio are the labels (on-policy: the
-heads learn what verification will ask for); its decoder states over them are computed once and
-kept, so that an epoch costs little more than the heads themselves. The tree is chosen afterwards
-from the heads' accuracies on held-out samples.
+The model stays frozen. Its own greedy transcripts of the training audio are the labels, so that the
+heads learn the tokens that verification will accept. Its decoder states over them are computed once
+and kept, so that an epoch costs little more than the heads themselves. The draft tree is chosen
+afterwards from the heads' accuracies on held-out samples.
 
 Source: Cai et al. 2024, arXiv:2401.10774, sections 2.2 and 3.1; losses as Whisper-Medusa computes
 them (mean over heads of the cross-entropy of head k at t with the label at t + k).
@@ -48,19 +48,19 @@ from mmdecode.runs.files import (
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaOptions:
-    """Settings of a head training.
+    """Settings of a training of Medusa heads.
 
     Attributes:
         kind: ``linear``: heads on the last state; ``block``: one more decoder layer before them,
-            begun as a copy of the model's last.
-        num_heads: Tokens proposed beyond the root.
+            initialised with the model's last layer.
+        num_heads: Number of heads: tokens proposed beyond the root.
         num_layers: Residual blocks per head.
         epochs: Passes over the samples; the best by validation acceptance is kept.
         peak_rate: Highest learning rate (AdamW, cosine).
         batch: Samples per step.
-        nodes: Size of the tree that is chosen; 0 keeps the chain.
+        nodes: Size of the draft tree; 0 keeps a chain.
         top: Ranks per head that the tree may use.
-        seed: Seed of order and split.
+        seed: Seed of the sample order and the split.
     """
 
     kind: str = "block"
@@ -80,11 +80,11 @@ class MedusaOptions:
 
 @dataclass
 class Sample:
-    """One transcript as the heads see it.
+    """One transcript with the states that the heads are trained on.
 
     Attributes:
         ids: Prompt and transcript up to and including end-of-sequence, ``(L,)``.
-        prompt: Tokens of the prompt; nothing is asked before them.
+        prompt: Number of prompt tokens, which have no loss.
         hidden: The model's last decoder states, ``(L, H)`` half precision.
         audio: The encoder's states, ``(S, H)`` half precision.
     """
@@ -100,7 +100,7 @@ def head_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
     Args:
         logits: Row k at position t predicts ``labels[t + k]``, ``(heads, B, T, V)``.
-        labels: ``(B, T)``, -100 where nothing is asked. Heads without a label left get NaN.
+        labels: ``(B, T)``, -100 where there is no loss. Heads without any label get NaN.
     """
     losses = []
     for shift, rows in enumerate(logits):
@@ -111,16 +111,16 @@ def head_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack(losses)
 
 
-def moved(labels: Tensor, places: int, length: int, nothing: int = -100) -> Tensor:
-    """Label so many positions ahead, for each of ``length`` positions, ``(B, length)``.
+def moved(labels: Tensor, offset: int, length: int, nothing: int = -100) -> Tensor:
+    """Shifts labels to the left by ``offset`` positions, ``(B, length)``.
 
     Args:
         labels: ``(B, T)``, of any T.
-        places: From a position to its label.
-        length: Positions.
-        nothing: Value for the labels that are missing at the end.
+        offset: Distance from a position to that of its label.
+        length: Length of the result.
+        nothing: Fill value where labels are missing at the end.
     """
-    rest = labels[:, places:]
+    rest = labels[:, offset:]
     return F.pad(rest, (0, length - rest.shape[1]), value=nothing)
 
 
@@ -128,13 +128,13 @@ def moved(labels: Tensor, places: int, length: int, nothing: int = -100) -> Tens
 def collect(
     model: Any, batches: Iterable[tuple[Tensor, Tensor]], decoder: Any, max_new_tokens: int
 ) -> Iterator[Sample]:
-    """The model's own transcripts and states.
+    """Transcribes with the model and yields its transcripts and states.
 
     Args:
         model: A Whisper.
         batches: Features ``(B, mel, frames)`` and decoder prompts ``(B, P)`` without padding.
         decoder: Decoder; any exact decoder gives the same samples.
-        max_new_tokens: Cut of a transcript.
+        max_new_tokens: Maximum length of a transcript.
     """
     eos = model.generation_config.eos_token_id
     eos = eos[0] if isinstance(eos, list) else eos
@@ -157,7 +157,7 @@ def collect(
 
 
 def greedy(model: Any, audio: Tensor, prompt: Tensor, decoder: Any, max_new_tokens: int) -> Tensor:
-    """Greedy transcripts of encoder states under Whisper's own rules, prompts included."""
+    """Greedy transcripts of encoder states with Whisper's own processors, prompts included."""
     config = copy.deepcopy(model.generation_config)
     width = prompt.shape[1]
     config.update(max_length=width + max_new_tokens, max_new_tokens=None, do_sample=False)
@@ -182,7 +182,8 @@ def train_heads(
         model: The frozen target.
         samples: From `collect`.
         options: Settings.
-        state_file: Where training state is kept after each epoch; an interrupted training goes on.
+        state_file: File of the training state, written after each epoch; an interrupted training
+            resumes from it.
 
     Returns:
         The drafter with its chosen tree, and a report (accuracies by head and rank, expected
@@ -272,7 +273,7 @@ def train_heads(
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Training state; a kill leaves the older one."""
+    """Writes the training state atomically."""
     write_folder(path.parent, lambda into: torch.save(state, into / path.name))
 
 
@@ -284,7 +285,7 @@ def ranks(
     samples: Sequence[Sample],
     options: MedusaOptions,
 ) -> Tensor:
-    """Whether rank r of head k was right at each position, ``(heads, positions, top)`` bool.
+    """Whether the token of rank r of head k is right, ``(heads, positions, top)`` bool.
 
     Positions near the end, which have no label for every head, count as misses.
     """
@@ -315,15 +316,15 @@ class _Batch:
 
 def _pad(samples: Sequence[Sample], device: torch.device) -> _Batch:
     longest = max(len(s.ids) for s in samples)
-    behind = [longest - len(s.ids) for s in samples]
+    padding = [longest - len(s.ids) for s in samples]
     return _Batch(
-        ids=torch.stack([F.pad(s.ids, (0, n)) for s, n in zip(samples, behind, strict=True)]).to(
+        ids=torch.stack([F.pad(s.ids, (0, n)) for s, n in zip(samples, padding, strict=True)]).to(
             device
         ),
         length=torch.tensor([len(s.ids) for s in samples], device=device),
         prompt=torch.tensor([s.prompt for s in samples], device=device),
         hidden=torch.stack(
-            [F.pad(s.hidden, (0, 0, 0, n)) for s, n in zip(samples, behind, strict=True)]
+            [F.pad(s.hidden, (0, 0, 0, n)) for s, n in zip(samples, padding, strict=True)]
         )
         .to(device)
         .float(),
@@ -332,7 +333,7 @@ def _pad(samples: Sequence[Sample], device: torch.device) -> _Batch:
 
 
 def _targets(batch: _Batch) -> Tensor:
-    """Labels of the first head at each state: the token after the one the state decides."""
+    """Labels of the first head: the token after the one that the model's own head predicts."""
     after = moved(batch.ids, 2, batch.ids.shape[1])
     position = torch.arange(batch.ids.shape[1], device=batch.ids.device)
     asked = (position >= batch.prompt[:, None] - 1) & (position < batch.length[:, None] - 2)
@@ -368,16 +369,16 @@ def train_from_manifest(
     dtype: str = "float32",
     language: str = "en",
 ) -> dict[str, Any]:
-    """``mmdecode train medusa``: heads for a checkpoint from a manifest of audio files.
+    """Trains heads for a checkpoint on audio files and saves them: ``mmdecode train medusa``.
 
     Args:
         model_name: A Whisper: folder, Hub id or ``zoo:NAME``.
         manifest: A table with ``path`` (or ``audio``), relative to the table or absolute, or a
-            folder of audio files; recordings are cut into windows of the model.
-        out: Folder of the heads; training state lies in ``out/state`` until it is done.
+            folder of audio files; recordings are split into windows of the model.
+        out: Folder of the heads; the training state is in ``out/state`` until the training ends.
         options: Settings.
-        limit: Use the first so many lines.
-        device: Where to train.
+        limit: Maximum number of recordings; ``None``: all.
+        device: Device of the training.
         dtype: Data type of the model while it transcribes, see `mmdecode.checkpoints.dtype_of`;
             heads are trained in float32.
         language: Language of the recordings, where the checkpoint knows several.
@@ -437,7 +438,7 @@ def whisper_prompt(model: Any, rows: int, timestamps: int, language: str = "en")
 
 
 def target_config(model: Any) -> dict[str, Any]:
-    """Part of the target's configuration from which a drafter rebuilds its block."""
+    """Part of the target's configuration that a drafter needs to rebuild its block."""
     config = model.config
     return {"model_type": "whisper"} | {
         name: getattr(config, name)

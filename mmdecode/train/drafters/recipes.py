@@ -1,16 +1,16 @@
-"""Kinds of drafters: the model of each, its loss and what drafts with it.
+"""Kinds of drafters: the model of each, its loss and the drafter that uses it.
 
 A kind is a `Recipe`. Recipes of a `FeatureDrafter` differ in the model they build and in the loss
-of one pass: the passes after the first feed the drafter its own states, each seeing the states of
-the prompt as in the first pass and its own chain alone, which is what drafting does.
+of one pass. Passes after the first feed the drafter its own states. There a position attends to the
+target's states up to its own and to its own chain of drafted states, as in drafting.
 
 Sources: Li et al. 2024, arXiv:2401.15077, section 3.2 (EAGLE); Zhang et al. 2024, arXiv:2408.15766
 (HASS, several passes); Li et al. 2025, arXiv:2503.01840, section 3 (EAGLE-3, training-time test);
 Cai et al. 2024, arXiv:2401.10774 (Medusa); Kang et al. 2025, arXiv:2509.15235 (ViSpec); Hu et al.
 2025, arXiv:2505.19201 (DREAM); Wang et al. 2025, arXiv:2505.12728 (FLASH); Ankner et al. 2024,
 arXiv:2402.05109 (Hydra); Liu et al. 2024, arXiv:2404.18911 (Kangaroo); Gui et al. 2024,
-arXiv:2408.15562 (FSPAD). Differs from EAGLE-3's trainer: losses are means over the positions that
-are asked, whatever the padding.
+arXiv:2408.15562 (FSPAD). Differs from EAGLE-3's trainer: losses are means over the positions with a
+target, without padding.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ OWN = {
     "queries": ("vispec", "flash"),
     "tokens": ("flash",),
 }
-"""Kinds that have an option."""
+"""Kinds that each option is for; other options are for all kinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,35 +66,34 @@ class Options:
 
     Attributes:
         kind: One of `RECIPES`.
-        passes: Passes over a batch, each but the first over the drafter's own states; ``None``: as
-            the kind does.
-        decay: Weight of each pass over that of the one before.
+        passes: Passes over a batch; passes after the first feed the drafter's own states. ``None``:
+            the kind's default.
+        decay: Weight of each pass relative to the one before.
         feature_weight, law_weight: Weights of smooth L1 between states and of cross-entropy between
-        distributions,
-            for eagle and flash; the published ones. For distributions ``None`` is the published
-            0.1, and 1 for a target that draws images: what is flat is foreseen by its distribution,
-            not by a state.
+            distributions, for eagle and flash. ``law_weight=None`` is the published 0.1, but 1 for
+            targets that generate images, whose distributions are flat.
         noise: Width of uniform noise on the target's states in the first pass, times 512 over the
             length; published 0.2.
-        draft_vocabulary: Tokens of the head of a kind that has its own, the most frequent in the
-            answers; ``None``: all.
-        heads: Heads of Medusa and Hydra.
-        feature_sampling: Whether an eagle or vispec samples features by embeddings and keeps what
-            it hands on apart from what it says (FSPAD; see `mmdecode.models.eagle`).
-        exit_layer: Number of the target's first layers that draft in kangaroo; published 2.
-        layers: Layers of a drafter that reads words alone.
-        queries: Queries per image: vispec's, the global vector counted, published 2; flash's
+        draft_vocabulary: Vocabulary size of a kind with its own head: the tokens most frequent in
+            the answers; ``None``: all.
+        heads: Heads of medusa and hydra.
+        feature_sampling: Whether eagle or vispec samples features by embeddings and separates the
+            feature it passes on from the one it predicts tokens with (FSPAD; see
+            `mmdecode.models.eagle`).
+        exit_layer: Number of the target's first layers that kangaroo drafts with; published 2.
+        layers: Layers of a text-only drafter.
+        queries: Queries per image: vispec's, the global vector included, published 2; flash's
             latents, published 64. ``None``: as published.
-        tokens: A pass of flash; published 5.
-        length: Length of the chain by which training is judged.
-        max_new_tokens: Longest answer in words.
-        temperature: At which answers in words are drawn; 0: greedy. Images are drawn as their
-            model's checkpoint says.
-        held_out: Requests that are not learned, which choose what is kept.
-        tested: Further requests that are not learned, of which the card tells; 0: it tells of those
-            held out.
-        memory: Megabytes of states that may be kept, so that they are computed once; 0: none.
-        fit: How long and how fast.
+        tokens: Tokens per pass of flash; published 5.
+        length: Length of the drafted chain in evaluations.
+        max_new_tokens: Maximum length of text answers.
+        temperature: Sampling temperature of text answers; 0: greedy. Images are sampled with the
+            settings of their model's checkpoint.
+        held_out: Number of requests that are held out to choose the best checkpoint.
+        tested: Number of further requests that are held out for the card's numbers; 0: the card
+            has those of the ``held_out`` ones.
+        memory: Megabytes of target states that are cached, so that they are computed once; 0: none.
+        fit: Steps, learning rates and stopping.
     """
 
     kind: str = "eagle"
@@ -144,32 +143,32 @@ class Options:
 
 @dataclass(frozen=True)
 class Sample:
-    """A request and the target's own answer, as ids with the one that ends it."""
+    """A request and the target's own answer as token ids, end token included."""
 
     request: Any
     answer: list[int]
 
 
 def unguided(logits: Tensor) -> Tensor:
-    """The logits of one branch, which decide alone."""
+    """Returns the logits unchanged: the neutral guidance."""
     return logits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Sequences of prompt and answer as a drafter sees them.
+    """A training batch: sequences of prompt and answer with the target's states.
 
     Attributes:
-        rows: All tokens but the last; features are not fused yet. ``None``: nobody reads them.
-        ids: ``(B, S)``.
+        rows: The drafter's inputs for all tokens but the last; features are not fused yet.
+            ``None``: the kind needs none.
+        ids: Token ids, ``(B, S)``.
         last: The target's states after its final norm, ``(B, S, H)``.
-        words: Tokens that are no padding and no part of an image, ``(B, S)`` bool.
+        words: Tokens that are neither padding nor part of an image, ``(B, S)`` bool.
         asked: Tokens of answers, ``(B, S)`` bool.
         adapter: Adapter of the target.
-        inner: States that an inner block is asked to make, ``(B, S, H)``; ``None``: none.
-        guided: Applies guidance to the logits of all rows, ``(B, ..., V)``, where the rows of a
-            sequence under several conditions stand branch by branch: each has the distribution of
-            all.
+        inner: Target states for the loss of an inner block, ``(B, S, H)``; ``None``: none.
+        guided: Applies guidance to the logits of all rows, ``(B, ..., V)``. Rows of a sequence
+            under several conditions are ordered by branch, and each gets the guided logits.
     """
 
     rows: Rows | None
@@ -182,25 +181,25 @@ class Batch:
     guided: Callable[[Tensor], Tensor] = unguided
 
     def size(self) -> int:
-        """Bytes of its states."""
+        """Size of the states in bytes."""
         states = [self.last] + ([self.rows.embeds, self.rows.features] if self.rows else [])
         states += [] if self.inner is None else [self.inner]
         return sum(part.numel() * part.element_size() for part in states)
 
     def logits(self) -> Tensor:
-        """The target's, ``(B, S, V)`` float32."""
+        """The target's guided logits, ``(B, S, V)`` float32."""
         with torch.no_grad():
             return self.guided(self.adapter.head(self.last).float())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """Targets of one pass: row t should make the state of a later token and its distribution.
+    """Training targets of one pass: the target's state and distribution at a later position.
 
     Attributes:
-        features: ``(B, L, H)``.
-        logits: ``(B, L, V)``.
-        asked: ``(B, L)`` bool.
+        features: The target's states, ``(B, L, H)``.
+        logits: The target's logits, ``(B, L, V)``.
+        asked: Whether the position has a target, ``(B, L)`` bool.
     """
 
     features: Tensor
@@ -213,10 +212,10 @@ class Targets:
 
 
 class Recipe:
-    """How a kind of drafter is built and learns; a method overrides what differs."""
+    """Base class: how a kind of drafter is built, trained and saved."""
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """The untrained model for a target."""
+        """Builds the untrained model for a target."""
         raise NotImplementedError
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
@@ -224,24 +223,24 @@ class Recipe:
         raise NotImplementedError
 
     def draft(self, module: Any, length: int) -> Drafter:
-        """A draft of a chain with it."""
+        """The drafter that proposes a chain of ``length`` tokens with the model."""
         raise NotImplementedError
 
     def reads(self, module: Any) -> FeatureDrafter | None:
-        """Drafter whose rows a batch holds; ``None``: only the last states are read."""
+        """Feature drafter whose inputs a batch needs; ``None``: last states are enough."""
         return None
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
-        """Writes the checkpoint."""
+        """Writes the checkpoint to ``out``."""
         raise NotImplementedError
 
 
 class FeatureRecipe(Recipe):
-    """A `FeatureDrafter`: passes over its own states, each with the loss of the kind.
+    """Base of kinds that train a `FeatureDrafter` in passes over its own states.
 
     Attributes:
-        passes: Where the options do not say.
-        drafts: Makes the drafter of decoding.
+        passes: Default number of passes.
+        drafts: Makes the drafter that uses the model.
     """
 
     passes = 1
@@ -281,16 +280,16 @@ class FeatureRecipe(Recipe):
         return self.drafts(module, depth=length, top_k=1, nodes=length)
 
     def reads(self, module: Any) -> FeatureDrafter | None:
-        """Its own."""
+        """The trained model itself."""
         return module
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
-        """In the published layout."""
+        """Saves in the published layout."""
         write_folder(out, module.save_pretrained)
 
 
 class EagleRecipe(FeatureRecipe):
-    """EAGLE: states by smooth L1, distributions by cross-entropy through the target's head."""
+    """EAGLE: smooth L1 on states, cross-entropy on distributions through the target's head."""
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
         """One layer of the target's sizes."""
@@ -299,13 +298,13 @@ class EagleRecipe(FeatureRecipe):
     def pass_loss(
         self, module: Any, states: Tensor, logits: Tensor, targets: Targets, options: Options
     ) -> Tensor:
-        """See `eagle_losses`; the states are those that the next rows have as features."""
+        """See `eagle_losses`; the target states are the features of the next positions."""
         parts = eagle_losses(module.feature(states), logits, targets)
         return options.feature_weight * parts[0] + law_weight(module, options) * parts[1]
 
 
 class Eagle3Recipe(FeatureRecipe):
-    """EAGLE-3: distributions alone, over the drafter's own vocabulary, in several passes."""
+    """EAGLE-3: cross-entropy alone, over the drafter's own vocabulary, in several passes."""
 
     passes = 4
 
@@ -320,7 +319,7 @@ class Eagle3Recipe(FeatureRecipe):
         module = Eagle3Model({**sizes_of(adapter), "draft_vocab_size": size})
         if module.d2t is not None and module.t2d is not None:
             counts = Counter(token for sample in samples for token in sample.answer)
-            # of equals, unseen ones among them, the lower id
+            # tokens of equal frequency, 0 included, in the order of their ids
             chosen = sorted(range(adapter.vocab), key=lambda token: (-counts[token], token))[:size]
             ids = torch.tensor(sorted(chosen))
             module.d2t.copy_(ids - torch.arange(size))
@@ -330,16 +329,16 @@ class Eagle3Recipe(FeatureRecipe):
     def pass_loss(
         self, module: Any, states: Tensor, logits: Tensor, targets: Targets, options: Options
     ) -> Tensor:
-        """See `law_losses`."""
+        """See `distribution_losses`."""
         losses, asked = distribution_losses(logits, targets, module.target_ids())
         return losses.sum() / asked.sum().clamp_min(1)
 
 
 class ViSpecRecipe(FeatureRecipe):
-    """ViSpec: distributions by L1 and by the order of the most likely tokens, in two passes.
+    """ViSpec: L1 between distributions and a ranking loss of the most likely tokens, in two passes.
 
-    From scratch, where the reference begins with a drafter that was trained on text. Its second
-    pass sees states of the second pass alone; here as drafting does.
+    Differs from the reference: training starts from scratch instead of from a drafter that was
+    trained on text, and the second pass attends as in drafting instead of to its own states alone.
     """
 
     passes = 2
@@ -358,10 +357,10 @@ class ViSpecRecipe(FeatureRecipe):
 
 
 class DreamRecipe(FeatureRecipe):
-    """DREAM: states, distributions, and after the crossing block the target's surest early states.
+    """DREAM: losses on states, on distributions, and on early states after the crossing block.
 
-    The weights are the paper's, 0.2, 1 and 0.2; the first row is given zeros. A target with fewer
-    than 8 layers has no early ones.
+    The weights are the paper's, 0.2, 1 and 0.2; the first position gets zeros as features. A target
+    with fewer than 8 layers has no early states.
     """
 
     drafts = Dream
@@ -385,7 +384,7 @@ class DreamRecipe(FeatureRecipe):
     def pass_loss(
         self, module: Any, states: Tensor, logits: Tensor, targets: Targets, options: Options
     ) -> Tensor:
-        """Without the row of the first token, whose state nothing is drafted from."""
+        """Leaves out the first position, from which nothing is drafted."""
         distance = smooth_distance(states[:, 1:], targets.features)
         surprise = divergence(logits[:, 1:], targets.logits)
         return 0.2 * targets.mean(distance) + targets.mean(surprise)
@@ -407,7 +406,7 @@ class FlashRecipe(FeatureRecipe):
         return FlashModel({**sizes_of(adapter), **own})
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """The mean over the states of a row: state i is that of the token i + 1 places on."""
+        """Mean over the states of a pass: state i is trained on the token i + 1 positions ahead."""
         logits = batch.logits()
         (made,) = unrolled(module, self.rows(module, batch, options, dice), 1)
         total = torch.zeros((), device=made.device)
@@ -421,10 +420,10 @@ class FlashRecipe(FeatureRecipe):
 
 
 class TextRecipe(Recipe):
-    """A small language model that reads the words alone, for the draft ``assistant``.
+    """A small text-only language model for the drafter ``assistant``.
 
-    Learns the target's distribution at each token of an answer, as Gagrani et al. 2024,
-    arXiv:2404.08856, train theirs on text; here on the target's own answers.
+    It is distilled from the target's distribution at each token of the target's own answers;
+    Gagrani et al. 2024, arXiv:2404.08856, train on text.
     """
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
@@ -450,7 +449,7 @@ class TextRecipe(Recipe):
         return LlamaForCausalLM(config)
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """Cross-entropy against the target's distribution; words close ranks as in drafting."""
+        """Cross-entropy against the target's distribution, without image tokens in the input."""
         order = batch.words.long().argsort(dim=1, stable=True)[:, -int(batch.words.sum(1).max()) :]
         words, asked = batch.words.gather(1, order), batch.asked.gather(1, order)
         distribution = batch.logits().softmax(-1)
@@ -463,15 +462,15 @@ class TextRecipe(Recipe):
             position_ids=(words.long().cumsum(1) - 1).clamp_min(0),
         ).logits
         losses = -(distribution * logits.float().log_softmax(-1)).sum(-1)[:, :-1]
-        wanted = asked[:, 1:]  # the row before a token of an answer says its distribution
+        wanted = asked[:, 1:]  # the row before a token of an answer predicts it
         return (losses * wanted).sum() / wanted.sum().clamp_min(1)
 
     def draft(self, module: Any, length: int) -> Drafter:
-        """A chain that sees no image."""
+        """A chain of the text-only model."""
         return Assistant(module, length, text_only=True)
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
-        """Same as in transformers, in half precision."""
+        """Saves in transformers' layout, in half precision."""
         save_half(module, out)
 
 
@@ -479,12 +478,12 @@ class MedusaRecipe(Recipe):
     """Medusa heads on the last state of any decoder-only model."""
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """Heads that say at first what the model's own head says."""
+        """Builds heads that initially predict what the model's own head predicts."""
         width = adapter.model.get_input_embeddings().embedding_dim
         return MedusaHeads(options.heads, 1, width)
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """Cross-entropy of each head, those of later tokens with less weight."""
+        """Cross-entropy of each head; heads of later tokens have less weight."""
         asked = batch.asked[:, 1:-1] & batch.asked[:, 2:]
         labels = batch.ids[:, 2:].masked_fill(~asked, -100)
         states = batch.last[:, :-2]
@@ -492,7 +491,7 @@ class MedusaRecipe(Recipe):
         losses = head_losses(logits.unflatten(1, states.shape[:2]), labels)
         weights = options.decay ** torch.arange(len(losses), device=losses.device)
         known = ~losses.isnan()
-        if not known.any():  # no answer is long enough: nothing is learned from this batch
+        if not known.any():  # no answer is long enough for a loss
             return logits.sum() * 0
         return (losses[known] * weights[known]).sum() / weights[known].sum()
 
@@ -502,22 +501,22 @@ class MedusaRecipe(Recipe):
         return Medusa(module, paths=[(0,) * count for count in range(1, most + 1)])
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
-        """In our layout."""
+        """Saves in mmdecode's layout."""
         config = {"model_type": adapter.model.config.model_type}
         write_folder(out, lambda into: Medusa(module).save_pretrained(into, config))
 
 
 class HydraRecipe(Recipe):
-    """Hydra heads: they learn the target's distribution, as in Hydra++, not its token."""
+    """Hydra heads, trained on the target's distribution as in Hydra++, not on its token."""
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """Heads that say at first what the model's own head says."""
+        """Builds heads that initially predict what the model's own head predicts."""
         return HydraHeads({**sizes_of(adapter), "hydra_num_heads": options.heads})
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
         """Weighted mean of the heads' cross-entropies; head k at row t reads tokens t + 1 to t + k.
 
-        A head is asked where the first of these, and the token it is to say, belong to an answer.
+        A head has a loss where token t + 1 and the token that it predicts belong to an answer.
         """
         first = batch.ids.shape[1] - 1 - int(batch.asked.sum(1).max())
         batch = replace(
@@ -527,7 +526,7 @@ class HydraRecipe(Recipe):
             asked=batch.asked[:, max(first, 0) :],
         )
         logits = batch.logits()
-        # what is no part of an answer is read by no head that is asked
+        # heads with a loss read tokens of answers alone
         embeds = module.embed(batch.ids.masked_fill(~batch.asked, 0), batch.adapter)
         length = batch.ids.shape[1] - 1
         read = batch.last[:, :length]
@@ -546,15 +545,15 @@ class HydraRecipe(Recipe):
         return Hydra(module, depth=min(length, len(module)), top_k=1)
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
-        """With the published keys."""
+        """Saves with the published keys."""
         write_folder(out, module.save_pretrained)
 
 
 class KangarooRecipe(FeatureRecipe):
-    """Kangaroo: learns the target's distribution from the state after its first layers."""
+    """Kangaroo: predicts the target's distribution from the state after its first layers."""
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """An adapter of the target's sizes, which turns positions as the target does."""
+        """Builds an adapter of the target's sizes, with the target's rotary embedding."""
         refuse_unsuited(adapter)
         if options.exit_layer >= adapter.num_layers:
             raise OptionError(
@@ -571,7 +570,7 @@ class KangarooRecipe(FeatureRecipe):
         return KangarooModel({**sizes_of(adapter), **rope_of(config), **own})
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """Cross-entropy between the distributions after the same token."""
+        """Cross-entropy against the target's distribution at the same position."""
         assert batch.rows is not None, "read by `collect`"
         (states,) = unrolled(module, batch.rows, 1)
         drafted = batch.guided(module.logits(states, batch.adapter).float())
@@ -579,7 +578,7 @@ class KangarooRecipe(FeatureRecipe):
         return losses.sum() / asked.sum().clamp_min(1)
 
     def draft(self, module: Any, length: int) -> Drafter:
-        """A chain, however sure."""
+        """A chain of fixed length: no confidence threshold."""
         return Kangaroo(module, length, confidence_threshold=0.0)
 
 
@@ -597,17 +596,17 @@ RECIPES: dict[str, Recipe] = {
 
 
 def sizes_of(adapter: Any) -> dict[str, Any]:
-    """Configuration of a drafter as wide as its target, as ``config.json`` holds it."""
+    """Configuration of a drafter with the target's sizes, as in ``config.json``."""
     config = adapter.model.config.get_text_config(decoder=True)
     width, heads = config.hidden_size, config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
-    places = getattr(config, "max_position_embeddings", adapter.max_positions)
+    positions = getattr(config, "max_position_embeddings", adapter.max_positions)
     images: dict[str, Any] = {}
     if adapter.layout is not None:
         images["draws_images"] = True
     if adapter.on_grid:
-        # frequencies by turns of rows and of columns
+        # frequencies of rows and of columns alternate
         sections = (width // heads // 4) * [0, 1, 1]
         images["rope_parameters"] = {"rope_theta": theta, "mrope_section": sections}
     return {
@@ -621,7 +620,7 @@ def sizes_of(adapter: Any) -> dict[str, Any]:
         "num_hidden_layers": 1,
         "hidden_act": "silu",
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
-        "max_position_embeddings": places,
+        "max_position_embeddings": positions,
         "rope_theta": theta,
         "vocab_size": adapter.vocab,
         "target_model_type": adapter.model.config.model_type,
@@ -632,13 +631,13 @@ def sizes_of(adapter: Any) -> dict[str, Any]:
 
 
 class Unrolled:
-    """The cache of a training: each pass sees what all passes before it wrote, side by side."""
+    """Key-value cache of training: concatenates the keys and values of all passes."""
 
     def __init__(self) -> None:
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``(B, heads, L, D)`` of all passes."""
+        """Appends a pass and returns the keys and values ``(B, heads, L, D)`` of all passes."""
         if layer in self.held:
             before = self.held[layer]
             keys, values = torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
@@ -649,9 +648,10 @@ class Unrolled:
 def unrolled(drafter: FeatureDrafter, rows: Rows, passes: int) -> list[Tensor]:
     """States ``(B, L, H)`` of each pass over prepared rows.
 
-    Row t of pass k has what pass k - 1 made of row t as its feature, and the token k places on. It
-    sees the first pass up to row t and, of the later ones, its own row alone: as the k-th token
-    drafted after row t sees the committed rows and the drafted ones between.
+    Row t of pass k has the output of pass k - 1 at row t as its feature, and the token k positions
+    ahead. It attends to the first pass up to row t and, in later passes, to row t alone: as in
+    drafting, where the k-th token drafted after row t attends to the committed rows and to the
+    drafted ones between.
     """
     length = rows.embeds.shape[1]
     device = rows.embeds.device
@@ -681,7 +681,7 @@ def unrolled(drafter: FeatureDrafter, rows: Rows, passes: int) -> list[Tensor]:
 
 
 def _moved(carried: Tensor | None) -> Tensor | None:
-    """Carried state of each row, one position on."""
+    """Shifts carried states by one position."""
     if carried is None or carried.shape[1] == 1:
         return carried
     return torch.cat([carried[:, 1:], carried[:, -1:]], 1)
@@ -690,7 +690,7 @@ def _moved(carried: Tensor | None) -> Tensor | None:
 def targets_of(batch: Batch, logits: Tensor, index: int) -> Targets:
     """Targets of pass ``index``: for row t, state and distribution after token t + 1 + index.
 
-    Asked where token t + 1 and the one after the distribution belong to an answer.
+    A row has a target where token t + 1 and token t + 2 + index belong to an answer.
     """
     length = batch.ids.shape[1] - 1
     return Targets(
@@ -700,15 +700,15 @@ def targets_of(batch: Batch, logits: Tensor, index: int) -> Targets:
     )
 
 
-def ahead(values: Tensor, places: int, length: int) -> Tensor:
-    """Value some positions ahead of each row, ``(B, length, ...)``; 0 after the last.
+def ahead(values: Tensor, offset: int, length: int) -> Tensor:
+    """Shifts values to the left by ``offset`` positions, ``(B, length, ...)``; 0 at the end.
 
     Args:
         values: ``(B, S, ...)``.
-        places: From a row to what it gets.
-        length: Rows, at most S.
+        offset: Distance from a row to the position whose value it gets.
+        length: Length of the result, at most S.
     """
-    moved = values[:, places : places + length]
+    moved = values[:, offset : offset + length]
     return F.pad(moved, (*[0] * (2 * (values.ndim - 2)), 0, length - moved.shape[1]))
 
 
@@ -723,7 +723,7 @@ def eagle_losses(states: Tensor, logits: Tensor, targets: Targets) -> tuple[Tens
 
 
 def law_weight(module: FeatureDrafter, options: Options) -> float:
-    """Weight in the options, or the default for the drafter's target."""
+    """Weight of the distribution loss: the option's, else the default for the target."""
     usual = 1.0 if module.config.get("draws_images") else 0.1
     return usual if options.law_weight is None else options.law_weight
 
@@ -731,13 +731,13 @@ def law_weight(module: FeatureDrafter, options: Options) -> float:
 def distribution_losses(
     logits: Tensor, targets: Targets, own: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy at each row, 0 where nothing is asked, and where something is, ``(B, L)``.
+    """Cross-entropy at each row, 0 without a target, and whether the row has one, ``(B, L)``.
 
     Args:
-        logits: The drafter's, ``(B, L, D)``.
+        logits: The drafter's logits, ``(B, L, D)``.
         targets: Targets of the pass. Their distribution is renormalised over the drafter's
-            vocabulary, and nothing is asked where its most likely token is outside.
-        own: The target's id of each of the drafter's, ``(D,)``; ``None``: the same.
+            vocabulary; rows whose most likely token is outside of it have no target.
+        own: The target's id of each of the drafter's ids, ``(D,)``; ``None``: the same.
     """
     wanted, asked = targets.logits, targets.asked
     if own is not None:

@@ -1,10 +1,10 @@
 """Targets that drafters are trained for: models of text answers, and models of image codes.
 
-A `Target` answers requests, reads them with their answers in one pass of the engine, and is decoded
-with a draft; `mmdecode.train.drafters.trainer` knows no more of it. Answers are the target's own,
-as it is meant to be sampled, and images are drawn with its guidance: rows of the branches then
-stand one below the other, and a drafter learns states of both and the distribution that guidance
-makes of them.
+A `Target` answers requests, computes its states over prompts and answers in one pass of the engine,
+and decodes with a drafter; `mmdecode.train.drafters.trainer` uses nothing else of it. Answers are
+the target's own, with the settings it is decoded with. Images are generated with guidance: the rows
+of all branches are in one batch, and a drafter is trained on the states of each branch and on the
+guided distribution.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Target(Protocol):
     """Model that drafters are trained for.
 
     Attributes:
-        at_once: Requests that are decoded together.
-        kinds: Kinds of drafters that are known for it; ``None``: all.
+        at_once: Number of requests per batch.
+        kinds: Kinds of drafters that the target supports; ``None``: all.
     """
 
     at_once: int
@@ -63,36 +63,36 @@ class Target(Protocol):
 
     @property
     def branches(self) -> Sequence[BranchSpec]:
-        """Conditionings other than the main one that its samples are read under."""
+        """Branches other than the main one whose states are collected."""
 
     @property
     def model(self) -> Any:
-        """The model that is run."""
+        """The model."""
 
     @property
     def adapter(self) -> Any:
         """Adapter of the model."""
 
     def answers(self, requests: Sequence[Any], options: Options) -> list[list[int]]:
-        """Its own answers, as ids with the one that ends each."""
+        """Answers the requests; returns token ids, each with its end token."""
 
     def read(self, decoder: Decoder, samples: Sequence[Sample]) -> None:
-        """One pass over prompts and answers, with a decoder whose guide takes what it wants."""
+        """Runs one pass over prompts and answers; the decoder's guide collects the states."""
 
     def guided(self, logits: Tensor) -> Tensor:
         """Guided logits from those of all branches; see `Batch`."""
 
     def drafted(self, draft: Drafter, requests: Sequence[Any], options: Options) -> Decoder:
-        """The decoder, with its counters, after all requests were answered with a draft."""
+        """Answers all requests with a drafter; returns the decoder, whose counters say how well."""
 
 
 @dataclass
 class Texts:
-    """A model of text, with images in its prompts or without.
+    """A model that generates text, with or without images in its prompts.
 
     Args:
         model: The model.
-        build: Makes its inputs of requests.
+        build: Turns requests into model inputs.
     """
 
     model: Any
@@ -107,7 +107,7 @@ class Texts:
         return registry.adapter_for(self.model)
 
     def answers(self, requests: Sequence[AnswerRequest], options: Options) -> list[list[int]]:
-        """Greedy ones, or at the options' temperature."""
+        """Answers greedily, or samples at the options' temperature."""
         given = _greedily(options.max_new_tokens)
         if options.temperature:
             given |= {"do_sample": True, "temperature": options.temperature}
@@ -121,19 +121,19 @@ class Texts:
         return [up_to_end(row, ends) for row in rows]
 
     def read(self, decoder: Decoder, samples: Sequence[Sample]) -> None:
-        """Prompts and answers as one prompt, of which one token follows."""
+        """Passes prompt and answer as one prompt and generates one token."""
         answers = [sample.answer for sample in samples]
         inputs = with_answers(self.build([sample.request for sample in samples]), answers)
         generate(self.model, decoder=decoder, **inputs, **_greedily(1))
 
     def guided(self, logits: Tensor) -> Tensor:
-        """Logits unchanged."""
+        """Returns the logits unchanged."""
         return unguided(logits)
 
     def drafted(
         self, draft: Drafter, requests: Sequence[AnswerRequest], options: Options
     ) -> Decoder:
-        """Greedily."""
+        """Decodes greedily with the drafter."""
         decoder = Decoder(draft)
         for start in range(0, len(requests), self.at_once):
             inputs = self.build(requests[start : start + self.at_once])
@@ -143,10 +143,10 @@ class Texts:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Condition of an image.
+    """Request for an image.
 
     Attributes:
-        id: Names it, and its noise.
+        id: Id of the request, which keys its noise.
         condition: A class or a prompt, as `RasterModel.given` takes it.
     """
 
@@ -156,7 +156,7 @@ class Drawing:
 
 @dataclass
 class Images:
-    """A model that draws images code by code, sampled and guided as its checkpoint says.
+    """A model that generates images code by code, with its checkpoint's sampling and guidance.
 
     Args:
         raster: The model.
@@ -183,28 +183,28 @@ class Images:
         return self.raster.adapter
 
     def answers(self, requests: Sequence[Drawing], options: Options) -> list[list[int]]:
-        """Drawn tokens, forced ones among them."""
+        """Samples images; returns their tokens, forced ones included."""
         return self._draw(Decoder(seed=options.fit.seed), requests).tokens.tolist()
 
     def read(self, decoder: Decoder, samples: Sequence[Sample]) -> None:
-        """Codes after what they are drawn of, as one prompt."""
-        told = torch.tensor([sample.answer for sample in samples], device=self.model.device)
+        """Passes condition and tokens as one prompt."""
+        codes = torch.tensor([sample.answer for sample in samples], device=self.model.device)
         inputs = self.adapter.condition(
             **self.raster.given([sample.request.condition for sample in samples])
         )
         decoder(
             self.model,
-            told[:, :0],
+            codes[:, :0],
             logits_processor=LogitsProcessorList(),
             stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(1)]),
             generation_config=GenerationConfig(max_length=1, do_sample=False),
-            mm_adapter=self.adapter.with_prefix(told),
+            mm_adapter=self.adapter.with_prefix(codes),
             mm_request=[sample.request.id for sample in samples],
             **inputs,
         )
 
     def guided(self, logits: Tensor) -> Tensor:
-        """Guides by the checkpoint's strength; 1 has no second branch."""
+        """Applies the checkpoint's guidance scale; 1 has no second branch."""
         if self.raster.preset.guidance == 1:
             return logits
         conditional, nothing = logits.chunk(2)
@@ -212,7 +212,7 @@ class Images:
         return torch.cat([distribution, distribution])
 
     def drafted(self, draft: Drafter, requests: Sequence[Drawing], options: Options) -> Decoder:
-        """Sampled, by the exact rule for drawn tokens."""
+        """Samples with the drafter, by the exact rule for sampling."""
         decoder = Decoder(draft, accept="rejection", seed=options.fit.seed)
         for start in range(0, len(requests), self.at_once):
             self._draw(decoder, requests[start : start + self.at_once])
@@ -231,14 +231,14 @@ class Images:
 
 
 def with_answers(inputs: Mapping[str, Any], answers: Sequence[list[int]]) -> dict[str, Any]:
-    """Inputs whose texts go on with answers, padded on the left again."""
+    """Appends answers to the inputs' texts, padded on the left again."""
     real = inputs["attention_mask"].bool()
-    behind = {"input_ids": answers, "attention_mask": [[1] * len(a) for a in answers]}
+    appended = {"input_ids": answers, "attention_mask": [[1] * len(a) for a in answers]}
     given = dict(inputs)
     for name in BY_TOKEN:
         if name not in inputs:
             continue
-        added = behind.get(name, [[0] * len(answer) for answer in answers])
+        added = appended.get(name, [[0] * len(answer) for answer in answers])
         rows = [
             torch.cat([own[there], own.new_tensor(more)])
             for own, there, more in zip(inputs[name], real, added, strict=True)
@@ -254,12 +254,12 @@ def _greedily(tokens: int) -> dict[str, Any]:
 
 
 def loaded(model_id: str, device: str = "cpu", dtype: torch.dtype | None = None) -> Target:
-    """A target, its model by default in float32.
+    """Loads a target; its model is in float32 by default.
 
     Raises:
         InputError: The checkpoint cannot be loaded.
         OptionError: The device does not exist.
-        UnsupportedModelError: It is a speech recogniser.
+        UnsupportedModelError: The checkpoint is a speech recogniser.
     """
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -287,15 +287,15 @@ def loaded(model_id: str, device: str = "cpu", dtype: torch.dtype | None = None)
 
 
 def requests_for(target: Target, data: str, limit: int | None) -> list[Any]:
-    """Prompt of a target.
+    """Training requests of a target.
 
     Args:
-        target: One that draws of classes is asked for each in turn.
-        data: `SCENES`, which stands for classes too, or a table of questions or prompts.
-        limit: Use so many; of scenes and classes 1,000 unless it says otherwise.
+        target: The target. A class-conditional one gets its classes in turn.
+        data: `SCENES`, also for class-conditional targets, or a table of questions or prompts.
+        limit: Number of requests; ``None``: 1,000 of scenes and classes, else the whole table.
 
     Raises:
-        OptionError: A model of classes is given a table, or one of prompts none.
+        OptionError: A class-conditional model is given a table, or a model of prompts none.
     """
     if not isinstance(target, Images):
         return scene_requests(limit or 1000) if data == SCENES else read_requests(data, limit)
@@ -315,7 +315,7 @@ def requests_for(target: Target, data: str, limit: int | None) -> list[Any]:
 def _texts(
     tokenizer: Any, device: torch.device, requests: Sequence[AnswerRequest]
 ) -> dict[str, Tensor]:
-    """Inputs of a language model, by its chat template where it has one."""
+    """Inputs of a language model, by its chat template if it has one."""
     texts = [request.text for request in requests]
     templated = tokenizer.chat_template is not None
     if templated:
@@ -339,7 +339,7 @@ def _texts(
 
 
 def scene_requests(count: int) -> list[AnswerRequest]:
-    """Requests about drawn scenes of the training side: captions, and one question in four."""
+    """Requests about rendered training scenes: three captions for every question."""
     from mmdecode.zoo.scene_text import DESCRIBE, exchanges
     from mmdecode.zoo.scenes import draw_scene
 
@@ -356,7 +356,7 @@ def scene_requests(count: int) -> list[AnswerRequest]:
 
 
 def scene_image(seed: int) -> Any:
-    """The picture of a scene, drawn when it is read."""
+    """Source of a scene's image, which is rendered when it is read."""
     from mmdecode.vlm.images import ImageSource, read_image
     from mmdecode.zoo.scenes import draw_scene, render
 

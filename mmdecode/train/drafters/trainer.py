@@ -1,14 +1,14 @@
-"""``mmdecode train drafter``: drafters that read a model's states, for that model and its images.
+"""``mmdecode train drafter``: trains drafters on the states of the model they draft for.
 
-The target answers its training prompts itself, once (on-policy: a drafter learns what verification
-will ask for), and the answers are kept as ids. The states of a batch are computed when the batch is
-learned from, by the engine's own pass over prompt and answer, and kept in memory while there is
-room; nothing but ids is written. Training stops at the best
-measured drafting of a chain on held-out prompts, and not by a loss, since losses saturate at the
+The target first answers the training prompts itself, once, and the answers are kept as ids
+(on-policy: the drafter is trained on what verification will accept). The states of a batch are
+computed when the batch is used, by the engine's own pass over prompt and answer, and cached in
+memory while there is room; only ids are written to disk. Training stops at the best measured tokens
+per pass of a drafted chain on held-out prompts, and not by a loss, since losses saturate at the
 first position long before acceptance does at the last.
 
-Targets are in `mmdecode.train.drafters.targets`, kinds of drafters and their losses
-in `mmdecode.train.drafters.recipes`.
+Targets are in `mmdecode.train.drafters.targets`, kinds of drafters and their losses in
+`mmdecode.train.drafters.recipes`.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from mmdecode.train.loop import BITS, fit, progress
 
 
 class Collector(Edited):
-    """Takes the states of a whole prompt from the engine's pass, and changes nothing.
+    """A guide that collects the states of a whole prompt and leaves the logits unchanged.
 
     Args:
-        drafter: Drafter whose rows are made; ``None``: none.
-        branches: Other conditionings whose states are taken too.
-        early: Reads the model's early layers in the same pass; ``None``: nothing does.
+        drafter: Drafter whose inputs are collected; ``None``: none.
+        branches: Other branches whose states are collected too.
+        early: Records the model's early layers in the same pass; ``None``: they are not recorded.
     """
 
     neutral = False
@@ -77,13 +77,13 @@ class Collector(Edited):
         self.found: Any = None
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """Requirements of the drafter, for the whole prompt."""
+        """States that the drafter requires, of the whole prompt."""
         if self.drafter is None:
             return Requirements(hidden=frozenset({"last"}), prompt_hidden=True)
         return feature_needs(self.drafter, adapter)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """Notes them."""
+        """Keeps the states."""
         specs, adapter = [MAIN, *self.branches], call.plan.adapter
         rows = None if self.drafter is None else prompt_rows(self.drafter, call, prefill, specs)
         prompts = [adapter.prompt(call, spec) for spec in specs]
@@ -99,12 +99,12 @@ class Collector(Edited):
 
 
 def collect(target: Target, drafter: FeatureDrafter | None, samples: Sequence[Sample]) -> Batch:
-    """The target's states over prompts and answers.
+    """Computes the target's states over prompts and answers.
 
     Args:
         target: The target.
-        drafter: Drafter whose rows are wanted.
-        samples: Samples that the rows are made of.
+        drafter: Drafter whose inputs are collected; ``None``: none.
+        samples: Prompts and answers.
     """
     early = EarlyStates(target.adapter) if isinstance(drafter, DreamModel) else None
     collector = Collector(drafter, target.branches, early)
@@ -120,19 +120,19 @@ def collect(target: Target, drafter: FeatureDrafter | None, samples: Sequence[Sa
         words=words,
         asked=order >= ids.shape[1] - lengths[:, None],
         adapter=target.adapter,
-        inner=None if early is None else early.surest(),
+        inner=None if early is None else early.lowest_entropy(),
         guided=target.guided,
     )
 
 
 class Batches:
-    """The batch of each step; samples of about a length go together, each once in a pass over all.
+    """The batch of each step: samples of similar length, each once per epoch.
 
-    States are computed when a batch is asked for, and kept while there is room.
+    States are computed when a batch is requested, and cached while there is room.
 
     Args:
         target: The target.
-        drafter: Drafter whose rows are wanted.
+        drafter: Drafter whose inputs are collected; ``None``: none.
         samples: Training samples.
         options: Settings; a batch depends on them and the step alone.
     """
@@ -154,9 +154,9 @@ class Batches:
 
     def __call__(self, step: int) -> Batch:
         """Batch of a step."""
-        epoch, place = divmod(step, len(self._parts))
+        epoch, position = divmod(step, len(self._parts))
         dice = torch.Generator().manual_seed(self._seed * 2**32 + epoch)
-        index = int(torch.randperm(len(self._parts), generator=dice)[place])
+        index = int(torch.randperm(len(self._parts), generator=dice)[position])
         if index in self._kept:
             return self._kept[index]
         batch = self._collect(self._parts[index])
@@ -168,7 +168,7 @@ class Batches:
 
 
 def answered(target: Target, requests: Sequence[Any], options: Options, file: Path) -> list[Sample]:
-    """The target's own answers; those that ``file`` holds already are read from it."""
+    """The target's own answers, each written to ``file`` and read from it when resumed."""
     known = _known(file)
     missing = [request for request in requests if request.id not in known]
     if missing:
@@ -191,11 +191,11 @@ def _known(file: Path) -> dict[str, list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafted:
-    """How well a chain is drafted.
+    """Measured acceptance of a drafted chain.
 
     Attributes:
-        tokens_per_pass: Committed tokens of a row's pass, the target's own token included.
-        by_position: Share of passes that accepted at least so many drafted tokens, from 1 on.
+        tokens_per_pass: Committed tokens per row and pass, the target's own token included.
+        by_position: Share of passes that accepted at least 1, 2, ... drafted tokens.
     """
 
     tokens_per_pass: float
@@ -203,7 +203,7 @@ class Drafted:
 
 
 def measured(target: Target, requests: Sequence[Any], draft: Drafter, options: Options) -> Drafted:
-    """Decoding of requests with a draft, as the target is meant to be decoded."""
+    """Decodes requests with a drafter and measures acceptance."""
     stats = target.drafted(draft, requests, options).stats
     found = stats.by_depth
     return Drafted(
@@ -225,7 +225,7 @@ def entropy(target: Target, samples: Sequence[Sample]) -> float:
 
 @contextmanager
 def frozen(model: Any) -> Iterator[None]:
-    """No gradients for a model's weights; afterwards, or where it fails, as they were."""
+    """Context in which a model's weights need no gradients; restored afterwards, also on errors."""
     learned = [p for p in model.parameters() if p.requires_grad]
     for parameter in learned:
         parameter.requires_grad_(False)
@@ -246,25 +246,25 @@ def train(
     start: str | None = None,
     worker: Alone | None = None,
 ) -> dict[str, Any]:
-    """Trains a drafter; run again to go on.
+    """Trains a drafter; run again to resume.
 
     Args:
-        target: Its model in float32 or the precision of ``worker``; it is left as it is.
-        requests: The last ``options.tested`` of them are looked at once, for the card; the
-            ``options.held_out`` before them choose what is kept; the rest is learned.
+        target: The target, in float32 or the precision of ``worker``; its weights stay frozen.
+        requests: Prompts. The last ``options.tested`` give the card's numbers, once, at the end;
+            the ``options.held_out`` before them choose the best checkpoint; the rest is trained on.
         options: Settings.
-        work: Folder of answers, state and log; the log's ``held_out`` is passes a token.
-        out: Folder of the result, which the draft of the kind loads.
+        work: Folder of answers, state and log; the log's ``held_out`` is passes per token.
+        out: Folder of the trained drafter.
         start: A drafter to start from, see `mmdecode.train.begin`; ``None``: from scratch.
-        worker: Where it runs; ``None``: in this process, in float32.
+        worker: Process, device and precision; ``None``: this process, in float32.
 
     Returns:
         The card, also written to ``out/card.json``.
 
     Raises:
         InputError: There are too few requests, or ``start`` is of other sizes.
-        OptionError: ``work`` belongs to a training with other settings or requests, or no drafter
-            of the kind is known for the target.
+        OptionError: ``work`` belongs to a training with other settings or requests, or the target
+            does not support the kind.
     """
     worker = worker or Alone()
     if target.kinds is not None and options.kind not in target.kinds:
@@ -313,10 +313,10 @@ def train(
         best = work / "best.pt"
 
         def loss_at(step: int) -> Tensor:
-            place = worker.place(step)
-            batch = batches(place)
+            batch_index = worker.batch_index(step)
+            batch = batches(batch_index)
             with worker.autocast():
-                return recipe.loss(module, batch, options, options.fit.dice(place))
+                return recipe.loss(module, batch, options, options.fit.dice(batch_index))
 
         def judged(by: Sequence[Sample]) -> Drafted:
             asked = [sample.request for sample in by]
@@ -373,23 +373,23 @@ def train_from(
     precision: str = "fp32",
     start: str | None = None,
 ) -> dict[str, Any]:
-    """``mmdecode train drafter``.
+    """Loads a target and trains a drafter for it: ``mmdecode train drafter``.
 
     Args:
         model_id: A vision-language or causal language model, or a LlamaGen: folder, Hub id or
             ``zoo:NAME``.
-        data: `SCENES`, which for a LlamaGen of classes stands for these, or a table of questions,
-            with images or without, or of prompts.
-        out: Folder of the drafter, with a page for the Hub; answers, state and log lie in
+        data: `SCENES`, which for a class-conditional LlamaGen means its classes, or a table of
+            questions, with or without images, or of prompts.
+        out: Folder of the drafter, with a page for the Hub; answers, state and log are in
             ``out/state``.
         options: Settings.
-        limit: Use so many requests; of scenes 1,000 unless it says otherwise.
-        device: Where to train; ``None``: CUDA where there is one.
+        limit: Number of requests; ``None``: 1,000 of scenes and classes, else the whole table.
+        device: Device of the training; ``None``: CUDA if there is one.
         precision: ``fp32``, ``bf16`` or ``fp16``, see `mmdecode.train.distributed`.
-        start: A drafter to start from.
+        start: A drafter to start from; ``None``: from scratch.
 
     Returns:
-        The card; in processes that do not lead, nothing.
+        The card; empty in processes that do not lead.
     """
     refuse_foreign_in(out, but=["README.md"])  # a page of the user's is left as it is
     worker = Worker(device, precision)

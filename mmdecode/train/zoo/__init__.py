@@ -1,1 +1,1 @@
-"""How the shipped models are made, one recipe a module."""
+"""Training recipes of the shipped models, one per module."""

@@ -1,8 +1,8 @@
-"""Trains small transformers over image codes, and measures what their distributions are like.
+"""Losses of small transformers over image codes, and measurements of their distributions.
 
-Used by the recipes of the zoo's LlamaGen models. Training stops at the best held-out likelihood;
-the measurements are those that say beforehand which parallel decoding can gain what: entropy of the
-distribution that is decoded, and how far it reacts to a code some places before.
+Used by the recipes of the zoo's LlamaGen models. The measurements predict how much parallel
+decoding can gain: the entropy of the distribution that codes are sampled from, and how much it
+depends on codes a given distance before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmdecode.train.loop import BITS
 
 
 def dropped(model: LlamaGenForImageGeneration, condition: Tensor, which: Tensor) -> Tensor:
-    """Conditions with those of the images ``which``, bool ``(B,)``, taken away."""
+    """Drops the conditions of the images ``which``, bool ``(B,)``."""
     shape = (-1, *[1] * (condition.ndim - 1))
     return torch.where(which.view(shape), model.unconditional(condition), condition)
 
@@ -61,10 +61,10 @@ def bits_per_code(
 
 
 def position_entropy(codes: Tensor) -> float:
-    """Mean over positions of the entropy in bits of the code there, images ``(n, tokens)``.
+    """Entropy in bits of the code at a position, averaged over positions, of ``(n, tokens)``.
 
-    Bits per code of a model that knows positions and nothing else; too small by about
-    ``codes / (1.4 n)`` bits where a position has that many codes.
+    This is the bits per code of a model that knows the position alone. The estimate is too small by
+    about ``codes / (1.4 n)`` bits, where ``codes`` is the number of codes that occur at a position.
     """
     entropies = []
     for column in codes.T:
@@ -74,11 +74,11 @@ def position_entropy(codes: Tensor) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """Images drawn from a model.
+class SampledCodes:
+    """Images sampled from a model.
 
     Attributes:
-        codes: ``(B, tokens)``.
+        codes: Image codes, ``(B, tokens)``.
         entropy: Entropy of the distribution that each code was sampled from, in bits, ``(B,
             tokens)``.
     """
@@ -92,34 +92,38 @@ class Setting:
     """How a model is decoded.
 
     Attributes:
-        scale: Scale of guidance; 1 is neutral.
-        sampling: Sampling options after guidance.
+        scale: Guidance scale; 1 is neutral.
+        sampling: Sampling settings, applied to guided logits.
     """
 
     scale: float = 1.0
     sampling: Sampling = field(default_factory=Sampling)
 
     def target_logits(self, logits: Tensor) -> Tensor:
-        """Log-probabilities from rows with a condition, then those without, ``(2 B, ..., V)``."""
+        """Log-probabilities after guidance and sampling settings, ``(B, ..., V)``.
+
+        ``logits`` are those of the conditional rows, then of the unconditional ones,
+        ``(2 B, ..., V)``.
+        """
         given, nothing = logits.float().chunk(2)
         return self.sampling.warp(guided(given, nothing, self.scale)).log_softmax(-1)
 
     def described(self) -> dict[str, Any]:
-        """For cards."""
+        """The settings as they are written into cards."""
         order = list(self.sampling.order)
         return {"guidance": self.scale, **asdict(self.sampling), "order": order}
 
 
 def write_setting(setting: Setting, folder: Path) -> None:
-    """``generation_config.json``: how the model is meant to be decoded."""
-    told = {"do_sample": True, "guidance_scale": setting.scale} | {
+    """Writes the decoding settings to ``generation_config.json``."""
+    settings = {"do_sample": True, "guidance_scale": setting.scale} | {
         name: value for name, value in asdict(setting.sampling).items() if name != "order"
     }
-    write_file(folder / "generation_config.json", json.dumps(told, indent=2) + "\n")
+    write_file(folder / "generation_config.json", json.dumps(settings, indent=2) + "\n")
 
 
 def entropy_of(distribution: Tensor) -> Tensor:
-    """In bits, of log-probabilities ``(..., V)``."""
+    """Entropy in bits of log-probabilities ``(..., V)``."""
     return -(distribution.exp() * distribution.clamp_min(-1e4)).sum(-1) * BITS
 
 
@@ -130,8 +134,8 @@ def draw(
     setting: Setting,
     dice: torch.Generator,
     slot_mask: Tensor | None = None,
-) -> Drawn:
-    """An image for each condition, code by code with a cache; the plain loop, for measurements."""
+) -> SampledCodes:
+    """Samples an image per condition, code by code with a cache: a plain loop for measurements."""
     both = torch.cat([conditions, model.unconditional(conditions)])
     length = model.config.slots + model.config.image_tokens
     mask = None if slot_mask is None else padding_mask(slot_mask.repeat(2, 1), length)
@@ -149,7 +153,7 @@ def draw(
         entropies.append(entropy_of(distribution))
         inputs = model.model.embed_tokens(codes[-1].repeat(2, 1))
         start = end
-    return Drawn(codes=torch.cat(codes, 1), entropy=torch.stack(entropies, 1))
+    return SampledCodes(codes=torch.cat(codes, 1), entropy=torch.stack(entropies, 1))
 
 
 @torch.no_grad()
@@ -161,18 +165,18 @@ def reach(
     dice: torch.Generator,
     slot_mask: Tensor | None = None,
 ) -> dict[str, float]:
-    """How far the distribution moves if the code some places before is drawn again.
+    """Effect of resampling one code on the distributions of later codes, by distance.
 
-    In each image one code is drawn again from its own distribution; the distance is the mean total
-    variation between the distributions of a later code before and after. At distance 1 it says what
-    a left neighbour matters, at the grid's width what the one above does.
+    In each image one code is resampled from its own distribution. The effect is the mean total
+    variation between the distributions of a later code before and after: at distance 1 that of the
+    left neighbour, at the grid's width that of the code above.
 
     Args:
         model: The model.
         conditions: One per image.
-        codes: Images drawn from the model under ``setting``, ``(B, tokens)``.
-        setting: How it is decoded.
-        dice: Source of positions and codes.
+        codes: Images sampled from the model under ``setting``, ``(B, tokens)``.
+        setting: Guidance and sampling.
+        dice: Random generator of positions and codes.
         slot_mask: Same as in `LlamaGenForImageGeneration.code_logits`.
     """
     both = torch.cat([conditions, model.unconditional(conditions)])
@@ -180,14 +184,14 @@ def reach(
     width = model.config.grid_size
     distances = (1, 2, 3, width - 1, width, width + 1, 2 * width)
     rows = torch.arange(len(codes))
-    place = torch.randint(codes.shape[1] - max(distances), rows.shape, generator=dice)
+    position = torch.randint(codes.shape[1] - max(distances), rows.shape, generator=dice)
     before = setting.target_logits(model.code_logits(both, codes.repeat(2, 1), mask))
     changed = codes.clone()
-    changed[rows, place] = before[rows, place].exp().multinomial(1, generator=dice)[:, 0]
+    changed[rows, position] = before[rows, position].exp().multinomial(1, generator=dice)[:, 0]
     after = setting.target_logits(model.code_logits(both, changed.repeat(2, 1), mask))
     found = {}
     for k in distances:
-        distributions = (distribution[rows, place + k].exp() for distribution in (before, after))
+        distributions = (distribution[rows, position + k].exp() for distribution in (before, after))
         found[str(k)] = round(float(torch.sub(*distributions).abs().sum(-1).mean()) / 2, 4)
     return found
 
@@ -198,14 +202,14 @@ def distributions_of(
     setting: Setting,
     slot_mask: Tensor | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Mean entropy along drawn images and its `reach`, without guidance and as meant."""
+    """Mean entropy of sampled images and `reach`, without guidance and under ``setting``."""
     found = {}
     for name, how in (("plain", Setting()), ("guided", setting)):
         dice = torch.Generator().manual_seed(0)
-        drawn = draw(model, conditions, how, dice, slot_mask)
+        sampled = draw(model, conditions, how, dice, slot_mask)
         found[name] = {
-            "law_entropy_bits": round(float(drawn.entropy.mean()), 3),
-            "total_variation_at": reach(model, conditions, drawn.codes, how, dice, slot_mask),
+            "law_entropy_bits": round(float(sampled.entropy.mean()), 3),
+            "total_variation_at": reach(model, conditions, sampled.codes, how, dice, slot_mask),
         }
     return found
 
@@ -234,15 +238,15 @@ def write_card(
     facts: Sequence[str],
     numbers: dict[str, Any],
 ) -> dict[str, Any]:
-    """Writes ``card.json`` and ``README.md`` of a member of the zoo, and gives the card.
+    """Writes ``card.json`` and ``README.md`` of a zoo model; returns the card.
 
     Args:
-        folder: Folder of the member.
-        recipe: Recipe that rebuilds it.
-        what: One line about it.
-        measured: The most telling numbers in one line.
-        facts: Sentences about its data and how it is meant to be decoded.
-        numbers: All that was measured.
+        folder: Folder of the model.
+        recipe: Name of the recipe that rebuilds it.
+        what: Description in one line.
+        measured: The main numbers in one line.
+        facts: Sentences about its data and its decoding settings.
+        numbers: All measurements.
     """
     card = {"what": what, "measured": measured} | numbers
     write_file(folder / "card.json", marked_json(card))

@@ -1,9 +1,9 @@
 """Trains a tokenizer of LlamaGen's kind (`mmdecode.models.vq`), small enough for one CPU core.
 
-It begins as an autoencoder without codes; then the codebook is laid over the latents of a few
-batches by k-means and follows them as a moving average. A code that nothing is nearest to moves to
-a latent of the batch. The loss is the mean distance of pixels and of their differences to the right
-and below; there is no perceptual net and no adversary.
+It is first trained as an autoencoder without quantisation. Then the codebook is initialised by
+k-means over the latents of a few batches, and follows the latents as a moving average. An unused
+code is moved to a latent of the batch. The loss is the mean absolute error of pixels and of their
+differences to the right and below; there is no perceptual and no adversarial loss.
 
 Source: Sun et al. 2024, arXiv:2406.06525, section 2.1, for the lookup; van den Oord et al. 2017,
 arXiv:1711.00937, for straight-through gradients, commitment and the moving average.
@@ -30,11 +30,11 @@ from mmdecode.train.drafters.medusa import write_state
 from mmdecode.train.loop import progress, save_half
 from mmdecode.zoo.scene_images import to_pixels
 
-Pictures = Callable[[Sequence[int]], np.ndarray]
+Renderer = Callable[[Sequence[int]], np.ndarray]
 """Seeds to pixels, ``(B, H, W, 3)`` uint8."""
 
 INIT_BATCHES = 8
-DEAD = 0.02  # of the share a code would have if all were used alike
+DEAD = 0.02  # usage below which a code is replaced, relative to uniform usage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,11 @@ class TokenizerOptions:
     """Settings of the training.
 
     Attributes:
-        steps: All steps; the learning rate falls along a cosine.
-        plain_steps: Steps before there are codes.
+        steps: Total number of steps; the learning rate has a cosine schedule.
+        plain_steps: First steps, without quantisation.
         batch: Images per step.
         peak_rate: Highest learning rate (Adam).
-        commitment: Weight of the latents' distance to their codes.
+        commitment: Weight of the commitment loss.
         decay: Decay of the codebook's moving average.
         codebook_size, codebook_dim, channels, channel_multipliers, residual_blocks,
             latent_channels, norm_groups: See `VQConfig`.
@@ -86,7 +86,7 @@ class Codebook:
         self.counts = torch.ones_like(self.rows[:, 0])
 
     def begin(self, latents: Tensor, dice: torch.Generator) -> None:
-        """k-means on the sphere over latents ``(n, D)`` of length one."""
+        """Initialises the codes by spherical k-means over unit latents ``(n, D)``."""
         size = len(self.rows)
         centres = latents[torch.randperm(len(latents), generator=dice)[:size]]
         for _ in range(10):
@@ -101,7 +101,7 @@ class Codebook:
         self.rows.copy_(centres)
 
     def follow(self, latents: Tensor, chosen: Tensor, dice: torch.Generator) -> None:
-        """A step of the average, with latents ``(n, D)`` of length one and their codes ``(n,)``."""
+        """Updates the average with unit latents ``(n, D)`` and their codes ``(n,)``."""
         counts = torch.bincount(chosen, minlength=len(self.rows)).float()
         sums = torch.zeros_like(self.sums).index_add_(0, chosen, latents)
         self.counts.lerp_(counts, 1 - self.decay)
@@ -114,7 +114,7 @@ class Codebook:
         self.rows.copy_(F.normalize(self.sums, dim=-1))
 
     def state(self) -> dict[str, Tensor]:
-        """For resuming."""
+        """Tensors to save for resuming; see `load`."""
         return {"sums": self.sums, "counts": self.counts}
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -123,27 +123,27 @@ class Codebook:
 
 
 def reconstruction_loss(found: Tensor, wanted: Tensor) -> Tensor:
-    """Mean distance of pixels, and of their steps to the right and below."""
+    """Mean absolute error of pixels and of their differences to the right and below."""
     error = found - wanted
     across, down = error.diff(dim=3).abs().mean(), error.diff(dim=2).abs().mean()
     return error.abs().mean() + 0.5 * (across + down)
 
 
 def seeds_of(step: int, options: TokenizerOptions) -> range:
-    """Pictures of a step; none occurs twice."""
+    """Seeds of the images of a step; none occurs twice."""
     first = options.seed * 2**36 + step * options.batch
     return range(first, first + options.batch)
 
 
 def train(
     options: TokenizerOptions,
-    pictures: Pictures,
+    render: Renderer,
     work: Path,
     out: Path,
     *,
     save_every_s: float = 120.0,
 ) -> None:
-    """Trains a tokenizer into ``out``; ``work`` holds state and log, from which it goes on."""
+    """Trains a tokenizer into ``out``; resumes from state and log in ``work``."""
     model = options.build().train()
     codebook = Codebook(model, options.decay)
     learned = [p for p in model.parameters() if p.requires_grad]
@@ -167,11 +167,11 @@ def train(
     for step in progress(range(begun, options.steps), "tokenizer"):
         dice = torch.Generator().manual_seed(step)
         if step == options.plain_steps:
-            begin_codebook(model, codebook, pictures, options, dice)
+            begin_codebook(model, codebook, render, options, dice)
         wave = 0.5 * (1 + math.cos(math.pi * step / options.steps))
         for group in optimizer.param_groups:
             group["lr"] = options.peak_rate * min(1.0, (step + 1) / 50) * (0.02 + 0.98 * wave)
-        pixels = to_pixels(pictures(seeds_of(step, options)))
+        pixels = to_pixels(render(seeds_of(step, options)))
         latents = F.normalize(model.latents(pixels), dim=1)
         if step < options.plain_steps:
             loss = reconstruction_loss(model.decode(latents), pixels)
@@ -200,14 +200,14 @@ def train(
 def begin_codebook(
     model: VQModel,
     codebook: Codebook,
-    pictures: Pictures,
+    render: Renderer,
     options: TokenizerOptions,
     dice: torch.Generator,
 ) -> None:
-    """Lays the codebook over the latents of a few batches that training does not see."""
+    """Initialises the codebook on latents of a few batches that are not trained on."""
     found = []
     for index in range(INIT_BATCHES):
-        pixels = to_pixels(pictures(seeds_of(options.steps + index, options)))
+        pixels = to_pixels(render(seeds_of(options.steps + index, options)))
         found.append(model.latents(pixels).permute(0, 2, 3, 1).flatten(0, 2))
     codebook.begin(F.normalize(torch.cat(found), dim=-1), dice)
 
@@ -217,9 +217,9 @@ def measure(model: VQModel, pixels: Tensor) -> dict[str, Any]:
     """Measures a tokenizer on held-out images ``(B, 3, H, W)``.
 
     Returns:
-        Share of the codebook that occurs, perplexity of its use, PSNR in dB, and the
+        Share of codes in use, entropy of the codes in bits, PSNR in dB, and the
         neighbour-interchangeability curve: mean squared error between an image decoded from its
-        codes and from their r-th nearest, next to that from codes drawn at random.
+        codes and from their r-th nearest codes, and the same for random codes.
     """
     model.eval()
     codes = model.encode(pixels)
@@ -229,7 +229,7 @@ def measure(model: VQModel, pixels: Tensor) -> dict[str, Any]:
     entropy = -(share * share.clamp_min(1e-12).log2()).sum()
     error = ((plain.clamp(-1, 1) - pixels) / 2).square().flatten(1).mean(1)
     order = (model.codes @ model.codes.T).argsort(-1, descending=True)
-    drawn = torch.randint(size, codes.shape, generator=torch.Generator().manual_seed(0))
+    random_codes = torch.randint(size, codes.shape, generator=torch.Generator().manual_seed(0))
 
     def changed(other: Tensor) -> float:
         return round(float(((model.decode_codes(other) - plain) / 2).square().mean()), 6)
@@ -240,5 +240,5 @@ def measure(model: VQModel, pixels: Tensor) -> dict[str, Any]:
         "code_entropy_bits": round(float(entropy), 3),
         "psnr_db": round(float(-10 * error.log10().mean()), 2),
         "interchange_mse": {str(r): changed(order[:, r][codes]) for r in ranks}
-        | {"random": changed(drawn)},
+        | {"random": changed(random_codes)},
     }

@@ -1,8 +1,8 @@
-"""Recipe of ``zoo:llamagen-digits``: real scans of digits, grey level by grey level.
+"""Recipe of ``zoo:llamagen-digits``: a LlamaGen over the grey levels of real scans of digits.
 
 There is no tokenizer: the 17 grey levels of an 8 x 8 scan are its codes, so that likelihoods are
-those of real images. A model of this size can learn 1,437 scans by heart. Therefore scans are
-shifted by a pixel now and then, and training stops at the best likelihood of scans held out.
+those of real images. To avoid overfitting on the 1,437 scans, some are shifted by up to a pixel,
+and training stops at the best held-out likelihood.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class LlamaGenDigitsOptions:
     Attributes:
         width, layers, heads, inner: Sizes of the transformer; ``inner`` is its feed-forward width.
         shifted: Share of the scans that are shifted, by up to one pixel in each direction.
-        fit: How it is trained.
-        setting: How the model is meant to be decoded.
-        drawn: Images drawn for the card.
-        device: On which it learns.
+        fit: Steps, learning rates and stopping.
+        setting: Decoding settings of the model.
+        num_sampled: Images sampled for the card's numbers.
+        device: Device of the training.
     """
 
     width: int = 112
@@ -52,7 +52,7 @@ class LlamaGenDigitsOptions:
         )
     )
     setting: Setting = field(default_factory=lambda: Setting(scale=1.5, sampling=Sampling()))
-    drawn: int = 200
+    num_sampled: int = 200
     device: str = "cpu"
 
 
@@ -70,9 +70,9 @@ class Scans:
 
 
 def split() -> tuple[Scans, Scans, Scans]:
-    """Scans for training, for development and for the test: every tenth is in either of the last.
+    """Scans for training, development and test; the last two have a tenth each.
 
-    Both are among those that scenes hold out too.
+    Both are among the scans that `mmdecode.zoo.scenes` holds out too.
     """
     scans, labels = (torch.from_numpy(part).long() for part in digit_scans())
     index = torch.arange(len(scans))
@@ -84,7 +84,7 @@ def split() -> tuple[Scans, Scans, Scans]:
 
 
 def shift(codes: Tensor, share: float, dice: torch.Generator) -> Tensor:
-    """Moves a share of the scans ``(B, 64)`` by a pixel or none in each direction over level 0."""
+    """Shifts a share of the scans ``(B, 64)`` by up to a pixel in each direction, filled with 0."""
     images = torch.nn.functional.pad(codes.view(-1, SIDE, SIDE), (1, 1, 1, 1))
     moved = torch.rand(len(codes), generator=dice) < share
     start = torch.randint(3, (len(codes), 2), generator=dice).where(moved[:, None], torch.tensor(1))
@@ -127,7 +127,7 @@ def loss_at(
 
 
 def run(options: LlamaGenDigitsOptions, work: Path, out: Path) -> dict[str, Any]:
-    """The whole recipe; resumable."""
+    """Trains the model and writes its folder with a card; resumable."""
     torch.set_num_threads(1)
     training, development, test = split()
     model, best = build(options).to(options.device), work / "best.pt"
@@ -159,7 +159,7 @@ def run(options: LlamaGenDigitsOptions, work: Path, out: Path) -> dict[str, Any]
         "bits_per_code": bits,
         "position_entropy_bits": round(image_codes.position_entropy(training.codes), 3),
         **image_codes.distributions_of(
-            model, torch.arange(options.drawn) % DIGITS, options.setting
+            model, torch.arange(options.num_sampled) % DIGITS, options.setting
         ),
         "decoding": options.setting.described(),
     }
@@ -169,7 +169,7 @@ def run(options: LlamaGenDigitsOptions, work: Path, out: Path) -> dict[str, Any]
 def describe(
     numbers: dict[str, Any], options: LlamaGenDigitsOptions, folder: Path
 ) -> dict[str, Any]:
-    """Card and README."""
+    """Writes card and README."""
     bits, scale = numbers["bits_per_code"], options.setting.scale
     return image_codes.write_card(
         folder,

@@ -1,12 +1,11 @@
 """Recipe of ``zoo:llamagen-scenes``: LlamaGen, three orders of magnitude smaller, from scratch.
 
-Output, in this order: a tokenizer of 64 x 64 images into 16 x 16 codes, which learns from
-harder pictures than the others; codes of some ten thousand pictures, once for all that follows; a
-transformer conditioned on the noun of a picture's large thing; a small one of the same kind, which
-drafts for it; and one conditioned on captions, with the text encoder it learns next to it, which is
-frozen from then on.
+Trained in this order: a tokenizer of 64 x 64 images into 16 x 16 codes, on harder images than the
+transformers; a transformer conditioned on the noun of an image's large object; a small one of the
+same kind, to draft for it; and one conditioned on captions, together with its text encoder. The
+transformers share a corpus of encoded images.
 
-Each part can be interrupted and goes on where it was.
+Each part can be interrupted and resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from mmdecode.train.zoo import image_codes, image_tokenizer
 from mmdecode.train.zoo.image_codes import Setting
 from mmdecode.train.zoo.image_tokenizer import TokenizerOptions
 from mmdecode.zoo.scene_images import (
-    CORPUS_PICTURES,
+    CORPUS_IMAGES,
     CORPUS_SEED,
     SCATTERED,
-    draw_picture,
-    pictures,
-    shown,
+    image_scene,
+    labelled_images,
+    rendered_images,
     to_pixels,
 )
 from mmdecode.zoo.scene_text import article
@@ -63,7 +62,7 @@ class Plan:
 
     Attributes:
         width, layers, heads, inner: Sizes of the transformer; ``inner`` is its feed-forward width.
-        fit: How it is trained.
+        fit: Steps, learning rates and stopping.
     """
 
     width: int = 144
@@ -87,45 +86,45 @@ class LlamaGenScenesOptions:
     """Settings of the recipe.
 
     Attributes:
-        tokenizer: Plan of the tokenizer's training.
-        pictures: In the corpus of codes.
-        development: Held-out pictures that decide when to stop.
-        test: Others, that are reported.
+        tokenizer: Settings of the tokenizer's training.
+        num_images: Images in the corpus of codes.
+        development: Held-out images that decide when to stop.
+        test: Held-out images that the card's numbers are measured on.
         plans: Plan of each part, in the order of training.
         text_width, text_layers: Sizes of the text encoder.
-        setting: How the models are meant to be decoded.
-        drawn: Images drawn for the card.
-        device: On which transformers learn; the tokenizer learns on the CPU.
-        workers: Processes that prepare what steps need; 0: none.
+        setting: Decoding settings of the models.
+        num_sampled: Images sampled for the card's numbers.
+        device: Device of the transformers' training; the tokenizer is trained on the CPU.
+        workers: Processes that prepare the data of steps; 0: none.
     """
 
     tokenizer: TokenizerOptions = field(default_factory=TokenizerOptions)
-    pictures: int = CORPUS_PICTURES
+    num_images: int = CORPUS_IMAGES
     development: int = 256
     test: int = 512
     plans: dict[Part, Plan] = field(default_factory=_plans)
     text_width: int = 96
     text_layers: int = 2
     setting: Setting = field(default_factory=lambda: Setting(scale=3.0))
-    drawn: int = 128
+    num_sampled: int = 128
     device: str = "cpu"
     workers: int = 0
 
 
 def on_cuda() -> LlamaGenScenesOptions:
-    """The same parts, learning for as long as a GPU can in ten minutes; the zoo's are these."""
+    """Settings for about ten minutes on a GPU, with more steps; the shipped models are these."""
     plans = {
         part: replace(plan, fit=replace(plan.fit, steps=STEPS_ON_CUDA[part], batch=64, every=500))
         for part, plan in _plans().items()
     }
-    return LlamaGenScenesOptions(pictures=80000, plans=plans, device="cuda", workers=4)
+    return LlamaGenScenesOptions(num_images=80000, plans=plans, device="cuda", workers=4)
 
 
-# What is said about pictures
+# Captions
 
 
 def caption(scene: Scene, rng: random.Random) -> str:
-    """One sentence, the large thing first; colours are sometimes left out."""
+    """Caption of one sentence, the large object first; colours are sometimes left out."""
     named = []
     for thing in reversed(scene.things):
         colour = f"{thing.colour} " if rng.random() < 0.85 else ""
@@ -135,7 +134,7 @@ def caption(scene: Scene, rng: random.Random) -> str:
 
 
 def build_text_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word of the captions, lower case, as a tokenizer of transformers."""
+    """Word-level tokenizer of the captions, lower case."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
     words = {word for noun in NOUNS for word in noun.split()}
@@ -163,12 +162,12 @@ def build_text_tokenizer() -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Encoded pictures.
+    """Encoded images.
 
     Attributes:
-        codes: In raster order, ``(n, tokens)`` int64.
+        codes: Codes in raster order, ``(n, tokens)`` int64.
         classes: ``(n,)`` int64.
-        seeds: From which the pictures can be drawn again, ``(n,)`` int64.
+        seeds: Seeds of the images' scenes, ``(n,)`` int64.
     """
 
     codes: Tensor
@@ -178,9 +177,11 @@ class Corpus:
 
 @torch.no_grad()
 def encode(model: VQModel, seeds: Sequence[int], *, batch: int = 50, workers: int = 0) -> Corpus:
-    """The codes of pictures, which ``workers`` processes render."""
+    """Encodes the images of seeds, which ``workers`` processes render."""
     parts = -(-len(seeds) // batch)
-    coming = Ahead(lambda part: shown(seeds[part * batch : (part + 1) * batch]), parts, workers)
+    coming = Ahead(
+        lambda part: labelled_images(seeds[part * batch : (part + 1) * batch]), parts, workers
+    )
     codes: list[Tensor] = []
     classes: list[int] = []
     for part in range(parts):
@@ -195,11 +196,11 @@ def encode(model: VQModel, seeds: Sequence[int], *, batch: int = 50, workers: in
 def build_corpus(
     model: VQModel, options: LlamaGenScenesOptions, folder: Path, *, shard: int = SHARD
 ) -> Corpus:
-    """The training pictures' codes, in shards of so many pictures that are kept; resumable."""
+    """Encodes the training images in files of ``shard`` images each; resumable."""
     parts = []
-    for start in progress(range(0, options.pictures, shard), "encoding"):
+    for start in progress(range(0, options.num_images, shard), "encoding"):
         file = folder / f"{start:07d}.npz"
-        seeds = range(CORPUS_SEED + start, CORPUS_SEED + min(start + shard, options.pictures))
+        seeds = range(CORPUS_SEED + start, CORPUS_SEED + min(start + shard, options.num_images))
         if not file.exists():
             made = encode(model, seeds, workers=options.workers)
             arrays = {
@@ -236,14 +237,14 @@ def build_transformer(
         num_classes=0 if captioned else len(NOUNS),
         caption_slots=SLOTS if captioned else 0,
         caption_size=options.text_width if captioned else 0,
-        rope_theta=100.0,  # frequencies that tell 16 places apart, rather than thousands
+        rope_theta=100.0,  # wavelengths for 16 positions rather than thousands
         initializer_range=0.03,
     )
     return LlamaGenForImageGeneration(config)
 
 
 class CaptionReader(nn.Module):
-    """A tiny text encoder and its tokenizer."""
+    """A small text encoder with its tokenizer."""
 
     def __init__(self, options: LlamaGenScenesOptions) -> None:
         super().__init__()
@@ -265,7 +266,7 @@ class CaptionReader(nn.Module):
         )
 
     def forward(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Features ``(B, SLOTS, width)`` and what is no padding, both padded on the left."""
+        """Features ``(B, SLOTS, width)`` and their mask, both padded on the left."""
         given = self.tokenizer(
             list(texts), padding="max_length", truncation=True, return_tensors="pt"
         )
@@ -282,17 +283,17 @@ class Batch:
 
     Attributes:
         codes: ``(B, tokens)`` int64.
-        told: Classes ``(B,)`` or captions.
-        left_out: Rows whose condition is left out, bool ``(B,)``.
+        raw_conditions: Classes ``(B,)`` or captions.
+        left_out: Rows whose condition is dropped, bool ``(B,)``.
     """
 
     codes: Tensor
-    told: Tensor | list[str]
+    raw_conditions: Tensor | list[str]
     left_out: Tensor
 
 
 class Learner(nn.Module):
-    """All that learns of a part: the transformer, and the reader of captions if it has one."""
+    """Trained modules of a part: the transformer, and the caption reader if there is one."""
 
     def __init__(self, part: Part, options: LlamaGenScenesOptions, grid: int) -> None:
         super().__init__()
@@ -302,46 +303,48 @@ class Learner(nn.Module):
         self.setting = options.setting
         self.reader = CaptionReader(options) if part == "caption" else None
 
-    def told(self, corpus: Corpus, rows: Tensor, salt: int) -> Tensor | list[str]:
-        """Conditions of pictures: classes, or captions drawn by ``salt``."""
+    def raw_conditions(self, corpus: Corpus, rows: Tensor, salt: int) -> Tensor | list[str]:
+        """Classes of images, or captions sampled with the seed ``salt``."""
         if self.reader is None:
             return corpus.classes[rows]
         return [
-            caption(draw_picture(seed), random.Random(f"caption/{seed}/{salt}"))
+            caption(image_scene(seed), random.Random(f"caption/{seed}/{salt}"))
             for seed in corpus.seeds[rows].tolist()
         ]
 
-    def conditions(self, told: Tensor | list[str]) -> tuple[Tensor, Tensor | None]:
-        """Classes, or features of captions, and the mask of their slots."""
-        if isinstance(told, Tensor):
-            return told.to(self.transformer.device), None
+    def conditions(self, raw_conditions: Tensor | list[str]) -> tuple[Tensor, Tensor | None]:
+        """Inputs of the transformer: classes, or caption features and their mask."""
+        if isinstance(raw_conditions, Tensor):
+            return raw_conditions.to(self.transformer.device), None
         assert self.reader is not None
-        return self.reader(told)
+        return self.reader(raw_conditions)
 
     def batch_at(self, corpus: Corpus, options: FitOptions, step: int) -> Batch:
         """Training batch of a step."""
         dice = options.dice(step)
         rows = torch.randint(len(corpus.codes), (options.batch,), generator=dice)
         left_out = torch.rand(options.batch, generator=dice) < options.condition_dropout
-        told = self.told(corpus, rows, step)
-        return Batch(codes=corpus.codes[rows], told=told, left_out=left_out)
+        raw_conditions = self.raw_conditions(corpus, rows, step)
+        return Batch(codes=corpus.codes[rows], raw_conditions=raw_conditions, left_out=left_out)
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean negative log-likelihood of a batch."""
         device = self.transformer.device
         with torch.autocast(device.type, torch.bfloat16):
-            condition, mask = self.conditions(batch.told)
+            condition, mask = self.conditions(batch.raw_conditions)
             condition = image_codes.dropped(self.transformer, condition, batch.left_out.to(device))
             return image_codes.code_loss(self.transformer, condition, batch.codes.to(device), mask)
 
     @torch.no_grad()
     def bits(self, corpus: Corpus) -> float:
-        """Negative log2-likelihood per code of held-out pictures."""
-        condition, mask = self.conditions(self.told(corpus, torch.arange(len(corpus.codes)), 0))
+        """Negative log2-likelihood per code of held-out images."""
+        condition, mask = self.conditions(
+            self.raw_conditions(corpus, torch.arange(len(corpus.codes)), 0)
+        )
         return image_codes.bits_per_code(self.transformer, condition, corpus.codes, mask)
 
     def export(self, folder: Path, tokenizer: VQModel | None) -> None:
-        """The part's folder, with whatever decodes its codes and reads its captions."""
+        """Saves the part with its image tokenizer and caption reader, if it has them."""
         save_half(self.transformer, folder)
         image_codes.write_setting(self.setting, folder)
         if tokenizer is not None:
@@ -352,7 +355,7 @@ class Learner(nn.Module):
 
 
 def held_out(model: VQModel, options: LlamaGenScenesOptions) -> tuple[Corpus, Corpus]:
-    """Pictures for development and for the test."""
+    """Encodes the held-out images for development and test."""
     first = HELD_OUT + options.development
     return (
         encode(model, range(HELD_OUT, first)),
@@ -363,11 +366,13 @@ def held_out(model: VQModel, options: LlamaGenScenesOptions) -> tuple[Corpus, Co
 def measured(
     learner: Learner, train: Corpus, test: Corpus, options: LlamaGenScenesOptions
 ) -> dict[str, Any]:
-    """The card's numbers of a transformer: likelihood, and what its distributions are like."""
+    """Numbers of a transformer for its card: likelihood and properties of its distributions."""
     model = learner.transformer.eval()
     with torch.no_grad():
-        told = learner.told(test, torch.arange(len(test.codes))[: options.drawn], 0)
-        condition, mask = learner.conditions(told)
+        raw_conditions = learner.raw_conditions(
+            test, torch.arange(len(test.codes))[: options.num_sampled], 0
+        )
+        condition, mask = learner.conditions(raw_conditions)
     return {
         "parameters": model.num_parameters(),
         "bits_per_code": round(learner.bits(test), 3),
@@ -385,7 +390,7 @@ def train_part(
     work: Path,
     out: Path,
 ) -> dict[str, Any]:
-    """Trains a part into its folder below ``out``, with a card of what was measured."""
+    """Trains a part into its folder below ``out`` and writes its card."""
     grid = SIDE // tokenizer.config.factor
     learner = Learner(part, options, grid).to(options.device)
     own = None if part == "small" else tokenizer
@@ -416,7 +421,7 @@ def train_part(
         "decoding": options.setting.described(),
     }
     if own is not None:
-        pixels = to_pixels(pictures(held[1].seeds.tolist()))
+        pixels = to_pixels(rendered_images(held[1].seeds.tolist()))
         numbers["tokenizer"] = image_tokenizer.measure(tokenizer, pixels)
         numbers["tokenizer"]["parameters"] = tokenizer.num_parameters()
     return describe(part, numbers, options, folder)
@@ -432,12 +437,12 @@ _CONDITIONS: dict[Part, str] = {
 def describe(
     part: Part, numbers: dict[str, Any], options: LlamaGenScenesOptions, folder: Path
 ) -> dict[str, Any]:
-    """Card and README of a part."""
+    """Writes card and README of a part."""
     plan, guided = options.plans[part], numbers["guided"]
     scale = options.setting.scale
     facts = [
         "Data: pictures of `mmdecode/zoo/scene_images.py`, their digits from real scans (see "
-        f"`data/digits.md`); {options.pictures} were encoded once, {numbers['steps']} steps of "
+        f"`data/digits.md`); {options.num_images} were encoded once, {numbers['steps']} steps of "
         f"{plan.fit.batch} drawn from them.",
         f"Held out by seed, and for digits by scan: {options.development} pictures decided when to "
         f"stop, {options.test} others gave the numbers.",
@@ -469,18 +474,18 @@ def describe(
 def run(
     options: LlamaGenScenesOptions, work: Path, out: Path, *, shard: int = SHARD
 ) -> dict[str, Any]:
-    """The whole recipe; resumable.
+    """Trains all parts; resumable.
 
     Args:
-        options: Its numbers.
-        work: State that it resumes from.
-        out: Receives one folder per part.
-        shard: Pictures whose codes are kept together.
+        options: Settings.
+        work: Folder of the training state.
+        out: Folder of the results, one subfolder per part.
+        shard: Images per file of codes.
     """
     torch.set_num_threads(1)
     vq = work / "vq"
     if not (vq / "config.json").exists():
-        scattered = partial(pictures, layout=SCATTERED)
+        scattered = partial(rendered_images, layout=SCATTERED)
         image_tokenizer.train(options.tokenizer, scattered, work / "tokenizer", vq)
     tokenizer = VQModel.from_pretrained(vq).eval().to(options.device)
     corpus = build_corpus(tokenizer, options, work / "corpus", shard=shard)

@@ -5,10 +5,11 @@ patches, projector, Llama text model of eight layers) and its ``LlavaProcessor``
 scenes rendered while training runs (`mmdecode.zoo.scenes`, `mmdecode.zoo.scene_text`); nothing is
 stored, and a step's batch depends on the seed and the step's number alone.
 
-First the tower learns what is where: nouns and colours per patch, nouns of the whole picture from
-the class token. Then all parts learn to answer, the tower's own task going on at a small weight.
-Several exchanges about one scene share its image tokens: they stand one after another after the
-prompt's beginning and see it and themselves only, at the positions they would have alone.
+First the vision tower is trained to classify the noun and colour of each patch and, from the class
+token, the nouns in the image. Then all parts are trained to answer, with the tower's own task at a
+small weight. Several exchanges about one scene share its image tokens: they are packed after the
+beginning of the prompt, attend to it and to themselves only, and have the positions they would have
+alone.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from mmdecode.zoo.scenes import (
 )
 
 BLIND_SHARE = 0.07
-TOWER_SLOWER = 0.2  # its rate once it has learned what is where: at the full one it forgets
+TOWER_SLOWER = 0.2  # of the learning rate after the first part: at the full one the tower forgets
 NOUN_OF = {scene_text.existence_question(noun): index for index, noun in enumerate(NOUNS)}
 PATCH = 8
 PATCHES = (SIDE // PATCH) ** 2
@@ -75,10 +76,10 @@ class LlavaScenesOptions:
 
     Attributes:
         tower_steps: Steps on the tower's own task.
-        steps: All steps; the learning rate falls over the last quarter.
-        tower_batch, batch: Scenes per step in the two parts.
-        questions: Fewest and most questions packed after a scene.
-        vocabulary: Size of the tokenizer.
+        steps: Total number of steps; the learning rate falls over the last quarter.
+        tower_batch, batch: Scenes per step in the first and the second part.
+        questions: Minimum and maximum number of questions packed after a scene.
+        vocabulary: Vocabulary size of the tokenizer.
         vision_width, vision_layers: Sizes of the tower.
         width, layers: Sizes of the text model.
         peak_rate: Highest learning rate (AdamW).
@@ -107,7 +108,7 @@ def build_processor(options: LlavaScenesOptions) -> LlavaProcessor:
     texts = []
     for index in range(3000):
         rng = random.Random(f"tokenizer/{options.seed}/{index}")
-        for made in drawn_exchanges(draw_scene(index), rng, options):
+        for made in sampled_exchanges(draw_scene(index), rng, options):
             texts.append(f"USER: \n{made.request} ASSISTANT: {made.answer}")
             texts.append(f"USER: {made.request} ASSISTANT: {made.answer}")
     bpe = ByteLevelBPETokenizer()
@@ -192,7 +193,7 @@ def build_model(
 
 
 class TowerHeads(nn.Module):
-    """Training targets of the tower: linear readings of patches and of the class token."""
+    """Linear classification heads of the tower: on patches and on the class token."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -202,7 +203,7 @@ class TowerHeads(nn.Module):
 
 
 class Learner(nn.Module):
-    """All that is trained: the model and the heads that are left out of the result."""
+    """All trained modules: the model, and the tower's heads, which are not exported."""
 
     def __init__(self, options: LlavaScenesOptions, processor: LlavaProcessor) -> None:
         super().__init__()
@@ -212,13 +213,13 @@ class Learner(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pictures:
-    """Scenes as the tower sees them.
+class TowerBatch:
+    """Inputs and labels of the tower.
 
     Attributes:
-        pixels: Normalised as the processor does, ``(B, 3, SIDE, SIDE)``.
-        nouns, colours: Class of each patch ``(B, PATCHES)``, 0 for background.
-        present: Whether each noun is there, ``(B, nouns)`` float.
+        pixels: Pixels normalised as by the processor, ``(B, 3, SIDE, SIDE)``.
+        nouns, colours: Class of each patch, ``(B, PATCHES)``; 0: background.
+        present: Whether each noun occurs, ``(B, nouns)`` float.
     """
 
     pixels: Tensor
@@ -227,10 +228,12 @@ class Pictures:
     present: Tensor
 
 
-def pictures(scenes: Sequence[Scene]) -> Pictures:
-    """Renders scenes, and says of each patch what covers most of it, if an eighth at least."""
-    shown = torch.from_numpy(np.stack([render(scene) for scene in scenes])).permute(0, 3, 1, 2)
-    pixels = (shown / 255 - torch.tensor(MEAN)[:, None, None]) / torch.tensor(SPREAD)[:, None, None]
+def rendered_batch(scenes: Sequence[Scene]) -> TowerBatch:
+    """Renders scenes; a patch has the label of what covers most of it, if at least an eighth."""
+    rendered = torch.from_numpy(np.stack([render(scene) for scene in scenes])).permute(0, 3, 1, 2)
+    pixels = (rendered / 255 - torch.tensor(MEAN)[:, None, None]) / torch.tensor(SPREAD)[
+        :, None, None
+    ]
     nouns = np.zeros((len(scenes), PATCHES), dtype=np.int64)
     colours = np.zeros_like(nouns)
     present = torch.zeros(len(scenes), len(NOUNS))
@@ -245,7 +248,7 @@ def pictures(scenes: Sequence[Scene]) -> Pictures:
         nouns[row] = np.array([0, *(NOUNS.index(t.name) + 1 for t in things)])[owner]
         colours[row] = np.array([0, *(palette.index(t.colour) + 1 for t in things)])[owner]
         present[row, [NOUNS.index(name) for name in scene.names]] = 1
-    return Pictures(
+    return TowerBatch(
         pixels=pixels,
         nouns=torch.from_numpy(nouns),
         colours=torch.from_numpy(colours),
@@ -253,8 +256,8 @@ def pictures(scenes: Sequence[Scene]) -> Pictures:
     )
 
 
-def tower_loss(states: Tensor, pooled: Tensor, heads: TowerHeads, batch: Pictures) -> Tensor:
-    """The tower's own task from its patch states ``(B, 1 + PATCHES, width)`` and pooled output."""
+def tower_loss(states: Tensor, pooled: Tensor, heads: TowerHeads, batch: TowerBatch) -> Tensor:
+    """Loss of the tower's heads from its states ``(B, 1 + PATCHES, width)`` and pooled output."""
     patches = states[:, 1:]
     noun = F.cross_entropy(heads.noun(patches).flatten(0, 1), batch.nouns.flatten())
     colour = F.cross_entropy(heads.colour(patches).flatten(0, 1), batch.colours.flatten())
@@ -262,10 +265,10 @@ def tower_loss(states: Tensor, pooled: Tensor, heads: TowerHeads, batch: Picture
     return 2 * noun + 0.5 * colour + 4 * present
 
 
-def drawn_exchanges(
+def sampled_exchanges(
     scene: Scene, rng: random.Random, options: LlavaScenesOptions
 ) -> list[Exchange]:
-    """Training prompts about a scene: questions, and a caption four times in five."""
+    """Samples training exchanges about a scene: questions, and a caption four times in five."""
     made = scene_text.exchanges(scene, rng, rng.randint(*options.questions))
     if rng.random() < 0.8:
         length = rng.choices(tuple(scene_text.DESCRIBE), (3, 3, 4))[0]
@@ -275,12 +278,12 @@ def drawn_exchanges(
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Exchanges after one image.
+    """Exchanges that are packed after one image.
 
     Attributes:
-        ids: The prompt's beginning, then requests and answers.
-        positions: Where each token would stand if its exchange were alone.
-        part: 0 for the beginning, then the number of the exchange; negative without an image.
+        ids: Token ids: the beginning of the prompt, then requests and answers.
+        positions: Position of each token if its exchange were alone.
+        part: 0 for the beginning, then the number of the exchange; negative without the image.
         answers: Whether the token belongs to an answer.
         weight: Weight of the token's loss.
     """
@@ -293,7 +296,7 @@ class Packed:
 
 
 class Packer:
-    """Lays exchanges out after their image, token for token as the processor would one by one."""
+    """Packs exchanges after their image; each has the tokens that the processor gives it alone."""
 
     def __init__(self, processor: LlavaProcessor) -> None:
         tokenizer = processor.tokenizer
@@ -307,11 +310,11 @@ class Packer:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def pack(self, made: Sequence[Exchange], blind: Sequence[bool]) -> Packed:
-        """One row.
+        """Packs exchanges about one scene into a row.
 
         Args:
-            made: Exchanges about one scene.
-            blind: Prompts that are asked without the image.
+            made: The exchanges.
+            blind: Whether each is asked without the image.
         """
         start = len(self.prefix)
         packed = Packed(
@@ -334,10 +337,10 @@ class Packer:
         return packed
 
     def visible(self, part: Tensor) -> Tensor:
-        """Attention mask ``(B, 1, L, L)``, 0 or -inf's finite stand-in, from ``part`` ``(B, L)``.
+        """Additive attention mask ``(B, 1, L, L)`` from ``part (B, L)``.
 
-        A token sees its own exchange up to itself and the prompt's beginning, without an image
-        only the first words of that.
+        A token attends to its own exchange up to itself and to the beginning of the prompt; without
+        the image, only to the part of the beginning that precedes it.
         """
         length = part.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool).tril()
@@ -349,7 +352,7 @@ class Packer:
         return hidden * torch.finfo(torch.float32).min
 
     def collate(self, rows: Sequence[Packed]) -> dict[str, Tensor]:
-        """Padded tensors ``(B, L)`` of rows, padding as an exchange of its own."""
+        """Pads rows to tensors ``(B, L)``; padding counts as an exchange of its own."""
         length = max(len(row.ids) for row in rows)
 
         def padded(name: str, fill: Any) -> Tensor:
@@ -368,11 +371,13 @@ class Packer:
 def states_of(
     model: LlavaForConditionalGeneration, packer: Packer, rows: dict[str, Tensor], pixels: Tensor
 ) -> tuple[Tensor, Any]:
-    """Last hidden states ``(B, L, width)`` of packed rows, and what the tower gave."""
+    """Last hidden states ``(B, L, width)`` of packed rows, and the tower's output."""
     seen = model.model.get_image_features(pixel_values=pixels)
     inputs = model.get_input_embeddings()(rows["ids"])
-    place = rows["ids"] == model.config.image_token_id
-    inputs = inputs.masked_scatter(place[..., None], torch.cat(seen.pooler_output).to(inputs.dtype))
+    is_image = rows["ids"] == model.config.image_token_id
+    inputs = inputs.masked_scatter(
+        is_image[..., None], torch.cat(seen.pooler_output).to(inputs.dtype)
+    )
     hidden = model.model.language_model(
         inputs_embeds=inputs,
         attention_mask=packer.visible(rows["part"]),
@@ -392,30 +397,30 @@ def losses(
     """Weighted cross-entropy of the answers, and the loss of the tower's own task."""
     rows = []
     for scene in scenes:
-        made = drawn_exchanges(scene, rng, options)
+        made = sampled_exchanges(scene, rng, options)
         rows.append(packer.pack(made, [rng.random() < BLIND_SHARE for _ in made]))
     batch = packer.collate(rows)
-    shown = pictures(scenes)
-    hidden, seen = states_of(learner.model, packer, batch, shown.pixels)
+    rendered = rendered_batch(scenes)
+    hidden, seen = states_of(learner.model, packer, batch, rendered.pixels)
     asked = batch["answers"][:, 1:]
     logits = learner.model.lm_head(hidden[:, :-1][asked])
     each = F.cross_entropy(logits.float(), batch["ids"][:, 1:][asked], reduction="none")
     weight = batch["weight"][:, 1:][asked]
     states = seen.last_hidden_state
     pooled = learner.model.model.vision_tower.post_layernorm(states[:, 0])
-    return (each * weight).sum() / weight.sum(), tower_loss(states, pooled, learner.heads, shown)
+    return (each * weight).sum() / weight.sum(), tower_loss(states, pooled, learner.heads, rendered)
 
 
 def losses_of_the_tower(learner: Learner, scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
-    """The same two while there are no answers yet."""
-    shown = pictures(scenes)
-    seen = learner.model.model.vision_tower(shown.pixels)
-    own = tower_loss(seen.last_hidden_state, seen.pooler_output, learner.heads, shown)
+    """Losses of the first part: zero for answers, and that of the tower's own task."""
+    rendered = rendered_batch(scenes)
+    seen = learner.model.model.vision_tower(rendered.pixels)
+    own = tower_loss(seen.last_hidden_state, seen.pooler_output, learner.heads, rendered)
     return own.new_zeros(()), own
 
 
 def rate_at(step: int, options: LlavaScenesOptions) -> float:
-    """Rises over 200 steps at the start of either part and falls at its end."""
+    """Learning rate: rises over 200 steps at the start of each part and falls at its end."""
     if step < options.tower_steps:
         begun, left = step, (options.tower_steps - step) / (0.3 * options.tower_steps)
     else:
@@ -440,10 +445,10 @@ def optimizer_of(learner: Learner, options: LlavaScenesOptions) -> torch.optim.A
 def train(
     options: LlavaScenesOptions, work: Path, out: Path, *, save_every_s: float = 240.0
 ) -> None:
-    """Run the recipe; ``work`` holds the training state and log, ``out`` receives the model.
+    """Trains the model into ``out``; ``work`` holds the training state and log.
 
-    Run again with the same ``work`` it goes on where it was; the result is the same as without
-    the interruption.
+    Run again with the same ``work`` it resumes; the result is the same as without the
+    interruption.
     """
     processor = build_processor(options)
     learner = Learner(options, processor).train()
@@ -459,7 +464,7 @@ def train(
     answers = own = torch.zeros(())
 
     def save() -> None:
-        """State, a line of the log, and once there are answers the model."""
+        """Writes the state and a line of the log and, in the second part, the model."""
         states = {"modules": learner.state_dict(), "optimizer": optimizer.state_dict()}
         write_state(state_file, states | {"step": step})
         row: dict[str, Any] = {
@@ -506,18 +511,18 @@ def train(
 
 @torch.no_grad()
 def tower_accuracy(learner: Learner, count: int) -> dict[str, float]:
-    """Accuracy of the tower alone on POPE's questions with the best threshold for each split.
+    """Accuracy of the tower's heads on POPE's questions, with the best threshold for each split.
 
     Args:
         learner: Model and heads.
-        count: Scenes for development.
+        count: Number of development scenes.
     """
     found = {}
     tower, heads = learner.model.model.vision_tower, learner.heads
     for split in scene_sets.SPLITS:
         rows = scene_sets.scene_rows("development", f"pope_{split}")[: 6 * count]
         scenes = [scene_sets.scene_of(row["image"]) for row in rows[::6]]
-        logits = heads.present(tower(pictures(scenes).pixels).pooler_output)
+        logits = heads.present(tower(rendered_batch(scenes).pixels).pooler_output)
         asked = torch.tensor([NOUN_OF[row["text"]] for row in rows]).view(count, 6)
         order = logits.gather(1, asked).flatten().argsort(descending=True)
         yes = torch.tensor([row["label"] == "yes" for row in rows])[order].int()
@@ -530,13 +535,13 @@ def tower_accuracy(learner: Learner, count: int) -> dict[str, float]:
 def pope_accuracy(
     model: LlavaForConditionalGeneration, packer: Packer, count: int, part: scene_sets.Part
 ) -> dict[str, float]:
-    """Greedy accuracy per split of POPE, and the share of yes.
+    """Accuracy of greedy answers per split of POPE, and the share of yes.
 
     Args:
-        model: In any mode.
+        model: The model.
         packer: Packer of its processor.
-        count: Scenes.
-        part: development or test.
+        count: Number of scenes.
+        part: ``development`` or ``test``.
     """
     asked: dict[str, list[tuple[scene_sets.Split, dict[str, Any]]]] = {}
     for split in scene_sets.SPLITS:
@@ -544,7 +549,7 @@ def pope_accuracy(
             asked.setdefault(row["image"], []).append((split, row))
     yes, no = (packer.encode(f" {word}")[0] for word in ("Yes", "No"))
     right: dict[str, list[bool]] = {split: [] for split in scene_sets.SPLITS}
-    said: list[bool] = []
+    answered_yes: list[bool] = []
     images = list(asked)
     for start in range(0, len(images), 8):
         chunk = [(image, asked[image]) for image in images[start : start + 8]]
@@ -553,17 +558,19 @@ def pope_accuracy(
             made = [Exchange(request=r["text"], answer="Yes", kind="") for _, r in questions]
             rows.append(packer.pack(made, [False] * len(made)))
         batch = packer.collate(rows)
-        shown = pictures([scene_sets.scene_of(image) for image, _ in chunk])
-        hidden, _ = states_of(model, packer, batch, shown.pixels)
+        rendered = rendered_batch([scene_sets.scene_of(image) for image, _ in chunk])
+        hidden, _ = states_of(model, packer, batch, rendered.pixels)
         answers = (batch["ids"] == yes) & batch["answers"]
         logits = model.lm_head(hidden[:, :-1][answers[:, 1:]])
         margins = (logits[:, yes] - logits[:, no]).tolist()
         questions = [question for _, several in chunk for question in several]
         for (split, row), margin in zip(questions, margins, strict=True):
-            said.append(margin > 0)
-            right[split].append(said[-1] == (row["label"] == "yes"))
+            answered_yes.append(margin > 0)
+            right[split].append(answered_yes[-1] == (row["label"] == "yes"))
     shares = {split: sum(hits) / len(hits) for split, hits in right.items()}
-    return {k: round(v, 4) for k, v in (shares | {"yes": sum(said) / len(said)}).items()}
+    return {
+        k: round(v, 4) for k, v in (shares | {"yes": sum(answered_yes) / len(answered_yes)}).items()
+    }
 
 
 def export(
@@ -572,7 +579,7 @@ def export(
     options: LlavaScenesOptions,
     out: Path,
 ) -> None:
-    """Half-precision weights, float32 in the config, and the processor next to them."""
+    """Saves half-precision weights, a configuration that says float32, and the processor."""
     clone = LlavaForConditionalGeneration(model.config)
     clone.load_state_dict(model.state_dict())
     clone.generation_config = model.generation_config
@@ -587,7 +594,7 @@ def export(
 
 
 def run(options: LlavaScenesOptions, work: Path, out: Path) -> dict[str, Any]:
-    """The whole recipe; resumable."""
+    """Trains the model and evaluates it; resumable."""
     train(options, work, out)
     last = (work / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1]
     return {"folder": str(out)} | json.loads(last)

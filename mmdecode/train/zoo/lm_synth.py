@@ -1,11 +1,10 @@
-"""Recipe of ``zoo:lm-synth``: a small language model, corrector of ``zoo:whisper-synth``.
+"""Recipe of ``zoo:lm-synth``: a small language model that corrects ``zoo:whisper-synth``.
 
-Output: a ``LlamaForCausalLM`` of about 1.4 M parameters with a tokenizer unlike Whisper's
-(BPE over words with a mark before each, as SentencePiece has it). It learns the zoo's grammar in
-two forms: a sentence alone, and N-best lists with what was said. The lists are of two kinds: real
-ones, of training sentences that espeak-ng speaks and the recogniser hears in noise, and made ones,
-in which words of a sentence are confused with words that look alike. Sentences are of the training
-side of `mmdecode.zoo.grammar`, as the recogniser's are, so none is in a test set.
+Output: a ``LlamaForCausalLM`` of about 1.4 M parameters with a tokenizer unlike Whisper's (BPE over
+words with a mark before each, as in SentencePiece). It is trained on sentences of the zoo's grammar
+and on N-best lists with their references. There are real lists, recognised from noisy synthetic
+speech, and artificial ones, in which words are confused with similar words. Sentences are from the
+training side of `mmdecode.zoo.grammar`, as for the recogniser, so none is in a test set.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ TEMPLATE = "{best}\n{others}\n=>"
 RECOGNISER = "zoo:whisper-synth"
 SHARD = 100
 PROMPT_SHARE = 0.2
-"""Weight of a prompt's token in the loss: other hypotheses are practice in copying."""
+"""Loss weight of prompt tokens: predicting further hypotheses trains copying."""
 HELD_OUT = 0.1
-"""Share of the real lists by which training stops."""
+"""Share of the real lists that are held out to decide when to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +46,14 @@ class LMSynthOptions:
     """Settings of the recipe.
 
     Attributes:
-        lists: Real N-best lists.
-        snr_db: Least and greatest ratio of speech to noise in them, in decibels.
-        vocabulary: Size of the tokenizer.
-        width, layers, heads, inner: Shape of the model.
-        plain: Share of a step's examples that are a sentence alone.
-        real: Share of a step's examples that are real lists; the others are made ones.
-        prompts: How a list is put.
-        fit: How long and how fast it learns.
+        lists: Number of real N-best lists.
+        snr_db: Minimum and maximum signal-to-noise ratio of their speech, in decibels.
+        vocabulary: Vocabulary size of the tokenizer.
+        width, layers, heads, inner: Sizes of the model; ``inner`` is its feed-forward width.
+        plain: Share of a step's examples that are a sentence without a list.
+        real: Share of a step's examples that are real lists; the others are artificial.
+        prompts: Format of the prompts.
+        fit: Steps, learning rates and stopping.
     """
 
     lists: int = 2400
@@ -77,7 +76,7 @@ class LMSynthOptions:
 
 
 def build_tokenizer(options: LMSynthOptions) -> Any:
-    """BPE of the grammar's training sentences; a line begins as if after a space."""
+    """Trains a BPE tokenizer on training sentences; a line is encoded as if after a space."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
@@ -85,11 +84,11 @@ def build_tokenizer(options: LMSynthOptions) -> Any:
     bpe = Tokenizer(models.BPE(unk_token="<unk>"))
     bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     bpe.decoder = decoders.Metaspace(prepend_scheme="always")
-    letters = [chr(code) for code in range(ord("!"), ord("~") + 1)]
+    characters = [chr(code) for code in range(ord("!"), ord("~") + 1)]
     trainer = trainers.BpeTrainer(
         vocab_size=options.vocabulary,
         special_tokens=["<s>", "</s>", "<pad>", "<unk>"],
-        initial_alphabet=letters,
+        initial_alphabet=characters,
         show_progress=False,
     )
     bpe.train_from_iterator(grammar.sentences(20_000, options.fit.seed, "train"), trainer)
@@ -108,7 +107,7 @@ def build_tokenizer(options: LMSynthOptions) -> Any:
 
 
 def build_model(tokenizer: Any, options: LMSynthOptions) -> Any:
-    """The untrained model."""
+    """Builds the untrained model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(options.fit.seed)
@@ -133,28 +132,30 @@ def build_model(tokenizer: Any, options: LMSynthOptions) -> Any:
 
 
 def make_lists(folder: Path, options: LMSynthOptions) -> list[NBestList]:
-    """Speaks training sentences in noise and has the recogniser hear them; resumable by shards."""
+    """Synthesises training sentences in noise and recognises them; resumable by shards."""
     from mmdecode.asr import Transcriber
 
     engine: synthesis.Espeak | None = None
-    hearer: Transcriber | None = None
+    transcriber: Transcriber | None = None
     found: list[NBestList] = []
     for start in track(range(0, options.lists, SHARD), description="speaking and hearing"):
         path = folder / f"{start:06d}.jsonl"
         if not path.exists():
-            if hearer is None or engine is None:
+            if transcriber is None or engine is None:
                 engine = synthesis.Espeak()
-                hearer = Transcriber.from_pretrained(
+                transcriber = Transcriber.from_pretrained(
                     RECOGNISER, device="cpu", n_best=5, timestamps=False, batch_size=16
                 )
             rng = random.Random(f"lists/{options.fit.seed}/{start}")
             texts = grammar.sentences(SHARD, options.fit.seed * 1_000_003 + start + 7, "train")
             waves = [noisy(engine, text, rng, options.snr_db) for text in texts]
-            heard = hearer(waves, on_error="raise")
+            transcripts = transcriber(waves, on_error="raise")
             write_lists(
                 [
-                    NBestList(f"{start + place:06d}", one.hypotheses, one.scores, text)
-                    for place, (text, transcript) in enumerate(zip(texts, heard, strict=True))
+                    NBestList(f"{start + offset:06d}", one.hypotheses, one.scores, text)
+                    for offset, (text, transcript) in enumerate(
+                        zip(texts, transcripts, strict=True)
+                    )
                     for one in lists_of(transcript)[:1]
                 ],
                 path,
@@ -166,7 +167,7 @@ def make_lists(folder: Path, options: LMSynthOptions) -> list[NBestList]:
 def noisy(
     engine: synthesis.Espeak, text: str, rng: random.Random, snr_db: tuple[float, float]
 ) -> np.ndarray:
-    """A sentence in a voice that the recogniser was trained on, in noise."""
+    """Speaks a sentence in a random training voice and adds noise."""
     wave = torch.from_numpy(engine.speak(text, synthesis.Voice.draw(rng)))
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     mixed = synthesis.add_noise(wave, rng.uniform(*snr_db), generator, rng.uniform(0.0, 1.5))
@@ -174,14 +175,14 @@ def noisy(
 
 
 class Confusions:
-    """Lists made without a recogniser: words of a sentence confused with words that look alike."""
+    """Artificial lists: words of a sentence are confused with words of similar spelling."""
 
     def __init__(self) -> None:
         self.words = sorted(grammar.vocabulary())
 
     @cached_property
     def near(self) -> dict[str, list[str]]:
-        """The eight most similar words, by word."""
+        """The eight most similar words of each word."""
         found = {}
         for word in self.words:
             alike = SequenceMatcher(b=word, autojunk=False)
@@ -192,8 +193,8 @@ class Confusions:
             found[word] = [other for _, other in sorted(ranked)[1:9]]
         return found
 
-    def drawn(self, text: str, rng: random.Random, count: int) -> list[str]:
-        """``count`` hypotheses of a sentence; a confused word may be right in some of them."""
+    def sample(self, text: str, rng: random.Random, count: int) -> list[str]:
+        """Samples ``count`` hypotheses; a confused word may still be right in some of them."""
         share = rng.uniform(0.0, 0.4)
         ways: list[list[str]] = []
         for word in text.split():
@@ -205,7 +206,7 @@ class Confusions:
         return [" ".join(" ".join(rng.choice(way) for way in ways).split()) for _ in range(count)]
 
     def _instead(self, word: str, rng: random.Random) -> str:
-        """Substitute for a word: one like it, any, or none, or another next to it."""
+        """Error for a word: a similar or any other word, a deletion or an insertion."""
         core = word.rstrip(".,?!")
         near = self.near.get(core.lower(), self.words)
         dice = rng.random()
@@ -222,7 +223,7 @@ class Confusions:
 
 @dataclass(frozen=True)
 class Example:
-    """Ids of a row, and weights of its tokens."""
+    """Token ids of an example, and their loss weights."""
 
     ids: list[int]
     weights: list[float]
@@ -232,8 +233,8 @@ class Examples:
     """The batch of each step, a function of the seed and the step alone.
 
     Args:
-        tokenizer: The model's.
-        lists: Real ones, to learn from.
+        tokenizer: Tokenizer of the model.
+        lists: Real lists to train on.
         options: Settings.
     """
 
@@ -244,12 +245,12 @@ class Examples:
         self.confusions = Confusions()
 
     def plain(self, text: str) -> Example:
-        """A sentence alone."""
+        """Example of a sentence without a list."""
         answer = self.prompts.answer(text)
         return Example([self.bos, *answer], [0.0, *[1.0] * len(answer)])
 
     def corrected(self, hypotheses: Sequence[str], text: str) -> Example:
-        """A list, and what was said."""
+        """Example of a list and its reference."""
         prompt, answer = self.prompts.prompt(hypotheses), self.prompts.answer(text)
         weights = [PROMPT_SHARE] * len(prompt) + [1.0] * len(answer)
         return Example(prompt + answer, [0.0, *weights[1:]])
@@ -270,7 +271,7 @@ class Examples:
                 found.append(self.corrected(one.hypotheses, one.reference))
             else:
                 count = rng.randint(1, options.prompts.count)
-                found.append(self.corrected(self.confusions.drawn(text, rng, count), text))
+                found.append(self.corrected(self.confusions.sample(text, rng, count), text))
         return found
 
 
@@ -278,13 +279,13 @@ def loss_of(model: Any, examples: Sequence[Example]) -> Tensor:
     """Weighted mean of the negative log-likelihood, in nats per token."""
     ids = pad_sequence([torch.tensor(e.ids) for e in examples], batch_first=True)
     weights = pad_sequence([torch.tensor(e.weights) for e in examples], batch_first=True)[:, 1:]
-    logits = model(input_ids=ids).logits[:, :-1]  # padding is on the right, where none looks
+    logits = model(input_ids=ids).logits[:, :-1]  # right padding needs no mask: attention is causal
     losses = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
     return (losses * weights).sum() / weights.sum()
 
 
 def run(options: LMSynthOptions, work: Path, out: Path) -> dict[str, Any]:
-    """The whole recipe: lists, tokenizer, training; run again to go on."""
+    """Makes lists and tokenizer and trains the model; resumable."""
     lists = make_lists(work / "lists", options)
     held_out, learned = split(lists, HELD_OUT)
     tokenizer = build_tokenizer(options)

@@ -1,8 +1,8 @@
-"""Recipe of ``zoo:scene-classifier``: names the large thing of a scene, to judge image models.
+"""Recipe of ``zoo:scene-classifier``: classifies a scene's large object, to evaluate image models.
 
-A narrow ResNet of timm over the renderer's pictures of `mmdecode.zoo.scene_images`, drawn
-from seeds that no image model of the zoo learns from. Pictures are worn at random, blurred and with
-noise, since what it will judge came through a tokenizer.
+A narrow ResNet of timm, trained on rendered images of `mmdecode.zoo.scene_images` from seeds that
+no image model of the zoo is trained on. Images are blurred and get noise at random, since the
+images it evaluates come from a tokenizer's decoder.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.nn import functional as F
 from mmdecode.models.image_classifier import Classifier, import_timm
 from mmdecode.runs.files import marked_json, write_file, write_folder
 from mmdecode.train.loop import BITS, FitOptions, fit
-from mmdecode.zoo.scene_images import class_of, draw_picture, pictures, to_pixels
+from mmdecode.zoo.scene_images import class_of, image_scene, rendered_images, to_pixels
 from mmdecode.zoo.scenes import HELD_OUT, NOUNS, SIDE
 
 OWN_SEEDS = 2**34
-"""Pictures from here on are this recipe's; image models learn from others."""
+"""First seed of this recipe's training images; image models are trained on others."""
 ARCHITECTURE = "test_resnet"
 WIDTHS: dict[str, Any] = {"channels": (32, 48, 64, 96), "stem_width": 16}
-LEAST_WORN = 0.25  # share of pictures that stay as they are
+LEAST_WORN = 0.25  # share of images without degradation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class SceneClassifierOptions:
     """Settings of the recipe.
 
     Attributes:
-        fit: How it is trained; there is no condition to be left out.
-        development: Held-out pictures that decide when to stop.
-        test: Others, that are reported.
+        fit: Steps, learning rates and stopping; ``condition_dropout`` has no effect.
+        development: Held-out images that decide when to stop.
+        test: Held-out images that the card's numbers are measured on.
     """
 
     fit: FitOptions = field(
@@ -52,12 +52,12 @@ class SceneClassifierOptions:
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Pictures of consecutive seeds.
+class SceneImages:
+    """Images of consecutive seeds, with their classes.
 
     Args:
-        first: Seed.
-        count: How many.
+        first: First seed.
+        count: Number of images.
     """
 
     first: int
@@ -65,28 +65,28 @@ class Pictures:
 
     @property
     def seeds(self) -> range:
-        """Theirs."""
+        """Seeds of the images."""
         return range(self.first, self.first + self.count)
 
     @cached_property
     def classes(self) -> Tensor:
-        """``(count,)``."""
-        return torch.tensor([class_of(draw_picture(seed)) for seed in self.seeds])
+        """Classes, ``(count,)``."""
+        return torch.tensor([class_of(image_scene(seed)) for seed in self.seeds])
 
     def batches(self, size: int = 64) -> Iterator[Tensor]:
-        """Pixels from -1 to 1, ``(B, 3, SIDE, SIDE)``."""
+        """Yields batches of pixels from -1 to 1, ``(B, 3, SIDE, SIDE)``."""
         for start in range(0, self.count, size):
-            yield to_pixels(pictures(self.seeds[start : start + size]))
+            yield to_pixels(rendered_images(self.seeds[start : start + size]))
 
 
 def build() -> nn.Module:
-    """The untrained classifier."""
+    """Builds the untrained classifier."""
     torch.manual_seed(0)
     return import_timm().create_model(ARCHITECTURE, num_classes=len(NOUNS), **WIDTHS)
 
 
 def worn(pixels: Tensor, dice: torch.Generator) -> Tensor:
-    """Pictures blurred and with noise, each by its own amount, some not at all."""
+    """Blurs images and adds noise, each by a random amount, some not at all."""
     count = len(pixels)
     padded = F.pad(pixels, (1, 1, 1, 1), mode="replicate")
     blurred = F.avg_pool2d(padded, 3, 1)
@@ -96,38 +96,38 @@ def worn(pixels: Tensor, dice: torch.Generator) -> Tensor:
 
 
 def loss_at(network: nn.Module, options: FitOptions, step: int) -> Tensor:
-    """Cross-entropy of a step's pictures, which are drawn once."""
+    """Cross-entropy of a step's images, none of which occurs twice."""
     dice = options.dice(step)
-    own = Pictures(OWN_SEEDS + step * options.batch, options.batch)
+    own = SceneImages(OWN_SEEDS + step * options.batch, options.batch)
     return F.cross_entropy(network(worn(next(own.batches(own.count)), dice)), own.classes)
 
 
 @torch.no_grad()
-def bits(network: nn.Module, pictures: Pictures) -> float:
-    """Cross-entropy in bits."""
-    distributions = torch.cat([network(batch) for batch in pictures.batches()])
-    return float(F.cross_entropy(distributions, pictures.classes)) * BITS
+def bits(network: nn.Module, images: SceneImages) -> float:
+    """Mean cross-entropy of images in bits."""
+    distributions = torch.cat([network(batch) for batch in images.batches()])
+    return float(F.cross_entropy(distributions, images.classes)) * BITS
 
 
-def measured(classifier: Classifier, pictures: Pictures) -> dict[str, Any]:
-    """Accuracy with its standard error, and the classes it tells worst."""
-    found = classifier.judge((batch + 1) / 2 for batch in pictures.batches())
-    wanted = pictures.classes.numpy()
+def measured(classifier: Classifier, images: SceneImages) -> dict[str, Any]:
+    """Accuracy with its standard error, and the classes of lowest accuracy."""
+    found = classifier.judge((batch + 1) / 2 for batch in images.batches())
+    wanted = images.classes.numpy()
     right = found.probabilities.argmax(1) == wanted
     share = float(right.mean())
-    shown = sorted(set(wanted.tolist()))
-    by_class = {NOUNS[place]: float(right[wanted == place].mean()) for place in shown}
+    present = sorted(set(wanted.tolist()))
+    by_class = {NOUNS[index]: float(right[wanted == index].mean()) for index in present}
     worst = sorted(by_class, key=by_class.__getitem__)[:5]
     return {
-        "pictures": pictures.count,
+        "pictures": images.count,
         "accuracy": round(share, 4),
-        "standard_error": round(math.sqrt(share * (1 - share) / pictures.count), 4),
+        "standard_error": round(math.sqrt(share * (1 - share) / images.count), 4),
         "worst_classes": {noun: round(by_class[noun], 3) for noun in worst},
     }
 
 
 def export(network: nn.Module, folder: Path) -> None:
-    """Half-precision weights and the configuration, as timm reads them."""
+    """Saves half-precision weights and the configuration in timm's layout."""
     from timm.models import save_for_hf
 
     def fill(into: Path) -> None:
@@ -144,10 +144,10 @@ def export(network: nn.Module, folder: Path) -> None:
 
 
 def run(options: SceneClassifierOptions, work: Path, out: Path) -> dict[str, Any]:
-    """The whole recipe; resumable. ``out`` receives weights, configuration and card."""
+    """Trains the classifier; ``out`` receives weights, configuration and card. Resumable."""
     torch.set_num_threads(1)
     network = build()
-    development = Pictures(HELD_OUT, options.development)
+    development = SceneImages(HELD_OUT, options.development)
     log = fit(
         network,
         loss_at=lambda step: loss_at(network, options.fit, step),
@@ -157,8 +157,8 @@ def run(options: SceneClassifierOptions, work: Path, out: Path) -> dict[str, Any
         work=work,
     )
     classifier = Classifier.from_pretrained(out)
-    test = measured(classifier, Pictures(HELD_OUT + options.development, options.test))
-    seen_scans = measured(classifier, Pictures(2 * OWN_SEEDS, options.test))
+    test = measured(classifier, SceneImages(HELD_OUT + options.development, options.test))
+    seen_scans = measured(classifier, SceneImages(2 * OWN_SEEDS, options.test))
     card = {
         "what": "names the large thing of a scene (28 nouns), to judge image models",
         "measured": f"accuracy {100 * test['accuracy']:.1f} % on {test['pictures']:,} held-out "

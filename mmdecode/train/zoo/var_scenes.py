@@ -1,15 +1,16 @@
-"""Recipe of ``zoo:var-scenes`` and its small sister: two VARs over one tokenizer, from scratch.
+"""Recipe of ``zoo:var-scenes`` and ``zoo:var-scenes-small``: two VARs over one tokenizer.
 
-Output: a `MultiScaleVQ` (64 x 64 pixels, seven grids up to 8 x 8, 155 codes an image) and
-two `VarForImageGeneration`, a large one and a small one for CoDe, conditional on the large thing of
-a scene. Pictures are rendered while it trains (`mmdecode.zoo.scene_images`) and depend on the
-step alone; none occurs twice, so that nothing can be learned by heart.
+Output: a `MultiScaleVQ` (64 x 64 pixels, seven grids up to 8 x 8, 155 codes per image) and two
+`VarForImageGeneration`, a large one and a small one for CoDe, conditioned on the large object of a
+scene. All are trained from scratch. Images are rendered during training
+(`mmdecode.zoo.scene_images`) and depend on the step alone; none occurs twice, so that there is no
+overfitting to a corpus.
 
-The tokenizer begins as an autoencoder without codes; then the codebook is laid over what is left of
-the latents at each scale, and a code that is hardly used moves to where codes are wanted.
+The tokenizer is first trained as an autoencoder without quantisation. Then the codebook is
+initialised with the residual latents of each scale; codes of low usage are moved to residuals.
 
-Source: Tian et al. 2024, arXiv:2404.02905, for both losses; there is no perceptual net and no
-adversary here.
+Source: Tian et al. 2024, arXiv:2404.02905, for both losses; there is no perceptual and no
+adversarial loss here.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from mmdecode.train.drafters.ahead import Ahead
 from mmdecode.train.loop import BITS, FitOptions, fit, save_half
 from mmdecode.train.zoo.image_codes import entropy_of, write_card
 from mmdecode.train.zoo.image_tokenizer import reconstruction_loss
-from mmdecode.zoo.scene_images import pictures, shown, to_pixels
+from mmdecode.zoo.scene_images import labelled_images, rendered_images, to_pixels
 from mmdecode.zoo.scenes import HELD_OUT, NOUNS
 
 TOKENIZER = "var-scenes-tokenizer"
 RENEWED_EVERY = 20  # steps
-DEAD = 0.03  # of the share a code would have if all were used alike
-COMMITMENT = 0.25  # of the published tokenizer
+DEAD = 0.03  # usage below which a code is replaced, relative to uniform usage
+COMMITMENT = 0.25  # as in the published tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class ModelShape:
 
     Attributes:
         width, layers, heads: Sizes of the transformer.
-        shared_adaln: See `VarConfig`; a third smaller at eight layers.
+        shared_adaln: See `VarConfig`; saves a third of the parameters at eight layers.
     """
 
     width: int
@@ -66,14 +67,14 @@ class VarScenesOptions:
     Attributes:
         patch_nums: Side of each scale's grid.
         codebook_size, codebook_dim, channels, channel_multipliers, norm_groups: Sizes of the
-        tokenizer.
-        plain: Training of the tokenizer before there are codes.
-        coded: Its training with codes.
-        fitting: Training of either transformer.
+            tokenizer.
+        plain: Training of the tokenizer without quantisation.
+        coded: Training of the tokenizer with quantisation.
+        fitting: Training of each transformer.
         models: Names and sizes of the transformers.
-        held_out: Images for early stopping; as many others for the card.
-        device: On which they learn.
-        workers: Processes that render; 0: none.
+        held_out: Number of images for early stopping; as many others for the card.
+        device: Device of the training.
+        workers: Processes that render images; 0: none.
     """
 
     patch_nums: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8)
@@ -100,7 +101,7 @@ class VarScenesOptions:
     workers: int = 0
 
     def tokenizer(self) -> MultiScaleVQ:
-        """The untrained tokenizer; its convolutions between scales begin as the identity."""
+        """Builds the untrained tokenizer; its convolutions between scales start as the identity."""
         torch.manual_seed(self.plain.seed)
         model = MultiScaleVQ(
             MultiScaleVQConfig(
@@ -119,7 +120,7 @@ class VarScenesOptions:
         return model
 
     def transformer(self, shape: ModelShape) -> VarForImageGeneration:
-        """An untrained transformer."""
+        """Builds an untrained transformer."""
         torch.manual_seed(self.fitting.seed)
         return VarForImageGeneration(
             VarConfig(
@@ -138,7 +139,7 @@ class VarScenesOptions:
         )
 
     def development(self) -> range:
-        """Seeds of the images that say when to stop."""
+        """Seeds of the images that decide when to stop."""
         return range(HELD_OUT, HELD_OUT + self.held_out)
 
     def test(self) -> range:
@@ -147,7 +148,7 @@ class VarScenesOptions:
 
 
 def on_cuda() -> VarScenesOptions:
-    """The same models, learning for as long as a GPU can in ten minutes; the zoo's are these."""
+    """Settings for about ten minutes on a GPU, with more steps; the shipped models are these."""
     plain = FitOptions(steps=400, batch=32, weight_decay=0.0, every=200)
     return VarScenesOptions(
         plain=plain,
@@ -159,7 +160,7 @@ def on_cuda() -> VarScenesOptions:
 
 
 def seeds_of(step: int, options: FitOptions, part: int) -> range:
-    """Pictures of a step; those of two parts of the recipe differ."""
+    """Seeds of the images of a step; different ones in each part of the recipe."""
     first = part * 2**36 + step * options.batch
     return range(first, first + options.batch)
 
@@ -168,7 +169,7 @@ def seeds_of(step: int, options: FitOptions, part: int) -> range:
 
 
 class TokenizerLearner(nn.Module):
-    """A tokenizer, and how often each code was used of late."""
+    """A tokenizer with a moving average of its codes' usage."""
 
     share: Tensor
 
@@ -179,16 +180,16 @@ class TokenizerLearner(nn.Module):
         self.register_buffer("share", torch.full((size,), 1 / size))
 
     def plain_loss(self, pixels: Tensor) -> Tensor:
-        """Reconstruction without codes."""
+        """Reconstruction loss without quantisation."""
         return reconstruction_loss(self.tokenizer.decode(self.tokenizer.encode(pixels)), pixels)
 
     def coded_loss(self, pixels: Tensor, dice: torch.Generator, renew: bool) -> Tensor:
-        """Reconstruction from codes, and the distance of latents and sums at every scale.
+        """Reconstruction loss with quantisation, plus the codebook losses of every scale.
 
         Args:
-            pixels: From -1 to 1, ``(B, 3, H, W)``.
-            dice: Source of where renewed codes move.
-            renew: Whether codes that are hardly used move.
+            pixels: Pixels from -1 to 1, ``(B, 3, H, W)``.
+            dice: Random generator of the replaced codes.
+            renew: Whether codes of low usage are replaced.
         """
         latents = self.tokenizer.encode(pixels)
         found = self.tokenizer.quantize(latents)
@@ -207,7 +208,7 @@ class TokenizerLearner(nn.Module):
 
     @torch.no_grad()
     def _renew(self, latents: Tensor, found: Quantized, dice: torch.Generator) -> None:
-        """Moves what is hardly used to what is left of latents at scales drawn at random."""
+        """Replaces codes of low usage by residual latents of random scales."""
         size = len(self.share)
         dead = (self.share * size < DEAD).nonzero().flatten()
         wanted = []
@@ -222,7 +223,7 @@ class TokenizerLearner(nn.Module):
 
 @torch.no_grad()
 def lay_codebook(tokenizer: MultiScaleVQ, latents: Tensor, dice: torch.Generator) -> None:
-    """Begins the codebook: an equal share of the codes for what is left at each scale."""
+    """Initialises the codebook with residual latents, an equal share of codes for each scale."""
     sides = tokenizer.config.patch_nums
     rows = tokenizer.codebook.weight
     edges = np.linspace(0, len(rows), len(sides) + 1).astype(int)
@@ -231,20 +232,22 @@ def lay_codebook(tokenizer: MultiScaleVQ, latents: Tensor, dice: torch.Generator
         left = resized(latents - f_hat, side).permute(0, 2, 3, 1).flatten(0, 2)
         chosen = torch.randint(len(left), (edges[scale + 1] - edges[scale],), generator=dice)
         rows[edges[scale] : edges[scale + 1]] = left[chosen]
-        rows[edges[scale + 1] :] = rows[0]  # until their turn comes, never nearer than the first
+        rows[edges[scale + 1] :] = rows[0]  # duplicates of the first code, which are never chosen
         codes = tokenizer.nearest(left).view(len(latents), -1)
         f_hat = tokenizer.add_scale(f_hat, codes, scale)
 
 
 def train_tokenizer(options: VarScenesOptions, work: Path, out: Path) -> MultiScaleVQ:
-    """Trains into ``out``; goes on from what ``work`` holds. Returns what was written."""
+    """Trains a tokenizer into ``out`` and returns it; resumes from ``work``."""
     learner = TokenizerLearner(options.tokenizer()).to(options.device)
     tokenizer = learner.tokenizer
-    seen = to_pixels(pictures(options.development())).to(options.device)
+    seen = to_pixels(rendered_images(options.development())).to(options.device)
 
     def rendered(fitting: FitOptions, part: int) -> Ahead[np.ndarray]:
         return Ahead(
-            lambda step: pictures(seeds_of(step, fitting, part)), fitting.steps, options.workers
+            lambda step: rendered_images(seeds_of(step, fitting, part)),
+            fitting.steps,
+            options.workers,
         )
 
     blank, coming = rendered(options.plain, 0), rendered(options.coded, 2)
@@ -261,7 +264,7 @@ def train_tokenizer(options: VarScenesOptions, work: Path, out: Path) -> MultiSc
         work / "plain",
     )
     with torch.no_grad():
-        first = to_pixels(pictures(seeds_of(0, options.plain, 1)))
+        first = to_pixels(rendered_images(seeds_of(0, options.plain, 1)))
         latents = tokenizer.encode(first.to(options.device))
     lay_codebook(tokenizer, latents, options.plain.dice(0))
 
@@ -282,7 +285,7 @@ def train_tokenizer(options: VarScenesOptions, work: Path, out: Path) -> MultiSc
 
 @torch.no_grad()
 def in_parts(loss: Any, pixels: Tensor, batch: int = 32) -> float:
-    """Mean of a loss over images, a few at a time."""
+    """Mean of a loss over images, in batches."""
     parts = pixels.split(batch)
     return sum(float(loss(part)) * len(part) for part in parts) / len(pixels)
 
@@ -294,7 +297,7 @@ def in_parts(loss: Any, pixels: Tensor, batch: int = 32) -> float:
 def encoded(
     tokenizer: MultiScaleVQ, classes: Sequence[int], images: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Classes ``(n,)`` and codes ``(n, L)`` of pictures, where the tokenizer is."""
+    """Classes ``(n,)`` and codes ``(n, L)`` of images, on the tokenizer's device."""
     device = tokenizer.device
     parts = to_pixels(images).split(64)
     codes = [tokenizer.quantize(tokenizer.encode(part.to(device))).codes for part in parts]
@@ -314,7 +317,7 @@ def code_losses(
 def mean_losses(
     model: VarForImageGeneration, tokenizer: MultiScaleVQ, classes: Tensor, codes: Tensor
 ) -> Tensor:
-    """The same in bits, meaned over images, ``(L,)``."""
+    """Mean negative log2-likelihood of each code over images, ``(L,)``."""
     rows = zip(classes.split(32), codes.split(32), strict=True)
     parts = [code_losses(model, tokenizer, *row) for row in rows]
     return torch.cat(parts).mean(0) * BITS
@@ -323,18 +326,20 @@ def mean_losses(
 def train_transformer(
     name: str, options: VarScenesOptions, tokenizer: MultiScaleVQ, work: Path, out: Path
 ) -> VarForImageGeneration:
-    """Trains into ``out``; goes on from what ``work`` holds. Returns what was written."""
+    """Trains a transformer into ``out`` and returns it; resumes from ``work``."""
     model = options.transformer(options.models[name]).to(options.device)
     tokenizer = tokenizer.to(options.device)
-    classes, codes = encoded(tokenizer, *shown(options.development()))
+    classes, codes = encoded(tokenizer, *labelled_images(options.development()))
     fitting = options.fitting
-    coming = Ahead(lambda step: shown(seeds_of(step, fitting, 3)), fitting.steps, options.workers)
+    coming = Ahead(
+        lambda step: labelled_images(seeds_of(step, fitting, 3)), fitting.steps, options.workers
+    )
 
     def loss_at(step: int) -> Tensor:
-        labels, drawn = encoded(tokenizer, *coming(step))
+        labels, codes = encoded(tokenizer, *coming(step))
         dropped = torch.rand(len(labels), generator=fitting.dice(step)) < fitting.condition_dropout
         labels = labels.masked_fill(dropped.to(labels.device), model.null_class)
-        return code_losses(model, tokenizer, labels, drawn).mean()
+        return code_losses(model, tokenizer, labels, codes).mean()
 
     fit(
         model,
@@ -352,14 +357,14 @@ def train_transformer(
 
 @torch.no_grad()
 def measure_tokenizer(tokenizer: MultiScaleVQ, pixels: Tensor) -> dict[str, Any]:
-    """Codebook use, entropy by scale and PSNR in dB of a tokenizer on images ``(n, 3, H, W)``."""
+    """Codebook usage, entropy by scale and PSNR in dB of a tokenizer on images ``(n, 3, H, W)``."""
     size, starts = tokenizer.config.codebook_size, tokenizer.starts
     codes, errors = [], []
     for part in pixels.split(32):
         found = tokenizer.quantize(tokenizer.encode(part))
-        shown = tokenizer.decode(found.running[:, -1]).clamp(-1, 1)
+        decoded = tokenizer.decode(found.running[:, -1]).clamp(-1, 1)
         codes.append(found.codes)
-        errors.append(((shown - part) / 2).square().flatten(1).mean(1))
+        errors.append(((decoded - part) / 2).square().flatten(1).mean(1))
     joined = torch.cat(codes)
     entropies = []
     for begin, end in pairwise(starts):
@@ -377,13 +382,13 @@ def measure_tokenizer(tokenizer: MultiScaleVQ, pixels: Tensor) -> dict[str, Any]
 def measure_transformer(
     model: VarForImageGeneration, tokenizer: MultiScaleVQ, classes: Tensor, codes: Tensor
 ) -> dict[str, Any]:
-    """Held-out bits per code with and without the class, by scale, and entropy when drawn."""
+    """Held-out bits per code with and without class, by scale, and entropy when sampling."""
     starts = tokenizer.starts
     known = mean_losses(model, tokenizer, classes, codes)
     nothing = mean_losses(model, tokenizer, torch.full_like(classes, model.null_class), codes)
     maker = NextScale(model, tokenizer)
-    drawn = maker.generate(classes[:64]).codes
-    logprobs = VAR.sampling_of(0).warp(maker.score(classes[:64], drawn)).log_softmax(-1)
+    sampled = maker.generate(classes[:64]).codes
+    logprobs = VAR.sampling_of(0).warp(maker.score(classes[:64], sampled)).log_softmax(-1)
     return {
         "bits_per_code": round(float(known.mean()), 4),
         "bits_per_code_by_scale": [
@@ -397,10 +402,10 @@ def measure_transformer(
 
 
 def write_cards(options: VarScenesOptions, out: Path) -> dict[str, Any]:
-    """Measures what lies in ``out`` and writes the cards; all numbers by name."""
+    """Measures the models in ``out`` and writes their cards; returns the numbers by name."""
     tokenizer = MultiScaleVQ.from_pretrained(out / TOKENIZER).eval()
-    classes, codes = encoded(tokenizer, *shown(options.test()))
-    found = {TOKENIZER: measure_tokenizer(tokenizer, to_pixels(pictures(options.test())))}
+    classes, codes = encoded(tokenizer, *labelled_images(options.test()))
+    found = {TOKENIZER: measure_tokenizer(tokenizer, to_pixels(rendered_images(options.test())))}
     images = {"images": len(classes)}
     facts = [
         "Data: pictures of `mmdecode/zoo/scene_images.py`, rendered while it trains; none "
@@ -435,7 +440,7 @@ def write_cards(options: VarScenesOptions, out: Path) -> dict[str, Any]:
 
 
 def run(options: VarScenesOptions, work: Path, out: Path) -> dict[str, Any]:
-    """The whole recipe; resumable. ``out`` gets a folder for each member of the zoo."""
+    """Trains all models into folders of ``out``, with cards; resumable."""
     tokenizer = train_tokenizer(options, work / "tokenizer", out / TOKENIZER)
     for name in options.models:
         train_transformer(name, options, tokenizer, work / name, out / name)

@@ -2,14 +2,14 @@
 
 Output: a ``WhisperForConditionalGeneration`` of about 3.6 M parameters with 8-second
 windows, its ``WhisperProcessor`` folder, and a small CTC head on the encoder (an auxiliary loss
-that shortens the road to alignment, kept for forced alignment). Data are sentences of
+that speeds up the training, kept for forced alignment). Data are sentences of
 `mmdecode.zoo.grammar` spoken by espeak-ng with many voices, noise and reverberation; test voices
 and test sentences are never trained on.
 
 Differs from OpenAI's Whisper in the frame rate only: 50 mel frames a second instead of 100
-(``hop_length`` 320), hence timestamps in steps of 0.04 s. Plain ``generate`` must be told so
-(``time_precision=0.04, time_precision_features=0.02``); our transcriber and transformers' pipeline
-read it from the folder.
+(``hop_length`` 320), hence timestamps in steps of 0.04 s. Plain ``generate`` needs
+``time_precision=0.04, time_precision_features=0.02``; our transcriber and transformers' pipeline
+read them from the folder.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ class WhisperSynthOptions:
     """Settings of the recipe.
 
     Attributes:
-        minutes: Time box of the training proper; the learning rate follows the clock.
-        utterances: Synthesised sentences the windows are cut from.
+        minutes: Time limit of the training without synthesis; the learning rate depends on the
+            time, not on the step.
+        utterances: Number of synthesised sentences.
         width: Hidden size of encoder and decoder.
-        encoder_layers, decoder_layers: Depths.
-        merges: Byte-pair merges of the tokenizer; sets the tokens per word.
+        encoder_layers, decoder_layers: Number of layers.
+        merges: Byte-pair merges of the tokenizer, which set the tokens per word.
         peak_rate: Highest learning rate (AdamW).
-        batch: Windows per step when they are short; full windows come in batches of half this.
+        batch: Short windows per step; full windows come in batches of half this.
         seed: Seed of the training.
     """
 
@@ -83,7 +84,7 @@ class WhisperSynthOptions:
 
 
 def build_processor(merges: int, seed: int = 0) -> WhisperProcessor:
-    """A processor in Whisper's layout: byte-level BPE of the grammar, all special tokens."""
+    """Builds a processor in Whisper's layout: byte-level BPE of the grammar, all special tokens."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
@@ -109,7 +110,7 @@ def build_processor(merges: int, seed: int = 0) -> WhisperProcessor:
 def build_model(
     options: WhisperSynthOptions, processor: WhisperProcessor
 ) -> WhisperForConditionalGeneration:
-    """The untrained model with its generation config."""
+    """Builds the untrained model with its generation config."""
     from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
     tokenizer = processor.tokenizer
@@ -161,7 +162,7 @@ def build_model(
 
 
 class CTCHead(nn.Module):
-    """Letters from encoder frames: one linear layer, symbols `CTC_SYMBOLS`, blank first."""
+    """CTC head on encoder states: one linear layer over `CTC_SYMBOLS`, blank first."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -173,7 +174,7 @@ class CTCHead(nn.Module):
 
 
 def encode(model: WhisperForConditionalGeneration, features: Tensor, offset: int = 0) -> Tensor:
-    """Encoder states for features of any length: the stock forward insists on the full window.
+    """Encoder states of features of any length; transformers' own forward needs a full window.
 
     Args:
         model: A Whisper.
@@ -212,19 +213,19 @@ def losses(
     log_probs = head(hidden[rows]).float().transpose(0, 1)
     lengths = torch.full((int(rows.sum()),), log_probs.shape[0], dtype=torch.long)
     ctc = F.ctc_loss(
-        log_probs, batch.letters, lengths, batch.letter_lengths[rows], zero_infinity=True
+        log_probs, batch.ctc_targets, lengths, batch.ctc_lengths[rows], zero_infinity=True
     )
     return ce, ctc
 
 
 def rate_at(progress: float, step: int, peak: float) -> float:
-    """Linear warm-up over 400 steps, then a cosine over the time box, down to a fiftieth."""
+    """Learning rate: linear warm-up over 400 steps, then a cosine over time to a fiftieth."""
     cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
     return peak * min(1.0, (step + 1) / 400) * (0.02 + 0.98 * cosine)
 
 
 def train(options: WhisperSynthOptions, work: Path, out: Path) -> None:
-    """Run the recipe; ``work`` holds corpus and training state, ``out`` receives the model."""
+    """Trains the model into ``out``; ``work`` holds the corpus and the training state."""
     processor = build_processor(options.merges, options.seed)
     model = build_model(options, processor)
     head = CTCHead(options.width)
@@ -253,14 +254,14 @@ def train(options: WhisperSynthOptions, work: Path, out: Path) -> None:
     )
     box = options.minutes * 60
     saved = time.time()
-    before: float | None = None  # the time box begins with the first batch
+    before: float | None = None  # time is counted from the first batch on
     seen = 0
     running = torch.zeros(2)
     model.train()
     for batch in loader:
         now = time.time()
         if before is not None:
-            spent += min(now - before, 30.0)  # sleep of the machine costs nothing
+            spent += min(now - before, 30.0)  # longer gaps are a suspended machine
         before = now
         clock.fill_(spent / box)
         if spent >= box:
@@ -301,7 +302,7 @@ def save_state(
     step: int,
     spent: float,
 ) -> None:
-    """State from which `train` resumes."""
+    """Saves the state from which `train` resumes."""
     medusa.write_state(
         path,
         {
@@ -321,26 +322,26 @@ def export(
     options: WhisperSynthOptions,
     out: Path,
 ) -> None:
-    """Half-precision weights, float32 in the config, processor and CTC head next to them."""
+    """Saves half-precision weights, a configuration that says float32, processor and CTC head."""
     from safetensors.torch import save_file
 
     clone = WhisperForConditionalGeneration(model.config)
     clone.load_state_dict(model.state_dict())
     clone.generation_config = model.generation_config
-    letters = {k: v.half() for k, v in head.state_dict().items()}
+    ctc_weights = {k: v.half() for k, v in head.state_dict().items()}
 
     def fill(into: Path) -> None:
         clone.half().save_pretrained(into)
         say_float32(into)
         processor.save_pretrained(into)
-        save_file(letters, into / "ctc_head.safetensors")
+        save_file(ctc_weights, into / "ctc_head.safetensors")
         write_file(into / "recipe.json", json.dumps(asdict(options), indent=2) + "\n")
 
     write_folder(out, fill)
 
 
 def run(options: WhisperSynthOptions, work: Path, out: Path) -> dict[str, Any]:
-    """The whole recipe: the corpus is spoken by a process next to the training; resumable."""
+    """Trains the model while another process synthesises the corpus; resumable."""
     import multiprocessing
 
     corpus = work / "corpus"
@@ -358,12 +359,12 @@ def run(options: WhisperSynthOptions, work: Path, out: Path) -> dict[str, Any]:
 
 
 def save_heads(draft: Any, target_config: dict[str, Any], out: Path) -> None:
-    """Medusa heads in a folder."""
+    """Saves Medusa heads into a folder."""
     write_folder(out, lambda into: draft.save_pretrained(into, target_config))
 
 
 def run_heads(base: str, work: Path, out: Path, count: int = 4800) -> dict[str, Any]:
-    """Both kinds of heads for a model of this recipe, on windows of its corpus."""
+    """Trains Medusa heads of both kinds for a model of this recipe, on windows of its corpus."""
     from mmdecode.decoder import Decoder
 
     path = local_path(base)
@@ -378,8 +379,8 @@ def run_heads(base: str, work: Path, out: Path, count: int = 4800) -> dict[str, 
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for index in track(range(count // 16), description="transcribing"):
-            drawn = [windows.draw(index % 4 > 0) for _ in range(16)]
-            batch = collate(drawn, processor.feature_extractor, True, 0)
+            sampled = [windows.draw(index % 4 > 0) for _ in range(16)]
+            batch = collate(sampled, processor.feature_extractor, True, 0)
             yield batch.features, medusa.whisper_prompt(model, 16, index % 2)
 
     samples = list(medusa.collect(model, batches(), Decoder(), 120))
