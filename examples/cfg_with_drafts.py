@@ -1,4 +1,4 @@
-"""Guidance with drafts: transformers silently gives another text, mmdecode does not."""
+"""Guidance with a drafter: transformers silently changes the text, mmdecode does not."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed

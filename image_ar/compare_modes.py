@@ -1,11 +1,12 @@
-"""Draw the same seeds in every mode and say what each saves and changes.
+"""Generate images of the same seeds in every mode, and compare speed and results.
 
     python image_ar/compare_modes.py ring star -n 4
 
-Prints a row per mode: tokens per pass, seconds per picture (pixels left out, after a warm-up), how
-many pictures are those of ``ar``, and bits per token under the guided law with its spread over
-pictures. ``exact`` has all pictures of ``ar``. ``fast`` has its law, which few pictures can neither
-prove nor refute: `mmdecode.evaluation.images.samples` has tests for that. ``relaxed`` has neither.
+Prints a row per mode: tokens per pass, seconds per image (without decoding pixels, after a
+warm-up), how many images are those of ``ar``, and bits per token under the guided distribution with
+its spread over images. ``exact`` gives the images of ``ar``. ``fast`` has the same distribution,
+which a few images can neither prove nor refute: `mmdecode.evaluation.images.samples` has tests for
+that. ``relaxed`` has another distribution.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from mmdecode.image_ar.modes import MODES, decoder_of
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("conditions", nargs="+", help="classes or prompts")
-    parser.add_argument("-n", "--count", type=int, default=2, help="pictures of each")
+    parser.add_argument("-n", "--count", type=int, default=2, help="images per condition")
     parser.add_argument("--model", default="zoo:llamagen-scenes")
     parser.add_argument("--guidance", type=float)
     parser.add_argument("--temperature", type=float)

@@ -1,11 +1,11 @@
-"""Draw all that a file asks for, to a folder.
+"""Generate the images of a file of classes or prompts into a folder.
 
     python image_ar/draw_folder.py wanted.txt pictures --mode exact
 
-The file has a class or a prompt on each line. Prints a line per picture with its passes; those that
-cannot be drawn are listed at the end and make the exit code 1.
+The file has a class or a prompt on each line. Prints a line per image with its passes; images that
+fail are listed at the end, and the exit code is then 1.
 
-To be interrupted and resumed, with settings in every PNG: ``mmdecode generate-image --prompts``.
+``mmdecode generate-image --prompts`` can be resumed, and writes the settings into every PNG.
 """
 
 import argparse
@@ -22,13 +22,13 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("wanted", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("-n", "--count", type=int, default=1, help="pictures of each line")
+    parser.add_argument("-n", "--count", type=int, default=1, help="images per line")
     parser.add_argument("--model", default="zoo:llamagen-scenes")
     parser.add_argument("--mode", choices=MODES, default="exact")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--device")
-    parser.add_argument("--overwrite", action="store_true", help="files that are not its own")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that it did not write")
     return parser.parse_args()
 
 

@@ -1,10 +1,10 @@
-"""Draw a picture, take a part away, and complete it as another class.
+"""Generate an image, remove a part, and complete it as another class.
 
     python image_ar/in_painting.py ring star --out filled
 
-Writes four pictures: as drawn; the upper half continued as the same class, which gives it back; the
-upper half continued as the other class; and a hole in the middle filled in as the other class. The
-last is locally constrained: a code is not told of what was kept further on.
+Writes four images: the generated one; its upper half continued as the same class, which gives the
+same image; its upper half continued as the other class; and a hole in the middle filled in as the
+other class. The last is locally constrained: a code does not depend on kept codes after it.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from mmdecode.runs.files import refuse_foreign, write_file
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("first", help="a class or a prompt")
-    parser.add_argument("second", help="another")
+    parser.add_argument("second", help="another class or prompt")
     parser.add_argument("--out", type=Path, default=Path("filled"))
     parser.add_argument("--model", default="zoo:llamagen-scenes")
     parser.add_argument("--mode", choices=MODES, default="exact")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device")
-    parser.add_argument("--overwrite", action="store_true", help="files that are not its own")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that it did not write")
     return parser.parse_args()
 
 

@@ -1,13 +1,13 @@
-"""Ask one question about each image of a folder, plainly and with a guide, side by side.
+"""Ask one question about each image of a folder, without and with a guide, side by side.
 
     python vlm/answer_folder.py pictures/ "Is there a ring in the image?" --guide vcd
 
-Prints a line per image: both answers, the margin of yes over no with the guide and without, and how
-many tokens the guide decided otherwise than the model alone (``?``: not known, of guides that edit
-what the model itself does). A second or so for ten images of 64 pixels on two CPU cores. Images
-that cannot be read are listed at the end and make the exit code 1.
+Prints a line per image: both answers, the yes-no margins without and with the guide, and how many
+tokens the guide changed (``?``: not known, for guides that edit the model's own pass). Takes about
+a second for ten images of 64 pixels on two CPU cores. Images that cannot be read are listed at the
+end, and the exit code is then 1.
 
-For files in, files out, ``mmdecode ask`` needs no script.
+``mmdecode ask`` does this from the command line, with answers in a file.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Mitigation inside transformers' own pipeline: nothing of it is subclassed, nothing stays behind.
+"""Use a guide inside transformers' own pipeline, without subclassing or lasting changes to it.
 
     python vlm/pipeline.py picture.png "Is there a ring in the image?" --guide vcd
 
-``mmdecode.attach`` lets the decoder see the raw image that the pipeline hands to ``generate``; the
-guide goes in as ``generate_kwargs={"custom_generate": decoder}``. Prints the plain answer and the
-guided one, and that after the ``with`` block the pipeline is as it was: ``as before: True``. A
-second on two CPU cores. Guides that ask something else (icd, prompt_bias) need the question itself,
-which a pipeline does not hand on: use ``mmdecode.vlm.Answerer`` for them.
+``mmdecode.attach`` gives the decoder access to the raw image of the pipeline; the decoder with the
+guide is passed as ``generate_kwargs={"custom_generate": decoder}``. Prints the plain and the guided
+answer, and ``as before: True`` if the pipeline is unchanged after the ``with`` block. Takes a
+second on two CPU cores. Guides that change the question (icd, prompt_bias) need its text, which a
+pipeline does not pass on: use ``mmdecode.vlm.Answerer`` for them.
 """
 
 import argparse

@@ -1,17 +1,17 @@
-"""POPE with your own images: is there an object in the image, and does a guide see it better?
+"""POPE on your own images: evaluate whether a guide reduces object hallucination.
 
     python vlm/pope.py pope/coco val2014/ --model llava-hf/llava-1.5-7b-hf --guide vcd --out run
     python vlm/pope.py --zoo --guide vcd --guide ritual --limit 60
 
 The first argument is a folder with POPE's files, one per split (``coco_pope_random.json`` and so
 on; of github.com/AoiDragon/POPE, the folder ``output/coco``), the second the folder of the images
-that they name (``COCO_val2014_000000310196.jpg``). ``--zoo`` asks about the scenes that ship
-instead, which takes some seconds for 60 questions on two CPU cores. Expected on either: a row per
-mode and split, the controls beside the guides, and flips against the plain model shifted to the
-same yes-ratio. A guide that does not beat that row says yes more often and sees no better.
+that they name (``COCO_val2014_000000310196.jpg``). ``--zoo`` uses the shipped scenes instead, which
+takes some seconds for 60 questions on two CPU cores. Prints a row per mode and split, for guides
+and controls, and the answers that differ from the plain model shifted to the same yes-ratio. A
+guide that does not beat that row only changes how often the model says yes.
 
-``mmdecode evaluate pope`` does the same from the command line, resumes, and samples with several
-seeds.
+``mmdecode evaluate pope`` does the same from the command line; it can be resumed, and samples with
+several seeds.
 """
 
 import argparse
@@ -30,16 +30,16 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("questions", nargs="?", help="folder with a file per split")
     parser.add_argument("images", nargs="?", type=Path, help="folder of the images")
-    parser.add_argument("--zoo", action="store_true", help="the scenes that ship")
-    parser.add_argument("--prefix", default="", help="what the files' names begin with")
+    parser.add_argument("--zoo", action="store_true", help="use the shipped scenes")
+    parser.add_argument("--prefix", default="", help="prefix of the file names")
     parser.add_argument("--model", default="zoo:llava-scenes")
     parser.add_argument("--guide", action="append", help="see: mmdecode methods guide")
-    parser.add_argument("--limit", type=int, help="only the first so many questions")
+    parser.add_argument("--limit", type=int, help="maximum number of questions")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--out", type=Path, help="folder for the report")
     parser.add_argument("--device")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--overwrite", action="store_true", help="files that are not its own")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that it did not write")
     args = parser.parse_args()
     if args.zoo == bool(args.questions and args.images):
         parser.error("give the folders of questions and of images, or --zoo")

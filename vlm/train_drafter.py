@@ -4,14 +4,14 @@
     python vlm/train_drafter.py --steps 300 --limit 200 --out my-drafter
 
 The first argument is a table as for ``mmdecode ask --data``; the model answers it itself, and the
-drafter learns to foresee its answers. Without one, scenes are drawn: 200 of them and 300 steps take
-some minutes on two CPU cores, and 1,000 with 1,500 steps foresee more. Started again with the same
-settings, a training goes on where it was stopped.
+drafter is trained to predict these answers. Without a table, rendered scenes are used: 200 of them
+and 300 steps take some minutes on two CPU cores; 1,000 with 1,500 steps give a better drafter.
+Started again with the same settings, a training is resumed.
 
-Measured on questions that nothing was learnt from: tokens a pass (1 is what no draft reaches), the
-share of passes that accepted at least one, two, ... drafted tokens, and time against the undrafted
-loop. The answers are those of the model alone, whatever a drafter has learnt. Last, one answer pass
-by pass: what stands in brackets was drafted.
+Measured on held-out questions: tokens per pass (1 without a drafter), the share of passes that
+accepted at least one, two, ... drafted tokens, and the time relative to decoding without a drafter.
+The answers are those of the model alone, however good the drafter is. At the end one answer is
+printed pass by pass, with drafted tokens in brackets.
 
 ``mmdecode train drafter`` and ``mmdecode bench vlm`` do the same with more options.
 """
@@ -38,19 +38,19 @@ KINDS = {
     "dream": "dream",
     "flash": "flash",
 }
-"""The draft that each kind of drafter is for."""
+"""Draft option of each kind of drafter."""
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("questions", nargs="?", help="a table; drawn scenes without one")
-    parser.add_argument("--test", help="a table that nothing is learnt from")
+    parser.add_argument("questions", nargs="?", help="a table; default: rendered scenes")
+    parser.add_argument("--test", help="a table of held-out questions")
     parser.add_argument("--out", type=Path, required=True, help="folder of the drafter")
     parser.add_argument("--model", default="zoo:llava-scenes")
     parser.add_argument("--kind", default="eagle", choices=KINDS)
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--limit", type=int, help="learn from so many questions")
-    parser.add_argument("--held-out", type=int, default=32, help="of them, to stop in time")
+    parser.add_argument("--limit", type=int, help="number of training questions")
+    parser.add_argument("--held-out", type=int, default=32, help="of these, for early stopping")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--device")
     args = parser.parse_args()

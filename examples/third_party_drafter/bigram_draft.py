@@ -1,4 +1,4 @@
-"""Drafts what followed each token when it was last seen, in the prompt or in the output."""
+"""A drafter that proposes the token that last followed each token in the prompt or the output."""
 
 import torch
 
@@ -7,7 +7,7 @@ from mmdecode.engine.proposal import Proposal
 
 
 class Bigram(Drafter):
-    """A chain of up to `length` tokens; 0 proposes nothing."""
+    """Proposes a chain of up to `length` tokens; 0 is neutral."""
 
     summary = "what followed each token when it was last seen"  # for `mmdecode methods`
 
@@ -19,20 +19,20 @@ class Bigram(Drafter):
 
 
 class BigramSession(DraftSession):
-    """What followed each token of one call, row by row."""
+    """Table of the last successor of each token of one call, by row."""
 
     def __init__(self, call, length, vocab):
         super().__init__(call)
         self.length = length
-        # one column more, for what is not to be learned
+        # one more column, for tokens that are not recorded
         self.successor = torch.full((call.batch, vocab + 1), -1, device=call.device)
         self.learn(call.request.prompt_ids)
 
     def learn(self, ids):
         token, following = ids[:, :-1], ids[:, 1:]
-        unknown = self.successor.shape[1] - 1  # some models read ids that they never generate
+        unknown = self.successor.shape[1] - 1  # for ids outside of the output vocabulary
         token = token.masked_fill((token >= unknown) | (following >= unknown), unknown)
-        # of equal tokens the last decides; scatter_ alone would write them in any order
+        # the last of equal tokens counts; scatter_ alone has no defined order
         order = torch.arange(1, ids.shape[1], device=ids.device).expand_as(token)
         last = torch.zeros_like(self.successor).scatter_reduce(1, token, order, "amax")
         self.successor = torch.where(last > 0, ids.gather(1, last), self.successor)

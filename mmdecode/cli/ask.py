@@ -38,15 +38,13 @@ def command(
     ] = None,
     questions: Annotated[
         list[str] | None,
-        typer.Option("--question", "-q", help="Asked about each image; repeat it for more."),
+        typer.Option("--question", "-q", help="Question to ask about each image; repeatable."),
     ] = None,
     together: Annotated[
         bool,
-        typer.Option("--together", help="Ask about all images at once, such as a video's frames."),
+        typer.Option("--together", help="Ask about all images together, such as a video's frames."),
     ] = False,
-    text_only: Annotated[
-        bool, typer.Option("--text-only", help="Ask without an image, and mean it.")
-    ] = False,
+    text_only: Annotated[bool, typer.Option("--text-only", help="Ask without an image.")] = False,
     table: Annotated[
         str | None,
         typer.Option(
@@ -57,7 +55,7 @@ def command(
     ] = None,
     images: Annotated[
         str | None,
-        typer.Option(help="Where the table's relative paths start; else at its own folder."),
+        typer.Option(help="Folder that the table's relative paths start at; default: its own."),
     ] = None,
     model: Annotated[
         str,
@@ -70,12 +68,12 @@ def command(
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Who drafts: lookup, or eagle:path=... with a drafter that was trained for the "
-            "model; see 'mmdecode methods draft'. Answers stay as they are."
+            help="Drafter: lookup, or eagle:path=... with one that was trained for the model; see "
+            "'mmdecode methods draft'. Answers do not change."
         ),
     ] = None,
     accept: Annotated[
-        str, typer.Option(help="The acceptance rule; auto keeps answers as without a draft.")
+        str, typer.Option(help="Acceptance rule; auto keeps answers as without a drafter.")
     ] = "auto",
     output: Annotated[
         Path | None,
@@ -88,35 +86,33 @@ def command(
     ] = False,
     overwrite: Overwrite = False,
     stream: Annotated[
-        bool, typer.Option("--stream", help="Print each answer while it is decoded.")
+        bool, typer.Option("--stream", help="Print each answer as it is decoded.")
     ] = False,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Questions decoded at once; answers do not depend on it.")
     ] = 8,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 128,
     sample: Annotated[
-        bool, typer.Option("--sample", help="Draw tokens; else the most likely is taken.")
+        bool, typer.Option("--sample", help="Sample tokens instead of taking the most likely.")
     ] = False,
-    temperature: Annotated[float, typer.Option(help="With --sample: of the distribution.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="With --sample: sampling temperature.")] = 1.0,
     top_p: Annotated[
-        float, typer.Option(help="With --sample: from the most likely tokens that sum to this.")
+        float, typer.Option(help="With --sample: total probability of the tokens to sample from.")
     ] = 1.0,
     top_k: Annotated[
-        int, typer.Option(min=0, help="With --sample: from so many tokens; 0: all.")
+        int, typer.Option(min=0, help="With --sample: number of tokens to sample from; 0: all.")
     ] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    seed: Annotated[int, typer.Option(help="Of the noise that sampling uses.")] = 0,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Ask only the first so many questions.")
-    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of questions.")] = None,
     json: JsonFlag = False,
 ) -> None:
     """Ask questions about images.
 
-    Each question is asked about each image. Prints the answers, or appends a line to results.jsonl
-    in --out as each is given. Images that cannot be read are listed at the end, and make the exit
-    code 1. Whatever stops a run, --resume goes on.
+    Each question is asked about each image. Prints the answers or, with --out, appends a line per
+    answer to results.jsonl. Images that cannot be read are listed at the end, and the exit code is
+    then 1. An interrupted run is continued with --resume.
 
     For example:
 
@@ -231,7 +227,7 @@ class _Tally:
 def _asked(
     paths: list[str] | None, questions: list[str] | None, together: bool, text_only: bool
 ) -> list[AnswerRequest]:
-    """Questions of the command line itself, in order."""
+    """Requests from images and questions on the command line, in order."""
     from mmdecode.errors import OptionError
     from mmdecode.runs.files import find_files
     from mmdecode.vlm.images import SUFFIXES
@@ -256,7 +252,7 @@ def _with_bar(
     options: dict[str, Any],
     file: AnswerFile | None,
 ) -> Iterator[Answer]:
-    """Answers as their batches end; what a process ended over is asked last, one by one."""
+    """Yields answers as their batches end; questions that ended a process come last, one by one."""
     from mmdecode.runs.crashes import in_groups
     from mmdecode.runs.items import Watch
 
@@ -277,7 +273,7 @@ def _with_bar(
 def _streamed(
     answerer: Answerer, requests: list[AnswerRequest], options: dict[str, Any], show: _Shown
 ) -> Iterator[Answer]:
-    """Answers one after the other, printed while they are decoded."""
+    """Yields answers one after the other, each printed while it is decoded."""
     from mmdecode.runs.items import Watch
 
     yield from Watch().released(_pieced(answerer, requests, options, show))
@@ -286,7 +282,7 @@ def _streamed(
 def _pieced(
     answerer: Answerer, requests: list[AnswerRequest], options: dict[str, Any], show: _Shown
 ) -> Iterator[tuple[Answer, Failed | None]]:
-    """See `_streamed`; whatever one question raises is its failure."""
+    """See `_streamed`; an error of one question is that question's failure."""
     from mmdecode.errors import InputError
     from mmdecode.runs.items import Failed, tried
     from mmdecode.vlm.answerer import MEMORY_HINT
@@ -316,14 +312,14 @@ def _pieced(
 
 
 class _Shown:
-    """How answers are printed: with what tells them apart before them."""
+    """Prints answers with a heading that distinguishes them."""
 
     def __init__(self, requests: list[AnswerRequest]) -> None:
         self.images = len({tuple(i.name for i in request.images) for request in requests}) > 1
         self.questions = len({request.text for request in requests}) > 1
 
     def before(self, answer: Answer) -> str:
-        """Heading of an answer."""
+        """Heading that precedes an answer."""
         parts = [", ".join(answer.images) + ":"] if self.images else []
         parts += [answer.question] if self.questions else []
         # names of files need not be UTF-8

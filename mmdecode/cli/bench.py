@@ -1,4 +1,4 @@
-"""``mmdecode bench``: how fast drafts are next to plain decoding, on this model and machine."""
+"""``mmdecode bench``: speed of drafters against decoding without one, on this model and machine."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def vlm(
     draft: Annotated[
         list[str] | None,
         typer.Option(
-            help="A draft, as name or name:key=value,...; see 'mmdecode methods draft'. Repeat for "
-            "several. [default: lookup]"
+            help="Drafter, as name or name:key=value,...; see 'mmdecode methods draft'. "
+            "Repeatable. [default: lookup]"
         ),
     ] = None,
     guide: Annotated[
         str | None,
-        typer.Option(help="The distribution that tokens follow; see 'mmdecode methods guide'."),
+        typer.Option(help="Guide, as name or name:key=value,...; see 'mmdecode methods guide'."),
     ] = None,
     data: Annotated[
         str,
@@ -59,32 +59,33 @@ def vlm(
     ] = SCENES,
     batch_size: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Questions decoded at once; repeat for several. [default: 1]"),
+        typer.Option(min=1, help="Questions decoded at once; repeatable. [default: 1]"),
     ] = None,
     temperature: Annotated[
         list[float] | None,
-        typer.Option(min=0, help="0 is greedy; repeat for several. [default: 0]"),
+        typer.Option(min=0, help="Sampling temperature, 0: greedy; repeatable. [default: 0]"),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 128,
-    limit: Annotated[int, typer.Option(min=1, help="Questions, at most.")] = 16,
-    repeats: Annotated[int, typer.Option(min=1, help="How often everything is timed.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of an answer.")] = 128,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of questions.")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of timed runs.")] = 1,
     peers: Annotated[
         bool, typer.Option("--peers/--no-peers", help="Time transformers' own loop too.")
     ] = True,
     out_dir: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder for results.json, all numbers; after each setting."),
+        typer.Option("--out", help="Folder for results.json, written after each setting."),
     ] = None,
     overwrite: Overwrite = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    seed: Annotated[int, typer.Option(help="Of the noise that sampling uses.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Time drafts on your own model, images and machine, against the same loop without one.
+    """Time drafters on your own model, images and machine, against the same loop without one.
 
-    All ways see the same prompts, interleaved. The undrafted loop is timed twice: what its second
-    row says is what the clock is worth. Close everything else; the load is told.
+    All decoders get the same prompts, interleaved. The loop without a drafter is timed twice: the
+    difference of its two rows is the noise of the measurement. Close other programs; the system
+    load is reported.
 
     For example:
 
@@ -148,14 +149,14 @@ def vlm(
                     "batches": len(batches),
                     "temperature": heat,
                     "max_new_tokens": max_new_tokens,
-                    **asdict(confidence),
+                    **asdict(confident),
                     "left_out": failed,
                     "rows": [row.as_dict() for row in found],
                 }
             )
             if not json:
                 out.print(
-                    table_of(found, f"{title}; {confidence.entropy_bits:.2f} bits a token", failed)
+                    table_of(found, f"{title}; {confident.entropy_bits:.2f} bits a token", failed)
                 )
             facts["load_at_end"] = load()
             if out_dir is not None:
@@ -185,7 +186,7 @@ def prompts_of(answerer: Any, data: str, limit: int, size: int) -> list[dict[str
 
 
 def table_of(found: Sequence[Speed], title: str, failed: Mapping[str, str]) -> Table:
-    """For a terminal; below it, of ways that could not be timed, why."""
+    """Table for the terminal, with the reasons of decoders that could not be timed below it."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("way", overflow="fold")
     for name in ("tokens\na pass", "draft's\nshare", "first\nms", "ms a\ntoken"):

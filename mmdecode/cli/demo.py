@@ -1,4 +1,4 @@
-"""``mmdecode demo``: what the library does, shown with the models that ship with it."""
+"""``mmdecode demo``: demonstrations with the models that ship."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def command(
         str | None,
         typer.Argument(
             metavar="[speech|vlm|image]",
-            help="Recordings, transcribed plainly and drafted; questions about images, answered "
-            "plainly and with guides; or pictures, drawn plainly and in parallel. Else one after "
-            "the other.",
+            help="Transcribe recordings without and with a drafter; answer questions about images "
+            "without and with guides; or generate images token by token and in parallel. Default: "
+            "all.",
             show_default=False,
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="Of the demo that is named, else of speech, as openai/whisper-small: a folder, a "
-            "Hub id, its short name or zoo:NAME; a shipped one by default, and of recordings of "
-            "people moonshine:tiny-en where it is installed.",
+            help="Model of the named demo, else of speech, for example openai/whisper-small: a "
+            "folder, a Hub id, a short name or zoo:NAME. Default: a shipped one, and for "
+            "recordings of people moonshine:tiny-en if it is installed.",
         ),
     ] = None,
     draft: Annotated[
@@ -53,14 +53,14 @@ def command(
         typer.Option(
             "--guide",
             help="Questions: a guide of 'mmdecode methods guide' as name or name:key=value,...; "
-            f"repeat it for more; {', '.join(GUIDES)} by default.",
+            f"repeatable; {', '.join(GUIDES)} by default.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             "--out",
-            help="Folder for the results; of all demos, a folder with one for each. Default: "
+            help="Output folder; of all demos, a folder with one for each. Default: "
             f"{', '.join(f'{FOLDER}/{name}' for name in DEMOS)}.",
         ),
     ] = None,
@@ -68,32 +68,30 @@ def command(
         int | None,
         typer.Option(
             min=1,
-            help="Only the first so many clips, without the long recording; only so many images "
-            "or pictures.",
+            help="Maximum number of clips, without the long recording, or of images.",
         ),
     ] = None,
     repeats: Annotated[
         int,
-        typer.Option(min=1, help="Speech: timed runs of each clip each way; the median counts."),
+        typer.Option(min=1, help="Speech: timed runs per clip and decoder; the median is taken."),
     ] = 3,
     overwrite: Overwrite = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     seed: Annotated[
         int,
-        typer.Option(help="Of pictures, of intervals, and of guides that draw; text is greedy."),
+        typer.Option(help="Seed of images, intervals and guides that sample; text is greedy."),
     ] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Transcribe shipped speech, ask about shipped images, and draw, with shipped models.
+    """Transcribe speech, answer questions about images and generate images, with shipped models.
 
-    Recordings of people come first, by moonshine:tiny-en where it is installed. Synthetic
-    speech is transcribed plainly and drafted: the text must not change, the time should. Questions
-    about images are answered plainly and under guides, side by side: the answers may change. Their
-    captions are written once more with a draft: in fewer passes, the tokens the same.
-    Pictures are drawn plainly, exactly in parallel, and relaxed, which changes the distribution.
-    Each writes a page to look at (report.html). The exit code is 1 if drafting changed a single
-    token.
+    Recordings of people come first, by moonshine:tiny-en if it is installed. Synthetic speech is
+    transcribed without and with a drafter: the text must not change, the time should. Questions
+    about images are answered without and with guides, side by side: the answers may change.
+    Captions are decoded again with a drafter: the same tokens in fewer passes. Images are generated
+    token by token, exactly in parallel, and relaxed, which changes the distribution. Each demo
+    writes a page, report.html. The exit code is 1 if drafting changed a token.
     """
     if what is not None and what not in DEMOS:
         raise UnknownNameError.of("demo", what, DEMOS)

@@ -13,7 +13,7 @@ import mmdecode
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.runs.console import out
 
-# distribution -> the extras that install it; empty for what is always needed
+# distribution -> the extras that install it; empty: always installed
 PACKAGES = {
     "torch": "",
     "transformers": "",

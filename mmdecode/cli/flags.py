@@ -1,4 +1,4 @@
-"""Options that several commands on speech have, word for word."""
+"""Option definitions that several commands share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def model_help(what: str, example: str) -> str:
     """Help of an option that names a model.
 
     Args:
-        what: Its kind, for example ``A Whisper model``.
-        example: The Hub id of a real one.
+        what: Kind of model, for example ``A Whisper model``.
+        example: Hub id of an example.
     """
     return f"{what}, as {example}: a folder, a Hub id, its short name or zoo:NAME."
 
@@ -42,7 +42,7 @@ Task = Annotated[str | None, typer.Option(help="transcribe or translate.")]
 Timestamps = Annotated[
     bool, typer.Option("--timestamps/--no-timestamps", help="Let the model predict times.")
 ]
-MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens per window.")]
+MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Maximum tokens per window.")]
 Device = Annotated[str, typer.Option(help="auto (cuda if there is one), cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[
     str,
@@ -54,11 +54,11 @@ Dtype = Annotated[
 
 
 def refuse_without(needed: str, options: Collection[str], context: typer.Context) -> None:
-    """Refuses options that would do nothing; for where what they belong to was not given.
+    """Refuses options that have no effect without another one, which was not given.
 
     Args:
-        needed: Option that they belong to, as the user would give it.
-        options: Names of the command's parameters.
+        needed: The other option, as on the command line.
+        options: Names of the parameters that need it.
         context: Context of the command.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``mmdecode generate-image``: classes or prompts in, pictures out."""
+"""``mmdecode generate-image``: classes or prompts in, images out."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def command(
     ] = "zoo:llamagen-scenes",
     names: Annotated[
         list[str] | None,
-        typer.Option("--class", help="A class by its name; repeat it for more."),
+        typer.Option("--class", help="A class by its name; repeatable."),
     ] = None,
     numbers: Annotated[
         list[int] | None,
-        typer.Option("--class-id", help="A class by its number, from 0; repeat it for more."),
+        typer.Option("--class-id", help="A class by its number, from 0; repeatable."),
     ] = None,
     prompts: Annotated[
-        list[str] | None, typer.Option("--prompt", help="A text; repeat it for more.")
+        list[str] | None, typer.Option("--prompt", help="A prompt; repeatable.")
     ] = None,
     file: Annotated[
         Path | None,
@@ -51,92 +51,97 @@ def command(
     ] = None,
     negative_prompt: Annotated[
         str | None,
-        typer.Option(help="A text that guidance leads away from, of models that take prompts."),
+        typer.Option(help="Negative prompt for guidance, for models that take prompts."),
     ] = None,
     raw_prompt: Annotated[
         bool,
         typer.Option(
             "--raw-prompt",
-            help="Give prompts to the model as they are; Janus reads them in its chat template "
-            "otherwise.",
+            help="Pass prompts to the model unchanged; otherwise Janus gets them in its chat "
+            "template.",
         ),
     ] = False,
-    n: Annotated[int, typer.Option("--count", "-n", min=1, help="Images of each.")] = 1,
+    n: Annotated[int, typer.Option("--count", "-n", min=1, help="Images per class or prompt.")] = 1,
     mode: Annotated[
         str | None,
         typer.Option(
-            help="ar: token by token; exact: the same pictures in fewer passes; fast: others of "
-            "the same distribution, by the published test; relaxed: another one (heuristic); "
-            "zipar:window=8: several rows at once, another distribution (heuristic)."
+            help="ar: token by token; exact: the same images in fewer passes; fast: other images "
+            "of the same distribution, by rejection sampling; relaxed: another distribution "
+            "(heuristic); zipar:window=8: several rows in parallel, another distribution "
+            "(heuristic)."
         ),
     ] = None,
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Who drafts, as name or name:key=value,...: jacobi:window=32, or "
+            help="Drafter, as name or name:key=value,...: jacobi:window=32, or "
             "assistant:model=... for a small image model; see 'mmdecode methods draft'."
         ),
     ] = None,
     accept: Annotated[
         str,
         typer.Option(
-            help="The acceptance rule; auto keeps pictures as without a draft, lantern:lambda_=2 "
+            help="Acceptance rule; auto keeps images as without a drafter, lantern:lambda_=2 "
             "and others change the distribution; see 'mmdecode methods accept'."
         ),
     ] = "auto",
     guidance: Annotated[
         float | None,
-        typer.Option(help="s of u + s (c - u); 1 switches it off. Default: the model's own."),
+        typer.Option(help="Guidance scale s of u + s (c - u); 1: off. Default: the model's own."),
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="Sampling temperature. Default: the model's own.")
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="Draw from so many tokens; 0: all. Default: the model's own.")
+        int | None, typer.Option(help="Tokens to sample from; 0: all. Default: the model's own.")
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
-            help="Draw from the most likely tokens that sum to this. Default: the model's own."
+            help="Total probability of the tokens to sample from. Default: the model's own."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same pictures.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same images.")] = 0,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Images drawn at once; pictures do not depend on it.")
+        int, typer.Option(min=1, help="Images generated at once; no image depends on it.")
     ] = 8,
     start: Annotated[
         Path | None,
         typer.Option(
-            help="An image to complete, of the model's size; one that was drawn here keeps its "
-            "codes."
+            help="An image to complete, of the model's size; the codes of one that was generated "
+            "here are taken from its metadata."
         ),
     ] = None,
     mask: Annotated[
         Path | None,
         typer.Option(
-            help="With --start: an image, white where it is to be drawn again. Models that draw in "
-            "raster order are not told of what is given further on (locally constrained)."
+            help="With --start: a mask image, white where it is to be generated again. In raster "
+            "order, codes do not depend on kept ones after them (locally constrained)."
         ),
     ] = None,
     keep_rows: Annotated[
         int | None,
-        typer.Option(help="With --start: so many rows of codes stay, and are continued exactly."),
+        typer.Option(help="With --start: rows of codes to keep; the rest is continued exactly."),
     ] = None,
     refiner: Annotated[
         str | None,
-        typer.Option(help="Next-scale models: a smaller one that writes the last scales (CoDe)."),
+        typer.Option(help="Next-scale models: a smaller one for the last scales (CoDe)."),
     ] = None,
     drafted: Annotated[
-        int | None, typer.Option(help="With --refiner: scales that the model itself writes.")
+        int | None, typer.Option(help="With --refiner: scales that the model itself generates.")
     ] = None,
     codes: Annotated[
         str | None,
-        typer.Option(help="ROWSxCOLUMNS of codes, for models whose images have no size (Emu3)."),
+        typer.Option(help="ROWSxCOLUMNS of codes, for models without a fixed image size (Emu3)."),
     ] = None,
-    grid: Annotated[bool, typer.Option("--grid", help="Also all images in one, grid.png.")] = False,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Also write all images as one, grid.png.")
+    ] = False,
     likelihood: Annotated[
         bool,
-        typer.Option("--likelihood", help="Note how likely the model finds each; reads it again."),
+        typer.Option(
+            "--likelihood", help="Compute the log-likelihood of each image, with another pass."
+        ),
     ] = False,
     output: Annotated[
         Path, typer.Option("--out", help="Folder for images and results.jsonl.")
@@ -147,11 +152,11 @@ def command(
     dtype: Dtype = "auto",
     json: JsonFlag = False,
 ) -> None:
-    """Draw images of classes or prompts.
+    """Generate images from classes or prompts.
 
-    Each image is a PNG that carries its settings, written as soon as it is drawn, with a line in
-    results.jsonl. Images that fail are listed at the end, and makes the exit code 1. Whatever
-    stops a run, --resume goes on.
+    Each image is a PNG with its settings as metadata, written as soon as it is generated, with a
+    line in results.jsonl. Images that fail are listed at the end, and the exit code is then 1. An
+    interrupted run is continued with --resume.
 
     For example:
 
@@ -238,7 +243,7 @@ def command(
 
 @dataclass
 class _Tally:
-    """Summary of the run, by lines of the results."""
+    """Summary of the run, from lines of the results."""
 
     done_before: int
     images: list[dict[str, Any]] = field(default_factory=list)
@@ -268,7 +273,7 @@ def _with_bar(
     options: dict[str, Any],
     batches: Batches,
 ) -> Iterator[GeneratedImage]:
-    """Images as their batches end, under a bar of tokens; what a process ended over last, alone."""
+    """Yields images as their batches end; those that ended a process come last, one by one."""
     from mmdecode.image_ar.results import request_name
     from mmdecode.runs.crashes import in_groups
     from mmdecode.runs.items import Watch
@@ -303,10 +308,10 @@ def _conditions(
     numbers: list[int] | None,
     prompts: list[str] | None,
 ) -> list[int | str]:
-    """Conditions of the command line, of the model's kind.
+    """Conditions on the command line: classes or prompts, whichever the model takes.
 
     Raises:
-        OptionError: It is of the other kind.
+        OptionError: Prompts are given to a model of classes, or classes to a model of prompts.
     """
     from mmdecode.errors import OptionError
 
@@ -320,7 +325,7 @@ def _conditions(
 def _drawable(
     generator: ImageGenerator, lines: Sequence[tuple[str, str | InputError]]
 ) -> tuple[list[int | str], list[dict[str, Any]]]:
-    """Conditions in the lines of a file, and failures of lines without one."""
+    """Conditions in the lines of a file, and failures of invalid lines."""
     from mmdecode.errors import InputError, MMDecodeError
 
     found: list[int | str] = []
@@ -341,7 +346,7 @@ def _drawable(
 
 
 def _grid_of(codes: str | None) -> tuple[int, int] | None:
-    """Rows and columns."""
+    """Rows and columns from the value of ``--codes``."""
     from mmdecode.errors import OptionError
 
     if codes is None:
@@ -369,11 +374,11 @@ def _started(
     mask: Path | None,
     keep_rows: int | None,
 ) -> dict[str, Any]:
-    """The image to complete, and what of it stays, as options of a call.
+    """The image to complete and the part to keep, as arguments of the generator.
 
     Raises:
         InputError: A file is no image.
-        OptionError: Not so many rows can stay.
+        OptionError: ``keep_rows`` is out of range.
     """
     import torch
 

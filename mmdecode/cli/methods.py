@@ -1,4 +1,4 @@
-"""``mmdecode methods``: what can be combined."""
+"""``mmdecode methods``: lists drafters, rules, guides and other registered parts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def command(
     kind: Annotated[
         str | None,
         typer.Argument(
-            help="draft, accept, guide, correct, adapters, recognizers or checkpoints; all where "
-            "left out."
+            help="draft, accept, guide, correct, adapters, recognizers or checkpoints. Default: "
+            "all."
         ),
     ] = None,
     json: JsonFlag = False,

@@ -1,10 +1,10 @@
 """Options of every command that loads a model, added where commands are imported.
 
-* ``--trust-remote-code``, the one way to let a checkpoint run Python files of its own;
-* short names of models stand for their Hub ids, in what is printed and hashed too;
-* a shipped model on the user's own files is announced as the toy it is.
+* ``--trust-remote-code``, the only way to let a checkpoint run its own Python files;
+* short names of models are replaced by their Hub ids, in output and hashes too;
+* a note if a shipped toy model is run on the user's own files.
 
-`default_recogniser` is the model of commands on speech that were given none.
+`default_recogniser` is the default model of commands on speech.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from mmdecode.model_names import REAL, SYNTHETIC
 from mmdecode.runs.console import console, print_line
 
 MODELS = ("model", "refiner", "corrector", "correct", "methods")
-"""Parameters that name models: alone, or somewhere in the value."""
+"""Parameters whose values contain names of models."""
 
 OWN_FILES = (
     *("paths", "path", "files_from", "data", "recordings", "speech"),
     *("table", "start", "file", "prompts", "real"),
 )
-"""Parameters that name what a model is run on, among other things."""
+"""Parameters whose values may name files that a model is run on."""
 
 
 INSTEAD = {
@@ -39,11 +39,11 @@ INSTEAD = {
     "var": "a VAR that was published, read by load_published of mmdecode.models.var",
     "lm": "a corrector that 'mmdecode train corrector' made for your recogniser",
 }
-"""Advice what to name instead of a shipped model, by how its name begins."""
+"""Hint which model to use instead of a shipped one, by the beginning of its name."""
 
 
 def with_models(command: Any) -> Any:
-    """A command, or a group with its commands; those that load models as described above."""
+    """Adds these options and notes to the commands that load models."""
     for inner in getattr(command, "commands", {}).values():
         with_models(inner)
     if any(parameter.name in MODELS for parameter in command.params):
@@ -98,7 +98,7 @@ def _prepared(run: Any) -> Any:
 
 
 def toy_note(given: dict[str, Any]) -> str | None:
-    """Warning where a shipped model is run on the user's own files, or on real recordings.
+    """Note if a shipped model is run on the user's own files, or on real recordings.
 
     Args:
         given: A command's parameters by name.
@@ -133,7 +133,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _is_own(value: str) -> bool:
-    """Whether a value names something to read that no shipped model was made for."""
+    """Whether a value names data of the user, which no shipped model was trained for."""
     if value in ("-", "zoo:real-clips"):
         return True
     path = Path(value)

@@ -1,4 +1,4 @@
-"""Where commands write: people read the consoles, programs read one JSON line.
+"""Output of commands: text on consoles for people, or one JSON line for programs.
 
 Results for people go to ``out`` (stdout); progress, warnings and errors go to ``console`` (stderr).
 With ``--json`` a command writes nothing to stdout but the line of ``emit_json``.
@@ -36,7 +36,7 @@ def emit_json(obj: Any) -> None:
 
 
 def show_tables(tables: Iterable[Sequence[Mapping[str, str]]]) -> None:
-    """Rows by column, table after table; Markdown where there is no terminal to lay them out."""
+    """Prints tables of rows by column; as Markdown if stdout is no terminal."""
     from rich.markup import escape
     from rich.table import Table
 

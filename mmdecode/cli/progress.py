@@ -1,4 +1,4 @@
-"""The bar of commands that work through many items, and no other."""
+"""The progress bar of commands over many items."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def progress_bar(*more: ProgressColumn) -> Progress:
-    """On a terminal's stderr, gone when it ends; ``more`` columns stand before the time."""
+    """A bar on a terminal's stderr, removed at its end; ``more`` columns precede the time."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -35,12 +35,12 @@ def progress_bar(*more: ProgressColumn) -> Progress:
         TimeElapsedColumn(),
         console=console,
         transient=True,
-        disable=not console.is_terminal,  # all that it leaves in a file is an empty line
+        disable=not console.is_terminal,  # otherwise it would leave an empty line in a file
     )
 
 
 def tell_changed(journal: Journal[Any]) -> None:
-    """Says how many files of a run that goes on are others by now."""
+    """Prints how many files changed since the run that is resumed."""
     if journal.changed:
         text = f"{len(journal.changed)} changed since and done again"
         console.print(text, style="yellow", highlight=False)
@@ -57,18 +57,17 @@ def recorded(
     begin: Callable[[], None] | None = None,
     **how: Any,
 ) -> list[Sample]:
-    """Samples of all modes, under a bar; with a folder they go there as they come.
+    """Records samples of all modes with a progress bar, in a folder if one is given.
 
     Args:
-        what: On the bar.
+        what: Text of the bar.
         transcribers: Transcribers by the name of their mode.
         entries: Recordings.
-        conditions: Conditions of the run; all but the load have to be the same for it to be
-            resumed.
+        conditions: Conditions of the run; to be resumed, all but the load must be the same.
         out_dir: Folder of the journal; ``None``: none.
-        resume: Whether it goes on with what the folder holds.
-        overwrite: Whether it may replace what the folder holds.
-        begin: Called where the folder can be continued, before the first recording is read.
+        resume: Whether to continue the folder's run.
+        overwrite: Whether to replace the folder's content.
+        begin: Called after the folder was checked, before the first recording is read.
         **how: See `mmdecode.evaluation.speech.runs.record`.
     """
     from mmdecode.evaluation.speech.runs import journal_of, record

@@ -1,14 +1,13 @@
-"""Parts that all commands share: options, checks of options, and how they end.
+"""Shared parts of all commands: options and checks of options.
 
-* ``--options FILE.yaml`` gives any of the command's options; the command line wins over it. Values
-  are put where click looks for defaults, so whatever is made of an option, settings and their hash
-  among it, is made of them too.
-* ``--quiet`` and ``--verbose`` say how much is written to stderr.
+* ``--options FILE.yaml`` sets any of the command's options; the command line overrides it. Values
+  become click's defaults, so that settings and their hash include them.
+* ``--quiet`` and ``--verbose`` set how much is written to stderr.
 * ``--out`` is a folder.
-* ``auto`` as device or dtype is decided before the command runs.
-* ``none`` is a draft and a guide: plain decoding, which comparisons have anyway.
-* A long help has parts: ``PANELS`` of the command's module.
-* A group without a command shows its help, and that is no mistake.
+* ``auto`` as device or dtype is resolved before the command runs.
+* ``none`` as draft or guide is plain decoding, which comparisons include anyway.
+* A long help is split into panels: ``PANELS`` of the command's module.
+* A group without a command shows its help and exits with code 0.
 """
 
 from __future__ import annotations
@@ -37,28 +36,28 @@ PANEL = "Every command"
 
 NONE = "none"
 PARTS = ("draft", "guide", "guides", "correct")
-"""Parameters for which `NONE` stands for plain decoding, alone or among those that are compared."""
+"""Parameters whose value may be `NONE`, alone or in a list: plain decoding."""
 
 COUNTS = ("limit", "batch_size", "steps", "epochs", "heads", "rank")
-"""Whole numbers that are at least 1; others are at least 0."""
+"""Integer parameters that are at least 1; others are at least 0."""
 
 FILES = frozenset(
     ".csv .gif .gz .htm .html .ipynb .jpeg .jpg .json .jsonl .log .md .npy .npz .pdf .png .pt .pth "
     ".safetensors .srt .svg .tar .trn .tsv .txt .vtt .wav .webp .yaml .yml .zip".split()
 )
-"""Endings of names that a file has and a folder has not."""
+"""File endings that mark a value of ``--out`` as a file."""
 
 
 class Group(TyperGroup):
-    """A group that shows its help where nothing is asked of it, with exit code 0."""
+    """A group that shows its help without arguments, with exit code 0."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Same as in click, but for an empty command line."""
+        """As in click; an empty command line shows the help."""
         return super().parse_args(ctx, args if args or ctx.resilient_parsing else ["--help"])
 
 
 def with_shared(command: Any) -> Any:
-    """A command, or a group with its commands; with the options and checks described above."""
+    """Adds the shared options and checks to a command, or to all commands of a group."""
     inner = getattr(command, "commands", None)
     for one in (inner or {}).values():
         with_shared(one)
@@ -72,7 +71,7 @@ def with_shared(command: Any) -> Any:
 
 
 def _with_numbers_checked(run: Any, options: Iterable[Any]) -> Any:
-    """A command whose numbers are finite, fit a machine word, and count something if whole."""
+    """Wraps a command to check that numbers are finite and integers in range."""
     flags = {option.name: option.opts[-1] for option in options}
 
     @functools.wraps(run)
@@ -97,11 +96,11 @@ def _with_numbers_checked(run: Any, options: Iterable[Any]) -> Any:
 
 
 def in_panels(command: Any, panels: Mapping[str, str]) -> Any:
-    """The command with its options in parts of the help.
+    """Sorts a command's options into panels of its help.
 
     Args:
         command: Command that typer made.
-        panels: Names of parameters by the part's title, in order.
+        panels: Names of parameters by the panel's title, in order.
     """
     panel_of = {name: title for title, names in panels.items() for name in names.split()}
     for option in command.params:
@@ -113,9 +112,9 @@ def in_panels(command: Any, panels: Mapping[str, str]) -> Any:
 
 
 def with_devices(command: Any) -> Any:
-    """A command, or a group with its commands; ``auto`` is decided before they run, and said.
+    """Resolves ``auto`` as device or dtype before a command or a group's commands run.
 
-    The choice replaces ``auto``, in settings and their hash too.
+    The choice is printed, and replaces ``auto`` in settings and their hash too.
     """
     for inner in getattr(command, "commands", {}).values():
         with_devices(inner)
@@ -153,8 +152,8 @@ def refuse_file(out: Path | None) -> Path | None:
     """Refuses a value of ``--out`` that names a file.
 
     Raises:
-        OptionError: It ends like one.
-        InputError: It is one.
+        OptionError: The name ends like that of a file.
+        InputError: It is an existing file.
     """
     if out is None or out.is_dir():
         return out
@@ -184,7 +183,7 @@ def _options() -> list[Any]:
                 callback=_read_options,
                 is_eager=True,
                 metavar="FILE.yaml",
-                help="Options by name; those of the command line win.",
+                help="Options by name; the command line overrides them.",
                 rich_help_panel=PANEL,
             ),
         ] = None,
@@ -194,7 +193,7 @@ def _options() -> list[Any]:
                 "--quiet",
                 callback=_quieten,
                 is_eager=True,
-                help="Nothing on stderr but errors.",
+                help="Write only errors to stderr.",
                 rich_help_panel=PANEL,
             ),
         ] = False,
@@ -223,11 +222,11 @@ def _read_options(context: typer.Context, value: Path | None) -> Path | None:
 
 
 def given_in(file: Path, command: Any) -> dict[str, Any]:
-    """The options that a file gives, by the names of their parameters, as on a command line.
+    """Reads options from a file: values by parameter name, as on a command line.
 
     Args:
-        file: YAML, or JSON, which is YAML too: values by the names of options, with hyphens or
-            underscores between their words.
+        file: YAML or JSON: values by the names of options, with hyphens or underscores between
+            words.
         command: Command of the options.
 
     Raises:
@@ -269,7 +268,7 @@ def given_in(file: Path, command: Any) -> dict[str, Any]:
 
 
 def _as_given(value: Any, option: Any, where: str) -> Any:
-    """A value as the command line would give it: text, so that it is read and checked alike."""
+    """Converts a value to text, as on the command line, so that it is parsed in the same way."""
     if option.is_flag:
         if not isinstance(value, bool):
             raise OptionError(f"{where}: {value!r}; expected true or false")
@@ -315,7 +314,7 @@ def _refuse_both(context: typer.Context, name: str) -> None:
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Without the warnings, log lines and bars of any library."""
+    """Context without warnings, log lines and progress bars of any library."""
     before = logging.root.manager.disable
     with warnings.catch_warnings(), _environment({"HF_HUB_DISABLE_PROGRESS_BARS": "1"}):
         warnings.simplefilter("ignore")
@@ -328,7 +327,7 @@ def _silenced() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """With variables that libraries read when they are imported."""
+    """Context with environment variables that libraries read when they are imported."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

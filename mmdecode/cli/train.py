@@ -1,4 +1,4 @@
-"""``mmdecode train``: heads for a checkpoint, or the zoo's own models from scratch."""
+"""``mmdecode train``: drafters and correctors, or the zoo's models from scratch."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ RESULTS = {
     "var-scenes": "models",
     "scene-classifier": "model",
 }
-"""Members of the zoo, and the folder below --work where each goes."""
+"""Zoo models, and the folder below --work of each."""
 TrainingDtype = Annotated[
     str,
-    typer.Option(help="auto, fp32, fp16 or bf16, as elsewhere; what is trained stays in fp32."),
+    typer.Option(help="auto, fp32, fp16 or bf16 of the target; trained weights stay in fp32."),
 ]
 ON_CUDA = ("llamagen-scenes", "llamagen-digits", "var-scenes")
 
-app = typer.Typer(cls=Group, help="Train heads, correctors or zoo models.")
+app = typer.Typer(cls=Group, help="Train drafters, correctors or zoo models.")
 
 
 @app.command()
@@ -50,17 +50,17 @@ def medusa(
             exists=True,
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the heads.")],
+    out: Annotated[Path, typer.Option(help="Output folder of the heads.")],
     kind: Annotated[str, typer.Option(help="'block' or 'linear'.")] = "block",
     heads: Annotated[int, typer.Option(help="Tokens proposed per round.")] = 5,
     epochs: Annotated[int, typer.Option(help="Passes over the samples.")] = 12,
     nodes: Annotated[int, typer.Option(help="Tree size; 0 keeps a chain.")] = 12,
-    limit: Annotated[int | None, typer.Option(help="Use the first so many recordings.")] = None,
-    language: Annotated[str, typer.Option(help="Of the recordings, as a code.")] = "en",
+    limit: Annotated[int | None, typer.Option(help="Maximum number of recordings.")] = None,
+    language: Annotated[str, typer.Option(help="Language code of the recordings.")] = "en",
     device: Device = "auto",
     dtype: TrainingDtype = "auto",
     overwrite: Overwrite = False,
-    seed: Annotated[int, typer.Option(help="Of order and split.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of order and split.")] = 0,
     json: JsonFlag = False,
 ) -> None:
     """Train Medusa heads on a Whisper's own transcripts; run again to resume.
@@ -121,8 +121,8 @@ def drafter(
     data: Annotated[
         str,
         typer.Option(
-            help="Table of questions, with images or without, or of prompts; or zoo:scenes, which "
-            "for a model that draws of classes stands for these."
+            help="Table of questions, with or without images, or of prompts; or zoo:scenes, also "
+            "for a class-conditional image model."
         ),
     ] = "zoo:scenes",
     kind: Annotated[
@@ -132,51 +132,53 @@ def drafter(
             "'text'."
         ),
     ] = "eagle",
-    steps: Annotated[int | None, typer.Option(help="Steps, at most.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Requests a step.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Maximum number of steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Requests per step.")] = None,
     rate: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
     passes: Annotated[
-        int | None, typer.Option(help="Passes a step, those after the first over own states.")
+        int | None,
+        typer.Option(help="Passes per step; those after the first feed the drafter's own states."),
     ] = None,
-    length: Annotated[int, typer.Option(help="Chain by which training is judged.")] = 4,
+    length: Annotated[int, typer.Option(help="Length of the drafted chain in evaluations.")] = 4,
     held_out: Annotated[
-        int, typer.Option(help="Requests that are not learned and choose what is kept.")
+        int, typer.Option(help="Requests held out to choose the best checkpoint.")
     ] = 32,
     tested: Annotated[
-        int, typer.Option(help="Further ones, of which the card tells; 0: of those held out.")
+        int,
+        typer.Option(help="Further held-out requests for the card's numbers; 0: use the others."),
     ] = 64,
     temperature: Annotated[
-        float, typer.Option(help="At which the target answers in words; 0: greedy.")
+        float, typer.Option(help="Temperature of the target's text answers; 0: greedy.")
     ] = 0.0,
     vocabulary: Annotated[
-        int | None, typer.Option(help="Tokens of eagle3's own head; default: all.")
+        int | None, typer.Option(help="Vocabulary size of eagle3's head; default: all.")
     ] = None,
     queries: Annotated[
-        int | None, typer.Option(help="Of an image: vispec's (2), flash's latents (64).")
+        int | None, typer.Option(help="Queries per image: of vispec (2), latents of flash (64).")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="That a pass of flash makes.")] = 5,
-    heads: Annotated[int, typer.Option(help="Of medusa and hydra: tokens they propose.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens per pass of flash.")] = 5,
+    heads: Annotated[int, typer.Option(help="Heads of medusa and hydra.")] = 4,
     feature_sampling: Annotated[
-        bool, typer.Option(help="FSPAD's form of eagle and vispec: embeddings gate features.")
+        bool, typer.Option(help="FSPAD's variant of eagle and vispec: embeddings gate features.")
     ] = False,
     exit_layer: Annotated[
-        int, typer.Option(help="Of kangaroo: how many of the target's first layers draft.")
+        int, typer.Option(help="Number of the target's first layers that kangaroo drafts with.")
     ] = 2,
-    limit: Annotated[int | None, typer.Option(help="Use so many requests.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of requests.")] = None,
     start: Annotated[
         str | None,
         typer.Option(
-            "--from", help="A drafter of the kind to start from, or for vispec one of eagle's."
+            "--from", help="A drafter of this kind to start from; for vispec also one of eagle."
         ),
     ] = None,
     device: Device = "auto",
     dtype: TrainingDtype = "auto",
     overwrite: Overwrite = False,
     push: Annotated[
-        str | None, typer.Option(help="USER/NAME on the Hugging Face Hub to upload the result to.")
+        str | None, typer.Option(help="Upload the result to USER/NAME on the Hugging Face Hub.")
     ] = None,
     private: Annotated[
-        bool | None, typer.Option(help="Whether --push makes it so that others cannot see it.")
+        bool | None, typer.Option(help="Whether --push creates a private repository.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
     json: JsonFlag = False,
@@ -226,7 +228,7 @@ def drafter(
             precision=precision_of(dtype, model, device),
             start=start,
         )
-    if not card:  # another process leads
+    if not card:  # not the leading process
         return
     console.print(
         f"drafter in [bold]{out}[/bold]; with a chain of {length} a pass commits "
@@ -256,24 +258,24 @@ def alignment_heads(
     method: Annotated[
         str, typer.Option(help="Forced alignment to learn from: ctc or ctc:model=NAME.")
     ] = "ctc",
-    limit: Annotated[int, typer.Option(help="Recordings to use.")] = 80,
-    most: Annotated[int, typer.Option(help="Heads to choose at most.")] = 10,
+    limit: Annotated[int, typer.Option(help="Number of recordings.")] = 80,
+    most: Annotated[int, typer.Option(help="Maximum number of heads.")] = 10,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder whose generation_config.json gets them; default: none."),
+        typer.Option(help="Folder whose generation_config.json is updated; default: none."),
     ] = None,
     device: Device = "auto",
     overwrite: Overwrite = False,
     json: JsonFlag = False,
 ) -> None:
-    """Find the heads whose attention follows the speech, for word timestamps."""
+    """Find the cross-attention heads that follow the speech, for word timestamps."""
     from mmdecode.asr.transcriber import load
     from mmdecode.runs.files import overwriting
     from mmdecode.train import alignment_heads as recipe
 
     with overwriting(overwrite):
         if out is not None:
-            recipe.config_for_heads(out)  # refused before anything is computed
+            recipe.config_for_heads(out)  # checked before anything is computed
         target, processor = load(model, device, None)
         rate = processor.feature_extractor.sampling_rate
         waves = recipe.zoo_speech(limit) if data is None else recipe.recordings(data, rate, limit)
@@ -292,7 +294,7 @@ def alignment_heads(
 def corrector(
     data: Annotated[
         list[Path],
-        typer.Option(help="N-best lists with references; repeat for several files.", exists=True),
+        typer.Option(help="N-best lists with references; repeatable.", exists=True),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the result; state lies in it too.")],
     model: Annotated[
@@ -305,11 +307,11 @@ def corrector(
     template: Annotated[
         str | None, typer.Option(help="n_best, 1_best, flanec or a text with {best}, {others}.")
     ] = None,
-    n_best: Annotated[int | None, typer.Option(help="Hypotheses shown, at most.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps, at most.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Lists a step.")] = None,
+    n_best: Annotated[int | None, typer.Option(help="Maximum hypotheses in a prompt.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Maximum number of steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Lists per step.")] = None,
     rate: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
-    rank: Annotated[int, typer.Option(help="Of the adapters of LoRA.")] = 16,
+    rank: Annotated[int, typer.Option(help="Rank of the LoRA adapters.")] = 16,
     targets: Annotated[
         str, typer.Option(help="Layers with adapters: attention or all-linear.")
     ] = "attention",
@@ -318,7 +320,7 @@ def corrector(
     seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Train a corrector of N-best lists; a fifth of them is left for the test. Resumes."""
+    """Train a corrector of N-best lists; run again to resume. A fifth is left for the test."""
     from dataclasses import replace
 
     from mmdecode.asr.correction.n_best_lists import read_lists
@@ -361,17 +363,17 @@ def zoo(
     ] = None,
     overwrite: Overwrite = False,
     minutes: Annotated[
-        float, typer.Option(help="Time box of whisper-synth's training proper.")
+        float, typer.Option(help="Minutes of whisper-synth's training, without synthesis.")
     ] = 80.0,
     base: Annotated[
-        str, typer.Option(help="The Whisper of heads and aligner.")
+        str, typer.Option(help="The Whisper that heads or aligner are for.")
     ] = "zoo:whisper-synth",
     device: Annotated[
-        str, typer.Option(help="cpu, or cuda with longer training, for llamagen and var.")
+        str, typer.Option(help="cpu, or cuda with more steps, for llamagen and var.")
     ] = "cpu",
     json: JsonFlag = False,
 ) -> None:
-    """Rebuild a member of the zoo; those that speak need espeak-ng. Run again to resume."""
+    """Retrain a zoo model; speech models need espeak-ng. Run again to resume."""
     from mmdecode.errors import OptionError, UnknownNameError
     from mmdecode.runs.files import overwriting, refuse_foreign_in
 
@@ -384,7 +386,7 @@ def zoo(
         )
     folder = out or work / RESULTS[name]
     with overwriting(overwrite):
-        if name != "aligner":  # goes into the folder of a model, and looks at its own file
+        if name != "aligner":  # it is written into a model's folder, and checks its own file
             for part in (folder, *(one for one in folder.glob("*") if one.is_dir())):
                 refuse_foreign_in(part)
         result = _rebuilt(name, work, folder, minutes, base, device)
@@ -394,7 +396,7 @@ def zoo(
 
 
 def _rebuilt(name: str, work: Path, out: Path, minutes: float, base: str, device: str) -> Any:
-    """Rebuilds a member of the zoo into ``out``."""
+    """Retrains a zoo model into ``out``."""
     from mmdecode.train.zoo import whisper_synth
 
     if name == "whisper-synth":

@@ -1,4 +1,4 @@
-"""``mmdecode zoo``: what ships with the package, and published checkpoints that it can make."""
+"""``mmdecode zoo``: what ships with the package, and published checkpoints with a short name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def command(json: JsonFlag = False) -> None:
 
 
 def _published(card: dict[str, Any]) -> Table:
-    """Row of a checkpoint that does not ship."""
+    """Table of a checkpoint that does not ship."""
     table = Table("", "", title=card["name"], title_justify="left", show_header=False)
     installed = "yes" if card["installed"] else f"no; {card.get('install', '')}"
     facts = {"installed": installed, "MiB": card.get("mib", "")}

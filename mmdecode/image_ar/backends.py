@@ -1,7 +1,7 @@
-"""Samples batches of images with a model in raster order.
+"""Backends of `ImageGenerator` that sample batches of images with a model in raster order.
 
-Backends take conditions and return a `SampledImage` each; `mmdecode.image_ar.generator` does the
-rest. The backend of next-scale models is in `mmdecode.image_ar.next_scale_backend`.
+A backend takes conditions and returns a `SampledImage` for each. The backend of next-scale models
+is in `mmdecode.image_ar.next_scale_backend`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RasterBackend:
         self.guarantee = guarantee_of(self.decoder)
 
     def check(self, condition: Any) -> None:
-        """Checks that an image can be generated of a condition; raises the adapter's error."""
+        """Checks that an image can be generated from a condition; raises the adapter's error."""
         self.adapter.condition(**self.model.given([condition]))
 
     def started(self, start: Start) -> tuple[PartlyKnown, Completion]:
@@ -114,7 +114,7 @@ class RasterBackend:
         image = start.image
         codes = codes_of(self.adapter, image) if image.is_floating_point() else image
         layout = partly_known(self.adapter.layout, codes, start.known)
-        device = self.adapter.model.device  # a captured round cannot move given codes
+        device = self.adapter.model.device  # codes cannot be moved within a captured round
         return holding(layout, layout.known.to(device)), completion_of(layout)
 
     def sample(
@@ -200,7 +200,7 @@ class RowBackend(RasterBackend):
 
     Raises:
         OptionError: ``lead`` or ``guidance`` are out of range.
-        IncompatibleError: The model attends to the latest tokens alone.
+        IncompatibleError: The model has sliding-window attention.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class RowBackend(RasterBackend):
 
 
 class RoundCounts(Stats):
-    """A decoder's counters, which also record in which pass each token of a call was decided."""
+    """Counters of a decoder that also record in which pass each token of a call was decided."""
 
     def watch(self, on_tokens: OnTokens | None) -> None:
         """Begins a call; ``on_tokens`` is called every few passes with the number of new tokens."""
@@ -290,8 +290,8 @@ class RoundCounts(Stats):
         """Ends a call.
 
         Returns:
-            The pass in which each token of the call was decided, ``(B, length)``; 0: prefill. Rows
-            have one length.
+            The pass in which each token of the call was decided, ``(B, length)``; 0: prefill. All
+            rows have the same length.
         """
         self._report()
         kept = torch.stack(self._kept, 1).cpu()  # (B, rounds)
@@ -300,12 +300,13 @@ class RoundCounts(Stats):
 
 
 Note = Callable[[Tensor, Tensor], None]
-"""Receives guided logits ``(B, n, V)`` without forbidden tokens, before temperature, top-k and
-top-p, and the indices of the tokens that they decide, ``(B, n)``; the last: one past the image."""
+"""Callback for guided logits ``(B, n, V)`` without forbidden tokens, before temperature, top-k and
+top-p, and the indices of the tokens that they decide, ``(B, n)``; the last index is one past the
+image."""
 
 
 def reread(adapter: Any, guide: Any, tokens: Tensor, note: Note, given: Mapping[str, Any]) -> None:
-    """Scores given images: passes the guided logits of every token to ``note``.
+    """Scores images of given tokens: passes the guided logits of every token to ``note``.
 
     Args:
         adapter: Adapter of the model.
@@ -348,7 +349,7 @@ class _Noted(LogitsProcessor):
 
 
 def _name(condition: int | str) -> bytes:
-    """Name of a condition: a class as adapters name it, a prompt by its text."""
+    """Name of a condition for keyed noise: an adapter's name of a class, or a prompt's text."""
     return b"class %d" % condition if isinstance(condition, int) else condition.encode()
 
 

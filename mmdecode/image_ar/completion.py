@@ -1,14 +1,14 @@
-"""Images of which some codes are given: continued, or filled in.
+"""Completion of images of which some codes are given: continuation and inpainting.
 
-Given codes are forced as they come, like the newline tokens of other models: drafts put them in
-their places, and the grammar lets nothing else stand there.
+Given codes are forced at their positions, like the newline tokens of other models: drafters propose
+them, and the grammar allows no other token there.
 
-Where the first codes in raster order are given and no other, what follows has exactly the
-distribution of the model after them, and with the same seed it is what the model would have drawn
-there itself. Any other mask is *locally constrained*: a code follows the codes before it alone and
-is told nothing of given ones after it, since the distribution is renormalised place by place and
-not over images. In next-scale models the given part is *laid over* the picture after every scale,
-and the next scale reads that; this is no distribution of the model either.
+If exactly the first codes in raster order are given, the rest has exactly the model's distribution
+given them, and with the same seed it is what the model samples there itself. Any other mask is
+*locally constrained*: a code depends on the codes before it alone and not on given ones after it,
+since the distribution is renormalised position by position and not over images. In next-scale
+models the given part is *laid over* the image after every scale, and the next scale reads the
+result; this is not the model's distribution either.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class PartlyKnown(Layout):
     """A layout some of whose codes are given.
 
     Args:
-        known: The token that is given at each place, -1 where none is, ``(length,)``; or of each
-            row, ``(B, length)``: places are then asked for with rows first.
+        known: The given token at each position, -1 where it is free, ``(length,)``; or by row,
+            ``(B, length)``, and then indices have a leading batch axis.
     """
 
     known: Tensor
 
     @property
     def has_forced(self) -> bool:
-        """Given codes are forced."""
+        """True: given codes are forced."""
         return True
 
     def forced(self, index: Tensor) -> Tensor:
-        """The token that each place forces, -1 where it is free; any shape."""
+        """The forced token at each index, -1 where the position is free; any shape."""
         known = self.known.to(index.device)
         position = index.clamp(0, self.length - 1)
         if known.ndim == 1:
@@ -62,14 +62,14 @@ def partly_known(layout: Layout, codes: Tensor, known: int | Tensor) -> PartlyKn
 
     Args:
         layout: Layout of the model's image tokens.
-        codes: Codes of the image to complete, ``(rows, columns)``; where they are not known
-            they do not count.
-        known: So many codes, the first ones in raster order, or where codes stay: bool ``(rows,
-            columns)``.
+        codes: Codes of the image to complete, ``(rows, columns)``; codes that are not known are
+            ignored.
+        known: Number of codes to keep in raster order, or a mask of the codes to keep, bool
+            ``(rows, columns)``.
 
     Raises:
-        ShapeError: Codes or mask are of another grid.
-        OptionError: A code does not exist, or there is nothing left to draw.
+        ShapeError: Codes or mask have another shape than the grid.
+        OptionError: A code does not exist, or there is nothing left to generate.
     """
     grid = (layout.rows, layout.columns)
     if tuple(codes.shape) != grid:
@@ -85,24 +85,24 @@ def partly_known(layout: Layout, codes: Tensor, known: int | Tensor) -> PartlyKn
 
 
 def holding(layout: Layout, tokens: Tensor) -> PartlyKnown:
-    """The layout with tokens that are given, ``(length,)`` or ``(B, length)``, -1 where not."""
+    """The layout with given tokens, ``(length,)`` or ``(B, length)``; -1: free."""
     return PartlyKnown(
         layout.rows, layout.columns, layout.ids, layout.newline, layout.tail, known=tokens
     )
 
 
 def kept_cells(known: int | Tensor, rows: int, columns: int) -> Tensor:
-    """Where codes stay, bool ``(rows, columns)``.
+    """Mask of the codes to keep, bool ``(rows, columns)``.
 
     Args:
-        known: A number of codes in raster order, or a mask of cells or pixels: a cell stays if all
-            its pixels do.
+        known: A number of codes in raster order, or a mask of cells or pixels: a cell is kept if
+            all its pixels are.
         rows: Rows of the grid.
         columns: Columns of the grid.
 
     Raises:
-        ShapeError: The mask is neither of the grid nor a multiple of it.
-        OptionError: The number is out of range, or everything stays.
+        ShapeError: The mask has neither the grid's shape nor a multiple of it.
+        OptionError: The number is out of range, or everything is kept.
     """
     cells = rows * columns
     if isinstance(known, Tensor):
@@ -124,22 +124,22 @@ def kept_cells(known: int | Tensor, rows: int, columns: int) -> Tensor:
 
 
 def completion_of(layout: PartlyKnown) -> Completion:
-    """Whether what is left follows the model's distribution of whole images."""
+    """Whether the completion has the model's distribution given the known codes."""
     given = layout.known[layout.cell_indices().flatten()] >= 0
     first_free = int((~given).long().argmax())
     return "locally constrained" if bool(given[first_free:].any()) else "continued"
 
 
 def codes_of(adapter: Any, pixels: Tensor) -> Tensor:
-    """The codes of an image, by the tokenizer of its model.
+    """Encodes an image with the model's tokenizer.
 
     Args:
         adapter: Adapter of the model.
-        pixels: From 0 to 1, ``(3, H, W)``.
+        pixels: Pixels from 0 to 1, ``(3, H, W)``.
 
     Raises:
-        IncompatibleError: Nothing here turns pixels into the model's codes.
-        ShapeError: The image is of another size.
+        IncompatibleError: The model has no encoder from pixels to codes.
+        ShapeError: The image has another size.
     """
     rows, columns = adapter.layout.rows, adapter.layout.columns
     vq: Any = getattr(adapter, "vq", None)
@@ -165,14 +165,14 @@ def codes_of(adapter: Any, pixels: Tensor) -> Tensor:
 
 
 class Given(Drafter):
-    """Drafts the codes that are given next, and nothing else: those of a run take one pass.
+    """Drafts the given codes that come next, and nothing else: a run of them takes one pass.
 
-    In front of plain decoding; windows put given codes in their places themselves.
+    Used with decoding without a drafter; windows insert given codes themselves.
 
     Args:
-        most: Tokens of a proposal.
+        most: Maximum number of tokens of a proposal.
 
-    Lossless under every rule that takes what was not drawn; neutral where nothing is given.
+    Lossless under every rule that takes deterministic proposals; neutral if no codes are given.
     """
 
     capabilities = DrafterCapabilities(graph_safe=True)
@@ -181,12 +181,12 @@ class Given(Drafter):
         self.most = most
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """Opens a session."""
+        """See `Drafter.begin`."""
         return GivenSession(call, self.most)
 
 
 class GivenSession(DraftSession):
-    """Reads given codes off the layout, at most ``most`` at once."""
+    """Proposes given codes of the layout, at most ``most`` at once."""
 
     def __init__(self, call: Call, most: int) -> None:
         super().__init__(call)

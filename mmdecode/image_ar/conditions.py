@@ -13,11 +13,11 @@ from mmdecode.errors import MMDecodeError, OptionError, UnknownNameError, did_yo
 from mmdecode.image_ar.results import ImageRequest
 
 _MAX_LISTED = 40
-"""Most names of classes that an error lists."""
+"""Maximum number of class names that an error lists."""
 
 
 class Conditions:
-    """Finds the conditions that a model knows.
+    """Resolves the conditions of a model: classes by number or name, or prompts.
 
     Args:
         classes: Number of classes; 0: the model takes prompts.
@@ -57,10 +57,10 @@ class Conditions:
         return found, wrong
 
     def find(self, given: int | str) -> int | str:
-        """The class, by number, or the prompt that ``given`` stands for.
+        """Resolves a condition: the number of a class, or a prompt.
 
         Raises:
-            OptionError: It is no class or prompt of the model.
+            OptionError: ``given`` is no class or prompt of the model.
             UnknownNameError: No class has this name.
         """
         if not self.classes:

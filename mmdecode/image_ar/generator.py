@@ -1,6 +1,6 @@
 """START HERE for images: `ImageGenerator`, classes or prompts in, images out.
 
-It recognises the kind of model, samples in batches, and returns codes, pixels and the pass in which
+Samples in batches with raster or next-scale models and returns codes, pixels and the pass in which
 each code was decided. A row's noise is keyed by the seed, the condition and its ordinal among equal
 conditions: the same seed gives the same image with and without an exact drafter, in any batch.
 """
@@ -41,7 +41,7 @@ _MEMORY_HINT = "load the model in half precision, or use a smaller window"
 
 
 class ImageGenerator:
-    """Generates images of classes or prompts.
+    """Generates images from classes or prompts.
 
     Args:
         model: A `RasterModel`, see `mmdecode.image_ar.loading.load`, or a `NextScale`.
@@ -241,7 +241,7 @@ class ImageGenerator:
         on_tokens: OnTokens | None = None,
         likelihood: bool = False,
     ) -> Any:
-        """Generates an image of one condition, or several images of several conditions.
+        """Generates images from one or several conditions.
 
         Args:
             conditions: Classes, by number or name, or prompts: one, or a list.
@@ -276,7 +276,7 @@ class ImageGenerator:
                 wrong[request.condition] = self._wrong(request.condition)
         if single and on_error is None:
             on_error = "raise"
-        if on_error == "raise":  # before anything is drawn
+        if on_error == "raise":  # before anything is generated
             for error in filter(None, wrong.values()):
                 raise error
         watch = Watch()
@@ -356,7 +356,7 @@ class ImageGenerator:
                 error = checked[condition]
                 if error is not None:
                     failed = Failed.of(error, _MEMORY_HINT)
-                    # the error of a condition concerns no other
+                    # must not fail the other conditions
                     failed = replace(failed, problem=InputError(failed.error))
                     yield self._failed(request, seed, failed), failed
                 else:
@@ -428,12 +428,12 @@ class ImageGenerator:
         return sampled, self._backend.log_likelihood(conditions, tokens, start), seconds
 
     def _wrong(self, condition: int | str) -> Exception | None:
-        """Why no image can be generated of a condition; ``None``: nothing is wrong."""
+        """The error of a condition; ``None``: images can be generated from it."""
         found = tried(lambda: self._backend.check(condition), _MEMORY_HINT)
         return found.problem if isinstance(found, Failed) else None
 
     def not_attempted(self, request: ImageRequest, problem: str) -> GeneratedImage:
-        """The failure of an image that is not attempted."""
+        """Result of an image that is not attempted, with ``problem`` as its error."""
         return self._failed(request, self.seed, Failed.of(InputError(problem), _MEMORY_HINT))
 
     def _failed(self, request: ImageRequest, seed: int, failed: Failed) -> GeneratedImage:

@@ -1,6 +1,6 @@
 """The grammar of image tokens and the sampling pipeline, as logits processors of a decoder.
 
-Both say what they make of all nodes of a draft together, so a round waits for nothing.
+Both process all nodes of a draft at once (``at_nodes``), without synchronising with the device.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mmdecode.models.image_layout import Layout
 
 
 class Grammar(LogitsProcessor):
-    """Leaves the codes of the image where a place is free, and the forced token where it is not.
+    """Allows the image's codes at free positions, and the forced token alone at others.
 
     Args:
-        layout: Layout of the image; ids hold generated tokens after ``prompt_length`` others.
-        prompt_length: Tokens before the first generated one in the ids that processors are shown.
+        layout: Layout of the image.
+        prompt_length: Number of ids before the first generated one.
     """
 
     def __init__(self, layout: Layout, prompt_length: int = 0) -> None:
@@ -40,7 +40,7 @@ class Grammar(LogitsProcessor):
 
 
 class Warp(LogitsProcessor):
-    """Temperature, top-k and top-p as `Sampling` says."""
+    """Applies temperature, top-k and top-p of `Sampling`."""
 
     prefix_free = True
 
@@ -48,9 +48,9 @@ class Warp(LogitsProcessor):
         self.sampling = sampling
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """``(B, V)``."""
+        """Warped scores, ``(B, V)``."""
         return self.sampling.warp(scores)
 
     def at_nodes(self, scores: Tensor, nodes: Nodes) -> Tensor:
-        """``(B, N + 1, V)``."""
+        """Warped scores of the root and all nodes, ``(B, N + 1, V)``."""
         return self.sampling.warp(scores)

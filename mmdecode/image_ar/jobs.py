@@ -1,10 +1,10 @@
-"""A folder of images that survives being interrupted.
+"""A folder of images that is resumed after interruptions.
 
-Each image is a PNG that carries its settings as text, and a line of `RESULTS`; the PNG comes first,
-so a line never speaks of an image that is not there. `mmdecode.runs.files.RUN` says under which
-settings the images were drawn. A run that was stopped is continued only on request and only under
-the same settings; what failed is tried again. Where a run ends, the lines are put in the order of
-what was asked: nothing in the folder depends on when a run was interrupted.
+Each image is a PNG with its settings as text metadata, and a line of `RESULTS`; the PNG is written
+first, so that every line has its image. The file `mmdecode.runs.files.RUN` holds the settings. A
+run is resumed only on request and only under the same settings; failed images are tried again. At
+the end of a run the lines are sorted in the order of the requests, so that nothing in the folder
+depends on when a run was interrupted.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ if TYPE_CHECKING:
     from mmdecode.image_ar.results import GeneratedImage, ImageRequest
 
 BATCHES = ".decoding"
-"""In the folder: which images are being drawn, and which a process ended over."""
+"""File in the folder that records the images in progress, and those that ended a process."""
 
 MEMORY_HINT = "draw smaller images, or on another device"
-"""Advice where an image needs more memory than there is."""
+"""Hint for errors where an image needs more memory than there is."""
 RESULTS = "results.jsonl"
 GRID = "grid.png"
 CODES = "codes"
 """Key of the PNG text that holds the codes, as JSON."""
 SHOWS = "shows"
-"""Key of the PNG text that tells whether its pixels are still those of the codes."""
+"""Key of the PNG text with a checksum of the pixels that the codes decode to."""
 _GAP = 2
 
 
 class ImageFolder:
-    """Where the images of a run go.
+    """The images of a run, on disk.
 
     Args:
-        folder: Created where it does not exist.
+        folder: The folder; created if it does not exist.
         settings: Settings that may change an image.
-        resume: Continue what is there.
-        overwrite: Replace files that are not ours, and without ``resume`` results; those go as
-            the first image comes.
+        resume: Continue the existing folder.
+        overwrite: Replace files that are not ours and, without ``resume``, earlier results, which
+            are deleted when the first image is written.
 
     Attributes:
-        batches: Batches of images that are being generated; from `todo` on.
+        batches: Record of the images that are being generated; set by `todo`.
 
     Raises:
         OptionError: The folder holds images and ``resume`` is not set, or holds images of other
@@ -108,11 +108,11 @@ class ImageFolder:
             self._closing = stack.pop_all()
 
     def close(self) -> None:
-        """No more images."""
+        """Closes the file of lines."""
         self._closing.close()
 
     def _open_lines(self) -> BinaryIO:
-        """The file after what it replaces went."""
+        """Opens the file of lines to append, after deleting what it replaces."""
         self._results.unlink(missing_ok=True)
         note_settings(self.folder, self._settings, self._overwrite)
         file = open_append(self._results)
@@ -120,7 +120,7 @@ class ImageFolder:
         return file
 
     def begin(self, labels: Mapping[int, str], texts: Mapping[str, Any]) -> None:
-        """Says what classes are called, and what every PNG is to carry as text."""
+        """Sets the names of classes, and the texts that every PNG gets as metadata."""
         self._labels, self._texts = labels, texts
 
     def name(self, request: ImageRequest | GeneratedImage) -> str:
@@ -135,11 +135,11 @@ class ImageFolder:
         return f"{what}-{request.ordinal:03d}"
 
     def todo(self, requests: Sequence[ImageRequest], grid: bool = False) -> list[ImageRequest]:
-        """Requests whose images are not there.
+        """Requests whose images do not exist yet.
 
         Args:
-            requests: All that was asked.
-            grid: Whether they are laid out in `GRID` too.
+            requests: All requests.
+            grid: Whether the file `GRID` will be written too.
 
         Raises:
             OptionError: Files that are not ours would be replaced.
@@ -159,10 +159,10 @@ class ImageFolder:
         return found
 
     def add(self, image: GeneratedImage) -> dict[str, Any]:
-        """Writes an image where a crash cannot lose it.
+        """Writes an image and its line, and flushes both.
 
         Returns:
-            Its line, with an ``error`` also where its pixels cannot be decoded or written.
+            The line, with an ``error`` also if the pixels cannot be decoded or written.
 
         Raises:
             InputError: The folder cannot be written.
@@ -186,7 +186,7 @@ class ImageFolder:
         return line
 
     def line(self, image: GeneratedImage) -> dict[str, Any]:
-        """Metadata of an image; nothing that would differ in the next run."""
+        """Metadata of an image, without timings: the same in every run."""
         name = self.name(image)
         line: dict[str, Any] = {
             "id": name,
@@ -205,11 +205,11 @@ class ImageFolder:
         return line
 
     def finish(self, requests: Sequence[ImageRequest], grid: bool) -> None:
-        """Puts the lines in order; of several for one image that of the image counts.
+        """Sorts the lines; of several for one image, that of a generated image is kept.
 
         Args:
-            requests: All that was asked, in order.
-            grid: Lay the images out in one, a row for each condition, in `GRID`.
+            requests: All requests, in order.
+            grid: Also write all images as one, a row for each condition, into `GRID`.
         """
         order = {self.name(request): index for index, request in enumerate(requests)}
         lines: dict[str, tuple[bytes, bool]] = {}
@@ -231,7 +231,7 @@ class ImageFolder:
                 )
 
     def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
-        """Complete lines and what they hold; one that was cut off by a crash is not complete."""
+        """Yields complete lines and their content; a line truncated by a crash is skipped."""
         for number, line in enumerate(complete_lines(self._results), 1):
             try:
                 found = json.loads(line)
@@ -245,10 +245,10 @@ class ImageFolder:
 
 
 def read_prompts(path: Path) -> list[tuple[str, str | InputError]]:
-    """Lines of a file that are not empty: where each stands, and it, or what is wrong with it.
+    """Non-empty lines of a file: where each is, and its text or the error of reading it.
 
     Raises:
-        InputError: The file cannot be read, or has no such line.
+        InputError: The file cannot be read, or is empty.
     """
     try:
         data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
@@ -272,7 +272,7 @@ def read_prompts(path: Path) -> list[tuple[str, str | InputError]]:
 
 
 def as_png(image: GeneratedImage, texts: Mapping[str, Any]) -> bytes:
-    """The image as a file that carries texts, and the codes it was made of."""
+    """Encodes an image as PNG with texts and its codes as metadata."""
     from PIL.PngImagePlugin import PngInfo
 
     info = PngInfo()
@@ -285,14 +285,15 @@ def as_png(image: GeneratedImage, texts: Mapping[str, Any]) -> bytes:
 
 
 def codes_in(path: Path, model: str) -> Tensor | None:
-    """The codes that a PNG of ours carries, ``(rows, columns)``.
+    """Reads the codes from the metadata of a PNG, ``(rows, columns)``.
 
     Args:
         path: The file.
         model: Model that the codes must come from, as it was named when the image was generated.
 
     Returns:
-        ``None``: it carries none, or those of another model, or its pixels were changed since.
+        The codes; ``None`` if there are none, if they are of another model, or if the pixels were
+        changed since.
     """
     try:
         from PIL import Image
@@ -307,12 +308,12 @@ def codes_in(path: Path, model: str) -> Tensor | None:
                 return None
         codes = torch.tensor(json.loads(texts[CODES]))
     except (OSError, ValueError):
-        return None  # whoever reads the pixels says what is wrong with the file
+        return None  # the error is raised when the pixels are read
     return codes if codes.ndim == 2 else None
 
 
 def laid_out(rows: Sequence[Sequence[Path]]) -> Image:
-    """Images in rows, those that do not exist left white."""
+    """Composes images in rows; those that do not exist are white."""
     from PIL import Image
 
     sizes = []

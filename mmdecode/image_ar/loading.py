@@ -1,12 +1,11 @@
-"""Checkpoints of image models, by the type that their configuration names.
+"""Loads checkpoints of image models, by the ``model_type`` of their configuration.
 
-A LlamaGen folder holds its tokenizer under ``vq``; one of captions has its text encoder under
+A LlamaGen folder has its image tokenizer under ``vq``; one for captions has its text encoder under
 ``text_encoder`` and the files of the text tokenizer next to the model's own. A Chameleon folder may
-hold a decoder of pixels under ``vq``. Classes have names where ``id2label`` in the configuration
-gives them. ``generation_config.json`` of a LlamaGen may say how it is meant to be sampled, in
-transformers' own words: ``guidance_scale``, ``temperature``, ``top_k`` and ``top_p``; it comes
-before what the family was published with. So may that of a VAR, ``guidance_scale`` being that of
-the last scale.
+have a decoder to pixels under ``vq``. Names of classes come from ``id2label`` in the configuration.
+``generation_config.json`` of a LlamaGen or a VAR may set the default ``guidance_scale`` (of a VAR,
+that of the last scale), ``temperature``, ``top_k`` and ``top_p``; it overrides the defaults of the
+family.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from mmdecode.models.vq import VQModel
 if TYPE_CHECKING:
     from mmdecode.adapters.images.base import ImageAdapter, Preset
 
-_OF_A_CHAT = ("janus",)  # published to draw of a turn of a chat; others have a template for words
+_OF_A_CHAT = ("janus",)  # published with prompts as chat turns; others use templates for text only
 
 
 @dataclass(frozen=True, kw_only=True)
 class RasterModel:
-    """A model that writes image tokens in raster order, with all that it takes to draw.
+    """A model of image tokens in raster order, with its conditions and default settings.
 
     Attributes:
         adapter: Adapter of the model.
-        given: Turns classes or prompts, one an image, into arguments of the adapter's
+        given: Turns classes or prompts, one per image, into arguments of the adapter's
             ``condition``.
-        classes: Their number; 0 where it draws of prompts.
-        labels: Names of classes, as far as there are.
-        preset: How it is sampled unless somebody says otherwise.
+        classes: Number of classes; 0: the model takes prompts.
+        labels: Names of classes, as far as they are known.
+        preset: Default guidance and sampling.
         steered: Turns a negative prompt into arguments of the adapter's ``condition``; ``None``:
             the model takes none.
     """
@@ -60,10 +59,10 @@ class RasterModel:
     steered: Callable[[str], Mapping[str, Any]] | None = None
 
     def away_from(self, text: str) -> RasterModel:
-        """The same model, whose guidance leads away from a text.
+        """The same model with a negative prompt.
 
         Raises:
-            OptionError: It takes no such text.
+            OptionError: The model takes no negative prompt.
         """
         if self.steered is None:
             raise OptionError(
@@ -75,10 +74,10 @@ class RasterModel:
 
 
 def config_of(model_id: str) -> Any:
-    """The configuration of a checkpoint, its type in ``model_type``.
+    """Configuration of a checkpoint; ``model_type`` is its type.
 
     Raises:
-        InputError: It cannot be read, or is a file of weights.
+        InputError: The configuration cannot be read, or ``model_id`` is a file.
     """
     from transformers import AutoConfig
 
@@ -100,21 +99,21 @@ def load(
     grid: tuple[int, int] | None = None,
     template: bool = True,
 ) -> RasterModel:
-    """A raster model, ready to draw.
+    """Loads a raster model.
 
     Args:
         model_id: A folder, a Hub id or ``zoo:NAME``.
-        device: ``None``: CUDA where there is one.
+        device: ``None``: CUDA if there is one.
         dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
-        grid: Rows and columns of codes, for families whose images have no size of their own.
-        template: Put prompts into the processor's chat template, where the family was published to
-            draw of a turn of a chat (Janus); ``False``: prompts are complete as they are.
+        grid: Rows and columns of codes, for families whose images have no fixed size.
+        template: Put prompts into the processor's chat template, for families that were published
+            with one (Janus); ``False``: prompts are complete as they are.
 
     Raises:
-        InputError: The checkpoint cannot be loaded, or is not laid out as its type is.
+        InputError: The checkpoint cannot be loaded, or lacks a part that its type needs.
         IncompatibleError: The image tokenizer has another codebook than the model.
         OptionError: Device or dtype do not exist, or the family takes no grid, or needs one.
-        UnsupportedModelError: It writes no image tokens that an adapter is there for.
+        UnsupportedModelError: No adapter supports the model.
     """
     if config_of(model_id).model_type == llamagen.LlamaGenConfig.model_type:
         if grid is not None:
@@ -124,7 +123,7 @@ def load(
 
 
 def whole(cls: Any, model_id: str, subfolder: str = "", **options: Any) -> Any:
-    """A model of ours, of which every weight is in the checkpoint.
+    """Loads a model of ours and checks that the checkpoint has all of its weights.
 
     Raises:
         InputError: It cannot be loaded; weights are missing, unknown or of another shape.
@@ -157,7 +156,7 @@ def whole(cls: Any, model_id: str, subfolder: str = "", **options: Any) -> Any:
 
 
 def labels_of(config: Any, classes: int) -> dict[int, str]:
-    """Names of classes, without those that transformers makes up."""
+    """Names of classes, without transformers' default names."""
     found = {int(label): name for label, name in (config.id2label or {}).items()}
     if len(found) != classes or found == {label: f"LABEL_{label}" for label in found}:
         return {}
@@ -165,7 +164,7 @@ def labels_of(config: Any, classes: int) -> dict[int, str]:
 
 
 def generation_settings(model_id: str) -> dict[str, Any]:
-    """``guidance`` and sampling, as far as ``generation_config.json`` names them."""
+    """``guidance`` and sampling settings that ``generation_config.json`` sets."""
     from transformers import GenerationConfig
 
     try:
@@ -178,7 +177,7 @@ def generation_settings(model_id: str) -> dict[str, Any]:
 
 
 def with_generation_settings(model_id: str, preset: Preset) -> Preset:
-    """The preset with what the checkpoint's ``generation_config.json`` says in its place."""
+    """The preset, overridden by the checkpoint's ``generation_config.json``."""
     settings = generation_settings(model_id)
     return replace(
         preset,
@@ -236,7 +235,7 @@ def _captions(model_id: str, model: Any) -> Callable[[Sequence[str]], Mapping[st
     @lru_cache(maxsize=64)
     @torch.no_grad()
     def read(text: str) -> Tensor:
-        # each caption on its own: its features must not depend on its batch
+        # captions are encoded one by one, so that features do not depend on the batch
         ids = tokenizer([text], return_tensors="pt")["input_ids"].to(model.device)
         return encoder(input_ids=ids).last_hidden_state[0]
 
@@ -258,7 +257,7 @@ def _of_transformers(
     grid: tuple[int, int] | None,
     template: bool,
 ) -> RasterModel:
-    """Families that transformers has: their processor reads prompts, or there are none."""
+    """Loads a family of transformers; prompts are read by its processor, if it has one."""
     import transformers
 
     config = config_of(model_id)
@@ -312,7 +311,7 @@ def _of_transformers(
 
 
 def _clusters(path: str) -> Any:
-    """Colours of ImageGPT's tokens, where its image processor is at hand."""
+    """Colours of ImageGPT's tokens, if the image processor can be loaded."""
     from transformers.utils import cached_file
 
     try:
@@ -323,7 +322,7 @@ def _clusters(path: str) -> Any:
 
 
 def _holds(model_id: str, subfolder: str) -> bool:
-    """Whether a checkpoint has a part in a folder of its own."""
+    """Whether a checkpoint has a part in a subfolder."""
     from transformers.utils import cached_file
 
     try:

@@ -1,12 +1,12 @@
-"""Named ways to draw in raster order: a draft and a rule that belong together.
+"""Named modes of decoding in raster order: presets of a drafter and a rule.
 
-* ``ar``: token by token, without a draft.
-* ``exact``: a Jacobi window under the coupled rule: the picture that ``ar`` draws with that seed.
-* ``fast``: a Jacobi window under the rejection rule: another picture of the same distribution.
-* ``relaxed``: a Jacobi window under LANTERN++, or under Cool-SD where the model shows no codebook:
-  another picture, of another distribution. Heuristic.
-* ``zipar``, or ``zipar:window=8``: several rows of codes at once, see `mmdecode.image_ar.rows`; a
-  loop of its own, without draft and rule. Heuristic.
+* ``ar``: token by token, without a drafter.
+* ``exact``: a Jacobi window under the coupled rule: the image of ``ar`` with the same seed.
+* ``fast``: a Jacobi window under the rejection rule: another image of the same distribution.
+* ``relaxed``: a Jacobi window under LANTERN++, or under Cool-SD if the model has no codebook:
+  another image, of another distribution. Lossy.
+* ``zipar``, or ``zipar:window=8``: several rows of codes in parallel, see `mmdecode.image_ar.rows`;
+  a loop of its own, without drafter and rule. Lossy.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from mmdecode.engine.contracts import AcceptanceRule, Drafter
 
 WINDOW = 32
-"""Default window of modes, unless the image is smaller."""
+"""Default window of modes; smaller for smaller images."""
 
 ROWS = "zipar"
-"""The mode that draws rows side by side."""
-_LEAD = 8  # codes, unless somebody says otherwise
+"""The mode that decodes rows in parallel."""
+_LEAD = 8  # codes; the default window of `ROWS`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A preset.
+    """A preset of drafter and rule.
 
     Attributes:
-        drafts: Whether a window drafts.
+        drafts: Whether a Jacobi window drafts.
         accept: The rule.
-        without_codebook: The rule of models that show none, where it is another.
+        without_codebook: The rule for models without a codebook; ``None``: the same.
     """
 
     drafts: bool = True
@@ -46,7 +46,7 @@ class Mode:
     without_codebook: str | None = None
 
     def rule(self, codebook: bool) -> str:
-        """The rule of a model that shows a codebook, or does not."""
+        """The rule for a model with or without a codebook."""
         return self.accept if codebook else self.without_codebook or self.accept
 
 
@@ -59,7 +59,7 @@ MODES = {
 
 
 def check_mode(mode: str | None, draft: Any, accept: Any) -> None:
-    """Whether a mode goes with what else was asked for.
+    """Checks that a mode can be combined with a drafter and a rule.
 
     Raises:
         UnknownNameError: There is no such mode.
@@ -85,10 +85,10 @@ def check_mode(mode: str | None, draft: Any, accept: Any) -> None:
 
 
 def lead_of(mode: str | None) -> int | None:
-    """Codes that a row has to be ahead of the next one; ``None``: rows are not side by side.
+    """Number of codes that a row has to be ahead of the next; ``None``: another mode.
 
     Raises:
-        OptionError: ``window`` is no number of codes, or an option is another one.
+        OptionError: ``window`` is no number of codes, or there is another option.
     """
     if mode is None or mode.partition(":")[0] != ROWS:
         return None
@@ -109,19 +109,19 @@ def decoder_of(
     compile: bool = False,
     **at_hand: Any,
 ) -> Decoder:
-    """A decoder from a mode, or from a draft and a rule.
+    """Builds a decoder from a mode, or from a drafter and a rule.
 
     Args:
         mode: One of `MODES`; ``None``: none.
-        draft: In the place of the mode's window.
-        accept: Without a mode.
+        draft: Drafter that replaces the mode's window.
+        accept: The rule, if there is no mode.
         adapter: Adapter of the model.
         compile: See `Decoder`.
-        **at_hand: For drafts that are named, see `mmdecode.registry.create`.
+        **at_hand: Arguments for drafters that are named, see `mmdecode.registry.create`.
 
     Raises:
         UnknownNameError: A name is not registered.
-        OptionError: Mode, draft and rule do not go together.
+        OptionError: Mode, drafter and rule cannot be combined.
     """
     check_mode(mode, draft, accept)
     if isinstance(draft, str):
@@ -134,7 +134,7 @@ def decoder_of(
 
 
 def guarantee_of(decoder: Decoder) -> str:
-    """``exact`` or ``heuristic``: whether images follow the distribution of the model."""
-    if isinstance(decoder.accept, str):  # auto or fastest: exact rules both
+    """``exact`` or ``heuristic``: whether images have the distribution of the model."""
+    if isinstance(decoder.accept, str):  # auto and fastest choose exact rules
         return "exact"
     return "heuristic" if decoder.accept.guarantee == "lossy" else "exact"

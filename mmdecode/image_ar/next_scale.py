@@ -1,18 +1,18 @@
-"""Next-scale models: a picture scale by scale, written by one model or by a large and a small one.
+"""Next-scale models: images scale by scale, by one model (VAR) or by two (CoDe).
 
-START HERE: `NextScale.generate`. A model reads the picture so far on a scale's grid and gives the
-distribution of all its codes at once; they are drawn, added to the picture, and the next scale
-reads that. One stage of a picture is a run of scales by one model: VAR has one stage. CoDe has two:
-the drafter writes the first N scales, whose codes are few and decide most, then its cache is freed
-and a smaller refiner reads them in one pass and writes the rest, where most of the tokens are.
+START HERE: `NextScale.generate`. At each scale the model reads the image so far and returns the
+distributions of all codes of the scale at once; they are sampled and added to the image. A stage is
+a run of scales by one model: VAR has one stage. CoDe has two: the drafter generates the first N
+scales, whose codes are few but decide most, then its cache is freed and a smaller refiner reads
+them in one pass and generates the rest, where most of the tokens are.
 
-Every draw has noise of its own, keyed by request and by the token's index in all scales laid one
-after the other: a picture depends neither on its batch nor on which model of equal weights wrote
-which scale. This is a loop of its own, no token tree: drafts and rules of the engine do not apply.
+The noise of a code is keyed by request and by the code's index over all scales: an image depends
+neither on its batch nor on which model of equal weights generated which scale. This is a loop of
+its own without a token tree: drafters and rules of the engine do not apply.
 
 Source: VAR, Tian et al. 2024, arXiv:2404.02905; CoDe, Chen et al. 2024, arXiv:2411.17787. CoDe's
 distribution is a hybrid: that of the drafter for the first scales, of the refiner for the others;
-it is exactly VAR's where both are one model.
+it is exactly VAR's if both are one model.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from mmdecode.models.var import ScaleCache, VarForImageGeneration
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """How codes are drawn.
+    """Guidance and sampling of the codes.
 
     Attributes:
         guidance: The published strength t: scale k of K is guided by ``1 + t k / (K - 1)``, so the
             first one is not and the last one most; ``0`` is neutral and reads no unconditional
             input.
-        sampling: Sampling options of all scales, or one set for each.
-        greedy: The most likely code of the guided logits everywhere.
+        sampling: Sampling settings of all scales, or one for each.
+        greedy: Whether the most likely code of the guided logits is taken everywhere.
 
     Raises:
         OptionError: ``guidance`` is negative or not finite.
@@ -63,7 +63,7 @@ class Drawing:
         return 1 + self.guidance * scale / max(scales - 1, 1)
 
     def sampling_of(self, scale: int) -> Sampling:
-        """The sampling of a scale."""
+        """Sampling settings of a scale."""
         return self.sampling if isinstance(self.sampling, Sampling) else self.sampling[scale]
 
 
@@ -84,7 +84,7 @@ class Stage:
 
     Attributes:
         model: Model of the stage.
-        first, end: The scales it writes, ``end`` not among them.
+        first, end: The scales that it generates, ``end`` excluded.
     """
 
     model: VarForImageGeneration
@@ -98,10 +98,10 @@ class StageReport:
 
     Attributes:
         first, end: Its scales.
-        fed: Tokens per row that its model read in each pass.
-        cache_bytes: Keys and values of all rows, from the stage's start to its end.
-        device_bytes: The most that CUDA had allocated beyond what it had at the picture's start,
-            asked after each pass; None elsewhere.
+        fed: Tokens per row that the model read in each pass.
+        cache_bytes: Size of the keys and values of all rows at the end of the stage.
+        device_bytes: Maximum CUDA memory allocated after any pass, minus that at the start of the
+            call; ``None`` on other devices.
     """
 
     first: int
@@ -117,9 +117,9 @@ class NextScaleOutput:
 
     Attributes:
         codes: Codes of all scales, small ones first, ``(B, L)``. In a known region they are those
-            the model would have written.
-        f_hat: The latents they add up to, the known region in place, ``(B, D, side, side)``.
-        stages: Cost of each model.
+            that the model sampled.
+        f_hat: Sum of the scales' latents, with the known region, ``(B, D, side, side)``.
+        stages: Cost of each stage.
         tokenizer: Tokenizer of the model.
     """
 
@@ -136,17 +136,17 @@ class NextScaleOutput:
 
     @property
     def passes(self) -> int:
-        """Forward passes of all models; a conditional row and its unconditional one are one."""
+        """Forward passes of all models; conditional and unconditional rows share a pass."""
         return sum(len(stage.fed) for stage in self.stages)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """The part of a picture that is to stay, for in-painting.
+    """The part of an image to keep, for inpainting.
 
     Attributes:
-        running: f_hat of the given image after each scale, ``(B or 1, K, D, side, side)``.
-        keep: Where it stays, bool ``(B or 1, 1, side, side)``.
+        running: ``f_hat`` of the given image after each scale, ``(B or 1, K, D, side, side)``.
+        keep: Mask of the latents to keep, bool ``(B or 1, 1, side, side)``.
     """
 
     running: Tensor
@@ -155,16 +155,16 @@ class Known:
     @classmethod
     @torch.no_grad()
     def of(cls, tokenizer: MultiScaleVQ, images: Tensor, keep: Tensor) -> Known:
-        """From an image and a mask.
+        """Encodes images and a mask.
 
         Args:
             tokenizer: Tokenizer of the model.
             images: Pixels from 0 to 1, ``(B or 1, 3, H, W)``.
-            keep: True where the image stays, ``(B or 1, rows, columns)`` in pixels or in latents; a
-                latent stays if all its pixels do.
+            keep: True where the image is kept, ``(B or 1, rows, columns)`` in pixels or in latents;
+                a latent is kept if all its pixels are.
 
         Raises:
-            ShapeError: Images or mask have another shape, or are of different numbers.
+            ShapeError: Images or mask have another shape, or differ in number.
         """
         grid, pixels = tokenizer.config.patch_nums[-1], tokenizer.config.side
         if keep.ndim != 3 or tuple(keep.shape[1:]) not in ((grid, grid), (pixels, pixels)):
@@ -181,12 +181,12 @@ class Known:
         return cls(running=tokenizer.quantize(latents).running, keep=share == 1)
 
     def over(self, f_hat: Tensor, scale: int) -> Tensor:
-        """``f_hat`` after a scale, with what stays put in."""
+        """``f_hat`` after a scale, with the kept part replaced by the given image's."""
         return torch.where(self.keep, self.running[:, scale], f_hat)
 
 
 def class_requests(classes: Sequence[int]) -> list[int]:
-    """Keys of the noise: a class and its ordinal among equal ones."""
+    """Default keys of the rows' noise: class and ordinal among equal classes."""
     seen: Counter[int] = Counter()
     keys = []
     for label in classes:
@@ -200,10 +200,10 @@ class NextScale:
 
     Args:
         model: The transformer.
-        tokenizer: Tokenizer it was trained on.
+        tokenizer: Tokenizer that the transformer was trained on.
 
     Raises:
-        IncompatibleError: The two have other codes or other scales.
+        IncompatibleError: Transformer and tokenizer differ in codes or scales.
     """
 
     def __init__(self, model: VarForImageGeneration, tokenizer: MultiScaleVQ) -> None:
@@ -219,7 +219,7 @@ class NextScale:
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
     ) -> NextScale:
-        """A model and its tokenizer from a folder, a Hub id or ``zoo:NAME``; see `load`."""
+        """Loads a model and its tokenizer from a folder, a Hub id or ``zoo:NAME``; see `load`."""
         return cls(*load(name, device, dtype))
 
     @torch.no_grad()
@@ -233,21 +233,21 @@ class NextScale:
         known: Known | None = None,
         on_scale: Callable[[int, Tensor], None] | None = None,
     ) -> NextScaleOutput:
-        """Pictures of classes, one row each.
+        """Generates images of classes, one row each.
 
         Args:
-            classes: From 0.
-            drawing: How codes are drawn.
+            classes: Class numbers from 0, ``(B,)``.
+            drawing: Guidance and sampling.
             seed: Seed of the noise.
             requests: Keys of the rows' noise; default: `class_requests`.
-            known: Part of the pictures that stays as given.
+            known: Part of the images to keep.
             on_scale: Called after each scale with its index and the latents so far; for progress
                 and previews.
 
         Raises:
-            OptionError: A class out of range, guidance without an unconditional input, or not one
-                sampling for each scale.
-            ShapeError: ``known`` or ``requests`` are of another number of rows.
+            OptionError: A class is out of range, guidance is used with a model that has no
+                unconditional input, or the number of samplings is not that of the scales.
+            ShapeError: ``known`` or ``requests`` have another number of rows.
         """
         labels = self._checked(classes, drawing)
         if requests is None:
@@ -270,7 +270,7 @@ class NextScale:
             )
             fed, held = [], 0
             for scale in range(stage.first, stage.end):
-                # a stage's first pass reads all scales before it at once, its others one each
+                # the first pass of a stage reads all earlier scales, the others one scale each
                 unread = inputs if scale == stage.first else inputs[-1:]
                 logits = stage.model(rows, _for_rows(unread, len(rows)), cache)
                 fed.append(logits.shape[1])
@@ -301,7 +301,7 @@ class NextScale:
                     device_bytes=held if device.type == "cuda" else None,
                 )
             )
-            del cache, logits  # before the next stage makes its own
+            del cache, logits  # freed before the next stage allocates its own
         return NextScaleOutput(
             codes=torch.cat(codes, 1),
             f_hat=f_hat,
@@ -315,7 +315,7 @@ class NextScale:
     ) -> Tensor:
         """Guided logits of given codes ``(B, L)``, each from the scales before it, ``(B, L, V)``.
 
-        One pass for each stage; what `generate` draws from, up to the rounding of other shapes.
+        Takes one pass per stage. `generate` samples from these up to rounding.
         """
         labels = self._checked(classes, drawing)
         starts = self.tokenizer.starts
@@ -348,18 +348,18 @@ class NextScale:
 
 
 class Collaborative(NextScale):
-    """CoDe: a large model writes the first scales, a small one the others.
+    """CoDe: a large model generates the first scales, a small one the others.
 
     Args:
-        drafter: The large one.
-        refiner: The small one.
+        drafter: The large model.
+        refiner: The small model.
         tokenizer: Tokenizer of both.
-        drafted: N, scales that the drafter writes; all: the refiner is not run, 0: the drafter is
-            not.
+        drafted: Number N of scales that the drafter generates; 0: the drafter is not run; all: the
+            refiner is not run.
 
     Raises:
-        IncompatibleError: The models have other codes or scales than the tokenizer, or other
-            classes than one another.
+        IncompatibleError: A model and the tokenizer differ in codes or scales, or the models in
+            classes.
         OptionError: ``drafted`` is negative or above the number of scales.
     """
 
@@ -396,10 +396,10 @@ class Collaborative(NextScale):
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
     ) -> Collaborative:
-        """Both models and their tokenizer; see `load`.
+        """Loads both models and their tokenizer; see `load`.
 
         Raises:
-            IncompatibleError: Their tokenizers differ, too.
+            IncompatibleError: As for the class, or the models have different tokenizers.
         """
         large, tokenizer = load(drafter, device, dtype)
         small, other = load(refiner, device, dtype)
@@ -419,20 +419,20 @@ def load(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> tuple[VarForImageGeneration, MultiScaleVQ]:
-    """A transformer and the tokenizer that its configuration names, ready to generate.
+    """Loads a transformer and the tokenizer that its configuration names.
 
     Published checkpoints have loaders of their own, `mmdecode.models.var.load_published` and
     `mmdecode.models.multiscale_vq.load_published`.
 
     Args:
         name: A folder, a Hub id or ``zoo:NAME``.
-        device: ``None``: CUDA where there is one.
-        dtype: Data type of the transformer; the tokenizer is in float32 always, where running sums
-            need it.
+        device: ``None``: CUDA if there is one.
+        dtype: Data type of the transformer; the tokenizer is always in float32, for its running
+            sums.
 
     Raises:
-        InputError: There is no such model, its weights are not all there, or it does not say where
-            its tokenizer is.
+        InputError: There is no such model, weights are missing, or the configuration does not name
+            the tokenizer.
         OptionError: The device or the dtype does not exist.
     """
     model = whole(VarForImageGeneration, str(name), dtype=dtype_of(dtype, name, device))
@@ -473,14 +473,14 @@ def _check_rows(rows: int, requests: Sequence[int], known: Known | None) -> None
 
 
 def _with_null_class(model: VarForImageGeneration, labels: Tensor, drawing: Drawing) -> Tensor:
-    """Classes of all rows: the conditional ones, then as many unconditional ones if guided."""
+    """Classes of all rows: conditional ones, then with guidance as many unconditional ones."""
     if drawing.guidance == 0:
         return labels
     return torch.cat([labels, torch.full_like(labels, model.null_class)])
 
 
 def _for_rows(inputs: Sequence[Tensor], rows: int) -> Tensor | None:
-    """Inputs one after the other, the same for conditional and unconditional rows."""
+    """Concatenates inputs and repeats them for the unconditional rows, if there are any."""
     if not inputs:
         return None
     joined = torch.cat(list(inputs), 1)
@@ -488,7 +488,7 @@ def _for_rows(inputs: Sequence[Tensor], rows: int) -> Tensor | None:
 
 
 def _guided(logits: Tensor, rows: int, strength: float) -> Tensor:
-    """``(B, n, V)`` of conditional rows, and of the unconditional ones after them if there are."""
+    """Guided logits ``(B, n, V)`` from those of conditional rows, then unconditional ones."""
     if len(logits) == rows:
         return logits
     return guided(logits[:rows], logits[rows:], strength)

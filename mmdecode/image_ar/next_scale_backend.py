@@ -20,7 +20,7 @@ from mmdecode.image_ar.sampling import Sampling
 
 
 class NextScaleBackend:
-    """Samples images with a next-scale model: VAR, or CoDe.
+    """Backend of next-scale models.
 
     Args:
         model: The model with its tokenizer.
@@ -41,7 +41,7 @@ class NextScaleBackend:
         self.stats = RoundCounts()
 
     def check(self, condition: Any) -> None:
-        """Checks that an image can be generated of a condition.
+        """Checks that an image can be generated from a condition.
 
         Raises:
             OptionError: The class does not exist.
@@ -50,7 +50,7 @@ class NextScaleBackend:
             raise OptionError(f"class {condition} does not exist; expected 0 to {self.classes - 1}")
 
     def started(self, start: Start) -> tuple[Known, Completion]:
-        """The given part of an image, at every scale.
+        """Encodes the part of an image to keep, for every scale.
 
         Raises:
             ShapeError: The image is not given as pixels.
@@ -122,7 +122,7 @@ class NextScaleBackend:
         """Log-likelihoods of whole images ``(B, L)``; see `GeneratedImage`.
 
         Raises:
-            IncompatibleError: A part was given, which no scale of the model wrote.
+            IncompatibleError: A part of the image was given, which the model did not generate.
         """
         if start is not None:
             raise IncompatibleError.between(
@@ -148,7 +148,7 @@ def drawing_of(
     sampling: Sampling | None,
     changed: dict[str, Any],
 ) -> Drawing:
-    """Guidance and sampling of a next-scale model: those given, else the published ones.
+    """Guidance and sampling of a next-scale model; the published ones are the default.
 
     Raises:
         OptionError: ``guidance`` is below 1.

@@ -1,8 +1,8 @@
-"""START HERE for images in raster order: `generate`, the front door of image mode.
+"""START HERE for images in raster order: `generate`.
 
-``mmdecode.generate(model, mode="image", ...)`` comes here. It finds the model's adapter, turns what
-an image is drawn of into the model's inputs, and hands the decoder an empty prompt, the grammar and
-the sampling pipeline: the loop, drafts and rules are those of text.
+``mmdecode.generate(model, mode="image", ...)`` calls it. It finds the model's adapter, turns the
+conditions into model inputs, and runs the decoder on an empty prompt with the grammar and the
+sampling pipeline as logits processors: loop, drafters and rules are those of text.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ImageTokens:
         """The images, float32 in 0..1, ``(B, 3, H, W)``.
 
         Raises:
-            IncompatibleError: No decoder from codes to pixels is at hand.
+            IncompatibleError: The decoder from codes to pixels was not given.
         """
         return self.adapter.decode(self.codes)
 
@@ -69,27 +69,28 @@ def generate(
     trace: list[list[Round]] | None = None,
     **given: Any,
 ) -> ImageTokens:
-    """Draws one image a row.
+    """Generates one image per row.
 
     Args:
-        model: A model that `mmdecode.registry.image_adapter_for` knows.
-        decoder: The decoder; ``None`` decodes without a draft.
-        adapter: Adapter of the model, where it is at hand.
-        guidance: s of ``u + s (c - u)``, or a `Guidance`; ``None``: the decoder's guide, else what
-            the family is published with. 1 does not run the unconditional branch.
-        sampling: ``None``: what the family is published with.
-        do_sample: ``False``: the most likely token everywhere.
-        seed: In the place of the decoder's.
-        request: Names of the rows for keyed noise; default: what each is drawn of, and its ordinal
+        model: A model that `mmdecode.registry.image_adapter_for` supports.
+        decoder: The decoder; ``None``: without a drafter.
+        adapter: Adapter of the model; ``None``: looked up.
+        guidance: Guidance scale s of ``u + s (c - u)``, or a `Guidance`; ``None``: the decoder's
+            guide, else the family's published scale. 1 is neutral and does not run the
+            unconditional branch.
+        sampling: Sampling settings; ``None``: the family's published ones.
+        do_sample: ``False``: take the most likely token everywhere.
+        seed: Seed of the noise; ``None``: the decoder's.
+        request: Names of the rows for keyed noise; default: each row's condition and its ordinal
             among equal ones, so that an image does not depend on its batch.
-        streamer: For the one row of a batch.
-        trace: A list that is given the rounds of every image.
+        streamer: Streamer of tokens, for a batch of one row.
+        trace: A list to which the rounds of every image are appended.
         **given: Conditions of the images, see the adapter's ``condition``; and, without
             ``adapter``, its options, such as ``vq`` or ``grid``.
 
     Raises:
         OptionError: A condition or option does not suit the model.
-        IncompatibleError: ``guidance`` next to a decoder's guide, or of a model that has no
+        IncompatibleError: Both ``guidance`` and a decoder's guide are given, or the model has no
             unconditional input.
     """
     decoder = decoder or Decoder()
@@ -126,10 +127,10 @@ def generate(
 
 
 def guide_of(decoder: Decoder, guidance: float | Guidance | None, published: float) -> Any:
-    """The decoder's guide, else one of the strength asked for, else of the published one.
+    """The decoder's guide, else guidance of the given scale, else of the published one.
 
     Raises:
-        IncompatibleError: The decoder has a guide, and ``guidance`` was asked for next to it.
+        IncompatibleError: Both ``guidance`` and a decoder's guide are given.
     """
     if decoder.guide is None:
         scale = published if guidance is None else guidance
@@ -145,7 +146,7 @@ def guide_of(decoder: Decoder, guidance: float | Guidance | None, published: flo
 
 
 def ordinals(names: Sequence[bytes]) -> list[bytes]:
-    """Each name with how often it came before."""
+    """Appends to each name its ordinal among equal names."""
     seen: Counter[bytes] = Counter()
     found = []
     for name in names:

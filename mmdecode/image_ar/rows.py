@@ -1,24 +1,24 @@
-"""Several rows of an image at once: ZipAR, for models in raster order. Heuristic.
+"""Decodes several rows of an image in parallel: ZipAR, for models in raster order. Lossy.
 
-START HERE: `ZipAR.generate`. A code depends on what is near it, so a row may begin as soon as the
-row above has got a few codes ahead: the cell (i, j) is decided once row i - 1 has its cells up to
-j + window - 1, or has ended. Each pass then decides one cell in every row that has begun; h rows of
-w cells take ``w + (h - 1) min(window, w)`` passes. Every cell is decided once, by the distribution
-of the model at its place in raster order, over a context in which the ends of the rows above are
+START HERE: `ZipAR.generate`. A code depends mostly on codes near it, so a row may begin as soon as
+the row above is a few codes ahead: the cell (i, j) is decided once row i - 1 has its cells up to
+j + window - 1, or has ended. Each pass decides one cell in every row that has begun; h rows of w
+cells take ``w + (h - 1) min(window, w)`` passes. Every cell is decided once, from the model's
+distribution at its position in raster order, over a context in which the ends of the rows above are
 missing.
 
-Attention follows raster order, not the order in which tokens came, and cells that
-nobody has decided are hidden. The first code of a row has no left neighbour, and the token before
-it in raster order may not be there yet: a newline is, since its place decides it; else the latest
-code of the row above stands in for it at its place, and is forgotten afterwards.
+Attention follows raster order, not the order of decoding, and undecided cells are masked. The first
+code of a row has no left neighbour, and the token before it in raster order may not be decided yet.
+A newline is known, since its position forces it; otherwise the latest code of the row above takes
+its place in this pass, and is removed from the cache afterwards.
 
-This is a loop of its own, no token tree: drafts and rules of the engine do not apply. Noise belongs
-to the place, so that a window of a whole row gives the image of plain decoding token for token. The
-output has the distribution of the model if that looks no further than ``window`` cells up to the
-right, and another distribution otherwise.
+This is a loop of its own without a token tree: drafters and rules of the engine do not apply. Noise
+is keyed by position, so that a window of a whole row gives the image of plain decoding token for
+token. The output has the model's distribution if a code depends on no code of the row above that is
+``window`` or more cells to its right, and another distribution otherwise.
 
 Source: He et al. 2024 (ZipAR), arXiv:2412.04062. Differs from the published code, whose mask shows
-empty slots of the cache; its rejection of too small windows is not part of it either.
+empty slots of the cache; the paper's adaptive window size with rejection is not implemented.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class RowTokens(ImageTokens):
     """Result of `ZipAR.generate`.
 
     Attributes:
-        passes: Passes of the model, that over the prompt included.
-        commits: The pass that each cell was decided in, from 0, ``(rows, columns)``.
+        passes: Passes of the model, the one over the prompt included.
+        commits: The pass in which each cell was decided, from 0, ``(rows, columns)``.
     """
 
     passes: int
@@ -58,19 +58,19 @@ class RowTokens(ImageTokens):
 
 
 class ZipAR:
-    """Decodes the rows of an image side by side.
+    """Decodes the rows of an image in parallel.
 
     Args:
         adapter: Adapter of a model of image tokens, see `mmdecode.registry.image_adapter_for`.
-        window: Cells that a row has to be ahead of the next one, s. From the width of the grid on
-            it is neutral: plain raster order.
-        guidance: s of ``u + s (c - u)``, or a `Guidance`; ``None``: what the family is published
-            with.
-        sampling: ``None``: what the family is published with.
+        window: Number of cells that a row has to be ahead of the next one. From the width of the
+            grid on it is neutral: plain raster order.
+        guidance: Guidance scale s of ``u + s (c - u)``, or a `Guidance`; ``None``: the family's
+            published scale.
+        sampling: Sampling settings; ``None``: the family's published ones.
 
     Raises:
         OptionError: ``window`` is below 1.
-        IncompatibleError: The model writes no grid, or attends to the latest tokens alone.
+        IncompatibleError: The model has no grid of codes, or has sliding-window attention.
     """
 
     guarantee = "heuristic"
@@ -116,23 +116,23 @@ class ZipAR:
         on_tokens: Callable[[int], None] | None = None,
         **given: Any,
     ) -> RowTokens:
-        """Draws one image a row.
+        """Generates one image per row of the batch.
 
         Args:
-            do_sample: ``False``: the most likely token everywhere.
-            seed: Seed of the noise; ``None`` draws one from torch's global generator.
-            request: Names of the rows for keyed noise, as of `mmdecode.image_ar.raster.generate`.
-            on_tokens: Told how many tokens each pass adds to the batch.
+            do_sample: ``False``: take the most likely token everywhere.
+            seed: Seed of the noise; ``None``: one is drawn from torch's global generator.
+            request: Names of the rows for keyed noise, see `mmdecode.image_ar.raster.generate`.
+            on_tokens: Called after each pass with the number of tokens it adds to the batch.
             **given: Conditions of the images, see the adapter's ``condition``.
 
         Raises:
             OptionError: A condition or option does not suit the model, or ``request`` the batch.
-            IncompatibleError: Guidance of a model that has no unconditional input.
+            IncompatibleError: Guidance is used with a model that has no unconditional input.
         """
         layout, guide = self.adapter.layout, self.guidance
         call = self._opened(do_sample, seed, request, self.adapter.condition(**given))
         every = torch.arange(layout.length, device=call.device)
-        tokens = layout.forced(every).repeat(call.batch, 1)  # (B, length), -1 where nothing stands
+        tokens = layout.forced(every).repeat(call.batch, 1)  # (B, length), -1: undecided
         known = set(every[layout.forced(every) >= 0].tolist())
         commits = torch.zeros(layout.length, dtype=torch.long)
         frontier = Frontier(self.adapter, [MAIN, *guide.branches])
@@ -167,7 +167,7 @@ class ZipAR:
         request: Sequence[Any] | None,
         inputs: Mapping[str, Any],
     ) -> Call:
-        """The rows of a batch before their first token, as the engine opens them."""
+        """Opens a call of the engine for the rows of a batch."""
         names = self.adapter.row_names(inputs)
         request = ordinals(names) if request is None else request
         if len(request) != len(names):
@@ -192,7 +192,7 @@ class ZipAR:
         """Tokens of ``cells (n,)``, ``(B, n)``, from each branch's logits ``(B, n, V)``."""
         indices = cells.expand(call.batch, -1)
         logits = branches["main"]
-        if not self.guidance.neutral:  # it sees each cell as the root of a row of its own
+        if not self.guidance.neutral:  # each cell is passed to it as the root of a separate row
             roots = call.at(indices.flatten())
             nothing = Proposal.empty(indices.numel(), call.device)
             apart = {
@@ -262,18 +262,18 @@ class Frontier(ModelRunner):
 def raster_mask(
     ends: Tensor, pads: Tensor, held: Tensor, at: Tensor, visible: int, dtype: torch.dtype
 ) -> Tensor:
-    """Attention of tokens that are out of order, as an additive mask ``(R, 1, Q, visible)``.
+    """Additive attention mask ``(R, 1, Q, visible)`` of tokens that are fed out of order.
 
-    The prompt, every token that stands at their place or before it, and themselves.
+    A token attends to the prompt, to every token of its own index or a lower one, and to itself.
 
     Args:
-        ends: Slots of each row's prompt, padding included, ``(R,)``.
-        pads: Padding slots at its left, ``(R,)``.
-        held: Place of the token in each slot after, -1 where none stands; the last are the
-            tokens' own, ``(n,)``.
-        at: Places of the tokens, ``(Q,)``.
-        visible: Slots that attention covers.
-        dtype: The model's.
+        ends: Number of slots of each row's prompt, padding included, ``(R,)``.
+        pads: Number of padding slots on the left, ``(R,)``.
+        held: Index of the token in each slot after the prompt, -1: hidden; the last Q slots are
+            those of the tokens themselves, ``(n,)``.
+        at: Indices of the tokens, ``(Q,)``.
+        visible: Number of slots that attention covers.
+        dtype: Data type of the mask.
     """
     slots = torch.arange(visible, device=ends.device)
     offset = slots - ends[:, None]  # (R, K)

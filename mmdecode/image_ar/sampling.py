@@ -1,11 +1,11 @@
 """Sampling of image tokens: from raw logits to their distribution, in one pure function.
 
-Guidance on raw logits first, then the grammar's mask, then temperature, top-k and top-p in the
-order of the family's preset. Plain and parallel decoding, next-scale loops and row schedules all
-call this, so that a distribution can differ between them by nothing but the context.
+Guidance is applied to raw logits first, then the grammar's mask, then temperature, top-k and top-p
+in the order of the family's preset. Plain and parallel decoding, next-scale loops and row schedules
+all use it, so that their distributions differ by the context alone.
 
-Source: image_ar families' published sampling code, normalised to ``u + s (c - u)``; models that
-state a strength t with ``(1 + t) c - t u`` have s = 1 + t.
+Source: published sampling code of the families, normalised to ``u + s (c - u)``; models that state
+a strength t with ``(1 + t) c - t u`` have s = 1 + t.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ WARPERS: tuple[Warper, ...] = ("temperature", "top_k", "top_p")
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a distribution is made of guided logits.
+    """Sampling settings, applied to guided logits.
 
     Args:
         temperature: Divisor of the logits, above 0; ``1`` is neutral.
-        top_k: Tokens that stay, ties with the last of them included; ``0`` is neutral.
-        top_p: Mass that stays: the most likely tokens up to and with the one that reaches it; ``1``
-            is neutral.
-        order: In which the three are applied.
+        top_k: Number of most likely tokens to keep, ties with the last one included; ``0`` is
+            neutral.
+        top_p: Probability mass to keep: the most likely tokens up to the one that reaches it,
+            included; ``1`` is neutral.
+        order: Order in which the three are applied.
 
     Raises:
         OptionError: A number is out of range, or ``order`` does not name each of them once.
@@ -73,7 +74,7 @@ def guided(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) ->
 
 
 def top_k(logits: Tensor, count: int) -> Tensor:
-    """Minus infinity below the ``count``-th largest of ``(..., V)``; ties of it stay."""
+    """Masks logits ``(..., V)`` below the ``count``-th largest with minus infinity; ties stay."""
     if not 0 < count < logits.shape[-1]:
         return logits
     least = logits.topk(count, -1).values[..., -1:]
@@ -81,7 +82,7 @@ def top_k(logits: Tensor, count: int) -> Tensor:
 
 
 def top_p(logits: Tensor, mass: float) -> Tensor:
-    """Minus infinity for all but the most likely tokens that together reach ``mass``."""
+    """Masks all but the most likely tokens that together reach ``mass`` with minus infinity."""
     if mass >= 1:
         return logits
     values, order = logits.sort(-1, descending=True)

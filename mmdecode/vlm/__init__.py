@@ -1,7 +1,7 @@
 """Vision-language: images and questions in, answers out.
 
-START HERE: `Answerer`. `mmdecode.vlm.images` says which images are read and how, and
-`mmdecode.vlm.questions` what a question becomes.
+START HERE: `Answerer`. `mmdecode.vlm.images` reads images, and `mmdecode.vlm.questions` turns
+questions into model inputs.
 """
 
 from mmdecode.vlm.answerer import Answerer

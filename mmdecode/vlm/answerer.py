@@ -43,8 +43,8 @@ MEMORY_HINT = (
 )
 
 _MOST_TIMES = 100
-"""Longest prompt, as a multiple of the length that a model was made for."""
-_LONGER = 32  # times: rows are padded to the longest of their batch
+"""Maximum length of a prompt, as a multiple of the length that a model was made for."""
+_LONGER = 32  # a question so many times longer begins a batch, to limit padding
 
 
 class Answerer:

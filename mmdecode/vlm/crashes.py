@@ -1,4 +1,4 @@
-"""Images that crash the library that decodes them, and the process; see `mmdecode.runs.crashes`."""
+"""Protection from images that crash their decoder and the process; see `mmdecode.runs.crashes`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ try:
 except MMDecodeError:
     pass
 """
-"""Program that reads the image that it is given."""
+"""Program that decodes the image that is passed to it."""
 
 
 def watched(source: ImageSource, journal: InFlight, *, code: str = READ) -> ImageSource:
-    """The source, noted while it is read; a suspected one is read in a process apart first.
+    """A source that is recorded while it is read; a suspected one is first read in a subprocess.
 
     Args:
         source: Source of the file.
-        journal: Where it is noted.
-        code: Program that reads a suspected one.
+        journal: Record of the image that is being read.
+        code: Program that reads a suspected image.
     """
 
     def read() -> Image:

@@ -1,14 +1,14 @@
-"""Images of any kind to what a processor reads: PIL images in RGB, upright, eight bits a channel.
+"""Reads images of any kind as processors expect them: PIL images in RGB, upright, 8 bits a channel.
 
-A readable image is read as a viewer would show it on a white page: transparency over white,
-palettes and CMYK turned into RGB, the turn that a camera noted applied, 16 bits scaled to 8, grey
-levels that have no fixed scale stretched from the darkest to the brightest. In an animation or a
-document with pages the first one counts, with a warning. Untrusted files are refused: files
-that are cut off or damaged, that are no images whatever they are called, or that would unpack to
-more than ``PIL.Image.MAX_IMAGE_PIXELS``. Nothing is downloaded.
+An image is read as a viewer shows it on a white page: transparency is blended over white, palettes
+and CMYK are converted to RGB, the EXIF orientation is applied, 16 bits are scaled to 8, and grey
+levels without a fixed scale are stretched from the darkest to the brightest. Of an animation or a
+document with pages the first one is used, with a warning. Refused are truncated or damaged files,
+files that are no images, and images with more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``. Nothing
+is downloaded.
 
-Arrays are taken too: ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or 4 channels, integers
-of 0..255, 16-bit unsigned integers, or floats of 0..1.
+Arrays are accepted too: ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or 4 channels,
+integers from 0 to 255, 16-bit unsigned integers, or floats from 0 to 1.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ SUFFIXES = frozenset(
     ".png .jpg .jpeg .jpe .jfif .webp .gif .bmp .tif .tiff .ppm .pgm .pbm .pnm .avif .jp2 .ico "
     ".tga".split()
 )
-"""Endings by which images are found in a folder; a file that is named is read whatever its
-ending."""
+"""File endings of images in folders; a file that is named itself is read whatever its ending."""
 
 _FRAMES = "give its frames as several images of one question"
 _OTHERS = (
@@ -56,7 +55,7 @@ _OTHERS = (
     (0, rb"PK\x03\x04", "a zip archive", "unpack it"),
     (0, rb"RIFF....WAVE|OggS|fLaC|ID3", "audio", "use 'mmdecode transcribe'"),
 )
-"""Signatures of files that are no images: offset and bytes, kind, advice."""
+"""Signatures of other file types: offset, pattern of bytes, name of the type, hint."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,8 @@ class ImageSource:
     """One image before it is read.
 
     Attributes:
-        name: Its name for users: the path, or ``image 2``.
-        read: Reads it; may be called more than once.
+        name: Name for users: the path, or ``image 2``.
+        read: Reads the image; may be called more than once.
     """
 
     name: str
@@ -88,14 +87,14 @@ def image_source(item: Any, name: str) -> ImageSource:
 
 
 def read_image(item: Any, name: str | None = None) -> Image:
-    """An image in RGB, upright; see above for what is done to get there.
+    """Reads an image in RGB, upright; see the module's description.
 
     Args:
         item: A path, the bytes of a file, an open file, a PIL image, an array or a tensor.
-        name: Its name in errors; ``None``: its path.
+        name: Name in errors; ``None``: its path.
 
     Raises:
-        InputError: It cannot be read or trusted; the message starts with its name.
+        InputError: The image cannot be read or trusted; the message starts with its name.
         MissingExtraError: Pillow is not installed.
     """
     try:
@@ -120,7 +119,7 @@ def read_image(item: Any, name: str | None = None) -> Image:
 
 
 def digest(image: Image) -> str:
-    """A name for what an image shows, the same wherever it came from."""
+    """Hash of an image's pixels; it does not depend on the file format."""
     content = hashlib.blake2b(image.tobytes(), digest_size=8)
     content.update(repr((image.mode, image.size)).encode())
     return content.hexdigest()
@@ -149,7 +148,7 @@ def _decoded(data: bytes, name: str) -> Image:
         raise InputError("is empty (0 bytes); expected an image file")
     _refuse_others(data)
     with warnings.catch_warnings():
-        # plugins warn of what they mend or ignore; the one warning that counts is made an error
+        # plugins warn of defects that they repair; only the warning about size becomes an error
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
@@ -179,7 +178,7 @@ def _decoded(data: bytes, name: str) -> Image:
 
 
 def _load(image: Any) -> None:
-    """Unpacks what was opened."""
+    """Decodes an opened image."""
     try:
         image.load()
     except Exception as error:  # each format's reader raises whatever it likes
@@ -198,21 +197,21 @@ def _refuse_others(data: bytes) -> None:
 
 
 def _frames(image: Any) -> int:
-    """Frames or pages; photographs that hide a preview in a second one have one."""
+    """Number of frames or pages; a photograph with an embedded preview counts as one."""
     if image.format in ("MPO", "PSD", "ICO", "ICNS"):
         return 1
     return int(getattr(image, "n_frames", 1))
 
 
 def _upright(image: Any, name: str) -> Image:
-    """In RGB over white, as the camera was held."""
+    """Converts to RGB over white and applies the EXIF orientation."""
     from PIL import Image, ImageOps
 
     if not image.width or not image.height:
         raise InputError(f"has {image.width} x {image.height} pixels; expected at least one")
     try:
         image = ImageOps.exif_transpose(image)
-    except Exception:  # a note that cannot be read says nothing about the pixels
+    except Exception:  # damaged EXIF data do not affect the pixels
         warnings.warn(f"{name}: its EXIF data is damaged; it may lie on its side", stacklevel=2)
     if image.mode.startswith(("I", "F")):
         return Image.fromarray(_eight_bits(np.asarray(image), image.mode)).convert("RGB")
@@ -230,7 +229,7 @@ def _upright(image: Any, name: str) -> Image:
 
 
 def _eight_bits(levels: np.ndarray, mode: str) -> np.ndarray:
-    """Grey levels of 16 bits scaled; those of 32 bits and floats stretched to what they use."""
+    """Scales grey levels of 16 bits to 8, and stretches 32-bit and float ones from their range."""
     levels = levels.astype(np.float64)
     if not np.isfinite(levels).all():
         raise InputError(
@@ -276,7 +275,7 @@ def _of_array(item: Any, name: str) -> Image:
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
-    """Values as 0..255."""
+    """Converts values to 0..255."""
     if array.dtype == bool:
         return array.astype(np.uint8) * 255
     if array.dtype == np.uint16:
@@ -285,7 +284,7 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind == "f":
         if not np.isfinite(array).all():
             raise InputError("has values that are NaN or infinite; expected floats of 0..1")
-        if low < -1e-3 or high > 1 + 1e-3:  # what resampling leaves is no other scale
+        if low < -1e-3 or high > 1 + 1e-3:  # tolerance for overshoot by resampling
             raise InputError(
                 f"has floats from {low:g} to {high:g}; expected 0..1: divide levels of 0..255 by "
                 "255, and give images as they were before a processor normalised them"

@@ -1,11 +1,11 @@
-"""A file of answers that survives being interrupted.
+"""A file of answers that is resumed after interruptions.
 
-Each answer is a line, appended and flushed as its batch ends; the file next to it, whose name ends
-in ``run.json``, says under which settings. A run that was stopped is continued only on request,
-only under the same settings, and only where an id still asks what was answered; what failed is
-tried again. Where a run ends, the lines are put in the order of the input, one per question:
-nothing in them depends on when a run was interrupted. A line has the ``id``, ``images`` and
-``question`` again, so the file can itself be asked.
+Each answer is a JSON line, appended and flushed as its batch ends; a file next to it, whose name
+ends in ``run.json``, holds the settings. A run is resumed only on request, only under the same
+settings, and only if the ids still have the same questions; failed questions are tried again. At
+the end of a run the lines are sorted in the order of the input, one per question, so that nothing
+depends on when a run was interrupted. A line repeats ``id``, ``images`` and ``question``, so that
+the file can itself be used as a table of questions.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ RESULTS = "results.jsonl"
 
 
 class AnswerFile:
-    """Where the answers of a run go.
+    """The answers of a run, on disk.
 
     Args:
-        path: Path of the file; created where it does not exist.
+        path: Path of the file; created if it does not exist.
         settings: Settings that may change an answer.
-        resume: Continue what is there.
+        resume: Continue the existing file.
         requests: Requests in order.
-        overwrite: Replace files that are not ours, and without ``resume`` results; those go as
-            the first answer comes.
+        overwrite: Replace files that are not ours and, without ``resume``, earlier results, which
+            are deleted when the first answer is written.
 
     Attributes:
         done: Ids of the requests that have an answer.
-        changed: Ids of those whose images are others now under the same paths: asked again.
+        changed: Ids of requests whose image files changed since; they are asked again.
         journal: Records the image that is being read.
-        batches: Batches of the questions that are being decoded.
+        batches: Record of the questions that are being decoded.
 
     Raises:
         OptionError: The file holds answers and ``resume`` is not set, or holds answers of other
@@ -107,7 +107,7 @@ class AnswerFile:
                 raise
 
     def noted(self, request: AnswerRequest) -> AnswerRequest:
-        """A request, the content of whose images is noted before they are first read."""
+        """A request whose image files are hashed before they are first read."""
         contents: dict[str, dict[str, Any] | None] = {}
 
         def watched(source: ImageSource) -> ImageSource:
@@ -122,10 +122,10 @@ class AnswerFile:
         return replace(request, images=tuple(map(watched, request.images)))
 
     def add(self, answer: Answer) -> None:
-        """Writes an answer where a crash cannot lose it.
+        """Appends an answer to the file and flushes it.
 
         Args:
-            answer: To one of the requests; those that have images were `noted`.
+            answer: Answer to one of the requests; requests with images must have been `noted`.
 
         Raises:
             InputError: The file cannot be written.
@@ -141,7 +141,7 @@ class AnswerFile:
             self.batches.cleared(answer.id)
 
     def finish(self) -> None:
-        """Puts the lines in order; of several for one question an answer counts, else the last."""
+        """Sorts the lines; of several for one question an answer is kept, else the last error."""
         order = {request.id: index for index, request in enumerate(self._requests)}
         lines: dict[str, tuple[bytes, bool]] = {}
         for line, found in _lines(self.path):
@@ -154,14 +154,14 @@ class AnswerFile:
             write_file(self.path, b"".join(lines[name][0] for name in ordered))
 
     def close(self) -> None:
-        """No more answers."""
+        """Closes the file."""
         if self._file:
             self._file.close()
         self.journal.close()
         self.batches.close()
 
     def _check_questions(self) -> None:
-        """Whether the answers are to the questions that have their ids now."""
+        """Checks that the answers in the file are to the questions that now have their ids."""
         given = {request.id: request for request in self._requests}
         for _, found in _lines(self.path):
             request = given.get(found["id"])
@@ -186,7 +186,7 @@ class AnswerFile:
         self.done -= self.changed
 
     def _forget_changed(self) -> None:
-        """Takes out the answers about images that are others now."""
+        """Removes the answers about images whose files changed."""
         if self.changed:
             kept = [line for line, found in _lines(self.path) if found["id"] not in self.changed]
             write_file(self.path, b"".join(kept))
@@ -204,7 +204,7 @@ class AnswerFile:
         return file
 
     def _open_lines(self) -> BinaryIO:
-        """The file after what it replaces went."""
+        """Opens the file to append, after deleting what it replaces."""
         self.path.unlink(missing_ok=True)
         file = self._opened()
         note_settings(self.path, self._settings, self._overwrite)
@@ -233,7 +233,7 @@ def _as_read(value: Any) -> Any:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Complete lines and what they hold; one that was cut off by a crash is not complete."""
+    """Yields complete lines and their content; a line that was truncated by a crash is skipped."""
     for number, line in enumerate(complete_lines(path), 1):
         try:
             found = json.loads(line)

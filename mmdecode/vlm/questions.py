@@ -1,4 +1,4 @@
-"""Questions about images, and the model inputs that ask them.
+"""Questions about images, and their model inputs.
 
 The prompt is made by the processor's chat template; without one, by the family's usual format, see
 `PLAIN_PROMPTS`. Images are inserted where the text has ``<image>`` (or the processor's own
@@ -37,7 +37,7 @@ _ONE_IMAGE = ("instructblip",)
 """Families that read one image, which their processor puts before the text."""
 
 _BY_TOKEN = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"))
-"""Names of inputs with one value per prompt token."""
+"""Names of model inputs with one value per prompt token."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Prompts:
             return self.processor.apply_chat_template(
                 [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
             )
-        except Exception as error:  # templates are programs of their own
+        except Exception as error:  # templates may raise anything
             raise InputError(
                 f"the chat template of {type(self.processor).__name__} cannot be filled in: "
                 f"{error}; expected one that takes a user's message of images and text"
@@ -206,7 +206,7 @@ class Prompts:
                 text=prompts,
                 padding=True,
                 padding_side="left",
-                # a template may have begun the text already
+                # the template may already have added the begin token
                 add_special_tokens=not (begin and all(p.startswith(begin) for p in prompts)),
                 return_tensors="pt",
                 **inputs,

@@ -1,8 +1,8 @@
-"""Requests before an image is read: from a call, from paths, and from tables.
+"""Requests of an `Answerer`: from a call, from paths, and from tables; images are not read yet.
 
-A table is JSON lines, a JSON list, csv or tsv (`mmdecode.runs.tables`). The question stands under
-one of `QUESTION`, its image under one of `IMAGE` or several as a list under one of `IMAGES`, its
-name under one of `ID`.
+A table is JSON lines, a JSON list, csv or tsv (`mmdecode.runs.tables`). `QUESTION`, `IMAGE`,
+`IMAGES` and `ID` are the accepted names of the columns with the question, one image, a list of
+images and the id.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class AnswerRequest:
     """A question before its images are read.
 
     Attributes:
-        id: Names it; keyed noise included, where the user gave it.
-        index: Its place in the input.
+        id: Id of the request; it keys the noise if the user gave it.
+        index: Index in the input.
         text: The question.
-        images: Not read yet.
+        images: Images, not read yet.
         named: Whether the user gave the id.
-        problem: Why it cannot be asked; ``None``: nothing is known to be wrong.
+        problem: Why the question cannot be asked; ``None``: no problem is known.
     """
 
     id: str
@@ -91,19 +91,19 @@ def read_requests(
     folder: str | os.PathLike[str] | None = None,
     failing: bool = False,
 ) -> list[AnswerRequest]:
-    """Reads a table of questions; images are not looked at yet.
+    """Reads a table of questions; images are not read yet.
 
     Args:
-        path: Its file.
-        limit: Only the first so many; ``None``: all.
-        folder: Where relative paths of images start; ``None``: at the folder of the table.
-        failing: Whether a line that cannot be asked is a request with a problem, next to others
-            that can; of several with one id the first keeps it, and the others have ``#`` and their
-            lines after it.
+        path: File of the table.
+        limit: Maximum number of questions; ``None``: all.
+        folder: Folder that relative image paths start at; ``None``: that of the table.
+        failing: Return invalid lines as requests with a ``problem`` instead of raising. Of several
+            lines with one id the first keeps it; the others get ``#`` and their line number
+            appended.
 
     Raises:
-        InputError: The file cannot be read, or a line asks nothing or has the id of another;
-            with ``failing``: no line can be asked.
+        InputError: The file cannot be read, a line has no question, or two lines have one id; with
+            ``failing``: the file cannot be read, or no line is valid.
     """
     path = Path(path)
     base = path.parent if folder is None else Path(folder)
@@ -138,7 +138,7 @@ def _request(row: Mapping[str, Any], where: str, base: Path, index: int) -> Answ
     if text is None:
         raise InputError(f"{where} asks nothing; expected {any_of(QUESTION)}")
     names = _images(row, where)
-    given = text_of(row, ID, where) or None  # an empty one names nothing
+    given = text_of(row, ID, where) or None  # an empty id counts as none
     sources = tuple(image_source(path_in(base, name), "") for name in names)
     name = described(names, text) if given is None else given
     return AnswerRequest(name, index, text, sources, named=given is not None)
@@ -147,7 +147,7 @@ def _request(row: Mapping[str, Any], where: str, base: Path, index: int) -> Answ
 def _unasked(
     row: Mapping[str, Any], line: int, index: int, problem: str, taken: Container[str]
 ) -> AnswerRequest:
-    """A line that cannot be asked, with what can be said of it."""
+    """Request of an invalid line, with the problem."""
     text, name = first_of(row, QUESTION), first_of(row, ID)
     asked = text if isinstance(text, str) else ""
     given = str(name) if isinstance(name, (str, int)) else asked
@@ -157,10 +157,10 @@ def _unasked(
 def asked_of(
     paths: Sequence[str], questions: Sequence[str], together: bool = False
 ) -> list[AnswerRequest]:
-    """Each question about each image, or about all images together.
+    """Requests of each question about each image, or about all images together.
 
     Raises:
-        InputError: The same is asked twice.
+        InputError: An image or a question is given twice.
     """
     groups = [list(paths)] if together or not paths else [[path] for path in paths]
     requests = []
@@ -173,7 +173,7 @@ def asked_of(
 
 
 def described(images: Sequence[str], text: str) -> str:
-    """The id of a request that was given none."""
+    """Default id of a request."""
     return ": ".join([*images, text])
 
 
@@ -195,5 +195,5 @@ def _images(row: Mapping[str, Any], where: str) -> list[str]:
 
 
 def is_list(value: Any) -> bool:
-    """Whether it holds images; an array with a batch axis does."""
+    """Whether a value is a list of images; an array with a batch axis is one."""
     return isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 4

@@ -1,4 +1,4 @@
-"""`Answer`: what a model answers to one question."""
+"""`Answer`: a model's answer to one question."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def test_a_boost_draws_attention_to_the_image_and_the_plain_map_stays(answerer, 
     assert list(weak.layers) == layers and weak.branch == "main"
 
 
-def test_the_law_is_read_where_a_branch_of_a_later_stage_is_edited(answerer, png):
+def test_attention_is_read_where_a_branch_of_a_later_stage_is_edited(answerer, png):
     guide = registry.create("guide", "conscious_gaze:threshold=0,alpha=2")
     found = attention_map(answerer, png, "Is there a ring in the image?", guide)
     assert found.branch == "edited" and found.edited.sum() > found.plain.sum()

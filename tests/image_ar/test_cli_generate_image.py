@@ -71,7 +71,7 @@ def test_images_are_files_whose_metadata_say_how_they_were_generated(run, tmp_pa
         assert page.crop((0, 12, 10, 22)).tobytes() == images[2].image.tobytes()
 
 
-def test_what_changes_the_law_is_called_so_wherever_it_is_shown(run, tmp_path):
+def test_lossy_modes_are_labelled_wherever_they_are_shown(run, tmp_path):
     done = run("--class", "star", "--mode", "relaxed", "--json")
     found = json.loads(done.stdout)
     assert found["law"] == "heuristic" and found["images"][0]["law"] == "heuristic"

@@ -165,7 +165,7 @@ def test_captured_rounds_draw_the_same(shape, accept, taped):
     assert taped
 
 
-# The law
+# The distribution
 
 
 @functools.cache
@@ -196,7 +196,9 @@ def test_sampled_drafts_keep_the_distribution(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_mutant_that_tells_another_law_than_it_draws_from_is_caught(shape, monkeypatch):
+def test_a_mutant_that_reports_another_distribution_than_it_samples_from_is_caught(
+    shape, monkeypatch
+):
     propose = FeatureSession.propose
 
     def wrong(self, budget):
@@ -237,7 +239,7 @@ def test_sampled_trees_have_to_be_kept_whole():
         Decoder(Eagle(drafter, sampled=True, **advised), accept="rejection")
 
 
-def test_a_reduced_vocabulary_tells_its_law_by_the_targets_ids():
+def test_a_reduced_vocabulary_reports_its_distribution_by_the_targets_ids():
     adapter = small()
     drafter = feature_drafter(adapter, "eagle3", draft_vocab_size=2)
     drafter.d2t.copy_(torch.tensor([1, 2]))  # codes 1 and 3
@@ -289,7 +291,7 @@ def test_states_are_those_of_a_plain_pass_under_each_condition(classes):
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_what_is_learnt_is_what_is_drafted(kind, classes, monkeypatch):
-    """Every pass of a training makes the law that drafting meets there."""
+    """Every pass of a training makes the distribution that drafting meets there."""
     target = target_of(classes)
     requests = requests_for(target, "zoo:scenes", 4)
     samples = [Sample(r, a) for r, a in zip(requests, target.answers(requests, SMALL), strict=True)]

@@ -203,11 +203,11 @@ def test_likelihood_is_that_of_one_pass_over_the_whole_image(model, scale):
     for image in images:
         codes, label = image.codes.view(1, -1), torch.tensor([image.condition])
         with torch.no_grad():
-            laws = [
+            branch_logits = [
                 network.code_logits(condition, codes)
                 for condition in (label, network.unconditional(label))
             ]
-        distribution = (guided(*laws, scale) / 0.7).log_softmax(-1)
+        distribution = (guided(*branch_logits, scale) / 0.7).log_softmax(-1)
         found = distribution.gather(2, codes[..., None]).sum()
         assert image.log_likelihood == pytest.approx(float(found), rel=1e-4)
 

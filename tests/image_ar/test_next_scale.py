@@ -237,7 +237,7 @@ def test_codes_are_sampled_from_the_scores(large, small, tokenizer, drafted):
     assert torch.equal(scores.argmax(-1), found.codes)
 
 
-def test_codes_follow_the_law():
+def test_codes_follow_the_distribution():
     sides, rows = (1, 2), 20_000
     tokenizer = tokenizer_of(codebook_size=3, patch_nums=sides)
     model = model_of(8, vocab_size=3, patch_nums=sides)
@@ -382,7 +382,7 @@ def test_wrong_masks_are_refused(large, tokenizer, image):
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_models_in_half_precision_draw_nearly_the_same_laws(both):
+def test_models_in_half_precision_have_nearly_the_same_distributions(both):
     exact, tokenizer = NextScale(model_of(2), tokenizer_of()), tokenizer_of()
     half = NextScale(
         model_of(2).to(torch.bfloat16), tokenizer.to(torch.bfloat16) if both else tokenizer

@@ -216,7 +216,7 @@ def test_a_wrong_loop_is_found(name, monkeypatch):
     assert not agrees_with_the_dense_pass(2, True)
 
 
-# Markov fields, of which the law is exact
+# Markov fields, whose distribution is known exactly
 
 
 class Field(nn.Module):
@@ -273,8 +273,8 @@ class FieldAdapter(TableAdapter):
         return self.model.table[tuple(hidden.unbind(-1))].float()
 
 
-def follows_its_law(field, window, height=2, width=3, count=20_000):
-    """Whether images of a field have the joint law of enumeration."""
+def follows_its_distribution(field, window, height=2, width=3, count=20_000):
+    """Whether images of a field have the joint distribution by enumeration."""
     images = torch.tensor(list(itertools.product(range(2), repeat=height * width)))
     grid = nn.functional.pad(images.view(-1, height, width) + 1, (2, 2, 2, 0))
     around = [
@@ -293,25 +293,25 @@ def follows_its_law(field, window, height=2, width=3, count=20_000):
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
-def test_a_field_of_left_and_upper_neighbours_keeps_its_law(window):
-    assert follows_its_law(Field((0, -1), (-1, 0)), window)
-    assert follows_its_law(Field((0, -1), (-1, 0)), window, 3, 2)
+def test_a_field_of_left_and_upper_neighbours_keeps_its_distribution(window):
+    assert follows_its_distribution(Field((0, -1), (-1, 0)), window)
+    assert follows_its_distribution(Field((0, -1), (-1, 0)), window, 3, 2)
 
 
 def test_a_window_covers_what_lies_up_to_the_right():
     field = Field((0, -1), (-1, 0), (-1, 1))
-    assert not follows_its_law(field, 1)
-    assert follows_its_law(field, 2)
-    assert follows_its_law(field, 3)
+    assert not follows_its_distribution(field, 1)
+    assert follows_its_distribution(field, 2)
+    assert follows_its_distribution(field, 3)
 
 
 @pytest.mark.parametrize("name", ["time decides, not raster order", "positions count slots"])
 def test_a_field_tells_a_wrong_loop(name, monkeypatch):
     # of the row below nothing may be seen, although some of it came earlier
     field = Field((0, -1), (-1, 0), (1, -2))
-    assert follows_its_law(field, 1)
+    assert follows_its_distribution(field, 1)
     monkeypatch.setattr(rows_loop, *MUTANTS[name]())
-    assert not follows_its_law(field, 1)
+    assert not follows_its_distribution(field, 1)
 
 
 # Refusals

@@ -1,4 +1,4 @@
-"""``mmdecode demo image``: the same seeds drawn plainly, exactly in parallel, and relaxed."""
+"""``mmdecode demo image``: images of the same seeds in the modes ar, exact and relaxed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NUM_IMAGES = 4
 WAYS = ("ar", "exact", "relaxed")
 PROMPTS = ("a red ring", "a blue star", "a green cup", "a yellow key")
-"""For models of captions."""
+"""Prompts for models that take captions."""
 
 
 def run(
@@ -31,10 +31,10 @@ def run(
     seed: int,
     overwrite: bool,
 ) -> dict[str, Any]:
-    """Draws, shows the numbers and writes the page; the options are those of the command.
+    """Generates images, prints the numbers and writes the page; options are those of the command.
 
     Returns:
-        The numbers.
+        The numbers, for ``--json``.
     """
     from rich.progress import track
 
@@ -99,7 +99,7 @@ def run(
 
 
 def _wanted(generator: ImageGenerator, count: int) -> list[int | str]:
-    """Classes far apart, or prompts."""
+    """Conditions of the demo: classes spread over all classes, or prompts."""
     if not generator.classes:
         return list(PROMPTS[:count])
     return [index * generator.classes // count for index in range(count)]

@@ -1,7 +1,7 @@
-"""One HTML file that shows pictures drawn in several ways from the same seeds: nothing to fetch.
+"""A self-contained HTML page of images that were generated in several modes from the same seeds.
 
-Each picture stands next to a map of its codes that shows in which pass each was decided. Codes of
-one pass have one shade and no seam between them.
+Each image is next to a map of its codes that shows in which pass each was decided. Codes of one
+pass have one shade and no line between them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from mmdecode.evaluation.report.pages import asset, card, data_url, head, keyed
 
 @dataclass(frozen=True, kw_only=True)
 class PageImage:
-    """One picture by one way.
+    """One image of one mode.
 
     Attributes:
-        png: It.
-        codes: Its codes, by row.
+        png: The image as a PNG file.
+        codes: Image codes, by row.
         commits: The pass in which each code was decided, by row.
-        passes: Scoring passes after the prompt.
-        tokens: Tokens of the picture.
-        seconds: Time of decoding, pixels left out.
+        passes: Scoring passes after prefill.
+        tokens: Number of tokens of the image.
+        seconds: Time of decoding tokens, without decoding pixels.
         bits: Mean negative log2-likelihood of a code under the guided distribution.
-        same: Whether its tokens are those of the first way.
+        same: Whether the tokens are those of the first mode.
     """
 
     png: bytes
@@ -39,19 +39,19 @@ class PageImage:
 
     @property
     def rate(self) -> float:
-        """Tokens of a pass; the first one comes with the prompt."""
+        """Tokens per pass, without the first token, which comes with prefill."""
         return (self.tokens - 1) / max(self.passes, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How pictures are drawn.
+    """A decoding mode and its images.
 
     Attributes:
         name: Name of the mode.
-        about: Its draft and rule.
-        distribution: ``exact`` or ``heuristic``.
-        pictures: One for each of the report's.
+        about: Drafter and rule.
+        guarantee: ``exact`` or ``heuristic``.
+        images: The images, in the order of the report's ``names``.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Way:
 
     @property
     def rate(self) -> float:
-        """Tokens of a pass."""
+        """Tokens per pass over all images."""
         return sum(one.tokens - 1 for one in self.images) / max(self.passes, 1)
 
     @property
@@ -76,12 +76,12 @@ class Way:
 
     @property
     def bits(self) -> float:
-        """Mean over codes."""
+        """Mean bits per code."""
         return sum(one.bits for one in self.images) / len(self.images)
 
     @property
     def same(self) -> int:
-        """Pictures that are those of the first way."""
+        """Number of images that are the same as those of the first mode."""
         return sum(one.same for one in self.images)
 
 
@@ -90,10 +90,10 @@ class Ways:
     """Content of a page.
 
     Attributes:
-        model: Its name.
-        names: Subject of each picture.
-        ways: Plain decoding first.
-        conditions: Conditions of the numbers, by name.
+        model: Name of the model.
+        names: Class or prompt of each image.
+        ways: The modes, plain decoding first.
+        conditions: Conditions of the measurement, by name.
     """
 
     model: str
@@ -114,7 +114,7 @@ _GUARANTEES = {
 
 
 def numbers(report: Ways) -> dict[str, dict[str, str]]:
-    """Sentences on each way."""
+    """Formatted numbers of each mode."""
     plain = report.ways[0]
     count = len(report.names)
     return {
@@ -132,7 +132,7 @@ def numbers(report: Ways) -> dict[str, dict[str, str]]:
 
 
 def page(report: Ways) -> str:
-    """The whole page."""
+    """Renders the page."""
     exact = [way for way in report.ways[1:] if way.same == len(report.names)]
     best = max(exact, key=lambda way: way.rate, default=None)
     images = "picture" if len(report.names) == 1 else f"{len(report.names)} pictures"
@@ -174,7 +174,7 @@ Tokens per pass leave out the first token, which comes with the prompt.</p>
 
 
 def _legend(report: Ways, last: int) -> str:
-    """Legend of the maps and tags of these ways."""
+    """Legend of the maps and of the modes' tags."""
     scale = f'prompt <span class="scale"></span> pass {last}'
     found = [
         keyed(scale, "when a code was decided: the darker, the later"),
@@ -226,7 +226,7 @@ def _way(way: Way, one: PageImage, last: int) -> str:
 
 
 def _map(one: PageImage, last: int) -> str:
-    """The grid of codes, darker the later; seams where the pass changes."""
+    """SVG grid of codes, the later the darker, with lines where the pass changes."""
     rows, columns = len(one.commits), len(one.commits[0])
     cells, seams = [], []
     for y, row in enumerate(one.commits):

@@ -1,7 +1,7 @@
-"""One HTML file that shows what drafting did to every clip: nothing to install, nothing to fetch.
+"""A self-contained HTML page that shows the effect of drafting on every clip.
 
-The page holds its styles, scripts, figures and audio. Each committed token is a chip; the chips of
-one decoder pass stand together, and what the draft proposed in vain is struck through after them.
+The page has its styles, scripts, figures and audio inside. Each committed token is a chip; the
+chips of one decoder pass are grouped, followed by the rejected tokens, struck through.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ORIGINS = {
 
 
 UNCERTAIN = 0.5
-"""Words that are less likely are marked."""
+"""Words with a confidence below this are marked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,9 @@ class Item:
     """One recording, decoded plainly and with a draft.
 
     Attributes:
-        name: Its name.
+        name: Name of the recording.
         audio: The file that the page plays.
-        about: Voice and length.
+        about: Voice and duration.
         reference: Reference text.
         hypothesis: Recognised text.
         noisy: Recognised text with added noise, or ``None``.
@@ -57,8 +57,8 @@ class Item:
         plain_passes, passes: Decoder passes without and with the draft.
         tokens_per_pass: Tokens per pass after the prompt.
         plain_s, drafted_s: Seconds of decoding.
-        plain_total_s, drafted_total_s: Seconds with reading, features and encoder.
-        identical: Whether both ways gave the same token ids.
+        plain_total_s, drafted_total_s: Seconds including reading, features and encoder.
+        identical: Whether both gave the same token ids.
         words: Recognised words with times and confidences.
     """
 
@@ -87,14 +87,14 @@ class Report:
     """Content of a page.
 
     Attributes:
-        model, draft: Their names.
+        model, draft: Names of model and drafter.
         items: The recordings.
         ratio: Plain over drafted decoding time of the short clips, and its 95 % interval.
-        tokens_per_pass: Over all items.
-        histogram: Passes that accepted 0, 1, 2, ... drafted tokens.
-        wer: Corpus scores by the name of the set.
-        conditions: Conditions of the numbers, by name.
-        label: The text of a token id.
+        tokens_per_pass: Tokens per pass over all items.
+        histogram: Number of passes that accepted 0, 1, 2, ... drafted tokens.
+        wer: Word error rate by the name of the set.
+        conditions: Conditions of the measurement, by name.
+        label: Returns the text of a token id.
     """
 
     model: str
@@ -109,17 +109,17 @@ class Report:
 
     @property
     def identical(self) -> bool:
-        """Whether every item came out the same."""
+        """Whether drafting changed no token of any item."""
         return all(item.identical for item in self.items)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One decoder pass as the strip shows it.
+    """One decoder pass, as it is shown in a strip.
 
     Attributes:
-        committed: (token, origin of `ORIGINS`) in order.
-        rejected: First guesses of the draft that were not kept.
+        committed: Pairs of token and origin (a key of `ORIGINS`), in order.
+        rejected: First-ranked draft tokens that were rejected.
     """
 
     committed: tuple[tuple[int, str], ...]
@@ -127,12 +127,12 @@ class Pass:
 
 
 class Opening(NamedTuple):
-    """Part of a page before the report.
+    """First part of a page, before the report.
 
     Attributes:
         title: Title of the page, as HTML.
-        header: Its heading, as HTML.
-        body: Rest, as HTML.
+        header: Heading, as HTML.
+        body: The rest, as HTML.
     """
 
     title: str
@@ -141,7 +141,7 @@ class Opening(NamedTuple):
 
 
 def passes(rounds: Sequence[Round]) -> list[Pass]:
-    """Where each token of one window came from."""
+    """Passes of one window, with the origin of each token."""
     found = []
     for index, turn in enumerate(rounds):
         same = 0
@@ -159,25 +159,25 @@ def passes(rounds: Sequence[Round]) -> list[Pass]:
 
 
 def score(score: WER) -> dict[str, Any]:
-    """A score, as JSON holds it."""
+    """A score as JSON values."""
     names = ("value", "low", "high", "words", "substitutions", "deletions", "insertions")
     found = {name: getattr(score, name) for name in (*names, "utterances", "normaliser")}
     return found | ({"low": None, "high": None} if score.utterances == 1 else {})
 
 
 def score_text(score: WER) -> str:
-    """The score; without an interval where there is one recording, since none can be drawn."""
+    """A score as text; with one recording, without an interval."""
     if score.utterances > 1:
         return str(score)
     return f"{100 * score.value:.2f} % ({score.words} words of 1 recording, {score.normaliser})"
 
 
 def page(report: Report, opening: Opening | None = None) -> str:
-    """The whole page.
+    """Renders the page.
 
     Args:
-        report: Report that it shows.
-        opening: Part before the report; ``None``: nothing.
+        report: Content of the page.
+        opening: First part of the page; ``None``: none.
     """
     gain, low, high = report.ratio
     speed = f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times slower"
@@ -237,7 +237,7 @@ and with the draft, in turns, clip by clip.</p>
 
 
 def legend(windows: Iterable[Sequence[Round]]) -> str:
-    """Legend of the chips of strips, as items of a list."""
+    """Legend of the chips in strips, as HTML list items."""
     found = {
         origin for rounds in windows for step in passes(rounds) for _, origin in step.committed
     }
@@ -312,7 +312,7 @@ def _figure(
     y_label: str,
     line: float | None = None,
 ) -> str:
-    """Bars as (label, height, text on top); ``line`` is drawn across at that height."""
+    """SVG bar chart of (label, height, text on top), with a horizontal line at ``line``."""
     top = max([height for _, height, _ in bars] + [line or 0, 1e-9]) * 1.12
     left, right, base, tall = 34, 470, 200, 170
     step = (right - left) / max(len(bars), 1)
@@ -381,9 +381,9 @@ def _item(item: Item, label: Callable[[int], str]) -> str:
 
 
 def spoken(words: Sequence[Word], name: str) -> str:
-    """Words to click on, as HTML: the page plays them; those that are in doubt are marked.
+    """Words as HTML buttons that play them; those of low confidence are marked.
 
-    They are one stop of the tab key, from which arrow keys lead on (``rove.js``).
+    The tab key stops at the group once; arrow keys move within it (``rove.js``).
     """
     buttons = "".join(
         f'<button class="word{" doubt" * (word.confidence < UNCERTAIN)}" '
@@ -397,7 +397,7 @@ def spoken(words: Sequence[Word], name: str) -> str:
 
 
 def strip(rounds: Sequence[Round], label: Callable[[int], str]) -> str:
-    """Passes as boxes of chips, the prompt's first.
+    """Renders passes as boxes of chips, prefill first.
 
     Args:
         rounds: Rounds of one decoding.
@@ -425,7 +425,7 @@ def strip(rounds: Sequence[Round], label: Callable[[int], str]) -> str:
 
 
 def _token(text: str) -> str:
-    """A leading space shows as a faint mark: it says that a word begins here."""
+    """Escapes a token's text; a leading space is shown as a faint mark."""
     start = "<i>·</i>" if text.startswith(" ") else ""
     return start + escape(text.strip() or "space")
 

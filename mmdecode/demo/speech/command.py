@@ -1,7 +1,7 @@
-"""``mmdecode demo speech``: the shipped recordings, plainly and drafted.
+"""``mmdecode demo speech``: transcribes the shipped recordings without and with a drafter.
 
-Recordings of people come first (`mmdecode.demo.speech.recordings`), where a model is there that
-knows more than synthetic speech.
+Recordings of people come first (`mmdecode.demo.speech.recordings`), if a model for real speech is
+installed.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def run(
     seed: int,
     overwrite: bool,
 ) -> dict[str, Any]:
-    """Transcribes, shows what came out and writes the page; the options are those of the command.
+    """Transcribes, prints the numbers and writes the page; options are those of the command.
 
     Returns:
-        The numbers; ``identical`` among them says whether drafting changed no token.
+        The numbers, for ``--json``; ``identical`` says whether drafting changed no token.
     """
     from mmdecode.runs.files import refuse_foreign, write_file, write_files
     from mmdecode.runs.tables import rows_text
@@ -101,11 +101,11 @@ def run(
 
 @dataclass
 class Part:
-    """A model with a draft.
+    """A model with a drafter.
 
     Attributes:
-        model, draft: Their names.
-        ways: Without and with the draft.
+        model, draft: Names of model and drafter.
+        ways: Decoding without and with the drafter.
     """
 
     model: str
@@ -116,7 +116,7 @@ class Part:
 def _parts(
     model: str | None, draft: str | None, device: str | None, dtype: str
 ) -> tuple[Part | None, Part, str]:
-    """Models for people and for synthetic speech, and why there is none for people."""
+    """Models for real and for synthetic speech, and a note if there is none for real speech."""
     from mmdecode.demo.speech import recordings as demo_recordings
     from mmdecode.errors import MMDecodeError
 
@@ -132,7 +132,7 @@ def _parts(
             return loaded(REAL, demo_recordings.DRAFT), synthetic, ""
         except MMDecodeError as error:
             return None, synthetic, f"Recordings of people are left out: {error}"
-    if model.startswith("zoo:"):  # it knows synthetic speech alone
+    if model.startswith("zoo:"):  # trained on synthetic speech alone
         return None, loaded(model, draft or HEADS), ""
     named = loaded(model, draft or demo_recordings.DRAFT)
     times_words = named.ways[0].transcriber.recognizer.capabilities.word_times
@@ -142,7 +142,7 @@ def _parts(
 def _recordings(
     people: Part, limit: int | None, seed: int
 ) -> tuple[dict[str, Any], Opening, list[dict[str, Any]], dict[str, str]]:
-    """Numbers, first screen, rows of texts and subtitles of recordings of people."""
+    """Numbers, first part of the page, transcripts and subtitles of recordings of people."""
     from mmdecode.asr.output.formats import FORMATS
     from mmdecode.asr.output.subtitles import DEFAULT
     from mmdecode.demo.speech import recordings as demo_recordings
@@ -165,12 +165,12 @@ def _recordings(
 
 @dataclass
 class Way:
-    """One way to decode, watched.
+    """A transcriber whose decoder is timed.
 
     Attributes:
-        transcriber: Runs it.
+        transcriber: The transcriber.
         seconds: Time in the decoder since `start`.
-        ids: Results of the decoder since `start`, call by call.
+        ids: Token ids from the decoder since `start`, by call.
     """
 
     transcriber: Transcriber
@@ -179,13 +179,13 @@ class Way:
 
     @property
     def decoder(self) -> Decoder:
-        """Its decoder."""
+        """The transcriber's decoder."""
         return self.transcriber.decoder
 
     def __call__(
         self, audio: Any, trace: list[list[Round]] | None = None
     ) -> tuple[Transcript, float, float]:
-        """The transcript, seconds in the decoder and seconds of everything; rounds to ``trace``."""
+        """Transcribes: transcript, seconds in the decoder, seconds in all; fills ``trace``."""
         self.seconds, self.ids = 0.0, []
         self.decoder.stats.reset()
         began = time.perf_counter()
@@ -194,7 +194,7 @@ class Way:
 
 
 def _load(model: str, draft: str, device: str | None, dtype: str) -> tuple[Way, Way]:
-    """The plain and the drafted way over one model."""
+    """Loads a model; decoding without and with a drafter."""
     from mmdecode import registry
     from mmdecode.asr.transcriber import Transcriber, load
     from mmdecode.decoder import Decoder
@@ -209,11 +209,11 @@ def _load(model: str, draft: str, device: str | None, dtype: str) -> tuple[Way, 
         drafter = Medusa.from_pretrained(draft)
 
     class Watched(Decoder):
-        """Notes the time and the ids of each call."""
+        """Records the time and the token ids of each call."""
 
         way: Way
 
-        # generate asks which arguments it takes
+        # generate inspects the signature
         @functools.wraps(Decoder.__call__)
         def __call__(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
             began = now(network.device)
@@ -235,7 +235,7 @@ def _run(
     recordings: Sequence[Clip],
     repeats: int,
 ) -> tuple[list[Item], list[str], list[dict[str, Any]], dict[str, str]]:
-    """Items of all recordings, the texts of the noisy clips, rows of all texts, and subtitles."""
+    """Items of all recordings, texts of the noisy clips, transcripts as rows, and subtitles."""
     from rich.progress import track
 
     from mmdecode.asr.output.formats import FORMATS
@@ -265,7 +265,7 @@ def _run(
 def _compare(
     ways: tuple[Way, Way], clip: Clip, repeats: int, noisy: str | None
 ) -> tuple[Item, Transcript]:
-    """One recording both ways, in turns; what went before warmed both up."""
+    """Transcribes a recording without and with the drafter, in turns; both are already warm."""
     import numpy as np
 
     from mmdecode.demo.speech.clips_page import Item
@@ -306,7 +306,7 @@ def _compare(
 
 
 def _with_words(way: Way) -> Transcriber:
-    """The same way with times of words, not watched."""
+    """The same transcriber with word times, untimed."""
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.asr.transcriber import Transcriber
     from mmdecode.decoder import Decoder
@@ -372,7 +372,7 @@ def _report(
 
 
 def _labels(transcriber: Transcriber) -> Callable[[int], str]:
-    """Name of a token id: text, a time in seconds, or the name of a special token."""
+    """Returns a function from token ids to labels: text, a time in seconds, or a special token."""
     tokenizer = transcriber.processor.tokenizer
     config = transcriber.model.config
     config_ids = transcriber.model.generation_config

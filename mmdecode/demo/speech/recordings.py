@@ -24,11 +24,11 @@ NO_GAIN = (
     "Heads trained for it do not ship yet: what heads gain is shown below, by a Whisper of "
     "synthetic speech."
 )
-"""Said of the published recogniser."""
+"""Note on drafters of the published recogniser."""
 
 
 def missing() -> str | None:
-    """How to get the published recogniser, in one line; ``None``: it is there."""
+    """How to install the published recogniser, in one line; ``None``: it is installed."""
     from mmdecode.checkpoints import scheme_card
 
     if default_recogniser() == REAL:
@@ -42,17 +42,17 @@ def missing() -> str | None:
 def transcribe(
     model: str, draft: str, ways: tuple[Way, Way], clips: Sequence[RealClip], seed: int = 0
 ) -> tuple[Recordings, list[Transcript]]:
-    """Transcribes each clip by plain ``generate``, by our loop, and by our loop with a draft.
+    """Transcribes clips by plain ``generate``, by our loop, and by our loop with a drafter.
 
     Args:
-        model: Its name.
-        draft: Its name.
-        ways: Without and with the draft, over the model.
+        model: Name of the model.
+        draft: Name of the drafter.
+        ways: The model without and with the drafter.
         clips: Clips to transcribe, at least one.
-        seed: Seed of the interval.
+        seed: Seed of the bootstrap interval.
 
     Returns:
-        Content of a page, and the drafted transcripts.
+        Content of the page, and the transcripts with the drafter.
     """
     from rich.progress import track
 
@@ -88,7 +88,7 @@ def transcribe(
 
 
 def _compare(plain: Way, drafted: Way, clip: RealClip) -> tuple[Recording, Transcript]:
-    """One clip each way, once."""
+    """Transcribes one clip once without and once with the drafter."""
     from mmdecode.demo.speech.recordings_page import Recording
     from mmdecode.engine.trace import Round
 
@@ -121,9 +121,9 @@ def _compare(plain: Way, drafted: Way, clip: RealClip) -> tuple[Recording, Trans
 
 
 def _generate(way: Way, clip: RealClip) -> tuple[list[list[list[int]]] | None, float | None]:
-    """Ids of plain ``generate`` with its seconds from the file on, call by call as `Way` has them.
+    """Token ids of plain ``generate`` by call, as in `Way`, and its seconds from the file on.
 
-    Models with timestamps have windows and rules of their own, and are not asked.
+    ``None`` for models with timestamps, which have windows and rules of their own.
     """
     recogniser = way.transcriber.recognizer
     if recogniser.capabilities.timestamps or clip.duration_s > way.transcriber.window_s:
@@ -138,7 +138,7 @@ def _generate(way: Way, clip: RealClip) -> tuple[list[list[list[int]]] | None, f
 
 
 def summary(found: Recordings) -> dict[str, Any]:
-    """The numbers, as JSON holds them."""
+    """The numbers as JSON values."""
     from mmdecode.demo.speech.clips_page import score
 
     times = {name: round(seconds, 4) for name, seconds in found.times().items()}
@@ -168,7 +168,7 @@ def row(item: Recording, transcript: Transcript) -> dict[str, Any]:
 
 
 def show(found: Recordings) -> None:
-    """Prints what was heard and how it differs from what was said, then the numbers."""
+    """Prints the hypotheses with their word errors, then the numbers."""
     from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
@@ -203,7 +203,7 @@ def show(found: Recordings) -> None:
 
 
 def _marked(item: Recording) -> Any:
-    """Hypothesis, with the reference where they differ."""
+    """Hypothesis as terminal text, with the reference where they differ."""
     from rich.text import Text
 
     shown = {

@@ -1,7 +1,7 @@
-"""The first screen of the speech demo: what a recogniser made of recordings of people.
+"""The first part of the speech demo's page: a recogniser on recordings of people.
 
-It stands before the page of `mmdecode.demo.speech.clips_page` and has its parts: players, marked
-words, and strips that show who proposed which token.
+It precedes the page of `mmdecode.demo.speech.clips_page` and has the same elements: players, marked
+words, and strips that show the origin of each token.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Recording:
     """One recording of a person, transcribed without and with a draft.
 
     Attributes:
-        name: Its name.
+        name: Name of the recording.
         audio: The file that the page plays.
         speaker: Speaker, or source.
         origin: Recorded work, and its licence.
-        seconds: Its length.
+        seconds: Duration in seconds.
         reference: Reference text.
         hypothesis: Recognised text.
         windows: Rounds of the drafted decoding, window by window.
@@ -39,7 +39,7 @@ class Recording:
         generate_total_s: Seconds of plain ``generate`` from the file on; ``None``: it was not run.
         plain_s, drafted_s: Seconds of decoding by our loop.
         plain_total_s, drafted_total_s: Seconds from the file on.
-        identical: Whether all ways gave the same token ids.
+        identical: Whether all decoders gave the same token ids.
     """
 
     name: str
@@ -68,16 +68,16 @@ class Recording:
 
     @property
     def errors(self) -> int:
-        """How many words are wrong."""
+        """Number of word errors."""
         return sum(step.kind != "equal" for step in self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recordings:
-    """Content of the first screen.
+    """Content of the first part of the page.
 
     Attributes:
-        model, draft: Their names.
+        model, draft: Names of model and drafter.
         items: The recordings, at least one.
         wer: Word error rate of all recordings.
         note: Note on drafters of this model; may be empty.
@@ -104,7 +104,7 @@ class Recordings:
 
     @property
     def identical(self) -> bool:
-        """Whether every recording came out the same."""
+        """Whether drafting changed no token of any recording."""
         return all(item.identical for item in self.items)
 
     @property
@@ -119,7 +119,7 @@ class Recordings:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Over all recordings."""
+        """Tokens per pass over all recordings."""
         scored = sum(item.passes * item.tokens_per_pass for item in self.items)
         return scored / max(self.total("passes"), 1)
 
@@ -143,7 +143,7 @@ class Recordings:
 
     @property
     def speed(self) -> str:
-        """How long it took."""
+        """Sentence on the decoding times."""
         times = self.times()
         plain, drafted = times["plain_total_s"], times["drafted_total_s"]
         generate = ""
@@ -156,7 +156,7 @@ class Recordings:
 
 
 def opening(found: Recordings) -> Opening:
-    """Opening of the demo's page."""
+    """First part of the demo's page."""
     first, count = found.items[0], len(found.items)
     others = f", one of {count} recordings of people" * (count > 1)
     differing = sum(not item.identical for item in found.items)

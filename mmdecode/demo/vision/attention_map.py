@@ -1,7 +1,7 @@
-"""Where a model looks before it answers: attention to image tokens, with a guide and without.
+"""Attention to image tokens before the first token of an answer, with a guide and without.
 
-Read is the attention that the last row of the prompt pays, the row that decides the first token:
-the mean over heads and over the layers that the guide edits.
+The attention is that of the last prompt position, which decides the first token, averaged over
+heads and over the layers that the guide edits.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class AttentionMap:
     """Attention to the image tokens of one question.
 
     Attributes:
-        plain: Share of all attention by image token, as the model has it, ``(n,)``.
-        edited: The same under the guide's edits.
-        layers: Layers of the mean.
+        plain: Share of attention on each image token without edits, ``(n,)``.
+        edited: The same with the guide's edits, ``(n,)``.
+        layers: Layers that are averaged.
         branch: The branch that is edited.
     """
 
@@ -40,7 +40,7 @@ class AttentionMap:
 
     @property
     def side(self) -> int | None:
-        """Rows and columns of the image tokens; ``None``: they are no square."""
+        """Side of the square of image tokens; ``None``: they are not a square."""
         side = math.isqrt(len(self.plain))
         return side if side * side == len(self.plain) else None
 
@@ -48,7 +48,7 @@ class AttentionMap:
 def attention_map(
     answerer: Answerer, image: Any, question: str, guide: Guide
 ) -> AttentionMap | None:
-    """Attention to the image before the first token.
+    """Attention to the image before the first token, with and without a guide's edits.
 
     Args:
         answerer: Answerer whose model and processor are used.
@@ -57,7 +57,7 @@ def attention_map(
         guide: Guide whose edits are shown.
 
     Returns:
-        ``None`` where the guide edits no attention of the language model.
+        The attention; ``None`` if the guide edits no attention of the language model.
 
     Raises:
         InputError: The question cannot be asked.
@@ -78,7 +78,7 @@ def _attention_edits(guide: Guide) -> list[AttentionEdit]:
 
 
 class _Reading(Edited):
-    """Reads attention in the layers that a guide edits, with its edits or without."""
+    """Records attention in the layers that a guide edits, with its edits or without."""
 
     neutral = False
     images = True
@@ -86,14 +86,14 @@ class _Reading(Edited):
     def __init__(self, guide: Guide, edited: bool) -> None:
         self._covers = _attention_edits(guide)
         self._branch = self._covers[0].branch if edited else "main"
-        # its branches may decide how strong the edits are
+        # the guide's branches may set the strength of the edits
         self.branches = guide.branches if edited else ()
         self.edits = getattr(guide, "edits", ()) if edited else ()
         self.layers: tuple[int, ...] = ()
         self.shares = Tensor()
 
     def needs(self, adapter: Any) -> Requirements:
-        """The edited layers."""
+        """Requirements of the edited layers."""
         depth = adapter.num_layers
         self.layers = tuple(
             layer
@@ -103,7 +103,7 @@ class _Reading(Edited):
         return Requirements(attention=frozenset(self.layers))
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """Notes the attention of the one row."""
+        """Keeps the attention of the single row."""
         super().begin(call, prefill)
         scores = prefill[self._branch]
         assert scores.images is not None, "comes with attention"

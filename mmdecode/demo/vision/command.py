@@ -1,4 +1,4 @@
-"""``mmdecode demo vlm``: questions about scenes, answered plainly and under guides."""
+"""``mmdecode demo vlm``: questions about scenes, answered without and with guides."""
 
 from __future__ import annotations
 
@@ -37,21 +37,20 @@ SETS = {
     "that goes by what is usual says that it is there. Guides were made for such images, and what "
     "they change is easier to see on them.",
 }
-"""Titles of the sets of images, and how they were chosen."""
+"""Sets of images: titles, and how the images were chosen."""
 IMAGES = {FAIR: 3, TEMPTING: 2}
 FIRST = {FAIR: 2**41 + 380_000, TEMPTING: 2**41 + 300_000}
-"""Seeds from which scenes are drawn: on the test side, and in none of its sets. From the first of
-them the shipped model has 8 of 9 short questions right, and 86 % of those of 48 scenes from there
-and from other seeds like it."""
+"""First seed of each set: held-out scenes that are in no test set. On the first set the shipped
+model answers 8 of 9 short questions right; on 48 scenes from these and similar seeds, 86 %."""
 CAPTION_TOKENS = 48
 ABSENT = 1
-"""Place of the question whose attention is shown: about what is not there."""
+"""Index of the question whose attention is shown: the one about an absent object."""
 _BATCH = 8
 
 
 @dataclass(frozen=True)
 class Task:
-    """A question about a scene, with its true answer and the words that could be one."""
+    """A question about a scene, with its true answer and the possible answers."""
 
     text: str
     truth: str
@@ -68,10 +67,10 @@ def run(
     seed: int,
     overwrite: bool,
 ) -> dict[str, Any]:
-    """Asks, shows what was answered and writes the page; the options are those of the command.
+    """Asks questions, prints the answers and writes the page; options are those of the command.
 
     Returns:
-        The numbers.
+        The numbers, for ``--json``.
     """
     from rich.progress import track
 
@@ -130,10 +129,10 @@ def run(
 
 
 def chosen(limit: int | None) -> dict[str, list[Scene]]:
-    """The scenes of each set, those as they come first; sets without any are left out.
+    """The scenes of each set; empty sets are left out.
 
     Args:
-        limit: Images in all; ``None``: `IMAGES`.
+        limit: Total number of images, the first set's first; ``None``: `IMAGES`.
     """
     from mmdecode.zoo.scene_sets import scenes_from
 
@@ -148,19 +147,19 @@ def chosen(limit: int | None) -> dict[str, list[Scene]]:
 
 
 def drafter_of(model: str) -> str:
-    """Drafter of captions: that of a zoo model, else one that needs no training."""
+    """Name of the drafter for captions: a zoo model's own, else one that needs no training."""
     from mmdecode.checkpoints import paired
 
     return f"eagle:path={name}" if (name := paired(model, "eagle")) else "lookup"
 
 
 def is_tempting(scene: Scene) -> bool:
-    """Whether three nouns are there or more, one of them without what it mostly comes with."""
+    """Whether a scene has three or more nouns, one of them without its usual companion."""
     return len(scene.names) >= 3 and _companion(scene) is not None
 
 
 def _companion(scene: Scene) -> str | None:
-    """A noun that is not there, and mostly is where one of these is."""
+    """An absent noun that usually co-occurs with one of the scene's."""
     from mmdecode.zoo.scenes import COMPANIONS
 
     absent = (COMPANIONS[name] for name in scene.names)
@@ -168,11 +167,11 @@ def _companion(scene: Scene) -> str | None:
 
 
 def tasks(scene: Scene, *, tempting: bool) -> Iterator[Task]:
-    """Is something there that is, that nothing speaks for; how many; and a caption.
+    """Questions about a scene: a present object, an absent one, a count, and a caption.
 
     Args:
-        scene: Scene of the questions.
-        tempting: Whether to ask for what mostly is there too and is not here, as the second.
+        scene: The scene.
+        tempting: Whether the absent object is one that usually co-occurs with the scene's.
     """
     from mmdecode.zoo.scene_text import COUNTS, DESCRIBE, existence_question, plural
     from mmdecode.zoo.scenes import COMPANIONS, NOUNS
@@ -204,7 +203,7 @@ def _ask(
     *,
     warm: bool,
 ) -> list[Asked]:
-    """All questions about one image, each method one question at a time; captions drafted too."""
+    """Asks all questions about an image with each method, one at a time; drafts captions too."""
     from mmdecode.decoder import Decoder
     from mmdecode.demo.vision.attention_map import attention_map
     from mmdecode.demo.vision.page import Asked, Given
@@ -255,7 +254,7 @@ def _ask(
 
 
 def _drafted(plain: Answerer, decoder: Decoder, png: bytes, answer: Answer) -> Drafted:
-    """An answer once more, with a draft."""
+    """Decodes an answer again with a drafter."""
     from mmdecode.demo.vision.page import Drafted
     from mmdecode.vlm.answerer import Answerer
 
@@ -278,14 +277,14 @@ def _drafted(plain: Answerer, decoder: Decoder, png: bytes, answer: Answer) -> D
 
 
 def _margins(answer: Answer, guided: bool) -> dict[str, float]:
-    """Log-probabilities by branch, the guided ones last; without a guide the model's own."""
+    """Yes-no margins by branch, the guided one last; without a guide the model's own."""
     known = answer.margins or {}
     names = [name for name in known if name != "guided"] + ["guided"] * guided
     return {name: known[name] for name in names if name in known}
 
 
 def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> list[Token]:
-    """The tokens of an answer next to what the plain model would have said in their place."""
+    """The tokens of an answer, with the plain model's choices where they differ."""
     from mmdecode.demo.vision.page import Token
 
     tokenizer = plain.processor.tokenizer
@@ -319,7 +318,7 @@ def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> l
 
 
 def _plain_choices(plain: Answerer, png: bytes, answers: Sequence[Answer]) -> list[list[int]]:
-    """Choice of transformers alone at each position of given answers."""
+    """Greedy choice of plain ``generate`` at each position of given answers."""
     from mmdecode.vlm.images import image_source
 
     image = image_source(png, "image").read()
@@ -340,7 +339,7 @@ def _plain_choices(plain: Answerer, png: bytes, answers: Sequence[Answer]) -> li
 
 
 class _Following:
-    """A logits processor that makes rows say what is given, and notes what they would have said."""
+    """A logits processor that forces given tokens and records the model's own choices."""
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
         self.rows = rows
@@ -361,7 +360,7 @@ class _Following:
 
 
 def _judged(task: Task, text: str, scene: Scene, words: Vocabulary) -> tuple[bool, str, int | None]:
-    """Whether an answer is right; of a caption, what it names and how much it makes up."""
+    """Whether an answer is right; for captions also a note and the number of hallucinated nouns."""
     if task.choices:
         answers = [word for word in re.findall(r"\w+", text.lower()) if word in task.choices]
         return answers[:1] == [task.truth.lower()], "", None
@@ -375,7 +374,7 @@ def _judged(task: Task, text: str, scene: Scene, words: Vocabulary) -> tuple[boo
 
 
 def _scores(images: Sequence[Pictured], methods: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Sentences on each method."""
+    """Formatted scores of each method."""
     found = {}
     asked = [one for pictured in images for one in pictured.asked]
     times = [sum(one.answers[index].seconds for one in asked) for index in range(len(methods))]
@@ -396,7 +395,7 @@ def _scores(images: Sequence[Pictured], methods: Sequence[str]) -> dict[str, dic
 
 
 def _passes(given: Sequence[Given]) -> str:
-    """Costs of drafted answers, next to those without the draft."""
+    """Passes of drafted answers and of the same answers without a drafter, as text."""
     drafted = [one.drafted for one in given if one.drafted is not None]
     return f"{sum(one.passes for one in drafted)} for {sum(one.undrafted for one in drafted)}"
 
@@ -513,7 +512,7 @@ def _show(report: Answers, summary: Mapping[str, Any]) -> None:
 
 
 def _cell(given: Given, other: bool) -> Text:
-    """An answer; of a caption what is wrong with it, the words are on the page."""
+    """Table cell of an answer; for a caption its note alone, since the page has the text."""
     from rich.text import Text
 
     style = "green" if given.right else "red"

@@ -1,8 +1,7 @@
-"""One HTML file that shows what guides did to answers about images: nothing to fetch.
+"""A self-contained HTML page that shows the effects of guides on answers about images.
 
-Next to each image stand its questions with the answers of every method, the yes-no margins of the
-branches as bars, the tokens that a guide changed, where attention guides look, and which tokens of
-a caption were drafted.
+Each image has its questions with the answers of every method, the yes-no margins of the branches as
+bars, the tokens that a guide changed, attention maps, and which tokens of a caption were drafted.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 """Name of the model without a guide."""
 IN_CARDS = ("made up in captions", "answers changed", "times plain")
-"""Scores that the cards of a page show; its table shows all."""
+"""Scores that are shown in the page's cards; its table has all."""
 END = "(end)"
-"""How a token shows that writes nothing."""
+"""Label of a token without text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +33,9 @@ class Token:
     """One token of an answer.
 
     Attributes:
-        text: Its text, with the space before it.
-        instead: Choice of the plain model after the same words; ``None``: the same.
-        survivors: Tokens that the guided distribution left; ``None``: no guide was at work.
+        text: Text of the token, with the space before it.
+        instead: Choice of the plain model after the same prefix; ``None``: the same.
+        survivors: Number of tokens left by the guide's plausibility cut; ``None``: no guide.
         distances: Largest difference of a log-probability from the main branch, by branch.
         total: S, the sum of the branch weights; ``None``: the guide has none.
     """
@@ -50,14 +49,14 @@ class Token:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafted:
-    """An answer that was written again, with a draft.
+    """An answer that was decoded again with a drafter.
 
     Attributes:
-        rounds: Drafted and kept tokens of each pass, the prompt's first.
-        passes: Passes of the model after the prompt.
-        undrafted: The same without the draft.
-        same: Whether all tokens are.
-        label: The text of a token id.
+        rounds: Drafted and accepted tokens of each pass, prefill first.
+        passes: Passes after prefill.
+        undrafted: Passes without the drafter.
+        same: Whether all tokens are the same.
+        label: Returns the text of a token id.
     """
 
     rounds: Sequence[Round]
@@ -72,15 +71,15 @@ class Given:
     """Answer of one method to one question.
 
     Attributes:
-        method: Its name; `PLAIN`: no guide.
+        method: Name of the method; `PLAIN`: no guide.
         tokens: The answer.
-        right: Whether it is true; of a caption, whether nothing is made up.
-        note: Verdict on it.
-        made_up: Hallucinated objects of a caption; ``None``: no caption.
+        right: Whether it is right; for a caption, whether no object is hallucinated.
+        note: Verdict in words.
+        hallucinated: Number of hallucinated objects of a caption; ``None``: no caption.
         margins: Yes-no margins by branch, ``guided`` with the guide; empty for other questions.
         seconds: Time of decoding.
-        attention: Where it looks; ``None``: it leaves attention alone.
-        drafted: The same once more; ``None``: it was not drafted.
+        attention: Attention map; ``None``: the guide does not edit attention.
+        drafted: The same answer with a drafter; ``None``: it was not drafted.
     """
 
     method: str
@@ -100,7 +99,7 @@ class Given:
 
     @property
     def changed(self) -> int:
-        """How many tokens the plain model would not have said."""
+        """Number of tokens that the plain model would not have chosen."""
         return sum(token.instead is not None for token in self.tokens)
 
 
@@ -121,7 +120,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Pictured:
-    """One image and what was asked about it.
+    """One image and the questions about it.
 
     Attributes:
         name: Name of the image.
@@ -138,12 +137,12 @@ class Pictured:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSet:
-    """Images that were chosen alike.
+    """Images that were chosen in the same way.
 
     Attributes:
         title: Title of the section.
         about: How they were chosen and why, in a sentence or two.
-        pictures: The images.
+        images: The images.
     """
 
     title: str
@@ -156,12 +155,12 @@ class Answers:
     """Content of a page.
 
     Attributes:
-        model: Its name.
+        model: Name of the model.
         methods: Names of the guides, `PLAIN` first.
-        sets: The images; a method's number in its card is of the first of them.
+        sets: Sets of images; the number in a method's card is of the first set.
         scores: Scores of each method, by task.
-        conditions: Conditions of the numbers, by name.
-        draft: Name of what drafted, where something did.
+        conditions: Conditions of the measurement, by name.
+        draft: Name of the drafter; empty: none.
     """
 
     model: str
@@ -178,7 +177,7 @@ class Answers:
 
 
 def page(report: Answers) -> str:
-    """The whole page."""
+    """Renders the page."""
     count = sum(len(one.asked) for one in report.images)
     widest = max(
         [abs(m) for a in _all(report) for m in a.margins.values() if math.isfinite(m)] + [1e-9]
@@ -238,7 +237,7 @@ _LOOKS = keyed(
 
 
 def drafting(report: Answers) -> dict[str, Any]:
-    """Over all drafted answers: ``passes``, those ``undrafted``, and whether all are ``same``."""
+    """Totals over all drafted answers: ``passes``, ``undrafted`` and whether all are ``same``."""
     every = [given.drafted for given in _all(report) if given.drafted is not None]
     return {
         "passes": sum(one.passes for one in every),
@@ -248,7 +247,7 @@ def drafting(report: Answers) -> dict[str, Any]:
 
 
 def _drafting(report: Answers) -> str:
-    """Savings of drafting and the legend of its colours; nothing where nothing was drafted."""
+    """Savings of drafting and the legend of its colours; empty if nothing was drafted."""
     windows = [given.drafted.rounds for given in _all(report) if given.drafted is not None]
     if not windows:
         return ""
@@ -262,7 +261,7 @@ def _drafting(report: Answers) -> str:
 
 
 def headline(report: Answers) -> str:
-    """Savings of drafts and effects of guides, as HTML."""
+    """Headline on the savings of drafting and the effects of guides, as HTML."""
     found, (changed, asked) = drafting(report), _changed(report)
     guides = f"guides change <b>{changed} of {asked}</b> answers" if asked else "no guide"
     if not found["passes"]:
@@ -277,7 +276,7 @@ def headline(report: Answers) -> str:
 
 
 def outcome(report: Answers) -> str:
-    """How many short questions each set of images has answered right, in a sentence."""
+    """Sentences on how many short questions of each set are answered right."""
     parts = []
     for part in report.sets:
         first, *others = (right_of(part, method) for method in report.methods)
@@ -295,12 +294,12 @@ def short_of(part: ImageSet, method: str) -> list[Given]:
 
 
 def right_of(part: ImageSet, method: str) -> int:
-    """Short questions of a set that a method answers right."""
+    """Number of short questions of a set that a method answers right."""
     return sum(one.right for one in short_of(part, method))
 
 
 def _changed(report: Answers) -> tuple[int, int]:
-    """Answers of guides that are not the plain one, and all answers of guides."""
+    """Number of guided answers that differ from the plain one, and of all guided answers."""
     asked = [one for pictured in report.images for one in pictured.asked]
     others = [other.text != one.answers[0].text for one in asked for other in one.answers[1:]]
     return sum(others), len(others)
@@ -378,7 +377,7 @@ def _row(given: Given, widest: float) -> str:
 
 
 def _drafted(method: str, found: Drafted, shown: bool) -> str:
-    """Strip of drafted tokens, folded up unless ``shown``."""
+    """Strip of drafted tokens, collapsed unless ``shown``."""
     same = "" if found.same else ' <b class="bad">tokens differ</b>'
     return (
         f"<details{' open' * shown}><summary>{escape(method)}, drafted: {found.passes} passes in "
@@ -387,7 +386,7 @@ def _drafted(method: str, found: Drafted, shown: bool) -> str:
 
 
 def _breakable(name: str) -> str:
-    """A name with places where a line may end."""
+    """Escapes a name and allows line breaks within it."""
     return re.sub(r"([:,_])", r"\1<wbr>", escape(name))
 
 
@@ -418,7 +417,7 @@ def effect_of(token: Token) -> str:
 
 
 def _margins(margins: Mapping[str, float], widest: float) -> str:
-    """A bar by branch, from the middle to the right for yes and to the left for no."""
+    """SVG bars of the margins by branch, to the right for yes and to the left for no."""
     parts, high = [], 17
     for number, (name, margin) in enumerate(margins.items()):
         length = 60 * min(abs(margin) / widest, 1.0)
@@ -446,7 +445,7 @@ def _signed(margin: float) -> str:
 
 
 def _attention(method: str, found: AttentionMap, one: Pictured) -> str:
-    """The image twice, with where the model looks, plain and edited."""
+    """The image with the attention map, without and with the guide's edits."""
     top = max(float(found.plain.max()), float(found.edited.max()), 1e-9)
     layers = f"layers {found.layers[0] + 1} to {found.layers[-1] + 1}"
     branch = "" if found.branch == "main" else f", branch {found.branch}"

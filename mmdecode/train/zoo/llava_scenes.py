@@ -7,9 +7,8 @@ stored, and a step's batch depends on the seed and the step's number alone.
 
 First the vision tower is trained to classify the noun and colour of each patch and, from the class
 token, the nouns in the image. Then all parts are trained to answer, with the tower's own task at a
-small weight. Several exchanges about one scene share its image tokens: they are packed after the
-beginning of the prompt, attend to it and to themselves only, and have the positions they would have
-alone.
+small weight. Several exchanges about one scene are packed after its image tokens: each attends to
+the beginning of the prompt and to itself, at the positions it would have alone.
 """
 
 from __future__ import annotations
@@ -231,9 +230,8 @@ class TowerBatch:
 def rendered_batch(scenes: Sequence[Scene]) -> TowerBatch:
     """Renders scenes; a patch has the label of what covers most of it, if at least an eighth."""
     rendered = torch.from_numpy(np.stack([render(scene) for scene in scenes])).permute(0, 3, 1, 2)
-    pixels = (rendered / 255 - torch.tensor(MEAN)[:, None, None]) / torch.tensor(SPREAD)[
-        :, None, None
-    ]
+    mean, spread = (torch.tensor(values)[:, None, None] for values in (MEAN, SPREAD))
+    pixels = (rendered / 255 - mean) / spread
     nouns = np.zeros((len(scenes), PATCHES), dtype=np.int64)
     colours = np.zeros_like(nouns)
     present = torch.zeros(len(scenes), len(NOUNS))
@@ -339,8 +337,8 @@ class Packer:
     def visible(self, part: Tensor) -> Tensor:
         """Additive attention mask ``(B, 1, L, L)`` from ``part (B, L)``.
 
-        A token attends to its own exchange up to itself and to the beginning of the prompt; without
-        the image, only to the part of the beginning that precedes it.
+        A token attends to its exchange up to itself and to the beginning; if ``blind``, not to the
+        image.
         """
         length = part.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool).tril()
@@ -375,9 +373,8 @@ def states_of(
     seen = model.model.get_image_features(pixel_values=pixels)
     inputs = model.get_input_embeddings()(rows["ids"])
     is_image = rows["ids"] == model.config.image_token_id
-    inputs = inputs.masked_scatter(
-        is_image[..., None], torch.cat(seen.pooler_output).to(inputs.dtype)
-    )
+    features = torch.cat(seen.pooler_output).to(inputs.dtype)
+    inputs = inputs.masked_scatter(is_image[..., None], features)
     hidden = model.model.language_model(
         inputs_embeds=inputs,
         attention_mask=packer.visible(rows["part"]),
@@ -445,11 +442,7 @@ def optimizer_of(learner: Learner, options: LlavaScenesOptions) -> torch.optim.A
 def train(
     options: LlavaScenesOptions, work: Path, out: Path, *, save_every_s: float = 240.0
 ) -> None:
-    """Trains the model into ``out``; ``work`` holds the training state and log.
-
-    Run again with the same ``work`` it resumes; the result is the same as without the
-    interruption.
-    """
+    """Trains the model into ``out``; resumes from ``work`` with the result of one run."""
     processor = build_processor(options)
     learner = Learner(options, processor).train()
     packer = Packer(processor)
@@ -568,9 +561,8 @@ def pope_accuracy(
             answered_yes.append(margin > 0)
             right[split].append(answered_yes[-1] == (row["label"] == "yes"))
     shares = {split: sum(hits) / len(hits) for split, hits in right.items()}
-    return {
-        k: round(v, 4) for k, v in (shares | {"yes": sum(answered_yes) / len(answered_yes)}).items()
-    }
+    shares |= {"yes": sum(answered_yes) / len(answered_yes)}
+    return {name: round(share, 4) for name, share in shares.items()}
 
 
 def export(
