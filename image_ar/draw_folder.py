@@ -28,7 +28,9 @@ def parse_args():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--device")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that it did not write")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace files that it did not write"
+    )
     return parser.parse_args()
 
 

@@ -39,7 +39,9 @@ def parse_args():
     parser.add_argument("--out", type=Path, help="folder for the report")
     parser.add_argument("--device")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that it did not write")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace files that it did not write"
+    )
     args = parser.parse_args()
     if args.zoo == bool(args.questions and args.images):
         parser.error("give the folders of questions and of images, or --zoo")

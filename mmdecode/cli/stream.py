@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator

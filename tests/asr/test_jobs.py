@@ -22,7 +22,7 @@ from mmdecode.runs.crashes import InFlight, suspects_in
 from mmdecode.runs.distributed import Team, share_out
 from mmdecode.runs.files import LISTING, claimed, note_settings
 from tests.support.commands import json_of
-from tests.support.faults import ERRORS, failure_of
+from tests.support.faults import ERRORS
 from tests.support.files import contents, json_lines
 
 HERE = Path(__file__).parent
