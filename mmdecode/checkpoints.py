@@ -106,8 +106,7 @@ def cache_folder() -> Path:
 class CheckpointScheme:
     """Base of classes that find the checkpoints named ``SCHEME:NAME``.
 
-    Its module is imported whenever such a name is given or listed, so it must not import large
-    libraries.
+    Its module is imported when such a name is given or listed, and must not load large libraries.
 
     Attributes:
         names: Names of the checkpoints it knows, without the scheme.
