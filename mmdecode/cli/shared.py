@@ -52,7 +52,7 @@ class Group(TyperGroup):
     """A group that shows its help without arguments, with exit code 0."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As in click; an empty command line shows the help."""
+        """Parses as click does; an empty command line shows the help."""
         return super().parse_args(ctx, args if args or ctx.resilient_parsing else ["--help"])
 
 

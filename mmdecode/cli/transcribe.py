@@ -165,8 +165,7 @@ def command(
         int, typer.Option(min=1, help="Beam search, without a draft; 1 is greedy.")
     ] = 1,
     condition_on_prev_tokens: Annotated[
-        bool,
-        typer.Option("--condition-on-prev-tokens", help="Prompt each window with the text before."),
+        bool, typer.Option("--condition-on-prev-tokens", help="Prompt with the text before.")
     ] = False,
     prompt: Annotated[
         str | None, typer.Option(help="A text to set names and style, in the decoder prompt.")
@@ -200,12 +199,8 @@ def command(
     vad_min_speech_s: Annotated[
         float, typer.Option(help="Shorter stretches of speech are ignored, in seconds.")
     ] = 0.25,
-    vad_min_silence_s: Annotated[
-        float, typer.Option(help="Shorter silences are kept, in seconds.")
-    ] = 2.0,
-    vad_pad_s: Annotated[
-        float, typer.Option(help="Audio kept around each stretch of speech, in seconds.")
-    ] = 0.4,
+    vad_min_silence_s: Annotated[float, typer.Option(help="Shorter silences are kept.")] = 2.0,
+    vad_pad_s: Annotated[float, typer.Option(help="Audio kept around speech.")] = 0.4,
     n_best: Annotated[
         int, typer.Option(help="Alternatives per window, with scores, in json; 0: none.")
     ] = 0,
@@ -217,8 +212,7 @@ def command(
         ),
     ] = "sequential",
     overlap_s: Annotated[
-        float | None,
-        typer.Option(help="Overlap of chunked windows, in seconds; else half a window."),
+        float | None, typer.Option(help="Overlap of chunked windows; else half a window.")
     ] = None,
     window_s: Annotated[
         float | None,
@@ -453,7 +447,7 @@ def _transcribe(
 
     if output.folder is None:
         return _work(entries, load, None, output.language)
-    results_folder = output.folder
+    target = output.folder
     settings = output.settings | {
         "formats": output.formats,
         "subtitles": dataclasses.asdict(output.layout),
@@ -461,20 +455,13 @@ def _transcribe(
     with contextlib.ExitStack() as stack:
 
         def begin() -> jobs.Prepared:
-            stack.enter_context(claimed(results_folder))
-            given = (
-                results_folder,
-                settings,
-                output.resume,
-                entries,
-                output.formats,
-                output.overwrite,
-            )
+            stack.enter_context(claimed(target))
+            given = target, settings, output.resume, entries, output.formats, output.overwrite
             return jobs.prepare(*given)
 
         suspects, changed, alone, replaced = team.first(begin)
         rank = team.rank if team.size > 1 else None
-        given = results_folder, output.formats, entries, output.layout, rank, suspects, alone
+        given = target, output.formats, entries, output.layout, rank, suspects, alone
         folder = jobs.ResultFolder(*given, output.overwrite, settings if replaced else None)
         with contextlib.closing(folder):
             todo = [entry for entry in entries if entry.id not in folder.done]
@@ -483,7 +470,7 @@ def _transcribe(
             started = time.perf_counter()
             own = _work(share, load, folder, output.language, suspects)
         tallies = team.gather(own)
-        team.first(lambda: jobs.finish(results_folder, entries))
+        team.first(lambda: jobs.finish(target, entries))
     tally = _together(tallies, done_before)
     tally.changed = len(changed)
     if team.size > 1:

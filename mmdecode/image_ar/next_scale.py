@@ -399,7 +399,8 @@ class Collaborative(NextScale):
         """Loads both models and their tokenizer; see `load`.
 
         Raises:
-            IncompatibleError: As for the class, or the models have different tokenizers.
+            IncompatibleError: The models do not fit, as the class says, or have different
+                tokenizers.
         """
         large, tokenizer = load(drafter, device, dtype)
         small, other = load(refiner, device, dtype)

@@ -2,7 +2,7 @@
 
 The model transcribes recordings, and forced alignment gives the time of each token. The score of a
 head is the share of a token's attention that lies within the token's own time, minus the share that
-uniform attention would have there. Of the best ``most`` heads, as many are chosen as give the
+uniform attention would have there. The best heads are chosen, up to ``most``: as many as give the
 smallest error of word times against the forced alignment.
 """
 

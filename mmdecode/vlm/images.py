@@ -2,10 +2,10 @@
 
 An image is read as a viewer shows it on a white page: transparency is blended over white, palettes
 and CMYK are converted to RGB, the EXIF orientation is applied, 16 bits are scaled to 8, and grey
-levels without a fixed scale are stretched from the darkest to the brightest. Of an animation or a
-document with pages the first one is used, with a warning. Refused are truncated or damaged files,
-files that are no images, and images with more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``. Nothing
-is downloaded.
+levels without a fixed scale are stretched from the darkest to the brightest. The first frame of an
+animation and the first page of a document are used, with a warning. Refused are truncated or
+damaged files, files that are no images, and images with more pixels than
+``PIL.Image.MAX_IMAGE_PIXELS``. Nothing is downloaded.
 
 Arrays are accepted too: ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or 4 channels,
 integers from 0 to 255, 16-bit unsigned integers, or floats from 0 to 1.

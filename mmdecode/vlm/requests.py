@@ -97,8 +97,8 @@ def read_requests(
         path: File of the table.
         limit: Maximum number of questions; ``None``: all.
         folder: Folder that relative image paths start at; ``None``: that of the table.
-        failing: Return invalid lines as requests with a ``problem`` instead of raising. Of several
-            lines with one id the first keeps it; the others get ``#`` and their line number
+        failing: Return invalid lines as requests with a ``problem`` instead of raising. The
+            first of several lines with one id keeps it; the others get ``#`` and their line number
             appended.
 
     Raises:

@@ -22,7 +22,7 @@ from mmdecode.runs.crashes import InFlight, suspects_in
 from mmdecode.runs.distributed import Team, share_out
 from mmdecode.runs.files import LISTING, claimed, note_settings
 from tests.support.commands import json_of
-from tests.support.faults import ERRORS
+from tests.support.faults import ERRORS, failure_of
 from tests.support.files import contents, json_lines
 
 HERE = Path(__file__).parent
@@ -257,7 +257,7 @@ def test_a_recording_whose_files_cannot_be_made_fails_alone(name, stage, tmp_pat
         return
     write(tmp_path, [transcribed(e.id) for e in ENTRIES])
     found = {line["source"]: line for line in lines(tmp_path)}
-    message, kind = said(name)
+    message, kind = failure_of(name)
     assert message in found[bad]["error"] and found[bad]["kind"] == kind
     assert [one for one in found if "error" in found[one]] == [bad]
 

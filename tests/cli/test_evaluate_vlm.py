@@ -15,7 +15,7 @@ from mmdecode.runs.journal import Journal
 from mmdecode.vlm import loading
 from tests.support.commands import invoke, json_of
 from tests.support.files import json_lines, write_json_lines
-from tests.vlm.conftest import build_model, build_processor, picture
+from tests.vlm.conftest import build_model, build_processor, image
 
 OBJECTS = ("ring", "star", "circle")
 
@@ -35,7 +35,7 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     (folder / "images").mkdir()
     for index in range(2):
-        picture(index).save(folder / "images" / f"{index}.png")
+        image(index).save(folder / "images" / f"{index}.png")
     (folder / "images" / "2.png").write_text("no image")
     for split in ("random", "popular", "adversarial"):
         rows = [
@@ -73,7 +73,7 @@ def data(tmp_path_factory):
     )
     amber = folder / "amber"
     (amber / "image").mkdir(parents=True)
-    picture(0).save(amber / "image" / "0.png")
+    image(0).save(amber / "image" / "0.png")
     asked = [{"id": i, "image": "0.png", "query": f"Is it {i}?"} for i in range(2)]
     (amber / "query_discriminative.json").write_text(json.dumps(asked))
     notes = [
@@ -273,7 +273,7 @@ def test_rows_about_an_image_that_changed_are_computed_again(
              "--guide", "vcd", "--greedy", "--no-controls", "--out", out]  # fmt: skip
     run(*words)
     before, added = answers(out), []
-    picture(7).save(tmp_path / "images" / "0.png")
+    image(7).save(tmp_path / "images" / "0.png")
     add = Journal.add
     monkeypatch.setattr(Journal, "add", lambda self, row: added.append(row) or add(self, row))
     done = run(*words, "--resume")

@@ -183,7 +183,7 @@ def assert_noticed(draft):
         assert_same("moonshine", draft)
 
 
-def test_a_mask_of_samples_in_the_place_of_that_of_states_is_noticed(monkeypatch):
+def test_a_mask_of_samples_instead_of_that_of_states_is_noticed(monkeypatch):
     assert_same("moonshine", "known")
     samples = EncoderDecoderAdapter.source_mask
 

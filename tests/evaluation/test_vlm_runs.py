@@ -25,7 +25,8 @@ from mmdecode.runs.journal import Journal
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.images import image_source
 from tests.support import seams
-from tests.vlm.conftest import build_model, build_processor, picture
+from tests.vlm.conftest import build_model, build_processor
+from tests.vlm.conftest import image as pil_image
 
 LAST = "contrast:alpha=1,prompt=last_token"  # a guide that draws nothing
 SPLITS = ("random", "popular", "adversarial")
@@ -65,7 +66,7 @@ def questions(count=16):
 
 
 def image(name):
-    return image_source(picture(int(name)) if name.isdigit() else b"no image", name)
+    return image_source(pil_image(int(name)) if name.isdigit() else b"no image", name)
 
 
 @pytest.fixture
@@ -187,7 +188,7 @@ def test_rows_hold_what_a_scorer_needs(recorder, model, processor):
     for item in questions()[:3]:
         row = vcd[item.id]
         text = f"{item.question} Yes or no?"
-        answer = guided(picture(int(item.image)), text, max_new_tokens=3, trace=True)
+        answer = guided(pil_image(int(item.image)), text, max_new_tokens=3, trace=True)
         assert (row.output, row.tokens) == (answer.text, len(answer.token_ids))
         assert row.prompt_hash == text_hash(f"USER: <image>\n{text} ASSISTANT:")
         margins = answer.margins
@@ -303,7 +304,11 @@ def test_rows_count_the_tokens_that_a_guide_changed(recorder, model, processor):
     for item in questions():
         row = of(rows, "vcd:alpha=9,beta=0")[item.id]
         [answer] = guided(
-            [picture(int(item.image))], item.question, ids=[item.id], max_new_tokens=3, trace=True
+            [pil_image(int(item.image))],
+            item.question,
+            ids=[item.id],
+            max_new_tokens=3,
+            trace=True,
         )
         steps = [step for one in answer.trace for step in one.steps]
         assert row.changed == sum(step.changed for step in steps) <= row.tokens == len(steps)

@@ -19,7 +19,7 @@ from mmdecode.testing.checks import PROMPTS, SEED, assert_lossless, run_rows
 from mmdecode.testing.table import Table
 from mmdecode.vlm import Answerer
 from tests.support.target_logits import context
-from tests.vlm.conftest import build_model, build_processor, picture
+from tests.vlm.conftest import build_model, build_processor, image
 
 MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
 YES, NO = [1, 3], [2]
@@ -202,7 +202,7 @@ def parts():
 
 def answered(parts, guide, questions=("Is there a red circle?", "What is beside the star?")):
     answerer = Answerer(*parts, Decoder(guide=guide, seed=0))
-    images = [picture(seed) for seed in range(len(questions))]
+    images = [image(seed) for seed in range(len(questions))]
     return answerer(images, list(questions), max_new_tokens=6, on_error="raise")
 
 
@@ -245,7 +245,7 @@ def test_images_and_pixels_are_transformed_alike(parts):
     """With the questions at hand PIL images are turned; without, the pixels made of them."""
     model, processor = parts
     answerer = Answerer(model, processor)
-    question = answerer.prompts.question("What is beside the star?", [picture(1)])
+    question = answerer.prompts.question("What is beside the star?", [image(1)])
     given = question.build([question])["pixel_values"][0]
     flip = RITUAL(transform="vertical_flip").branches[0].transform_options["change"]
     seen = pixels.edit_normalised(given, flip, seed=0)
@@ -262,10 +262,10 @@ def test_an_instruction_stands_before_the_question_and_after_its_images(parts):
         ("<image>\nWhat?", "<image>\nLook away. What?"),
         ("What is <image>?", "Look away. What is <image>?"),
     ):
-        asked = answerer.prompts.question(text, [picture(0)])
+        asked = answerer.prompts.question(text, [image(0)])
         assert change(asked, torch.Generator()).text == expected
     change = ICD().branches[0].transform_options["change"]
-    asked = answerer.prompts.question("What?", [picture(0)])
+    asked = answerer.prompts.question("What?", [image(0)])
     texts = {change(asked, torch.Generator().manual_seed(s)).text for s in range(40)}
     assert len(texts) == 5 and all(text.endswith(" What?") for text in texts)
 
@@ -282,5 +282,5 @@ def test_an_instruction_stands_after_a_placeholder_of_the_processor_too(parts, o
         (f"{own}<image> What?", f"{own}<image> Look away. What?"),
         (f"What is {own}?", f"Look away. What is {own}?"),
     ):
-        asked = prompts.question(text, [picture(0)] * (2 if "<image>" in text else 1))
+        asked = prompts.question(text, [image(0)] * (2 if "<image>" in text else 1))
         assert change(asked, torch.Generator()).text == expected

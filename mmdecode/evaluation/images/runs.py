@@ -291,7 +291,7 @@ def forced_logits(
     """
     adapter = model.adapter
     layout, device = adapter.layout, adapter.model.device
-    ids, positions = layout.ids.to(device), layout.places().flatten().to(device)
+    ids, positions = layout.ids.to(device), layout.cell_indices().flatten().to(device)
     tokens = layout.forced(torch.arange(layout.length)).to(device).repeat(len(codes), 1)
     tokens[:, positions] = ids[codes.flatten(1).to(device)]
     found = torch.empty((len(codes), layout.length + 1, len(ids)), device=device)
