@@ -1,8 +1,8 @@
 """Exact rules: the output follows the model's guided distribution, whatever is proposed.
 
-These follow the target's own choice while it was drafted, so they take any proposal. Rules that
-divide by q, and so need the distribution that a token was really sampled from, are in
-`mmdecode.accept.rejection`.
+The target's token is chosen first, and drafted tokens are kept while they equal it, so any proposal
+is accepted as input. Rules that divide by q, the distribution that drafted tokens are sampled from,
+are in `mmdecode.accept.rejection`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class GreedyMatch(AcceptanceRule):
 class Coupled(AcceptanceRule):
     """Keeps a drafted token if it is argmax(log pi + G), with Gumbel noise G keyed by position.
 
-    The noise belongs to the position, not to the round, so the sequence is the one that the
-    undrafted loop draws with the same seed, for any draft and in any batch.
+    Here pi is the target's distribution. The noise belongs to the position, not to the round, so
+    the same seed gives the same sequence as without drafting, for any draft and in any batch.
 
     Guarantee: exact, for any proposal. A coupled draft (argmax log q + the same G) is accepted with
     probability at least (1 - TV) / (1 + TV).
@@ -63,10 +63,11 @@ class Coupled(AcceptanceRule):
 
 
 class SampleMatch(AcceptanceRule):
-    """Samples the token from the target first, and follows the sample while it was drafted.
+    """Samples each token from the target, and keeps a drafted token if it equals the sample.
 
-    Form (a) of one-hot rejection: the same distribution and acceptance, the probability that the
-    target puts on the drafted children, as testing them one after the other.
+    If the sample was not drafted, it ends the round as its last token. In distribution and in
+    probability of acceptance this equals rejection sampling with a one-hot q for each drafted
+    candidate: a position is accepted with the target's total probability of its candidates.
 
     Guarantee: exact, for any proposal whose tokens do not depend on the acceptance noise.
     Source: Leviathan et al. 2023, arXiv:2211.17192, with a one-hot q.

@@ -1,18 +1,19 @@
-"""LANTERN and LANTERN++: similar codes add their probability to the drafted one. Lossy.
+"""LANTERN and LANTERN++: similar codes add their probability to that of the drafted one. Lossy.
 
-Distributions of image tokens are flat, since many codes would do: an exact test rejects a draft
-although its neighbours in the codebook have probability enough. Here x is kept with probability
-min(1, (p(x) + p(A)) / q(x)), where A is the longest run of the nearest codes, nearest first, whose
-probabilities add up to no more than a budget: ``delta`` (LANTERN), or ``(lambda - 1) p(x)``
-(LANTERN++). After a rejection the next token is sampled from max(p - q, 0).
+Distributions of image tokens are flat, because many codes look alike: an exact test often rejects
+a drafted code x although its neighbours in the codebook have a high probability. Here x is kept
+with probability min(1, (p(x) + p(A)) / q(x)). A holds the codes nearest to x, as many as have a
+total probability p(A) within a budget: ``delta`` (LANTERN), or ``(lambda - 1) p(x)`` (LANTERN++).
+After a rejection the next token is sampled from max(p - q, 0), normalised.
 
-``delta`` bounds the probability that one test borrows, not the distance of the output distribution
-from p.
+``delta`` bounds the probability p(A) that is added in one test, not the distance of the output
+distribution from p.
 
 Sources: Jang et al. 2024 (LANTERN), arXiv:2410.03355; Park et al. 2025 (LANTERN++),
-arXiv:2502.06352. Differs from the published code, which is not exact at delta = 0: a
-rejection takes nothing from the neighbours, delta and lambda are two arguments, and neighbours are
-those of the codes as they are decoded (LlamaGen normalises them, its published table does not).
+arXiv:2502.06352. Differs from the published code, which is not exact at delta = 0: the residual
+after a rejection is that of p, without changes for the neighbours; delta and lambda are two
+arguments; distances are between the embeddings that the image decoder receives, which LlamaGen
+normalises (the published table of neighbours is of embeddings that are not normalised).
 """
 
 from __future__ import annotations
@@ -38,23 +39,24 @@ _SORTED: dict[bytes, dict[int, Tensor]] = {}  # by content: adapters come and go
 
 
 class LANTERN(Relaxed):
-    """Rejection sampling in which the nearest codes count for the drafted one.
+    """Rejection sampling where the nearest codes add their probability to the drafted code's.
 
     Exactly one of ``delta`` and ``lambda_`` is given; published runs have ``delta=0.1`` with
     ``k=1000`` of 16384 codes, and ``lambda_=5`` with ``k=10``.
 
     Args:
-        delta: Probability that may be borrowed, 0..1. ``0`` is neutral: the rejection rule.
-        lambda_: Most that p(x) may be multiplied by, from 1 on. ``1`` is neutral.
-        k: Number of nearest codes that may add their probability; all, where there are fewer.
-        neighbours: Nearest codes of each code, nearest first, without itself, ``(C, K)``; ``None``:
-            by the codes as the model decodes them, sorted once for each model.
+        delta: Maximum probability that the nearest codes add, 0 to 1. ``0``: exact rejection.
+        lambda_: Maximum factor by which they increase p(x), 1 or more. ``1``: exact rejection.
+        k: Maximum number of nearest codes that are considered.
+        neighbours: Nearest codes of each code without itself, nearest first, ``(C, K)``; ``None``:
+            computed once for each model, from its codebook.
 
-    Guarantee: lossy. A draft that has no probability itself may be kept, but never one that the
-    grammar forbids: positions of forced tokens and tokens that are no codes are tested exactly.
+    Guarantee: lossy. A drafted code with p(x) = 0 may be kept. Tokens that are no image codes, and
+    positions with a forced token (such as the end of a row), are tested exactly.
 
     Raises:
-        OptionError: Not one of ``delta`` and ``lambda_`` is given, or a number is out of range.
+        OptionError: Both or neither of ``delta`` and ``lambda_`` are given, or a number is out of
+            range.
     """
 
     summary = "similar image codes add their probability to the drafted one"
@@ -96,7 +98,7 @@ class LANTERN(Relaxed):
         return super().__call__(proposal, target, call)
 
     def odds(self, candidate: Candidate) -> tuple[Tensor, Tensor]:
-        """Numerator and denominator of the test: p(x) plus the borrowed probability, and q(x)."""
+        """Numerator and denominator of the acceptance test: p(x) + p(A), and q(x)."""
         p_x, q_x = super().odds(candidate)
         if self.neutral:
             return p_x, q_x
@@ -122,15 +124,25 @@ class LANTERN(Relaxed):
 
 
 def borrowed(near: Tensor, budget: Tensor) -> Tensor:
-    """Sum of the longest prefix of ``near (..., k)`` that is at most ``budget (...)``."""
+    """Probability that the nearest codes add in the test, ``(...)``.
+
+    Args:
+        near: Probabilities of the k nearest codes, nearest first, ``(..., k)``.
+        budget: Maximum sum, ``(...)``: the longest prefix of ``near`` within it is summed.
+    """
     sums = near.cumsum(-1)
     return sums.masked_fill(sums > budget[..., None], 0).amax(-1)
 
 
 def nearest(codes: Tensor, count: int) -> Tensor:
-    """The ``count`` other codes that are nearest to each, or all: ``(C, d)`` to ``(C, count)``.
+    """Indices of the ``count`` nearest other codes of each code, nearest first.
 
-    int32, nearest first.
+    Args:
+        codes: Embeddings, ``(C, d)``.
+        count: Number of neighbours; at most C - 1 are returned.
+
+    Returns:
+        ``(C, count)`` int32.
     """
     count = min(count, len(codes) - 1)
     rows = []
@@ -143,7 +155,7 @@ def nearest(codes: Tensor, count: int) -> Tensor:
 
 
 def codebook_of(rule: Relaxed, adapter: Any) -> Tensor:
-    """The codes as the model decodes them, ``(C, d)`` float32.
+    """Embeddings of the codes as the image decoder receives them, ``(C, d)`` float32.
 
     Raises:
         IncompatibleError: The model has no codebook.
@@ -164,8 +176,8 @@ def codes_at(candidate: Candidate) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         The token of each code, ``(C,)``; the code of each token, -1 for none, ``(V,)``; and
-        whether a drafted token may be compared, ``(...)``: it is a code, at a position whose
-        token is not forced.
+        whether a drafted token may be compared, ``(...)`` bool: it is a code, and the token at its
+        position is not forced.
     """
     vocab, device = candidate.p.shape[-1], candidate.p.device
     layout = candidate.adapter.layout if candidate.adapter is not None else None

@@ -99,7 +99,7 @@ class Transcriber:
 
         Args:
             model_id: A folder, a Hub id, a short name as ``large-v3``, or ``zoo:NAME``.
-            draft: A drafter, or its name with options; plain ``medusa`` means a zoo model's heads.
+            draft: A drafter, or its name with options; ``medusa`` alone loads a zoo model's heads.
             guide: A guide, or its name with options.
             accept: Acceptance rule, see `mmdecode.Decoder`.
             device: ``None``: CUDA where there is one.

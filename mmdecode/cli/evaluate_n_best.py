@@ -186,7 +186,7 @@ COMMANDS = (nbest,)
 
 
 def _sets(data: Sequence[str] | None, references: Path | None) -> dict[str, list[NBestList]]:
-    """Lists by the name of their set."""
+    """Reads the sets of N-best lists, by name; a set's name is its file's."""
     from mmdecode.asr.correction.n_best_lists import read_lists
     from mmdecode.asr.output.manifest import read_manifest
     from mmdecode.errors import OptionError
@@ -200,7 +200,7 @@ def _sets(data: Sequence[str] | None, references: Path | None) -> dict[str, list
             path = SHIPPED[given]
         name = path.name.partition(".")[0]
         if name in found:
-            raise OptionError(f"two of --data are called {name!r}; rename a file")
+            raise OptionError(f"two files of --data have the name {name!r}; rename one")
         lists = read_lists(path)
         found[name] = with_references(lists, entries) if references else lists
     return found
@@ -217,7 +217,7 @@ def _rows(
     batch_size: int,
     limit: int | None,
 ) -> Rows:
-    """Outputs of the methods' models for the lists that are not for training."""
+    """Outputs of the methods' models for the development and test lists."""
     from mmdecode.evaluation.nbest.methods import ROWS, read_model_rows
     from mmdecode.runs.journal import Journal
 
@@ -258,7 +258,7 @@ def _made(
     dtype: str,
     batch_size: int,
 ) -> Iterator[ModelRow]:
-    """Rows of one model that are not there yet."""
+    """Runs one model on the lists that have no output of it yet."""
     from mmdecode.asr.correction.corrector import Corrector
     from mmdecode.asr.correction.selection import TextScorer
     from mmdecode.evaluation.nbest.methods import corrected, scored
@@ -291,6 +291,6 @@ def _made(
 
 
 def _hash(parts: Parts) -> str:
-    """Checksum of the lists, whatever part they are in."""
+    """Checksum of all lists of a set."""
     lists = sorted((*parts.before, *parts.test), key=lambda one: one.id)
     return hashlib.blake2b(repr(lists).encode(), digest_size=8).hexdigest()

@@ -30,18 +30,18 @@ from mmdecode.errors import IncompatibleError
 
 
 class FirstOf(Drafter):
-    """The proposal of ``first`` where it has one, else that of ``second``, row by row.
+    """Proposes the tokens of ``first``; in rows where it has none, those of ``second``.
 
     Args:
-        first: A draft that proposes deterministic tokens, or its name with options.
-        second: Another such drafter, or its name with options.
+        first: Drafter with deterministic proposals, or its name with options.
+        second: Second drafter with deterministic proposals, or its name with options.
 
-    Lossless under every exact rule. Neutral: a ``first`` that proposes nothing.
+    Lossless under every exact rule.
 
     Raises:
-        IncompatibleError: A draft does not offer deterministic proposals, or cannot go on after
-            tokens of another.
-        OptionError: One of them is no drafter.
+        IncompatibleError: A drafter has no deterministic proposals, or cannot continue after tokens
+            that the other one proposed.
+        OptionError: One of the arguments is not a drafter.
     """
 
     summary = "a given text, such as the last window's; where it has none, another drafter"
@@ -51,7 +51,7 @@ class FirstOf(Drafter):
         self.first, self.second = drafter_of(first), drafter_of(second)
         for draft in (self.first, self.second):
             if not draft.capabilities.composable:
-                _refuse(draft, "it cannot go on after tokens that another drafter proposed")
+                _refuse(draft, "it cannot continue after tokens that another drafter proposed")
             if "deterministic" not in draft.kinds:
                 _refuse(
                     draft, f"it proposes {', '.join(draft.kinds)} tokens, not deterministic ones"
@@ -66,20 +66,24 @@ class FirstOf(Drafter):
     def from_options(
         cls, second: str, length: int = 16, model_id: str | None = None, target: Any = None
     ) -> FirstOf:
-        """Builds it from a string: ``first_of:second=medusa`` puts a `Source` in front.
+        """Makes the drafter from options, as in ``first_of:second=medusa``; `Source` is first.
 
-        The source copies ``length`` tokens where two match, or all so far. ``model_id`` and
-        ``target`` go to the second draft.
+        Args:
+            second: Name of the second drafter, with its options.
+            length: Tokens that `Source` copies, where the last two tokens (or all, if there are
+                fewer) occur in its text.
+            model_id: Passed to the second drafter.
+            target: Passed to the second drafter.
         """
         fallback = registry.create("draft", second, model_id=model_id, target=target)
         return cls(Source(length, least=2), fallback)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """Internals that either needs."""
+        """Internals of the model that one of the two drafters needs."""
         return self.first.needs(adapter).union(self.second.needs(adapter))
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """Begins both."""
+        """Begins a session of each drafter."""
         first, second = self.first.begin(call, prefill), self.second.begin(call, prefill)
         return FirstOfSession(call, first, second)
 
@@ -94,7 +98,7 @@ def _refuse(draft: Drafter, because: str) -> NoReturn:
 
 
 class FirstOfSession(DraftSession):
-    """Two sessions, one before the other."""
+    """Sessions of both drafters; the second proposes in rows where the first does not."""
 
     def __init__(self, call: Call, first: DraftSession, second: DraftSession) -> None:
         super().__init__(call)
@@ -102,7 +106,7 @@ class FirstOfSession(DraftSession):
         self.unguided = first.unguided or second.unguided
 
     def propose(self, budget: int) -> Proposal:
-        """One proposal; its rows have shapes of their own where the parts differ in shape."""
+        """The joint proposal; if the two have different trees, each row has its own tree."""
         first, second = self.first.propose(budget), self.second.propose(budget)
         if not first.size or not second.size:
             return first if first.size else second
@@ -123,12 +127,12 @@ class FirstOfSession(DraftSession):
         return Proposal(tokens=tokens, kind="deterministic", parents=parents)
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Both observe every round, whichever drafted it."""
+        """Passes the round to both sessions, whichever proposed its tokens."""
         self.first.observe(proposal, output, block)
         self.second.observe(proposal, output, block)
 
     def close(self) -> None:
-        """Closes both."""
+        """Closes both sessions."""
         try:
             self.first.close()
         finally:

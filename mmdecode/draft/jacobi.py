@@ -1,17 +1,17 @@
 """Jacobi windows: the guesses of one pass are the drafts of the next.
 
-Nothing is trained and no second model is run. The window after the last committed token is scored
-in one pass, the rule keeps what it can, and what lies after the first rejection comes back with
-the distribution each token was sampled from (`mmdecode.engine.window`); positions that are new to
-the window are filled from their neighbours or at random. The gain depends on how soon a token's
-distribution settles while the tokens before it still change, so it suits image tokens, but hardly
-text.
+No training and no second model. A window of guesses after the last committed token is scored in one
+pass, and the rule accepts a prefix of it. The positions after the first rejection get new guesses
+from the scores of that pass (`mmdecode.engine.window`), and the positions that are new to the
+window are filled from their neighbours or at random. Guesses are right early only if a token's
+distribution depends little on the exact tokens just before it: this holds for image tokens, but
+hardly for text.
 
 Sources: Teng et al. 2024 (SJD), arXiv:2410.01699, section 4, with its initialisations; SJD-PAC,
-arXiv:2603.18599, for adaptive continuation and siblings at the front; arXiv:2510.24211 for the two
-couplings. Differs from the published code: random guesses record the uniform distribution they came
-from (both are exact, this one is kept more often), forced tokens are set at their positions,
-batches are ragged, and at the end the window shrinks.
+arXiv:2603.18599, for ``adaptive`` and ``siblings``; arXiv:2510.24211 for coupled guesses. Differs
+from the published code: the q of random guesses is the uniform distribution they were sampled from
+(both are exact, this is accepted more often), forced tokens are set at their positions, rows of a
+batch accept different numbers of tokens, and the window shrinks at the end of the image.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ CONTINUATIONS = ("adaptive", "redraw", "shared")
 
 
 class Jacobi(Drafter):
-    """A window of guesses that are scored together and guessed again.
+    """Drafts a window of guesses that every pass scores together and improves.
 
     Args:
-        window: Tokens of a pass, L: the last committed one and L - 1 guesses. 1 is neutral.
+        window: Tokens of a pass, L: the last committed one and L - 1 guesses. 1: no guesses.
         start: Guesses at positions that are new to the window. ``random``: uniform over the image's
             codes; ``left`` and ``above``: the neighbour's token; ``left_law`` and ``above_law``: a
             sample from the neighbour's last distribution. Positions without that neighbour,
             and all positions of models without a grid, are random.
-        continuation: How the window is refilled after a rejection, if the rule is a rejection
-            test: ``adaptive``, every guess is tested; ``redraw``, sampled again as in SJD;
-            ``shared``, sampled with noise that belongs to the position. With the coupled rule and
-            greedy decoding the guesses are the target's own choices.
-        siblings: Guesses per position in the first ``levels`` positions; 1: a chain.
-        levels: Positions that have siblings.
+        continuation: How guesses after the first rejection are replaced, under rejection rules:
+            ``adaptive``, each is tested and kept or resampled; ``redraw``, each is sampled again,
+            as in SJD; ``shared``, each is sampled with noise that belongs to its position. In
+            greedy decoding and under the coupled rule, guesses are the target's own choices.
+        siblings: Guesses per position, in the first ``levels`` positions of the window; 1: a chain.
+        levels: Number of positions with siblings.
 
-    Lossless under every exact rule. ``adaptive`` and ``shared`` are two modes, not to be combined.
+    Lossless under every exact rule.
 
     Raises:
         OptionError: A number or a name is out of range.
@@ -96,11 +96,11 @@ class Jacobi(Drafter):
         self._modes = modes
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """How the rest of a window is refilled, by kind of proposal."""
+        """How guesses after a rejection are replaced, by kind of proposal."""
         return Requirements(window_modes=self._modes)
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """Makes room for guesses by position.
+        """Starts with a window of guesses for each row.
 
         Raises:
             OptionError: The window is larger than the image.
@@ -116,13 +116,13 @@ class Jacobi(Drafter):
 
 
 class JacobiSession(DraftSession):
-    """The window of each row.
+    """The windows of all rows of a call.
 
     Args:
         call: The call.
-        drafter: Its options.
+        drafter: The drafter, for its options.
         layout: Layout of the image; ``None``: there is no grid.
-        vocab: Tokens of the target.
+        vocab: Size of the target's vocabulary.
     """
 
     def __init__(self, call: Call, drafter: Jacobi, layout: Layout | None, vocab: int) -> None:

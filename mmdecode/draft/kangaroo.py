@@ -85,16 +85,16 @@ class Kangaroo(LayerSkip):
         length: int = 6,
         confidence_threshold: float = 0.6,
     ) -> Kangaroo:
-        """From a string; without ``path``, the adapter that is shipped for the model at hand."""
+        """Makes the drafter from options; without ``path``, with the model's shipped adapter."""
         path = path or shipped(cls.modules, model_id)
         return cls.from_pretrained(path, length=length, confidence_threshold=confidence_threshold)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """The last states, for their width and precision."""
+        """Final hidden states, whose width and dtype the adapter must have."""
         return Requirements(hidden=frozenset({"last"}))
 
     def begin(self, call: Call, prefill: BranchOutput) -> AssistantSession:
-        """Makes the view, and lets it read the prompt."""
+        """Makes the drafting model, first layers and adapter, and prefills it with the prompt."""
         adapter = call.plan.adapter
         refuse_foreign(self.drafter, adapter, prefill)
         own = self.placed.like(prefill.hidden["last"])
@@ -127,7 +127,7 @@ class Kangaroo(LayerSkip):
 
 
 def refuse_unsuited(adapter: Any) -> None:
-    """Refuses a model after whose layers no adapter fits.
+    """Refuses a model that the adapter cannot be run in.
 
     Raises:
         IncompatibleError: Its layers attend to a window, or have no rotary positions.

@@ -1,10 +1,10 @@
-"""Two methods that search for layers to skip while they decode.
+"""Two methods that search for layers to skip during decoding.
 
-`Swift` tries sets of attention and MLP sublayers on the tokens generated last, and keeps the set
-that would have drafted most of them. `Clasp` chooses whole layers by a dynamic programme over the
-hidden states of the last token. Both draft on the model's own keys and values (see
-`mmdecode.draft.mirror`), with one set for all rows of a batch: the drafts, though never the output,
-depend on the other rows.
+`Swift` tries sets of attention and MLP sublayers on the most recent tokens, and keeps the set
+without which the model predicts most of them. `Clasp` chooses whole layers by a dynamic programme
+over the hidden states of the last token. Both draft on a copy of the model's keys and values (see
+`mmdecode.draft.mirror`). All rows of a batch share one set, so the drafts of a row depend on the
+other rows; the output does not.
 
 Sources: Xia et al. 2024 (SWIFT), arXiv:2410.06916; Chen et al. 2025 (CLaSp), arXiv:2505.24196.
 """
@@ -34,28 +34,30 @@ from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError, OptionError
 
 Unit = tuple[int, str]
-"""A layer's index, and its part: ``"attention"``, ``"mlp"``, or ``"layer"`` for all of it."""
+"""A unit that may be skipped: a layer's index, with ``"attention"``, ``"mlp"`` or ``"layer"`` (all
+of it)."""
 
 ENOUGH = 0.95
-"""The search ends with a set that drafts this share of the text, as in SWIFT."""
+"""Share of predicted tokens at which the search ends, as in SWIFT."""
 
 
 class LayerSearch(CacheCopyDrafter):
     """Drafts ``length`` tokens without a share of the model's layers: base of `Swift` and `Clasp`.
 
     Args:
-        share: Share of the skippable layers or sublayers to skip; 0 is the model itself, and
-            accepts everything.
-        length: Tokens per round; 0 is neutral.
-        every: Rounds from one search to the next.
+        share: Share of the skippable layers or sublayers to skip; with 0 the whole model drafts,
+            and every token is accepted.
+        length: Drafted tokens per round; 0 drafts nothing.
+        every: Number of rounds after which the search is run again.
         max_rejection_probability: See `mmdecode.draft.assistant.Assistant`.
 
-    Samples nothing from a distribution of its own, since that would depend on the other rows.
-    Lossless under every exact rule; under sample_match the sample, not its distribution, depends on
-    them too. A round with a search costs a further transfer to the host.
+    Proposals are deterministic or coupled, not sampled. Lossless under every exact rule; under
+    ``sample_match`` a seed's tokens (not their distribution) depend on the other rows of the batch.
+    A round with a search needs one more transfer to the host.
 
     Raises:
-        IncompatibleError: At the call: what a layer attends to depends on its index.
+        IncompatibleError: At the call: the layers of the model have different attention windows,
+            by their index.
     """
 
     kinds: tuple[Kind, ...] = ("deterministic", "coupled")
@@ -80,7 +82,7 @@ class LayerSearch(CacheCopyDrafter):
         every: int = 4,
         max_rejection_probability: float = 1.0,
     ) -> LayerSearch:
-        """Builds it from a string: ``clasp:share=0.5,length=6``."""
+        """Makes the drafter from the options of a string, such as ``clasp:share=0.5,length=6``."""
         return cls(share, length, every, max_rejection_probability)
 
     def _refuse(self, call: Call) -> None:
@@ -88,7 +90,7 @@ class LayerSearch(CacheCopyDrafter):
             raise IncompatibleError.between(
                 f"draft {type(self).__name__}",
                 call.plan.adapter.name,
-                "what a layer attends to depends on its index in the model",
+                "the attention window of a layer depends on its index in the model",
                 "use layer_skip with exit_layer, which keeps the index of every layer",
             )
         super()._refuse(call)
@@ -100,7 +102,7 @@ class SearchSession(CopySession):
     Nothing is skipped before the first search.
 
     Attributes:
-        skipped: Units that the drafting view leaves out.
+        skipped: Units that are skipped when drafting.
     """
 
     def __init__(self, call: Call, prefill: BranchOutput, drafter: LayerSearch) -> None:
@@ -112,7 +114,7 @@ class SearchSession(CopySession):
         self._views: dict[frozenset[Unit], Any] = {}
 
     def propose(self, budget: int) -> Proposal:
-        """A chain per row, after a search where one is due."""
+        """Drafts a chain per row; every ``every`` rounds, a search is run before."""
         if min(self.length, budget) > 0:
             if self._proposals % self.every == 0 and self.share:
                 self.search()
@@ -121,11 +123,11 @@ class SearchSession(CopySession):
         return super().propose(budget)
 
     def search(self) -> None:
-        """Sets `skipped`, and leaves the cache as it was before the write position."""
+        """Sets `skipped`; committed slots of the cache and its write positions do not change."""
         raise NotImplementedError
 
     def view(self, skip: frozenset[Unit]) -> Any:
-        """The adapter of the model without some units."""
+        """Adapter of the model without the units ``skip``."""
         if not skip:
             return self._whole
         if skip not in self._views:
@@ -134,25 +136,25 @@ class SearchSession(CopySession):
 
 
 class Swift(LayerSearch):
-    """Skips the sublayers that were missed least: random search, scored on the last tokens.
+    """Skips the set of sublayers that a random search finds to matter least.
 
-    Candidates are random sets of ``share`` of the sublayers between the first and the last layer.
-    One is scored in a single pass over the last ``window`` tokens: the share of positions where its
-    argmax is the generated token. The best so far is kept, from call to call, until one drafts 95
-    %.
+    A candidate is a random set of ``share`` of the sublayers between the first and the last layer.
+    Its score, from one pass over the last ``window`` tokens, is the share of tokens that the model
+    without the set predicts as its argmax. The best set is kept from call to call; the search ends
+    with a score of 95 %.
 
     Args:
         share: Share of these sublayers to skip.
-        length: Tokens per round; 0 is neutral.
-        every: Rounds from one candidate to the next.
-        max_rejection_probability: See `mmdecode.draft.assistant.Assistant`; 0.2 is nearest to
-            SWIFT's own stop.
-        window: Most tokens that a candidate is scored on.
+        length: Drafted tokens per round; 0 drafts nothing.
+        every: Number of rounds after which the next candidate is tried.
+        max_rejection_probability: See `mmdecode.draft.assistant.Assistant`; 0.2 is closest to the
+            stopping rule of SWIFT.
+        window: Maximum number of tokens that a candidate is scored on.
         seed: Seed of the random candidates.
 
-    Differs from the reference: no Bayesian proposals (off by default there too), no tree; the best
-    set is scored again with each candidate, on the same tokens. Whole layers are the units of a
-    model whose layers do not consist of ``attention_sites`` and an ``mlp``.
+    Differs from the reference: no Bayesian optimisation (off by default there too), no tree; the
+    best set is scored again with each candidate, on the same tokens. Whole layers are skipped if
+    the model's layers do not consist of ``attention_sites`` and an ``mlp``.
     """
 
     summary = "the model drafts a chain without the sublayers that a search found dispensable"
@@ -187,15 +189,15 @@ class Swift(LayerSearch):
 
 
 class Found:
-    """Search results of `Swift` for models with the same units; their calls share them.
+    """State of the search of `Swift`, shared by all calls of models with the same units.
 
     Args:
         units: Units that may be skipped.
-        share: Share of them to skip.
+        share: Share of these units to skip.
         seed: Seed of the random candidates.
 
     Attributes:
-        skipped: The best set so far; evenly spread, until something better is known.
+        skipped: The best set so far; at first, evenly spaced units.
         enough: Whether the search is over.
     """
 
@@ -207,14 +209,20 @@ class Found:
         self._lock = Lock()
 
     def candidate(self) -> frozenset[Unit]:
-        """A random set of as many units as are skipped."""
+        """A random set of units, as many as in ``skipped``."""
         with self._lock:
             return frozenset(self._dice.sample(self.units, len(self.skipped)))
 
     def compared(
         self, best: frozenset[Unit], candidate: frozenset[Unit], shares: Sequence[float]
     ) -> None:
-        """Keeps the better one, unless another call has replaced ``best`` meanwhile."""
+        """Keeps the better of two scored sets, unless another call has replaced ``best`` since.
+
+        Args:
+            best: The best set when the scoring began.
+            candidate: The candidate.
+            shares: Scores of ``best`` and ``candidate``.
+        """
         with self._lock:
             if self.skipped == best:
                 self.skipped = candidate if shares[1] > shares[0] else best
@@ -230,7 +238,7 @@ class SwiftSession(SearchSession):
         self.skipped = self.found.skipped
 
     def search(self) -> None:
-        """Scores a candidate and the best set so far on the same tokens."""
+        """Compares a candidate set with the best set so far on the same tokens."""
         found, window = self.found, min(self.window, self.call.rows.cur_len)
         self.skipped = best = found.skipped
         if found.enough or not 0 < len(best) < len(found.units) or window < 1:
@@ -241,7 +249,7 @@ class SwiftSession(SearchSession):
         self.skipped = found.skipped
 
     def matches(self, skip: frozenset[Unit], window: int) -> Tensor:
-        """The share of the last tokens that the model without ``skip`` would have drafted."""
+        """Share of the last ``window`` tokens that the model without ``skip`` predicts."""
         call, branch = self.call, self.branch
         start = branch.cache.start.clone()
         tokens = call.last(window + 1)
@@ -260,19 +268,21 @@ class SwiftSession(SearchSession):
 
 
 class Clasp(LayerSearch):
-    """Skips the layers without which the last token's state stays nearest to the whole model's.
+    """Skips a set of layers that changes the last token's hidden state least.
 
-    With X_i the state after layer i and g(i, j) the best state after i layers of which j were
-    skipped, g(i, j) is g(i-1, j-1) or f_i(g(i-1, j)), whichever has the larger cosine with X_i. All
-    j run as siblings in one pass of the whole model, of which j = 0 is X itself.
+    A dynamic programme chooses the set. Let X_i be the whole model's state after layer i, and g(i,
+    j) the best state after i layers of which j were skipped. Then g(i, j) is g(i-1, j-1), or layer
+    i applied to g(i-1, j), whichever has the larger cosine with X_i. All j are computed as sibling
+    tokens in one pass of the whole model; j = 0 gives X.
 
     Args:
         share: Share of the layers to skip.
-        length: Tokens per round; 0 is neutral.
-        every: Rounds from one programme to the next; the paper runs it after each.
+        length: Drafted tokens per round; 0 drafts nothing.
+        every: Number of rounds after which the set is chosen again; 1 in the paper.
         max_rejection_probability: See `mmdecode.draft.assistant.Assistant`.
 
-    Differs from the paper: one set for all rows, by the mean cosine of those that go on.
+    Differs from the paper: all rows share one set, chosen by the sum of the cosines of the rows
+    that are not finished.
     """
 
     summary = "the model drafts a chain without the layers that mattered least for the last tokens"
@@ -288,7 +298,7 @@ class ClaspSession(SearchSession):
     """One call of a `Clasp`."""
 
     def search(self) -> None:
-        """Runs the programme on the last token."""
+        """Chooses the layers to skip by running the dynamic programme on the last token."""
         call, branch = self.call, self.branch
         layers = list(self._whole.layers())
         count = min(round(self.share * len(layers)), len(layers) - 1)
@@ -309,11 +319,13 @@ class ClaspSession(SearchSession):
 
 
 class Programme:
-    """The dynamic programme of `Clasp`: candidates j = 0..count, side by side as queries.
+    """The dynamic programme of `Clasp`, in one pass over candidates j = 0..count as queries.
+
+    Candidate j is the best state so far with j skipped layers.
 
     Args:
-        count: Layers to skip.
-        rows: Rows whose states decide, ``(B,)`` bool.
+        count: Number of layers to skip.
+        rows: Rows whose cosines are summed for the choice, ``(B,)`` bool.
     """
 
     def __init__(self, count: int, rows: Tensor) -> None:
@@ -321,7 +333,11 @@ class Programme:
         self.choices: list[Tensor] = []  # by layer: which candidates j skip it, (count + 1,)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Forward hook: gives a candidate the layer's output, or the input of the one before."""
+        """Forward hook of each layer: the step of the dynamic programme for that layer.
+
+        Candidate j gets the layer's output, or skips the layer and gets the input of candidate
+        j - 1, whichever is nearer to the whole model's state.
+        """
         before = args[0] if args else kwargs["hidden_states"]
         ran = output[0] if isinstance(output, tuple) else output
         done = len(self.choices)  # layers before this one, of which so many could be skipped
@@ -339,7 +355,7 @@ class Programme:
         return (near * self.rows[:, None]).sum(0)
 
     def skipped(self) -> list[int]:
-        """Layers skipped on the path to g(L, count)."""
+        """Indices of the layers that the final candidate, j = ``count``, skipped."""
         choices, j, found = torch.stack(self.choices).tolist(), self.count, []
         for layer in reversed(range(len(choices))):
             if choices[layer][j]:
@@ -349,12 +365,12 @@ class Programme:
 
 
 class Nothing(nn.Module):
-    """Replaces a sublayer, and adds zero to the residual stream.
+    """Replaces a skipped sublayer: its output is zero, so the residual stream is unchanged.
 
     Args:
         replaced: The sublayer.
-        attention: Whether that is attention, which returns weights too, in transformers' models;
-            those of this library say by an annotation that they do not.
+        attention: Whether the sublayer is attention. In transformers' models, attention also
+            returns its weights; in this library's models, its return annotation is ``Tensor``.
     """
 
     def __init__(self, replaced: nn.Module, attention: bool) -> None:
@@ -363,13 +379,16 @@ class Nothing(nn.Module):
         self.pair = attention and returned not in (Tensor, "Tensor")
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Zeros."""
+        """Zeros in the shape of the input; for attention with ``None`` as weights."""
         zeros = torch.zeros_like(hidden_states)
         return (zeros, None) if self.pair else zeros
 
 
 def units_of(adapter: Any) -> list[Unit]:
-    """Units that may be skipped: sublayers between first and last layer, or whole layers."""
+    """Units that may be skipped: attention and MLP of each layer, or whole layers.
+
+    The first and the last layer are never skipped.
+    """
     layers = list(adapter.layers())
     inner = range(1, len(layers) - 1)
     sites = adapter.attention_sites()
@@ -379,7 +398,7 @@ def units_of(adapter: Any) -> list[Unit]:
 
 
 def partial(adapter: Any, skip: Collection[Unit]) -> Any:
-    """The adapter's model without some units; it shares every weight with the model."""
+    """Adapter of the model without the units ``skip``; weights are shared with the model."""
     parts: dict[int, set[str]] = {}
     for index, part in skip:
         parts.setdefault(index, set()).update(("attention", "mlp") if part == "layer" else (part,))

@@ -1,9 +1,9 @@
 """Drafting by the model itself on a copy of the keys and values that it has already computed.
 
-The prompt is not read a second time: the drafter's cache begins as a copy of the main branch's,
-whole or in part, and each round's committed tokens are copied into it. So it holds all committed
-tokens but the last, whichever drafter proposed them, and never a rejected one. It costs the memory
-of the copy.
+The drafter does not prefill the prompt: its cache starts as a copy of the main branch's cache, or
+of a part of it, and keys and values of the tokens committed in each round are copied from there. So
+its cache contains all committed tokens but the last, whichever drafter proposed them, and no
+rejected ones. The cost is the memory of the copy.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from mmdecode.errors import IncompatibleError
 
 
 class CacheCopyDrafter(Assistant):
-    """Drafts ``length`` tokens with the model on a copy of its cache: a base for others.
+    """Base of drafters that run the model on a copy of its own cache.
 
     Args:
-        length: Tokens per round; 0 is neutral.
+        length: Drafted tokens per round; 0 drafts nothing.
         max_rejection_probability: See `mmdecode.draft.assistant.Assistant`.
 
-    On its own it drafts the model's own tokens, and everything is accepted.
+    This class itself runs the whole model on the whole cache, so every drafted token is accepted;
+    subclasses skip layers or cache entries.
 
     Raises:
-        IncompatibleError: At the call: the main branch keeps no cache that could be copied, or the
-            adapter does not show the inside of the model.
+        IncompatibleError: At the call: the main branch has no cache that can be copied, or the
+            adapter gives no access to the model's layers.
     """
 
     # not graph-safe: the length of each row decides which slots are copied
@@ -44,18 +45,18 @@ class CacheCopyDrafter(Assistant):
         super().__init__(None, length, max_rejection_probability=max_rejection_probability)
 
     def begin(self, call: Call, prefill: BranchOutput) -> CopySession:
-        """Copies what the model keeps of the prompt."""
+        """Copies the prompt's keys and values."""
         self._refuse(call)
         return CopySession(call, prefill, self)
 
     def _refuse(self, call: Call) -> None:
-        """Refuses a call without a cache to copy."""
+        """Raises an error for calls without a cache that can be copied."""
         if call.plan.main is None:
             raise IncompatibleError.between(
                 f"draft {type(self).__name__}",
                 "the guide",
-                "the guide scores the main branch itself, and shows no keys and values",
-                "use a draft that has a cache of its own: layer_skip, amateur or assistant",
+                "the guide runs the main branch itself, so its keys and values cannot be copied",
+                "use a drafter with a cache of its own: layer_skip, amateur or assistant",
             )
         if not call.plan.adapter.shows_inside:
             raise IncompatibleError.between(
@@ -100,9 +101,11 @@ class CopySession(AssistantSession):
         branch.left_out = tokens - kept
 
     def chosen(self, prefill: BranchOutput) -> tuple[Sequence[Tensor], Tensor]:
-        """Slots of the prompt by layer, ``(B, heads or 1, n)``, and how many count, from the right.
+        """Cache slots of the prompt to copy; here all of them.
 
-        Here all of them.
+        Returns:
+            Slots of each layer, ``(B, heads or 1, n)``; and how many of the n are valid in each
+            row, ``(B,)``, counted from the right.
         """
         width = self.main.width
         # a narrower prompt that was joined with a wider one lies at the left
@@ -111,12 +114,12 @@ class CopySession(AssistantSession):
         return [slots] * len(self.main.cache.layers), self.prompt - self.main.pads[self.rows]
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Copies what was committed; what else was copied is overwritten before it is read."""
+        """Copies the round's tokens; rejected ones are overwritten before they are attended to."""
         self.copy(self.branch.cache.start - self.branch.width, proposal.size + 1)
         super().observe(proposal, output, block)
 
     def copy(self, first: Tensor, count: int) -> None:
-        """Copies ``count`` generated tokens from ``first (B,)`` on, after the write position."""
+        """Copies keys and values of ``count`` generated tokens, from index ``first (B,)`` on."""
         order = torch.arange(count, device=self.call.device)
         slots = ((self.prompt + first)[:, None] + order).clamp_min(0)
         visible = bucket(self.branch.width + self.call.rows.cur_len + count)

@@ -1,13 +1,13 @@
 """Token recycling: proposes the tokens that were most likely after the same token before.
 
-Every scored node has a distribution of the next token, and its most likely tokens are kept here in
-a table by the node's token. The next draft reads its tree off this table: the children of a node
-are the kept candidates of its token. No parameters, no training, no model pass.
+The target scores every node of a draft tree. The most likely next tokens of a node, its candidates,
+are stored in a table under the node's token. The next tree is built from this table: the children
+of a node are the candidates stored for its token. No parameters, no training, no model pass.
 
 Source: Luo et al. 2024 (Token Recycling), arXiv:2408.08696, sections 3.1 and 3.2. Differs from the
-reference: unknown candidates are -1 and draft nothing, where a table of zeros drafts token 0 many
-times; of nodes with one token the deepest decides, so that drafts do not depend on the order of
-writes; each row has its own table, unless it is kept from call to call.
+reference: tokens without candidates draft nothing (-1), whereas the reference's table of zeros
+drafts token 0; if several nodes of a tree have the same token, the deepest one is stored, whatever
+the order of writes; each row has its own table, unless the table is kept from call to call.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from mmdecode.errors import OptionError
 
 @lru_cache
 def default_paths(nodes: int = 40, ranks: int = 8) -> tuple[Path, ...]:
-    """The tree that is best if rank r is right in 0.5 * 0.4^r of cases, at all of five levels."""
+    """The best tree of five levels if rank r is right in a share of 0.5 * 0.4^r of cases."""
     rates = [[0.5 * 0.4**rank for rank in range(ranks)]] * 5
     return tuple(plan(rates, nodes))
 
 
 class Recycling(Drafter):
-    """Drafts a tree of the model's own earlier candidates.
+    """Drafts a tree of the candidates that the model had after the same tokens before.
 
     Args:
-        nodes: Nodes of the default tree; 0 is neutral. Not used with ``paths``.
-        ranks: Candidates kept per token: k.
+        nodes: Number of nodes of the default tree; 0 drafts nothing. Not used with ``paths``.
+        ranks: Number k of candidates stored per token.
         paths: Rank paths of another tree, see `mmdecode.draft.trees`.
-        keep: Keep one table from call to call, shared by all rows; it is warm from the first token
-            on. Greedy and coupled tokens do not depend on it; under sample_match the sample, not
-            its distribution, then depends on what was decoded before and along with it.
+        keep: Keep one table from call to call, shared by all rows, so that it is filled from the
+            first token on. With ``sample_match``, a seed's tokens (not their distribution) then
+            depend on the other rows and on earlier calls; with greedy and coupled they do not.
 
-    Proposes deterministic trees from the main branch's scores, ``(V, k)`` int32 per row. Lossless
-    under every exact rule, whatever the table holds.
+    Proposals are deterministic trees. A table is ``(V, k)`` int32 per row, filled from the logits
+    of the main branch, before any guide. Lossless under every exact rule, whatever it contains.
     """
 
     summary = "a tree of the model's earlier candidates after the same tokens"
@@ -75,7 +75,7 @@ class Recycling(Drafter):
         self._lock = Lock()
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """An empty table per row, or the one that is kept."""
+        """Starts with an empty table per row, or with the table kept from earlier calls."""
         vocab = prefill.logits.shape[-1]
         # entry V is scratch: what must not be written goes there
         shape = (1 if self.keep else call.batch, vocab + 1, min(self.ranks, vocab))
@@ -90,7 +90,7 @@ class Recycling(Drafter):
 
 
 class RecyclingSession(DraftSession):
-    """Reads trees off a table of candidates, and writes it.
+    """Builds trees from a table of candidates, and updates the table.
 
     Args:
         call: The call.
@@ -110,7 +110,7 @@ class RecyclingSession(DraftSession):
         self.root = root.masked_fill(root >= vocab, -1)  # an id that is read, never generated
 
     def propose(self, budget: int) -> Proposal:
-        """The tree below the last token, as far as its candidates are known."""
+        """The tree below the last token; nodes without a stored candidate have token -1."""
         call, table = self.call, self.table
         self.root.copy_(call.last(1))
         if budget <= 0 or not len(self.tree):
@@ -126,7 +126,7 @@ class RecyclingSession(DraftSession):
         return Proposal(tokens=torch.cat(levels, 1), kind="deterministic", tree=self.tree)
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Writes the best candidates after every scored node to its token."""
+        """Stores the most likely next tokens of every scored node under the node's token."""
         table, vocab = self.table, self.table.shape[1] - 1
         best = output.logits.topk(table.shape[2], dim=-1).indices.int()
         tokens = torch.cat([self.root, proposal.tokens], 1)

@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchSpec:
-    """A further conditioning of a model, to be scored for a guide.
+    """A branch of a guide: the model, run on other inputs than those of the call.
 
     Attributes:
-        name: Key of its outputs in `Guide.apply`; ``"main"`` is the model as called.
+        name: Key of the branch's outputs in `Guide.apply`; ``"main"`` is the model as called.
         prompt: ``"same"``; ``"last_token"`` keeps the last prompt token alone; or ids ``(B, P')``.
-        prompt_mask: Goes with ids: True where not padding, ``(B, P')``.
+        prompt_mask: Mask of the ids in ``prompt``: True where not padding, ``(B, P')``.
         transform: Name of the adapter's change to the inputs, for example ``"noise"``.
         transform_options: Arguments of the transform.
         model: Another model with the same vocabulary; ``None``: the called one.
-        stage: Branches of a later stage are given the outputs of earlier ones.
-        replaces_after_prefill: Name of a prefill-only branch. After prefill, this branch takes over
-            its name. Used where a branch depends on the other's outputs at the prompt.
+        stage: Order of the branches; those of a later stage get the outputs of earlier stages.
+        replaces_after_prefill: Name of a branch that only runs at prefill. Afterwards this branch
+            has its name. For branches that depend on the other's outputs at the prompt.
         build: Makes a custom `BranchRunner` from the call, which is used instead of the model (for
             another tokenizer, or scores of few candidates).
 
     Raises:
-        OptionError: ``prompt`` is a string other than these two.
+        OptionError: ``prompt`` is a string other than ``"same"`` and ``"last_token"``.
     """
 
     name: str
@@ -71,9 +71,9 @@ class Prompt:
     Attributes:
         ids: ``(B, P)``, padded on the left.
         mask: True where not padding, ``(B, P)``.
-        inputs: Further arguments of the model's forward, by name, rows first.
-        prompt_attention: Tokens that each token may attend to, ``(B, P, P)`` bool, where the
-            engine's mask is used and the prompt is not causal; ``None``: causal.
+        inputs: Further arguments of the model's forward pass, by name; the first axis is rows.
+        prompt_attention: Whether each prompt token may attend to each other one (last axis), ``(B,
+            P, P)`` bool, for prompts without causal attention; ``None``: causal.
     """
 
     ids: Tensor
@@ -83,7 +83,7 @@ class Prompt:
 
     @classmethod
     def stacked(cls, prompts: Sequence[Prompt], inputs: Mapping[str, Any]) -> Prompt:
-        """The prompts' rows, one prompt after the other, padded to the widest, with ``inputs``."""
+        """Joins prompts along the rows, padded on the left to the widest, with new ``inputs``."""
         width = max(p.ids.shape[1] for p in prompts)
         ids, mask = (
             torch.cat([pad(part, (width - part.shape[1], 0)) for part in parts])
@@ -93,22 +93,22 @@ class Prompt:
 
 
 Mask = Tensor | Mapping[str, Tensor] | None
-"""Additive, ``(B, 1, Q, K)``; a dict by layer type where types differ; ``None``: the model makes
-its own mask."""
+"""Additive attention mask, ``(B, 1, Q, K)``; a dict by layer type where they differ; ``None``: the
+model makes its own mask."""
 
 
 class Adapter(Part):
     """Base of adapters, which run one model family.
 
-    The defaults stand for a model that reads ids alone and has no grid, no codebook and no access
-    to its layers; a family overrides what it has. `mmdecode.adapters` holds the families; most
-    inherit from its classes, not from this one.
+    The defaults are for a model whose only input is ids, without grid, codebook or access to its
+    layers; the adapter of a family overrides them. The adapters are in `mmdecode.adapters`; most
+    inherit from a more specific class there.
 
     Attributes:
         summary: The family in one line.
         source: Where the model was published.
         model_types: Values of ``config.model_type`` that it runs.
-        image_types: The same, for models that generate image tokens.
+        image_types: Values of ``config.model_type`` of models that generate image tokens.
         model: The model.
         vocab: Number of tokens that can be generated.
         num_layers: Number of layers with keys and values.
@@ -137,12 +137,12 @@ class Adapter(Part):
 
     @staticmethod
     def inner(model: Any) -> Any:
-        """The submodel whose ``generate`` a model calls; ``None``: the model itself is decoded."""
+        """The submodel whose ``generate`` a model calls; ``None``: the model calls its own."""
         return None
 
     @staticmethod
     def fits(model: Any) -> bool:
-        """Whether it can run a model that is not among `model_types`."""
+        """Whether the adapter can run a model whose type is not among `model_types`."""
         return False
 
     @property
@@ -153,7 +153,7 @@ class Adapter(Part):
     # a pass
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """The whole prompt of a branch; the default suits models that read ids alone.
+        """The prompt of a branch; the default is for models whose only input is ids.
 
         Raises:
             IncompatibleError: The branch asks for a transform of inputs.
@@ -187,7 +187,7 @@ class Adapter(Part):
         return False
 
     def open(self, cache: Any, prompt: Prompt) -> Any:
-        """The model's ``past_key_values``, which wraps the engine's ragged cache."""
+        """The model's ``past_key_values`` for a prompt: the engine's cache, or a wrapper of it."""
         return cache
 
     def join(self, pasts: Sequence[Any], cache: Any) -> Any:
@@ -213,11 +213,11 @@ class Adapter(Part):
         return self.model.get_input_embeddings()(tokens)
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """Applies the shared output matrix alone, which extra heads use too."""
+        """Logits by the output matrix alone, which heads such as Medusa's share."""
         return self.head(hidden)
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """Applies the final norm, which `head` expects of an earlier layer's states."""
+        """Applies the final norm, which states of an earlier layer need before `head`."""
         raise NotImplementedError
 
     def layers(self) -> Sequence[torch.nn.Module]:
@@ -229,15 +229,15 @@ class Adapter(Part):
         return ()
 
     def spans(self, kind: str, ids: Tensor) -> Tensor:
-        """True at the prompt tokens that stand for inputs of a ``kind``, ``(B, P)`` bool."""
+        """Mask of the prompt tokens that represent images or audio (``kind``), ``(B, P)`` bool."""
         return torch.zeros_like(ids, dtype=torch.bool)
 
     def span_sizes(self, kind: str, prompt: Prompt) -> list[int] | None:
-        """Number of tokens of each input of a kind, row by row; ``None``: not known."""
+        """Number of tokens of each input of a kind, in order of rows; ``None``: not known."""
         return None
 
     def contents(self, raw: Mapping[str, Any], ids: Tensor) -> list[list[Tensor]]:
-        """Raw inputs of each row, which, with the row's ids, are the key of its noise."""
+        """Raw images or audio of each row, which key the row's noise together with its ids."""
         return [[] for _ in ids]
 
     def node_processors(self) -> NodeProcessors:
@@ -254,7 +254,7 @@ class Adapter(Part):
         return False
 
     def grid_positions(self, positions: Tensor) -> Tensor:
-        """Time, row and column of positions ``(B, Q)``, ``(B, 3, Q)``."""
+        """Time, row and column of positions: ``(B, Q)`` to ``(B, 3, Q)``."""
         raise NotImplementedError
 
     def companion(self, model: Any) -> Adapter | None:

@@ -1,11 +1,12 @@
 """A key-value cache whose rows grow independently.
 
 transformers' caches crop the same suffix from every row; here each row has its own write position
-(``start``). A pass writes its tokens after ``start``, and the next pass overwrites them. ``commit``
-first moves accepted tree nodes next to each other, then moves ``start`` forward. Keys are stored
-after rotary embedding, so a key's slot need not be its position.
+(``start``). A pass writes the keys and values of its tokens from ``start`` on, and the next pass
+overwrites those that were not committed: ``commit`` moves accepted tree nodes next to each other
+and ``start`` behind them. Keys are stored after rotary embedding, so a key's slot need not be its
+position.
 
-Storage grows in buckets, and attention covers the bucket in use, not the capacity.
+Storage grows in steps (`bucket`); attention covers the visible slots, not the whole storage.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BUCKET = 32
 
 
 def bucket(length: int) -> int:
-    """``length`` rounded up, so that few shapes occur: steps of 32, later up to an eighth of it."""
+    """``length`` rounded up, so that few shapes occur: to 32, for long ones to larger steps."""
     step = BUCKET
     while step * 16 < length:
         step *= 2
@@ -73,7 +74,7 @@ class RaggedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes after each row's start and returns the visible slots."""
+        """Writes keys and values from each row's ``start`` on; returns those of visible slots."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows = self.rows
@@ -94,16 +95,16 @@ class RaggedLayer(CacheLayerMixin):
         return self.keys[:, :, : rows.visible], self.values[:, :, : rows.visible]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keeps the rows ``beam_idx``; the base method does nothing while the length is 0."""
+        """Selects the rows ``beam_idx``, also where `get_seq_length` returns 0."""
         if self.is_initialized:
             self.keys, self.values = self.keys[beam_idx], self.values[beam_idx]
 
     def get_seq_length(self) -> int:
-        """Zero: positions are always given, and asking the device would be a synchronisation."""
+        """Zero: callers pass positions, and the true length would need a device synchronisation."""
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of slots that attention covers, and the first of them."""
+        """Number of visible slots, and the index of the first: 0."""
         return self.rows.visible, 0
 
     def get_max_length(self) -> int:
@@ -120,7 +121,8 @@ class RaggedCache(Cache):
         layers: Number of layers.
         batch: Number of rows.
         device: Device of the write positions.
-        reserved: Slots to allocate at once, so that the storage does not move until it is full.
+        reserved: Number of slots to allocate at once; the storage keeps its address until they
+            are full, as CUDA graphs need.
     """
 
     def __init__(self, layers: int, batch: int, device: torch.device, reserved: int = 0) -> None:
@@ -129,7 +131,7 @@ class RaggedCache(Cache):
 
     @classmethod
     def join(cls, caches: Sequence[RaggedCache], reserved: int = 0) -> RaggedCache:
-        """The rows of several caches, one after the other, each with its own write positions."""
+        """A cache with the rows of several caches, in order; rows keep their write positions."""
         first = caches[0]
         batch = sum(len(cache.start) for cache in caches)
         joined = cls(len(first.layers), batch, first.start.device, reserved)
@@ -150,27 +152,27 @@ class RaggedCache(Cache):
 
     @property
     def start(self) -> Tensor:
-        """Committed slots per row, ``(B,)``."""
+        """Write position of each row, ``(B,)``: the number of its committed slots."""
         return self.rows.start
 
     def open(self, visible: int, offset: int = 0, fresh: bool = False) -> None:
-        """Prepares a pass.
+        """Sets what the next forward pass reads and writes.
 
         Args:
-            visible: Slots that attention covers.
-            offset: The pass writes from ``start + offset`` on.
-            fresh: Whether it is the first pass, of ``visible`` tokens: it attends only to the keys
-                that it writes.
+            visible: Number of slots that attention covers, from the first slot on.
+            offset: Distance from ``start`` to the first slot that the pass writes.
+            fresh: Whether this is the prefill of ``visible`` tokens, which fills all visible slots.
         """
         self.rows.visible, self.rows.offset, self.rows.slots = visible, offset, None
         self.rows.fresh = fresh
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:
-        """Keeps the root of the last pass and ``count - 1`` of its nodes.
+        """Commits the root of the last pass and ``count - 1`` of its nodes.
 
         Args:
-            count: Slots to keep per row, root included; 0 for inactive rows, ``(B,)``.
-            path: Node indices in order, ``(B, D)``, -1 padded; ``None``: the nodes are a chain.
+            count: Number of slots to commit per row, root included, ``(B,)``; 0 for inactive rows.
+            path: Indices of the accepted nodes in order, ``(B, D)``, padded with -1; ``None``: the
+                nodes are a chain.
         """
         if path is not None and path.shape[1]:
             base = self.rows.start[:, None] + 1
@@ -189,14 +191,14 @@ class RaggedCache(Cache):
         self.rows.start += count
 
     def copy(self, source: RaggedCache, rows: slice, slots: Sequence[Tensor], visible: int) -> None:
-        """Writes slots of another cache's rows after each row's start; commits nothing.
+        """Copies slots of another cache to each row's ``start``, without moving ``start``.
 
         Args:
             source: A cache of the same model.
             rows: Rows of ``source``, as many as this cache has.
-            slots: Slots to copy by layer, ``(B, H or 1, n)``; an index beyond the end copies the
-                last.
-            visible: Slots that the storage must hold afterwards.
+            slots: Slots of ``source`` to copy, by layer, ``(B, H or 1, n)``; an index beyond the
+                end copies the last slot.
+            visible: Number of visible slots afterwards.
         """
         self.open(visible)
         for layer, other, index in zip(self.layers, source.layers, slots, strict=True):
@@ -210,11 +212,11 @@ class RaggedCache(Cache):
             layer.update(*copied)
 
     def set_start(self, start: Tensor) -> None:
-        """Moves the write positions without touching the slots."""
+        """Sets the write positions, ``(B,)``, without changing any slot."""
         self.rows.start.copy_(start)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keeps the rows ``beam_idx``, in that order; a row may occur several times."""
+        """Selects the rows ``beam_idx``, in that order; a row may occur several times."""
         self.rows.start = self.rows.start[beam_idx]
         for layer in self.layers:
             layer.reorder_cache(beam_idx)

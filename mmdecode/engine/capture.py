@@ -3,7 +3,7 @@
 At small batch a step is bound by kernel launches, not by arithmetic. A round has a fixed shape: its
 nodes, and the cache slots that attention covers. On CUDA, for each shape the first round is run as
 usual, the second is captured, and from then on only the proposal is copied in and the graph
-replayed. Everything that a round keeps for the next must therefore stay in the same memory: `Call`,
+replayed. State that a round leaves to the next must therefore stay at the same address: `Call`,
 caches and drafters change their tensors in place (`Plan.static_shapes`). A graph lives for one
 call.
 
@@ -44,14 +44,14 @@ def available(device: torch.device) -> bool:
 
 
 def coarse(length: int) -> int:
-    """``length`` rounded up to a multiple of `STEP`."""
+    """``length``, in cache slots, rounded up to a multiple of `STEP`."""
     return -(-length // STEP) * STEP
 
 
 def record(
     call: Callable[[], T], device: torch.device, pool: Any
 ) -> tuple[T, Callable[[], None], Any]:
-    """Captures ``call`` in a CUDA graph, in the memory pool ``pool``; computes nothing.
+    """Captures ``call`` in a CUDA graph that allocates from ``pool``, without running it.
 
     Returns:
         The tensors that ``call`` returned, a function that replays the graph and fills them, and
@@ -65,9 +65,10 @@ def record(
 
 
 def step(run: Run) -> Callable[[Proposal], RoundResult]:
-    """A function that runs a round and replays captured rounds of the same shape.
+    """A function that runs a round by replaying the captured round of the same shape.
 
-    If a part of the round must run on the host, the scoring alone is captured.
+    If a part of the round must run on the host, only the target's scoring of the proposal is
+    captured.
     """
     own = [type(r).__name__ for r in run.runners if not r.graph_safe]
     if own:
@@ -104,11 +105,11 @@ class Graph(Generic[T]):
 
 
 class Replayed(Generic[T]):
-    """A function of a proposal and of tensors that stay in place, run by replaying CUDA graphs.
+    """A function of a proposal and of tensors at fixed addresses, run by replaying CUDA graphs.
 
     Args:
-        function: Function to capture. A replay overwrites the results of the one before it, if
-            both have the same shape.
+        function: Function to capture. A replay overwrites the result of the previous replay of the
+            same shape.
         call: The call; ``call.rows.cur_len`` decides how many slots attention covers.
     """
 

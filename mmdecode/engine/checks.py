@@ -105,10 +105,15 @@ def refuse_training(model: Any) -> None:
 
 
 def refuse_inputs(input_ids: Tensor, inputs: Mapping[str, Any], own_prompt: bool) -> None:
-    """Refuses prompts whose ids are not known; ``own_prompt``: the adapter makes the prompt.
+    """Refuses prompts whose ids are not known.
+
+    Args:
+        input_ids: Ids of the prompt, ``(B, P)``.
+        inputs: Further arguments of the call.
+        own_prompt: Whether the adapter makes the prompt, so that ``input_ids`` may be empty.
 
     Raises:
-        IncompatibleError: Tokens are already in a cache, or were given as embeddings only.
+        IncompatibleError: The prompt is in a cache, or is given as embeddings only.
     """
     past = inputs.get("past_key_values")
     if past is not None and not callable(getattr(past, "get_seq_length", None)):
@@ -119,10 +124,9 @@ def refuse_inputs(input_ids: Tensor, inputs: Mapping[str, Any], own_prompt: bool
     held = 0 if past is None else _held(past)
     if held:
         raise IncompatibleError(
-            f"past_key_values already hold tokens ({held}); a mmdecode decoder keeps a cache of "
-            "its own, in which each row grows by itself, and cannot go on from one of "
-            "transformers: leave past_key_values out and pass the whole prompt, earlier turns "
-            "included, as input_ids"
+            f"past_key_values already hold tokens ({held}); a mmdecode decoder has a cache of "
+            "its own and cannot continue from one of transformers: leave past_key_values out and "
+            "pass the whole prompt, earlier turns included, as input_ids"
         )
     if input_ids.shape[1] == 0 and not own_prompt:
         raise IncompatibleError(

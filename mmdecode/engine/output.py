@@ -61,23 +61,23 @@ class Listener(Protocol):
 
 
 class Stream:
-    """Puts the tokens of the one row into a streamer of transformers, block by block.
+    """Passes the committed tokens of a batch of one to a streamer of transformers.
 
     Args:
-        streamer: The streamer; whoever made it calls its ``end``.
+        streamer: The streamer; its ``end`` is called by ``generate``, not here.
     """
 
     def __init__(self, streamer: Any) -> None:
         self.streamer = streamer
 
     def add(self, round: Committed) -> None:
-        """Puts the tokens of a block."""
+        """Passes the tokens of a round to the streamer."""
         block = round.block
         self.streamer.put(block.tokens[0, : int(block.count[0])].cpu())
 
 
 class Recorder:
-    """Scores and raw logits of the committed tokens, where the caller asked for them.
+    """Records scores and raw logits of the committed tokens, if the caller asked for them.
 
     Args:
         config: Config of the call, with ``output_scores`` and ``output_logits``.
@@ -91,7 +91,7 @@ class Recorder:
         }
 
     def add(self, round: Committed) -> None:
-        """Keeps the scores and logits of a block's tokens."""
+        """Records the scores and logits of a round's committed tokens."""
         path = round.block.path
         for name, rows in self.rows.items():
             along = (
@@ -103,7 +103,13 @@ class Recorder:
                 rows[row].extend(along[row, :kept].clone())  # frees the rejected rows
 
     def tuple_of(self, name: str) -> tuple[Tensor, ...] | None:
-        """One ``(B, V)`` tensor per generated position; zeros after a row's end."""
+        """Recorded scores or logits, as ``generate`` returns them; ``None``: not recorded.
+
+        One ``(B, V)`` tensor per generated position, with zeros after a row's end.
+
+        Args:
+            name: ``scores`` or ``logits``.
+        """
         if name not in self.rows:
             return None
         rows = self.rows[name]

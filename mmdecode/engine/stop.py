@@ -1,8 +1,8 @@
-"""Stop rules, which cut a block: end tokens, length, and the caller's own criteria.
+"""Stopping criteria, which cut a round's tokens: end tokens, length, and the caller's criteria.
 
-Criteria are given the same prefixes as in plain ``generate``: each prefix of the block, in order.
-Criteria of known exact type are vectorised; others are called prefix by prefix, for the whole
-batch.
+Criteria get the same prefixes as in plain ``generate``: after each token of the block (the accepted
+tokens of a round and the one after them), in order. Criteria of known types are evaluated at once;
+others are called prefix by prefix, for the whole batch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mmdecode.engine.call import Call
 
 
 class Stopping:
-    """The stop rules of one call.
+    """The stopping criteria of one call.
 
     Args:
         criteria: Stopping criteria as ``generate`` built them.
-        eos_token_ids: Ids that end a row, ``(n,)``, instead of the criteria for end tokens.
-        max_new_tokens: Most generated tokens per row.
+        eos_token_ids: Ids that end a row, ``(n,)``; they replace the criteria for end tokens.
+        max_new_tokens: Maximum number of generated tokens per row.
     """
 
     def __init__(
@@ -39,15 +39,16 @@ class Stopping:
         self.others = [c for c in criteria if type(c) not in known]
 
     def cut(self, call: Call, block: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """How much of each row's block is kept, and which rows end in it.
+        """Cuts each row's block after the first token that ends the row.
 
         Args:
-            call: The rows, before the block is committed.
-            block: Accepted tokens and the next one, ``(B, D + 1)``.
-            count: Tokens in the block, ``(B,)``; 0 for inactive rows.
+            call: The call, before the block is committed.
+            block: Accepted tokens and the one after them, ``(B, D + 1)``.
+            count: Number of tokens in each row's block, ``(B,)``; 0 for inactive rows.
 
         Returns:
-            ``count (B,)``, at least 1 for active rows, and ``ended (B,)``.
+            Number of tokens to commit, ``(B,)``, at least 1 for active rows; and whether the row
+            ends, ``(B,)`` bool.
         """
         order = torch.arange(1, block.shape[1] + 1, device=block.device)
         stop = (block[..., None] == self.eos_token_ids).any(-1)
@@ -82,6 +83,6 @@ class Stopping:
 
 
 def _verdict(criteria: list[Any], ids: Tensor) -> Tensor:
-    """Whether any criterion ends each row; a criterion may answer for all rows at once."""
+    """Whether any criterion ends each row, ``(B,)``; a criterion may return one value for all."""
     answers = [torch.as_tensor(c(ids, None), device=ids.device).reshape(-1) for c in criteria]
     return torch.stack([answer.bool().expand(len(ids)) for answer in answers]).any(0)

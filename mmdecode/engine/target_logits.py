@@ -1,12 +1,13 @@
 """The target distribution at the nodes: the guide's output after logits processors and warpers.
 
-A processor of transformers is given one position of every row and the row's whole prefix. Here many
-nodes are scored at once, each with its own prefix. Processors of known exact type are evaluated at
-all nodes together, without a transfer; a family's adapter may add further types. Our own processors
-implement ``at_nodes(scores (B, N + 1, V), nodes) -> scores``, which processes all nodes at once.
+A logits processor of transformers gets the scores of one position per row, and the row's whole
+prefix. Here many nodes are scored at once, each with its own prefix. Processors of known types are
+evaluated at all nodes together, on the device; the adapter of a model family may add further types.
+This library's processors implement ``at_nodes(scores (B, N + 1, V), nodes) -> scores``, which
+processes all nodes at once.
 
-If the list has a processor of any other type, it runs as in transformers: node by node along the
-accepted path, batch-shaped for each distinct prefix length, never past the first rejection.
+If the list has a processor of any other type, all processors run as in transformers: node by node
+along the accepted path and up to the first rejection, with rows of equal prefix length as a batch.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ _PREFIX_FREE = {
 
 
 class Nodes:
-    """Root and nodes of one proposal as score rows: prefix lengths, tokens, ancestors.
+    """Structure of a proposal: tokens, depths and ancestors of its root and its N nodes.
+
+    Index 0 is the root, the last committed token; index i + 1 is node i.
 
     Attributes:
-        parents: Score row of the parent, ``(B or 1, N)``.
-        depths: Nodes on the path to each row, 0 for the root, ``(B or 1, N + 1)``.
-        ancestors: ``(B or 1, N + 1, N + 1)``, self included.
+        parents: Index of each node's parent, ``(B or 1, N)``.
+        depths: Depth of root and nodes, 0 for the root, ``(B or 1, N + 1)``.
+        ancestors: Whether the second is an ancestor of the first, or the same, ``(B or 1, N + 1,
+            N + 1)`` bool.
     """
 
     def __init__(self, call: Call, proposal: Proposal) -> None:
@@ -56,16 +60,16 @@ class Nodes:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """Last token of each row's prefix, ``(B, N + 1)``; row 0 is the root."""
+        """Token of the root and of each node, ``(B, N + 1)``."""
         return torch.cat([self.call.last(1), self._drafted], 1)
 
     @cached_property
     def prefix_length(self) -> Tensor:
-        """Length of each row's prefix, prompt and padding included, ``(B, N + 1)``."""
+        """Length of the prefix up to root or node, prompt and padding included, ``(B, N + 1)``."""
         return self.call.rows.length[:, None] + self.depths + self.call.prompt_length
 
     def previous(self) -> Tensor:
-        """Last but one token of each row's prefix, ``(B, N + 1)``."""
+        """Token before the root and before each node on its path, ``(B, N + 1)``."""
         before_root = self.call.last(2)[:, :1]
         if self.tokens.shape[1] == 1:
             return before_root
@@ -73,7 +77,12 @@ class Nodes:
         return torch.cat([before_root, above], 1)
 
     def last_committed(self, first: int, begin: int) -> Tensor:
-        """The last committed id >= ``first``, in columns >= ``begin``, ``(B,)``; -1: none."""
+        """The last committed token with an id of ``first`` or more, ``(B,)``; -1: none.
+
+        Args:
+            first: Lowest id that counts.
+            begin: First column of the ids that is searched.
+        """
         ids = self.call.rows.ids[:, begin:]
         order = self.vocabulary(ids.shape[1])
         end = self.call.rows.length[:, None] + (self.call.prompt_length - begin)
@@ -82,9 +91,13 @@ class Nodes:
         return torch.where(last >= 0, found, -1)
 
     def last_on_path(self, wanted: Tensor, base: Tensor) -> Tensor:
-        """The last node token on each row's path where ``wanted (B, N + 1)`` holds, else ``base``.
+        """The last token on the path to root or node that is wanted, ``(B, N + 1)``.
 
-        The root is not a node: ``base (B,)`` is taken from committed tokens, the root included.
+        Args:
+            wanted: Whether the token of root or node counts, ``(B, N + 1)`` bool; the root's value
+                is not used.
+            base: Result where no node on the path is wanted, ``(B,)``: the last wanted committed
+                token.
         """
         if wanted.shape[1] == 1:
             return base[:, None]
@@ -179,18 +192,18 @@ _KNOWN: NodeProcessors = {
 
 
 def _vectorised(processor: lp.LogitsProcessor, table: NodeProcessors) -> Vectorised | None:
-    """The processor as a function of all nodes; ``None``: its type is not known."""
+    """The processor as a function of all nodes; ``None``: it must run node by node."""
     known = table.get(type(processor))
     return known(processor) if known else getattr(processor, "at_nodes", None)
 
 
 def prefix_free(processors: LogitsProcessorList) -> Callable[[Tensor], Tensor] | None:
-    """The processors that do not read ids, as one function of logits ``(..., V)``.
+    """Combines the processors that do not depend on previous tokens, such as temperature.
 
-    Our own processors of this kind have a class attribute ``prefix_free``.
+    Custom processors declare this by a class attribute ``prefix_free``.
 
     Returns:
-        The function; ``None`` if there is no such processor.
+        A function of logits ``(..., V)``; ``None`` if there is no such processor.
     """
     found = [
         one
@@ -211,11 +224,11 @@ def prefix_free(processors: LogitsProcessorList) -> Callable[[Tensor], Tensor] |
 
 
 class Processors:
-    """The caller's processors, sorted once per call into vectorised ones and others.
+    """The caller's logits processors, with their vectorised forms.
 
     Args:
         processors: The processors, in order.
-        known: The adapter's further types that can be evaluated at all nodes together.
+        known: Further types that can be evaluated at all nodes together, from the adapter.
 
     Attributes:
         vectorised: Whether every processor can be evaluated at all nodes together.
@@ -231,14 +244,17 @@ class Processors:
         self.vectorised = len(self._runs) == len(runs)
 
     def run_all(self, scores: Tensor, nodes: Nodes) -> Tensor:
-        """Processes all score rows at once; only if `vectorised`."""
+        """Processes the scores of root and nodes at once; only if `vectorised`."""
         for run in self._runs:
             scores = run(scores, nodes)
         return scores
 
 
 def rows_along(scores: Tensor, path: Tensor) -> Tensor:
-    """The rows of ``scores (B, N + 1, V)`` at the root and along ``path (B, D)``."""
+    """Scores at the root and at the nodes of a path: ``(B, N + 1, V)`` to ``(B, D + 1, V)``.
+
+    ``path (B, D)`` has the indices of the nodes.
+    """
     rows = torch.nn.functional.pad(path + 1, (1, 0))
     return scores.gather(1, rows[..., None].expand(-1, -1, scores.shape[-1]))
 
@@ -249,11 +265,12 @@ class TargetLogits:
     Args:
         logits: Guided logits, float32 ``(B, N + 1, V)``.
         call: The call.
-        proposal: The nodes.
+        proposal: The proposal whose nodes were scored.
         processors: The caller's processors.
 
     Attributes:
-        vectorised: Whether `all` is available: the type of every processor is known.
+        vectorised: Whether `all` can be called: every processor can be evaluated at all nodes
+            together.
     """
 
     def __init__(
@@ -277,7 +294,11 @@ class TargetLogits:
         return self._all
 
     def at(self, rows: Tensor) -> Tensor:
-        """Processed logits at one score row per batch row, ``(B,)`` to ``(B, V)``; -1: none."""
+        """Processed logits at one node of each row, ``(B, V)``.
+
+        Args:
+            rows: Index in each row, 0 for the root and i + 1 for node i, ``(B,)``; -1: not needed.
+        """
         if self.vectorised:
             index = rows.clamp_min(0)[:, None, None].expand(-1, 1, self._raw.shape[-1])
             return self.all().gather(1, index)[:, 0]
@@ -290,7 +311,11 @@ class TargetLogits:
         return result
 
     def along(self, path: Tensor) -> Tensor:
-        """Processed, at the root and along ``path (B, D)``: ``(B, D + 1, V)``."""
+        """Processed logits at the root and at the nodes of a path, ``(B, D + 1, V)``.
+
+        Args:
+            path: Indices of the nodes, ``(B, D)``, padded with -1.
+        """
         if self.vectorised:
             return rows_along(self.all(), path)
         rows = torch.nn.functional.pad(path + 1, (1, 0))

@@ -31,10 +31,10 @@ class Step:
         changed: Whether the most likely token of the guided distribution differs from the model's;
             ``None``: not known, since the guide edits or replaces the main branch (see
             `contracts.plain_main`).
-        distances: Largest absolute difference of a log-probability from the main branch's, by
-            branch.
-        total: S, the sum of the branch weights: if it is not 1, agreeing branches sharpen or
-            flatten the distribution. ``None``: the guide has no weights.
+        distances: For each branch, the largest absolute difference of a log-probability from that
+            of the main branch.
+        total: Sum of the branch weights: if it is not 1, the guide sharpens or flattens the
+            distribution even where all branches agree. ``None``: the guide has no weights.
     """
 
     survivors: int
@@ -52,8 +52,8 @@ class Round:
         accepted: Tokens of the accepted path.
         decided: The token that the target decided after the path.
         bonus: Whether the path ended at a leaf: ``decided`` is a bonus token, not a correction.
-        kept: Number of tokens committed after stop rules.
-        steps: Effect of the guide at each of them; empty without a guide.
+        kept: Number of tokens that were committed, after stopping criteria.
+        steps: Effect of the guide at each committed token; empty without a guide.
         opening: Logits ``(V,)`` at the row's first token by branch, with the guided logits before
             the plausibility cut as ``"guided"``. ``None`` in later rounds.
     """
@@ -73,7 +73,8 @@ class Details(NamedTuple):
     Attributes:
         branches: Logits of all branches, ``(B, N + 1, V)``, with the guided logits before the
             plausibility cut as ``"guided"``.
-        total: S, ``(B, N + 1)`` if it changes by position; ``None``: the guide has no weights.
+        total: Sum of the branch weights, ``(B, N + 1)`` if it depends on the position; ``None``:
+            the guide has no weights.
     """
 
     branches: Mapping[str, Tensor]
@@ -99,7 +100,7 @@ class Tracer(NoTrace):
     """Records each row's rounds.
 
     Args:
-        guide: Guide of the call.
+        guide: Guide of the call; ``None``: there is none.
         batch: Number of rows.
 
     Attributes:

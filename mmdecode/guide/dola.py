@@ -1,10 +1,10 @@
 """DoLa: contrasts the last layer's distribution with that of the early layer that differs most.
 
 ``log p_N - alpha * log p_M`` on tokens with ``p_N >= relative_top * max p_N``, where M is the early
-layer, of a few candidates, whose distribution is farthest from the last one's by Jensen-Shannon
-divergence. M is chosen for each row and node, by the divergence of the paper's formula: the
-released code swaps the arguments of its KL terms and takes means over the batch. Layers are read
-through the final norm and the head. Works on text models too.
+layer, among a few candidates, whose distribution has the largest Jensen-Shannon divergence from
+that of the last layer. M is chosen separately for each row and node, by the paper's formula; the
+published code exchanges the arguments of its KL terms and averages over the batch. A layer's
+distribution is that of its states after the final norm and the head. No image is needed.
 
 Source: Chuang et al. 2024, arXiv:2309.03883, equations 1 to 5.
 """
@@ -26,17 +26,18 @@ from mmdecode.guide.edited import checked_layers, exit_layers
 from mmdecode.guide.linear import checked_cut, not_negative, plausible
 
 BUCKETS = {"low": (0.0, 0.5), "high": (0.5, 1.0), "all": (0.0, 1.0)}
-"""Candidates by name, as fractions of the depth; every second layer is one."""
+"""Ranges of candidate layers by name, as fractions of the depth."""
 
 
 class DoLa(Guide):
     """Contrast with an early layer of the same pass.
 
     Args:
-        layers: Candidates: every second exit between two fractions of the depth. The embeddings are
-            left out where they share the output matrix, which would give back the token just read.
-        relative_top: Plausibility cut, 0..1; 0 keeps the vocabulary.
-        alpha: Weight of the early layer: 1 as published; 0 leaves the cut alone.
+        layers: Range of the candidates, as two fractions of the depth; every second layer in it is
+            a candidate. The embeddings (depth 0) are no candidate if they are tied to the output
+            matrix, since their most likely token would be the input token itself.
+        relative_top: Plausibility cut, 0..1; 0: no cut.
+        alpha: Weight of the early layer, 1 as published; 0: no contrast, only the cut.
 
     Neutral: ``alpha`` 0 and ``relative_top`` 0.
     """
@@ -59,17 +60,20 @@ class DoLa(Guide):
     def from_options(
         cls, bucket: str = "high", relative_top: float = 0.1, alpha: float = 1.0
     ) -> DoLa:
-        """From a string: ``bucket`` is ``high`` (short answers), ``low`` (long ones) or ``all``."""
+        """Makes the guide from the options of a string.
+
+        ``bucket`` is a name in `BUCKETS`: ``high`` is for short answers, ``low`` for long ones.
+        """
         if bucket not in BUCKETS:
             raise OptionError(f"bucket must be one of {', '.join(BUCKETS)}, got {bucket!r}")
         return cls(BUCKETS[bucket], relative_top, alpha)
 
     def candidates(self, adapter: Any) -> range:
-        """Layers whose exits are compared with the last."""
+        """Indices of the candidate layers."""
         return exit_layers(self.layers, adapter.num_layers, 2 * _tied(adapter.model), step=2)
 
     def needs(self, adapter: Any) -> Requirements:
-        """The candidates' exits."""
+        """Logits at the candidate layers, if there is a contrast."""
         if not self.alpha:
             return Requirements()
         return Requirements(early_exit_logits=frozenset(self.candidates(adapter)))
@@ -79,13 +83,13 @@ class DoLa(Guide):
 
     @property
     def total(self) -> float:
-        """S, the sum of the weights."""
+        """Sum of the weights of the two layers."""
         return 1 - self.alpha
 
     def combine(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """The difference of the two layers' log-probabilities, before the cut."""
+        """Contrasted log-probabilities before the cut, ``(B, N + 1, V)``."""
         main = outputs["main"]
         if not self.alpha:
             return main.logits

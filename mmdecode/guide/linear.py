@@ -150,7 +150,7 @@ class Contrast(Linear):
 
 
 def contrast(alpha: float) -> list[float]:
-    """Weights ``(1 + alpha, -alpha)``."""
+    """Weights of main and negative branch in a contrast: ``[1 + alpha, -alpha]``."""
     return [1 + not_negative("alpha", alpha), -alpha]
 
 
@@ -177,7 +177,13 @@ def checked_cut(name: str, value: float) -> float:
 
 
 def plausible(combined: Tensor, main: Tensor, beta: float) -> Tensor:
-    """``combined`` with ``-inf`` where the main probability is below ``beta * max``."""
+    """Plausibility cut: ``-inf`` where the main branch's probability is below ``beta * max``.
+
+    Args:
+        combined: Guided logits, ``(..., V)``.
+        main: Logits of the main branch, ``(..., V)``.
+        beta: Share of the largest probability; 0: no cut.
+    """
     if beta == 0:
         return combined
     floor = main.amax(-1, keepdim=True) + math.log(beta)
@@ -185,17 +191,16 @@ def plausible(combined: Tensor, main: Tensor, beta: float) -> Tensor:
 
 
 def generated(call: Call, proposal: Proposal) -> Tensor:
-    """Index of the token that each score row decides, counted from the first generated one.
+    """Index of the token after the root and after each node, ``(B, N + 1)``.
 
-    Returns:
-        ``(B, N + 1)``.
+    Indices count generated tokens from 0, without the prompt.
     """
     _, depths, _ = proposal.structure()
     return call.rows.length[:, None] + pad(depths, (1, 0))
 
 
 def warn_inactive(guide: str, call: Call, prefill: Mapping[str, BranchOutput], name: str) -> None:
-    """Warns if a branch has the main branch's outputs in every row that has an image."""
+    """Warns if a branch has the same logits as the main branch in every row that has an image."""
     if call.plan.is_draft:
         return
     # the same tokens may be read by another kernel, which changes the last bits
@@ -204,15 +209,15 @@ def warn_inactive(guide: str, call: Call, prefill: Mapping[str, BranchOutput], n
     has_image = call.plan.adapter.spans("image", call.request.prompt_ids).any(1)
     if bool((same | (has_image.any() & ~has_image)).all()):
         warn(
-            f"guide {guide} is inactive: its branch {name!r} says of these prompts what the model "
-            "says without it; check that the prompts have images and that the guide's options "
-            "change what it is about",
+            f"guide {guide} is inactive: its branch {name!r} has the same scores for these prompts "
+            "as the model without it; check that the prompts have images and that the guide's "
+            "options change the branch's input",
             stacklevel=2,
         )
 
 
 def warn_inert(guide: str, call: Call) -> None:
-    """Warns if a guide that only affects sampling is used in greedy generation."""
+    """Warns if a guide that affects sampling alone is used in greedy decoding."""
     if not (call.request.do_sample or call.plan.is_draft):
         warn(
             f"guide {guide} is inert in greedy generation, where it changes no token; set "

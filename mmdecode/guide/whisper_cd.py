@@ -1,40 +1,39 @@
 """Whisper-CD: contrast with the model's scores for noise, silence and a shifted recording.
 
-Each negative branch gets a changed waveform of the window: with Gaussian noise, silent, or shifted.
-Over log-probabilities ``l``, of text tokens alone:
+Each negative branch k runs on a changed waveform of the window: with Gaussian noise, silent, or
+shifted. Scores of text tokens are, with log-probabilities ``l``:
 
     (1 + alpha) l(clean) - alpha tau log mean_k exp(l_k / tau)
 
-With tau 1 that is contrast with the mixture of the negatives' distributions. The logarithm is of
-the mean, not the sum, so that negatives which agree with the clean branch leave its scores as they
-are; with the sum, text would lose ``alpha tau log K`` to everything that is not contrasted. The
-result is scaled so that all text tokens together keep the probability that the clean branch gives
-them: the end, special and timestamp tokens keep theirs exactly.
+With tau = 1 this contrasts with the mixture of the negative branches' distributions. The mean,
+instead of a sum, leaves scores unchanged where all branches agree; with a sum, text tokens would
+lose ``alpha tau log K`` relative to other tokens. The scores are then scaled so that the total
+probability of text tokens is that of the clean branch: end, special and timestamp tokens keep
+their probabilities exactly.
 
-Contrast cannot stop text in silence, where all branches agree; but the agreement itself is a sign
-of it. Where the first text token is decided, the evidence for speech is the total variation between
-the distribution given the window and the one given silence; a part ``doubt`` of what noise changes
-in that distribution counts against it, since real speech is recognised through noise, and text that
-was hallucinated from a sound is not. Where the evidence is below ``gate``, the window ends.
+Contrast cannot suppress text hallucinated in silence, since all branches agree there. The agreement
+is itself a sign of silence: at the first text token, the evidence for speech is the total variation
+between the distributions given the window and given silence. With ``doubt``, that part of the total
+variation between the window and the window in noise is subtracted, since noise changes the text of
+real speech little, but hallucinated text much. If the evidence is below ``gate``, the window ends.
 
-This gate recognises only sounds that the model takes for silence. Two more use the model's own
-prediction: Whisper was trained to predict a no-speech token at the start of a transcript.
-``no_speech`` ends a window whose no-speech probability under noise is above it. ``structure``
-compares that probability with the one of a scrambled window, of the same spectrum but random
-phases: speech is no longer recognised as speech once its order in time is gone, while noise stays
-noise, and a steady murmur or music is taken for speech before and after. Scrambling also fills the
-pauses of a window, and much of the evidence comes from them: a sound that stops long before its
-window does passes for speech.
+This gate detects only sounds that the model takes for silence. Two further gates use the no-speech
+token, which Whisper was trained to predict at the start of a transcript. ``no_speech`` ends a
+window if the token's probability, with noise added, is above it. ``structure`` compares the token's
+log-probability before and after scrambling the window, which keeps the spectrum and randomises the
+phases. Scrambled speech is no longer taken for speech, so the log-probability rises; it hardly
+changes for noise, nor for steady murmur or music. A limit of this gate: scrambling also fills
+pauses, so a sound that ends long before its window passes as speech.
 
-Fill last windows with silence (``padding="silence"`` of the Transcriber): zeros in the features are
-not silence, and a silent waveform before them is no reference. How much evidence speech has depends
-on the model: choose ``gate`` with ``mmdecode evaluate silence --part development``, below nearly
-all of your speech, and likewise ``no_speech`` and ``structure``, which are off unless given. The
-default ends only windows that are very likely silent.
+Pad the last window with silence (``padding="silence"`` of the Transcriber): features padded with
+zeros are not those of silence, so the silent branch would not be comparable. The evidence of speech
+depends on the model: choose ``gate`` with ``mmdecode evaluate silence --part development``, below
+nearly all of your speech, and likewise ``no_speech`` and ``structure``, which are off by default.
+The default ``gate`` ends only windows that are very likely silent.
 
-Source: Whisper-CD 2026, arXiv:2603.06193. The weights are not known to us; the mean, the scaling to
-the text's probability, the plausibility cut (Li et al. 2023, arXiv:2210.15097, equation 2) and the
-gates are ours.
+Source: Whisper-CD 2026, arXiv:2603.06193. The paper's weights are not known to us; the mean, the
+scaling to the text's probability, the plausibility cut (Li et al. 2023, arXiv:2210.15097,
+equation 2) and the gates are ours.
 """
 
 from __future__ import annotations
@@ -66,14 +65,15 @@ _LAST = -1e4  # logit of a token that is chosen only if no other is allowed
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Constants of a call: its tokens and rows by kind.
+    """Constants of a call: masks of tokens and of rows.
 
     Attributes:
-        end: Ids below it are text.
-        text: Mask of these tokens, ``(V,)``.
-        ended: The distribution that ends a window, ``(V,)``.
-        timed: Rows in which a timestamp comes before any text, ``(B, 1)``.
-        unspoken: Rows without speech by the no-speech token, ``(B, 1)``; ``None``: no gate uses it.
+        end: Id of the end token; lower ids are text tokens.
+        text: Mask of the text tokens, ``(V,)`` bool.
+        ended: Logits that choose the end token, ``(V,)``.
+        timed: Rows that generate timestamps, which come before any text, ``(B, 1)`` bool.
+        unspoken: Rows that ``no_speech`` or ``structure`` ends, ``(B, 1)`` bool; ``None``: both
+            gates are off.
     """
 
     end: int
@@ -87,20 +87,21 @@ class WhisperCD(Guide):
     """Contrastive decoding of Whisper.
 
     Args:
-        alpha: Strength of the contrast; 0 leaves the scores alone.
-        tau: Temperature at which the negative branches are joined: the lower it is, the more the
-            branch that gives a token the most probability decides.
+        alpha: Strength of the contrast; 0: none.
+        tau: Temperature of the average over negative branches; low values approach the maximum over
+            branches.
         beta: Plausibility cut among text tokens.
-        gate: Evidence, 0..1, below which a window without text so far ends; 0 is no gate.
-        doubt: Part of the total variation that noise makes which counts against the evidence, 0..1.
-        snr: Decibels of the window above the noise of the first branch; ``None``: no such branch.
-        silence: Whether silence is contrasted; the gate uses a silent branch in any case.
-        shift: Part of a window by which the last branch's waveform is delayed; ``None``: no such
-            branch.
-        no_speech: Probability of the no-speech token, in noise of ``snr``, above which a window
-            ends; 1 is no gate.
-        structure: Nats by which the log-probability of that token must rise when the window is
-            scrambled, or it ends; ``None``: no gate.
+        gate: Evidence for speech, 0 to 1, below which a window ends if it has no text so far; 0:
+            no gate.
+        doubt: Weight, 0 to 1, of the total variation that noise makes, which is subtracted from the
+            evidence.
+        snr: Signal-to-noise ratio of the branch with noise, in decibels; ``None``: no such branch.
+        silence: Whether to contrast with a silent branch; ``gate`` uses one in any case.
+        shift: Delay of the shifted branch, as a share of the window; ``None``: no such branch.
+        no_speech: Probability of the no-speech token, with noise of ``snr``, above which a window
+            ends; 1: no gate.
+        structure: Minimum rise of the no-speech token's log-probability when the window is
+            scrambled, in nats; with a smaller rise the window ends. ``None``: no gate.
 
     Neutral: ``alpha``, ``beta`` and ``gate`` 0, ``no_speech`` 1 and ``structure`` ``None``.
     """
@@ -148,7 +149,7 @@ class WhisperCD(Guide):
             changes["shifted"] = partial(delayed, shift)
         if alpha and not changes:
             raise OptionError(
-                "there is nothing to contrast with: give snr, silence or shift, or alpha=0"
+                "there is no branch to contrast with: give snr, silence or shift, or alpha=0"
             )
         self.negatives = list(changes) if alpha else []
         branch_changes = {name: changes[name] for name in self.negatives}
@@ -157,8 +158,8 @@ class WhisperCD(Guide):
         if (gate and doubt) or no_speech < 1:
             if snr is None:
                 raise OptionError(
-                    "doubt and no_speech are about the branch in noise: give snr, or doubt=0 and "
-                    "no_speech=1"
+                    "doubt and no_speech use the branch with noise, which snr=none leaves out: "
+                    "give snr, or doubt=0 and no_speech=1"
                 )
             branch_changes[NOISED] = partial(noised, snr)
         if structure is not None:
@@ -170,11 +171,11 @@ class WhisperCD(Guide):
         self.neutral = not (alpha or beta or gate or self.asks)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """The states of the prompt, where it asks for the probability of no speech."""
+        """Hidden states of the prompt, if a gate uses the no-speech token."""
         return Requirements(prompt_hidden=self.asks)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Vocabulary:
-        """Constants: text tokens, the end of a window, rows with timestamps or without speech."""
+        """Constants of the call, see `Vocabulary`."""
         adapter, device = call.plan.adapter, call.device
         text = torch.arange(adapter.vocab, device=device) < adapter.end
         ended = torch.full_like(text, -torch.inf, dtype=torch.float32)
@@ -206,7 +207,7 @@ class WhisperCD(Guide):
 
     @property
     def total(self) -> float:
-        """S, the sum of the weights."""
+        """Sum of the branches' weights: 1, since contrast subtracts as much as it adds."""
         return 1.0
 
     def combine(
@@ -239,7 +240,7 @@ class WhisperCD(Guide):
         return torch.where(ends[..., None], constants.ended, logits)
 
     def _evidence(self, outputs: Mapping[str, BranchOutput]) -> Tensor:
-        """Evidence for speech, at root and nodes, ``(B, N + 1)``."""
+        """Evidence for speech after the last token and each drafted one, ``(B, N + 1)``."""
         main = outputs["main"].logits
         found = distance(main, outputs[SILENT].logits)
         if self.noise_weight:
@@ -275,7 +276,7 @@ def distance(first: Tensor, second: Tensor) -> Tensor:
 
 
 def first_text(constants: Vocabulary, call: Call, proposal: Proposal) -> Tensor:
-    """Whether root and nodes decide what may be the first text token, ``(B, N + 1)``."""
+    """Whether the next token could be the first text token, at root and nodes, ``(B, N + 1)``."""
     ids = call.rows.ids[:, call.prompt_length :]
     begun = torch.arange(ids.shape[1], device=call.device) < call.rows.length[:, None]
     has_text = (begun & (ids < constants.end)).any(1, keepdim=True)
@@ -298,13 +299,13 @@ def silent(samples: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def scrambled(samples: Tensor, draw: torch.Generator) -> Tensor:
-    """The samples with random phases: steady noise of the same spectrum."""
+    """The samples with random phases: stationary noise of the same spectrum."""
     spectrum = torch.fft.rfft(samples)
     phases = 2 * math.pi * torch.rand(spectrum.shape, generator=draw)
     return torch.fft.irfft(torch.polar(spectrum.abs(), phases), len(samples))
 
 
 def delayed(shift: float, samples: Tensor, draw: torch.Generator) -> Tensor:
-    """Delays by the part ``shift`` of the window; silence comes first, the rest is cut off."""
+    """The samples delayed by a share ``shift`` of their length, with silence before them."""
     by = round(shift * len(samples))
     return pad(samples[: len(samples) - by], (by, 0))

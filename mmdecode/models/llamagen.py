@@ -195,12 +195,12 @@ class LlamaGenMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Residual of the layer."""
+        """SwiGLU feed-forward, ``(B, Q, hidden)`` to the same shape, without the residual sum."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class LlamaGenLayer(nn.Module):
-    """Attention and feed-forward part, each after its norm."""
+    """A decoder layer: attention and feed-forward part, each with a norm before it."""
 
     def __init__(self, config: LlamaGenConfig, layer_idx: int) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class LlamaGenLayer(nn.Module):
 
 
 class ClassCondition(nn.Module):
-    """One slot from a class; the last row is the null class."""
+    """Embeds a class as one vector before the image's codes; the last class is the null class."""
 
     def __init__(self, config: LlamaGenConfig) -> None:
         super().__init__()
@@ -236,12 +236,12 @@ class ClassCondition(nn.Module):
         return self.embedding(condition)[:, None]
 
     def unconditional(self, condition: Tensor) -> Tensor:
-        """The null class for each."""
+        """The null class for each image, ``(B,)``, for classifier-free guidance."""
         return torch.full_like(condition, self.num_classes)
 
 
 class CaptionCondition(nn.Module):
-    """Slots from a text encoder's features."""
+    """Projects a text encoder's features of a caption to vectors before the image's codes."""
 
     def __init__(self, config: LlamaGenConfig) -> None:
         super().__init__()
@@ -260,12 +260,12 @@ class CaptionCondition(nn.Module):
         return self.fc2(F.gelu(self.fc1(condition), approximate="tanh"))
 
     def unconditional(self, condition: Tensor) -> Tensor:
-        """The learned features of no caption for each."""
+        """Learned features that stand for no caption, for each image, in the input's shape."""
         return self.uncond_embedding.to(condition.dtype).expand_as(condition)
 
 
 class LlamaGenPreTrainedModel(PreTrainedModel):
-    """Base of both models."""
+    """Base of `LlamaGenModel` and the model with an output matrix."""
 
     config_class = LlamaGenConfig
     base_model_prefix = "model"
@@ -283,11 +283,11 @@ class LlamaGenPreTrainedModel(PreTrainedModel):
 
 
 class LlamaGenModel(LlamaGenPreTrainedModel):
-    """The stack, from codes or embeddings to states after the final norm.
+    """The decoder without output matrix: codes or embeddings to states after the final norm.
 
     Raises:
-        OptionError: The width does not divide into heads of a multiple of four, or not exactly one
-            of classes and captions is configured.
+        OptionError: The width of a head is not a multiple of four, or both or neither of classes
+            and captions are configured.
     """
 
     def __init__(self, config: LlamaGenConfig) -> None:
@@ -296,7 +296,7 @@ class LlamaGenModel(LlamaGenPreTrainedModel):
         if width % (4 * heads):
             raise OptionError(
                 f"hidden_size={width} and num_attention_heads={heads}; expected heads whose width "
-                "is a multiple of 4, for pairs that turn with row and column: change either"
+                "is a multiple of 4, for rotary positions by row and column: change either"
             )
         if bool(config.num_classes) == bool(config.caption_slots):
             raise OptionError(
@@ -313,7 +313,7 @@ class LlamaGenModel(LlamaGenPreTrainedModel):
         self.post_init()
 
     def embed_condition(self, condition: Tensor) -> Tensor:
-        """The condition's slots, ``(B, slots, hidden)``.
+        """Vectors of the condition, ``(B, slots, hidden)``, which precede the image's codes.
 
         Args:
             condition: Class ids ``(B,)``, or caption features ``(B, caption_slots, caption_size)``.

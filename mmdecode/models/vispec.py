@@ -1,9 +1,9 @@
 """ViSpec: a drafter that reads each image as a few summaries and one vector for all text after it.
 
-Learned queries attend to the embeddings of an image. All outputs but the last become the drafter's
-rows at the last positions of the image, whose other rows are left out; so positions have a gap. The
-last output is the image's global vector, which is mixed into the feature of every later row of
-text, until the next image.
+Learned queries attend to the embeddings of an image. All outputs but the last replace the image in
+the drafter's input: they take the image's last positions, and its other positions are left out. The
+last output is the image's global vector, which is mixed into the feature of every later text token,
+until the next image.
 
 Source: Kang et al. 2025 (ViSpec), arXiv:2509.15235, section 3; checked against KangJialiang/ViSpec.
 Differs from it: rows of a batch may differ, and images may be anywhere, also next to each other. An
@@ -40,7 +40,12 @@ class Adaptor(nn.Module):
         self.o_proj = nn.Linear(heads * self.dim, width, bias=bool(config.get("attention_bias")))
 
     def forward(self, embeds: Tensor, members: Tensor) -> Tensor:
-        """``(B, L, H)`` and the rows of each image ``(B, I, L)`` bool to ``(B, I, queries, H)``."""
+        """Outputs of the queries on each image, ``(B, I, queries, H)``.
+
+        Args:
+            embeds: Embeddings of the input, ``(B, L, H)``.
+            members: Positions of each of I images, ``(B, I, L)`` bool.
+        """
         key, value = (
             part(embeds).unflatten(-1, (-1, self.dim)) for part in (self.k_proj, self.v_proj)
         )
@@ -53,9 +58,10 @@ class Adaptor(nn.Module):
 class ViSpecModel(EagleModel):
     """EAGLE with `Adaptor` for images, and ``W_g [h; g]`` instead of the feature h of text.
 
-    ``num_queries`` of the configuration counts the global vector. At first ``W_g`` is the identity
-    on h and zero on g: EAGLE's weights can be used unchanged. Positions are those of the tokens,
-    also after a target that counts in time, height and width.
+    Here g is the global vector of the latest image; ``num_queries`` of the configuration includes
+    its query. ``W_g`` is initialised as the identity on h and zero on g, so EAGLE's weights can be
+    used unchanged. Positions count tokens, also where the target has positions in time, height and
+    width (M-RoPE).
     """
 
     kind: ClassVar[str] = "vispec"
@@ -75,13 +81,20 @@ class ViSpecModel(EagleModel):
     def from_weights(
         cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], name: str | Path
     ) -> FeatureDrafter:
-        """The module of a checkpoint; the number of queries is inferred from the weights."""
+        """Builds the drafter's module from a checkpoint.
+
+        Args:
+            config: Configuration of the checkpoint; its ``num_queries`` is replaced by the number
+                of queries in the weights.
+            weights: Tensors by name.
+            name: Name or path of the checkpoint, for error messages.
+        """
         if "imadpt.q" in weights:
             config = {**config, "num_queries": len(weights["imadpt.q"])}
         return super().from_weights(config, weights, name)
 
     def prepare(self, rows: Rows) -> Rows:
-        """Replaces the last rows of each image by summaries, and leaves out the rows before."""
+        """Replaces the last rows of each image by its summaries, and drops its other rows."""
         assert rows.images is not None and rows.kept is not None
         images = rows.images * rows.kept
         members = members_of(images)
@@ -100,7 +113,7 @@ class ViSpecModel(EagleModel):
         )
 
     def read(self, rows: Rows) -> Tensor:
-        """``W [e; W_g [h; g]]`` of text, summaries as they are."""
+        """Input of the layers: ``W [e; W_g [h; g]]`` for text, summaries unchanged."""
         vector = rows.carried
         if vector is None or not vector.shape[1]:
             vector = rows.features.new_zeros(())

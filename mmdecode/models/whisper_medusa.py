@@ -1,9 +1,9 @@
 """Targets from checkpoints in the layout of aiola-lab/whisper-medusa.
 
-A block checkpoint holds an untouched Whisper; a linear one replaces the base output by head 0, so
-its target distribution is that of the Whisper with head 0 before the output matrix. Either loads
-here as a plain ``WhisperForConditionalGeneration`` that ``generate`` and every decoder can use; the
-remaining heads load as a drafter, `mmdecode.draft.medusa`.
+A checkpoint of kind *block* contains an unchanged Whisper. In one of kind *linear*, head 0 replaces
+the base output: the target distribution is that of the Whisper with head 0 before the output
+matrix. Both are loaded here as a ``WhisperForConditionalGeneration`` that ``generate`` and every
+decoder can use; the remaining heads are loaded as a drafter, `mmdecode.draft.medusa`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROOT = "whisper_model."
 
 
 class HeadedProjection(nn.Module):
-    """Residual blocks of head 0, then the shared output matrix."""
+    """Output layer with head 0: its residual blocks, then the shared output matrix."""
 
     def __init__(self, blocks: nn.ModuleList, projection: nn.Module) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class HeadedProjection(nn.Module):
         return self.projection.weight  # type: ignore[return-value]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits."""
+        """Logits of final hidden states, ``(..., H)`` to ``(..., V)``."""
         for block in self.blocks:
             hidden = hidden + nn.functional.silu(block(hidden))
         return self.projection(hidden)

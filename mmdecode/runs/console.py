@@ -17,7 +17,7 @@ class Stderr(Console):
     """The console of stderr.
 
     Attributes:
-        errors_only: ``--quiet``: only errors and failures, the red lines, are printed.
+        errors_only: ``--quiet``: only lines in red (errors and failures) are printed.
         tells_all: ``--verbose``: output of other libraries and tracebacks of errors are shown too.
     """
 
@@ -40,13 +40,13 @@ out = Console()
 
 
 def print_line(text: str, where: Console = out, style: str | None = None) -> None:
-    """Prints one line as it is: no markup, no highlights, no line breaks."""
+    """Prints one line as it is: without rich's markup, highlighting and wrapping."""
     where.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def warnings_shown(how: Literal["always", "default"]) -> Iterator[None]:
-    """Prints our warnings as plain lines: every time, or each text once."""
+    """Prints this library's warnings as plain lines, each text every time or once only."""
 
     def shown(message: Any, *_: Any) -> None:
         print_line(f"{message}", console, "yellow")

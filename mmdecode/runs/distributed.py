@@ -1,6 +1,7 @@
 """Several processes that share one job, as ``accelerate launch`` or ``torchrun`` starts them.
 
-Each process joins the `Team`; alone, nothing of accelerate or torch.distributed is touched.
+Each process makes a `Team`. Without a launcher there is one process, and neither accelerate nor
+torch.distributed is used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Team:
     Attributes:
         rank: Rank of this process, from 0.
         size: Number of processes.
-        device: For this process; as the user asked where it is alone.
+        device: Device of this process; a process alone has the requested one.
 
     Raises:
         MissingExtraError: A launcher started several processes, and accelerate is not installed.
@@ -54,10 +55,10 @@ class Team:
         return self.rank == 0
 
     def first(self, work: Callable[[], Any]) -> Any:
-        """Result of work that the leading process does while the others wait.
+        """Runs ``work`` in the process of rank 0 and returns its result in all processes.
 
         Raises:
-            MMDecodeError: In the leading process what it raised; in the others, that it failed.
+            MMDecodeError: ``work`` failed; the process of rank 0 raises the error of ``work``.
         """
         problem, result = None, None
         if self.leads:

@@ -1,13 +1,13 @@
-"""A table model: exact logits that are a pure function of the visible prefix, however batched.
+"""A table model for tests: its logits are an exact function of the unmasked prefix.
 
-Real models differ in the last bit between one long pass and many short ones, so a byte comparison
-of drafted and undrafted output says nothing about the algorithm. Here every state is an integer: a
-hash of token and position goes through the engine's own cache, a wrapped sum over the slots that
-the mask shows is hashed again, and the logits are read off. A wrong mask, position or slot changes
-them; another batch, width or order of summation does not.
+Logits of a real model differ by rounding between one long pass and many short ones, so drafted and
+undrafted output may differ although the algorithm is right. Here every state is an integer: a hash
+of token and position is written to the engine's cache, each layer sums hashes of all unmasked cache
+slots, modulo 2^64, and hashes the sum, and the last hash gives the logits. A wrong mask, position
+or cache slot changes them; batch size, width of a pass and order of summation do not.
 
-`Table.target_logits` is the same function on a plain list of tokens, in Python integers, with no
-engine: the oracle of the distribution tests.
+`Table.target_logits` computes the same function from a plain list of tokens, in Python integers and
+without the engine: the expected value in tests of distributions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 LAYERS = 2
 NOTHING = 1001
-"""Salt of the transform ``"unconditional"``."""
+"""Salt of a branch with transform ``"unconditional"``."""
 _BITS = 50  # float64 holds such integers exactly
 _KEEP = (1 << _BITS) - 1
 _WORD = (1 << 64) - 1
@@ -69,14 +69,20 @@ def _mix_tensor(x: Tensor) -> Tensor:
 
 
 class TableLayer(nn.Module):
-    """Attention that sums hashes: states are integers below 2^50, kept in float64."""
+    """Attention as a sum of hashes; states are integers below 2^50, stored as float64."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
         self.index = index
 
     def forward(self, hidden_states: Tensor, mask: Tensor, past: Any) -> Tensor:
-        """``(R, Q, 1)`` to ``(R, Q, 1)``, through layer ``index`` of the cache."""
+        """Hashed sums of the visible cache slots, ``(R, Q, 1)`` to ``(R, Q, 1)`` float64.
+
+        Args:
+            hidden_states: States of Q new tokens in each of R rows, integers in float64.
+            mask: Additive attention mask, ``(R, 1, Q, slots)``: 0 where a slot is visible.
+            past: Cache, whose layer ``index`` the new tokens are written to.
+        """
         key = hidden_states[:, None]  # (R, 1, Q, 1)
         value = (_mix_tensor(key.long() + 1) & _KEEP).double()
         keys, values = past.update(key, value, self.index)
@@ -89,16 +95,16 @@ class Table(nn.Module):
     """A model whose logits are a function of prefix, positions and ``salt``.
 
     Args:
-        vocab: V; keep it small.
-        seed: Names the table.
-        sharpness: Logits lie in ``-sharpness..sharpness``.
+        vocab: Size V of the vocabulary; keep it small.
+        seed: Seed of the hashes: another seed is another model.
+        sharpness: Logits are between ``-sharpness`` and ``sharpness``, before ``bias``.
         bias: Added to the logits of single tokens, for example to make the end token more likely.
-        blind: Whether the tokens do not matter and positions alone do.
-        layout: Layout of the codes among the generated tokens, as for a model of image tokens.
+        blind: Whether logits depend on positions alone, not on tokens.
+        layout: Layout of image codes among the generated tokens, for tests of image models.
 
-    A call may give ``salt``, int64 ``(B,)``: what an image or audio is to a real model. The
-    transform ``"salt"`` of a branch adds its option ``by`` to it, and ``"unconditional"`` replaces
-    it by `NOTHING`.
+    A call may pass ``salt``, int64 ``(B,)``, which the logits also depend on: it stands for the
+    image or audio of a real model. A branch with transform ``"salt"`` adds its option ``by`` to
+    the salt, one with ``"unconditional"`` replaces it by `NOTHING`.
     """
 
     dtype = torch.float64
@@ -142,7 +148,7 @@ class Table(nn.Module):
         return (word * (2 / _RESOLUTION) - 1) * self.sharpness
 
     def target_logits(self, tokens: Sequence[int], salt: int = 0, layers: int = LAYERS) -> Tensor:
-        """The oracle: logits ``(V,)`` after a plain list of tokens, without engine or cache.
+        """Reference logits ``(V,)`` after a plain list of tokens, without engine or cache.
 
         Args:
             tokens: The whole prefix.
@@ -161,7 +167,7 @@ class Table(nn.Module):
         return torch.tensor([self._scale(w) + o for w, o in zip(words, offsets, strict=True)])
 
     def output(self, total: int) -> int:
-        """Output of a layer that has summed ``total``, as `distribution` counts it."""
+        """Output of a layer whose sum over the cache is ``total``, in Python integers."""
         return _mix(total) & _KEEP
 
     def _sums_of(self, tokens: tuple[int, ...], salt: int) -> tuple[int, ...]:
@@ -181,7 +187,7 @@ class Table(nn.Module):
 
 
 class TablePast:
-    """The engine's cache next to the salt of each row."""
+    """The engine's cache, and the salt of each row."""
 
     def __init__(self, cache: RaggedCache, salt: Tensor) -> None:
         self.cache, self.salt = cache, salt
@@ -191,13 +197,13 @@ class TablePast:
         return self.cache.update(key, value, layer)
 
     def reorder_cache(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows``."""
+        """Selects rows by index, as beam search does."""
         self.cache.reorder_cache(rows)
         self.salt = self.salt[rows]
 
 
 class TableAdapter(Adapter):
-    """Runs a `Table`; each prompt is read alone, so that joining them is tested."""
+    """Runs a `Table`; prompts are prefilled one by one, so that tests cover joining caches."""
 
     summary = "the exact table models of mmdecode.testing"
     model_types = ("mmdecode_table",)
@@ -208,7 +214,7 @@ class TableAdapter(Adapter):
         self.model, self.vocab, self.layout = model, model.vocab, model.layout
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """The caller's prompt, its last token alone, or the ids of the branch."""
+        """The prompt of a branch, with the salt of each row as its only other input."""
         if spec.transform not in (None, "salt", "unconditional"):
             raise IncompatibleError.between(
                 f"branch {spec.name!r} with transform {spec.transform!r}",
@@ -226,30 +232,30 @@ class TableAdapter(Adapter):
         return replace(prompt, inputs={"salt": salt})
 
     def join(self, pasts: Sequence[TablePast], cache: RaggedCache) -> TablePast:
-        """The cache with the salt of all."""
+        """The joint cache, with the salts of all parts."""
         return TablePast(cache, torch.cat([past.salt for past in pasts]))
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> TablePast:
-        """The cache with the salt."""
+        """The cache, with the salt of the prompt."""
         return TablePast(cache, prompt.inputs["salt"])
 
     def forward(self, tokens: Tensor, mask: Any, positions: Tensor, past: TablePast) -> Tensor:
-        """Integer states ``(R, Q, 1)``."""
+        """States after the last layer, ``(R, Q, 1)``: integers in float64."""
         states = self.model.embed(tokens, positions, past.salt)
         for layer in self.model.decoder_layers:
             states = layer(states, mask, past)
         return states
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits."""
+        """Logits of states, ``(..., 1)`` to ``(..., V)``."""
         return self.model.logits(hidden)
 
     def node_processors(self) -> NodeProcessors:
-        """Whisper's grammar of timestamps, so that exact models test it."""
+        """Whisper's timestamp rules, so that they are tested with exact logits too."""
         return NODE_PROCESSORS
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """There is none."""
+        """The states unchanged: a table has no final norm."""
         return hidden
 
     def layers(self) -> Sequence[nn.Module]:
@@ -282,13 +288,13 @@ def decode(
         decoder: Decoder under test.
         mask: True where the prompt is not padding.
         processors: Logits processors, in order.
-        criteria: Stopping criteria next to length and end-of-sequence.
-        eos: Ends a row.
-        max_new_tokens: Most tokens of a row.
+        criteria: Stopping criteria besides length and end-of-sequence.
+        eos: Tokens that end a row.
+        max_new_tokens: Maximum number of new tokens of a row.
         do_sample: Whether to sample.
-        request: Names of the rows, for keyed noise.
+        request: Names of the rows, which key their noise.
         inputs: Further keyword arguments of the model, such as ``salt``.
-        mm_inputs: Raw inputs for guides.
+        mm_inputs: Inputs before preprocessing (images, audio), for guides.
         trace: A list to which the rounds of every row are added.
         **config: Further fields of the generation configuration.
 
@@ -342,12 +348,12 @@ Choice = Callable[[Tensor, int], int]
 
 
 def greedy(scores: Tensor, position: int) -> int:
-    """The best token, the lowest id among equals."""
+    """The argmax; ties go to the lowest id."""
     return int(scores.argmax())
 
 
 def coupled(seed: int, request: Any) -> Choice:
-    """The keyed Gumbel sample of the undrafted loop for a row named ``request``."""
+    """Sampling as in the undrafted loop: Gumbel-max, with the noise of the row ``request``."""
     noise = Noise.of(seed, [request_key(request, 0)])
 
     def choose(scores: Tensor, position: int) -> int:
@@ -368,18 +374,21 @@ def plain_loop(
     eos: Iterable[int] = (),
     max_new_tokens: int = 12,
 ) -> list[int]:
-    """The reference: one token after the other on plain lists, with no engine at all.
+    """Reference for tests: generates token by token on plain lists, without the engine.
 
     Args:
         distribution: Scores ``(V,)`` after a list of tokens; a `Table`'s ``target_logits``, or a
             guide's formula.
-        prompt: Without padding.
-        choose: From processed scores and position to a token.
-        padding: Tokens before the prompt in the batch; processors and criteria see them.
-        processors: Logits processors, called with the row's own prefix.
-        criteria: Stopping criteria, likewise.
-        eos: Ends the row.
-        max_new_tokens: Most tokens.
+        prompt: Prompt without padding.
+        choose: Function from processed scores ``(V,)`` and index of the new token to a token.
+        padding: Padding on the left; only processors and criteria see it.
+        processors: Logits processors, called with padding, prompt and new tokens.
+        criteria: Stopping criteria, called with the same.
+        eos: Tokens that end the row.
+        max_new_tokens: Maximum number of new tokens.
+
+    Returns:
+        The new tokens.
     """
     new: list[int] = []
     while len(new) < max_new_tokens:

@@ -6,13 +6,13 @@ alone, with a single end token: prompt and padding are masked. Training stops at
 of held-out lists.
 
 The split depends on the lists' ids alone, so it is the same in any file and any order. A list's id
-is hashed to a number from 0 to 1: up to `TRAINED` it is trained on, up to `JUDGED` it decides when
-to stop, and above it is left for the test. `mmdecode.asr.correction.n_best_lists.split` with
-`JUDGED` returns exactly these test lists.
+is hashed to a number from 0 to 1: lists below `TRAINED` are for training, lists from there to
+`JUDGED` for development (they decide when to stop), the others for testing.
+`mmdecode.asr.correction.n_best_lists.split` with `JUDGED` returns exactly these test lists.
 
 Sources: Hu et al. 2021, arXiv:2106.09685 (LoRA); settings as in HyPoradise (Chen et al. 2023) and
-FlanEC (La Quatra et al. 2024). Differs from both in the loss: the first also trains on the prompt,
-the second also on padding, and ends its answers twice.
+FlanEC (La Quatra et al. 2024). Differs from both in the loss: HyPoradise also trains on the prompt;
+FlanEC also trains on padding, and its answers have two end tokens.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class CorrectorOptions:
         rank, alpha, dropout: Settings of LoRA.
         targets: Layers that get adapters: ``attention``, or ``all-linear``.
         longest: Maximum length of a prompt or an answer, in tokens; longer lists are left out.
-        copies: Share of each step's examples that only teach copying (method ``scratch``): lists
-            whose words are consistently replaced by other words, with the first hypothesis as the
-            answer.
-        decoded: Number of held-out lists that are decoded at the end.
+        copies: Share of each batch that only teaches copying, for method ``scratch``: each word of
+            a list is replaced by a random word, the same in all hypotheses, and the answer is the
+            first hypothesis.
+        decoded: Number of development lists that are corrected at the end, for the card.
         fit: Steps, learning rates and stopping.
     """
 
@@ -145,10 +145,12 @@ class Data:
 
     @classmethod
     def of(cls, lists: Sequence[NBestList]) -> Data:
-        """Splits lists by their ids; lists of the test are left out.
+        """Splits lists by the hashes of their ids; test lists are left out.
+
+        Lists without a reference are left out as well.
 
         Raises:
-            InputError: A part has no list with a reference.
+            InputError: No list is left for training, or none for development.
         """
         known = [one for one in lists if one.reference is not None]
         parts = cls(
@@ -173,9 +175,14 @@ class Batches:
     """The batch of each step: lists of similar length, each once per epoch.
 
     Args:
-        prompts: Makes the prompts.
+        prompts: Formats and encodes the prompts.
         lists: Training lists.
-        options: Settings; a batch depends on them and the step alone.
+        options: Settings.
+
+    A batch depends on the lists, the settings and the step alone, so a training can be resumed.
+
+    Raises:
+        InputError: All lists are longer than ``options.longest`` tokens.
     """
 
     def __init__(
@@ -232,7 +239,7 @@ def loss_at(model: nn.Module, device: torch.device, batches: Batches, step: int)
 def bits_per_token(
     model: nn.Module, device: torch.device, prompts: ListPrompts, examples: Sequence[Example]
 ) -> float:
-    """Negative log2-likelihood of answers, per token, ends included."""
+    """Mean negative log2-likelihood of the answers per token, end tokens included."""
     model.eval()
     total, tokens = 0.0, 0
     for start in range(0, len(examples), 32):
@@ -274,21 +281,21 @@ def train(
     out: Path,
     base: str = "",
 ) -> dict[str, Any]:
-    """Trains a corrector; run again to go on.
+    """Trains a corrector; a training that was interrupted is resumed.
 
     Args:
         model: Model to train.
         tokenizer: Its tokenizer.
-        data: Lists by part.
+        data: Lists for training and development.
         options: Settings.
-        work: Folder of the training state and of ``log.jsonl``: bits per token of training and
-            held-out answers.
+        work: Folder of the training state and of ``log.jsonl``, the bits per token of training and
+            development answers.
         out: Folder of the result, for
             `mmdecode.asr.correction.corrector.Corrector.from_pretrained`.
-        base: Name of the model that adapters are loaded on.
+        base: Name or path of ``model``, which LoRA adapters are loaded on.
 
     Returns:
-        The card, also written to ``out/card.json``.
+        The card, a summary of settings and results, also written to ``out/card.json``.
 
     Raises:
         OptionError: ``work`` belongs to a training with other settings or lists.
@@ -354,7 +361,7 @@ def train(
 def decoded(
     model: Any, tokenizer: Any, lists: Sequence[NBestList], options: CorrectorOptions
 ) -> dict[str, Any]:
-    """Corrects held-out lists greedily; returns word error rates and decoding settings."""
+    """Corrects development lists; returns word error rates and counts of edits, for the card."""
     chosen = lists[: options.decoded]
     corrector = Corrector(model, tokenizer, **asdict(options.prompts))
     found = corrector(chosen)
@@ -413,7 +420,7 @@ def train_from_lists(
 
 
 def build_tokenizer(lists: Sequence[NBestList], size: int = 1536) -> Any:
-    """Trains a byte-level BPE tokenizer on the lists; a line is encoded as if after a space."""
+    """Trains a byte-level BPE tokenizer on the lists; each line gets a leading space."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -15,7 +15,7 @@ from mmdecode.runs.files import LISTING, MAKER, is_own, write_file
 
 OURS = f"<!-- made by {MAKER} from card.json; without this line the page is left as it is -->"
 DRAFTS = {"eagle3": "eagle:path=", "text": "assistant:model="}
-"""Draft options of the kinds that are not loaded by ``KIND:path=``."""
+"""Start of the ``draft=`` string of kinds of drafters for which it is not ``KIND:path=``."""
 LEFT_OUT = ["state/**", ".cache/**", "*.tmp", "*.tmp/**", LISTING]
 """Files that are not uploaded: training state, temporary files and the list of our own files."""
 
@@ -93,13 +93,13 @@ def check_push(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise OptionError(f"{name!r} is no name on the Hub: {error}") from error
+        raise OptionError(f"{name!r} is not a valid name of a repository: {error}") from error
     if "/" not in name:
-        raise OptionError(f"{name!r} says not whose it is; expected USER/NAME")
+        raise OptionError(f"{name!r} has no owner; expected USER/NAME")
     if get_token() is None:
         raise InputError(
-            f"pushing {name} needs a token of the Hub, and nobody is logged in; run 'hf auth "
-            "login', or set HF_TOKEN"
+            f"pushing {name} needs an access token of the Hub, and nobody is logged in; run 'hf "
+            "auth login', or set HF_TOKEN"
         )
 
 
@@ -107,7 +107,7 @@ def push(folder: str | Path, name: str, private: bool | None = None) -> str:
     """Uploads a drafter's folder, without the state of its training.
 
     Args:
-        folder: Folder with weights and ``config.json``; its page is rewritten for the name.
+        folder: Folder with weights and ``config.json``; its model page is rewritten for ``name``.
         name: Repository, ``USER/NAME``; created if it does not exist.
         private: Whether a repository that is created is private; ``None``: the account's default.
 
@@ -143,8 +143,8 @@ def push(folder: str | Path, name: str, private: bool | None = None) -> str:
         status = getattr(error.response, "status_code", None)
         if status in (401, 403):
             raise InputError(
-                f"the token may not write to {name} ({status}); make one with the right to write "
-                "there, or push to a name of your own"
+                f"the access token has no write permission for {name} (HTTP {status}); create a "
+                "token that has it, or push to a repository of your own"
             ) from error
         raise InputError(f"the Hub refused {name}: {_short(error)}") from error
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Requests of an `Answerer`: from a call, from paths, and from tables; images are not read yet.
+"""Requests of an `Answerer`: from a call, from paths, and from tables; images are read later.
 
 A table is JSON lines, a JSON list, csv or tsv (`mmdecode.runs.tables`). `QUESTION`, `IMAGE`,
 `IMAGES` and `ID` are the accepted names of the columns with the question, one image, a list of
@@ -52,10 +52,14 @@ def requests_of(
     """Pairs images and questions; see `Answerer.__call__`.
 
     Raises:
-        OptionError: They do not pair up.
+        InputError: The questions are neither a text nor a list.
+        OptionError: The numbers of images and questions, or of questions and different ids, do not
+            match.
     """
     if not isinstance(questions, (str, Iterable)):
-        raise InputError(f"a question is {type(questions).__name__}; expected a text, or a list")
+        raise InputError(
+            f"questions are of type {type(questions).__name__}; expected a text or a list of texts"
+        )
     entries = list(images) if is_list(images) else [images]
     texts = [questions] if isinstance(questions, str) else list(questions)
     if len(entries) == 1:
@@ -98,12 +102,12 @@ def read_requests(
         limit: Maximum number of questions; ``None``: all.
         folder: Folder that relative image paths start at; ``None``: that of the table.
         failing: Return invalid lines as requests with a ``problem`` instead of raising. The
-            first of several lines with one id keeps it; the others get ``#`` and their line number
-            appended.
+            first of several lines with the same id keeps it; in the others, ``#`` and the line
+            number are appended to the id.
 
     Raises:
-        InputError: The file cannot be read, a line has no question, or two lines have one id; with
-            ``failing``: the file cannot be read, or no line is valid.
+        InputError: The file cannot be read, a line has no question, or two lines have the same id;
+            with ``failing``: the file cannot be read, or no line is valid.
     """
     path = Path(path)
     base = path.parent if folder is None else Path(folder)
@@ -157,7 +161,12 @@ def _unasked(
 def asked_of(
     paths: Sequence[str], questions: Sequence[str], together: bool = False
 ) -> list[AnswerRequest]:
-    """Requests of each question about each image, or about all images together.
+    """Requests that ask each question about each image, or about all images together.
+
+    Args:
+        paths: Paths or addresses of images; none: questions without an image.
+        questions: The questions.
+        together: Whether all images belong to each question.
 
     Raises:
         InputError: An image or a question is given twice.
@@ -168,12 +177,12 @@ def asked_of(
         sources = tuple(image_source(name, "") for name in names)
         requests.append(AnswerRequest(described(names, text), number, text, sources))
     if len({request.id for request in requests}) != len(requests):
-        raise InputError("the same is asked twice; name each image and each question once")
+        raise InputError("an image or a question is given twice; give each of them once")
     return requests
 
 
 def described(images: Sequence[str], text: str) -> str:
-    """Default id of a request."""
+    """Default id of a request: its images and its question."""
     return ": ".join([*images, text])
 
 

@@ -1,8 +1,8 @@
 """``zoo:scenes-test``: held-out scenes with questions, built like POPE, CHAIR, MME and What's Up.
 
-Questions and labels ship as JSON lines under ``data/scenes-test``, with development and test apart;
-`build_scene_sets` writes them. Images do not ship: they are rendered from their names (`scene_of`,
-`write_images`), with the noise of training.
+Questions and labels ship as JSON lines under ``data/scenes-test``, one folder for development and
+one for testing; `build_scene_sets` writes them. Images do not ship: an image's name determines its
+scene (`scene_of`), from which `write_images` renders it, with as much noise as in training.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ Row = dict[str, Any]
 
 @lru_cache(maxsize=1)
 def co_occurrence() -> tuple[Counter[str], dict[str, Counter[str]]]:
-    """Frequency of nouns in training scenes, and of their co-occurrence with other nouns."""
+    """Counts of nouns in training scenes, and for each noun the counts of nouns next to it."""
     popular: Counter[str] = Counter()
     companions: dict[str, Counter[str]] = {noun: Counter() for noun in NOUNS}
     for seed in range(2000):
@@ -91,7 +91,10 @@ def co_occurrence() -> tuple[Counter[str], dict[str, Counter[str]]]:
 
 
 def scenes_from(seed: int, count: int, wanted: Callable[[Scene], Any] | None = None) -> list[Scene]:
-    """The first ``count`` scenes from a seed on that are ``wanted``; else with three nouns."""
+    """The first ``count`` scenes, by seeds from ``seed`` on, for which ``wanted`` is true.
+
+    Without ``wanted``, scenes with at least three different nouns are taken.
+    """
     fits = wanted or (lambda scene: len(scene.names) >= 3)
     found: list[Scene] = []
     while len(found) < count:
@@ -103,7 +106,7 @@ def scenes_from(seed: int, count: int, wanted: Callable[[Scene], Any] | None = N
 
 
 def pope(scenes: Sequence[Scene], seed: int = 0) -> dict[Split, list[Row]]:
-    """Yes-no questions about objects after POPE (Li et al. 2023): per image three yes, three no.
+    """Yes-no questions about objects as in POPE (Li et al. 2023): three of each answer per image.
 
     A question about the i-th noun of a scene is followed by one about an absent noun: sampled
     uniformly (random), the most frequent noun not yet used (popular), or the one that co-occurs
@@ -146,7 +149,7 @@ def pope(scenes: Sequence[Scene], seed: int = 0) -> dict[Split, list[Row]]:
 
 
 def captions(scenes: Iterable[Scene]) -> list[Row]:
-    """Images to describe and the nouns in them, for CHAIR."""
+    """For CHAIR: requests for descriptions, with the nouns that each image shows."""
     return [
         {"image": image_name(s), "question": DESCRIBE["detailed"], "objects": list(s.names)}
         for s in scenes
@@ -154,7 +157,7 @@ def captions(scenes: Iterable[Scene]) -> list[Row]:
 
 
 def mme(first_seed: int, count: int) -> list[Row]:
-    """Two questions per image, one for yes and one for no, in four categories of MME (Fu et al.).
+    """Two questions per image, answered yes and no, in four categories of MME (Fu et al. 2023).
 
     Args:
         first_seed: Seed of the first scene.
@@ -204,9 +207,15 @@ def mme(first_seed: int, count: int) -> list[Row]:
 
 
 def spatial(part: Part, count: int) -> list[Row]:
-    """Sets of four after What's Up (Kamath et al. 2023): the same two objects in four relations.
+    """Questions where an object is, as in What's Up (Kamath et al. 2023).
 
-    Half of the sets have left, right, on and under, half left, right, above and below.
+    Questions come in groups of four images, which show the same two objects in four relations.
+    Half of the groups have the relations left, right, on and under, the others left, right, above
+    and below.
+
+    Args:
+        part: ``development`` or ``test``.
+        count: Number of groups.
     """
     rows = []
     for number in range(count):
@@ -227,7 +236,10 @@ def spatial(part: Part, count: int) -> list[Row]:
 
 
 def spatial_scene(part: Part, number: int, how: Relation) -> Scene:
-    """A scene of two objects in a relation; a set's four scenes differ in positions and noise."""
+    """A scene of two objects in a relation.
+
+    The four scenes of group ``number`` have the same objects and differ in positions and noise.
+    """
     rng = random.Random(f"spatial/{part}/{number}")
     names = rng.sample(NOUNS, 2)
     one, two = (draw_thing(rng, name, held_out=True) for name in names)
@@ -255,10 +267,10 @@ def image_name(scene: Scene) -> str:
 
 
 def scene_of(image: str) -> Scene:
-    """The scene of an image name.
+    """The scene that an image shows, from the image's file name.
 
     Raises:
-        InputError: The name is not one of these sets.
+        InputError: The name is neither ``scene_SEED.png`` nor ``spatial_PART_NUMBER_RELATION.png``.
     """
     kind, *fields = image.removesuffix(".png").split("_")
     try:
@@ -280,7 +292,7 @@ def write_images(folder: Path, images: Iterable[str] | None = None) -> None:
 
     Args:
         folder: The folder.
-        images: Names of the images; ``None``: those of all shipped sets.
+        images: File names of the images, see `scene_of`; ``None``: all images of the shipped sets.
 
     Raises:
         MissingExtraError: Pillow is not installed.
@@ -298,7 +310,7 @@ def write_images(folder: Path, images: Iterable[str] | None = None) -> None:
 
 
 def build_scene_sets(folder: Path = FOLDER) -> None:
-    """Writes the sets of each part: POPE's three splits, captions, MME and What's Up."""
+    """Writes the sets for development and for testing, and the synonyms that CHAIR needs."""
     for part, seed in FIRST_SEED.items():
         scenes = scenes_from(seed, 300)
         sets: dict[str, list[Row]] = {f"pope_{name}": rows for name, rows in pope(scenes).items()}

@@ -293,7 +293,7 @@ def test_what_cannot_be_is_refused(options, error, message, data):
     given = options if "--data" in options else ["--data", data, *options]
     with pytest.raises(error, match=message):
         run(*given, ok=False)
-    with pytest.raises(OptionError, match="two of --data"):
+    with pytest.raises(OptionError, match="two files of --data"):
         run("--data", data, "--data", data, ok=False)
 
 

@@ -90,7 +90,7 @@ def test_another_vocabulary():
     assert SCENES.objects("Boxes, a tea cup, cups; fishes and a crate.") == [
         *["box", "cup", "cup", "fish", "box"]
     ]
-    with pytest.raises(OptionError, match="'mug' stands for 'cup' and 'jar'"):
+    with pytest.raises(OptionError, match="'mug' is a word for 'cup' and 'jar'"):
         Vocabulary({"cup": ["mug"], "jar": ["mug"]})
     with pytest.raises(OptionError, match="empty"):
         Vocabulary({})

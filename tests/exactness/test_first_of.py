@@ -128,7 +128,7 @@ def test_a_source_with_a_least_match_is_silent_until_it_matches():
     "part", [Assistant(MODEL), LayerSkip(exit_layer=1)], ids=["assistant", "layer_skip"]
 )
 def test_a_draft_that_remembers_its_own_tokens_alone_is_refused(part):
-    with pytest.raises(IncompatibleError, match="cannot go on after tokens that another drafter"):
+    with pytest.raises(IncompatibleError, match="cannot continue after tokens that another"):
         FirstOf(Source(ids=[SOURCE]), part)
 
 

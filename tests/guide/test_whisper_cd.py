@@ -335,12 +335,12 @@ def test_scrambled_samples_keep_their_spectrum_and_nothing_of_their_order():
         ({"tau": 0.0}, "tau"),
         ({"shift": 1.0}, "shift"),
         ({"doubt": 2.0}, "doubt"),
-        ({"snr": None, "doubt": 0.1}, "are about the branch in noise"),
-        ({"snr": None, "no_speech": 0.5}, "are about the branch in noise"),
+        ({"snr": None, "doubt": 0.1}, "use the branch with noise"),
+        ({"snr": None, "no_speech": 0.5}, "use the branch with noise"),
         ({"no_speech": 1.5}, "no_speech"),
         ({"structure": math.inf}, "structure"),
         ({"structure": "much"}, "structure"),
-        ({"snr": None, "silence": False, "shift": None}, "nothing to contrast"),
+        ({"snr": None, "silence": False, "shift": None}, "no branch to contrast"),
     ],
 )
 def test_options_out_of_range_are_refused(options, says):

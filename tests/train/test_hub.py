@@ -156,7 +156,7 @@ def test_a_target_that_the_hub_does_not_know_is_not_linked():
 def test_the_reason_of_a_failed_push_is_reported(server, folder, monkeypatch, tmp_path):
     response = SimpleNamespace(status_code=403, headers={}, request=None, text="")
     server.refuses = HfHubHTTPError("Forbidden", response=response)
-    with pytest.raises(InputError, match=rf"may not write to {NAME} \(403\)"):
+    with pytest.raises(InputError, match=rf"no write permission for {NAME} \(HTTP 403\)"):
         hub.push(folder, NAME)
     response.status_code = 500
     with pytest.raises(InputError, match="refused"):

@@ -338,7 +338,7 @@ def test_a_bad_image_fails_alone(answerer, images, tmp_path):
 
 
 def test_what_is_no_question_is_refused(answerer, images):
-    with pytest.raises(InputError, match="a question is NoneType; expected a text"):
+    with pytest.raises(InputError, match="questions are of type NoneType; expected a text"):
         answerer(images[0], None)
 
 

@@ -1,7 +1,8 @@
 """Moonshine: a decoder with rotary positions that reads samples through cross-attention.
 
-The encoder's first norm runs over time, padding included: a recording has other states in a padded
-batch than alone, and so other text. The adapter decodes the states that it is passed.
+The encoder's first norm runs over time, padding included. In a padded batch, a recording therefore
+has other encoder states, and may get another text, than alone. The adapter takes the encoder states
+as they are passed to it.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ if TYPE_CHECKING:
 by_column_copies: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = (
     weakref.WeakKeyDictionary()
 )
-"""Copies by column of output layers, each with the address and sum of bits of its weights."""
+"""Column-major copies of output matrices, each with the address and a checksum of its weights."""
 
 
 def by_column(head: nn.Module) -> Tensor | None:
-    """A copy ``(H, V)`` of an output matrix, made once; ``None`` if it brings nothing.
+    """A transposed copy ``(H, V)`` of an output matrix; ``None`` where it would not be faster.
 
-    On a CPU, the product of one row with tens of thousands of short rows reads memory at a third of
-    its speed; with the same numbers stored by column it does not. Weights that changed since are
-    copied again.
+    On a CPU, a vector times a matrix of tens of thousands of short rows reaches a third of the
+    memory bandwidth; with the transposed matrix it reaches all of it. The copy is made once, and
+    again if the weights have changed.
     """
     weight = getattr(head, "weight", None)
     if type(head) is not nn.Linear or weight is None or head.bias is not None or not plain(head):
@@ -73,11 +74,11 @@ class MoonshineAdapter(LeanAdapter):
 
     @functools.cached_property
     def _by_column(self) -> Tensor | None:
-        """The copy by column, made when a single row first needs it; batches and trees do not."""
+        """The transposed output matrix, for a single state; batches and trees gain nothing."""
         return by_column(self._head)
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """Applies the output matrix."""
+        """Logits of hidden states: the product with the output matrix."""
         head = self._head
         hooked = head._forward_hooks or head._forward_pre_hooks
         if hooked or hidden.shape[:-1].numel() > 1 or self._by_column is None:
@@ -90,7 +91,7 @@ class MoonshineAdapter(LeanAdapter):
         return int(self.model.config.hidden_size)
 
     def source_mask(self, call: Call) -> Tensor | None:
-        """The encoder's mask, ``(B, S)``: the call's own attention mask is one of samples."""
+        """Mask of the encoder's states, ``(B, S)``; the call's attention mask is over samples."""
         return getattr(call.request.model_kwargs["encoder_outputs"], "attention_mask", None)
 
     @staticmethod
@@ -121,7 +122,7 @@ class MoonshineAdapter(LeanAdapter):
         )
 
     def embed_at(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
-        """Embeddings, and the rotation of queries and keys in all layers."""
+        """Embeddings of tokens, and the rotary positions for queries and keys of all layers."""
         hidden = self._decoder.embed_tokens.weight[tokens]
         return hidden, self._turns.at(positions, hidden.dtype)
 

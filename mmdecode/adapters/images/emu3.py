@@ -94,18 +94,18 @@ class Emu3ImagesAdapter(SharedVocabularyAdapter):
                 )
 
     def without_text(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The token that begins a sequence, and those that open an image of this size."""
+        """Unconditional prompts: the begin-of-sequence token, and the tokens that open an image."""
         opens = ids[0, _last(ids[0].tolist(), self._opens) :]
         begins = opens.new_tensor([self.model.config.text_config.bos_token_id])
         ids = torch.cat([begins, opens]).expand(len(ids), -1)
         return ids, torch.ones_like(ids, dtype=torch.bool)
 
     def codebook(self) -> Tensor:
-        """Embeddings of the codes."""
+        """Embeddings of the codes, ``(C, d)``."""
         return self._vq.quantize.embedding.weight.detach()
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """Decodes codes by the model's own tokenizer."""
+        """Decodes codes to pixels from 0 to 1 by the model's image tokenizer."""
         return to_unit(self._vq.decode(codes))
 
 

@@ -1,6 +1,6 @@
-"""Transforms of a vision-language prompt: inputs that a branch reads instead of the caller's.
+"""Transforms of a vision-language prompt: changed inputs for a branch of a guide.
 
-A guide names a transform and its options; the adapter of the family knows which tensors it touches.
+A guide selects a transform by name, with options; the model's adapter applies it to its tensors.
 
 - ``pixels``: ``change(values, draw) -> values`` of each image's normalised pixels, in whatever
   shape the processor left them (tiles, flattened patches).
@@ -70,8 +70,8 @@ def prompt(adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec) -> Prom
     """The prompt of a branch that names a transform.
 
     Raises:
-        IncompatibleError: The transform is unknown, or needs what the call did not hand over.
-        OptionError: The transform lacks a function.
+        IncompatibleError: The transform is unknown, or an input that it needs was not passed.
+        OptionError: The transform's options lack a function that it needs.
     """
     transform = TRANSFORMS.get(str(spec.transform))
     if transform is None:
@@ -160,7 +160,7 @@ def pixels(
     spec: BranchSpec,
     change: Callable[[Tensor, torch.Generator], Tensor],
 ) -> Prompt:
-    """Changes each image's pixels; the layout stays."""
+    """Transform ``pixels``: changes each image's normalised pixels by ``change``."""
     return adapter.with_images(call, join_rows(_changed(adapter, call, change)))
 
 
@@ -183,7 +183,10 @@ def _changed(
 def whole_images(
     adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec, change: Change
 ) -> Prompt:
-    """Changes each whole image: before the processor, or reconstructed from its output."""
+    """Transform ``pictures``: changes each whole image by ``change``.
+
+    Images are those before the processor if given, else reconstructed from its output.
+    """
     if call.request.inputs.get("questions") is not None:
         return questions(adapter, call, spec, functools.partial(_edit_images, change))
 
@@ -215,7 +218,7 @@ def questions(
     spec: BranchSpec,
     change: Callable[[Any, torch.Generator], Any],
 ) -> Prompt:
-    """Changes each row's question, and processes it again."""
+    """Transform ``questions``: changes each row's question, and runs the processor again."""
     asked = call.request.inputs.get("questions")
     if asked is None:
         raise IncompatibleError.between(
@@ -238,7 +241,7 @@ def questions(
 
 
 def no_image(adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec) -> Prompt:
-    """Leaves out the image tokens."""
+    """Transform ``no_image``: leaves out the image tokens."""
     return _kept(
         adapter, call, call.request.prompt_mask & ~adapter.spans("image", call.request.prompt_ids)
     )
@@ -263,7 +266,7 @@ def only_images(
     spec: BranchSpec,
     change: Callable[[Tensor, torch.Generator], Tensor] | None = None,
 ) -> Prompt:
-    """Leaves out the text, and most of the tokens that delimit images."""
+    """Transform ``only_images``: leaves out the text, and most tokens that delimit images."""
     images = adapter.spans("image", call.request.prompt_ids)
     first = images & ~pad(images, (1, -1))
     later = first & (first.cumsum(1) > 1)
@@ -281,7 +284,10 @@ def features(
     spec: BranchSpec,
     change: Callable[[Tensor, torch.Generator], Tensor],
 ) -> Prompt:
-    """Changes the image features of each row, at every depth where the text model reads them."""
+    """Transform ``features``: changes the image features of each row.
+
+    Features that some models add in later layers are changed too.
+    """
     encoded = encode(adapter, join_rows(raw_images(adapter, call)))
     counts = adapter.spans("image", call.request.prompt_ids).sum(1).tolist()
     levels = [level.split(counts) for level in (encoded.features, *encoded.deeper)]
@@ -300,7 +306,7 @@ def tokens(
     select: Callable[[Tensor, Tensor], Tensor],
     heads: Heads = "mean",
 ) -> Prompt:
-    """Keeps some image tokens of each row, at consecutive positions."""
+    """Transform ``tokens``: keeps the image tokens that ``select`` chooses in each row."""
     encoded = encode(adapter, join_rows(raw_images(adapter, call)), salient=heads)
     assert encoded.salience is not None, "asked for"
     images = adapter.spans("image", call.request.prompt_ids)
@@ -327,7 +333,7 @@ def tower(
     edit: Callable[[Tensor, Tensor, int, torch.Generator], Tensor],
     layers: tuple[float, float] = (0.0, 1.0),
 ) -> Prompt:
-    """Encodes the images again with edited attention."""
+    """Transform ``tower``: encodes the images again, with the encoder's attention edited."""
     chosen = frozenset(layer_range(layers, len(adapter.tower_sites())))
 
     def editing(context: ExitStack, draw: torch.Generator) -> None:
@@ -346,7 +352,15 @@ def patches(
     spec: BranchSpec,
     change: Callable[[Tensor, Tensor, torch.Generator], Tensor],
 ) -> Prompt:
-    """Changes what the image encoder passes to the projector."""
+    """Transform ``patches``: changes the image encoder's states before the projector.
+
+    Args:
+        adapter: The model's adapter.
+        call: The call.
+        spec: The branch.
+        change: Function ``(states (R, n, H), weights (R, heads, Q, K), draw) -> states``; see the
+            module.
+    """
 
     def editing(context: ExitStack, draw: torch.Generator) -> None:
         plan = context.enter_context(planned_tower(adapter, salient_plan(adapter)))
@@ -365,13 +379,14 @@ def _encoded_again(
     name: str,
     editing: Callable[[ExitStack, torch.Generator], None],
 ) -> Prompt:
-    """The caller's prompt, its images encoded again row by row, because draws are the row's.
+    """The caller's prompt, with images encoded again, row by row: each row has its own generator.
 
     Args:
         adapter: The model's adapter.
         call: The call.
-        name: Name of the transform, which draws are keyed by.
-        editing: Enters the contexts in which a row is encoded, given the row's generator.
+        name: Name of the transform, part of the seed of each row's generator.
+        editing: Function that enters context managers for a row's encoding, given the row's
+            generator.
     """
     parts: list[Encoded] = []
     for row, own in enumerate(raw_images(adapter, call)):
@@ -385,7 +400,7 @@ def _encoded_again(
 
 
 def _runs(positions: Tensor) -> Tensor:
-    """Index of the run of neighbours that each position belongs to; positions ascend."""
+    """Index of the run of consecutive numbers that each of the ascending positions is in."""
     return (positions.diff(prepend=positions[:1]) > 1).cumsum(0)
 
 

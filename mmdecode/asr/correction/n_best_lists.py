@@ -87,7 +87,7 @@ def read_lists(path: str | os.PathLike[str]) -> list[NBestList]:
         path: Its file.
 
     Raises:
-        InputError: The file cannot be read, a row is none of the formats, or two have one id.
+        InputError: The file cannot be read, a row has none of the formats, or two have the same id.
     """
     path = Path(path)
     found: list[NBestList] = []

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def txt(transcript: Transcript, layout: Layout = DEFAULT) -> str:
-    """One line per segment."""
+    """Plain text, one line per segment."""
     return "".join(f"{text}\n" for _, text in _spoken(transcript))
 
 
@@ -52,7 +52,7 @@ def vtt(transcript: Transcript, layout: Layout = DEFAULT) -> str:
 
 
 def tsv(transcript: Transcript, layout: Layout = DEFAULT) -> str:
-    """Start and end in milliseconds, and the text."""
+    """Tab-separated table: start and end of each segment in milliseconds, and its text."""
     rows = [
         f"{round(1000 * s.start_s)}\t{round(1000 * max(s.end_s, s.start_s))}\t{text}\n"
         for s, text in _spoken(transcript)
@@ -61,7 +61,7 @@ def tsv(transcript: Transcript, layout: Layout = DEFAULT) -> str:
 
 
 def as_json(transcript: Transcript, layout: Layout = DEFAULT) -> str:
-    """Everything, as one indented object."""
+    """JSON: all fields of the transcript, as one indented object."""
     return to_json(dataclasses.asdict(transcript), indent=1) + "\n"
 
 
@@ -73,12 +73,13 @@ def jsonl(transcript: Transcript, layout: Layout = DEFAULT) -> str:
 def whisper_json(transcript: Transcript, layout: Layout = DEFAULT) -> str:
     """JSON with the keys of openai-whisper: ``text``, ``segments`` and ``language``.
 
-    Segments of one window share ``seek`` (its first frame, of a hundredth of a second),
-    ``avg_logprob``, ``compression_ratio`` and ``no_speech_prob``, which is null of models without
-    times. Texts begin with the space that openai-whisper leaves before words.
+    Segments of one window share ``seek`` (the window's start in hundredths of a second),
+    ``avg_logprob``, ``compression_ratio`` and ``no_speech_prob``, which is null for models without
+    timestamps. Texts begin with a space, as in openai-whisper.
 
     Raises:
-        OptionError: Segments have no scores; `mmdecode.asr.TranscribeOptions` says how to ask.
+        OptionError: The scores of segments were not computed; see ``scores`` of
+            `mmdecode.asr.TranscribeOptions`.
     """
     space = "" if transcript.language in SPACELESS else " "
     texts: dict[float, str] = {}  # by window
@@ -123,7 +124,7 @@ _LEAST = -1e4
 
 
 def _compression_ratio(text: str) -> float:
-    """Compression ratio of the text, as in openai-whisper; our thresholds are for token ids."""
+    """Compression ratio of a text as in openai-whisper (this library's is of token ids)."""
     data = text.strip().encode(errors="replace")
     return len(data) / len(zlib.compress(data))
 
@@ -185,7 +186,7 @@ def file_stem(source: str) -> str:
 def _folder_stem(folder: str) -> str:
     """Safe names for a folder and those above it, each followed by a slash.
 
-    None can be the name of a results file, so that no file and folder have the same name.
+    A name that a results file could have is changed, so that no file and folder have one name.
     """
     endings = tuple(f".{ending(kind)}" for kind in FORMATS)
     parts = []
@@ -214,7 +215,7 @@ class Names:
         self._numbers: dict[str, int] = {}
 
     def new(self, source: str, folder: str = "") -> str:
-        """The source's `file_stem`, with a number if that is taken.
+        """The source's `file_stem`, with a number appended if that name is in use.
 
         Args:
             source: The path or name of a recording.

@@ -1,9 +1,9 @@
 """Subtitle cues from segments, with limits for line width, line count and reading speed.
 
 A segment that does not fit into one cue is split at word boundaries, into lines of about equal
-width. The parts get the times of their words where a segment has `words`, else a share of its time
-in proportion to their characters. Then cues are put in order: each stays for the minimum duration
-and, up to the next cue, as long as its text takes to read; none overlaps the next.
+width. The parts get the times of their words where a segment has ``words``, else a share of its
+time in proportion to their characters. A cue is shown at least for the minimum duration, and longer
+if its text takes longer to read and the next cue does not start; cues do not overlap.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Limits of subtitles; the defaults are common with broadcasters and streaming services.
+    """Limits of subtitles; the defaults are those of many broadcasters and streaming services.
 
     Attributes:
-        max_line_width: Characters in a line; those of double width, as in Chinese, count twice.
-            ``None``: no limit, a cue per segment.
-        max_line_count: Lines in a cue.
-        max_reading_speed: Characters per second. Faster cues stay on screen after their words, up
-            to the next cue; text is never left out. ``None``: no limit.
-        min_duration_s: Shortest time of a cue, in seconds; an earlier next cue is delayed.
+        max_line_width: Maximum width of a line in columns; a character of double width, as in
+            Chinese, has two. ``None``: no limit, a cue per segment.
+        max_line_count: Maximum number of lines of a cue.
+        max_reading_speed: Characters per second. A cue that is spoken faster is shown longer, at
+            most until the next cue; text is never left out. ``None``: no limit.
+        min_duration_s: Minimum duration of a cue in seconds; the next cue is delayed if necessary.
 
     Raises:
         OptionError: A value is out of range.
@@ -77,7 +77,7 @@ class Cue:
 
 
 def cues(segments: Iterable[Segment], layout: Layout = DEFAULT) -> list[Cue]:
-    """Cues of segments, in order and without overlaps; segments without text have none."""
+    """Cues of segments, ordered by time, without overlaps; segments without text give none."""
     found = [cue for segment in segments for cue in _split(segment, layout)]
     found.sort(key=lambda cue: cue.start_ms)
     shown: list[Cue] = []
@@ -103,7 +103,7 @@ def clean(text: str) -> str:
 
 
 def width(text: str) -> int:
-    """Width of a text in columns: wide characters have two, combining ones none."""
+    """Width of a text in columns: a wide character has two, a combining character none."""
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
     return len(text) + wide - sum(unicodedata.combining(c) > 0 for c in text)
 
@@ -149,7 +149,7 @@ def _split(segment: Segment, layout: Layout) -> list[Cue]:
 
 
 def _balanced(text: str, columns: int) -> list[tuple[int, int]]:
-    """Lines of the least width that needs no more lines than the full width."""
+    """Lines of about equal width, as few as with the full width of ``columns``."""
     lines = wrap(text, columns)
     for narrower in range(columns - 1, 1, -1):
         found = wrap(text, narrower)
@@ -177,7 +177,7 @@ class _Times:
 
 
 def _located(text: str, words: Sequence[Any]) -> list[tuple[int, float, float]]:
-    """Position in the text, start and end of each word; none if a word is not found."""
+    """Position in the text, start and end of each word; empty if a word is not found in it."""
     found, at = [], 0
     for word in words:
         bare = clean(word.text)

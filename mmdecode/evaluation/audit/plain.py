@@ -230,7 +230,7 @@ class _Script(LogitsProcessor):
 
 
 class Enough(StoppingCriteria):
-    """Stopping criterion: a number of new tokens, not set as an option that processors read."""
+    """Stops after ``limit`` new tokens, without an option that logits processors depend on."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -245,7 +245,7 @@ class Enough(StoppingCriteria):
 
 
 class Play(AcceptanceRule):
-    """Acceptance rule that keeps the given tokens, whatever the target distribution is."""
+    """Acceptance rule that replays given tokens, whatever the target distribution is."""
 
     guarantee = "lossy"
     kinds: tuple[Kind, ...] = ("deterministic",)

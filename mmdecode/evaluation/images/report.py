@@ -54,7 +54,7 @@ from mmdecode.runs.files import marked_json, write_files
 BITS = 1 / np.log(2)
 ALARM = 1e-3
 """A distribution that claims to be exact is rejected below this corrected p-value."""
-TINY = 16  # side at which distances between pictures are taken: noise of pixels is not memory
+TINY = 16  # side of images for distances: memorised images are found despite noise of pixels
 SHOWN = 40  # images of a mode on the page
 TESTS = {
     "likelihood": "mean likelihood differs from plain",
@@ -74,8 +74,8 @@ class Truth:
     Attributes:
         unseen: Features of images that the model was not trained on, ``(m, d)``.
         decoded: Features of the same images after the image tokenizer.
-        held_out: The same as `small` points, ``(m, k)``.
-        training: Training images as points, ``(t, k)``; ``None``: not at hand.
+        held_out: The unseen images reduced by `small`, ``(m, k)``.
+        training: Training images reduced by `small`, ``(t, k)``; ``None``: not available.
         classes: Classes of the unseen images, ``(m,)``; ``None``: not known.
     """
 
@@ -91,12 +91,12 @@ class Measured:
     """Measurements of the images of one mode.
 
     Attributes:
-        rows: Rows of its generated images, in order.
-        codes: ``(n, rows, columns)``.
-        likelihood: Likelihood under the reference distribution of all modes.
-        judged: Output of a classifier; ``None``: there is none.
-        points: Points of `small`; ``None``: there are no pixels.
-        shown: Some images, ``(k, H, W, 3)`` uint8; ``None``: there are no pixels.
+        rows: Records of its generated images, in order.
+        codes: Codes of the images, ``(n, rows, columns)``.
+        likelihood: Likelihood under the model's guided distribution, the same for all modes.
+        judged: Output of a classifier; ``None``: there is no classifier, or no image decoder.
+        points: The images reduced by `small`, ``(n, k)``; ``None``: there is no image decoder.
+        shown: The first images, ``(s, H, W, 3)`` uint8; ``None``: there is no image decoder.
     """
 
     rows: Sequence[ImageRow]
@@ -123,10 +123,10 @@ def measured(
 
     Args:
         model: Model that generated the images.
-        recorder: Recorder of the run.
-        rows: Its rows.
-        classifier: Judges the decoded images; ``None``: only codes are measured.
-        batch: Images at once.
+        recorder: Recorder of the run, with its settings and modes.
+        rows: Records of the images of the run.
+        classifier: Classifies the decoded images; ``None``: no features are computed.
+        batch: Batch size, in images.
     """
     layout = model.adapter.layout
     settings, groups = recorder.settings, groups_of(model)
@@ -159,7 +159,10 @@ def measured(
 
 
 def pixels_of(model: RasterModel, codes: Tensor, batch: int = 16) -> Tensor | None:
-    """Pixels of codes ``(n, rows, columns)`` from 0 to 1; ``None``: nothing decodes them."""
+    """Decodes codes ``(n, rows, columns)`` to pixels ``(n, 3, H, W)`` from 0 to 1.
+
+    ``None``: the model has no image decoder.
+    """
     adapter = model.adapter
     try:
         parts = [adapter.decode(part.to(adapter.model.device)).cpu() for part in codes.split(batch)]
@@ -169,13 +172,13 @@ def pixels_of(model: RasterModel, codes: Tensor, batch: int = 16) -> Tensor | No
 
 
 def small(pixels: Tensor) -> np.ndarray:
-    """Images ``(n, 3, H, W)``, reduced to points for distances between them, ``(n, k)``."""
+    """Images ``(n, 3, H, W)``, scaled down and flattened to ``(n, k)``, for distances."""
     reduced = torch.nn.functional.interpolate(pixels, (TINY, TINY), mode="area")
     return reduced.flatten(1).numpy()
 
 
 def to_bytes(pixels: Tensor) -> np.ndarray:
-    """``(n, 3, H, W)`` from 0 to 1 to ``(n, H, W, 3)`` uint8."""
+    """Converts pixels ``(n, 3, H, W)`` from 0 to 1 to ``(n, H, W, 3)`` uint8."""
     return (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
 
 
@@ -184,20 +187,20 @@ class ImageReport:
 
     Args:
         found: Measurements by mode, see `measured`; plain decoding first.
-        distributions: Guarantee of each mode.
-        groups: Group of every code, ``(C,)``, for tables of pairs.
-        failed: Images of each mode that failed.
-        classes: For each condition the class by which the classifier knows it; ``None``: it knows
-            none.
+        guarantees: Guarantee that each mode claims, such as ``exact``.
+        groups: Group of every code, ``(C,)``, see
+            `mmdecode.evaluation.stats.image_tables.code_groups`.
+        failed: Number of images that failed, by mode.
+        classes: The classifier's class of each condition; ``None``: accuracy is not computed.
         truth: Reference images; ``None``: there are none.
-        conditions: Conditions of the numbers.
-        margin: Margin of `equivalence`.
-        permutations: Permutations of `two_sample`.
-        resamples: Resamples of distances.
-        seed: Seed of draws.
+        conditions: Conditions of the run, shown in the report.
+        margin: Margin of the test of equal likelihood (`equivalence`).
+        permutations: Number of permutations of each `two_sample` test.
+        resamples: Number of bootstrap resamples of distances.
+        seed: Seed of permutations and resamples.
 
     Raises:
-        OptionError: There are no two plain images to compare with.
+        OptionError: There are fewer than two images of the mode ``plain``.
     """
 
     title = "Images"
@@ -299,7 +302,7 @@ class ImageReport:
         return float(np.mean(same))
 
     def _p_values(self, name: str) -> dict[str, float]:
-        """P-values by test, before correction for their number."""
+        """P-values by test, before correction for multiple tests."""
         plain, one = self.found[PLAIN], self.found[name]
         found, first = {"tokens": one.likelihood.all.p}, one.likelihood.first
         alone = all((row.passes or 0) + 1 >= one.likelihood.tokens for row in one.rows)
@@ -356,7 +359,7 @@ class ImageReport:
         return nearest(self.truth.held_out, self.truth.training)
 
     def _real(self) -> dict[str, Any] | None:
-        """Classifier results for the reference images, and the floor of distances."""
+        """Classifier results for the reference images, and the distance of two halves of them."""
         if self.truth is None:
             return None
         features = self.truth.decoded.features
@@ -389,7 +392,7 @@ class ImageReport:
         return tables
 
     def table(self) -> str:
-        """The scores as Markdown, with what they mean below."""
+        """The scores and their explanation, as Markdown."""
         return "\n".join([*map(markdown, self.tables()), f"{self.about()}\n"])
 
     def about(self) -> str:
@@ -430,7 +433,7 @@ class ImageReport:
 
         Args:
             folder: Created where it does not exist.
-            overwrite: Replace files that are not ours.
+            overwrite: Also replace files that were not written by this library.
         """
         files = {
             "summary.json": marked_json(self.summary, indent=1),
@@ -464,8 +467,8 @@ def sheet(images: np.ndarray, title: str, columns: int = 10) -> bytes:
 
     Args:
         images: ``(n, H, W, 3)`` uint8.
-        title: Above it.
-        columns: Images in a row.
+        title: Title above the images.
+        columns: Number of images in a row.
 
     Raises:
         MissingExtraError: matplotlib is not installed.

@@ -1,4 +1,7 @@
-"""Base of reports on questions about images: modes, seeds, tables, files and page."""
+"""Base of reports on questions about images: scores of modes, tables, files and an HTML page.
+
+A mode is one way of decoding whose answers are compared: the baseline, a guide or a control.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +32,23 @@ SUMMARY = "summary.json"
 
 
 class ItemReport(abc.ABC, Generic[Some]):
-    """Scores of saved rows, one kind of report for each kind of row.
+    """Scores of saved answers; a subclass for each kind of question.
 
     Args:
-        items: Answered questions of one or more modes, the baseline first; each mode has the same
-            questions, and each of its seeds has all of them.
-        resamples: Draws of every bootstrap.
+        items: Answers of one or more modes, the baseline first; each seed of each mode answers the
+            same questions.
+        resamples: Number of resamples of every bootstrap.
         seed: Seed of every bootstrap.
-        conditions: Conditions of the answers, by name; kept and shown.
-        against: Names of the modes that each mode is compared with, by the mode's name; computed
-            controls are derived from the first. ``None``, or a mode that is missing: the
-            baseline.
+        conditions: Conditions under which the answers were made, by name; shown in the report.
+        against: Names of the modes that each mode is compared with, by the mode's name; controls
+            that the report computes are derived from the first of them. ``None``, or a mode
+            without an entry: the baseline.
         controls: Modes that are controls themselves: no verdict is given on them.
         images: Folder of the images, or a function from an image's name to its bytes, for
             `worst`; ``None``: images are not shown.
 
     Attributes:
-        modes: Names, the baseline first; controls that are computed stand among them.
+        modes: Names of the modes, the baseline first, with the controls that the report computes.
         ids: Ids of the questions.
 
     Raises:
@@ -54,9 +57,9 @@ class ItemReport(abc.ABC, Generic[Some]):
 
     title = "Answers"
     unit = "image"
-    """Unit that intervals resample."""
+    """Unit that the bootstrap resamples."""
     gain = 1
-    """Sign of a difference that is a gain, of the number that is compared first."""
+    """Sign that the first difference of a comparison has where the mode is better: 1 or -1."""
 
     def __init__(
         self,
@@ -82,14 +85,15 @@ class ItemReport(abc.ABC, Generic[Some]):
         self._recorded_modes = list(self.modes)
 
     def add(self, items: Sequence[Some], after: str | None = None) -> None:
-        """Adds modes to the report.
+        """Adds the answers of further modes to the report.
 
         Args:
-            items: Answers of the modes.
-            after: Mode after which they are listed; ``None``: at the end.
+            items: Answers; each names its mode.
+            after: Mode of the report after which the new ones are listed; ``None``: at the end.
 
         Raises:
-            OptionError: A mode has other questions, or two answers to one question.
+            OptionError: A mode does not answer the questions of the report, or one seed of a mode
+                has two answers to a question.
         """
         for item in items:
             found = self._of.setdefault(item.mode, {}).setdefault(item.seed, {})
@@ -112,17 +116,17 @@ class ItemReport(abc.ABC, Generic[Some]):
 
     @property
     def modes(self) -> list[str]:
-        """Names, the baseline first."""
+        """Names of the modes, the baseline first."""
         return list(self._of)
 
     def against(self, mode: str) -> list[str]:
-        """Baselines of a mode; the baseline itself with nothing."""
+        """Modes that a mode is compared with; none for the baseline."""
         first = self._recorded_modes[0]
         named = [one for one in self._against.get(mode, ()) if one in self._recorded_modes]
         return [] if mode == first else named or [first]
 
     def _pairs(self) -> list[tuple[str, str]]:
-        """Modes that are compared, as first and second."""
+        """Compared modes, as pairs (baseline or control, mode)."""
         return [(one, mode) for mode in self._recorded_modes for one in self.against(mode)]
 
     def answers(self, mode: str) -> list[list[Some]]:
@@ -137,16 +141,16 @@ class ItemReport(abc.ABC, Generic[Some]):
 
     @cached_property
     def questions(self) -> list[Some]:
-        """One row for each question, whichever mode answered it."""
+        """The questions, each as the baseline's answer to it."""
         return self.answers(self.modes[0])[0]
 
     @cached_property
     def image_names(self) -> list[str]:
-        """The image of each question; questions without one count as an image of their own."""
+        """Name of each question's image; a question without an image has its id instead."""
         return [item.image or item.id for item in self.questions]
 
     def cost(self, mode: str) -> dict[str, Any]:
-        """Failures, length, time, rows and forward passes of a mode; ``None``: nothing is known."""
+        """Failures, length, time, rows and passes of a mode; ``None``: not recorded."""
         items = [item for answers in self.answers(mode) for item in answers]
         tokens = [item.tokens for item in items if item.tokens is not None]
         times = [item.seconds for item in items if item.seconds is not None]
@@ -167,7 +171,7 @@ class ItemReport(abc.ABC, Generic[Some]):
         }
 
     def _basis(self) -> dict[str, Any]:
-        """Part of every summary on the questions and the intervals."""
+        """Entries that every summary has: questions, images, intervals and conditions."""
         return {
             "questions": len(self.ids),
             "images": len(set(self.image_names)),
@@ -183,7 +187,7 @@ class ItemReport(abc.ABC, Generic[Some]):
     @property
     @abc.abstractmethod
     def comparisons(self) -> list[ItemComparison]:
-        """Methods against the baseline and against their controls, corrected for their number."""
+        """Each mode against the baseline and its controls, corrected for multiple comparisons."""
 
     @abc.abstractmethod
     def rows(self) -> list[dict[str, str]]:
@@ -195,7 +199,7 @@ class ItemReport(abc.ABC, Generic[Some]):
 
     @abc.abstractmethod
     def worst(self, count: int = 5, mode: str | None = None) -> Shown:
-        """The answers that are most wrong, to look at."""
+        """Up to ``count`` wrong answers of a mode, with images; ``None``: the first mode."""
 
     @abc.abstractmethod
     def figures(self) -> dict[str, Figure]:
@@ -211,23 +215,23 @@ class ItemReport(abc.ABC, Generic[Some]):
 
     @abc.abstractmethod
     def summary_line(self, mode: str, within: str) -> str:
-        """The main scores of a mode in a set, in a few words."""
+        """The main scores of a mode on the question set ``within``, in a few words."""
 
     @abc.abstractmethod
     def level(self, mode: str, within: str) -> float:
-        """The number that is compared first; larger is better."""
+        """The main score of a mode on the question set ``within``; larger is better."""
 
     def rivals(self, mode: str) -> list[tuple[str, str]]:
-        """Comparisons by which a gain of a mode is held against controls, first and second."""
+        """Comparisons of a mode with its controls, as pairs (control, mode)."""
         return [(control, mode) for control in self.against(mode)[1:]]
 
     def verdict(self) -> list[str]:
-        """Result of the comparisons, in a sentence on all methods and one or two on each."""
+        """Result of the comparisons: a sentence on all modes, and one or two on each."""
         judged = [one for one in self._recorded_modes[1:] if one not in self.controls]
         return verdict_of(self, judged)
 
     def table(self) -> str:
-        """The verdict and the scores as Markdown, with what they mean below."""
+        """The verdict, the scores and their explanation, as Markdown."""
         verdict = "".join(f"- {line}\n" for line in self.verdict())
         return "\n".join([verdict, *map(markdown, self.tables()), f"{self.about()}\n"])
 
@@ -254,11 +258,11 @@ class ItemReport(abc.ABC, Generic[Some]):
         return page_of(self)
 
     def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
-        """Writes rows, summary, tables, figures and a page; returns the files without the rows.
+        """Writes answers, summary, tables, figures and page; returns all paths but the answers'.
 
         Args:
             folder: Created where it does not exist.
-            overwrite: Replace files that are not ours.
+            overwrite: Also replace files that were not written by this library.
         """
         lines = "".join(f"- {found}\n" for found in self.comparisons)
         files: dict[str, str | bytes] = {

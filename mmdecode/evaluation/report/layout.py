@@ -94,7 +94,7 @@ def document(
 
 
 def csv_text(rows: Rows) -> str:
-    """For spreadsheets."""
+    """Rows as CSV, for spreadsheets."""
     file = io.StringIO()
     writer = csv.DictWriter(file, rows[0], lineterminator="\n")
     writer.writeheader()
@@ -103,10 +103,10 @@ def csv_text(rows: Rows) -> str:
 
 
 def number(value: float | None, form: str = ".2f") -> str:
-    """A number; empty where there is none."""
+    """A number as text; empty for ``None``."""
     return "" if value is None else format(value, form)
 
 
 def percent(value: float | None, form: str = ".2f") -> str:
-    """A share in percent; empty where there is none."""
+    """A share as text in percent, without the sign; empty for ``None``."""
     return "" if value is None else format(100 * value, form)

@@ -99,11 +99,11 @@ class SilenceReport:
     Attributes:
         modes: Names of the modes, the baseline first.
         classes: Classes of non-speech (kind and level), in order.
-        left_out: Classes of which some mode could read no recording; they are not scored.
+        left_out: Classes that are not scored, since some mode failed on all their recordings.
         speech: Word error reports by set of speech.
 
     Raises:
-        OptionError: There is no sample of non-speech that every mode could read.
+        OptionError: There is no sample of non-speech, or every class is in ``left_out``.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class SilenceReport:
         self.classes = [name for name in names if name not in self.left_out]
         if not self.classes:
             raise OptionError(
-                f"no recording without speech could be read in every mode, of {', '.join(names)}; "
-                "see the errors of the samples"
+                f"in each class of recordings without speech ({', '.join(names)}), some mode "
+                "failed on all recordings; see the errors of the samples"
             )
         self.speech = {
             name: WERReport(
@@ -165,7 +165,7 @@ class SilenceReport:
         return found
 
     def _known(self, name: str) -> Callable[[str], list[Sample]]:
-        """A function from a mode to its samples of a class that did not fail."""
+        """A function from a mode to its samples of the class ``name`` that did not fail."""
         return lambda mode: [s for s in self._of.get((name, mode), ()) if s.error is None]
 
     def _score(self, name: str, mode: str) -> NonSpeechScore:
@@ -187,7 +187,7 @@ class SilenceReport:
         )
 
     def speech_holds(self, mode: str, name: str) -> bool:
-        """Whether a mode passes the bar on a set of speech, see the module."""
+        """Whether a mode is not worse than the baseline on a set of speech, see the module."""
         report = self.speech[name]
         found, first = (report.summary["modes"][m] for m in (mode, self.modes[0]))
         difference = report.compare(mode).bootstrap  # first minus second
@@ -195,7 +195,7 @@ class SilenceReport:
 
     @cached_property
     def verdicts(self) -> dict[str, dict[str, Any]]:
-        """For each mode but the first: classes that miss the bar, worse sets, and the verdict."""
+        """For each mode but the first: failed classes, worse sets of speech, and the verdict."""
         found = {}
         for mode in self.modes[1:]:
             missed = [name for name in self.classes if not self.non_speech[name][mode].passes]

@@ -1,23 +1,23 @@
-"""Word error rate: errors over words of the whole corpus, with normaliser and alignment named.
+"""Word error rate of a corpus, by the normaliser and the alignment that are chosen.
 
 A pair of texts is normalised, split at spaces and aligned by one of `SCORERS`:
 
 * ``plain``: minimal edit distance, each error costs one (jiwer).
 * ``merge``: the same, but neighbouring words of one side may match one word of the other when
   their letters are equal: "white paper" matches "whitepaper" (kaldialign; used by the Open ASR
-  leaderboard). The number of reference words stays as it was.
+  leaderboard). The number of reference words is that before merging.
 * ``sclite``: insertions and deletions cost 3, substitutions 4 (kaldialign). Case is ignored. The
-  reference may hold alternatives, ``{ a / b }`` with ``@`` for nothing; the one with the fewest
-  errors counts, as in NIST's sclite.
+  reference may hold alternatives, ``{ a / b }`` with ``@`` for nothing; the alternative with the
+  lowest cost counts, as in NIST's sclite.
 
 Rates are those of jiwer: WER = (S + D + I) / N, MER = (S + D + I) / (H + S + D + I) and WIL =
-1 - (H / N) (H / M) for H hits, N reference words and M recognised words (Morris et al., 2004), with
-sums over the corpus. Where no reference has a word, WER is the number of insertions.
+1 - (H / N) (H / M) for H hits, S substitutions, D deletions, I insertions, N reference words and M
+recognised words, each summed over the corpus (Morris et al. 2004). If the references have no words,
+WER is the number of insertions.
 
-A reference in a script without spaces (Chinese, Japanese, Thai and others) is aligned by its
-characters: each is a unit of its own, and words of other scripts next to them stay words. The rate
-is then the character error rate, or for mixed texts the mixed error rate. Character errors of such
-a reference leave spaces out.
+A reference in a script without spaces (Chinese, Japanese, Thai and others) is aligned by
+characters; words of other scripts in it remain words. The rate is then the character error rate, or
+the mixed error rate. Spaces do not count in the character errors of such a reference.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class WER:
 
     Attributes:
         low, high: 95 % interval of the word error rate, bootstrap over utterances or groups.
-        words, hypothesis_words: Words of the references and of the hypotheses.
-        substitutions, deletions, insertions: The errors.
-        characters: Characters of the references, spaces included.
-        character_errors: Their minimal edit distance to the hypotheses.
-        utterances: Pairs scored.
+        words, hypothesis_words: Number of words of the references and of the hypotheses.
+        substitutions, deletions, insertions: Number of word errors.
+        characters: Number of characters of the references, spaces included.
+        character_errors: Edit distance of references and hypotheses in characters.
+        utterances: Number of pairs of texts.
         normaliser: Name of the normaliser.
         scorer: Name of the scorer that aligned the words.
     """
@@ -96,7 +96,7 @@ class WER:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Word counts by key of the results; ``heard_words`` are those of the hypotheses."""
+        """Counts of words and errors by name; ``heard_words`` are words of the hypotheses."""
         return {
             "words": self.words,
             "heard_words": self.hypothesis_words,
@@ -163,8 +163,8 @@ def wer(
         normaliser: Name in `NORMALISERS`; applied to both sides.
         scorer: One of `SCORERS`; ``None``: ``merge`` for the leaderboard's normaliser, else
             ``plain``.
-        segmented: Whether both sides are split into words at spaces in scripts without spaces too;
-            else each of their characters is a unit.
+        segmented: Whether texts in scripts without spaces were split into words by spaces; else
+            each of their characters is a unit.
         groups: Speaker or recording of each pair, which the bootstrap then resamples; ``None``: it
             resamples pairs.
         resamples: Bootstrap resamples for the interval.
@@ -189,10 +189,10 @@ def summed(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> WER:
-    """Corpus score from the counts of its pairs.
+    """Score of a corpus from the counts of its pairs of texts.
 
     Args:
-        counts: ``(pairs, 7)``, from `count_errors`.
+        counts: Counts of each pair, ``(pairs, 7)``, from `count_errors`.
         normaliser: Name of the normaliser that was applied.
         scorer: Name of the scorer that aligned the pairs.
         groups: See `wer`.
@@ -337,7 +337,7 @@ def align_as_written(
     scorer: str = "plain",
     segmented: bool = False,
 ) -> list[Step]:
-    """Like `align`, with words as they were written where the normaliser kept one word one word."""
+    """Like `align`, but with words before normalisation, if it left them one word each."""
     normalise = normaliser_of(normaliser)
     steps = align(reference, hypothesis, normaliser, scorer, segmented)
     left = iter(_written(reference, [w for s in steps for w in s.reference.split()], normalise))

@@ -1,6 +1,7 @@
 """Means over images: intervals, tests of difference, and tests of equivalence.
 
-Conditions of images are chosen, not sampled, so an interval holds for these conditions only.
+The conditions of images (such as classes) are fixed by the user, not sampled, so an interval is
+about these conditions only.
 
 Source: Welch 1947; Schuirmann 1987 for two one-sided tests.
 """
@@ -23,13 +24,13 @@ MARGIN = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Mean:
-    """A mean over images whose conditions were chosen, not sampled.
+    """A mean over images, for fixed conditions.
 
     Attributes:
         value, low, high: The mean and its 95 % interval.
-        error: Standard error, from the spread within conditions.
-        freedom: Its degrees of freedom.
-        count: Images.
+        error: Standard error, from the variance within conditions.
+        freedom: Degrees of freedom of the standard error.
+        count: Number of images.
     """
 
     value: float
@@ -45,8 +46,8 @@ class Welch:
     """Welch's test of two means.
 
     Attributes:
-        difference: Second minus first.
-        low, high: 95 % interval.
+        difference: Second mean minus first mean.
+        low, high: 95 % interval of the difference.
         t, freedom, p: The statistic, its degrees of freedom and two-sided p-value.
     """
 
@@ -63,10 +64,10 @@ class Equivalence:
     """Two one-sided tests at 5 %: is a ratio of means within the margin?
 
     Attributes:
-        ratio: Second over first.
-        low, high: 90 % interval.
-        margin: Largest distance from 1 that counts as equivalent.
-        shown: Whether the whole interval lies within it.
+        ratio: Second mean over first mean.
+        low, high: 90 % interval of the ratio.
+        margin: Largest distance of the ratio from 1 that counts as equivalent.
+        shown: Whether the whole interval lies within the margin.
     """
 
     ratio: float
@@ -80,10 +81,9 @@ def mean_of(values: np.ndarray, strata: Sequence[Any] | None = None) -> Mean:
     """The mean of one value per image, with its interval.
 
     Args:
-        values: ``(n,)``.
-        strata: Condition of each image, where conditions were chosen beforehand: differences
-            between conditions then do not count as uncertainty. Ignored where conditions hardly
-            repeat.
+        values: Value of each image, ``(n,)``.
+        strata: Fixed condition of each image: differences between conditions then do not widen the
+            interval. Ignored if there are fewer than two images per condition on average.
 
     Raises:
         OptionError: There are fewer than two images.
@@ -130,9 +130,9 @@ def welch(first: Mean, second: Mean) -> Welch:
 
 
 def equivalence(first: Mean, second: Mean, margin: float = MARGIN) -> Equivalence:
-    """Whether two means of one sign are as good as the same.
+    """Tests whether two means of the same sign are equal within a margin.
 
-    The interval is that of the logarithm of their ratio, by the delta method.
+    The interval of the ratio is computed for its logarithm, by the delta method.
 
     Args:
         first: The baseline.
@@ -143,7 +143,9 @@ def equivalence(first: Mean, second: Mean, margin: float = MARGIN) -> Equivalenc
         OptionError: A mean is 0, or they have different signs.
     """
     if not first.value * second.value > 0:
-        raise OptionError(f"no ratio of {first.value} and {second.value} is of use")
+        raise OptionError(
+            f"means {first.value} and {second.value} have no ratio; expected the same sign, not 0"
+        )
     ratio = second.value / first.value
     errors = (first.error / first.value) ** 2, (second.error / second.value) ** 2
     if not sum(errors):
@@ -162,12 +164,12 @@ def _shared_freedom(first: Mean, second: Mean, errors: tuple[float, float]) -> f
 
 
 def _quantile(level: float, freedom: float) -> float:
-    """P-value of Student's t, two-sided."""
+    """Two-sided quantile of Student's t: ``|t|`` is below it with probability ``level``."""
     return float(scipy_parts().special.stdtrit(freedom, (1 + level) / 2))
 
 
 def strata_of(count: int, strata: Sequence[Any] | None) -> np.ndarray:
-    """Number of each image's stratum, ``(count,)``; one for all without strata.
+    """Index of each image's stratum, ``(count,)``; without strata all are 0.
 
     Raises:
         ShapeError: There are not as many conditions as images.
@@ -180,10 +182,10 @@ def strata_of(count: int, strata: Sequence[Any] | None) -> np.ndarray:
 
 
 def scipy_parts() -> Any:
-    """The library, with the parts that are used here.
+    """Imports scipy with the submodules that are used here.
 
     Raises:
-        MissingExtraError: It is not installed.
+        MissingExtraError: scipy is not installed.
     """
     try:
         import scipy.cluster.vq

@@ -1,6 +1,8 @@
-"""Permutation tests of two samples of images: histograms of tokens and of neighbouring pairs.
+"""Permutation tests of two samples of images given as grids of codes.
 
-Codes are small integers on a grid; nothing else is assumed about them.
+The tests compare histograms: of the code at each grid position (`marginals`), and of pairs of
+neighbouring codes (`neighbours`). A table is one such histogram, a cell one entry of it. Codes are
+small integers; nothing else is assumed about them.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ class TwoSample:
     """Whether two samples of images have the same histograms.
 
     Attributes:
-        g: G-statistic over all cells of all tables.
-        expected: Its mean under random assignment of images to the samples.
-        p: P-value by permutation of images, of the sum over tables and of the extreme table,
-            together (Bonferroni).
-        worst: Number of that table.
-        cells: Cells of all tables after pooling.
+        g: G-statistic, summed over all tables.
+        expected: Mean of ``g`` under random assignment of images to the samples.
+        p: P-value by permutation of images: twice the smaller (Bonferroni) of the p-values of
+            ``g`` and of the largest standardised G of a single table.
+        worst: Index of the table with the largest standardised G.
+        cells: Number of cells of all tables after pooling.
         pooled: Share of counts in pooled cells.
     """
 
@@ -55,21 +57,21 @@ def two_sample(
 ) -> TwoSample:
     """Compares histograms by a G-test with a null distribution from permuted images.
 
-    Counts of one image depend on one another, so tables of a chi-square distribution would raise
-    alarms over equal samples; whole images can be exchanged. Cells that expect fewer than `LEAST`
-    in either sample are pooled, table by table.
+    Codes of one image are dependent, so a chi-square test would reject too often when the samples
+    have the same distribution; permuting whole images is valid. In each table, the cells with an
+    expected count below `LEAST` in either sample are pooled into one.
 
     Args:
-        first: Values of each image in each table, ``(n, tables, entries)`` of small ints; see
+        first: Small integers that each image adds to each table, ``(n, tables, entries)``; see
             `marginals` and `neighbours`.
-        second: ``(m, tables, entries)``.
-        strata: Conditions of both samples' images, where they were chosen: images are then
-            exchanged within a condition.
+        second: The same for the other sample, ``(m, tables, entries)``.
+        strata: Condition, such as the class, of each image in ``first`` and in ``second``: images
+            are then permuted within a condition only. ``None``: among all images.
         permutations: Number of permutations.
-        seed: Seed of the draws.
+        seed: Seed of the permutations.
 
     Raises:
-        ShapeError: The samples have other tables.
+        ShapeError: The samples differ in the number of tables or of entries.
         MissingExtraError: scipy is not installed.
     """
     if first.shape[1:] != second.shape[1:]:
@@ -108,15 +110,17 @@ def marginals(codes: np.ndarray) -> np.ndarray:
 
 
 def neighbours(codes: np.ndarray, groups: np.ndarray, down: int = 0) -> np.ndarray:
-    """Pairs of neighbouring groups: a table per column, or per row where pairs stand above another.
+    """Tables of pairs of neighbouring codes, which are counted by group.
 
     Args:
-        codes: ``(n, rows, columns)``.
-        groups: Group of every code, ``(V,)``.
-        down: 0: a code and the one to its right; 1: a code and the one below.
+        codes: Codes of each image, ``(n, rows, columns)``.
+        groups: Group of each code, ``(V,)``; see `code_groups`.
+        down: 0: pairs of a code and the one to its right, a table per pair of columns; 1: pairs of
+            a code and the one below it, a table per pair of rows.
 
     Returns:
-        ``(n, columns - 1, rows)`` or ``(n, rows - 1, columns)``.
+        Number of each pair, ``(n, columns - 1, rows)``, or ``(n, rows - 1, columns)`` with
+        ``down``.
     """
     kinds = groups[codes]
     if down:
@@ -126,7 +130,7 @@ def neighbours(codes: np.ndarray, groups: np.ndarray, down: int = 0) -> np.ndarr
 
 
 def _cells(both: np.ndarray, first: int, second: int) -> tuple[Any, np.ndarray, float]:
-    """Counts by image and cell, where each table begins, and the share that was pooled."""
+    """Counts by image and cell, the first cell of each table, and the pooled share of counts."""
     count, tables, entries = both.shape
     width = int(both.max()) + 1
     keys = both + width * np.arange(tables)[:, None]
@@ -177,16 +181,16 @@ def _xlogx(values: np.ndarray) -> np.ndarray:
 
 
 def _share(observed: float, null: np.ndarray) -> float:
-    """P-value by counting permutations that are as large."""
+    """P-value: share of permutations whose statistic is at least ``observed``."""
     beyond = int((null >= observed - 1e-9 * abs(observed)).sum())
     return (beyond + 1) / (len(null) + 1)
 
 
 def _gamma_tail(observed: float, null: np.ndarray) -> float:
-    """Tail of a gamma distribution fitted to the permutations, for rare values.
+    """P-value by a gamma distribution fitted to the permutations; 1 where counting is enough.
 
-    Sums of G-statistics are about such, and many comparisons are corrected together, which needs
-    p-values below one over the number of permutations.
+    A sum of G-statistics is approximately gamma distributed. The fit gives p-values below one over
+    the number of permutations, which corrections for many comparisons need.
     """
     mean, variance = float(null.mean()), float(null.var())
     if not variance or (null >= observed).sum() >= _TAIL:
@@ -195,19 +199,21 @@ def _gamma_tail(observed: float, null: np.ndarray) -> float:
 
 
 def code_groups(codebook: Tensor, count: int = 16) -> Tensor:
-    """Clusters codes by embedding, so that cells of pair tables have large enough counts.
+    """Clusters codes by their embeddings with k-means, for `neighbours`.
+
+    A table of pairs of groups has fewer cells than one of pairs of codes, and so larger counts.
 
     Args:
         codebook: Embedding of each code, ``(V, d)``.
-        count: Groups; a codebook of no more codes is left as it is.
+        count: Number of groups; with at most that many codes, each code is its own group.
 
     Returns:
-        ``(V,)``, from 0 without a gap.
+        Group of each code, ``(V,)``, numbered consecutively from 0.
     """
     if len(codebook) <= count:
         return torch.arange(len(codebook))
     points = codebook.detach().cpu().double().numpy()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of groups that nothing is in
+        warnings.simplefilter("ignore")  # warnings of empty groups
         _, labels = scipy_parts().cluster.vq.kmeans2(points, count, minit="++", seed=0)
     return torch.from_numpy(np.unique(labels, return_inverse=True)[1])

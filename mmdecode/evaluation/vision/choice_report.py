@@ -1,4 +1,4 @@
-"""`ChoiceReport`: accuracy on questions with options: single questions, pairs and whole sets."""
+"""`ChoiceReport`: accuracy on multiple-choice questions: single ones, pairs and whole groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ChoiceReport(ItemReport[ChoiceItem]):
-    """Scores of answers that name one of several options; arguments as of `ItemReport`."""
+    """Scores of multiple-choice answers; see `ItemReport` for the arguments."""
 
     title = "Spatial relations"
     unit = "group of questions, else image"
@@ -78,8 +78,8 @@ class ChoiceReport(ItemReport[ChoiceItem]):
         """Compares two modes, in every set.
 
         Args:
-            other: Second mode.
-            mode: First mode; ``None``: the first of this report.
+            other: Mode whose gain is computed.
+            mode: Mode that it is compared with; ``None``: the first of this report.
 
         Raises:
             UnknownNameError: There is no such mode.
@@ -108,18 +108,18 @@ class ChoiceReport(ItemReport[ChoiceItem]):
         )
 
     def summary_line(self, mode: str, within: str) -> str:
-        """Share of right answers, and the share by chance."""
+        """Accuracy of a mode on a set, and that of chance, in words."""
         score = self.summary["modes"][mode]["sets"][within]
         chance = percent(score["chance"], ".1f")
         return f"{percent(score['individual'], '.1f')} % right, by chance {chance} %"
 
     def level(self, mode: str, within: str) -> float:
-        """Share of right answers minus the share by chance."""
+        """Accuracy minus that of chance."""
         score = self.summary["modes"][mode]["sets"][within]
         return float(score["individual"] - score["chance"])
 
     def brief(self) -> Rows:
-        """A row for each mode: right answers by set, and answers that name no single option."""
+        """A row per mode: accuracy on each set, and share of answers that name no single option."""
         rows = []
         for mode, found in self.summary["modes"].items():
             scores = found["sets"]
@@ -168,7 +168,7 @@ class ChoiceReport(ItemReport[ChoiceItem]):
         return "; ".join(parts)
 
     def worst(self, count: int = 5, mode: str | None = None) -> Shown:
-        """Wrong answers, in order.
+        """The first wrong answers of a mode.
 
         Args:
             count: Largest number of answers.

@@ -91,7 +91,7 @@ class Item:
 
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Self:
-        """The item of a JSON row.
+        """Makes an item from a row of JSON.
 
         Raises:
             TypeError: Fields are missing or unknown.
@@ -106,7 +106,8 @@ class YesNoItem(Item):
 
     Attributes:
         target: The right answer.
-        sets: Splits, categories or dimensions that the question counts in, with repeats.
+        sets: Splits, categories or dimensions whose score includes the question; a repeated name
+            counts the question repeatedly.
         margin: Logit of yes minus logit of no at the first answer token, with guidance and before
             any cut; ``None``: not known.
         main_margin: The same margin without the guide; ``None``: not known, also where the guide

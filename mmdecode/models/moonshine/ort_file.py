@@ -29,10 +29,10 @@ ATTRIBUTE_GRAPH = 7
 TENSOR_NAME, TENSOR_SHAPE, TENSOR_DTYPE, TENSOR_DATA = 0, 2, 3, 4
 
 DTYPES = {1: "<f4", 2: "u1", 3: "i1", 6: "<i4", 7: "<i8", 10: "<f2", 11: "<f8"}
-"""NumPy's dtypes by their numbers in the schema; tensors of others are left out."""
+"""NumPy's dtypes by their numbers in the schema; tensors of other types are not read."""
 
 MOST_NESTED = 8
-"""Most levels of graphs inside of graphs; the published ones have two."""
+"""Maximum depth of nested graphs; the published models have two levels."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Node:
     Attributes:
         name: For example ``/layers.0/self_attn/q_proj/MatMul_quant``.
         kind: Kind of the operation, for example ``DynamicQuantizeMatMul``.
-        inputs: Names of its inputs; an empty one is left out.
+        inputs: Names of its inputs, without those that are left empty.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Graph:
 
     Attributes:
         tensors: Stored arrays by name, read-only views of the file.
-        nodes: Operations, those of a branch after those around it.
+        nodes: Operations; those of a nested graph follow those of the graph around it.
     """
 
     tensors: dict[str, np.ndarray]
@@ -67,7 +67,7 @@ def read_graph(file: Path) -> Graph:
     """The stored tensors and the nodes of a file.
 
     Raises:
-        InputError: It cannot be read, is of another format, or leads out of itself.
+        InputError: The file cannot be read, has another format, or has an offset outside itself.
     """
     try:
         data = file.read_bytes()

@@ -1,8 +1,8 @@
 """Kinds of drafters: the model of each, its loss and the drafter that uses it.
 
 A kind is a `Recipe`. Recipes of a `FeatureDrafter` differ in the model they build and in the loss
-of one pass. Passes after the first feed the drafter its own states. There a position attends to the
-target's states up to its own and to its own chain of drafted states, as in drafting.
+of one pass. Later passes read the drafter's own states of the pass before: as in drafting, a
+position attends to the target's states up to itself and to the chain of states drafted from it.
 
 Sources: Li et al. 2024, arXiv:2401.15077, section 3.2 (EAGLE); Zhang et al. 2024, arXiv:2408.15766
 (HASS, several passes); Li et al. 2025, arXiv:2503.01840, section 3 (EAGLE-3, training-time test);
@@ -57,7 +57,7 @@ OWN = {
     "queries": ("vispec", "flash"),
     "tokens": ("flash",),
 }
-"""Kinds that each option is for; other options are for all kinds."""
+"""Kinds of drafters that use an option; options that are not listed are used by all kinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ class Targets:
     asked: Tensor
 
     def mean(self, losses: Tensor) -> Tensor:
-        """Mean of losses ``(B, L)`` over the rows that have a target."""
+        """Mean of losses ``(B, L)`` over the positions that have a target."""
         return (losses * self.asked).sum() / self.asked.sum().clamp_min(1)
 
 
@@ -227,7 +227,7 @@ class Recipe:
         raise NotImplementedError
 
     def reads(self, module: Any) -> FeatureDrafter | None:
-        """Feature drafter whose inputs a batch needs; ``None``: last states are enough."""
+        """Feature drafter whose inputs are computed for a batch; ``None``: only last states are."""
         return None
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
@@ -280,7 +280,7 @@ class FeatureRecipe(Recipe):
         return self.drafts(module, depth=length, top_k=1, nodes=length)
 
     def reads(self, module: Any) -> FeatureDrafter | None:
-        """The trained model itself."""
+        """The model that is trained."""
         return module
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
@@ -289,10 +289,10 @@ class FeatureRecipe(Recipe):
 
 
 class EagleRecipe(FeatureRecipe):
-    """EAGLE: smooth L1 on states, cross-entropy on distributions through the target's head."""
+    """EAGLE: smooth L1 loss of states, and cross-entropy of the target head's distributions."""
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """One layer of the target's sizes."""
+        """One layer with the target's sizes."""
         return EagleModel({**sizes_of(adapter), "feature_sampling": options.feature_sampling})
 
     def pass_loss(
@@ -309,7 +309,7 @@ class Eagle3Recipe(FeatureRecipe):
     passes = 4
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """One layer of the target's sizes, and the vocabulary of the answers."""
+        """One layer with the target's sizes, for the most frequent tokens of the answers."""
         size = options.draft_vocabulary or adapter.vocab
         if not 1 <= size <= adapter.vocab:
             raise OptionError(
@@ -345,7 +345,7 @@ class ViSpecRecipe(FeatureRecipe):
     drafts = ViSpec
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """One layer of the target's sizes, and queries."""
+        """One layer with the target's sizes, and the queries that attend to images."""
         own = {"num_queries": options.queries or 2, "feature_sampling": options.feature_sampling}
         return ViSpecModel({**sizes_of(adapter), **own})
 
@@ -357,10 +357,10 @@ class ViSpecRecipe(FeatureRecipe):
 
 
 class DreamRecipe(FeatureRecipe):
-    """DREAM: losses on states, on distributions, and on early states after the crossing block.
+    """DREAM: losses of states, of distributions, and of the cross-attention block's output.
 
-    The weights are the paper's, 0.2, 1 and 0.2; the first position gets zeros as features. A target
-    with fewer than 8 layers has no early states.
+    The latter is compared with an early layer of the target, if it has 8 layers or more. Weights
+    are the paper's, 0.2, 1 and 0.2; the first position gets zeros as features.
     """
 
     drafts = Dream
@@ -370,7 +370,7 @@ class DreamRecipe(FeatureRecipe):
         return DreamModel({**sizes_of(adapter), "first_row": "zero"})
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """The weighted mean of the losses of the passes, and that of the crossing block."""
+        """The weighted mean of the losses of the passes, plus that of the cross-attention block."""
         crossed: list[Tensor] = []
         hook = module.layers[1].register_forward_hook(lambda *args: crossed.append(args[-1]))
         with hook:
@@ -391,22 +391,22 @@ class DreamRecipe(FeatureRecipe):
 
 
 class FlashRecipe(FeatureRecipe):
-    """FLASH: the losses of EAGLE for each of the states that one pass makes."""
+    """FLASH: the losses of EAGLE for each of the several tokens that one pass drafts."""
 
     drafts = Flash
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """One layer of attention of the target's sizes, and latents."""
+        """One layer with the target's sizes, and the latent vectors that summarise an image."""
         if (options.passes or 1) > 1:
             raise OptionError(
-                f"passes={options.passes}; flash makes its {options.tokens} states in one pass: "
+                f"passes={options.passes}; flash drafts {options.tokens} tokens in a single pass: "
                 "leave passes out"
             )
         own = {"k": options.tokens, "compress_len": options.queries or 64}
         return FlashModel({**sizes_of(adapter), **own})
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """Mean over the states of a pass: state i is trained on the token i + 1 positions ahead."""
+        """Mean over the tokens of a pass; output i of a position predicts token i + 1 after it."""
         logits = batch.logits()
         (made,) = unrolled(module, self.rows(module, batch, options, dice), 1)
         total = torch.zeros((), device=made.device)
@@ -427,7 +427,7 @@ class TextRecipe(Recipe):
     """
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """A Llama of as many layers as the options say, half as wide as the target."""
+        """A Llama with ``options.layers`` layers and half the target's width."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         own = adapter.model.config.get_text_config(decoder=True)
@@ -514,9 +514,9 @@ class HydraRecipe(Recipe):
         return HydraHeads({**sizes_of(adapter), "hydra_num_heads": options.heads})
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """Weighted mean of the heads' cross-entropies; head k at row t reads tokens t + 1 to t + k.
+        """Weighted mean of the heads' cross-entropies; at position t head k reads k later tokens.
 
-        A head has a loss where token t + 1 and the token that it predicts belong to an answer.
+        A head has a loss where token t + 1 and the token that it predicts are in an answer.
         """
         first = batch.ids.shape[1] - 1 - int(batch.asked.sum(1).max())
         batch = replace(
@@ -553,7 +553,7 @@ class KangarooRecipe(FeatureRecipe):
     """Kangaroo: predicts the target's distribution from the state after its first layers."""
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """Builds an adapter of the target's sizes, with the target's rotary embedding."""
+        """Builds an adapter with the target's sizes and rotary embedding."""
         refuse_unsuited(adapter)
         if options.exit_layer >= adapter.num_layers:
             raise OptionError(
@@ -562,8 +562,8 @@ class KangarooRecipe(FeatureRecipe):
             )
         if (options.passes or 1) > 1:
             raise OptionError(
-                f"passes={options.passes}; a kangaroo reads states of the target alone: leave "
-                "passes out"
+                f"passes={options.passes}; kangaroo is trained in a single pass, on states of the "
+                "target: leave passes out"
             )
         config = adapter.model.config.get_text_config(decoder=True)
         own = {"exit_layer": options.exit_layer}

@@ -1,9 +1,10 @@
-"""Trains a tokenizer of LlamaGen's kind (`mmdecode.models.vq`), small enough for one CPU core.
+"""Trains a small VQ image tokenizer of LlamaGen's architecture, on one CPU core.
 
-It is first trained as an autoencoder without quantisation. Then the codebook is initialised by
-k-means over the latents of a few batches, and follows the latents as a moving average. An unused
-code is moved to a latent of the batch. The loss is the mean absolute error of pixels and of their
-differences to the right and below; there is no perceptual and no adversarial loss.
+The model (`mmdecode.models.vq`) is first trained as an autoencoder without quantisation. Then the
+codebook is initialised by k-means over the latents of a few batches, and updated as a moving
+average of the latents of each code. An unused code is replaced by a latent of the batch. The loss
+is the mean absolute error of pixels and of their differences to the right and below; there is no
+perceptual and no adversarial loss.
 
 Source: Sun et al. 2024, arXiv:2406.06525, section 2.1, for the lookup; van den Oord et al. 2017,
 arXiv:1711.00937, for straight-through gradients, commitment and the moving average.
@@ -86,7 +87,7 @@ class Codebook:
         self.counts = torch.ones_like(self.rows[:, 0])
 
     def begin(self, latents: Tensor, dice: torch.Generator) -> None:
-        """Initialises the codes by spherical k-means over unit latents ``(n, D)``."""
+        """Initialises the codes by spherical k-means over latents of norm 1, ``(n, D)``."""
         size = len(self.rows)
         centres = latents[torch.randperm(len(latents), generator=dice)[:size]]
         for _ in range(10):
@@ -101,7 +102,10 @@ class Codebook:
         self.rows.copy_(centres)
 
     def follow(self, latents: Tensor, chosen: Tensor, dice: torch.Generator) -> None:
-        """Updates the average with unit latents ``(n, D)`` and their codes ``(n,)``."""
+        """Updates the average with latents of norm 1, ``(n, D)``, and their codes, ``(n,)``.
+
+        A code that is hardly used is replaced by a random latent of the batch.
+        """
         counts = torch.bincount(chosen, minlength=len(self.rows)).float()
         sums = torch.zeros_like(self.sums).index_add_(0, chosen, latents)
         self.counts.lerp_(counts, 1 - self.decay)

@@ -1,10 +1,12 @@
-"""CHAIR: which of the objects that a caption mentions are not in the image (Rohrbach et al., 2018).
+"""CHAIR: share of the objects mentioned in captions that are not in the image.
 
 CHAIR_i = hallucinated mentions / mentions, and CHAIR_s = captions with a hallucinated mention /
-captions; repeated mentions count repeatedly. Both fall when captions get shorter, so recall and
-length are given as well, and `shortened` cuts captions to the mean length of those that they are
-compared with. The reference code tags and lemmatises words with nltk; here a word is looked up as
-it is and in its possible singular forms, which changes the scores by a few tenths of a point.
+captions; repeated mentions are counted each time. Both fall when captions get shorter, so recall
+and length are reported too, and `shortened` cuts captions to the mean length of other captions
+before a comparison. The reference code tags and lemmatises words with nltk; here a word is looked
+up as it is and in its possible singular forms, which changes the scores by a few tenths of a point.
+
+Source: Rohrbach et al. 2018, arXiv:1809.02156.
 """
 
 from __future__ import annotations
@@ -50,18 +52,19 @@ class Vocabulary:
     """Finds the objects that a text mentions.
 
     Args:
-        synonyms: Words and phrases by the name of the object; the name is one of them.
-        merges: Phrases by the word that they mean; an empty word means no object: a "passenger
-            train" is no person, a "home plate" no plate. The longest phrase counts.
-        overruled: Words that are no mention if another word occurs in the text: a "seat" if there
-            is a "toilet".
+        synonyms: Further words and phrases for each object, by the object's name.
+        merges: Phrases that are read as one word, and that word: ``{"passenger train": "train"}``;
+            with ``""``, a phrase that mentions no object: ``{"home plate": ""}``. Where
+            phrases overlap, the longest is used.
+        overruled: Words that are ignored if another word is in the text: ``{"seat": "toilet"}``
+            ignores "seat" next to "toilet".
 
     Attributes:
         names: Names of the objects.
-        hash: Hash of the vocabulary.
+        hash: Hash of the vocabulary, to tell whether two are equal.
 
     Raises:
-        OptionError: A word stands for two objects, or there is none.
+        OptionError: A word is a synonym of two objects, or there are no objects.
     """
 
     def __init__(
@@ -75,7 +78,9 @@ class Vocabulary:
             for word in (name, *words):
                 phrase = tuple(_words(word))
                 if not phrase or written.setdefault(phrase, name) != name:
-                    raise OptionError(f"{word!r} stands for {written.get(phrase)!r} and {name!r}")
+                    raise OptionError(
+                        f"{word!r} is a word for {written.get(phrase)!r} and {name!r}"
+                    )
         if not written:
             raise OptionError("the vocabulary is empty; expected synonyms by name")
         self._name_of: dict[tuple[str, ...], str | None] = {**written}
@@ -123,7 +128,7 @@ def read_synonyms(path: Path) -> dict[str, list[str]]:
 
 @cache
 def coco_vocabulary() -> Vocabulary:
-    """The 80 COCO categories and the double words of the original evaluation."""
+    """The 80 COCO categories, with the synonyms and merged phrases of the reference code."""
     animals = "bird cat dog horse sheep cow elephant bear zebra giraffe animal cub".split()
     return Vocabulary(
         read_synonyms(Path(__file__).parents[2] / "data" / "coco_synonyms.txt"),
@@ -181,7 +186,7 @@ def chair(
         objects: Objects in the image of each caption, by the vocabulary's names.
         images: Name of each caption's image, the unit of the bootstrap; ``None``: each caption has
             an image of its own.
-        vocabulary: Words for objects; ``None``: COCO's.
+        vocabulary: Vocabulary of the objects; ``None``: that of COCO.
         resamples: Bootstrap resamples for the intervals.
         seed: Seed of the bootstrap.
 
@@ -221,7 +226,7 @@ def count_mentions(
 
 
 def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Computes `METRICS` from summed counts; 0 where nothing is mentioned or present.
+    """Computes `METRICS` from summed counts; 0 where the denominator is 0.
 
     Args:
         counts: ``(..., 7)``, see `COLUMNS`.
@@ -242,7 +247,7 @@ def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
 def summed(
     counts: np.ndarray, images: Sequence[str] | None, resamples: int, seed: int
 ) -> ChairScore:
-    """Scores of counted captions.
+    """Scores of captions from their counts.
 
     Args:
         counts: ``(captions, 7)``, from `count_mentions`.
@@ -261,7 +266,7 @@ def summed(
 
 
 def shortened(captions: Sequence[str], mean_length: float) -> list[str]:
-    """Cuts captions after a common number of words, so that their mean length is as given.
+    """Cuts captions to a common maximum length, chosen so that their mean is ``mean_length``.
 
     Args:
         captions: Texts.
@@ -278,8 +283,8 @@ def read_chair(objects: Path, left_out: LeftOut = None) -> list[CaptionItem]:
     """Reads images to be captioned.
 
     Args:
-        objects: JSON lines, packed or not, with ``objects`` and with ``image`` or, for COCO's
-            val2014, ``image_id``; one of `QUESTION` may hold the request.
+        objects: JSON lines, also gzipped, with the keys ``objects`` and ``image`` or, for COCO's
+            val2014, ``image_id``; optionally the request for a caption, under a key of `QUESTION`.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
     Raises:
