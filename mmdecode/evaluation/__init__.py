@@ -1,4 +1,4 @@
-"""Evaluation: scorers with counts and intervals, speed, reports, and the audit of exactness."""
+"""Evaluation: error counts with intervals, speed, reports, and audits of lossless decoding."""
 
 from __future__ import annotations
 

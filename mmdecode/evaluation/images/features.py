@@ -1,7 +1,7 @@
 """Classifier features of images, distances between samples, and the check against memorisation.
 
-A distance of features is never called FID here: it depends on the classifier, and compares with
-nothing but other distances by the same one at the same number of images.
+A distance of features is never called FID here: it depends on the classifier, and it can only be
+compared with distances by the same classifier for the same number of images.
 
 Source: Heusel et al. 2017, arXiv:1706.08500 (Frechet distance); Binkowski et al. 2018,
 arXiv:1801.01401 (unbiased kernel distance).
@@ -21,12 +21,12 @@ from mmdecode.evaluation.stats.intervals import draw_units, interval
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-    """A distance of two samples of features.
+    """Distance between the features of two samples of images.
 
     Attributes:
-        value: Value of the samples as they are.
-        low, high: 95 % interval, by bootstrap over images of both; what resampling alone adds to
-            the distance is taken off.
+        value: Distance between the samples.
+        low, high: 95 % interval, by bootstrap over the images of both samples; the bias that
+            resampling adds to the distance is subtracted.
     """
 
     value: float
@@ -35,16 +35,16 @@ class Distance:
 
 
 def frechet(first: np.ndarray, second: np.ndarray, resamples: int = 200, seed: int = 0) -> Distance:
-    """Classifier distance: Frechet distance of Gaussians fitted to features ``(n, d)``.
+    """Frechet distance between Gaussians fitted to classifier features.
 
-    Too large by about a constant over the number of images; hold it next to its `floor` and the
-    distance of two plain runs of the same size.
+    The estimate is too large, by an amount that falls as one over the number of images; compare it
+    with `floor` and with the distance between two plain runs of the same size.
 
     Args:
-        first: Features of one sample.
-        second: Features of the other.
-        resamples: Draws of the bootstrap.
-        seed: Seed of the draws.
+        first: Features of one sample, ``(n, d)``.
+        second: Features of the other sample, ``(m, d)``.
+        resamples: Number of bootstrap samples.
+        seed: Seed of the bootstrap.
     """
     tables = [np.asarray(features, dtype=np.float64) for features in (first, second)]
     even = [np.ones(len(table)) for table in tables]
@@ -65,13 +65,14 @@ def kernel_distance(
 ) -> Distance:
     """Unbiased squared maximum mean discrepancy with the kernel ``(x . y / d + 1) ** 3``.
 
-    0 on average for equal distributions, below 0 half of the time, whatever the number of images.
+    For equal distributions its mean is 0 for any number of images, so about half of the values are
+    negative.
 
     Args:
         first: Features of one sample, ``(n, d)``.
-        second: Features of the other, ``(m, d)``.
-        resamples: Draws of the bootstrap.
-        seed: Seed of the draws.
+        second: Features of the other sample, ``(m, d)``.
+        resamples: Number of bootstrap samples.
+        seed: Seed of the bootstrap.
     """
     size = first.shape[1]
     one, other = (np.asarray(features, dtype=np.float32) for features in (first, second))
@@ -94,16 +95,19 @@ def kernel_distance(
 
 
 def floor(features: np.ndarray, size: int, splits: int = 20, seed: int = 0) -> Distance:
-    """Classifier distance of two disjoint parts of one sample: the floor at that size.
+    """Frechet distance between two random disjoint parts of one sample of images.
+
+    It is the distance that two equal distributions have at this number of images.
 
     Args:
-        features: ``(n, d)``.
-        size: Images in each part, at most half of them.
-        splits: Random splits; the value is their mean, the interval holds 95 % of them.
+        features: Classifier features of the sample, ``(n, d)``.
+        size: Number of images in each part, at most ``n // 2``.
+        splits: Number of random splits. The value is the mean of their distances, and the interval
+            covers the central 95 % of them.
         seed: Seed of the splits.
 
     Raises:
-        OptionError: There are too few images.
+        OptionError: ``size`` is below 2 or above ``n // 2``.
     """
     if not 2 <= size <= len(features) // 2:
         raise OptionError(f"two parts of {size} images cannot be made of {len(features)}")
@@ -134,12 +138,12 @@ def _frechet(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.
 
 @dataclass(frozen=True, kw_only=True)
 class Classes:
-    """Output of a classifier for images.
+    """Summary of a classifier's output for a sample of images.
 
     Attributes:
-        accuracy: Share that shows the class asked for.
-        diversity: Entropy of the mean of its distributions, in bits.
-        mean_entropy: Mean entropy of its distributions, in bits.
+        accuracy: Share of images that the classifier assigns to the requested class.
+        diversity: Entropy of the classifier's mean distribution over classes, in bits.
+        mean_entropy: Mean entropy of the classifier's distributions, in bits.
     """
 
     accuracy: Mean
@@ -153,11 +157,11 @@ class Classes:
 
 
 def judged(probabilities: np.ndarray, wanted: np.ndarray) -> Classes:
-    """Class accuracy and entropies.
+    """Computes the class accuracy and the entropies of a classifier's output.
 
     Args:
-        probabilities: Probabilities of a classifier, ``(n, classes)``.
-        wanted: Class asked for, ``(n,)``.
+        probabilities: Class probabilities of each image, ``(n, classes)``.
+        wanted: Requested class of each image, ``(n,)``.
     """
     share = mean_of(probabilities.argmax(1) == wanted, list(wanted))
     return Classes(
@@ -174,13 +178,15 @@ def _entropy(probabilities: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Distance of samples to the nearest training image, next to that of held-out images.
+    """Check against memorisation: distances of generated and held-out images to training images.
 
     Attributes:
-        samples, held_out: Median distance to the nearest training image.
-        copies: Share of samples that are nearer to one than 99 % of the held-out images are.
-        p: P-value of samples being as near as held-out images, against nearer (Mann and Whitney,
-            1947).
+        samples, held_out: Median distance to the nearest training image, of generated images and of
+            held-out images.
+        copies: Share of generated images that are nearer to a training image than 99 % of the
+            held-out images are.
+        p: One-sided p-value of the Mann-Whitney test (1947); small if generated images are nearer
+            to training images than held-out images are.
     """
 
     samples: float
@@ -190,7 +196,16 @@ class Memory:
 
 
 def nearest(points: np.ndarray, training: np.ndarray, at_once: int = 4096) -> np.ndarray:
-    """Euclidean distance of each of ``(n, d)`` to the nearest of ``(m, d)``, ``(n,)``."""
+    """Computes the Euclidean distance of each point to the nearest training point.
+
+    Args:
+        points: Points, ``(n, d)``.
+        training: Training points, ``(m, d)``.
+        at_once: Number of training points that are compared at a time.
+
+    Returns:
+        Distances, ``(n,)``.
+    """
     points = np.asarray(points, dtype=np.float32)
     own = (points**2).sum(1)
     best = np.full(len(points), np.inf)
@@ -205,9 +220,10 @@ def memory(samples: np.ndarray, held_out: np.ndarray) -> Memory:
     """Compares distances to the nearest training image.
 
     Args:
-        samples: Distances of samples, ``(n,)``; see `nearest`.
-        held_out: Distances of images that were not trained on and went the same way, through the
-            tokenizer if samples did, ``(m,)``.
+        samples: Distance of each generated image, ``(n,)``; see `nearest`.
+        held_out: Distance of each image that the model was not trained on, ``(m,)``. If the
+            generated images were decoded by an image tokenizer, these must be encoded and decoded
+            by it too.
 
     Raises:
         MissingExtraError: scipy is not installed.

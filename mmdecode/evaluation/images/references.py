@@ -1,7 +1,8 @@
 """Reference images for distances and for the check against memorisation.
 
-References of the zoo's scenes are rendered; others are read from folders. The generated images
-came through the model's image tokenizer, so they go through it too.
+References are either rendered scenes, the training domain of the zoo (the small models trained by
+this project), or read from a folder. Generated images are decoded by the model's image tokenizer,
+so references are encoded and decoded by it too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mmdecode.models.image_classifier import Classifier
 
 SCENES = "scenes"
 UNSEEN = 2**35
-"""Seeds from here on render scenes that no model was trained on."""
+"""First seed of scenes that no model was trained on."""
 BATCH = 64
 
 
@@ -32,18 +33,20 @@ def truth_of(
     training: Path | None = None,
     count: int = 1000,
 ) -> Truth:
-    """Reference images to compare samples of a model with.
+    """Loads or renders reference images, and computes their features.
 
     Args:
-        model: Model whose tokenizer encodes the images.
-        classifier: Classifier that judges them.
+        model: Model whose image tokenizer encodes and decodes the images.
+        classifier: Classifier that computes the features.
         real: `SCENES`, or a folder of images that the model was not trained on.
-        training: Folder of those that it was trained on; of scenes they are known.
+        training: Folder of training images of the model; ``None``: with `SCENES` they are rendered,
+            otherwise there are none.
         count: Largest number of reference images.
 
     Raises:
-        InputError: A folder holds no images, or too few.
-        IncompatibleError: The model's tokenizer does not encode images.
+        InputError: A folder does not exist or holds fewer than 4 images.
+        IncompatibleError: The model's tokenizer cannot encode images, or with `SCENES` its images
+            do not have the size of scenes.
     """
     side = _side(model)
     classes, trained = None, None
@@ -81,14 +84,14 @@ def _side(model: RasterModel) -> tuple[int, int]:
 
 
 def seeds_of_training() -> range:
-    """Scenes that ``zoo:llamagen-scenes`` learned from."""
+    """Seeds of the scenes that ``zoo:llamagen-scenes`` was trained on."""
     from mmdecode.zoo.scene_images import CORPUS_IMAGES, CORPUS_SEED
 
     return range(CORPUS_SEED, CORPUS_SEED + CORPUS_IMAGES)
 
 
 def _scenes(seeds: range, side: tuple[int, int]) -> Iterator[Tensor]:
-    """Renders scenes; batches ``(B, 3, H, W)`` from 0 to 1."""
+    """Yields rendered scenes in batches ``(B, 3, H, W)`` with values from 0 to 1."""
     from mmdecode.zoo.scene_images import rendered_images
     from mmdecode.zoo.scenes import SIDE
 
@@ -105,7 +108,7 @@ def _scenes(seeds: range, side: tuple[int, int]) -> Iterator[Tensor]:
 
 
 def _folder(folder: Path, side: tuple[int, int], count: int | None) -> Iterator[Tensor]:
-    """Images of a folder, center-cropped and resized; batches ``(B, 3, H, W)`` from 0 to 1."""
+    """Yields center-cropped, resized images of a folder: ``(B, 3, H, W)`` with values 0 to 1."""
     from PIL import Image, ImageOps
 
     from mmdecode.runs.files import find_files

@@ -53,7 +53,7 @@ from mmdecode.runs.files import marked_json, write_files
 
 BITS = 1 / np.log(2)
 ALARM = 1e-3
-"""A distribution that claims to be exact is rejected below this corrected p-value."""
+"""A corrected p-value below this one rejects a mode's claim of plain decoding's distribution."""
 TINY = 16  # side of images for distances: memorised images are found despite noise of pixels
 SHOWN = 40  # images of a mode on the page
 TESTS = {
@@ -73,8 +73,8 @@ class Truth:
 
     Attributes:
         unseen: Features of images that the model was not trained on, ``(m, d)``.
-        decoded: Features of the same images after the image tokenizer.
-        held_out: The unseen images reduced by `small`, ``(m, k)``.
+        decoded: Features of the same images, encoded and decoded by the image tokenizer.
+        held_out: The decoded images reduced by `small`, ``(m, k)``.
         training: Training images reduced by `small`, ``(t, k)``; ``None``: not available.
         classes: Classes of the unseen images, ``(m,)``; ``None``: not known.
     """
@@ -88,12 +88,12 @@ class Truth:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """Measurements of the images of one mode.
+    """Measurements of the images of one mode (way to sample).
 
     Attributes:
-        rows: Records of its generated images, in order.
+        rows: Records of the generated images, in order.
         codes: Codes of the images, ``(n, rows, columns)``.
-        likelihood: Likelihood under the model's guided distribution, the same for all modes.
+        likelihood: Likelihood under the model's guided distribution, whichever mode drew them.
         judged: Output of a classifier; ``None``: there is no classifier, or no image decoder.
         points: The images reduced by `small`, ``(n, k)``; ``None``: there is no image decoder.
         shown: The first images, ``(s, H, W, 3)`` uint8; ``None``: there is no image decoder.
@@ -108,7 +108,7 @@ class Measured:
 
     @property
     def conditions(self) -> list[int | str]:
-        """Conditions of its images."""
+        """Condition (class or prompt) of each image."""
         return [row.condition for row in self.rows]
 
 
@@ -161,7 +161,7 @@ def measured(
 def pixels_of(model: RasterModel, codes: Tensor, batch: int = 16) -> Tensor | None:
     """Decodes codes ``(n, rows, columns)`` to pixels ``(n, 3, H, W)`` from 0 to 1.
 
-    ``None``: the model has no image decoder.
+    It returns ``None`` if the model has no image decoder.
     """
     adapter = model.adapter
     try:
@@ -183,7 +183,7 @@ def to_bytes(pixels: Tensor) -> np.ndarray:
 
 
 class ImageReport:
-    """Scores of ways to sample images of one model.
+    """Report that compares modes (ways to sample images of one model) with plain decoding.
 
     Args:
         found: Measurements by mode, see `measured`; plain decoding first.
@@ -193,8 +193,8 @@ class ImageReport:
         failed: Number of images that failed, by mode.
         classes: The classifier's class of each condition; ``None``: accuracy is not computed.
         truth: Reference images; ``None``: there are none.
-        conditions: Conditions of the run, shown in the report.
-        margin: Margin of the test of equal likelihood (`equivalence`).
+        conditions: Settings and hardware of the run, shown in the report.
+        margin: Relative margin of the test of equal likelihood (`equivalence`).
         permutations: Number of permutations of each `two_sample` test.
         resamples: Number of bootstrap resamples of distances.
         seed: Seed of permutations and resamples.
@@ -289,7 +289,7 @@ class ImageReport:
         return found
 
     def _same(self, one: Measured) -> float:
-        """Share of images equal to the plain one of the same condition and ordinal."""
+        """Share of images equal to plain decoding's with the same condition and ordinal."""
         plain = self.found[PLAIN]
         known = {
             (row.condition, row.ordinal): codes
@@ -359,7 +359,7 @@ class ImageReport:
         return nearest(self.truth.held_out, self.truth.training)
 
     def _real(self) -> dict[str, Any] | None:
-        """Classifier results for the reference images, and the distance of two halves of them."""
+        """Classifier results for the reference images, and the distance between their halves."""
         if self.truth is None:
             return None
         features = self.truth.decoded.features
@@ -392,11 +392,11 @@ class ImageReport:
         return tables
 
     def table(self) -> str:
-        """The scores and their explanation, as Markdown."""
+        """The tables and an explanation of their numbers, as Markdown."""
         return "\n".join([*map(markdown, self.tables()), f"{self.about()}\n"])
 
     def about(self) -> str:
-        """Explanation of the numbers."""
+        """One paragraph that explains the numbers of the tables."""
         real = self.summary["real_pictures"]
         parts = [
             "bits per token are of the guided distribution, before top-k and top-p; "
@@ -413,7 +413,7 @@ class ImageReport:
         return "; ".join(parts)
 
     def page(self) -> str:
-        """One HTML file that holds everything."""
+        """One HTML file with tables, explanation and images."""
         overview = "".join(map(html_table, self.tables()))
         tests = "".join(
             f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>"
@@ -424,16 +424,16 @@ class ImageReport:
 
     @cached_property
     def sheets(self) -> dict[str, bytes]:
-        """Images of each mode side by side, with the same conditions in the same order, as PNG."""
+        """A contact sheet (PNG) per mode, with the conditions in the same order in each."""
         shown = {name: one.shown for name, one in self.found.items() if one.shown is not None}
         return {name: sheet(images, name) for name, images in shown.items()}
 
     def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
-        """Writes summary, tables and page; returns the files.
+        """Writes summary, tables and page; returns their paths.
 
         Args:
-            folder: Created where it does not exist.
-            overwrite: Also replace files that were not written by this library.
+            folder: Output folder; created if it does not exist.
+            overwrite: Whether to replace files that were not written by this library.
         """
         files = {
             "summary.json": marked_json(self.summary, indent=1),
@@ -444,10 +444,10 @@ class ImageReport:
 
 
 def verdict(mode: Mapping[str, Any]) -> str:
-    """Result of the tests of a mode's distribution, in words.
+    """States the result of the tests of a mode's distribution in words.
 
     Args:
-        mode: A mode of `ImageReport.summary`.
+        mode: Value of one mode in ``ImageReport.summary["modes"]``.
     """
     worst = min(mode["tests"], key=lambda test: mode["tests"][test]["p_holm"])
     p, ratio = mode["tests"][worst]["p_holm"], mode.get("equivalence")
@@ -463,7 +463,7 @@ def verdict(mode: Mapping[str, Any]) -> str:
 
 
 def sheet(images: np.ndarray, title: str, columns: int = 10) -> bytes:
-    """A contact sheet as PNG.
+    """Draws a contact sheet and returns it as PNG.
 
     Args:
         images: ``(n, H, W, 3)`` uint8.

@@ -1,6 +1,6 @@
-"""Samples images in several modes of one model, in turns, and computes their logits.
+"""Samples images of one model in several modes (ways to sample), and computes their logits.
 
-Modes take turns batch by batch, A B B A, so that a machine that slows down slows all of them. The
+Modes take turns batch by batch, A B B A, so that a machine that slows down affects them alike. The
 images of all modes have the same conditions and the same seed, except for a second plain run with
 another seed: it shows by how much two samples of one distribution differ.
 """
@@ -30,9 +30,9 @@ from mmdecode.runs.journal import Journal
 
 ROWS = "images.jsonl"
 PLAIN, AGAIN = "plain", "plain again"
-"""The reference, and the same with another seed."""
+"""Names of the reference mode, and of its second run with another seed."""
 ALIASES = {PLAIN: "ar"}
-"""Names of `mmdecode.image_ar.modes.MODES` that a mode may also be given by."""
+"""Alternative names of modes, and the names in `mmdecode.image_ar.modes.MODES` that they mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,11 @@ class Mode:
 
     Attributes:
         name: Name in tables and rows.
-        preset: One of `mmdecode.image_ar.modes.MODES`; ``None``: draft and rule are given.
-        draft, accept: Specifications for the registry.
-        shift: Number added to the seed.
+        preset: Name in `mmdecode.image_ar.modes.MODES`; ``None``: ``draft`` and ``accept`` define
+            the mode.
+        draft, accept: Specifications of the drafter and of the acceptance rule, as
+            ``NAME:OPTION=VALUE``.
+        shift: Number added to the seed of the run.
     """
 
     name: str
@@ -54,14 +56,14 @@ class Mode:
 
 
 def modes_of(presets: Sequence[str], also: Sequence[str] = ()) -> list[Mode]:
-    """The modes of a run: plain decoding first, and again under another seed.
+    """Lists the modes of a run: plain decoding, plain decoding with another seed, then the others.
 
     Args:
-        presets: Names of `mmdecode.image_ar.modes.MODES`, or `PLAIN`.
-        also: Others as ``DRAFT + RULE``, or ``DRAFT``.
+        presets: Names in `mmdecode.image_ar.modes.MODES`, or `PLAIN`; repeated names count once.
+        also: Further modes, each written ``DRAFT + RULE`` or ``DRAFT``.
 
     Raises:
-        OptionError: There is no such preset, or one is given twice.
+        OptionError: A preset is unknown.
     """
     found = [Mode(name=PLAIN, preset="ar"), Mode(name=AGAIN, preset="ar", shift=1)]
     for name in dict.fromkeys(presets):
@@ -79,17 +81,17 @@ def modes_of(presets: Sequence[str], also: Sequence[str] = ()) -> list[Mode]:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRow:
-    """One image of one mode.
+    """Record of one generated image.
 
     Attributes:
-        mode: Its name.
+        mode: Name of the mode.
         condition: Class or prompt.
         ordinal: Index among the images of that condition, from 0.
-        codes: Codes in raster order; ``None``: it failed.
-        commits: Index of the pass in which each code was committed.
-        passes: Scoring passes after the prompt was read.
-        seconds: Time of its batch, shared out evenly.
-        error: Why it failed; ``None``: it did not.
+        codes: Codes in raster order; ``None``: generation failed.
+        commits: Index of the forward pass that committed each code; ``None``: generation failed.
+        passes: Number of target forward passes after the prefill; ``None``: generation failed.
+        seconds: Time of the batch divided by its size; ``None``: generation failed.
+        error: Error message; ``None``: generation succeeded.
     """
 
     mode: str
@@ -109,12 +111,12 @@ class ImageRow:
 def journal_of(
     folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool = False
 ) -> Journal[ImageRow]:
-    """The images of a run, in a folder; see `Journal`."""
+    """Opens the journal of a run's images in a folder; see `Journal` for the arguments."""
     return Journal(folder / ROWS, read_images, _key, settings, resume, overwrite)
 
 
 def read_images(path: Path) -> list[ImageRow]:
-    """Rows of a file; of several for one image the last counts.
+    """Reads the rows of a file; the last row of each image counts.
 
     Raises:
         InputError: A line is damaged.
@@ -136,24 +138,24 @@ def _key(row: ImageRow) -> tuple[str, int | str, int]:
 
 
 class Recorder:
-    """Samples images in several modes.
+    """Samples images of one model in several modes.
 
     Args:
         model: A model of image tokens in raster order.
-        modes: See `modes_of`.
-        conditions: Classes or prompts, one an image; they may repeat.
-        model_id: Its name, for drafts that belong to it.
-        seed: Seed of the keyed noise.
-        batch: Images drawn at once.
-        **how: Guidance and sampling, see `ImageGenerator`.
+        modes: Modes to sample in, see `modes_of`.
+        conditions: Class or prompt of each image; repetitions ask for several images.
+        model_id: Name of the model, for drafters that were trained for it.
+        seed: Seed of all random numbers.
+        batch: Batch size, in images.
+        **how: Guidance and sampling options of `ImageGenerator`.
 
     Attributes:
-        generators: Generators by the name of their mode.
-        requests: Requests of each mode.
+        generators: Generator of each mode, by the mode's name.
+        requests: Requests for images, the same for each mode.
 
     Raises:
         OptionError: The model does not know a condition.
-        IncompatibleError: Draft and rule of a mode, or they and the model, do not fit.
+        IncompatibleError: Drafter, acceptance rule and model of a mode do not work together.
     """
 
     def __init__(
@@ -192,17 +194,17 @@ class Recorder:
 
     @property
     def total(self) -> int:
-        """Number of rows."""
+        """Number of images of all modes."""
         return len(self.requests) * len(self.modes)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Guidance and sampling of all modes."""
+        """Guidance and sampling options, the same for all modes."""
         return self.generators[self.modes[0].name].settings
 
     @property
     def guarantees(self) -> dict[str, str]:
-        """Guarantee of each mode, see `GeneratedImage`."""
+        """Guarantee of each mode, such as ``exact``; see `GeneratedImage`."""
         return {name: generator.guarantee for name, generator in self.generators.items()}
 
     def run(
@@ -210,12 +212,12 @@ class Recorder:
         journal: Journal[ImageRow] | None = None,
         progress: Callable[[ImageRow], None] | None = None,
     ) -> list[ImageRow]:
-        """Rows of all modes, images in order.
+        """Samples the images of all modes; returns their rows, mode by mode.
 
         Args:
-            journal: Where rows go as they come; images that are there are left out, failed ones are
-                tried again.
-            progress: Called with each row.
+            journal: File that each row is added to as soon as it is ready. Images that it holds
+                already are not sampled again, unless they failed. ``None``: nothing is written.
+            progress: Called with each new row.
         """
         found: dict[Any, ImageRow] = {}
         if journal:
@@ -246,7 +248,7 @@ class Recorder:
 
 
 def row_of(mode: str, image: GeneratedImage) -> ImageRow:
-    """The row of the journal for an image."""
+    """Converts a generated image to its row in the journal."""
     generated = image.error is None
     return ImageRow(
         mode=mode,
@@ -268,7 +270,11 @@ def stacked(rows: Sequence[ImageRow], shape: tuple[int, int]) -> tuple[Tensor, T
 
 
 def groups_of(model: RasterModel) -> Tensor:
-    """Codes of like meaning, see `code_groups`; by their number where no codebook is at hand."""
+    """Groups codes with similar embeddings, see `code_groups`; without a codebook by their index.
+
+    Returns:
+        Group of each code, ``(C,)``.
+    """
     book = model.adapter.codebook()
     numbers = torch.arange(len(model.adapter.layout.ids))[:, None]
     return code_groups(numbers if book is None else book)
@@ -278,16 +284,17 @@ def groups_of(model: RasterModel) -> Tensor:
 def forced_logits(
     model: RasterModel, conditions: Sequence[Any], codes: Tensor, guidance: float
 ) -> Tensor:
-    """Guided logits of given images, over codes, each after the codes before it.
+    """Computes the teacher-forced, guided logits of given images.
 
     Args:
-        model: The model.
-        conditions: One an image.
-        codes: ``(B, rows, columns)``.
-        guidance: s of ``u + s (c - u)``.
+        model: Model of image tokens.
+        conditions: Class or prompt of each image.
+        codes: Codes of the images, ``(B, rows, columns)``.
+        guidance: Scale ``s`` of classifier-free guidance, ``u + s (c - u)`` for conditional logits
+            ``c`` and unconditional logits ``u``.
 
     Returns:
-        ``(B, rows * columns, C)`` float32.
+        Logits over the ``C`` codes at each position, ``(B, rows * columns, C)`` float32.
     """
     adapter = model.adapter
     layout, device = adapter.layout, adapter.model.device

@@ -1,20 +1,21 @@
 """Tests whether sampled images follow the model's distribution; valid for tiny models too.
 
-A faster way to sample must not change the distribution of images. It gives other images, so
-distributions are compared, not images. Four kinds of evidence, none of which is enough alone:
+A faster way to sample must not change the distribution of images. It gives other images than plain
+decoding, so distributions are compared, not single images. There are four kinds of evidence, and no
+kind is enough alone:
 
-* likelihood of samples under the guided target (`likelihood`,
-`mmdecode.evaluation.stats.image_means`):
-  sees a sampler that is too bold or too timid, and nothing that keeps the typical set;
-* histograms of tokens and of neighbours against plain samples
-(`mmdecode.evaluation.stats.image_tables`); * each token against the very distribution it should
-have been drawn from (`TokenTest`), all of them and
-  those that were committed first in a pass: there what was looked at before decides which token is
-  tested, and never the token itself, so the test stays valid where pairs picked by their border
-  would be no fair sample of anything;
-* what a classifier trained apart makes of the images (`mmdecode.evaluation.images.features`).
+* The likelihood of the samples under the guided target model (`likelihood`,
+  `mmdecode.evaluation.stats.image_means`) shows a sampler whose tokens are too probable or too
+  improbable. It misses changes that leave the likelihood as it is.
+* Histograms of tokens and of pairs of neighbours are compared with those of plain samples
+  (`mmdecode.evaluation.stats.image_tables`).
+* Each token is tested against the distribution that it should have been sampled from (`TokenTest`):
+  all tokens, and separately the first committed token of each forward pass. Which token is first
+  depends only on the tokens before it, so this selection does not bias the test.
+* A classifier that was trained separately is applied to the images
+  (`mmdecode.evaluation.images.features`).
 
-A p-value below a level can reject a distribution and none can prove it; an equivalence test is what
+A small p-value can reject a distribution, but no p-value can prove it; only an equivalence test
 shows that a difference is small. Inputs are arrays; nothing here draws images.
 """
 
@@ -33,20 +34,22 @@ from mmdecode.evaluation.stats.draws import p_of_draws, surprise
 from mmdecode.image_ar.sampling import Sampling
 
 LEAST = 5
-"""Variance of the count of a pair below which its cell is left out."""
+"""A pair of groups whose count has a smaller variance is left out of the test of pairs."""
 _AT_ONCE = 1 << 24  # entries of distributions held in double precision together
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTest:
-    """Whether tokens are samples of given distributions, see `draws.p_of_draws`.
+    """Test of whether tokens were sampled from given distributions, see `draws.p_of_draws`.
 
     Attributes:
-        tokens: How many were tested.
-        surprise: Nats per token beyond the entropy of the distributions; 0 on average for samples.
-        p: P-value of ranks and surprise together.
-        pairs_p: P-value of pairs of a token with the one before and the one above: the smallest
-            p-value of their cells, corrected for their number; ``None``: not asked for.
+        tokens: Number of tested tokens.
+        surprise: Mean of ``-log p`` of a token minus the entropy of its distribution, in nats; 0 on
+            average if the tokens were sampled from the distributions.
+        p: P-value of `draws.p_of_draws`.
+        pairs_p: P-value for pairs of a token with its left neighbour or with the token above it:
+            the smallest p-value of all pairs of groups, corrected for their number (Bonferroni);
+            ``None``: not computed.
     """
 
     tokens: int
@@ -63,10 +66,10 @@ class Likelihood:
         per_image: Negative log-likelihood in nats under the guided distribution with its
             temperature, before top-k and top-p, ``(n,)``.
         tokens: Number of sampled tokens of an image.
-        outside: Share of tokens that top-k or top-p forbid, ``(n,)``.
-        all: All tokens against the distribution they are decoded by.
-        first: Tokens that were committed first in a pass, where a trace says which; the image's
-            first token is left out. ``None``: there is no such token.
+        outside: Share of the tokens of each image that top-k or top-p forbid, ``(n,)``.
+        all: Test of all tokens against the distributions after temperature, top-k and top-p.
+        first: The same test for the first committed token of each forward pass, without the first
+            token of an image; ``None``: the passes are not known, or there is no such token.
     """
 
     per_image: np.ndarray
@@ -77,7 +80,7 @@ class Likelihood:
 
 
 Laws = Callable[[slice], Tensor]
-"""From rows of a sample to the guided logits of their tokens, ``(B, tokens, V)``."""
+"""Function from a slice of the images to the guided logits of their tokens, ``(B, tokens, V)``."""
 
 
 def likelihood(
@@ -92,16 +95,18 @@ def likelihood(
     """Scores images under their model, and tests their tokens against its distributions.
 
     Args:
-        distributions: Teacher-forced logits, see `mmdecode.evaluation.images.runs.forced_logits`.
-        codes: Codes in the order of the distributions, ``(n, rows, columns)`` in raster order.
+        distributions: Function that returns teacher-forced logits, see
+            `mmdecode.evaluation.images.runs.forced_logits`.
+        codes: Codes of the images in raster order, ``(n, rows, columns)``.
         sampling: Sampling settings of the images.
-        commits: The pass in which each token was committed, of the same shape.
-        groups: Group of every code, ``(V,)``, where the logits are, see
-            `mmdecode.evaluation.stats.image_tables.code_groups`: asks for pairs too.
-        batch: Images at once.
+        commits: Index of the forward pass that committed each token, ``(n, rows, columns)``;
+            ``None``: not known, and the first tokens of passes are not tested separately.
+        groups: Group of every code, ``(V,)``, on the device of the logits, see
+            `mmdecode.evaluation.stats.image_tables.code_groups`; ``None``: pairs are not tested.
+        batch: Batch size, in images.
 
     Raises:
-        ShapeError: Codes and logits do not go together.
+        ShapeError: The logits are not for as many images and tokens as there are codes.
     """
     count, rows, columns = codes.shape
     flat = codes.flatten(1)
@@ -138,10 +143,11 @@ def likelihood(
 
 
 class _TokenTally:
-    """Adds up what `TokenTest` needs, batch by batch.
+    """Accumulates the statistics of a `TokenTest` batch by batch.
 
-    Pairs are tested by the counts of (group before, group) and (group above, group) less what the
-    distributions expect of them, which are sums of martingale differences and so about normal.
+    Pairs are tested by the number of times that each group follows each group, to the right and
+    below, minus the number that the distributions expect. This difference is a sum of martingale
+    differences and therefore approximately normal.
     """
 
     def __init__(self, groups: Tensor | None, columns: int) -> None:
@@ -154,7 +160,13 @@ class _TokenTally:
             self.pairs = torch.zeros((2, 3, self.kinds, self.kinds), dtype=torch.float64)
 
     def add(self, distribution: Tensor, tokens: Tensor, which: Tensor) -> None:
-        """Distributions ``(B, T, V)``, tokens ``(B, T)``, mask of those that count ``(B, T)``."""
+        """Adds a batch.
+
+        Args:
+            distribution: Logits of the distributions, ``(B, T, V)``.
+            tokens: Sampled tokens, ``(B, T)``.
+            which: Mask of the tokens that are tested, ``(B, T)``.
+        """
         if not bool(which.any()):
             return
         step = max(1, _AT_ONCE // distribution.shape[-1])

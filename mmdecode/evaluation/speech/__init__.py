@@ -1,1 +1,1 @@
-"""Word errors, hallucinated words, and how they are reported."""
+"""Scores and reports of speech recognition: word errors, hallucinations, punctuation."""

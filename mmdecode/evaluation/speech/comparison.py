@@ -1,4 +1,4 @@
-"""Two modes of decoding over the same recordings, compared pair by pair."""
+"""Paired comparison of two modes of decoding on the same recordings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Scored:
         mode: Name of the mode.
         samples: One sample per recording, in order.
         alignments: Alignment of each sample.
-        counts: ``(recordings, 7)`` of `mmdecode.evaluation.speech.wer.count_errors`.
+        counts: Word and error counts of each recording, ``(recordings, 7)``, see
+            `mmdecode.evaluation.speech.wer.count_errors`.
     """
 
     mode: str
@@ -41,7 +42,7 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two modes on the same recordings; differences are first minus second.
+    """Comparison of two modes on the same recordings; differences are first minus second.
 
     Attributes:
         first, second: Names of the two modes.
@@ -52,9 +53,11 @@ class Comparison:
         utterances: The same test with whole recordings as segments.
         p_holm: P-value of ``mapsswe``, corrected by Holm for all comparisons of the report;
             ``None``: not corrected.
-        margin: Increase of the word error rate that is tolerated (non-inferiority margin).
-        within_margin: Whether the interval shows that the second mode loses less than the margin.
-        speedup: Time of the first over time of the second; ``None``: not timed.
+        margin: Increase of the word error rate that is tolerated (non-inferiority margin), as a
+            share: 0.001 is 0.1 percentage points.
+        within_margin: Whether the 95 % interval shows that the second mode's word error rate is
+            higher by less than the margin.
+        speedup: Decoding time of the first mode over that of the second; ``None``: not timed.
         speedup_low, speedup_high: 95 % interval of the speedup, by bootstrap over batches;
             ``None``: there was one batch.
     """
@@ -107,8 +110,8 @@ def compared(
 
     Args:
         first: The baseline.
-        second: The other mode.
-        groups: Bootstrap unit of each recording; ``None``: the recording itself.
+        second: The mode that is compared with it.
+        groups: Bootstrap unit of each recording, such as its speaker; ``None``: the recording.
         margin: See `Comparison`.
         resamples: Resamples of every bootstrap.
         seed: Seed of every bootstrap.

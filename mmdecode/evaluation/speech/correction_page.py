@@ -1,8 +1,8 @@
 """Corrected texts with each word coloured by which model decided it, as a page or in a notebook.
 
-Each text is shown next to the recogniser's own hypothesis (1-best). Where there is a reference,
-both are aligned to it. The colours can be told apart with any kind of colour vision; each also has
-a line style of its own below the word, and a title that says the same in words.
+Each text is shown next to the recogniser's own hypothesis (1-best). If there is a reference, the
+hypothesis and the corrected text are aligned to it. The colours can be told apart with any kind of
+colour vision. Each colour also has its own style of underline, and a tooltip that explains it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 STYLES = "decided.css"
 MOST = 100
-"""Texts that a page shows."""
+"""Largest number of texts on a page."""
 HELD = 64 << 20
-"""Bytes of recordings that are embedded in a page."""
+"""Largest total size, in bytes, of the recordings that are embedded in a page."""
 _CLASSES: dict[By, str] = {"both": "by-both", "audio": "by-audio", "language model": "by-model"}
 TELLS: dict[By, str] = {
     "both": "each of the two alone would have written it",
     "audio": "decided by the audio; the language model would not have written it, or was refused",
     "language model": "decided by the language model; the audio alone would not have written it",
 }
-"""Explanation of each decider."""
+"""Explanation of each value of ``DecidedWord.by``, the model that decided a word."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class CorrectedText:
 
     Attributes:
         name: Name of the recording.
-        words: Words of the corrected text with their deciders.
+        words: Words of the corrected text, each with the model that decided it.
         before: Hypothesis of the recogniser alone (1-best).
         reference: Reference text; ``None``: not known.
         audio: Path of the recording; ``None``: not available.
@@ -65,14 +65,14 @@ class CorrectedText:
         reference: str | None = None,
         audio: Path | None = None,
     ) -> CorrectedText:
-        """The corrected text of a transcript, or of its row of ``results.jsonl``.
+        """Makes a corrected text from a transcript, or from its row of ``results.jsonl``.
 
         Words of a segment that was not corrected count as decided by the audio.
 
         Args:
-            transcript: Result of a transcriber that corrects.
-            reference: See the class.
-            audio: See the class.
+            transcript: Result of a transcriber that corrects its texts with a language model.
+            reference: Reference text; ``None``: not known.
+            audio: Path of the recording; ``None``: not available.
         """
         row = transcript if isinstance(transcript, Mapping) else dataclasses.asdict(transcript)
         words: list[DecidedWord] = []
@@ -90,7 +90,7 @@ class CorrectedText:
 
     @cached_property
     def changed(self) -> list[bool]:
-        """Whether each corrected word differs from the 1-best: another word is there, or none."""
+        """Whether each corrected word has no equal word at its position in the 1-best."""
         before, after = (
             ["".join(words_of(word)) for word in words]
             for words in (self.before.split(), [word.text for word in self.words])
@@ -118,7 +118,7 @@ class CorrectedTexts:
 
     @cached_property
     def aligned(self) -> list[tuple[list[Step], list[int]] | None]:
-        """Alignment of each text, and the step of each word; ``None``: it has no reference."""
+        """Alignment of each text and the step of each word in it; ``None``: without reference."""
         return [
             None if one.reference is None else _aligned(one, self.normaliser) for one in self.texts
         ]
@@ -134,7 +134,7 @@ class CorrectedTexts:
         return {n: wer(references, texts, normaliser=self.normaliser) for n, texts in sides.items()}
 
     def rows(self) -> list[dict[str, str]]:
-        """One row per decider: its words, how many were changed, and how many are right."""
+        """One table row per deciding model: its words, how many are changed, how many right."""
         rows = []
         total = sum(len(one.words) for one in self.texts)
         for by in _CLASSES:
@@ -155,12 +155,12 @@ class CorrectedTexts:
         return rows
 
     def as_html(self, *, most: int = MOST, held: int = HELD, played: int = PLAYED) -> str:
-        """A legend and the texts as HTML, without styles.
+        """Returns a legend and the texts as HTML, without styles.
 
         Args:
-            most: Texts that are shown, those with the most changes.
-            held: Most bytes of all recordings that play.
-            played: Most bytes of a recording that plays.
+            most: Largest number of texts; those with the most changed words are shown.
+            held: Largest total size of the embedded recordings, in bytes.
+            played: Largest size of one embedded recording, in bytes.
         """
         order = sorted(range(len(self)), key=lambda index: -sum(self.texts[index].changed))
         taken, articles = 0, []
@@ -179,11 +179,11 @@ class CorrectedTexts:
         return f'<ul class="legend deciders">{legend}</ul>{"".join(articles)}'
 
     def page(self, conditions: Mapping[str, str], *, most: int = MOST) -> str:
-        """One HTML file that holds everything.
+        """Returns one HTML file with scores, legend and texts.
 
         Args:
             conditions: Settings of the run, by name.
-            most: Texts that are shown, those with the most changes.
+            most: Largest number of texts; those with the most changed words are shown.
         """
         counted = {row["decided by"]: row["words"] for row in self.rows()}
         total = sum(len(one.words) for one in self.texts)
@@ -257,16 +257,16 @@ recordings.</p>
 
 
 def _word(word: DecidedWord, changed: bool) -> str:
-    """A word as HTML with a title that explains its decider."""
+    """A word as HTML, with a tooltip that says which model decided it."""
     names = _CLASSES[word.by] + " changed" * changed
     return f'<span class="{names}" title="{escape(TELLS[word.by])}">{escape(word.text)}</span>'
 
 
 def _aligned(one: CorrectedText, normaliser: str) -> tuple[list[Step], list[int]]:
-    """Steps from the reference to the corrected text, and the step of each corrected word.
+    """Aligns the corrected text to its reference, and finds the step of each corrected word.
 
-    A word that the normaliser joins, splits or drops is in no step as it is written; it is put at
-    the step of its normalised form, else at the step of the word before.
+    A word that the normaliser joins, splits or drops is in no step as it is written. It is assigned
+    to the step of its normalised form, or else to the step of the previous word.
     """
     steps = align_as_written(one.reference or "", one.text, normaliser)
     filled = [index for index, step in enumerate(steps) if step.hypothesis]

@@ -1,7 +1,7 @@
 """Hallucinations of a recogniser: words on non-speech, runs of insertions, and repetition.
 
-They are counted from reference and hypothesis alone, so that transcripts of other systems can be
-scored too. A transcriber of this package also counts the windows that ended in repetition
+Counts need only reference and hypothesis, so that transcripts of other systems can be scored too. A
+transcriber of this package also counts the audio windows whose text ended in repetition
 (`mmdecode.evaluation.speech.samples.Sample.repetitive_windows`).
 """
 
@@ -15,7 +15,7 @@ from mmdecode.asr.decoding.repetition import first_round_end
 from mmdecode.evaluation.speech.wer import Step
 
 RUN = 5
-"""Insertions in a row, with no word of the reference between them, that count as hallucinated."""
+"""Smallest number of consecutive inserted words that count as a hallucinated run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class HallucinationCounts:
         utterances: Utterances scored.
         empty: Utterances whose reference has no word (non-speech).
         empty_hallucinated: Utterances with an empty reference in which words were recognised.
-        empty_words: Words recognised in them.
+        empty_words: Words recognised in the utterances with an empty reference.
         runs: Utterances with a run of at least `RUN` insertions, empty references included.
         run_words: Words of all such runs.
         loops: Utterances whose hypothesis ends in repetition, see

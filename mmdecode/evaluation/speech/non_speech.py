@@ -31,12 +31,12 @@ _TALKERS = 6
 
 
 def sound(kind: str, level_db: int | None, seconds: float, seed: int) -> np.ndarray:
-    """One sound, mono float32 at 16 kHz, clipped to full scale.
+    """Generates one sound, mono float32 at 16 kHz, clipped to full scale.
 
     Args:
         kind: Key of `LEVELS_DB`.
         level_db: Level in dB relative to full scale; ``None``: digital silence.
-        seconds: Length.
+        seconds: Length in seconds.
         seed: Seed of the random samples.
     """
     count = round(seconds * RATE)
@@ -51,9 +51,10 @@ def sound(kind: str, level_db: int | None, seconds: float, seed: int) -> np.ndar
 def sounds(
     folder: Path, clips: int, seconds: float, seed: int
 ) -> Iterator[tuple[Entry, Callable[[], np.ndarray]]]:
-    """Clips of every kind and level: entries with empty texts, and functions that make the samples.
+    """Yields clips of every kind and level.
 
-    Ids are ``KIND LEVEL/NUMBER``. Nothing is written: see `write_flac`.
+    Each clip is a manifest entry with an empty text and an id ``KIND LEVEL/NUMBER``, with a function
+    that generates its samples. No file is written; see `write_flac`.
 
     Args:
         folder: Folder of the files that the entries name.
@@ -101,7 +102,7 @@ def _babble(count: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _talker(count: int, random: np.random.Generator) -> np.ndarray:
-    """Voiced, unvoiced or silent sounds, a new one each tenth of a second, with random formants."""
+    """Voiced, unvoiced or silent sounds with random formants, a new sound each tenth of a second."""
     size = RATE // 5  # two sounds: each fades into the next
     fade = np.hanning(size)
     frequency = np.fft.rfftfreq(size, 1 / RATE)

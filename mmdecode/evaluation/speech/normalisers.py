@@ -6,9 +6,10 @@
 * ``basic``: Whisper's normaliser for all languages: lower case, no brackets, no symbols.
 * ``whisper``: Whisper's English normaliser (openai/whisper c0d2f62, appendix C of its paper), as
   transformers ships it.
-* ``leaderboard``: the Open ASR leaderboard's variant of it (huggingface/open_asr_leaderboard
-  d1e99b2): fewer ``'s`` read as "is", more fillers, joined acronyms, folded names, compounds. Its
-  oddities are kept: "O'Neil" becomes "0 neil", "10mm" becomes "10 hmm".
+* ``leaderboard``: the Open ASR leaderboard's variant of ``whisper``
+  (huggingface/open_asr_leaderboard d1e99b2): it expands ``'s`` to "is" less often, removes more
+  fillers, joins acronyms, and unifies spellings of names and of compounds. Its oddities are kept:
+  "O'Neil" becomes "0 neil", "10mm" becomes "10 hmm".
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def basic() -> Normaliser:
 
 @lru_cache
 def leaderboard(folder: Path = DATA) -> Normaliser:
-    """The leaderboard's: Whisper's English normaliser with other tables and three more steps."""
+    """The Open ASR leaderboard's variant of Whisper's English normaliser."""
     from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
     tables = json.loads((folder / "leaderboard_tables.json").read_text(encoding="utf-8"))
@@ -70,9 +71,9 @@ def leaderboard(folder: Path = DATA) -> Normaliser:
 
 
 def join_acronyms(words: Iterable[str]) -> Iterator[str]:
-    """Joins runs of single letters and digits: of two, or of three where "a" or "i" is among them.
+    """Joins runs of at least two single letters or digits, such as ``b b c`` to ``bbc``.
 
-    For example ``b b c`` becomes ``bbc``, and ``5 g`` ``5g``.
+    A run that contains "a" or "i", which may be words, must have at least three.
     """
     for single, group in itertools.groupby(words, lambda word: len(word) == 1 and word.isalnum()):
         run = list(group)
@@ -98,7 +99,7 @@ ORIGINS = {
 
 
 def normaliser_of(name: str) -> Normaliser:
-    """The normaliser of that name.
+    """Returns the normaliser with a name.
 
     Raises:
         UnknownNameError: There is no such normaliser.

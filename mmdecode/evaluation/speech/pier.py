@@ -1,19 +1,19 @@
-"""PIER: the error rate of the words that matter, such as those of another language, or names.
+"""PIER (point-of-interest error rate): the error rate of chosen words, such as foreign words.
 
-``PIER = (S + D + I) / (H + S + D)`` over the reference's points of interest in the alignment that
-counts word errors. An insertion belongs to the reference word that follows it, at the end of a
-sentence to the last one; in a sentence without a reference word it belongs to the rest. The same
-rate is given for the rest; the errors of both add up to those of the word error rate.
+``PIER = (S + D + I) / (H + S + D)`` for S substitutions, D deletions, I insertions and H hits of
+the points of interest: reference words that are chosen by tags, ``das <tag meeting> ist heute``, or
+by their script, such as Latin words in an Arabic sentence. The alignment is that of the word error
+rate. An insertion counts for the reference word after it, or at the end of a sentence for the last
+word. The same rate is computed for all other words, the rest; insertions in a sentence with an
+empty reference count there. The errors of the points of interest and of the rest add up to the
+errors of the word error rate. In scripts without spaces each character counts as a word, unless
+``segmented`` is set.
 
-Points of interest are spans tagged in the reference, ``das <tag meeting> ist heute``, or all words
-of a script, such as the Latin ones of an Arabic sentence. Characters of scripts without spaces are
-units of their own in references and hypotheses, unless ``segmented`` is set.
-
-Source: Ugan et al. 2025, PIER; the rules are those of its code, enesyugan/PIER-CodeSwitching-
-Evaluation. Three of its choices are not followed: it drops sentences that consist of points of
-interest only, or have none; it applies word indices of the raw reference to the normalised one,
-which shifts them where the normaliser drops words; and it splits references into characters to find
-the points of interest, but not for the alignment.
+Source: Ugan et al. 2025, PIER, with the rules of its code (enesyugan/PIER-CodeSwitching-Evaluation)
+except for three: that code drops sentences that consist of points of interest only, or have none;
+it applies word indices of the raw reference to the normalised reference, although the normaliser
+may drop words; and it splits references into characters to find the points of interest, but not for
+the alignment.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCRIPTS = {
     **{name: name.upper() for name in "hiragana katakana ethiopic georgian".split()},
     "han": "CJK",
 }
-"""Scripts whose words may be the points of interest, by the name that asks for them."""
+"""Scripts that select points of interest: first word of their Unicode names, by option value."""
 COLUMNS = ("hits", "substitutions", "deletions", "insertions")
 _TAG = re.compile(r"<tag\s+([^<>]*)>")
 
@@ -48,8 +48,8 @@ class Part:
     """Counts over the reference words of one kind: points of interest, or the rest.
 
     Attributes:
-        hits, substitutions, deletions: Reference words by outcome.
-        insertions: Inserted words that belong to them, see the module.
+        hits, substitutions, deletions: Number of reference words with each outcome.
+        insertions: Number of inserted words that count for these words, see the module.
     """
 
     hits: int
@@ -59,12 +59,12 @@ class Part:
 
     @property
     def words(self) -> int:
-        """Reference words."""
+        """Number of reference words."""
         return self.hits + self.substitutions + self.deletions
 
     @property
     def errors(self) -> int:
-        """Substitutions, deletions and insertions."""
+        """Number of substitutions, deletions and insertions."""
         return self.substitutions + self.deletions + self.insertions
 
     @property
@@ -80,8 +80,8 @@ class PIER:
     Attributes:
         interest: The points of interest.
         rest: All other words.
-        low, high: 95 % interval of the rate, bootstrap over utterances or groups; ``None``: there
-            is no point of interest.
+        low, high: 95 % interval of the rate, by bootstrap over utterances or groups; ``None``:
+            there is no point of interest.
         points: Kind of the points of interest: ``tags``, or the name of a script.
     """
 
@@ -127,8 +127,9 @@ def pier(
         seed: Seed of the bootstrap.
 
     Raises:
-        OptionError: The sides differ in length or are empty, or the scorer is ``sclite``.
-        UnknownNameError: There are no such points of interest.
+        OptionError: References and hypotheses differ in number or are empty, or the scorer is
+            ``sclite``.
+        UnknownNameError: ``points`` or the normaliser is unknown.
         InputError: A tag is not closed.
     """
     if len(references) != len(hypotheses) or not len(references):
@@ -157,11 +158,12 @@ def pier(
 
 
 def refuse_points(points: str, scorer: str) -> None:
-    """Refuses unknown points of interest, and a scorer that does not keep their word indices.
+    """Checks the kind of points of interest, and that the scorer can be used with it.
 
     Raises:
-        UnknownNameError: There are no points of interest of that name.
-        OptionError: The scorer is ``sclite``, which aligns one of several readings of a reference.
+        UnknownNameError: ``points`` is neither ``tags`` nor one of `SCRIPTS`.
+        OptionError: The scorer is ``sclite``, which chooses among alternatives of a reference, so
+            that word positions are not fixed.
     """
     if points != TAGS and points not in SCRIPTS:
         raise UnknownNameError.of("points of interest", points, (TAGS, *SCRIPTS))
@@ -178,7 +180,7 @@ def is_tagged(reference: str) -> bool:
 
 
 def untagged(reference: str) -> str:
-    """The text of a reference without its tags.
+    """Returns the text of a reference without its tags.
 
     Raises:
         InputError: A tag is not closed.
@@ -193,7 +195,7 @@ def points_of(
     split_hyphens: bool = False,
     segmented: bool = False,
 ) -> tuple[list[str], list[bool]]:
-    """Normalised units of a reference, and which of them are points of interest.
+    """Splits a reference into normalised units (words or characters) and marks points of interest.
 
     Args:
         reference: Reference text, with its tags.
@@ -225,10 +227,10 @@ def points_of(
 
 
 def count_points(steps: Sequence[Step], marked: Sequence[bool]) -> list[int]:
-    """Hits, substitutions, deletions and insertions of points of interest, then of the rest.
+    """Counts hits, substitutions, deletions and insertions of points of interest, then of the rest.
 
     Args:
-        steps: The alignment.
+        steps: Alignment of a reference and a hypothesis.
         marked: Whether each reference word is a point of interest.
     """
     interest, rest = dict.fromkeys(COLUMNS, 0), dict.fromkeys(COLUMNS, 0)

@@ -1,10 +1,10 @@
 """Punctuation and casing of a transcript whose words are aligned to those of the reference.
 
 Words are aligned by minimal edit distance, without marks and case. Marks are compared after each
-pair of aligned words, equal or substituted: there each of `MARKS` is right, missed or false. Marks
+pair of aligned words, equal or substituted: each of `MARKS` there is right, missed or false. Marks
 after deleted or inserted words have no counterpart; they are counted separately. Case is compared
-where both sides have the same word. Full-width and ideographic marks count as the plain ones. No
-normaliser is applied.
+where reference and hypothesis have the same word. Full-width, ideographic, Arabic and Devanagari
+marks count as their counterparts in `MARKS`. No normaliser is applied.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Punctuation:
 
     Attributes:
         marks: Counts of each mark of `MARKS`.
-        capitals: Words with a capital letter, where both sides have the word; right where both have
-            the same case.
-        same_words: Words that both sides have, case ignored.
-        same_case: Words that both sides have in the same case.
-        positions: Pairs of aligned words, after which marks are compared.
-        unplaced: Marks of the reference after deleted words.
-        unplaced_hypothesis: Marks of the hypothesis after inserted words.
+        capitals: Counts of words with a capital letter, among the aligned pairs of equal words;
+            right if both words of the pair have the same case.
+        same_words: Number of aligned pairs of words that are equal when case is ignored.
+        same_case: Number of these pairs with the same case.
+        positions: Number of aligned pairs of words, after which marks are compared.
+        unplaced: Number of marks of the reference after deleted words.
+        unplaced_hypothesis: Number of marks of the hypothesis after inserted words.
     """
 
     marks: dict[str, Agreement]
@@ -89,7 +89,7 @@ class Punctuation:
 
     @property
     def case(self) -> float | None:
-        """Share of the words of both sides that have the same case; ``None``: there is none."""
+        """Share of aligned pairs of equal words that agree in case; ``None``: there is no pair."""
         return self.same_case / self.same_words if self.same_words else None
 
 
@@ -101,7 +101,7 @@ def punctuation(references: Sequence[str], hypotheses: Sequence[str]) -> Punctua
         hypotheses: Recognised texts, in the same order.
 
     Raises:
-        OptionError: The sides differ in length.
+        OptionError: References and hypotheses differ in number.
     """
     if len(references) != len(hypotheses):
         raise OptionError(
@@ -139,7 +139,7 @@ def punctuation(references: Sequence[str], hypotheses: Sequence[str]) -> Punctua
 
 
 def marked_words(text: str) -> Iterable[tuple[str, str]]:
-    """Words with the marks after each, in order; marks before the first word are left out."""
+    """Yields each word with the marks after it; marks before the first word are left out."""
     text = text.translate(_PLAIN)
     spans = [*_WORD.finditer(text)]
     for number, span in enumerate(spans):
@@ -160,7 +160,7 @@ def _agreement(pairs: Iterable[Sequence[bool]]) -> Agreement:
 
 
 def _capitals(cased: Sequence[tuple[str, str]]) -> Agreement:
-    """A word with a capital and another case on the other side is missed, false, or both."""
+    """Counts words with capitals; a pair of words that differ in case is missed, false, or both."""
     return Agreement(
         right=sum(word == other and word != word.lower() for word, other in cased),
         missed=sum(word != other and word != word.lower() for word, other in cased),

@@ -1,8 +1,8 @@
-"""Runs modes of decoding over the same recordings, timed as the Open ASR leaderboard times them.
+"""Runs modes of decoding over the same recordings, timed as on the Open ASR leaderboard.
 
 Time includes features, encoder, decoding and text; it excludes reading and resampling of files. A
 batch's time is divided evenly among its recordings. Modes take turns batch by batch, A B B A, so
-that a machine that slows down slows all of them.
+that a machine that slows down affects them alike.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def journal_of(
     overwrite: bool = False,
     entries: Sequence[Entry] = (),
 ) -> Journal[Sample]:
-    """The journal of a run's samples in a folder; see `Journal`."""
+    """Opens the journal of a run's samples in a folder; see `Journal` for the arguments."""
     audio = {entry.id: entry.audio for entry in entries}
     return Journal(
         folder / SAMPLES,
@@ -54,7 +54,7 @@ def journal_of(
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """Reads the samples of a run; the last line for a mode and recording counts.
+    """Reads the samples of a run; of several lines for one mode and recording the last counts.
 
     Raises:
         InputError: The folder holds no samples, or a line is damaged.
@@ -89,15 +89,16 @@ def record(
     warmup: int = 1,
     progress: Callable[[Sample], None] | None = None,
 ) -> list[Sample]:
-    """Transcribes recordings in each mode and times it.
+    """Transcribes recordings in each mode, and measures the time.
 
     Args:
         transcribers: Transcriber of each mode, by the mode's name.
-        entries: Recordings with texts.
-        journal: Receives samples as they are made; recordings with a transcript there are skipped,
-            failed ones are decoded again.
+        entries: Recordings with reference texts.
+        journal: File that each sample is added to as soon as it is ready. Recordings that have a
+            transcript in it are skipped; failed recordings are decoded again. ``None``: nothing is
+            written.
         group: See `mmdecode.evaluation.speech.samples.sample_of`.
-        batch_size: Recordings at once; ``None``: as many as the first transcriber decodes at once.
+        batch_size: Number of recordings in a batch; ``None``: the first transcriber's batch size.
         warmup: Untimed runs of the first batch in each mode; the leaderboard makes ten.
         progress: Called with each sample.
 
@@ -163,7 +164,7 @@ class _Loaded:
 def _read(
     entries: Sequence[Entry], transcriber: Transcriber, mode: str, group: str | None
 ) -> tuple[list[_Loaded], list[Sample]]:
-    """Recordings that can be read, and samples of those that cannot."""
+    """Reads recordings; returns them, and failed samples of those that cannot be read."""
     rate = transcriber.sampling_rate
     loaded, failed = [], []
     for entry in entries:
@@ -221,6 +222,6 @@ def _timed(
 
 
 def _scored(transcriber: Transcriber) -> tuple[int, int]:
-    """Row passes after prefill, and the tokens that they committed."""
+    """Number of passes after the prefill, counted per batch row, and tokens that they committed."""
     stats = transcriber.stats
     return stats.rounds, round(stats.acceptance_length * stats.rounds)

@@ -1,4 +1,4 @@
-"""Samples: reference, recognised text and time of each recording, from which all is scored.
+"""Samples: reference, recognised text and time of each recording; all scores are made from them.
 
 Rows hold raw texts under the names of the Open ASR leaderboard's result files (``audio_filepath``,
 ``duration``, ``time``, ``text``, ``pred_text``), so that scoring can be repeated without a model,
@@ -40,7 +40,7 @@ class Sample:
         time: Decoding time in seconds: time of the batch over its size; ``None``: not known.
         group: Speaker or other unit of the bootstrap; ``None``: not given.
         token_ids: Token ids of the transcript; ``None``: not known.
-        batch: Counters of the batch that held the recording; ``None``: not known.
+        batch: Counters of the batch that contained the recording; ``None``: not known.
         windows: Number of decoded windows; ``None``: not known.
         repetitive_windows: Number of windows that ended in repetition, see
             `mmdecode.asr.decoding.repetition`; key ``looped`` of rows.
@@ -67,22 +67,22 @@ class Sample:
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Sample:
-        """The sample of a JSON row, see `as_dict`."""
+        """Makes a sample from a JSON row, see `as_dict`."""
         names = {key: name for name, key in _KEYS.items()}
         return cls(**{names.get(key, key): value for key, value in row.items()})
 
 
 def sample_of(entry: Entry, mode: str, group: str | None = None, **known: Any) -> Sample:
-    """The sample of an entry of a manifest.
+    """Makes a sample from an entry of a manifest (a list of recordings with their texts).
 
     Args:
-        entry: The recording; it must have a text.
+        entry: The recording, with its reference text.
         mode: See `Sample`.
         group: Column of the manifest that is the unit of the bootstrap; ``None``: the speaker.
         **known: Further fields of `Sample`; ``pred_text`` is empty by default.
 
     Raises:
-        InputError: The manifest has no such column here.
+        InputError: The entry has no value in the column ``group``.
     """
     unit = entry.speaker
     if group is not None:
@@ -100,9 +100,9 @@ def match(
 ) -> list[Sample]:
     """Matches transcripts of another system to the entries of a manifest.
 
-    A transcript is matched by id or path; else by file name without folder, extension and case,
-    where that name is unique on both sides. An entry without a transcript counts as a failure: all
-    its words are deletions.
+    A transcript is matched by id or path. If that fails, it is matched by file name without folder,
+    extension and case, provided that this name is unique among the entries and among the
+    transcripts. An entry without a transcript counts as a failure: all its words are deletions.
 
     Args:
         entries: Recordings with texts.
@@ -111,7 +111,8 @@ def match(
         group: See `sample_of`.
 
     Raises:
-        InputError: The file cannot be read, or none of its transcripts belongs to an entry.
+        InputError: The file cannot be read, has two transcripts with the same key, or none of its
+            transcripts belongs to an entry.
     """
     found: dict[str, dict[str, Any]] = {}
     for key, row in _hypotheses(hypotheses):
@@ -140,7 +141,7 @@ def match(
 
 
 def _hypotheses(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Key and fields of each transcript."""
+    """Yields the key (id or path) and the fields of each transcript."""
     if path.is_dir():
         files = sorted(path.glob("*.txt"))
         if not files:
@@ -185,7 +186,7 @@ def read_results(path: Path, mode: str) -> list[Sample]:
         mode: Name of the system.
 
     Raises:
-        InputError: The file cannot be read, or is no result file.
+        InputError: The file cannot be read, or is not such a result file.
     """
     samples: list[Sample] = []
     chunks: dict[str, list[tuple[int, Sample]]] = defaultdict(list)
@@ -234,11 +235,11 @@ def read_results(path: Path, mode: str) -> list[Sample]:
 
 
 def leaderboard_files(model: str, data: str, samples: Sequence[Sample]) -> dict[str, str]:
-    """Result files that the leaderboard's own scripts read, one for each mode, by file name.
+    """Result files that the leaderboard's own scripts read: content of each mode's, by file name.
 
     Args:
-        model: Name of the model.
-        data: Name of the set.
+        model: Name of the model, used in the file names.
+        data: Name of the data set, used in the file names.
         samples: Samples of any number of modes.
     """
     by_mode: dict[str, list[dict[str, Any]]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""Scripts: which ones are written without spaces, and the units into which texts are split.
+"""Scripts of characters: which are written without spaces, and how texts are split into units.
 
 A character's script is the first word of its Unicode name: ``LATIN``, ``CYRILLIC``, ``HIRAGANA``;
-that of Han characters is ``CJK``.
+for Han characters it is ``CJK``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WIDTHS = ("FULLWIDTH", "HALFWIDTH")
 
 @lru_cache(maxsize=8192)
 def script(character: str) -> str:
-    """The script of a letter or number; empty for signs, marks and spaces."""
+    """Returns the script of a letter or number; empty for punctuation, marks and spaces."""
     if unicodedata.category(character)[0] not in "LN":
         return ""
     words = [w for w in unicodedata.name(character, "").split() if w not in _WIDTHS]
@@ -26,14 +26,15 @@ def script(character: str) -> str:
 
 
 def is_spaceless(text: str) -> bool:
-    """Whether a text holds a letter of a script without spaces."""
+    """Whether a text contains a letter of a script that is written without spaces."""
     return not text.isascii() and any(script(character) in SPACELESS for character in text)
 
 
 def units(text: str) -> list[str]:
-    """Splits a text at spaces, and scripts without spaces into characters with their marks.
+    """Splits a text at spaces, and text in scripts without spaces into single characters.
 
-    For example ``我用 laptop`` has the units ``我``, ``用`` and ``laptop``.
+    A character keeps its combining marks. For example ``我用 laptop`` has the units ``我``, ``用``
+    and ``laptop``.
     """
     if not is_spaceless(text):
         return text.split()

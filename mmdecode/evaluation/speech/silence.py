@@ -1,13 +1,14 @@
-"""`SilenceReport`: hallucinations on non-speech, and what avoiding them costs on speech.
+"""`SilenceReport`: hallucinations on recordings without speech, and word error rates on speech.
 
 Each mode of decoding transcribes the same clips without speech and the same speech. On non-speech
-the report counts recognised words per minute and windows that end in repetition; on speech, the
-word error rate, compared pairwise with the first mode's.
+the report counts recognised words per minute and audio windows whose text ends in repetition. On
+speech it computes the word error rate, and compares it with the first mode's.
 
 A mode passes the bar for a kind and level of non-speech if it has at least 80 % fewer words than
-the first mode, or at most one word a minute where the first mode has fewer than five. It passes on
-a set of speech if its word error rate is not significantly worse: the rate is inside the first
-mode's interval or below it, and the interval of the paired difference reaches zero.
+the first mode, or if the first mode has fewer than five words per minute and the mode at most one.
+It passes on a set of speech if its word error rate is not significantly worse: the rate does not
+exceed the upper end of the first mode's interval, and the interval of the paired difference
+contains zero or lies on the better side.
 """
 
 from __future__ import annotations
@@ -43,23 +44,24 @@ from mmdecode.runs.files import marked_json, write_files
 NON_SPEECH, SPEECH = "non-speech", "speech"
 """Prefixes of sample ids: ``non-speech/CLASS/NAME``, ``speech/SET/NAME``."""
 DOWN, FEW, MOST = 0.8, 5.0, 1.0
-"""The bar: least share of words that is removed. Where the first mode has fewer than ``FEW`` words
-a minute, at most ``MOST`` words a minute pass too."""
+"""The bar: a mode must remove at least the share ``DOWN`` of the first mode's words; if the first
+mode has fewer than ``FEW`` words per minute, at most ``MOST`` words per minute pass too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NonSpeechScore:
-    """Words that one mode recognises in one class of non-speech.
+    """Words that one mode recognises in one class (kind and level) of non-speech.
 
     Attributes:
         clips: Number of clips that could be read.
         with_words: Number of clips in which words were recognised.
-        minutes: Length of all clips.
+        minutes: Total length of the clips.
         words: Number of recognised words, all of them hallucinated.
-        low, high: 95 % interval of the words per minute, bootstrap over clips.
+        low, high: 95 % interval of the words per minute, by bootstrap over clips.
         windows: Number of decoded windows.
         loops: Number of windows that ended in repetition.
-        down: Share of the first mode's words that is removed; ``None``: the first mode has none.
+        down: Share of the first mode's words per minute that this mode removes; ``None``: this is
+            the first mode, or the first mode has no words.
         passes: Whether the mode passes the bar; always false for the first mode.
     """
 
@@ -100,7 +102,7 @@ class SilenceReport:
         modes: Names of the modes, the baseline first.
         classes: Classes of non-speech (kind and level), in order.
         left_out: Classes that are not scored, since some mode failed on all their recordings.
-        speech: Word error reports by set of speech.
+        speech: Word error report of each set of speech, by its name.
 
     Raises:
         OptionError: There is no sample of non-speech, or every class is in ``left_out``.
@@ -146,7 +148,7 @@ class SilenceReport:
 
     @cached_property
     def non_speech(self) -> dict[str, dict[str, NonSpeechScore]]:
-        """Scores of non-speech, by class and mode."""
+        """Scores on non-speech, by class and mode."""
         return {name: self._class(name) for name in self.classes}
 
     def _class(self, name: str) -> dict[str, NonSpeechScore]:
@@ -187,7 +189,7 @@ class SilenceReport:
         )
 
     def speech_holds(self, mode: str, name: str) -> bool:
-        """Whether a mode is not worse than the baseline on a set of speech, see the module."""
+        """Whether a mode passes the bar on a set of speech, see the module."""
         report = self.speech[name]
         found, first = (report.summary["modes"][m] for m in (mode, self.modes[0]))
         difference = report.compare(mode).bootstrap  # first minus second
@@ -195,7 +197,7 @@ class SilenceReport:
 
     @cached_property
     def verdicts(self) -> dict[str, dict[str, Any]]:
-        """For each mode but the first: failed classes, worse sets of speech, and the verdict."""
+        """For each mode but the first: classes and speech sets below the bar, and the verdict."""
         found = {}
         for mode in self.modes[1:]:
             missed = [name for name in self.classes if not self.non_speech[name][mode].passes]
@@ -237,14 +239,14 @@ class SilenceReport:
         }
 
     def rows(self) -> list[dict[str, str]]:
-        """Words per minute, a row of text per class and a column per mode."""
+        """Table of words per minute, with a row per class and a column per mode."""
         return [
             {"words per minute": name} | {mode: _cell(one) for mode, one in found.items()}
             for name, found in self.non_speech.items()
         ]
 
     def speech_rows(self) -> list[dict[str, str]]:
-        """Word error rates, a row of text per set and mode."""
+        """Table of word error rates, with a row per set of speech and mode."""
         rows = []
         for name, report in self.speech.items():
             for mode, found in report.summary["modes"].items():
@@ -260,7 +262,7 @@ class SilenceReport:
         return rows
 
     def all_rows(self) -> list[dict[str, str]]:
-        """All scores of non-speech, a row of text per class and mode."""
+        """Table of all scores on non-speech, with a row per class and mode."""
         return [
             {
                 "non-speech": name,
@@ -297,19 +299,19 @@ class SilenceReport:
         return ".\n".join(parts) + "."
 
     def table(self) -> str:
-        """Both tables as Markdown, with an explanation below them."""
+        """Tables of non-speech and speech as Markdown, with an explanation below them."""
         tables = [self.rows(), self.speech_rows()]
         return "\n".join(markdown(rows) for rows in tables if rows) + f"\n{self.about()}\n"
 
     def worst(self, mode: str, count: int = 5) -> Worst:
-        """Clips in which a mode hallucinated the most words, to listen to."""
+        """Clips in which a mode hallucinated the most words, with audio players."""
         found = [s for name in self.classes for s in self._of[name, mode] if s.pred_text]
         found.sort(key=lambda sample: -len(sample.pred_text.split()))
         errors = [len(sample.pred_text.split()) for sample in found[:count]]
         return Worst(found[:count], errors, self.normaliser, "plain")
 
     def page(self) -> str:
-        """One HTML file that holds everything: tables, verdicts, a figure, and the worst clips.
+        """Returns one HTML file with tables, verdicts, a figure, and the worst clips.
 
         Raises:
             MissingExtraError: matplotlib is not installed.
@@ -333,8 +335,8 @@ class SilenceReport:
         """Writes summary, tables and a page; returns their paths.
 
         Args:
-            folder: Created where it does not exist.
-            overwrite: Replace files that this library did not write.
+            folder: Output folder; created if it does not exist.
+            overwrite: Whether to replace files that this library did not write.
 
         Raises:
             MissingExtraError: matplotlib is not installed.

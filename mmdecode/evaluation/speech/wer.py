@@ -1,23 +1,24 @@
-"""Word error rate of a corpus, by the normaliser and the alignment that are chosen.
+"""Word error rate of a corpus, with a choice of normaliser and alignment.
 
 A pair of texts is normalised, split at spaces and aligned by one of `SCORERS`:
 
 * ``plain``: minimal edit distance, each error costs one (jiwer).
-* ``merge``: the same, but neighbouring words of one side may match one word of the other when
+* ``merge``: the same, but neighbouring words of one text may match one word of the other text if
   their letters are equal: "white paper" matches "whitepaper" (kaldialign; used by the Open ASR
-  leaderboard). The number of reference words is that before merging.
+  leaderboard). Reference words are counted before merging.
 * ``sclite``: insertions and deletions cost 3, substitutions 4 (kaldialign). Case is ignored. The
   reference may hold alternatives, ``{ a / b }`` with ``@`` for nothing; the alternative with the
   lowest cost counts, as in NIST's sclite.
 
-Rates are those of jiwer: WER = (S + D + I) / N, MER = (S + D + I) / (H + S + D + I) and WIL =
+Rates are defined as in jiwer: WER = (S + D + I) / N, MER = (S + D + I) / (H + S + D + I) and WIL =
 1 - (H / N) (H / M) for H hits, S substitutions, D deletions, I insertions, N reference words and M
 recognised words, each summed over the corpus (Morris et al. 2004). If the references have no words,
 WER is the number of insertions.
 
 A reference in a script without spaces (Chinese, Japanese, Thai and others) is aligned by
-characters; words of other scripts in it remain words. The rate is then the character error rate, or
-the mixed error rate. Spaces do not count in the character errors of such a reference.
+characters; words of other scripts in it remain words. The word error rate is then the character
+error rate, or the mixed error rate. Spaces do not count in the character errors of such a
+reference.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Step:
 
     Attributes:
         kind: ``equal``, ``substitute``, ``insert`` or ``delete``.
-        reference: Word of the reference, empty for an insertion; several where words were merged.
-        hypothesis: Word of the hypothesis, empty for a deletion; several where words were merged.
+        reference: Word of the reference, or several merged words; empty for an insertion.
+        hypothesis: Word of the hypothesis, or several merged words; empty for a deletion.
     """
 
     kind: Kind
@@ -71,7 +72,7 @@ class WER:
     """One corpus score.
 
     Attributes:
-        low, high: 95 % interval of the word error rate, bootstrap over utterances or groups.
+        low, high: 95 % interval of the word error rate, by bootstrap over utterances or groups.
         words, hypothesis_words: Number of words of the references and of the hypotheses.
         substitutions, deletions, insertions: Number of word errors.
         characters: Number of characters of the references, spaces included.
@@ -107,7 +108,7 @@ class WER:
 
     @property
     def errors(self) -> int:
-        """Substitutions, deletions and insertions."""
+        """Number of substitutions, deletions and insertions."""
         return self.substitutions + self.deletions + self.insertions
 
     @property
@@ -160,18 +161,20 @@ def wer(
     Args:
         references: Reference texts.
         hypotheses: Recognised texts, in the same order.
-        normaliser: Name in `NORMALISERS`; applied to both sides.
+        normaliser: Name in `mmdecode.evaluation.speech.normalisers.NORMALISERS`; applied to
+            references and hypotheses.
         scorer: One of `SCORERS`; ``None``: ``merge`` for the leaderboard's normaliser, else
             ``plain``.
-        segmented: Whether texts in scripts without spaces were split into words by spaces; else
-            each of their characters is a unit.
+        segmented: Whether texts in scripts without spaces are already split into words by spaces;
+            if not, each of their characters counts as a word.
         groups: Speaker or recording of each pair, which the bootstrap then resamples; ``None``: it
             resamples pairs.
-        resamples: Bootstrap resamples for the interval.
+        resamples: Number of bootstrap samples for the interval.
         seed: Seed of the bootstrap.
 
     Raises:
-        OptionError: The two sides differ in length or are empty, or the scorer does not exist.
+        OptionError: References and hypotheses differ in number or are empty, or the scorer does not
+            exist.
         MissingExtraError: jiwer or kaldialign is not installed.
     """
     scorer = scorer or default_scorer(normaliser)
@@ -189,7 +192,7 @@ def summed(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> WER:
-    """Score of a corpus from the counts of its pairs of texts.
+    """Computes the score of a corpus from the counts of its pairs of texts.
 
     Args:
         counts: Counts of each pair, ``(pairs, 7)``, from `count_errors`.
@@ -215,7 +218,7 @@ def summed(
 
 
 def default_scorer(normaliser: str) -> str:
-    """``merge`` for the leaderboard's normaliser, else ``plain``."""
+    """Returns the default scorer: ``merge`` for the leaderboard's normaliser, else ``plain``."""
     return "merge" if normaliser == "leaderboard" else "plain"
 
 
@@ -227,12 +230,12 @@ def count_errors(
     scorer: str = "plain",
     segmented: bool = False,
 ) -> np.ndarray:
-    """Counts words and errors of each pair.
+    """Counts words and errors of each pair of texts.
 
     Args:
         references: Reference texts.
         hypotheses: Recognised texts, in the same order.
-        normaliser: Name in `NORMALISERS`.
+        normaliser: Name in `mmdecode.evaluation.speech.normalisers.NORMALISERS`.
         scorer: One of `SCORERS`.
         segmented: See `wer`.
 
@@ -240,7 +243,8 @@ def count_errors(
         ``(pairs, 7)`` integers; the columns are `COLUMNS`.
 
     Raises:
-        OptionError: The two sides differ in length or are empty, or the scorer does not exist.
+        OptionError: References and hypotheses differ in number or are empty, or the scorer does not
+            exist.
     """
     if len(references) != len(hypotheses):
         raise OptionError(
@@ -284,12 +288,12 @@ def align(
     scorer: str = "plain",
     segmented: bool = False,
 ) -> list[Step]:
-    """Aligns the normalised words of two texts as the error rate counts them.
+    """Aligns the normalised words of two texts; the error rate counts the steps of this alignment.
 
     Args:
         reference: Reference text.
         hypothesis: Recognised text.
-        normaliser: Name in `NORMALISERS`.
+        normaliser: Name in `mmdecode.evaluation.speech.normalisers.NORMALISERS`.
         scorer: One of `SCORERS`.
         segmented: See `wer`.
 
@@ -312,10 +316,11 @@ def align(
 def align_units(
     reference: Sequence[str], hypothesis: Sequence[str], scorer: str = "plain"
 ) -> list[Step]:
-    """Aligns normalised words, or other units without spaces in them.
+    """Aligns lists of normalised words or characters.
 
     Args:
-        reference: Words of the reference; for ``sclite``, of one of its readings in lower case.
+        reference: Words of the reference; for ``sclite``, words of one of its `readings` in lower
+            case.
         hypothesis: Words of the hypothesis.
         scorer: One of `SCORERS`.
 
@@ -337,7 +342,10 @@ def align_as_written(
     scorer: str = "plain",
     segmented: bool = False,
 ) -> list[Step]:
-    """Like `align`, but with words before normalisation, if it left them one word each."""
+    """Like `align`, but shows words as they were before normalisation, where that is possible.
+
+    A word that the normaliser joined, split or dropped is shown in its normalised form.
+    """
     normalise = normaliser_of(normaliser)
     steps = align(reference, hypothesis, normaliser, scorer, segmented)
     left = iter(_written(reference, [w for s in steps for w in s.reference.split()], normalise))
@@ -353,10 +361,10 @@ def align_as_written(
 
 
 def readings(reference: str) -> list[str]:
-    """All texts that a reference with alternatives allows: ``{ a / b }``, ``@`` for nothing.
+    """Lists all texts that a reference with alternatives ``{ a / b }`` allows; ``@`` is no word.
 
     Raises:
-        InputError: There are more than 10,000.
+        InputError: There are more than 10,000 such texts.
     """
     parts = re.split(r"\{([^{}]*)\}", reference)
     choices = [[part] if n % 2 == 0 else part.split("/") for n, part in enumerate(parts)]
@@ -416,7 +424,7 @@ def _sclite_cost(steps: Sequence[Step]) -> int:
 
 
 def _written(text: str, scored: list[str], normalise: Normaliser) -> list[str]:
-    """The scored words, as written where one written word became one scored word."""
+    """The scored words; a word that normalisation kept as one word is given as it was written."""
     single = [(normalise(word).split(), word) for word in text.split()]
     written = [(parts[0], word) for parts, word in single if len(parts) == 1]
     shown = list(scored)

@@ -1,4 +1,4 @@
-"""Optional measures of `WERReport` next to error rates: PIER, hallucinations, punctuation."""
+"""Optional measures of `WERReport`: PIER (errors of chosen words), hallucinations, punctuation."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """Selects the optional measures.
+    """Selection of the optional measures.
 
     Attributes:
-        points: Points of interest of PIER, see `mmdecode.evaluation.speech.pier`; ``None``: no
-            PIER.
+        points: Words that PIER scores: ``tags`` or the name of a script, see
+            `mmdecode.evaluation.speech.pier`; ``None``: PIER is not computed.
         split_hyphens: Whether hyphens separate words, for PIER.
         hallucinations: Whether to count hallucinations, see
             `mmdecode.evaluation.speech.hallucinated`.
@@ -63,7 +63,7 @@ class Measures:
         untagged: Sequence[str],
         **scoring: Any,
     ) -> dict[str, Any]:
-        """Every number of one mode, by measure.
+        """Computes the selected measures of one mode.
 
         Args:
             references: Reference texts, tags included.
@@ -100,7 +100,7 @@ class Measures:
         return found
 
     def about(self, scores: Mapping[str, Any]) -> list[str]:
-        """Sentences that explain the columns, for the `scores` of one mode."""
+        """Returns sentences that explain the table columns, given the `scores` of one mode."""
         parts = []
         if self.points is not None:
             found = scores["pier"]["interest"]
@@ -140,7 +140,7 @@ def cells(scores: Mapping[str, Any]) -> dict[str, str]:
 
 
 def mark_rows(modes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """One row of text per mode and punctuation mark; none where marks are not scored.
+    """Table with a row per mode and punctuation mark; empty if punctuation is not scored.
 
     Args:
         modes: Scores by mode.

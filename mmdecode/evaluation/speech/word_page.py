@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.speech.word_report import WERReport
 
 PLAYED = 4 << 20
-"""Largest recording, in bytes, that is embedded in a page."""
+"""Size in bytes of the largest recording that is embedded in a page."""
 MARKS = ".substitute,.insert,del.delete{color:#b3261e}.substitute del{color:gray;margin-left:.3em}"
 """Styles of an alignment in a notebook; pages use ``report.css``."""
 
@@ -76,7 +76,7 @@ class Worst:
 
 
 def page_of(report: WERReport) -> str:
-    """One HTML file that holds everything: tables, figures, and the worst recordings."""
+    """Returns one HTML file with tables, figures, and the recordings with the most errors."""
     worst = "".join(
         f"<h2>Most errors, {html.escape(mode)}</h2>{report.worst(10, mode).as_html()}"
         for mode in report.modes

@@ -71,14 +71,14 @@ class WERReport:
         samples: Samples of one or more modes, each with the same recordings.
         normaliser: Name in `mmdecode.evaluation.speech.normalisers.NORMALISERS`.
         scorer: See `mmdecode.evaluation.speech.wer.wer`.
-        only_scored: Leave out recordings without words in the reference, as the leaderboard does;
-            ``None``: only with the leaderboard's normaliser.
+        only_scored: Whether to leave out recordings without words in the reference, as the Open ASR
+            leaderboard does; ``None``: only with the leaderboard's normaliser.
         margin: See `Comparison`.
         resamples: Resamples of every bootstrap.
         seed: Seed of every bootstrap.
         conditions: Settings of the run by name; kept in the summary and shown on the page.
-        points: Points of interest of PIER, see `mmdecode.evaluation.speech.pier`: ``tags``, or the
-            name of a script; ``None``: ``tags`` where a reference has some. Tags are never words.
+        points: Words that PIER scores, see `mmdecode.evaluation.speech.pier`: ``tags`` or the name
+            of a script; ``None``: ``tags`` if a reference has tags, else no PIER is computed.
         segmented: See `mmdecode.evaluation.speech.wer.wer`.
         **measures: Further fields of `mmdecode.evaluation.speech.word_measures.Measures`.
 
@@ -177,7 +177,7 @@ class WERReport:
 
     @cached_property
     def counts(self) -> dict[str, np.ndarray]:
-        """``(recordings, 7)`` of `mmdecode.evaluation.speech.wer.count_errors`, by mode."""
+        """Counts of `mmdecode.evaluation.speech.wer.count_errors` by mode, ``(recordings, 7)``."""
         return {mode: count_steps(steps) for mode, steps in self.alignments.items()}
 
     @cached_property
@@ -289,11 +289,11 @@ class WERReport:
 
         Args:
             other: The second mode of this report, or another report of the same recordings.
-            mode: First mode; ``None``: the first of this report.
-            other_mode: Mode of the other report; ``None``: its first.
+            mode: Mode of this report that is the baseline; ``None``: its first mode.
+            other_mode: Mode of the other report; ``None``: its first mode.
 
         Raises:
-            OptionError: The reports have other recordings, another normaliser or other references.
+            OptionError: The reports differ in recordings, references, normaliser or scorer.
             UnknownNameError: There is no such mode.
         """
         first = self._scored(mode or self.modes[0])
@@ -335,7 +335,7 @@ class WERReport:
         return mode
 
     def rows(self) -> list[dict[str, str]]:
-        """One row of text per mode under `COLUMNS`; columns without a value are left out."""
+        """Table with a row per mode and columns `COLUMNS`; empty columns are left out."""
         rows = []
         units = self.summary["interval"]["units"]
         for mode, found in self.summary["modes"].items():
@@ -358,7 +358,7 @@ class WERReport:
         return [{COLUMNS[name]: row.get(name, "") for name in used} for row in rows]
 
     def mark_rows(self) -> list[dict[str, str]]:
-        """One row of text per mode and punctuation mark; none where marks are not scored."""
+        """Table with a row per mode and punctuation mark; empty if punctuation is not scored."""
         return word_measures.mark_rows(self.summary["modes"])
 
     def table(self) -> str:
@@ -419,10 +419,10 @@ class WERReport:
         return pandas.DataFrame(rows)
 
     def worst(self, count: int = 5, mode: str | None = None) -> Worst:
-        """The recordings with the most errors, to listen to.
+        """Returns the recordings with the most word errors, with audio players.
 
         Args:
-            count: Largest number of recordings; those without an error are left out.
+            count: Largest number of recordings; recordings without an error are left out.
             mode: Name of the mode; ``None``: the first.
         """
         name = self._known(mode or self.modes[0])
@@ -447,8 +447,8 @@ class WERReport:
         """Writes summary, tables, figures, a page and the leaderboard's files; returns their paths.
 
         Args:
-            folder: Created where it does not exist.
-            overwrite: Replace files that this library did not write.
+            folder: Output folder; created if it does not exist.
+            overwrite: Whether to replace files that this library did not write.
         """
         folder = Path(folder)
         compared = "".join(f"\n- {found}" for found in self.comparisons)
@@ -466,7 +466,7 @@ class WERReport:
         return written + write_files(folder / "leaderboard", results, overwrite)
 
     def page(self) -> str:
-        """One HTML file that holds everything: tables, figures, and the worst recordings."""
+        """Returns one HTML file with tables, figures, and the recordings with the most errors."""
         return page_of(self)
 
     def _repr_html_(self) -> str:
@@ -495,13 +495,12 @@ def wer_report(
         report.table(), report.worst(3), report.compare("medusa")
 
     Args:
-        systems: A transcriber, or transcribers and lists of transcripts by name; the first is the
-            baseline.
-        data: A manifest with texts, or pairs of a path and a text.
-        limit: Only the first so many recordings.
+        systems: A transcriber; or transcribers and lists of transcripts by name, baseline first.
+        data: Path of a manifest with reference texts, or pairs of a recording's path and its text.
+        limit: Number of recordings to use, from the first on; ``None``: all.
         group: Column of the manifest that is the bootstrap unit; ``None``: its speakers, if any.
-        batch_size: Recordings at once; ``None``: as the first transcriber's options say.
-        warmup: Untimed runs before the first batch.
+        batch_size: Recordings per batch; ``None``: the first transcriber's batch size.
+        warmup: Number of untimed runs of the first batch in each mode.
         progress: Called with each sample.
         **scoring: Options of `WERReport`: ``normaliser``, ``scorer``, ``margin``, ``seed``, ...
 
@@ -544,7 +543,7 @@ def wer_report(
 
 
 def _named(pairs: Sequence[tuple[Any, str]]) -> list[Entry]:
-    """Manifest entries of paths and texts; ids are file names where they differ, else paths.
+    """Makes manifest entries of paths and texts; ids are file names if all differ, else paths.
 
     Raises:
         InputError: A recording is not given as a path.

@@ -1,7 +1,7 @@
-"""Test whether tokens were sampled from given distributions; it can reject, but never prove.
+"""Test of whether tokens were sampled from given distributions; it can reject, but never prove.
 
-Source: uniform ranks as in Rosenblatt 1952 (probability integral transform); the test of the total
-surprise is this project's.
+Source: uniform ranks as in Rosenblatt 1952 (probability integral transform). The test of the total
+surprise (sum of ``-log p`` of the tokens) is this project's own.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.evaluation.audit.plain import Replay
 
 LEVEL = 1e-4
-"""A sampled distribution is rejected below this p-value."""
+"""The claim that tokens follow the given distributions is rejected below this p-value."""
 FEWEST = 200
-"""Tokens that a statistical verdict needs."""
+"""Smallest number of tokens for which the test gives a verdict."""
 _BINS = 20
 
 
 def surprise(distribution: Tensor, tokens: Tensor) -> tuple[Tensor, float, float]:
-    """Statistics of `p_of_draws` for tokens ``(T,)`` and their distributions ``(T, V)``.
+    """Computes the inputs of `p_of_draws` from tokens ``(T,)`` and their logits ``(T, V)``.
 
     Returns:
-        Ranks ``(T,)``, surprise beyond the entropy, and the variance of that.
+        Randomised ranks ``(T,)``; the sum of ``-log p`` of the tokens minus the sum of the
+        entropies; and the variance of this difference.
     """
     log_p = distribution.double().log_softmax(-1)
     p, order = log_p.exp(), torch.arange(distribution.shape[1], device=distribution.device)
@@ -44,16 +45,16 @@ def surprise(distribution: Tensor, tokens: Tensor) -> tuple[Tensor, float, float
 
 
 def p_of_draws(ranks: Tensor, excess: float, variance: float) -> float:
-    """P-value of tokens under the distributions that they should have been sampled from.
+    """Returns the p-value of tokens under the distributions they should have been sampled from.
 
-    Two statistics, with Bonferroni's correction: the ranks in 20 bins (chi-square), and the total
-    surprise beyond the entropy (normal, by the central limit theorem for martingales).
+    Two tests are combined with Bonferroni's correction: a chi-square test of the ranks in 20 bins,
+    and a normal test of ``excess`` (central limit theorem for martingales).
 
     Args:
         ranks: Randomised rank of each token: the probability mass of all more likely tokens plus a
             uniform share of the token's own, 0..1, ``(T,)``.
         excess: Sum over tokens of ``-log p`` minus the entropy of the distribution.
-        variance: Variance of that sum.
+        variance: Variance of ``excess`` if the tokens were sampled from the distributions.
     """
     cells = (ranks * _BINS).long().clamp(0, _BINS - 1)
     counts = torch.bincount(cells, minlength=_BINS).double()
@@ -66,9 +67,15 @@ def p_of_draws(ranks: Tensor, excess: float, variance: float) -> float:
 
 
 def on_the_edge(replay: Replay, position: int, noise: float) -> bool:
-    """Whether a token that top-k, top-p and the like filter out would pass with rounding noise.
+    """Whether a token removed by top-k, top-p or the like would pass with slightly other logits.
 
-    Logits move by ``noise`` in the token's favour: larger ones down, the others up.
+    Logits larger than the token's are lowered by ``noise``, and all others, the token's included,
+    are raised by it.
+
+    Args:
+        replay: The generated tokens with the target model's logits for each of them.
+        position: Index of the token.
+        noise: Largest rounding error of a logit.
     """
     assert replay.process is not None, "asked of sampled tokens alone"
     raw, token = replay.logits[position], replay.tokens[position]

@@ -1,7 +1,7 @@
 """Means over images: intervals, tests of difference, and tests of equivalence.
 
-The conditions of images (such as classes) are fixed by the user, not sampled, so an interval is
-about these conditions only.
+The conditions of images (such as their classes) are fixed by the user, not sampled, so an interval
+holds for these conditions only.
 
 Source: Welch 1947; Schuirmann 1987 for two one-sided tests.
 """
@@ -19,7 +19,7 @@ from mmdecode.errors import MissingExtraError, OptionError, ShapeError
 from mmdecode.evaluation.stats.intervals import LEVEL
 
 MARGIN = 0.01
-"""Equivalence margin: relative difference of likelihoods."""
+"""Default margin of `equivalence`: largest relative difference of two mean likelihoods."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Mean:
     Attributes:
         value, low, high: The mean and its 95 % interval.
         error: Standard error, from the variance within conditions.
-        freedom: Degrees of freedom of the standard error.
+        freedom: Degrees of freedom of the standard error: images minus conditions.
         count: Number of images.
     """
 
@@ -61,13 +61,13 @@ class Welch:
 
 @dataclass(frozen=True, kw_only=True)
 class Equivalence:
-    """Two one-sided tests at 5 %: is a ratio of means within the margin?
+    """Two one-sided tests at 5 % of whether the ratio of two means is near 1.
 
     Attributes:
         ratio: Second mean over first mean.
         low, high: 90 % interval of the ratio.
         margin: Largest distance of the ratio from 1 that counts as equivalent.
-        shown: Whether the whole interval lies within the margin.
+        shown: Whether the whole interval lies within ``margin`` of 1: equivalence is shown.
     """
 
     ratio: float
@@ -78,11 +78,11 @@ class Equivalence:
 
 
 def mean_of(values: np.ndarray, strata: Sequence[Any] | None = None) -> Mean:
-    """The mean of one value per image, with its interval.
+    """Computes the mean of one value per image, with its interval.
 
     Args:
         values: Value of each image, ``(n,)``.
-        strata: Fixed condition of each image: differences between conditions then do not widen the
+        strata: Fixed condition of each image; differences between conditions then do not widen the
             interval. Ignored if there are fewer than two images per condition on average.
 
     Raises:
@@ -135,9 +135,9 @@ def equivalence(first: Mean, second: Mean, margin: float = MARGIN) -> Equivalenc
     The interval of the ratio is computed for its logarithm, by the delta method.
 
     Args:
-        first: The baseline.
-        second: The other mode.
-        margin: See `Equivalence`.
+        first: Mean of the baseline.
+        second: Mean of the mode that is compared with it.
+        margin: Largest distance of their ratio from 1 that counts as equivalent.
 
     Raises:
         OptionError: A mean is 0, or they have different signs.
@@ -159,7 +159,7 @@ def equivalence(first: Mean, second: Mean, margin: float = MARGIN) -> Equivalenc
 
 
 def _shared_freedom(first: Mean, second: Mean, errors: tuple[float, float]) -> float:
-    """Degrees of freedom of a sum of two variances (Welch and Satterthwaite)."""
+    """Degrees of freedom of the sum of two squared errors (Welch and Satterthwaite)."""
     return sum(errors) ** 2 / (errors[0] ** 2 / first.freedom + errors[1] ** 2 / second.freedom)
 
 
@@ -169,7 +169,7 @@ def _quantile(level: float, freedom: float) -> float:
 
 
 def strata_of(count: int, strata: Sequence[Any] | None) -> np.ndarray:
-    """Index of each image's stratum, ``(count,)``; without strata all are 0.
+    """Returns the index of each image's stratum, ``(count,)``; without strata all are 0.
 
     Raises:
         ShapeError: There are not as many conditions as images.

@@ -1,8 +1,8 @@
-"""Permutation tests of two samples of images given as grids of codes.
+"""Permutation tests of two samples of images, each a grid of codes (indices into a codebook).
 
-The tests compare histograms: of the code at each grid position (`marginals`), and of pairs of
-neighbouring codes (`neighbours`). A table is one such histogram, a cell one entry of it. Codes are
-small integers; nothing else is assumed about them.
+The tests compare histograms: of the code at each grid position (`marginals`), or of pairs of
+neighbouring codes (`neighbours`). A table is one such histogram, and a cell is one entry of it.
+Codes are small integers; nothing else is assumed about them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AT_ONCE = 1 << 22  # counts held in memory together
 
 @dataclass(frozen=True, kw_only=True)
 class TwoSample:
-    """Whether two samples of images have the same histograms.
+    """Result of `two_sample`: whether two samples of images have the same histograms.
 
     Attributes:
         g: G-statistic, summed over all tables.
@@ -37,7 +37,7 @@ class TwoSample:
             ``g`` and of the largest standardised G of a single table.
         worst: Index of the table with the largest standardised G.
         cells: Number of cells of all tables after pooling.
-        pooled: Share of counts in pooled cells.
+        pooled: Share of all counts that fell into pooled cells, 0..1.
     """
 
     g: float
@@ -55,15 +55,15 @@ def two_sample(
     permutations: int = PERMUTATIONS,
     seed: int = 0,
 ) -> TwoSample:
-    """Compares histograms by a G-test with a null distribution from permuted images.
+    """Compares histograms by a G-test whose null distribution comes from permuted images.
 
     Codes of one image are dependent, so a chi-square test would reject too often when the samples
     have the same distribution; permuting whole images is valid. In each table, the cells with an
     expected count below `LEAST` in either sample are pooled into one.
 
     Args:
-        first: Small integers that each image adds to each table, ``(n, tables, entries)``; see
-            `marginals` and `neighbours`.
+        first: Values (small integers) that each image contributes to each histogram,
+            ``(n, tables, entries)``; see `marginals` and `neighbours`.
         second: The same for the other sample, ``(m, tables, entries)``.
         strata: Condition, such as the class, of each image in ``first`` and in ``second``: images
             are then permuted within a condition only. ``None``: among all images.
@@ -105,22 +105,28 @@ def two_sample(
 
 
 def marginals(codes: np.ndarray) -> np.ndarray:
-    """One table per grid position: ``codes (n, rows, columns)`` to ``(n, rows * columns, 1)``."""
+    """Input of `two_sample` for one histogram per grid position of codes ``(n, rows, columns)``.
+
+    Returns:
+        The code of each image at each position, ``(n, rows * columns, 1)``.
+    """
     return codes.reshape(len(codes), -1, 1)
 
 
 def neighbours(codes: np.ndarray, groups: np.ndarray, down: int = 0) -> np.ndarray:
-    """Tables of pairs of neighbouring codes, which are counted by group.
+    """Input of `two_sample` for histograms of pairs of neighbouring codes.
+
+    Each code is replaced by its group, and each pair of groups has a number.
 
     Args:
         codes: Codes of each image, ``(n, rows, columns)``.
         groups: Group of each code, ``(V,)``; see `code_groups`.
-        down: 0: pairs of a code and the one to its right, a table per pair of columns; 1: pairs of
-            a code and the one below it, a table per pair of rows.
+        down: 0: each code is paired with the code to its right, one histogram per pair of columns;
+            1: with the code below it, one histogram per pair of rows.
 
     Returns:
-        Number of each pair, ``(n, columns - 1, rows)``, or ``(n, rows - 1, columns)`` with
-        ``down``.
+        Numbers that identify the pairs: ``(n, columns - 1, rows)``, or with ``down``
+        ``(n, rows - 1, columns)``.
     """
     kinds = groups[codes]
     if down:
@@ -130,7 +136,7 @@ def neighbours(codes: np.ndarray, groups: np.ndarray, down: int = 0) -> np.ndarr
 
 
 def _cells(both: np.ndarray, first: int, second: int) -> tuple[Any, np.ndarray, float]:
-    """Counts by image and cell, the first cell of each table, and the pooled share of counts."""
+    """Counts by image and cell, index of the first cell of each table, pooled share of counts."""
     count, tables, entries = both.shape
     width = int(both.max()) + 1
     keys = both + width * np.arange(tables)[:, None]
@@ -181,16 +187,17 @@ def _xlogx(values: np.ndarray) -> np.ndarray:
 
 
 def _share(observed: float, null: np.ndarray) -> float:
-    """P-value: share of permutations whose statistic is at least ``observed``."""
+    """Permutation p-value: share of permutations whose statistic is at least ``observed``."""
     beyond = int((null >= observed - 1e-9 * abs(observed)).sum())
     return (beyond + 1) / (len(null) + 1)
 
 
 def _gamma_tail(observed: float, null: np.ndarray) -> float:
-    """P-value by a gamma distribution fitted to the permutations; 1 where counting is enough.
+    """P-value by a gamma distribution that is fitted to the statistics of the permutations.
 
-    A sum of G-statistics is approximately gamma distributed. The fit gives p-values below one over
-    the number of permutations, which corrections for many comparisons need.
+    A sum of G-statistics is approximately gamma distributed. Unlike counting, the fit can give
+    p-values below ``1 / permutations``, which corrections for many comparisons need. It returns 1
+    where at least 20 permutations exceed ``observed``, so that `_share` alone decides.
     """
     mean, variance = float(null.mean()), float(null.var())
     if not variance or (null >= observed).sum() >= _TAIL:
@@ -201,7 +208,8 @@ def _gamma_tail(observed: float, null: np.ndarray) -> float:
 def code_groups(codebook: Tensor, count: int = 16) -> Tensor:
     """Clusters codes by their embeddings with k-means, for `neighbours`.
 
-    A table of pairs of groups has fewer cells than one of pairs of codes, and so larger counts.
+    A histogram of pairs of groups has fewer cells than a histogram of pairs of codes, and therefore
+    larger counts per cell.
 
     Args:
         codebook: Embedding of each code, ``(V, d)``.

@@ -1,8 +1,9 @@
 """Intervals and paired tests of error counts.
 
-The unit that was sampled is resampled: utterances, or speakers and recordings where they are known
-(Bisani and Ney, 2004). Two systems are compared on the same items: by a bootstrap that draws both
-together, and by the matched-pairs sentence-segment word error test of NIST (Gillick and Cox, 1989).
+The bootstrap resamples the unit that was sampled: utterances, or speakers or recordings where they
+are known (Bisani and Ney, 2004). Two systems are compared on the same items: by a bootstrap that
+draws the same items for both systems, and by the matched-pairs sentence-segment word error test of
+NIST (Gillick and Cox, 1989).
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ LEVEL = 0.95
 RESAMPLES = 10_000
 _TAIL = 20  # draws beyond zero that are enough to count
 AT_ONCE = 1 << 22
-"""Drawn units held in memory together."""
+"""Largest number of resampled units held in memory at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedTest:
-    """A test of differences that should be 0 on average.
+    """Test of whether the errors of two systems differ on average; see `paired_test`.
 
     Attributes:
-        count: Differences: segments or utterances.
-        mean: Mean of the differences, first minus second; positive: the second makes fewer errors.
-        sd: Their standard deviation.
-        z: Mean over its standard error; 0 where the differences are all equal.
-        p: Two-sided, by the normal distribution.
+        count: Number of differences: of segments or utterances.
+        mean: Mean difference in errors, first system minus second; positive: the second makes
+            fewer errors.
+        sd: Standard deviation of the differences.
+        z: Mean divided by its standard error; if all differences are equal, the normal quantile of
+            ``p``.
+        p: Two-sided p-value.
     """
 
     count: int
@@ -52,9 +55,9 @@ class PairedBootstrap:
     """Difference of two error rates on the same items.
 
     Attributes:
-        difference: First minus second; positive: the second makes fewer errors.
-        low, high: 95 % interval.
-        p_second_better: Share of draws in which the second has the lower rate.
+        difference: First rate minus second rate; positive: the second system makes fewer errors.
+        low, high: 95 % interval of the difference.
+        p_second_better: Share of resamples in which the second system has the lower rate.
     """
 
     difference: float
@@ -64,14 +67,14 @@ class PairedBootstrap:
 
 
 def paired_test(differences: Sequence[int] | np.ndarray) -> PairedTest:
-    """Tests whether differences are 0 on average, as sclite computes it.
+    """Tests whether differences are 0 on average, with sclite's formula.
 
-    Differences that are all the same have no variance to divide by; sclite's formula says nothing
-    of them. They are tested by their signs:
-    that ``n`` of them agree has probability ``2 ** (1 - n)``, and z is what has that p-value.
+    If all differences are equal, their variance is 0 and sclite's formula is undefined. A sign test
+    replaces it: ``n`` equal signs have the p-value ``2 ** (1 - n)``, and z is the normal quantile
+    of that p-value.
 
     Args:
-        differences: Errors of the first minus errors of the second, item by item.
+        differences: Errors of the first system minus errors of the second, item by item.
     """
     values = np.asarray(differences, dtype=float)
     count = len(values)
@@ -89,20 +92,20 @@ def paired_test(differences: Sequence[int] | np.ndarray) -> PairedTest:
 def segments(
     first: Sequence[Step], second: Sequence[Step], between: int = 2
 ) -> list[tuple[int, int, int]]:
-    """Cuts one utterance where both systems are right for a while, as sclite's ``mtchprs.c``.
+    """Cuts an utterance into segments with errors, as sclite's ``mtchprs.c`` does.
 
-    A segment starts at the first error of either system and ends after ``between`` words in a row
-    that both have right, without an insertion among them. Where the two were aligned to different
-    readings of the reference, the utterance is one segment.
+    A segment ends after ``between`` consecutive reference words that both systems have right,
+    without an insertion among them. If the systems were aligned to different alternatives of the
+    reference, with different numbers of words, the whole utterance is one segment.
 
     Args:
-        first: Alignment of the first system.
-        second: Errors of the second, to the same reference.
-        between: Correct words that separate two segments.
+        first: Alignment of the first system with the reference.
+        second: Alignment of the second system with the same reference.
+        between: Number of correct words that separate two segments.
 
     Returns:
         ``(reference words, errors of the first, errors of the second)`` of each segment; the words
-        are counted from the correct ones before it.
+        include up to ``between`` correct words before its first error.
     """
     right_1, inserted_1 = _by_word(first)
     right_2, inserted_2 = _by_word(second)
@@ -133,7 +136,7 @@ def segments(
 
 
 def _by_word(steps: Sequence[Step]) -> tuple[list[bool], list[int]]:
-    """Whether each reference word is right, and the insertions before each and at the end."""
+    """Whether each reference word is right, and the insertions before each word and at the end."""
     right: list[bool] = []
     inserted = [0]
     for step in steps:
@@ -149,15 +152,15 @@ def _by_word(steps: Sequence[Step]) -> tuple[list[bool], list[int]]:
 def mapsswe(
     first: Sequence[Sequence[Step]], second: Sequence[Sequence[Step]], between: int = 2
 ) -> PairedTest:
-    """The matched-pairs sentence-segment word error test.
+    """Computes the matched-pairs sentence-segment word error test.
 
     Args:
         first: Alignments of the first system, utterance by utterance.
-        second: Errors of the second, to the same references in the same order.
-        between: Correct words that separate two segments.
+        second: Alignments of the second system with the same references in the same order.
+        between: Number of correct words that separate two segments.
 
     Raises:
-        OptionError: The two have different numbers of utterances.
+        OptionError: The systems have different numbers of utterances.
     """
     if len(first) != len(second):
         raise OptionError(f"{len(first)} and {len(second)} utterances; expected the same ones")
@@ -173,15 +176,17 @@ def paired_bootstrap(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> PairedBootstrap:
-    """Draws the same units for both systems, and looks at the difference of the error rates.
+    """Bootstraps the difference of two error rates, with the same units drawn for both systems.
 
     Args:
-        first: ``(items,)`` errors of the first system.
-        second: ``(items,)`` errors of the second.
-        words: ``(items,)`` reference words, or ``(items, 2)`` where the systems' differ.
-        groups: Speaker or recording of each item; ``None``: each item is its own unit.
-        resamples: Draws.
-        seed: Seed of the draws.
+        first: Errors of the first system in each item, ``(items,)``.
+        second: Errors of the second system in each item, ``(items,)``.
+        words: Reference words of each item, ``(items,)``; ``(items, 2)`` if their number differs
+            between the systems.
+        groups: Speaker or recording of each item, the unit that is drawn; ``None``: each item is
+            its own unit.
+        resamples: Number of bootstrap samples.
+        seed: Seed of the bootstrap.
     """
     both = np.broadcast_to(words.reshape(len(first), -1), (len(first), 2))
     table = np.column_stack([first, second, both])
@@ -199,7 +204,7 @@ def paired_bootstrap(
 
 
 def sums_by(table: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
-    """Rows of ``table`` summed by group; without groups the table itself."""
+    """Sums the rows of ``table`` by group; without groups it returns the table itself."""
     if groups is None:
         return table
     _, index = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
@@ -211,16 +216,17 @@ def sums_by(table: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
 def resampled_sums(
     table: np.ndarray, resamples: int = RESAMPLES, seed: int = 0, *, at_once: int = AT_ONCE
 ) -> np.ndarray:
-    """Sums over units drawn with replacement, as many as there are.
+    """Column sums of bootstrap samples; each sample draws as many units as there are.
 
     Args:
-        table: ``(units, columns)``.
-        resamples: Draws.
-        seed: Seed of the draws.
-        at_once: Drawn units held in memory together; the draws do not depend on it.
+        table: Values of each unit, ``(units, columns)``.
+        resamples: Number of bootstrap samples.
+        seed: Seed of the bootstrap.
+        at_once: Largest number of drawn units held in memory at a time; it does not change the
+            result.
 
     Returns:
-        ``(resamples, columns)``.
+        Sums, ``(resamples, columns)``.
     """
     random = np.random.default_rng(seed)
     units = len(table)
@@ -230,13 +236,13 @@ def resampled_sums(
 
 
 def interval(draws: np.ndarray, level: float = LEVEL) -> tuple[float, float]:
-    """Percentile interval of draws."""
+    """Percentile interval of bootstrap draws."""
     low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected for their number (Holm, 1979), in the order given."""
+    """Corrects p-values for multiple tests (Holm, 1979), in the order given."""
     adjusted, worst = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(np.argsort(p_values, kind="stable")):
         worst = max(worst, min(1.0, (len(p_values) - rank) * p_values[index]))
@@ -245,13 +251,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Exact two-sided p-value of paired flips (McNemar, 1947): is either kind more likely?
+    """Exact two-sided p-value of McNemar's test (1947) of two systems on the same items.
 
-    It takes items as independent; next to it belongs an interval that draws what was sampled.
+    The test assumes that items are independent. If several items share an image, report it together
+    with a bootstrap interval that resamples images.
 
     Args:
-        gained: Items that only the second has right.
-        lost: Items that only the first has right.
+        gained: Number of items that only the second system has right.
+        lost: Number of items that only the first system has right.
     """
     flips = gained + lost
     tail = sum(math.comb(flips, k) for k in range(min(gained, lost) + 1))
@@ -259,10 +266,11 @@ def mcnemar(gained: int, lost: int) -> float:
 
 
 def bootstrap_p(draws: np.ndarray) -> float:
-    """Two-sided p-value of a difference from its draws.
+    """Two-sided p-value of a difference from its bootstrap draws.
 
-    The share of draws beyond zero; where those are too few to tell how small it is, which matters
-    once many comparisons are corrected together, the normal tail at the draws' mean and spread.
+    The p-value comes from the share of draws beyond zero. If fewer than 20 draws are, the smaller
+    of this value and the tail of a normal distribution with the draws' mean and standard deviation
+    is returned: corrections for many comparisons need p-values that counting cannot resolve.
     """
     beyond = min((draws <= 0).sum(), (draws >= 0).sum())
     counted = min(1.0, 2 * (float(beyond) + 1) / (len(draws) + 1))
@@ -274,15 +282,15 @@ def bootstrap_p(draws: np.ndarray) -> float:
 
 @lru_cache(maxsize=4)
 def draw_units(units: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
-    """How often each unit occurs in each bootstrap sample; the same array for the same call.
+    """How often each unit occurs in each bootstrap sample; results are cached.
 
     Args:
-        units: Their number.
-        resamples: Draws.
-        seed: Seed of the draws.
+        units: Number of units.
+        resamples: Number of bootstrap samples.
+        seed: Seed of the bootstrap.
 
     Returns:
-        ``(resamples, units)``, not to be written to.
+        Read-only counts, ``(resamples, units)``.
     """
     random = np.random.default_rng(seed)
     counts = random.multinomial(units, np.full(units, 1 / units), resamples).astype(np.float64)
@@ -293,16 +301,16 @@ def draw_units(units: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndar
 def bootstrap_sums(
     table: np.ndarray, groups: Sequence[str] | None, resamples: int = RESAMPLES, seed: int = 0
 ) -> np.ndarray:
-    """Sums over groups drawn with replacement; tables of the same groups share their draws.
+    """Column sums of bootstrap samples of groups; tables with the same groups share the draws.
 
     Args:
-        table: ``(items, columns)``.
-        groups: Unit of each item; ``None``: each item is its own unit.
-        resamples: Draws.
-        seed: Seed of the draws.
+        table: Values of each item, ``(items, columns)``.
+        groups: Unit of each item, such as its image; ``None``: each item is its own unit.
+        resamples: Number of bootstrap samples.
+        seed: Seed of the bootstrap.
 
     Returns:
-        ``(resamples, columns)``.
+        Sums, ``(resamples, columns)``.
     """
     units = sums_by(table, groups)
     return draw_units(len(units), resamples, seed) @ units
@@ -312,12 +320,12 @@ def item_weights(groups: Sequence[str], resamples: int, seed: int) -> np.ndarray
     """How often each item counts in each bootstrap sample of groups, as in `bootstrap_sums`.
 
     Args:
-        groups: Unit of each item.
-        resamples: Draws.
-        seed: Seed of the draws.
+        groups: Unit of each item, such as its image.
+        resamples: Number of bootstrap samples.
+        seed: Seed of the bootstrap.
 
     Returns:
-        ``(resamples, items)``.
+        Counts, ``(resamples, items)``.
     """
     _, index = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
     return draw_units(int(index.max()) + 1, resamples, seed)[:, index]

@@ -1,9 +1,9 @@
-"""Threshold-free measures of the margin, the logit of yes minus the logit of no.
+"""Threshold-free measures of the margin: the logit of yes minus the logit of no.
 
-A method that only raises every margin answers yes more often and ranks nothing better: AUROC and
-average precision stay, and the plain margin plus a constant gives the same answers. This
-constant is the control of the published critique (Yin, Si and Wang, 2025); it is fitted on other
-images than it is used on.
+A method that adds the same constant to every margin answers yes more often but ranks the questions
+no better: AUROC and average precision do not change. The control is therefore the plain model's
+margin plus a constant, as in the published critique (Yin, Si and Wang, 2025). The constant is
+fitted on other images than those it is applied to.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ _AT_ONCE = 1 << 22  # drawn items held in memory together
 def auroc(
     margins: np.ndarray, positive: np.ndarray, weights: np.ndarray | None = None
 ) -> np.ndarray:
-    """Chance that a yes-question has a larger margin than a no-question; equal ones count half.
+    """Chance that a yes-question has a larger margin than a no-question; equal margins count half.
 
     Args:
-        margins: ``(items,)``.
-        positive: ``(items,)``, whether the right answer is yes.
-        weights: ``(draws, items)``, how often each item counts; ``None``: once.
+        margins: Margin of each question, ``(items,)``.
+        positive: Whether the right answer to each question is yes, ``(items,)``.
+        weights: How often each question counts in each bootstrap sample, ``(draws, items)``;
+            ``None``: once.
 
     Returns:
-        ``(draws,)``, or a single number without weights; NaN where a kind has no item.
+        AUROC of each bootstrap sample, ``(draws,)``, or a single number without weights; NaN if
+        there is no yes-question or no no-question.
     """
     yes, no = _by_margin(margins, positive, weights)
     below = np.cumsum(no, axis=-1) - no
@@ -41,7 +43,7 @@ def auroc(
 def average_precision(
     margins: np.ndarray, positive: np.ndarray, weights: np.ndarray | None = None
 ) -> np.ndarray:
-    """Precision at each threshold, weighted by the recall gained there; see `auroc`."""
+    """Precision at each threshold, weighted by the recall gained there; arguments as in `auroc`."""
     yes, no = (side[..., ::-1] for side in _by_margin(margins, positive, weights))
     found = np.cumsum(yes, axis=-1)
     predicted = found + np.cumsum(no, axis=-1)
@@ -49,11 +51,11 @@ def average_precision(
 
 
 def best_threshold(margins: np.ndarray, positive: np.ndarray) -> tuple[float, float]:
-    """The highest accuracy that any threshold of the margin has on these items (optimistic).
+    """Finds the threshold of the margin that has the highest accuracy on these same questions.
 
     Returns:
-        Accuracy, and the threshold over which it says yes: the middle between two margins, or
-        infinite where one answer to everything is best.
+        This accuracy, which is optimistic, and the threshold above which the answer is yes: the
+        middle between two margins, or infinite if the same answer to all questions is best.
     """
     yes, no = (side[::-1] for side in _by_margin(margins, positive, None))
     right = np.concatenate([[0], np.cumsum(yes)]) + no.sum()
@@ -70,18 +72,18 @@ def auroc_draws(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> np.ndarray:
-    """AUROC with whole images drawn with replacement; the same draws for the same groups and seed.
+    """AUROC of bootstrap samples of whole images; equal groups and seed give equal samples.
 
     Args:
-        margins: See `auroc`; NaN where there is none: these items leave the draws as they are and
-            count in none.
+        margins: See `auroc`; NaN where an item has no margin: such items do not count, and do not
+            change which images are drawn.
         positive: See `auroc`.
         groups: Image of each item.
-        resamples: Draws.
-        seed: Seed of the draws.
+        resamples: Number of bootstrap samples.
+        seed: Seed of the bootstrap.
 
     Returns:
-        ``(resamples,)``.
+        AUROC of each sample, ``(resamples,)``.
     """
     known = ~np.isnan(margins)
     weights = item_weights(groups, resamples, seed)[:, known]
@@ -91,14 +93,14 @@ def auroc_draws(
 
 
 def fit_shift(margins: np.ndarray, yes_ratio: float) -> float:
-    """The constant that makes a given share of the margins positive, or as near as ties allow.
+    """Finds the constant that makes a given share of the margins positive, as near as ties allow.
 
     Args:
-        margins: ``(items,)``.
-        yes_ratio: Wanted share of answers yes, 0 to 1.
+        margins: Margin of each item, ``(items,)``.
+        yes_ratio: Wanted share of items with the answer yes, 0 to 1.
 
     Returns:
-        The constant to add; 0 where nothing has to move.
+        The constant to add to the margins; 0 if the share is right already.
     """
     values, counts = np.unique(margins, return_counts=True)
     over = np.concatenate([[0], np.cumsum(counts[::-1])]) / len(margins)  # yes-ratio by threshold
@@ -116,18 +118,18 @@ def cross_fitted_shifts(
     folds: int = 5,
     seed: int = 0,
 ) -> np.ndarray:
-    """For each item, the constant fitted to the yes-ratio of a method on other images.
+    """For each item, fits the constant of `fit_shift` to a method's yes-ratio on other images.
 
     Args:
-        margins: ``(items,)`` of the plain model.
-        yes_share: ``(items,)``, share of the method's answers to each item that are yes: 0 or 1,
-            in between over several seeds.
+        margins: Margin of the plain model for each item, ``(items,)``.
+        yes_share: Share of the method's answers to each item that are yes, ``(items,)``: 0 or 1 for
+            one seed, in between for several seeds.
         groups: Image of each item.
-        folds: Parts the images are dealt into; each is left out of its own fit.
-        seed: Seed of the dealing.
+        folds: Number of folds of cross-fitting; images are assigned to folds at random.
+        seed: Seed of this assignment.
 
     Returns:
-        ``(items,)``; see `fit_shift`.
+        The constant for each item, ``(items,)``.
 
     Raises:
         OptionError: There is only one image.
@@ -145,7 +147,7 @@ def cross_fitted_shifts(
 
 
 def roc(margins: np.ndarray, positive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """False and true positive rate at each threshold, from all answers no to all yes."""
+    """False and true positive rate at each threshold, from all answers no to all answers yes."""
     yes, no = (np.cumsum(side[::-1]) for side in _by_margin(margins, positive, None))
     start = [0.0]
     return np.concatenate([start, no / no[-1]]), np.concatenate([start, yes / yes[-1]])
