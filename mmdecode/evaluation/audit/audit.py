@@ -1,29 +1,28 @@
 """START HERE for `audit`: does drafted output follow your model's own distribution, on your device?
 
-Rounding makes equality a claim about hardware: a block of tokens is scored with other matrix shapes
-than one token, and in half precision near-ties flip. So the audit does not only compare tokens. It
-feeds the drafted sequence, token by token, to transformers' own ``generate``, and measures by how
-much each token falls short of what the plain distribution would choose there (its gap). A gap
-within the noise of block scoring, measured on the same model without our engine, is rounding; a
-larger one is a fault. A token also passes if it follows from the block's own logits, under the
-processors of the call with the right prefix, and these differ from the plain ones by no more than
-the noise. Without a block's logits, as for tokens from elsewhere, twice the noise is forgiven:
-rounding may have raised the token and lowered the plain choice. Where the tolerance exceeds the
-10 % quantile of the plain gaps between the best two tokens, a wrong token could hide in it: the
-audit is inconclusive.
+Whether two sequences are equal depends on hardware: a block of tokens is scored with other matrix
+shapes than one token, and in half precision this rounding can change the choice between two nearly
+equal tokens. The audit therefore does not only compare tokens. It feeds the drafted sequence, token
+by token, to transformers' own ``generate`` (the plain model), and computes the gap of each token:
+the best plain logit minus the token's. A gap within the noise, the rounding error of scoring
+in blocks on the same model without our engine, is rounding; a larger gap is a fault. A token also
+passes if the logits of the drafted block choose it, and differ from the plain logits by at most the
+noise. Tokens from elsewhere have no such logits: for them twice the noise is tolerated, since
+rounding may have raised the token and lowered the plain choice. If the tolerance exceeds the 10 %
+quantile of the plain gaps between the best two tokens, the audit is inconclusive.
 
-Comparisons:
+The reference depends on the kind of call:
 
-* Greedy: plain ``generate``, and our own loop without a draft.
-* Sampling by the coupled rule: our own loop without a draft and with the same seed; gaps include
-  the keyed noise.
-* Sampling by another rule, and sequences drawn elsewhere: no single sequence can be certified. The
-  ranks of all tokens in their plain distributions must be uniform, and their surprise that of the
-  distributions; such a test can reject, but never prove (`mmdecode.evaluation.stats.draws`).
-* A guide has no plain ``generate``: its reference is our own loop, token by token.
+* Greedy decoding: plain ``generate``, and our own loop without a draft.
+* Sampling by the coupled rule: our own loop without a draft, with the same seed; gaps include the
+  Gumbel noise of this seed.
+* Sampling by another rule, or elsewhere: no single sequence can be certified. A statistical test of
+  all tokens under the plain distributions can reject, but never prove
+  (`mmdecode.evaluation.stats.draws`).
+* Decoding with a guide: our own loop, token by token, since ``generate`` has no guides.
 
-The plain side of all this is `mmdecode.evaluation.audit.plain`. One row at a time is judged: what
-goes wrong only where rows of a batch meet is not looked for.
+Plain decoding is in `mmdecode.evaluation.audit.plain`. Rows are audited one at a time: faults that
+need a batch of several rows are not found.
 
 Source: the teacher-forced margin test is this project's.
 """
@@ -59,7 +58,7 @@ from mmdecode.evaluation.stats.draws import FEWEST, LEVEL, on_the_edge, p_of_dra
 
 Verdict = Literal["passes", "fails", "inconclusive"]
 QUANTILE = 0.1
-"""Quantile of the plain gaps between the best two tokens; noise above it decides nothing."""
+"""Quantile of the plain gaps between the best two tokens; the noise must not exceed it."""
 SUSPECT = 4.0
 """Multiple of the noise beyond which the logits of a drafted pass are reported as suspect."""
 
@@ -72,10 +71,10 @@ class Finding:
         case: Name of the input.
         position: Position of the first differing token, from 0.
         token: Generated token; ``None``: the sequence had already ended.
-        plain: Choice of the plain distribution; ``None``: the plain sequence had already ended.
-        gap: Preference of the plain distribution for its choice; infinite where it forbids the
-            token.
-        explained: Whether rounding explains it.
+        plain: Choice of the plain model; ``None``: the plain sequence had already ended.
+        gap: Logit of the plain choice minus logit of the token; infinite if the plain distribution
+            forbids the token.
+        explained: Whether rounding explains the difference.
     """
 
     case: str
@@ -92,15 +91,15 @@ class Judged:
 
     Attributes:
         case: Name of the input.
-        tokens: Generated tokens.
-        same_as_generate: Whether plain ``generate`` gives the same; ``None``: not comparable.
+        tokens: Number of generated tokens.
+        same_as_generate: Whether plain ``generate`` gives the same tokens; ``None``: not compared.
         same_as_undrafted: Whether our loop without a draft does; ``None``: not compared.
-        flips: Tokens other than the plain choice, each explained by rounding.
+        flips: Number of tokens that are not the plain choice, but are explained by rounding.
         worst_gap: The largest gap of a token.
-        block_difference: Largest difference of the drafted pass's logits from the plain ones.
-        first: The first token that the plain distribution would not choose.
-        fault: The first one that rounding does not explain.
-        cut: Whether tokens from elsewhere end where the model would go on, as a limit cuts them.
+        block_difference: Largest difference between logits of drafted blocks and plain logits.
+        first: First token that is not the plain choice.
+        fault: First token that rounding does not explain.
+        cut: Whether tokens from elsewhere end where the model would go on, as at a length limit.
     """
 
     case: str
@@ -117,18 +116,18 @@ class Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """Verdict of an audit, with the numbers that it rests on.
+    """Verdict of an audit, with the numbers behind it.
 
     Attributes:
         verdict: ``passes``, ``fails`` or ``inconclusive``.
         words: The verdict in a sentence.
         model, draft, guide, rule, dtype, device: The audited parts.
-        reference: Reference of the comparison.
-        identical: Whether every sequence equals every one it was compared with.
+        reference: Decoding that the sequences were compared with.
+        identical: Whether every sequence equals all sequences that it was compared with.
         noise: Largest difference of a logit between scoring in blocks and token by token.
         gap_quantile: The 10 % quantile of the plain gaps between the best two tokens.
-        p_value: P-value of the statistical test, where one was made.
-        judged: One entry per sequence.
+        p_value: P-value of the statistical test; ``None``: no such test was made.
+        judged: Result of each sequence.
     """
 
     verdict: Verdict
@@ -148,7 +147,7 @@ class AuditReport:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Number of tokens of all sequences."""
         return sum(item.tokens for item in self.judged)
 
 
@@ -170,23 +169,22 @@ def audit(
     Args:
         model: A model of transformers, on its device and in its dtype.
         cases: Inputs, one row each.
-        decoder: Decoder to audit. Its seed, counters and trace are left as they were; a draft that
-            learns from call to call learns from the audit too. With a heuristic rule expect a
-            failure.
-        tokens: Instead: generated ids by the name of their case, without the prompt, of any length;
-            a missing end-of-sequence token is forgiven where the model would set it next, or where
-            the limit of the call (``max_new_tokens``) cuts.
+        decoder: Decoder to audit. Its seed, counters and trace are not changed; a draft that learns
+            from call to call also learns from the audit. A lossy acceptance rule fails the audit.
+        tokens: Instead of a decoder: generated ids by the name of their case, without the prompt. A
+            missing end-of-sequence token is accepted if the model would generate it next, or if
+            ``max_new_tokens`` ends the sequence there.
         sample: Sample instead of greedy decoding; ``temperature`` and so on are ``options``.
-        draws: Sequences per case, where sampling is judged by statistics.
-        plain: Used instead of a new one; for several audits of one model.
-        progress: Called with the name of each case that is done.
-        most_guided: Rounding that a guide magnifies counts up to so many times the model's own.
-        **options: Options of ``generate``, where ``plain`` is left out.
+        draws: Number of sequences per case for a statistical test of sampling.
+        plain: Plain decoding of the model, shared by several audits; ``None``: it is made here.
+        progress: Called with the name of each case when it is done.
+        most_guided: Largest factor by which a guide may magnify the model's rounding noise.
+        **options: Options of ``generate``, if ``plain`` is not given.
 
     Raises:
         OptionError: Neither or both of ``decoder`` and ``tokens``, or options next to ``plain``.
         InputError: No case, names that occur twice, tokens of unknown cases or vocabularies, a case
-            of several rows, or a ``generate`` that does not say its logits.
+            of several rows, or a ``generate`` that does not return its logits.
     """
     if (decoder is None) == (tokens is None):
         raise OptionError("give a decoder to audit or tokens to judge, one of the two")
@@ -225,16 +223,16 @@ def audit(
 
 @dataclass
 class _Sheet:
-    """One sequence with the plain distribution along it, and the logits of the drafted pass.
+    """One sequence with the plain distribution along it, and the logits of the drafted blocks.
 
     Attributes:
-        case: Its input.
-        replay: The plain distribution.
-        same: Whether it equals plain and undrafted output.
-        gumbel: Keyed noise of the positions, ``(T, V)``.
-        block: Logits of the passes that scored blocks, ``(T, V)``; of a guide, its distribution;
-            ``None``: not at hand.
-        tap: Tap of the drafted call.
+        case: Input of the sequence.
+        replay: Plain distribution at each token of the sequence.
+        same: Whether the sequence equals plain output, and undrafted output.
+        gumbel: Gumbel noise of each position, ``(T, V)``; ``None``: greedy, or a statistical test.
+        block: Logits of the passes that scored blocks, ``(T, V)``; with a guide, guided scores;
+            ``None``: not recorded.
+        tap: Recorder of the drafted call.
     """
 
     case: Case
@@ -246,7 +244,7 @@ class _Sheet:
 
 
 class _Subject(ABC):
-    """Subject of an audit: the source of sequences and the distribution that judges them."""
+    """Subject of an audit: the source of sequences, and the plain distribution along them."""
 
     rule, draft, guide, reference = "", "-", "-", "plain generate"
     statistical, foreign, guided = False, False, False
@@ -297,7 +295,7 @@ class _Foreign(_Subject):
         return [_Sheet(case, self.target_logits(case, row), (same, None))]
 
     def target_logits(self, case: Case, tokens: list[int], **options: Any) -> Replay:
-        """Plain target logits along ``tokens``, beyond the call's own limit of length."""
+        """The plain distribution along ``tokens``, even beyond ``max_new_tokens`` of the call."""
         replay = super().target_logits(case, tokens, **options)
         if len(replay.logits) >= len(tokens):
             return replay
@@ -331,7 +329,7 @@ class _Drafted(_Subject):
         return [one for draw in range(self.draws) for one in self._draw(case, self.seed + draw)]
 
     def _draw(self, case: Case, seed: int) -> list[_Sheet]:
-        """One sequence as users get it, and as it is with logits recorded, where that differs."""
+        """The sequence with logits recorded, and the sequence without recording if it differs."""
         decoder = replace(self.decoder, seed=seed)
         tap = self._tapped(case, decoder)
         bare = self._tapped(case, decoder, record=False).tokens
@@ -368,7 +366,7 @@ class _Drafted(_Subject):
         return sheet
 
     def _played(self, case: Case, tokens: list[int], draft: Any = None) -> Replay:
-        """Guided target logits along ``tokens`` in our own loop, undrafted or drafted."""
+        """Guided scores along ``tokens`` in our own loop, token by token or with a ``draft``."""
         rule: Any = Play(tokens)
         decoder = Decoder(draft, self.undrafted.guide, rule, self.seed)
         tap = self._tapped(case, decoder, criteria=[Enough(len(tokens) + 1)])
@@ -384,21 +382,21 @@ class _Drafted(_Subject):
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """Numbers from which a sequence is judged, per token, on the host.
+    """Numbers per token of one sequence from which it is judged.
 
     Attributes:
-        case: Name of its input.
+        case: Name of the input.
         tokens: The sequence.
-        best: Choices of the plain distribution; longer or shorter than ``tokens`` as in `Replay`.
-        gaps: Its preference for that over the token.
-        lead: Its own gap between the best two.
+        best: Plain choice at each position; longer or shorter than ``tokens`` as in `Replay`.
+        gaps: Logit of the plain choice minus logit of the token.
+        lead: Plain logit of the best token minus that of the second best.
         end: Gap of the best end-of-sequence token after the last token.
-        away: Largest difference of the drafted pass's logits from the plain ones.
-        chosen: Whether the token follows from those logits: is their choice, or can be drawn where
-            statistics judge; asked only where it does not follow from the plain ones.
-        excuses: For sampled tokens that the distribution forbids: whether so much rounding explains
-            it.
-        same: Whether the sequence equals plain and undrafted output.
+        away: Largest difference between the block's logits and the plain logits at each token.
+        chosen: Whether the block's logits choose the token, or in a statistical test allow it;
+            computed only for tokens that the plain logits do not choose or allow.
+        excuses: For each sampled token that the plain distribution forbids: function that tells
+            whether a given noise explains it.
+        same: Whether the sequence equals plain output, and undrafted output.
         ranks, excess, variance: See `p_of_draws`.
     """
 
@@ -461,7 +459,7 @@ def _weigh(sheet: _Sheet, subject: _Subject) -> _Row:
 
 
 def _forgiven(row: _Row, noise: float, subject: _Subject) -> float:
-    """The largest gap that rounding explains without knowledge of the block's logits."""
+    """Largest gap that rounding explains, whatever the logits of the drafted block are."""
     if subject.statistical:
         return torch.finfo(
             torch.float32
@@ -470,7 +468,7 @@ def _forgiven(row: _Row, noise: float, subject: _Subject) -> float:
 
 
 def _judge(row: _Row, noise: float, subject: _Subject) -> Judged:
-    """One sequence, once the noise is known."""
+    """Judges one sequence, given the noise."""
     size = len(row.gaps)
     differs = torch.tensor(row.best[:size]) != torch.tensor(row.tokens[:size])
     bound = _forgiven(row, noise, subject)

@@ -1,6 +1,6 @@
 """Plain decoding of one model and its distribution along given tokens: reference of the audit.
 
-`mmdecode.evaluation.audit.audit` compares other sequences with it.
+`mmdecode.evaluation.audit.audit` compares other sequences with this reference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import InputError, OptionError
 
 BLOCK = 5
-"""Tokens per block where the noise of a guided distribution is measured."""
+"""Number of tokens per block when the rounding noise of a guided distribution is measured."""
 UNCUT: Mapping[str, Any] = {
     "top_k": 0,
     "top_p": 1.0,
@@ -35,16 +35,16 @@ UNCUT: Mapping[str, Any] = {
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
 }
-"""Sampling options that forbid no token, whatever the checkpoint says."""
+"""Sampling options that allow every token, whatever the checkpoint's generation config sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One input.
+    """One input of an audit.
 
     Attributes:
-        name: Unique; also names the row for keyed noise.
-        inputs: Inputs of ``generate`` for this one row.
+        name: Unique name; the sampling noise depends on it and on the seed.
+        inputs: Inputs of ``generate`` for one row.
     """
 
     name: str
@@ -57,10 +57,11 @@ class Replay:
 
     Attributes:
         tokens: The sequence.
-        logits: Before processors, ``(T, V)`` float32; one row more than tokens where the plain
-            loop would not have stopped after them, fewer where it would have stopped before.
-        scores: After the processors, of the same shape.
-        process: Processors of a sampling call, from tokens and logits ``(V,)`` after them.
+        logits: Logits before logits processors, ``(T, V)`` float32: one row more than tokens if the
+            plain loop would go on after them, fewer rows if it would have stopped earlier.
+        scores: Logits after the processors, ``(T, V)``.
+        process: Logits processors of a sampling call, as a function from the tokens so far and the
+            next logits ``(V,)``; ``None``: greedy, or a guide.
     """
 
     tokens: list[int]
@@ -76,8 +77,8 @@ class Plain:
 
     Args:
         model: A model of transformers.
-        generate: Function to call instead of ``model.generate``.
-        keep: Whether the plain output of all cases is remembered, for several audits of one model.
+        generate: Function to call instead of ``model.generate``; ``None``: ``model.generate``.
+        keep: Whether to cache the plain output of all cases, for several audits of one model.
         **options: Options of every call of ``generate``.
     """
 
@@ -109,9 +110,15 @@ class Plain:
         criteria: Sequence[Any] = (),
         **more: Any,
     ) -> Any:
-        """``generate`` for one case, through a custom loop where one is given.
+        """Calls ``generate`` for one case.
 
-        Processors and criteria come on top of the case's own, other options in place of them.
+        Args:
+            case: The input.
+            custom: Loop for ``custom_generate``; ``None``: transformers' own loop.
+            sample: Whether to sample.
+            processors: Logits processors, in addition to those of the case.
+            criteria: Stopping criteria, in addition to those of the case.
+            **more: Further options, which replace options of the same name.
         """
         given: dict[str, Any] = {**case.inputs, **self.options, **more}
         if not sample:
@@ -125,7 +132,7 @@ class Plain:
 
     @torch.no_grad()
     def own(self, case: Case) -> Replay:
-        """Result of plain greedy ``generate``."""
+        """Output of plain greedy ``generate`` for a case, cached."""
         if case.name not in self._own:
             if not self.keep:
                 self._own.clear()
@@ -134,7 +141,7 @@ class Plain:
 
     @torch.no_grad()
     def replay(self, case: Case, tokens: Sequence[int] | None, **options: Any) -> Replay:
-        """Plain ``generate`` made to choose ``tokens``; ``None``: its own choice."""
+        """Runs plain ``generate``, forced to choose ``tokens``; ``None``: it chooses itself."""
         script = _Script(tokens)
         output = self.run(
             case,
@@ -159,7 +166,7 @@ class Plain:
 
     @torch.no_grad()
     def noise(self, case: Case) -> float:
-        """Largest difference between scoring `own` in one block and token by token."""
+        """Largest difference in logits between scoring `own` in one block and token by token."""
         if case.name not in self._noise:
             own = self.own(case)
             whole = _Whole(own.tokens)
@@ -169,13 +176,13 @@ class Plain:
 
 
 class Tap:
-    """Wraps a decoder and records its inputs and outputs; without a decoder, the inputs only.
+    """Custom loop for ``generate`` that records the inputs and outputs of a decoder.
 
     Args:
-        decoder: The decoder.
-        request: Name of the row.
-        record: Whether it is asked for logits and scores. Recorded calls are not captured in
-            graphs, so that only a call without it runs as users run it.
+        decoder: The decoder; ``None``: only the inputs are recorded.
+        request: Name of the row, on which its sampling noise depends.
+        record: Whether to record logits and scores. CUDA graphs do not capture such calls, so only
+            calls without recording run exactly as users' calls do.
     """
 
     def __init__(self, decoder: Decoder | None, request: str = "", record: bool = True) -> None:
@@ -185,7 +192,7 @@ class Tap:
     def __call__(
         self, model: Any, input_ids: Tensor, *, generation_config: Any, **inputs: Any
     ) -> Tensor:
-        """A loop for ``custom_generate``."""
+        """Decodes; called by ``generate`` as ``custom_generate``."""
         one_row(input_ids)
         self.prompt = input_ids
         self.processors: LogitsProcessorList = inputs["logits_processor"]
@@ -207,7 +214,7 @@ class Tap:
         return sequences
 
     def target_logits(self, tokens: Sequence[int], raw: Tensor) -> Tensor:
-        """``raw (V,)`` under the processors of the call, after ``tokens``."""
+        """Applies the call's logits processors to the logits ``raw (V,)`` that follow ``tokens``."""
         prefix = torch.cat([self.prompt, self.prompt.new_tensor([list(tokens)])], 1)
         return self.processors(prefix, raw[None].clone())[0]
 
@@ -230,14 +237,14 @@ class _Script(LogitsProcessor):
 
 
 class Enough(StoppingCriteria):
-    """Stops after ``limit`` new tokens, without an option that logits processors depend on."""
+    """Stops after ``limit`` new tokens; unlike ``max_new_tokens``, no logits processor sees it."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.first: int | None = None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """True once there are enough, ``(B,)``."""
+        """True for each row once there are ``limit`` new tokens, ``(B,)``."""
         if self.first is None:
             self.first = input_ids.shape[1]  # the prompt and one token
         done = input_ids.shape[1] - self.first + 1 >= self.limit
@@ -255,7 +262,7 @@ class Play(AcceptanceRule):
         self.tokens = tokens
 
     def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
-        """All drafted nodes, and the given token after them."""
+        """Accepts all drafted tokens, and returns the given token that follows them."""
         count = (proposal.tokens >= 0).sum(1)
         order = torch.arange(proposal.size, device=call.device)
         position = int(call.rows.length[0] + count[0])
@@ -285,7 +292,7 @@ class BlocksSession(DraftSession):
         self.tokens = tokens
 
     def propose(self, budget: int) -> Proposal:
-        """The next tokens of the text."""
+        """Proposes the next given tokens."""
         call, done = self.call, int(self.call.rows.length[0])
         block = list(self.tokens[done : done + min(BLOCK, budget)])
         if not block:
@@ -294,7 +301,7 @@ class BlocksSession(DraftSession):
 
 
 class _Whole:
-    """Scores prompt and tokens in one pass without a cache, by the model's own forward."""
+    """Scores prompt and tokens in one forward pass of the model, without a cache."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)
@@ -317,7 +324,7 @@ class _Whole:
 
 
 def one_row(rows: Tensor) -> None:
-    """Refuses a batch."""
+    """Raises an `InputError` if a batch has more than one row."""
     if len(rows) != 1:
         raise InputError(f"a case holds one row, this one has {len(rows)}; split it")
 
@@ -329,6 +336,6 @@ def furthest(left: Tensor, right: Tensor) -> float:
 
 
 def away(left: Tensor, right: Tensor) -> Tensor:
-    """`furthest` of each row: ``(T, V)`` to ``(T,)``."""
+    """Like `furthest`, but for each row: from ``(T, V)`` to ``(T,)``."""
     both = left.isfinite() & right.isfinite()
     return torch.where(both, (left - right).abs(), 0.0).amax(-1)

@@ -1,1 +1,1 @@
-"""N-best lists: oracles, selection and correction."""
+"""Evaluation of N-best lists of speech recognition: oracles, selection and correction."""

@@ -1,10 +1,11 @@
 """Methods that turn an N-best list into one text, with settings fitted on a development part.
 
-A method proposes a text and how strongly it prefers it to the first hypothesis. Three settings are
-fitted on the development part of the lists: the *copy threshold*, below which the first hypothesis
-is kept; the weight of a language model next to the recogniser's scores; and the table of spellings.
-Lists are assigned to parts by their ids alone (`mmdecode.asr.correction.n_best_lists.split`), so
-that parts are the same in every run. `METHODS` holds the methods by name.
+A method proposes a text, with a number for how strongly it prefers this text to the first
+hypothesis. Three settings are fitted on the development part of the lists: the *copy threshold*
+(if the preference is below it, the first hypothesis is kept), the weight of a language model that
+is added to the recogniser's scores, and a table of replacements of words. Lists are assigned to
+parts by their ids alone (`mmdecode.asr.correction.n_best_lists.split`), so that parts are the same
+in every run. `METHODS` describes the methods by name.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ _AT_ONCE = 256  # lists whose language model scores are computed before their ro
 
 @dataclass(frozen=True)
 class Parts:
-    """Lists of one set, by part.
+    """Training, development and test part of one set of N-best lists.
 
     Attributes:
-        training: Lists that a corrector was trained on; the table learns from them too.
-        development: Lists on which thresholds and weights are fitted; the table learns from them
-            too.
+        training: Lists that a corrector was trained on; method ``table`` learns from them too.
+        development: Lists on which thresholds and weights are fitted; method ``table`` learns from
+            them too.
         test: Lists on which results are reported.
     """
 
@@ -80,12 +81,12 @@ def parts_of(lists: Sequence[NBestList], train_share: float, dev_share: float) -
     """Splits lists into parts by their ids.
 
     Args:
-        lists: Lists, in order.
+        lists: All lists.
         train_share: Share of training lists, from 0 to 1.
-        dev_share: Share of development lists; the rest is the test.
+        dev_share: Share of development lists, from 0 to 1; the rest is the test part.
 
     Raises:
-        OptionError: The shares leave no test.
+        OptionError: The shares are out of range, or leave no list for the test part.
     """
     if min(train_share, dev_share) < 0 or train_share + dev_share >= 1:
         raise OptionError(
@@ -101,10 +102,10 @@ def parts_of(lists: Sequence[NBestList], train_share: float, dev_share: float) -
 
 @dataclass(frozen=True)
 class Method:
-    """A name of `METHODS`, with its model where it has one.
+    """A method of `METHODS`, with its model if it has one.
 
     Attributes:
-        kind: The name.
+        kind: Name in `METHODS`.
         model: Language model or corrector: a folder, a Hub id or ``zoo:NAME``; ``None``: the method
             needs no model.
     """
@@ -117,7 +118,7 @@ class Method:
         """Parses a method such as ``mbr`` or ``lm:MODEL``.
 
         Raises:
-            OptionError: The method needs a model and none is named, or the other way round.
+            OptionError: The method needs a model and none is named, or it takes no model.
             UnknownNameError: There is no such method.
         """
         kind, _, model = text.partition(":")
@@ -131,12 +132,12 @@ class Method:
 
     @property
     def name(self) -> str:
-        """The method as `of` parses it."""
+        """Text from which `of` makes the method."""
         return self.kind if self.model is None else f"{self.kind}:{self.model}"
 
     @property
     def source(self) -> str | None:
-        """Source of the model rows that the method needs, see `ModelRow`; ``None``: no rows."""
+        """Value of `ModelRow.source` for the method's model; ``None``: it has no model."""
         if self.model is None:
             return None
         return f"{'corrector' if self.kind == 'corrector' else 'lm'}:{self.model}"
@@ -150,12 +151,13 @@ class ModelRow:
         data: Name of the set.
         source: ``lm:MODEL`` or ``corrector:MODEL``.
         id: Id of the list.
-        totals, tokens: `TextScore` of each hypothesis by a language model.
-        text: Text of a corrector, after its guard.
-        refused: Why the guard refused the corrector's answer; ``None``: it did not.
+        totals, tokens: Log-probability in nats and number of tokens of each hypothesis under a
+            language model; ``None``: the row is a corrector's.
+        text: Text of a corrector, after its guard (rules that refuse implausible answers).
+        refused: Reason for which the guard refused the corrector's answer; ``None``: it did not.
         preference: Log-probability of the corrector's answer minus that of the first hypothesis, in
-            nats.
-        error: Why the list failed; ``None``: it did not.
+            nats; ``None``: not known.
+        error: Error message if the list failed; ``None``: it did not.
     """
 
     data: str
@@ -175,7 +177,7 @@ class ModelRow:
         return [TextScore(total, count).mean for total, count in pairs]
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields that are not ``None``, as a JSON row."""
+        """The fields as a JSON row, without fields that are ``None``."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -202,14 +204,14 @@ def scored(
     source: str,
     watch: Watch | None = None,
 ) -> Iterator[ModelRow]:
-    """Scores lists by a language model; a list that raises gets a row with its error.
+    """Scores lists by a language model; a list that fails gets a row with its error.
 
     Args:
         scorer: The language model.
         lists: Lists to score.
         data: Name of the set.
         source: See `ModelRow`.
-        watch: Watch of a job that scores several sets.
+        watch: Counter of failures that is shared by several sets; ``None``: a new one.
 
     Raises:
         MMDecodeError: The configuration is wrong, so that every list fails.
@@ -240,7 +242,7 @@ def corrected(
     source: str,
     watch: Watch | None = None,
 ) -> Iterator[ModelRow]:
-    """Corrects lists; rows are yielded batch by batch, see `scored`."""
+    """Corrects lists; yields rows batch by batch. Arguments as in `scored`."""
     found: Iterable[Correction] = corrector.corrections(lists, watch=watch)
     for one in found:
         yield ModelRow(
@@ -259,9 +261,9 @@ class Edit:
     """Text that a method proposes for a list.
 
     Attributes:
-        text: The text.
-        preference: How strongly the method prefers it to the first hypothesis, in a unit of the
-            method's own; compared with the copy threshold.
+        text: The proposed text.
+        preference: How strongly the method prefers this text to the first hypothesis; it is
+            compared with the copy threshold, and its unit depends on the method.
     """
 
     text: str
@@ -274,15 +276,16 @@ class Output:
 
     Attributes:
         texts: Proposed text of each list.
-        thresholded: The same, with the first hypothesis where the preference is below the copy
-            threshold; ``None``: there is no development part, or the method has no threshold.
-        threshold: Copy threshold: least preference of a text that is used; infinity: the first
-            hypothesis is always kept.
-        weight: Weight of the language model next to the recogniser's scores.
-        minimum: Errors that a rule of the table must have removed; ``None``: no rule was learned.
-        rules: Rules of the table; ``None``: the method has none.
+        thresholded: Text of each list after the copy threshold: the first hypothesis if the
+            preference is below it. ``None``: there is no development part, or no threshold.
+        threshold: Copy threshold, the smallest preference for which a proposed text is used;
+            infinity: the first hypothesis is always kept.
+        weight: Weight of the language model that is added to the recogniser's scores.
+        minimum: Number of errors that a replacement rule must have removed to be kept; ``None``: no
+            rule was learned.
+        rules: Replacement rules; ``None``: the method has none.
         refused: Number of answers of a corrector that its guard refused.
-        failed: Why lists failed, by id; their first hypotheses are used.
+        failed: Error messages of lists that failed, by id; their first hypotheses are used.
     """
 
     texts: list[str]
@@ -296,7 +299,7 @@ class Output:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """Settings that were fitted before the test and counts, by name; no texts."""
+        """Fitted settings and counts by name, without texts."""
         found = {"threshold": self.threshold, "weight": self.weight, "minimum": self.minimum}
         known: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
         if self.threshold is not None and math.isinf(self.threshold):
@@ -318,8 +321,8 @@ def outputs(method: Method, parts: Parts, aligner: Aligner, rows: Mapping[str, M
         rows: Rows of the method's model for development and test lists, by id.
 
     Raises:
-        InputError: The method needs scores that none of the lists has.
-        OptionError: The method must be fitted and there is no development part.
+        InputError: The method needs the recogniser's scores, and no list has them.
+        OptionError: The method must be fitted, and there is no development part.
     """
     if method.kind == FIRST:
         return Output(texts=[one.best for one in parts.test])
@@ -362,10 +365,12 @@ def _edited(
     rows: Mapping[str, ModelRow],
     failed: dict[str, str],
 ) -> list[Edit]:
-    """Edits of lists; one that raises keeps its first hypothesis, and its error goes to ``failed``.
+    """Applies a method to lists; a list that fails keeps its first hypothesis.
+
+    Its error message is added to ``failed``.
 
     Raises:
-        Exception: The exception of the first list, if every list raised.
+        Exception: The exception of the first list, if every list raised one.
     """
     found: list[Edit] = []
     problems: list[Exception] = []
@@ -387,11 +392,11 @@ def _edited(
 
 
 def copy_threshold(lists: Sequence[NBestList], edits: Sequence[Edit], aligner: Aligner) -> float:
-    """The threshold on preferences that removes the most errors; ties go to the highest.
+    """Finds the copy threshold that removes the most errors; if several do, the highest.
 
     Args:
         lists: Lists with references.
-        edits: Edit of each list.
+        edits: Text that the method proposes for each list.
         aligner: Aligner that counts errors.
 
     Returns:
@@ -419,7 +424,7 @@ def _needs(lists: Sequence[NBestList], method: Method) -> None:
 
 
 def _weight(lists: Sequence[NBestList], aligner: Aligner, rows: Mapping[str, ModelRow]) -> float:
-    """The weight of `WEIGHTS` with the fewest errors; ties go to the smallest."""
+    """Finds the weight of `WEIGHTS` with the fewest errors; if several have, the smallest."""
 
     def errors(weight: float) -> int:
         edits = _edited(partial(_joined, weight=weight), lists, rows, {})
@@ -444,7 +449,7 @@ def _joined(one: NBestList, row: ModelRow, weight: float) -> Edit:
 
 
 def _rewritten(one: NBestList, row: ModelRow) -> Edit:
-    """The corrector's text with its preference; if unknown, minus the share of changed words."""
+    """The corrector's text with its preference; if not known, minus the share of changed words."""
     text, words = row.text or "", words_of(one.best)
     if row.preference is not None:
         return Edit(text, row.preference)

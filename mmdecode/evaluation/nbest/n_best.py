@@ -1,16 +1,17 @@
-"""Oracles of N-best lists, and changes of the first hypotheses, counted against references.
+"""Oracle word error rates of N-best lists, and changes of the first hypotheses.
 
-For utterances u with reference r_u and hypotheses h (Chen et al., 2023, arXiv:2309.15701):
+For utterances u with reference r_u and hypotheses h, and the edit distance ED in words (Chen et
+al., 2023, arXiv:2309.15701):
 
-* ``o_nb = sum_u min_h ED(h, r_u) / sum_u |r_u|``: the best hypothesis of each list.
-* ``o_cp = sum_u #{words of r_u that are in no hypothesis} / sum_u |r_u|``: the best text composed
-  of the list's words. A word counts as present if any hypothesis has it, regardless of position and
-  count. Whether the published figures count a word as missing that the reference has twice and a
-  hypothesis once is not known.
+* ``o_nb = sum_u min_h ED(h, r_u) / sum_u |r_u|``: rate of the best hypothesis of each list.
+* ``o_cp = sum_u #{words of r_u that are in no hypothesis} / sum_u |r_u|``: rate of the best text
+  that can be composed of the list's words. A word counts as present if any hypothesis has it,
+  regardless of position and count. It is not known whether the published figures count a word as
+  missing if the reference has it twice and the hypotheses only once.
 
-``o_cp <= o_nb <= WER of the first hypothesis`` holds list by list, since each missing word is an
-error of every hypothesis. With merged compounds a word also counts as present where some alignment
-of the list merges it.
+``o_cp <= o_nb <= WER of the first hypothesis`` holds for each list, since each missing word is an
+error of every hypothesis. With scorer ``merge`` a word also counts as present if it matches merged
+words of a hypothesis.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ class Aligner:
 
     Args:
         normaliser: Name in `mmdecode.evaluation.speech.normalisers.NORMALISERS`.
-        scorer: ``plain`` or ``merge``; ``None``: as `mmdecode.evaluation.speech.wer.wer` chooses.
+        scorer: ``plain`` or ``merge``; ``None``: ``merge`` for the leaderboard's normaliser, else
+            ``plain``.
 
     Raises:
-        OptionError: The scorer is ``sclite``, whose references have several readings.
+        OptionError: The scorer is ``sclite``, which allows alternatives in references.
         UnknownNameError: There is no such normaliser.
     """
 
@@ -57,17 +59,17 @@ class Aligner:
         self._errors: dict[tuple[str, str], int] = {}
 
     def normal(self, text: str) -> str:
-        """The normalised text."""
+        """Normalises a text."""
         if text not in self._normal:
             self._normal[text] = " ".join(self._normalise(text).split())
         return self._normal[text]
 
     def steps(self, reference: str, hypothesis: str) -> list[Step]:
-        """Alignment of two texts after normalisation."""
+        """Normalises and aligns two texts."""
         return self.aligned(self.normal(reference), self.normal(hypothesis))
 
     def aligned(self, reference: str, hypothesis: str) -> list[Step]:
-        """Alignment of normalised texts; normalising twice may differ from normalising once."""
+        """Aligns texts that are normalised already, without normalising them again."""
         return align(reference, hypothesis, "none", self.scorer)
 
     def errors(self, reference: str, hypothesis: str) -> int:
@@ -80,16 +82,16 @@ class Aligner:
 
 @dataclass(frozen=True)
 class ListCounts:
-    """Counts of lists, in order.
+    """Counts for each of several lists, in order.
 
     Attributes:
-        first: ``(lists, 7)`` of `mmdecode.evaluation.speech.wer.count_errors`, for the first
-            hypotheses.
-        best: The same for the hypotheses with the fewest errors; ties go to the first.
-        missing: ``(lists,)`` number of words of the reference that no hypothesis has.
-        present: Normalised words of each list's hypotheses.
-        distinct: ``(lists,)`` number of different hypotheses, before normalisation.
-        hypotheses: ``(lists,)`` number of hypotheses.
+        first: Error counts of the first hypotheses, ``(lists, 7)``, as from
+            `mmdecode.evaluation.speech.wer.count_errors`.
+        best: Error counts of the hypotheses with the fewest errors, ``(lists, 7)``.
+        missing: Number of words of the reference that no hypothesis has, ``(lists,)``.
+        present: Normalised words of the hypotheses of each list.
+        distinct: Number of different hypotheses before normalisation, ``(lists,)``.
+        hypotheses: Number of hypotheses, ``(lists,)``.
     """
 
     first: np.ndarray
@@ -101,7 +103,7 @@ class ListCounts:
 
 
 def count_lists(lists: Sequence[NBestList], aligner: Aligner) -> ListCounts:
-    """Counts lists that have references.
+    """Counts the errors of lists with references.
 
     Raises:
         InputError: A list has no reference.
@@ -167,12 +169,12 @@ def reference_of(one: NBestList) -> str:
 
 
 def with_references(lists: Sequence[NBestList], entries: Sequence[Entry]) -> list[NBestList]:
-    """Adds the texts of a manifest to lists, matched by id or by the path of the recording.
+    """Adds references from a manifest to lists, matched by id or by the path of the recording.
 
-    Lists with a reference keep it.
+    Lists that have a reference keep it.
 
     Raises:
-        InputError: A list has none, and the manifest has no text for it.
+        InputError: A list has no reference, and the manifest has no text for it.
     """
     texts = {entry.audio: entry.text for entry in entries if entry.audio is not None}
     texts |= {entry.id: entry.text for entry in entries}
@@ -195,7 +197,7 @@ class Changes:
     """Effect of replacing the first hypotheses by other texts.
 
     Attributes:
-        improved, unchanged, worse: Number of lists with fewer, as many and more errors than before.
+        improved, unchanged, worse: Number of lists with fewer, equally many and more errors.
         edited: Number of lists whose normalised text changed.
         new_words: Number of words that are in no hypothesis of their list.
         new_words_right: Number of these new words that are right.
@@ -223,7 +225,7 @@ def changes(
         counts: Counts of the lists.
         texts: Text that replaces the first hypothesis of each list.
         alignments: Alignments of the references with ``texts``.
-        aligner: Aligner that made them.
+        aligner: Aligner that made the alignments.
     """
     before = counts.first[:, 2:5].sum(1)
     after = np.array([errors_in(steps) for steps in alignments])

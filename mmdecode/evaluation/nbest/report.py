@@ -1,4 +1,4 @@
-"""`NBestReport`: results of methods on N-best lists, with oracles and the first hypotheses."""
+"""`NBestReport`: word errors of methods on N-best lists, of the first hypotheses and of oracles."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ RULES = 20  # rules of a table that a page shows
 
 
 class NBestReport:
-    """Scores of methods on the test part of one set of lists, with the fitted settings.
+    """Report on methods on the test part of one set of N-best lists, with the fitted settings.
 
-    Every list counts, also those without words in the reference, as in published counts of such
-    sets.
+    Lists whose reference has no words count too, as in published results.
 
     Args:
         data: Name of the set.
-        parts: Parts of the set; the test lists have references.
-        found: Outputs of the methods for the test, by name; the first hypotheses are added.
+        parts: Parts of the set; the test lists must have references.
+        found: Outputs of the methods for the test part, by name; the first hypotheses are added as
+            the baseline.
         aligner: Aligner that counts errors.
         resamples: Resamples of every bootstrap.
         seed: Seed of every bootstrap.
@@ -112,7 +112,7 @@ class NBestReport:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """All numbers and settings of the report; no texts."""
+        """All numbers and settings of the report, without texts."""
         before = {self.aligner.normal(one.reference or "") for one in self.parts.before}
         test = [self.aligner.normal(reference_of(one)) for one in self.parts.test]
         return {
@@ -152,7 +152,7 @@ class NBestReport:
         return summed(counts, *named, resamples=self.resamples, seed=self.seed)
 
     def _oracles(self) -> dict[str, dict[str, float]]:
-        """Errors and rates of o_nb and o_cp, with intervals."""
+        """Errors and rates of the oracles o_nb and o_cp (see `n_best`), with intervals."""
         best = self._summed(self.counts.best)
         table = np.stack([self.counts.missing, self.counts.first[:, 0]], 1)
         sums = resampled_sums(table, self.resamples, self.seed)
@@ -164,7 +164,7 @@ class NBestReport:
         }
 
     def rows(self) -> list[dict[str, str]]:
-        """One row of text per method, and one for each oracle."""
+        """Table with a row per method and a row per oracle."""
         of = len(self.parts.test)
         tests = {found.second: found for found in self.comparisons}
         rows = []
@@ -224,7 +224,7 @@ class NBestReport:
         return "; ".join(parts)
 
     def shown(self, mode: str, count: int = SHOWN) -> str:
-        """Alignments of the lists that a method improved or made worse most, as HTML."""
+        """Alignments of the lists that a method improved or worsened most, as HTML."""
         before = self.counts.first[:, 2:5].sum(1)
         after = self.scored[mode].counts[:, 2:5].sum(1)
         order = np.argsort(after - before, kind="stable")
@@ -294,7 +294,7 @@ class NBestReport:
 
 
 def joined_rows(reports: Sequence[NBestReport]) -> Rows:
-    """The rows of several sets, each with the name of its set."""
+    """Joins the tables of several sets, with a column for the name of the set."""
     rows = [{"data": report.data} | row for report in reports for row in report.rows()]
     names = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name, "") for name in names} for row in rows]
@@ -303,15 +303,15 @@ def joined_rows(reports: Sequence[NBestReport]) -> Rows:
 def save_reports(
     reports: Sequence[NBestReport], folder: str | os.PathLike[str], overwrite: bool = False
 ) -> list[Path]:
-    """Writes summary, tables, a page and the texts of several sets; returns the files' paths.
+    """Writes summary, tables, a page and the texts of several sets; returns their paths.
 
-    The summary and the tables hold numbers alone; references and texts are in ``texts.jsonl`` and
+    The summary and the tables contain numbers only; references and texts are in ``texts.jsonl`` and
     on the page.
 
     Args:
-        reports: One for each set.
-        folder: Created where it does not exist.
-        overwrite: Replace files that this library did not write.
+        reports: Report of each set.
+        folder: Output folder; created if it does not exist.
+        overwrite: Whether to replace files that this library did not write.
     """
     summary = {"task": "nbest", "sets": [report.summary for report in reports]}
     tables = "\n".join(

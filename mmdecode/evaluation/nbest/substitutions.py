@@ -1,7 +1,7 @@
-"""A table of spellings that replaces words of a recogniser by those of the references.
+"""A table of replacement rules, learned from recognised words and the words of the references.
 
 It is the simplest method that learns from corrected transcripts, and the baseline that a corrector
-has to beat: much of the improvement by correction on a set is the convention of its references
+has to beat. Much of the improvement by correction comes from spelling words as the references do
 ("one" for "1", "u s air" for "us air"), which needs no language model.
 """
 
@@ -23,13 +23,13 @@ FOLDS = 5
 
 @dataclass(frozen=True)
 class Rule:
-    """One replacement.
+    """One replacement rule.
 
     Attributes:
-        hypothesis: Words of the recogniser.
+        hypothesis: Words of the recogniser that are replaced.
         reference: Words that replace them; may be empty.
-        errors_saved: Errors removed minus errors added on the lists that it was learned from.
-        seen: Number of times that it occurred in the alignments.
+        errors_saved: Errors removed minus errors added, on the lists the rule was learned from.
+        seen: Number of alignments in which the replacement occurred.
     """
 
     hypothesis: Words
@@ -40,10 +40,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Substitutions:
-    """Replaces words, from left to right, the longest match first; each word once.
+    """Replaces words by rules, from left to right; if several rules match, the longest is used.
+
+    Replaced words are not replaced again.
 
     Attributes:
-        rules: Rules, at most one for the same words.
+        rules: Rules with different ``hypothesis``.
     """
 
     rules: Sequence[Rule] = ()
@@ -55,27 +57,27 @@ class Substitutions:
         )
 
     def __call__(self, text: str) -> str:
-        """The text after replacement, with words separated by one space."""
+        """Returns the text after replacement, with words separated by one space."""
         return " ".join(_replaced(text.split(), self._replacements))
 
     def at_least(self, minimum: int) -> Substitutions:
-        """The rules that were seen ``minimum`` times and saved as many errors."""
+        """Keeps the rules that were seen, and saved errors, at least ``minimum`` times."""
         return Substitutions([r for r in self.rules if min(r.errors_saved, r.seen) >= minimum])
 
 
 def fitted(lists: Sequence[NBestList], aligner: Aligner) -> tuple[Substitutions, int | None]:
-    """Learns a table from lists, and the errors that each of its rules must save.
+    """Learns a table from lists, with a cross-validated minimum of errors that each rule must save.
 
-    The minimum is chosen from `MINIMUMS` by five-fold cross-validation: it is the value with the
-    fewest errors if tables are learned from four folds and applied to the fifth.
+    Tables are learned from four of five folds and applied to the fifth; the minimum is the value of
+    `MINIMUMS` with the fewest errors there.
 
     Args:
         lists: Lists with references.
         aligner: Aligner that counts errors.
 
     Returns:
-        The table, and the minimum; ``None``: no table has fewer errors than the first hypotheses,
-        and it is empty.
+        The table and the minimum. If no minimum gives fewer errors than the first hypotheses, the
+        table is empty and the minimum ``None``.
     """
     saved = dict.fromkeys(MINIMUMS, 0)
     for fold in range(FOLDS):
@@ -96,16 +98,16 @@ def fitted(lists: Sequence[NBestList], aligner: Aligner) -> tuple[Substitutions,
 def learned(
     lists: Sequence[NBestList], aligner: Aligner, minimum: int = MINIMUMS[0]
 ) -> Substitutions:
-    """Learns all rules that save at least ``minimum`` errors of the first hypotheses, net.
+    """Learns all rules that save at least ``minimum`` errors of the first hypotheses on balance.
 
-    Candidates are the replacements in the alignments, alone and with a word of context on either
-    side. They are tried in order, the most frequent and the shortest first. A candidate becomes a
-    rule if it is right more often than not and saves enough errors in addition to earlier rules.
+    Candidates are the replacements in the alignments, with and without a word of context on each
+    side. They are tried in order of frequency, then of length. A candidate becomes a rule if it is
+    right in more than half of its occurrences and, after the earlier rules, saves enough errors.
 
     Args:
         lists: Lists with references.
         aligner: Aligner that counts errors.
-        minimum: Errors that a rule must save, and times that it must be seen.
+        minimum: Number of errors that a rule must save, and of times that it must be seen.
     """
     pairs = [(reference_of(one), one.best) for one in lists]
     candidates: Counter[tuple[Words, Words]] = Counter()
@@ -140,7 +142,7 @@ def learned(
 
 
 def _candidates(reference: str, hypothesis: str) -> Iterator[tuple[Words, Words]]:
-    """Replacements in the alignment of a pair of texts, each once."""
+    """Yields the replacements in the alignment of a pair of texts, each once."""
     steps = align(reference, hypothesis, "none", "plain")
     wrong = [step.kind != "equal" for step in steps]
     found = set()

@@ -1,7 +1,7 @@
 """Comparison of two modes on the same questions: differences, intervals and flipped answers.
 
-Differences are second minus first. Where a mode has several seeds, its counts are added up over
-them question by question, and images are resampled with all their questions.
+Differences are second mode minus first mode. If a mode has several seeds, its counts are summed
+over the seeds for each question. The bootstrap resamples images with all their questions.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from mmdecode.evaluation.stats.intervals import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Difference of one number.
+    """Difference of one score between two modes.
 
     Attributes:
-        value: Second minus first.
+        value: Score of the second mode minus score of the first.
         low, high: 95 % interval, by bootstrap over images.
         p: Two-sided p-value from the same bootstrap samples.
     """
@@ -39,13 +39,13 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flips:
-    """Questions that only one of two modes has right, by the right answer.
+    """Numbers of questions that only one of two modes has right, by the right answer.
 
     Attributes:
-        gained: Only the second has them right.
-        lost: Only the first has them right.
-        p: P-value of McNemar's exact test, over all of them.
-        p_by_target: The same for each right answer alone.
+        gained: Questions that only the second mode has right, for each right answer.
+        lost: Questions that only the first mode has right, for each right answer.
+        p: P-value of McNemar's exact test over all questions.
+        p_by_target: P-value of the test over the questions with each right answer.
     """
 
     gained: dict[str, int]
@@ -60,15 +60,15 @@ class Flips:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ItemComparison:
-    """Two modes on one set.
+    """Comparison of two modes on one question set.
 
     Attributes:
-        first, second: Their names.
-        within: Name of the set.
-        differences: Differences by name; the first is the one that is tested.
-        flips: ``None``: one of the modes has several seeds, or nothing is right or wrong.
-        p_holm: P-value of the flips, else of the first difference, corrected for the comparisons
-            made together; ``None``: it was made alone.
+        first, second: Names of the modes.
+        within: Name of the question set.
+        differences: Differences by name of the score; the first is the main one.
+        flips: Questions that only one of the modes has right; ``None``: a mode has several seeds,
+            or answers are not right or wrong, as for captions.
+        p_holm: ``p``, corrected by Holm for all comparisons of the report; ``None``: not corrected.
     """
 
     first: str
@@ -80,7 +80,7 @@ class ItemComparison:
 
     @property
     def p(self) -> float:
-        """P-value of the flips, else of the first difference."""
+        """P-value of the flips or, without flips, of the first difference."""
         return self.flips.p if self.flips else next(iter(self.differences.values())).p
 
     def __str__(self) -> str:
@@ -111,15 +111,15 @@ def differences(
     resamples: int,
     seed: int,
 ) -> dict[str, Difference]:
-    """Differences of rates, by a paired bootstrap over images.
+    """Computes differences of rates between two modes, by a paired bootstrap over images.
 
     Args:
-        first: ``(items, columns)`` counts.
-        second: The same of the second.
-        images: The image of each item.
-        rates: From summed counts to numbers by name.
-        names: Names of the numbers to compare.
-        resamples: Bootstrap draws.
+        first: Counts of the first mode for each item, ``(items, columns)``.
+        second: Counts of the second mode, ``(items, columns)``.
+        images: Image of each item.
+        rates: Function from summed counts to rates by name.
+        names: Names of the rates to compare.
+        resamples: Number of bootstrap samples.
         seed: Seed of the bootstrap.
     """
     width = first.shape[1]
@@ -131,18 +131,18 @@ def differences(
 
 
 def difference(value: float | np.ndarray, draws: np.ndarray) -> Difference:
-    """A difference and its draws."""
+    """Makes a `Difference` from a value and its bootstrap draws."""
     low, high = interval(draws)
     return Difference(value=float(value), low=low, high=high, p=bootstrap_p(draws))
 
 
 def flips(first: np.ndarray, second: np.ndarray, targets: Sequence[str]) -> Flips:
-    """Counts of flips.
+    """Counts questions that only one of two modes has right.
 
     Args:
-        first: ``(items,)``, whether the first mode is right.
-        second: The same of the second.
-        targets: The right answers.
+        first: Whether the first mode's answer to each question is right, ``(items,)``.
+        second: Whether the second mode's answer to each question is right, ``(items,)``.
+        targets: Right answer to each question.
     """
     of = np.asarray(targets)
     gained = {name: int((~first & second & (of == name)).sum()) for name in np.unique(of).tolist()}
@@ -156,7 +156,7 @@ def flips(first: np.ndarray, second: np.ndarray, targets: Sequence[str]) -> Flip
 
 
 def compared_rows(found: Sequence[ItemComparison]) -> list[dict[str, str]]:
-    """Comparisons as rows of text, differences in points; columns without a value are left out."""
+    """Table of comparisons, with differences in percentage points; empty columns are left out."""
     names = list(dict.fromkeys(name for one in found for name in one.differences))
     rows = []
     for one in found:
@@ -183,6 +183,6 @@ def compared_rows(found: Sequence[ItemComparison]) -> list[dict[str, str]]:
 
 
 def corrected(found: Sequence[ItemComparison]) -> list[ItemComparison]:
-    """Comparisons made together, with their p-values corrected for their number (Holm)."""
+    """Returns the comparisons with ``p_holm``: p-values corrected for multiple tests (Holm)."""
     adjusted = holm([one.p for one in found])
     return [dataclasses.replace(one, p_holm=p) for one, p in zip(found, adjusted, strict=True)]

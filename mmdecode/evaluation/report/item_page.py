@@ -1,4 +1,4 @@
-"""The page of a report on questions about images, and single answers with their images."""
+"""HTML page of a report on questions about images, and display of single answers with images."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _KINDS = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Shown:
-    """Answers to look at; shows images in a notebook.
+    """Answers with notes, displayed with their images in a notebook.
 
     Attributes:
-        items: The most wrong one first.
-        notes: A line on each.
-        images: See `mmdecode.evaluation.report.item_report.ItemReport`.
+        items: Answers to display, in order.
+        notes: A line of text for each answer.
+        images: Source of the images, see `mmdecode.evaluation.report.item_report.ItemReport`.
     """
 
     items: Sequence[Item]
@@ -36,7 +36,7 @@ class Shown:
     images: ImageSource = None
 
     def as_html(self) -> str:
-        """Images, questions and answers, without styles."""
+        """Returns images, questions and answers as HTML, without styles."""
         return "".join(
             f'<article class="clip"><h3>{html.escape(item.id)}</h3>'
             f"{image_html(item.image, self.images)}<p>{html.escape(note)}</p>"
@@ -59,7 +59,7 @@ class Shown:
 
 
 def image_html(name: str, images: ImageSource) -> str:
-    """An image as HTML; nothing where it is not at hand, too large or of an unknown kind."""
+    """Returns an image as HTML; empty if it is missing, larger than 4 MiB or of an unknown type."""
     if images is None or not name:
         return ""
     if callable(images):
@@ -77,7 +77,7 @@ def image_html(name: str, images: ImageSource) -> str:
 
 
 def overview(report: ItemReport[Any]) -> str:
-    """The verdict, the scores as tables, what they mean and the comparisons, without styles."""
+    """Returns verdict, scores, their explanation and comparisons as HTML, without styles."""
     lines = "".join(f"<li>{html.escape(line)}</li>" for line in report.verdict())
     whole = "".join(map(html_table, report.tables()))
     tables = f"<ul>{lines}</ul>{html_table(report.brief())}<h2>All columns</h2>{whole}"
@@ -91,7 +91,7 @@ def overview(report: ItemReport[Any]) -> str:
 
 
 def page_of(report: ItemReport[Any]) -> str:
-    """One HTML file that holds everything: tables, figures, and the worst answers."""
+    """Returns one HTML file with tables, figures, and the worst answers."""
     worst = "".join(
         f"<h2>Most wrong, {html.escape(mode)}</h2>{shown.as_html()}"
         for mode in report.modes

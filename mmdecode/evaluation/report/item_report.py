@@ -1,6 +1,7 @@
-"""Base of reports on questions about images: scores of modes, tables, files and an HTML page.
+"""Base class of reports on questions about images: scores of modes, tables, files, HTML page.
 
-A mode is one way of decoding whose answers are compared: the baseline, a guide or a control.
+A mode is a way of decoding whose answers are compared: the baseline, a guide (such as contrastive
+decoding) or a control.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ SUMMARY = "summary.json"
 
 
 class ItemReport(abc.ABC, Generic[Some]):
-    """Scores of saved answers; a subclass for each kind of question.
+    """Base class of reports on saved answers; each kind of question has a subclass.
 
     Args:
         items: Answers of one or more modes, the baseline first; each seed of each mode answers the
             same questions.
         resamples: Number of resamples of every bootstrap.
         seed: Seed of every bootstrap.
-        conditions: Conditions under which the answers were made, by name; shown in the report.
-        against: Names of the modes that each mode is compared with, by the mode's name; controls
-            that the report computes are derived from the first of them. ``None``, or a mode
-            without an entry: the baseline.
-        controls: Modes that are controls themselves: no verdict is given on them.
+        conditions: Settings and hardware of the run, by name; shown in the report.
+        against: For each mode, by name, the modes that it is compared with. The first of them also
+            serves as the baseline of the controls that the report computes. A mode without an
+            entry is compared with the baseline; ``None``: all modes are.
+        controls: Names of the modes that are controls; the verdict does not judge them.
         images: Folder of the images, or a function from an image's name to its bytes, for
             `worst`; ``None``: images are not shown.
 
@@ -59,7 +60,7 @@ class ItemReport(abc.ABC, Generic[Some]):
     unit = "image"
     """Unit that the bootstrap resamples."""
     gain = 1
-    """Sign that the first difference of a comparison has where the mode is better: 1 or -1."""
+    """Sign of a comparison's first difference if the second mode is better: 1 or -1."""
 
     def __init__(
         self,
@@ -88,8 +89,8 @@ class ItemReport(abc.ABC, Generic[Some]):
         """Adds the answers of further modes to the report.
 
         Args:
-            items: Answers; each names its mode.
-            after: Mode of the report after which the new ones are listed; ``None``: at the end.
+            items: Answers of the new modes.
+            after: Mode after which the new modes are listed; ``None``: they are listed last.
 
         Raises:
             OptionError: A mode does not answer the questions of the report, or one seed of a mode
@@ -120,7 +121,7 @@ class ItemReport(abc.ABC, Generic[Some]):
         return list(self._of)
 
     def against(self, mode: str) -> list[str]:
-        """Modes that a mode is compared with; none for the baseline."""
+        """Names of the modes that a mode is compared with; empty for the baseline."""
         first = self._recorded_modes[0]
         named = [one for one in self._against.get(mode, ()) if one in self._recorded_modes]
         return [] if mode == first else named or [first]
@@ -130,7 +131,7 @@ class ItemReport(abc.ABC, Generic[Some]):
         return [(one, mode) for mode in self._recorded_modes for one in self.against(mode)]
 
     def answers(self, mode: str) -> list[list[Some]]:
-        """Rows of a mode, one list per seed, questions in order.
+        """Answers of a mode, one list per seed, questions in order.
 
         Raises:
             UnknownNameError: There is no such mode.
@@ -150,7 +151,7 @@ class ItemReport(abc.ABC, Generic[Some]):
         return [item.image or item.id for item in self.questions]
 
     def cost(self, mode: str) -> dict[str, Any]:
-        """Failures, length, time, rows and passes of a mode; ``None``: not recorded."""
+        """Cost of a mode: failures, mean length, time and passes per token; ``None``: not known."""
         items = [item for answers in self.answers(mode) for item in answers]
         tokens = [item.tokens for item in items if item.tokens is not None]
         times = [item.seconds for item in items if item.seconds is not None]
@@ -187,15 +188,15 @@ class ItemReport(abc.ABC, Generic[Some]):
     @property
     @abc.abstractmethod
     def comparisons(self) -> list[ItemComparison]:
-        """Each mode against the baseline and its controls, corrected for multiple comparisons."""
+        """Comparisons of each mode with the baseline and its controls, corrected by Holm."""
 
     @abc.abstractmethod
     def rows(self) -> list[dict[str, str]]:
-        """The scores as rows of text."""
+        """Main table of scores, one row per mode or per mode and question set."""
 
     @abc.abstractmethod
     def about(self) -> str:
-        """Explanation of the numbers, in a sentence or two."""
+        """Explains the numbers in a sentence or two."""
 
     @abc.abstractmethod
     def worst(self, count: int = 5, mode: str | None = None) -> Shown:
@@ -226,7 +227,7 @@ class ItemReport(abc.ABC, Generic[Some]):
         return [(control, mode) for control in self.against(mode)[1:]]
 
     def verdict(self) -> list[str]:
-        """Result of the comparisons: a sentence on all modes, and one or two on each."""
+        """States the result of the comparisons: a sentence on all modes, then some on each mode."""
         judged = [one for one in self._recorded_modes[1:] if one not in self.controls]
         return verdict_of(self, judged)
 
@@ -250,19 +251,22 @@ class ItemReport(abc.ABC, Generic[Some]):
 
     @cached_property
     def drawings(self) -> dict[str, bytes]:
-        """The figures as files of type PNG, by name."""
+        """The figures as PNG data, by name."""
         return {name: plots.png(figure) for name, figure in self.figures().items()}
 
     def page(self) -> str:
-        """One HTML file that holds everything: tables, figures, and the worst answers."""
+        """Returns one HTML file with tables, figures, and the worst answers."""
         return page_of(self)
 
     def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
-        """Writes answers, summary, tables, figures and page; returns all paths but the answers'.
+        """Writes answers, summary, tables, figures and page; returns their paths but the first.
 
         Args:
-            folder: Created where it does not exist.
-            overwrite: Also replace files that were not written by this library.
+            folder: Output folder; created if it does not exist.
+            overwrite: Whether to replace files that were not written by this library.
+
+        Returns:
+            Paths of all written files except that of the answers.
         """
         lines = "".join(f"- {found}\n" for found in self.comparisons)
         files: dict[str, str | bytes] = {

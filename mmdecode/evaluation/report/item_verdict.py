@@ -10,17 +10,18 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.report.item_report import ItemReport
 
 LEVEL = 0.05
-"""P-values below it, corrected for all comparisons of the report, show a difference."""
+"""A difference counts as shown if its corrected p-value is below this level."""
 _LISTED = 3  # names of methods in the first sentence
 
 
 def verdict_of(report: ItemReport[Any], judged: Sequence[str]) -> list[str]:
-    """A sentence on all methods, one on the baseline, and one or two on each method.
+    """Writes a sentence on all methods, one on the baseline, and one or two on each method.
 
-    A method helps where it is better than its baseline and than every control, in one set or more.
+    A method helps if, in at least one question set, it is significantly better than its baseline
+    and than every control.
 
     Args:
-        report: With the comparisons.
+        report: Report with the comparisons.
         judged: Names of the methods.
     """
     baseline = report.modes[0]
@@ -54,7 +55,7 @@ def _judged(
     sets: Sequence[str],
     hardest: str,
 ) -> tuple[bool, str]:
-    """Whether a method helps, and a sentence on it."""
+    """Decides whether a method helps, and describes its result in a sentence or two."""
     baseline = report.against(mode)[0]
     rivals = report.rivals(mode)
     beats = {name: _sign(report, known[baseline, mode, name]) for name in sets}
@@ -86,19 +87,19 @@ def _judged(
 
 
 def _sets(report: ItemReport[Any]) -> list[str]:
-    """Names of the sets; ``all`` where the report has none."""
+    """Names of the question sets; ``all`` if the report has none."""
     return list(getattr(report, "sets", None) or ["all"])
 
 
 def _sign(report: ItemReport[Any], found: ItemComparison) -> int:
-    """1: a gain is shown, -1: a loss, 0: neither."""
+    """Returns 1 if a gain is shown, -1 if a loss is shown, and 0 otherwise."""
     value = report.gain * next(iter(found.differences.values())).value
     p = found.p if found.p_holm is None else found.p_holm
     return 0 if p >= LEVEL or not value else 1 if value > 0 else -1
 
 
 def _rival(pair: tuple[str, str], mode: str) -> str:
-    """The control of a pair; the mode may be the cut one of the two."""
+    """Name of the control in a pair; if not the mode but its copy is compared, both are named."""
     return pair[0] if pair[1] == mode else f"{pair[0]} (as {pair[1]})"
 
 

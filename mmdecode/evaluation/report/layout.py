@@ -12,20 +12,20 @@ from mmdecode.evaluation.report.pages import data_url, head
 from mmdecode.runs.files import MAKER
 
 Rows = Sequence[Mapping[str, str]]
-"""Each row has the same columns in the same order."""
+"""Table as a list of rows, each a mapping from column name to text; all have the same columns."""
 
 MADE_BY = f"<!-- made by {MAKER} -->\n"
 """Marker of generated files: first line of Markdown, second line of SVG."""
 
 
 def without_empty(rows: Rows) -> list[dict[str, str]]:
-    """The rows without columns that are empty in all of them."""
+    """Returns the rows without the columns that are empty in all rows."""
     used = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
     return [{name: row[name] for name in used} for row in rows]
 
 
 def markdown(rows: Rows) -> str:
-    """Rows as a Markdown table."""
+    """Formats rows as a Markdown table."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
     return "".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
@@ -33,18 +33,18 @@ def markdown(rows: Rows) -> str:
 
 
 def markdown_page(text: str) -> str:
-    """A file of Markdown that names its maker."""
+    """Adds the marker of generated files to Markdown text."""
     return f"{MADE_BY}\n{text}"
 
 
 def drawing(svg: str) -> str:
-    """A file of type SVG that names its maker, after the line that has to come first."""
+    """Adds the marker of generated files to SVG text, after its first line."""
     first, rest = svg.split("\n", 1)
     return f"{first}\n{MADE_BY}{rest}"
 
 
 def html_table(rows: Rows) -> str:
-    """A table without styles."""
+    """Formats rows as an HTML table without styles."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) + "</tr>"
@@ -63,14 +63,14 @@ def document(
     worst: str,
     conditions: Mapping[str, Any],
 ) -> str:
-    """One HTML file that holds everything of a report.
+    """Assembles the HTML page of a report, a single file with all tables and figures.
 
     Args:
         title: Title of the page.
-        overview: Tables and what they mean, as HTML.
-        figures: PNG by name.
+        overview: Tables and their explanation, as HTML.
+        figures: Figures as PNG data, by name.
         worst: Examples, as HTML.
-        conditions: Conditions of the numbers.
+        conditions: Settings and hardware of the run, by name.
     """
     rendered = "".join(
         f'<figure><img alt="{html.escape(name)}" style="max-width:100%" '
@@ -94,7 +94,7 @@ def document(
 
 
 def csv_text(rows: Rows) -> str:
-    """Rows as CSV, for spreadsheets."""
+    """Formats rows as CSV, for spreadsheets."""
     file = io.StringIO()
     writer = csv.DictWriter(file, rows[0], lineterminator="\n")
     writer.writeheader()
@@ -103,10 +103,10 @@ def csv_text(rows: Rows) -> str:
 
 
 def number(value: float | None, form: str = ".2f") -> str:
-    """A number as text; empty for ``None``."""
+    """Formats a number; empty for ``None``."""
     return "" if value is None else format(value, form)
 
 
 def percent(value: float | None, form: str = ".2f") -> str:
-    """A share as text in percent, without the sign; empty for ``None``."""
+    """Formats a share (0..1) in percent, without the percent sign; empty for ``None``."""
     return "" if value is None else format(100 * value, form)

@@ -1,6 +1,6 @@
-"""Parts of an HTML page: its head, cards, players and marked words.
+"""Parts of an HTML page: head, cards with numbers, audio players and marked word errors.
 
-A page is one file: it holds its styles, scripts, figures and audio.
+A page is a single file, in which styles, scripts, figures and audio are embedded.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mmdecode.runs.files import MAKER
 
 
 def head(title: str, *styles: str) -> str:
-    """The beginning of a page, up to its body.
+    """Returns the beginning of a page, up to its body.
 
     Args:
         title: Title as HTML.
-        *styles: Names of style sheets next to that of all pages.
+        *styles: File names of further style sheets; ``report.css`` is always included.
     """
     sheets = "".join(map(asset, ("report.css", *styles)))
     return f"""<!doctype html>
@@ -37,28 +37,28 @@ def head(title: str, *styles: str) -> str:
 
 
 def asset(name: str) -> str:
-    """A file of styles or scripts."""
+    """Reads a file of styles or scripts from the package."""
     return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
 
 
 def card(title: str, value: str, *notes: str) -> str:
-    """A number that a page begins with.
+    """Returns a card as HTML: a number with a title and notes, at the top of a page.
 
     Args:
-        title: Subject, as HTML.
-        value: The number.
-        *notes: Lines below it, as text.
+        title: Title, as HTML.
+        value: The number as text.
+        *notes: Lines below the number, as plain text.
     """
     below = "".join(f"<small>{escape(note)}</small>" for note in notes)
     return f"<div><h2>{title}</h2><p>{escape(value)}</p>{below}</div>"
 
 
 def keyed(sign: str, text: str) -> str:
-    """An item of a legend: a sign, and what it means next to it.
+    """Returns an entry of a legend as HTML: a sign and its meaning.
 
     Args:
         sign: Sign as HTML.
-        text: Text as HTML.
+        text: Meaning as HTML.
     """
     return f'<li><span class="key">{sign}</span> <span>{text}</span></li>'
 
@@ -71,11 +71,11 @@ LEGEND = "".join(
         ('<del class="delete">said</del>', "word missing"),
     )
 )
-"""Items of a legend: what `marked` marks."""
+"""Legend of the word errors that `marked` marks, as HTML."""
 
 
 def player(audio: Path, name: str) -> str:
-    """A recording to listen to, as HTML that holds it and says its name."""
+    """Returns an audio player as HTML, with the recording embedded and its name as label."""
     kind = "audio/" + audio.suffix.lstrip(".").lower()
     src = data_url(audio.read_bytes(), kind)
     label = escape(f"recording {name}")
@@ -83,16 +83,16 @@ def player(audio: Path, name: str) -> str:
 
 
 def data_url(data: bytes, kind: str = "image/png") -> str:
-    """An address that holds what it points to."""
+    """Encodes data as a ``data:`` URL."""
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def marked(steps: Sequence[Step], shown: Sequence[str] | None = None) -> str:
-    """An alignment as HTML: the hypothesis, with the words of the reference where they differ.
+    """Returns an alignment as HTML: the hypothesis, and the reference's words where they differ.
 
     Args:
-        steps: In order.
-        shown: HTML of the hypothesis's words, by step; ``None``: their text.
+        steps: Steps of the alignment, in order.
+        shown: HTML of the hypothesis's words in each step; ``None``: the words as plain text.
     """
     texts = [escape(step.hypothesis) for step in steps] if shown is None else shown
     words = []

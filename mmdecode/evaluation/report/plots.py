@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.report.item_comparison import ItemComparison
 
 EDGES = (0, 2, 5, 10, 20, 30, np.inf)
-"""Seconds that separate the bars of `by_duration`."""
+"""Boundaries in seconds between the groups of recordings in `by_duration`."""
 
 
 def wer_against_speed(modes: Mapping[str, Mapping[str, Any]]) -> Figure | None:
-    """WER to the right, RTFx up on a logarithmic axis; ``None``: nothing was timed."""
+    """Plots RTFx (logarithmic) against WER, a point per mode; ``None``: nothing was timed."""
     timed = {name: mode for name, mode in modes.items() if mode["rtfx"]}
     if not timed:
         return None
@@ -45,7 +45,7 @@ def wer_against_speed(modes: Mapping[str, Mapping[str, Any]]) -> Figure | None:
 
 
 def error_kinds(modes: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Substitutions, deletions and insertions per reference word, as stacked bars."""
+    """Plots substitutions, deletions and insertions per reference word, as stacked bars."""
     figure, axes = _figure("Kinds of word errors")
     positions = np.arange(len(modes))
     bottom = np.zeros(len(modes))
@@ -62,10 +62,10 @@ def error_kinds(modes: Mapping[str, Mapping[str, Any]]) -> Figure:
 def by_duration(
     durations: Sequence[float | None], counts: Mapping[str, np.ndarray]
 ) -> Figure | None:
-    """WER of recordings of like length, with their number; ``None``: no length is known.
+    """Plots the WER of recordings grouped by length; ``None``: no length is known.
 
     Args:
-        durations: Seconds of each recording.
+        durations: Length of each recording in seconds; ``None``: not known.
         counts: Counts of `mmdecode.evaluation.speech.wer.count_errors`, by mode.
     """
     known = np.array([np.nan if d is None else d for d in durations])
@@ -93,7 +93,7 @@ def by_duration(
 
 
 def words_per_minute(scores: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Hallucinated words in each kind of non-speech, a bar for each mode with its 95 % interval.
+    """Plots hallucinated words per minute of non-speech, with a bar and interval for each mode.
 
     Args:
         scores: Scores (`mmdecode.evaluation.speech.silence.NonSpeechScore`) by class and mode.
@@ -126,12 +126,13 @@ def words_per_minute(scores: Mapping[str, Mapping[str, Any]]) -> Figure:
 def accuracy_against_yes(
     modes: Mapping[str, Mapping[str, Mapping[str, Any]]], controls: Mapping[str, str]
 ) -> Figure:
-    """Accuracy against the share of answers yes, a panel for each set.
+    """Plots accuracy against the share of answers yes, with a panel for each question set.
 
     Args:
         modes: Scores (`mmdecode.evaluation.vision.yes_no.YesNoScore`, as a mapping) by mode and
             set.
-        controls: Modes whose points are hollow and joined to another mode's, by that mode's name.
+        controls: Control of each mode, by the mode's name; its point is hollow, and a line joins it
+            to the mode's point.
     """
     sets = list(next(iter(modes.values())))
     figure, panels = _panels("Accuracy against the share of yes", sets)
@@ -145,12 +146,12 @@ def accuracy_against_yes(
 
 
 def margin_roc(margins: Mapping[str, np.ndarray], positive: np.ndarray, title: str) -> Figure:
-    """ROC of the margin of yes over no, with the point at which each mode answers.
+    """Plots the ROC of the margin of yes over no, with each mode's point at margin 0.
 
     Args:
-        margins: ``(questions,)`` by mode.
-        positive: ``(questions,)``, whether the right answer is yes.
-        title: Name of the set.
+        margins: Margin of each question by mode, ``(questions,)``.
+        positive: Whether the right answer to each question is yes, ``(questions,)``.
+        title: Name of the question set.
     """
     from mmdecode.evaluation.stats.margins import auroc, roc
 
@@ -174,7 +175,7 @@ def margin_roc(margins: Mapping[str, np.ndarray], positive: np.ndarray, title: s
 def chair_against_recall(
     modes: Mapping[str, Mapping[str, Any]], controls: Mapping[str, str]
 ) -> Figure:
-    """CHAIR_i against recall and against length: shorter captions hallucinate less.
+    """Plots CHAIR_i against recall and against caption length.
 
     Args:
         modes: Scores (`mmdecode.evaluation.vision.tasks.chair.ChairScore`, as a mapping) by mode.
@@ -191,11 +192,11 @@ def chair_against_recall(
 
 
 def forest(comparisons: Sequence[ItemComparison], name: str) -> Figure | None:
-    """A difference of each comparison with its interval; ``None``: there is none.
+    """Plots a difference of each comparison with its interval; ``None``: no comparison has it.
 
     Args:
-        comparisons: Comparisons of any number of pairs and sets.
-        name: Name of the difference.
+        comparisons: Comparisons of any number of pairs and question sets.
+        name: Name of the difference, such as ``accuracy``.
     """
     shown = [found for found in comparisons if name in found.differences]
     if not shown:
@@ -215,14 +216,14 @@ def forest(comparisons: Sequence[ItemComparison], name: str) -> Figure | None:
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as a file of type PNG."""
+    """Renders a figure to PNG data."""
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=120, metadata={"Software": MAKER})
     return data.getvalue()
 
 
 def drawable() -> None:
-    """Whether figures can be drawn at all; to be asked before long work.
+    """Checks that figures can be drawn; call it before long work.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -257,7 +258,7 @@ def _points(
     right: tuple[str, float],
     up: str,
 ) -> None:
-    """A point with its interval for each mode; its control is hollow, and a line joins them."""
+    """Draws each mode's point with its interval, and a line to the hollow point of its control."""
     across, scale = right
     for index, mode in enumerate(mode for mode in modes if mode not in controls.values()):
         color, score = f"C{index % 10}", modes[mode]
@@ -277,12 +278,12 @@ def _points(
 
 
 def _legend(figure: Figure, axes: Any, columns: int = 4) -> None:
-    """Names of the points below all panels, which keep their height and the figure its width.
+    """Adds a legend below all panels; the figure grows in height, so that the panels do not shrink.
 
     Args:
         figure: The figure.
         axes: Axes with the labelled points.
-        columns: Most columns of the legend; fewer where names are long.
+        columns: Largest number of columns of the legend; long names reduce it.
     """
     handles, names = axes.get_legend_handles_labels()
     widest = 0.5 + 0.075 * max(map(len, names), default=0)  # inches, of a name of that size
@@ -292,7 +293,7 @@ def _legend(figure: Figure, axes: Any, columns: int = 4) -> None:
 
 
 def _panels(title: str, names: Sequence[str]) -> tuple[Figure, list[Any]]:
-    """Axes side by side with one scale upwards, each under its name."""
+    """Makes axes side by side with a shared vertical scale, each with its name as title."""
     figure, first = _figure(names[0])
     first.remove()
     figure.set_size_inches(max(6, 4 * len(names)), 4)

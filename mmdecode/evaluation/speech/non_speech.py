@@ -53,8 +53,8 @@ def sounds(
 ) -> Iterator[tuple[Entry, Callable[[], np.ndarray]]]:
     """Yields clips of every kind and level.
 
-    Each clip is a manifest entry with an empty text and an id ``KIND LEVEL/NUMBER``, with a function
-    that generates its samples. No file is written; see `write_flac`.
+    Each clip is a manifest entry, with an empty text and an id ``KIND LEVEL/NUMBER``, together with
+    a function that generates its samples. No file is written; see `write_flac`.
 
     Args:
         folder: Folder of the files that the entries name.
@@ -102,7 +102,7 @@ def _babble(count: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _talker(count: int, random: np.random.Generator) -> np.ndarray:
-    """Voiced, unvoiced or silent sounds with random formants, a new sound each tenth of a second."""
+    """Voiced, unvoiced or silent sounds with random formants, a new sound every 0.1 seconds."""
     size = RATE // 5  # two sounds: each fades into the next
     fade = np.hanning(size)
     frequency = np.fft.rfftfreq(size, 1 / RATE)

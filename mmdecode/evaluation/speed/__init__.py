@@ -1,1 +1,1 @@
-"""Time, latency and memory, measured."""
+"""Measurement of decoding time, streaming latency and memory."""

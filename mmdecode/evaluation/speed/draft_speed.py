@@ -1,10 +1,11 @@
-"""Speed of drafters on any model: passes, seconds, and whether the tokens are equal.
+"""Speed of drafters on any model: passes, seconds, and whether the tokens equal undrafted output.
 
-All ways see the same prompts in the same process, interleaved batch by batch, and the undrafted
-loop is measured twice: the difference of its two runs is the timing error. A pass scores a
-batch once after the prompts were read; what a prompt decides by itself counts in neither tokens nor
-passes. Each way is timed to its end and again to its first token; the difference is decoding.
-Intervals are paired bootstraps over batches, see `mmdecode.evaluation.speed.stopwatch.Cost.over`.
+All ways of decoding get the same prompts in the same process, interleaved batch by batch. The
+undrafted loop is measured twice: the difference between its two runs shows the timing error. A pass
+is a forward pass of the target after the prefill; the first token, which the prefill yields, is not
+counted. Each way is timed to the end of its answers and, in another call, to the first token; the
+difference is decoding time. Intervals are paired bootstraps over batches, see
+`mmdecode.evaluation.speed.stopwatch.Cost.over`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PEERS: Mapping[str, Mapping[str, Any]] = {
     "generate": {},
     "generate, lookup": {"prompt_lookup_num_tokens": 4},
 }
-"""Transformers' own loop, and with its own draft."""
+"""Options of transformers' own loop, without a draft and with prompt lookup."""
 REASONS = {
     "Image features and image tokens do not match": "transformers' assisted generation shows the "
     "image again in each pass, which this model refuses",
@@ -45,7 +46,7 @@ REASONS = {
     "is not supported with stateful models": "transformers' assisted generation needs a cache that "
     "can be cut, and this model's cannot",
 }
-"""Why transformers' own draft does not run, by a part of what it raises."""
+"""Explanation of errors of transformers' assisted generation, by a part of the error message."""
 _CLOCKED = 4  # batches on which a draft's own time is taken
 
 
@@ -54,11 +55,10 @@ class Setting:
     """Decoding settings that all drafters share.
 
     Attributes:
-        max_new_tokens: Most tokens of an answer.
-        temperature: Sampling temperature, with noise of each answer's own; 0:
-            greedy.
-        seed: Seed of that noise.
-        repeats: How often everything is timed; medians count.
+        max_new_tokens: Largest number of tokens of an answer, at least 2.
+        temperature: Sampling temperature; 0: greedy decoding.
+        seed: Seed of sampling.
+        repeats: Number of times that each call is timed; medians are reported.
 
     Raises:
         OptionError: A value is out of range.
@@ -90,23 +90,25 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Measured row of one way of decoding.
+    """Measurements of one way of decoding.
 
     Attributes:
-        way: Its name.
-        identical: Share of the answers that are the undrafted loop's, token by token; ``None``:
-            the way does not promise that.
-        tokens_per_pass: Committed per row and pass, the bonus or correction token included;
-            ``None`` where passes were not counted.
-        accepted_per_pass: Drafted tokens among them.
-        by_depth: Share of the passes that accepted at least 1, 2, ... drafted tokens.
-        draft_share: Share of decoding time spent in the draft.
-        first_token_ms: From the prompt to its first token, a batch.
-        ms_per_token: Time of decoding after it, over all tokens of the batch.
-        decode: How many times as fast as the undrafted loop, per token, with its interval.
-        end_to_end: The same from prompts to answers.
-        tokens: Mean length of an answer.
-        seconds: Time of each repeat and batch, whole.
+        way: Name of the way.
+        identical: Share of the answers that equal the undrafted loop's token by token; ``None``:
+            not expected, since transformers samples with other random numbers.
+        tokens_per_pass: Tokens committed per row and pass, the bonus or correction token included;
+            ``None``: passes were not counted.
+        accepted_per_pass: Drafted tokens accepted per row and pass; ``None``: not counted.
+        by_depth: Share of passes that accepted at least 1, 2, ... drafted tokens; ``None``: not
+            counted.
+        draft_share: Share of decoding time spent in the drafter; ``None``: not measured.
+        first_token_ms: Mean time from the prompts to the first token, in milliseconds per batch.
+        ms_per_token: Time after the first token over the number of later tokens of all rows.
+        decode: Speedup over the undrafted loop per token after the first token, with the low and
+            high end of its interval.
+        end_to_end: Speedup per token with the prefill included, with its interval.
+        tokens: Mean number of tokens of an answer.
+        seconds: Time of whole calls, by repeat and batch.
     """
 
     way: str
@@ -123,7 +125,7 @@ class Speed:
     seconds: list[list[float]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Converts to plain numbers."""
+        """Returns the fields as a JSON object."""
         return asdict(self)
 
 
@@ -138,25 +140,25 @@ def measure(
     compile: bool = False,
     done: Callable[[], object] = lambda: None,
 ) -> list[Speed]:
-    """Times every draft, the undrafted loop and transformers' own ways on the same prompts.
+    """Times every drafter, the undrafted loop and transformers' own loop on the same prompts.
 
     Args:
         model: Model of transformers.
-        batches: Prompts.
+        batches: Batches of prompts.
         drafts: Drafters by name.
         setting: Decoding settings.
         guide: Guide of all ways; ``None``: no guide.
-        peers: Arguments of ``model.generate`` next to the inputs, by name: its own assisted
-            generation, for example. They know no guide.
-        compile: Same as in `Decoder`, for all but the peers; a captured draft's share is not
-            clocked.
-        done: Called after each timed call, of which there are `calls` in all.
+        peers: Ways of transformers to compare with, such as assisted generation: options of
+            ``model.generate`` by name. They cannot be combined with a guide.
+        compile: Whether to compile, as in `Decoder`; it does not apply to peers. ``draft_share`` is
+            then not measured.
+        done: Called after each timed call; `calls` tells their number.
 
     Returns:
-        The undrafted loop, itself once more, the drafts and the peers.
+        Measurements of the undrafted loop, of its second run, of the drafters and of the peers.
 
     Raises:
-        OptionError: Peers next to a guide, or nothing to decode.
+        OptionError: Both peers and a guide are given, or there is no batch.
     """
     if not batches:
         raise OptionError("no batch of prompts; give more requests, or a smaller batch size")
@@ -203,7 +205,11 @@ def measure(
 def working(
     model: Any, inputs: Inputs, peers: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
-    """Ways of transformers that get through a few tokens, and why the others do not."""
+    """Tries ways of transformers on a few tokens.
+
+    Returns:
+        The ways that work, and the reason for each other way, by name.
+    """
     found: dict[str, Mapping[str, Any]] = {}
     failed = {}
     for name, options in peers.items():
@@ -217,25 +223,25 @@ def working(
 
 
 def _why(problem: Exception) -> str:
-    """Why transformers' own generate cannot decode something, in words."""
+    """Explains in words why transformers' own ``generate`` raised an error."""
     text = f"{type(problem).__name__}: {problem}".partition("\n")[0][:200]
     known = (reason for part, reason in REASONS.items() if part in text)
     return next(known, f"transformers' generate fails on this model: {text}")
 
 
 def calls(batches: int, drafts: int, peers: int, setting: Setting) -> int:
-    """How many timed calls `measure` makes."""
+    """Number of timed calls that `measure` makes."""
     return 2 * (2 + drafts + peers) * (1 + batches * setting.repeats)
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """Observations of one way.
+    """Observations of one way of decoding.
 
     Attributes:
-        answers: Ids up to the end, by batch and row.
-        whole: Seconds by repeat and batch.
-        first: The same to the first token, medians by batch.
+        answers: Token ids up to the end-of-sequence token, by batch and row.
+        whole: Seconds of whole calls, by repeat and batch.
+        first: Seconds to the first token, the median over repeats, by batch.
     """
 
     answers: list[list[list[int]]]
@@ -243,7 +249,7 @@ class _Seen:
     first: np.ndarray
 
     def cost(self, decoding: bool) -> Cost:
-        """Cost of whole answers, or of the part after their first tokens."""
+        """Cost of whole answers or, with ``decoding``, of the part after the first token."""
         skipped = 1 if decoding else 0
         counts = [sum(len(row) - skipped for row in rows) for rows in self.answers]
         spent = np.median(self.whole, 0) - (self.first if decoding else 0)
@@ -259,7 +265,7 @@ def _speed(
     setting: Setting,
     device: torch.device,
 ) -> Speed:
-    """The row of one way."""
+    """Computes the measurements of one way."""
     rows = [row for batch in seen.answers for row in batch]
     undrafted = [row for batch in plain.answers for row in batch]
     same = [mine == theirs for mine, theirs in zip(rows, undrafted, strict=True)]
@@ -296,9 +302,9 @@ def _draft_share(
     setting: Setting,
     device: torch.device,
 ) -> float:
-    """Share of the time after the first token that the draft takes, on the first batches.
+    """Share of the time after the first token that the drafter takes, on the first batches.
 
-    Timed apart from everything else, since a device has to be waited for to be asked.
+    It is measured in separate calls, since timing each draft step needs a device synchronisation.
     """
     items = range(min(_CLOCKED, seen.whole.shape[1]))
     with _clocked(draft) as spent:
@@ -310,7 +316,7 @@ def _draft_share(
 
 @contextmanager
 def _clocked(draft: Drafter) -> Iterator[list[float]]:
-    """Sums up the seconds of a draft's steps, those on a device included."""
+    """Context in which the seconds of a drafter's steps are added to the yielded list's entry."""
     spent, begin = [0.0], draft.begin
     wrapped: Any = draft
     try:
@@ -321,7 +327,7 @@ def _clocked(draft: Drafter) -> Iterator[list[float]]:
 
 
 class _Clocked(DraftSession):
-    """A session whose steps are timed; their seconds are added to ``spent[0]``."""
+    """A drafter's session whose steps are timed; their seconds are added to ``spent[0]``."""
 
     def __init__(self, inner: DraftSession, spent: list[float]) -> None:
         super().__init__(inner.call)
@@ -370,13 +376,12 @@ def _theirs(
 
 @dataclass(frozen=True, kw_only=True)
 class Confidence:
-    """Confidence of the decoded distribution along its own answers.
+    """Confidence of the target distribution along its own answers.
 
     Attributes:
         entropy_bits: Mean entropy, in bits per token.
-        close: Share of tokens at which the two most likely are less than 0.05 apart: a draft of the
-            most likely token is right there by chance, however well it has learned the
-            distribution.
+        close: Share of tokens at which the probabilities of the two most likely tokens differ by
+            less than 0.05. Even a good drafter predicts such a token only by chance.
     """
 
     entropy_bits: float
@@ -387,7 +392,7 @@ class Confidence:
 def confidence(
     model: Any, batches: Sequence[Inputs], setting: Setting, guide: Guide | None
 ) -> Confidence:
-    """Concentration of the distribution along the undrafted loop's own answers."""
+    """Measures the confidence of the target distribution along the undrafted loop's answers."""
     distributions, ends = [], token_ids(model.generation_config.eos_token_id)
     decoder = Decoder(guide=guide, seed=setting.seed)
     for item, batch in enumerate(batches):

@@ -1,27 +1,26 @@
-"""Latency of streaming recognition: lag of the words, and how often provisional ones change.
+"""Latency of streaming recognition: lag of words, and how often provisional words change.
 
-Everything is computed per recording, from when each word was committed: in seconds of audio
-received by then, which does not depend on the machine, or in wall-clock seconds, which does.
-With d_i for word i of n (i from 1), T for the length of the source and r = T / m for an ideal
-speaker who spreads m words evenly over it:
+Everything is computed per recording from the delay d_i of each word i = 1..n: the time at which it
+was committed, in seconds of audio received by then (independent of the machine), or in wall-clock
+seconds. T is the length of the source, and r = T / m the time per word of an ideal speaker who
+spreads m words evenly over it:
 
 * `average_lagging`: AL = mean over i = 1..k of d_i - (i - 1) r, where k is the first word that was
   committed after the whole source (n if there is none). Ma et al. 2019, arXiv:1810.08398,
-  for text; Ma et al. 2020, arXiv:2011.02048, for speech, with the reference's number of words as m.
-  A text that is longer than that has too small an AL, even a negative one.
-* LAAL, the length-adaptive one, takes n for m where n is larger: Papi et al. 2022,
-  arXiv:2206.05807.
+  for text; Ma et al. 2020, arXiv:2011.02048, for speech, with m words in the reference. If the
+  recognised text is longer than the reference, AL is too small and may be negative.
+* LAAL, length-adaptive average lagging: AL with m = n if n is larger than the number of reference
+  words. Papi et al. 2022, arXiv:2206.05807.
 * `differentiable_average_lagging`: DAL = mean over all i of e_i - (i - 1) r with m = n, e_1 = d_1
-  and e_i = max(d_i, e_{i-1} + r): a word takes its time to say. Cherry and Foster 2019,
-  arXiv:1906.00048.
+  and e_i = max(d_i, e_{i-1} + r). Cherry and Foster 2019, arXiv:1906.00048.
 
-In a recording with pauses nobody speaks evenly: where the times of words are known, `lag_s`, from a
-word's own end to when it was committed, says more.
+These measures assume even speech. If the times of words are known, `StreamReport.lag_s`, the time
+from a word's end to its commit, is more accurate for recordings with pauses.
 
-Committed words never change. `provisional_change_rate` is the share of all shown words that were
-provisional and changed before they were committed. Between two displays those are the words of the
-first after what both begin with (erasure; Arivazhagan et al. 2020, arXiv:1912.03393); their
-normalised erasure, per final word, is rate / (1 - rate).
+Committed words never change. `StreamReport.provisional_change_rate` is the share of all shown words
+that were provisional and changed. From one update to the next, all provisional words after the
+common prefix of the two count as changed (erasure; Arivazhagan et al. 2020, arXiv:1912.03393). The
+normalised erasure of that paper, per final word, is rate / (1 - rate).
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ if TYPE_CHECKING:
 def average_lagging(
     delays: Sequence[float], source: float, words: int | None = None
 ) -> float | None:
-    """AL; with the larger of both numbers of words, LAAL.
+    """Computes average lagging (AL), or LAAL, depending on ``words``.
 
     Args:
-        delays: How much of the source had been received when each word was committed, in order.
-            Delays that include computation may be longer than the source.
+        delays: Amount of the source that had been received when each word was committed, in order.
+            Delays that include computation may exceed the length of the source.
         source: Length of the source, in the same unit.
-        words: Number of words of the ideal speaker, such as the reference's; ``None``: as many
-            as delays.
+        words: Number of words of the ideal speaker. For AL: the number of reference words; for
+            LAAL: the larger of this and the number of delays. ``None``: the number of delays.
 
     Returns:
-        In the unit of the source; ``None``: there are no words.
+        Lagging in the unit of the source; ``None``: there are no words.
 
     Raises:
-        OptionError: A delay is shorter than the one before, or a number is out of range.
+        OptionError: A delay is shorter than the previous delay, or a number is out of range.
     """
     pace = _pace(delays, source, words)
     if pace is None:
@@ -64,7 +63,7 @@ def average_lagging(
 
 
 def differentiable_average_lagging(delays: Sequence[float], source: float) -> float | None:
-    """DAL; arguments, result and errors as of `average_lagging`."""
+    """Computes differentiable average lagging (DAL); see `average_lagging` for the arguments."""
     pace = _pace(delays, source)
     if pace is None:
         return None
@@ -89,10 +88,10 @@ class Lagging:
     """Seconds by which the words of one recording lag.
 
     Attributes:
-        al: Average lagging, against even speech of the reference's words; without a reference of
-            the committed ones.
-        laal: Length-adaptive; ``None``: there is no reference, or it has no words.
-        dal: Differentiable.
+        al: Average lagging with the number of reference words; without a reference, with the number
+            of committed words. ``None``: there are no words.
+        laal: Length-adaptive average lagging; ``None``: there is no reference, or no words.
+        dal: Differentiable average lagging; ``None``: there are no words.
     """
 
     al: float | None
@@ -106,13 +105,11 @@ class StreamReport:
 
     Attributes:
         committed_words: Number of committed words; they never change.
-        received: Lagging in seconds of audio received: the part that the policy causes.
+        received: Lagging in seconds of audio received, without computation time.
         ready: Lagging in wall-clock time, computation included.
-        lag_s: Mean seconds of audio from a word's end to when it was committed; ``None``: no word
-            has times.
-        provisional_change_rate: Share of shown words that were provisional and changed; the others
-            were committed as they were shown.
-        delay_s: Most seconds that a step was ready after its audio.
+        lag_s: Mean seconds of audio from a word's end to its commit; ``None``: no word has times.
+        provisional_change_rate: Share of shown words that were provisional and changed, 0..1.
+        delay_s: Largest delay between the end of an update's audio and the update, in seconds.
     """
 
     committed_words: int
@@ -123,7 +120,7 @@ class StreamReport:
     delay_s: float
 
     def as_dict(self) -> dict[str, Any]:
-        """The report for JSON; ``received`` is under ``heard``."""
+        """The fields as a JSON object, in which ``received`` has the key ``heard``."""
         return {{"received": "heard"}.get(key, key): value for key, value in asdict(self).items()}
 
 
@@ -133,7 +130,7 @@ class StreamMeter:
 
     Attributes:
         shown: Words that were provisional at the last update.
-        changed: Provisional words that changed later.
+        changed: Number of provisional words that changed later.
     """
 
     shown: list[str] = field(default_factory=list)
@@ -145,7 +142,7 @@ class StreamMeter:
     _end_s: float = 0.0
 
     def add(self, update: Update) -> None:
-        """Takes the next update; the last one is that of ``finish``."""
+        """Adds the next update; the last update is the result of the stream's ``finish``."""
         now = [*update.committed, *update.provisional]
         pairs = zip(self.shown, now, strict=False)
         kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -159,7 +156,7 @@ class StreamMeter:
         self._end_s = update.audio_s
 
     def report(self, reference_words: int | None = None) -> StreamReport:
-        """The recording's numbers.
+        """Returns the report on the recording.
 
         Args:
             reference_words: Number of words of the reference; ``None``: not known.
@@ -176,7 +173,13 @@ class StreamMeter:
 
 
 def lagging(delays: Sequence[float], source: float, reference_words: int | None = None) -> Lagging:
-    """AL, LAAL and DAL; arguments as of `average_lagging`."""
+    """Computes AL, LAAL and DAL.
+
+    Args:
+        delays: See `average_lagging`.
+        source: See `average_lagging`.
+        reference_words: Number of words of the reference; ``None``: not known.
+    """
     if not delays:
         return Lagging(al=None, laal=None, dal=None)
     longer = max(reference_words, len(delays)) if reference_words else None

@@ -1,7 +1,7 @@
-"""Memory per row of a call, computed from the model's shape: how many rows fit.
+"""Memory that one row of a batch needs, computed from the model's shape.
 
-A formula, checked against the live tensors of a decode (``tests/evaluation/test_memory.py``;
-``benchmarks/memory.py`` repeats it for large shapes).
+The formula is checked against the live tensors of a call in ``tests/evaluation/test_memory.py``,
+and for large shapes in ``benchmarks/memory.py``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class RowBytes:
     """Memory of one row of a batch, in bytes.
 
     Attributes:
-        cache: Keys and values of prompt and output, in all branches.
-        source: An encoder's states, and keys and values of them in all branches.
-        ids: Prompt, output and the room after it.
-        scores: Scores of one round at root and nodes: logits, and noise where tokens are sampled.
-        growth: Former storage of a layer, next to the new, while the cache grows.
+        cache: Keys and values of prompt and output, in all branches (a guide adds branches).
+        source: Hidden states of the encoder, and cross-attention keys and values of all branches.
+        ids: Token ids of prompt and output, with spare room for drafted tokens.
+        scores: Logits of one draft-and-verify round, for the last committed token and each drafted
+            token; with sampling also the noise.
+        growth: Old storage of a layer, which exists next to the new one while the cache grows.
     """
 
     cache: int
@@ -37,7 +38,7 @@ class RowBytes:
 
     @property
     def total(self) -> int:
-        """The most at once: a cache grows before there are scores."""
+        """Peak memory; ``growth`` and ``scores`` are never needed at the same time."""
         return self.cache + self.source + self.ids + max(self.scores, self.growth)
 
 
@@ -52,21 +53,21 @@ def row_bytes(
     do_sample: bool = False,
     compile: bool = False,
 ) -> RowBytes:
-    """The bytes per row of a call, weights excluded; so many more rows cost so many times as much.
+    """Computes the memory of one row of a call, without weights; it is proportional to the rows.
 
-    Not counted: what a forward pass needs while it runs, most of all over a long prompt; copies
-    that logits processors and guides make of the scores; what a draft keeps, for which the function
-    may be asked again (an assistant is a model).
+    Not counted are activations of a forward pass, which are large for a long prompt; copies of the
+    scores that logits processors and guides make; and memory of the drafter. For an assistant
+    model, call this function with the assistant.
 
     Args:
         model: A model that has an adapter.
-        prompt: Tokens of the longest prompt, images included.
-        new: Most tokens that are generated.
-        nodes: Drafted tokens per round.
-        branches: The main one and a guide's others.
-        source: States of the encoder that a row reads; 0 for decoder-only models.
-        do_sample: Whether tokens are sampled by keyed noise.
-        compile: Whether the decoder compiles: the cache is then allocated at once.
+        prompt: Number of tokens of the longest prompt, image tokens included.
+        new: Largest number of generated tokens.
+        nodes: Number of drafted tokens per round.
+        branches: Number of branches: the model's own, and each further context of a guide.
+        source: Number of encoder states that a row attends to; 0 for decoder-only models.
+        do_sample: Whether tokens are sampled.
+        compile: Whether the decoder compiles; the cache is then allocated in full at the start.
 
     Raises:
         UnsupportedModelError: The model has no adapter.
@@ -93,7 +94,7 @@ def row_bytes(
 
 
 def _width(config: Any) -> int:
-    """Numbers in one key of one layer, over all its heads."""
+    """Number of entries in one key of one layer, over all its heads."""
     heads = config.num_attention_heads
     each = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
     each = each or config.hidden_size // heads

@@ -1,4 +1,4 @@
-"""Measuring speed: seconds on the wall, bytes per second, and the machine's name."""
+"""Measurement of wall-clock time, memory bandwidth and the machine's properties."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def timed(device: torch.device, call: Callable[[], T]) -> tuple[float, T]:
-    """Seconds on the wall, work on the device included, and the result."""
+    """Calls a function; returns its wall-clock seconds, device work included, and its result."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -41,14 +41,14 @@ def interleaved(
     """Times every call on every item, interleaved item by item, so that drift affects all alike.
 
     Args:
-        calls: Calls by name; each is given the item and the repeat.
-        items: How many items there are.
-        repeats: How often the whole is repeated.
-        device: Where the work runs.
-        done: Called after each.
+        calls: Functions of an item's index and the repeat's index, by name.
+        items: Number of items.
+        repeats: Number of repeats of all calls on all items.
+        device: Device on which the work runs; the clock waits for it.
+        done: Called after each timed call.
 
     Returns:
-        Seconds by name, repeat and item, and the results of all repeats in the same order.
+        Seconds by name, repeat and item; and the results of each name, repeat by repeat.
     """
     names, order = list(calls), random.Random(0)
     seconds: dict[str, list[list[float]]] = {name: [] for name in names}
@@ -67,7 +67,7 @@ def interleaved(
 
 
 def ratio(over: np.ndarray, under: np.ndarray) -> tuple[float, list[float]]:
-    """Ratio of sums over the same items, with the interval of a paired bootstrap, three digits."""
+    """Ratio of two sums over the same items, with its 95 % interval by a paired bootstrap."""
     sums = resampled_sums(np.stack([over, under], 1))
     low, high = interval(sums[:, 0] / sums[:, 1])
     return round(float(over.sum() / under.sum()), 3), [round(float(low), 3), round(float(high), 3)]
@@ -75,20 +75,21 @@ def ratio(over: np.ndarray, under: np.ndarray) -> tuple[float, list[float]]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Costs of the units in one way, a unit being an item or a batch of items.
+    """Costs of one way of decoding, for each unit (an item or a batch of items).
 
     Attributes:
-        amount: Seconds, or passes, ``(units,)``.
-        tokens: Tokens, their end included, ``(units,)``.
+        amount: Seconds or passes of each unit, ``(units,)``.
+        tokens: Number of tokens of each unit, end-of-sequence tokens included, ``(units,)``.
     """
 
     amount: np.ndarray
     tokens: np.ndarray
 
     def over(self, other: Cost) -> tuple[float, float, float]:
-        """How many times cheaper this is per token, with its interval.
+        """Cost per token of ``other`` divided by this one's, with its low and high ends.
 
-        A paired bootstrap over units, 95 %; with fewer than eight of them, smallest and largest.
+        The ends are a 95 % interval by a paired bootstrap over units; with fewer than eight units
+        they are the smallest and largest ratio of a unit.
         """
         table = np.column_stack([self.amount, self.tokens, other.amount, other.tokens])
 
@@ -104,7 +105,7 @@ class Cost:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes per second that a large copy reads and writes."""
+    """Memory bandwidth of a device: bytes per second that a large copy reads and writes."""
     source = torch.zeros(2**28 if device.type == "cuda" else 2**25, device=device)
     target = torch.empty_like(source)
     best = min(timed(device, lambda: target.copy_(source))[0] for _ in range(5))
@@ -112,12 +113,12 @@ def bandwidth(device: torch.device) -> float:
 
 
 def load() -> float:
-    """Load average of the last minute; NaN where the system has none."""
+    """Load average of the last minute; NaN if the system does not provide it."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else float("nan")
 
 
 def machine(device: torch.device, dtype: str) -> dict[str, Any]:
-    """Where and when something was measured."""
+    """Properties of the machine, versions and date, to be stored with a measurement."""
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else platform.processor()
     return {

@@ -1,1 +1,1 @@
-"""Questions about images: tasks, scores and reports."""
+"""Evaluation on questions about images: benchmarks, scores and reports."""

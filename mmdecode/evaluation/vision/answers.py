@@ -1,8 +1,8 @@
-"""Parsers of answers in free text: yes, no, or neither; and the chosen one of several options.
+"""Parsers of answers in free text: to yes, no or neither, or to one of several options.
 
-`PARSERS` holds the five rules that published numbers come from, which disagree, and ``leading``,
-the recommended one: it looks at the first word, does not know the label, and leaves an answer that
-is neither yes nor no unparsed. Numbers under different rules cannot be compared.
+`PARSERS` contains five rules of published projects, which disagree, and the recommended rule
+``leading``. It looks only at the first word, does not depend on the right answer, and leaves an
+answer that is neither yes nor no unparsed. Scores under different rules cannot be compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Parser:
     Attributes:
         name: Name in `PARSERS`.
         origin: Project and file that the rule comes from.
-        parse: Function from an answer and its label to yes or no; ``None``: neither.
+        parse: Function from an answer and its label (the right answer) to yes, no, or ``None`` for
+            neither.
         drops_unparsed: Whether unparsed answers to yes-questions are left out of the recall, as in
             the original project, and are not counted as missed.
     """
@@ -36,36 +37,39 @@ class Parser:
 
 
 def leading(text: str, label: Label | None = None) -> Label | None:
-    """The first word, without signs around it: ``**Yes**, there is`` is yes; ``None``: neither."""
+    """The recommended rule: the first word, without signs around it; ``None``: neither yes nor no.
+
+    For example ``**Yes**, there is`` is yes.
+    """
     found = re.match(r"[\W_]*(yes|no)(?![\w'\u2019]|[-/]\w)", text, re.IGNORECASE)
     return _label(found[1].lower()) if found else None
 
 
 def original(text: str, label: Label | None = None) -> Label:
-    """POPE: no if the first sentence has the word No, no or not; everything else is yes."""
+    """POPE's rule: no if the first sentence has the word No, no or not; everything else is yes."""
     words = text.partition(".")[0].replace(",", "").split(" ")
     return "no" if {"No", "no", "not"} & set(words) else "yes"
 
 
 def vcd(text: str, label: Label) -> Label:
-    """VCD: right if the label occurs anywhere as a substring; "know" contains "no"."""
+    """VCD's rule: right if the label occurs anywhere as a substring, even "no" in "know"."""
     other: Label = "no" if label == "yes" else "yes"
     return label if label in text.lower() else other
 
 
 def lmms(text: str, label: Label | None = None) -> Label | None:
-    """lmms-eval: the whole answer is the word; "Yes." is unparsed."""
+    """The rule of lmms-eval: the whole answer must be the word; "Yes." is unparsed."""
     return _label(text.lower().strip())
 
 
 def vlmevalkit(text: str, label: Label | None = None) -> Label | None:
-    """VLMEvalKit: the one of the two words that occurs, if only one does."""
+    """The rule of VLMEvalKit: yes or no if exactly one of the two words occurs, else unparsed."""
     found = set(re.findall(r"\w+", text.lower())) & {"yes", "no"}
     return _label(found.pop()) if len(found) == 1 else None
 
 
 def mme(text: str, label: Label | None = None) -> Label | None:
-    """MME and Otter: yes, or else no, within the first four characters; a lone y or n counts."""
+    """The rule of MME and Otter: yes, or else no, in the first four characters; or only y or n."""
     answer = text.lower().strip().replace(".", "")
     if len(answer) == 1:
         return _label({"y": "yes", "n": "no"}.get(answer, ""))
@@ -86,7 +90,7 @@ PARSERS = {
 
 
 def parser_of(name: str) -> Parser:
-    """A rule by its name.
+    """Returns the rule with a name.
 
     Raises:
         UnknownNameError: There is no such rule.
@@ -97,14 +101,14 @@ def parser_of(name: str) -> Parser:
 
 
 def choice(text: str, options: Sequence[str]) -> str | None:
-    """The one of several options that an answer names, in whole words; ``None``: none, or several.
+    """Finds the option that an answer names in whole words; ``None``: it names none, or several.
 
-    An option inside a longer one that is named ("on" in "on top of") does not count, nor does the
-    "on" of "on the left".
+    If an option is part of a longer option in the answer ("on" in "on top of"), only the longer
+    option counts. The "on" in "on the left" does not count as the option "on".
 
     Args:
         text: The answer.
-        options: The options; all different.
+        options: The possible answers, all different.
 
     Raises:
         OptionError: There are no options, one is empty, or two are the same.

@@ -1,8 +1,8 @@
-"""`CaptionReport`: CHAIR of several modes, compared at equal caption length.
+"""`CaptionReport`: CHAIR (hallucinated objects) of several modes, also at equal caption length.
 
-Shorter captions hallucinate less. So where a mode's captions are shorter than the baseline's, a
-copy of the baseline is cut to the mode's mean length and compared with it; where they are longer, a
-copy of the mode is cut.
+Shorter captions hallucinate less. If a mode's captions are shorter than the baseline's on average,
+a copy of the baseline's captions is cut to the mode's mean length and compared with the mode. If
+they are longer, a copy of the mode's captions is cut and compared with the baseline.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 class CaptionReport(ItemReport[CaptionItem]):
-    """Scores of captions.
+    """Report on hallucinated objects in captions.
 
     Args:
         items: See `ItemReport`. A caption that failed counts as empty: all its objects are missed.
-        vocabulary: Words for objects; ``None``: COCO's.
-        baseline_controls: Whether to add captions that are cut to equal length.
+        vocabulary: Words for each kind of object; ``None``: `coco_vocabulary`.
+        baseline_controls: Whether to add comparisons at equal length.
         **basis: See `ItemReport`.
 
     Raises:
@@ -66,7 +66,7 @@ class CaptionReport(ItemReport[CaptionItem]):
             self._add_cut(self.against(mode)[0], mode)
 
     def _add_cut(self, baseline: str, mode: str) -> None:
-        """Adds the longer of two modes, cut to the other's length."""
+        """Adds a copy of the longer of two modes' captions, cut to the other's mean length."""
         lengths = {
             one: np.mean([len(c.output.split()) for answers in self.answers(one) for c in answers])
             for one in (baseline, mode)
@@ -142,11 +142,11 @@ class CaptionReport(ItemReport[CaptionItem]):
 
         Args:
             other: The second mode of this report, or another report on the same images.
-            mode: First mode; ``None``: the first of this report.
-            other_mode: Mode of the other report; ``None``: its first.
+            mode: Mode of this report that is the baseline; ``None``: its first mode.
+            other_mode: Mode of the other report; ``None``: its first mode.
 
         Raises:
-            OptionError: The reports have other images.
+            OptionError: The reports have different images.
             UnknownNameError: There is no such mode.
         """
         first = mode or self.modes[0]
@@ -187,7 +187,7 @@ class CaptionReport(ItemReport[CaptionItem]):
         )
 
     def summary_line(self, mode: str, within: str) -> str:
-        """CHAIR_i, CHAIR_s, recall and length."""
+        """CHAIR_i, CHAIR_s, recall and mean length of a mode's captions, in words."""
         score = self.summary["modes"][mode]
         shares = ", ".join(
             f"{name} {percent(score[key], '.1f')} %"
@@ -206,12 +206,12 @@ class CaptionReport(ItemReport[CaptionItem]):
         return super().rivals(mode) + (alike or own)
 
     def brief(self) -> Rows:
-        """One row of text per mode: hallucinated objects, recall and length."""
+        """Short table with a row per mode: hallucinated objects, recall and length."""
         names = ("mode", "CHAIR_i %", "CHAIR_s %", "recall %", "words")
         return [{name: row[name] for name in names} for row in self.rows()]
 
     def rows(self) -> list[dict[str, str]]:
-        """One row of text per mode; columns without a value are left out."""
+        """Table of all scores with a row per mode; empty columns are left out."""
         rows = []
         for mode, found in self.summary["modes"].items():
             spans = {
@@ -253,10 +253,10 @@ class CaptionReport(ItemReport[CaptionItem]):
         return "; ".join(parts)
 
     def worst(self, count: int = 5, mode: str | None = None) -> Shown:
-        """Captions with the most hallucinated mentions.
+        """Returns the captions with the most mentions of objects that are not in the image.
 
         Args:
-            count: Largest number of captions; those without such a mention are left out.
+            count: Largest number of captions; captions without such a mention are left out.
             mode: Name of the mode; ``None``: the first.
         """
         name = mode or self.modes[0]

@@ -1,4 +1,4 @@
-"""`ChoiceReport`: accuracy on multiple-choice questions: single ones, pairs and whole groups."""
+"""`ChoiceReport`: accuracy on multiple-choice questions, and on pairs and groups of questions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ChoiceReport(ItemReport[ChoiceItem]):
-    """Scores of multiple-choice answers; see `ItemReport` for the arguments."""
+    """Report on multiple-choice answers; see `ItemReport` for the arguments."""
 
     title = "Spatial relations"
     unit = "group of questions, else image"
@@ -59,7 +59,7 @@ class ChoiceReport(ItemReport[ChoiceItem]):
         return {**dataclasses.asdict(score), "seed_sd": spread}
 
     def _counts(self, mode: str, name: str) -> np.ndarray:
-        """``(seeds, units, 7)`` of `mmdecode.evaluation.vision.tasks.spatial.count_choices`."""
+        """Counts of `spatial.count_choices` of a mode in a set, ``(seeds, units, 7)``."""
         chosen = self._chosen(mode, name)
         units = dict.fromkeys(map(unit_of, chosen[0]))
         counted = map(count_choices, chosen)
@@ -108,18 +108,18 @@ class ChoiceReport(ItemReport[ChoiceItem]):
         )
 
     def summary_line(self, mode: str, within: str) -> str:
-        """Accuracy of a mode on a set, and that of chance, in words."""
+        """Accuracy of a mode on a question set, and the accuracy of chance, in words."""
         score = self.summary["modes"][mode]["sets"][within]
         chance = percent(score["chance"], ".1f")
         return f"{percent(score['individual'], '.1f')} % right, by chance {chance} %"
 
     def level(self, mode: str, within: str) -> float:
-        """Accuracy minus that of chance."""
+        """Accuracy of a mode on a question set minus the accuracy of chance."""
         score = self.summary["modes"][mode]["sets"][within]
         return float(score["individual"] - score["chance"])
 
     def brief(self) -> Rows:
-        """A row per mode: accuracy on each set, and share of answers that name no single option."""
+        """Short table with a row per mode: accuracy on each set, and share of unparsed answers."""
         rows = []
         for mode, found in self.summary["modes"].items():
             scores = found["sets"]
@@ -129,7 +129,7 @@ class ChoiceReport(ItemReport[ChoiceItem]):
         return rows
 
     def rows(self) -> list[dict[str, str]]:
-        """One row of text per mode and set; columns without a value are left out."""
+        """Table of all scores with a row per mode and set; empty columns are left out."""
         rows = []
         for mode, found in self.summary["modes"].items():
             for name, score in found["sets"].items():
@@ -168,7 +168,7 @@ class ChoiceReport(ItemReport[ChoiceItem]):
         return "; ".join(parts)
 
     def worst(self, count: int = 5, mode: str | None = None) -> Shown:
-        """The first wrong answers of a mode.
+        """Returns the first wrong answers of a mode.
 
         Args:
             count: Largest number of answers.

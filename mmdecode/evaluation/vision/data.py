@@ -1,4 +1,7 @@
-"""Questions of a benchmark with their images, from the zoo or from published files."""
+"""Questions of a benchmark with their images, from published files or from this project's zoo.
+
+The zoo is a set of small models and test sets on synthetic images (scenes), which are rendered.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,13 @@ class Questions:
     """Questions of a benchmark.
 
     Attributes:
-        task: One of `TASKS`, or ``vsr`` where the spatial questions are statements.
+        task: One of `TASKS`, or ``vsr`` if the spatial questions are statements to be judged.
         items: Each distinct question once.
         files: Files of the questions, by name.
         folder: Folder of the images; ``None``: they are scenes of the zoo, rendered when needed.
         synonyms: Words for the objects of captions, see `vocabulary_of`.
-        warnings: Properties of the files by which scores differ from those of the clean files.
-        left_out: Errors of the rows that were left out.
+        warnings: Peculiarities of the files that change scores, such as an old version.
+        left_out: Error messages of the rows that were left out.
     """
 
     task: str
@@ -64,20 +67,20 @@ class Questions:
 
     @property
     def report_images(self) -> Path | Callable[[str], bytes]:
-        """Folder of the images, or a function from their names to PNG files, for a report."""
+        """Folder of the images, or a function from a name to PNG data, as a report takes it."""
         return zoo_image if self.folder is None else self.folder
 
     def image(self, name: str) -> ImageSource:
-        """The source of an image, which is read or rendered later."""
+        """Returns the source of an image; the image is read or rendered only when it is used."""
         if self.folder is not None:
             return image_source(str(self.folder / name), name)
         return ImageSource(name, partial(_scene, name))
 
     def check_images(self) -> None:
-        """Checks that the folder has images of the questions.
+        """Checks that the folder contains at least one image of the questions.
 
         Raises:
-            InputError: None of the images is there.
+            InputError: It contains none.
         """
         names = dict.fromkeys(item.image for item in self.items if item.image)
         if self.folder is None or not names:
@@ -89,9 +92,10 @@ class Questions:
             )
 
     def limited(self, limit: int | None) -> Questions:
-        """The first ``limit`` questions, image by image, so that each split of POPE has its share.
+        """Keeps the first ``limit`` questions, image by image, so that POPE's splits stay balanced.
 
-        Pairs of MME and groups of spatial questions are kept whole.
+        Pairs of MME and groups of spatial questions are kept whole, so there may be a few more.
+        ``None`` keeps all questions.
         """
         if limit is None:
             return self
@@ -118,19 +122,20 @@ def read_questions(
 
     Args:
         task: One of `TASKS`.
-        data: ``("zoo",)``, or paths. POPE: a folder with a file per split, or the files; captions:
-            JSON lines of images and their objects; MME and AMBER: their folders, or JSON lines for
-            MME; spatial: JSON lines with options, What's Up's file, or VSR's.
-        part: Part of the zoo's sets.
-        images: Folder of the images; ``None``: where the task's own layout has them.
+        data: ``("zoo",)``, or paths. POPE: a folder with a file per split, or the files; captions
+            (``chair``): JSON lines of images and their objects; MME: its folder, or JSON lines;
+            AMBER: its folder; spatial: JSON lines with options, What's Up's file, or VSR's file.
+        part: Part of the zoo's sets, development or test.
+        images: Folder of the images; ``None``: the folder in which the data set keeps them.
         splits: Splits of POPE; empty: all.
         prefix: First characters of the names of POPE's files, if a folder holds several sets.
-        synonyms: Words for the objects of captions, see `vocabulary_of`; ``None``: those that go
-            with the data.
+        synonyms: Words for the objects of captions, see `vocabulary_of`; ``None``: the zoo's words
+            for the zoo, otherwise COCO's.
 
     Raises:
         InputError: A file cannot be read.
-        OptionError: The task has no such data, or needs a folder of images.
+        OptionError: The options do not fit the task or the data, or the folder of the images is not
+            known.
         UnknownNameError: There is no such task, part or split.
     """
     if task not in TASKS:
@@ -193,11 +198,12 @@ def _once(items: Sequence[Item], path: Path, left_out: list[str]) -> list[Item]:
 
 
 def vocabulary_of(synonyms: str | None) -> Vocabulary:
-    """Words for the objects of captions.
+    """Returns the words for the objects that captions may mention.
 
     Args:
-        synonyms: A file as `mmdecode.evaluation.vision.tasks.chair.read_synonyms` takes it; `ZOO`:
-            those of the shipped scenes; ``None``: COCO's.
+        synonyms: Path of a file in the format of
+            `mmdecode.evaluation.vision.tasks.chair.read_synonyms`; `ZOO`: the words of the zoo's
+            scenes; ``None``: COCO's.
 
     Raises:
         InputError: The file cannot be read.
@@ -212,10 +218,10 @@ def vocabulary_of(synonyms: str | None) -> Vocabulary:
 
 
 def zoo_image(name: str) -> bytes:
-    """An image of the zoo as a PNG file.
+    """Renders a scene of the zoo to PNG data.
 
     Raises:
-        InputError: There is no image of that name.
+        InputError: There is no scene of that name.
     """
     data = io.BytesIO()
     _scene(name).save(data, "PNG")
@@ -235,7 +241,7 @@ def _pope_files(paths: Sequence[Path], prefix: str) -> dict[str, Path]:
 
 
 def _within(items: Sequence[YesNoItem], splits: Sequence[str]) -> list[YesNoItem]:
-    """Questions of the given splits."""
+    """Questions of the given splits of POPE; all questions if ``splits`` is empty."""
     if not splits:
         return list(items)
     kept = [
@@ -284,7 +290,7 @@ def _own_images(task: str, path: Path) -> Path:
 
 
 def _scene(name: str) -> Any:
-    """A rendered scene of the zoo.
+    """Renders a scene of the zoo.
 
     Raises:
         InputError: There is no scene of that name.

@@ -1,7 +1,8 @@
-"""Items: a question about an image and the answer of one mode, from which everything is scored.
+"""Items: a question about an image and the answer of one mode; scores are computed from items.
 
-Readers of data sets return items without answers; a run fills them with `Item.answered` and appends
-them to a file. Items hold raw outputs, so that scoring can be repeated without the model.
+Readers of data sets return items without answers. A run adds the answers with `Item.answered` and
+appends the items to a file. Items hold raw outputs, so that scoring can be repeated without the
+model.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LeftOut = list[str] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """Fields of every item.
+    """Base of all items: a question about an image, and the answer of one mode.
 
     Attributes:
         id: Id of the question, the same in every run.
@@ -45,14 +46,15 @@ class Item:
         prompt_hash: `text_hash` of the prompt as it was sent; ``None``: not known.
         seed: Seed of the answer where the mode samples; ``None``: the mode has one answer.
         tokens: Number of tokens of the answer; ``None``: not known.
-        passes: Row passes for the whole answer; each branch counts, also where branches share a
-            forward pass; ``None``: not known.
-        forwards: Forward passes after prefill, which yields the first token; ``None``: not known.
-        changed: Number of tokens at which the guide's most likely token differs from the plain
+        passes: Passes for the whole answer, counted once per branch (each context that a guide
+            contrasts is a branch), even if branches share a forward pass; ``None``: not known.
+        forwards: Forward passes after the prefill, which yields the first token; ``None``: not
+            known.
+        changed: Number of tokens at which the guided most likely token differs from the plain
             model's after the same text; ``None``: there is no guide, no trace was kept, or the
-            guide edits or replaces the main branch, so that the plain model's is not known.
+            guide edits or replaces the plain branch, so that the plain choice is not known.
         seconds: Decoding time in seconds; ``None``: not known.
-        error: Why there is no answer; ``None``: there is one.
+        error: Error message if decoding failed; ``None``: it did not.
     """
 
     id: str
@@ -75,7 +77,7 @@ class Item:
     """Properties that `as_dict` adds for readers of the file; `from_dict` ignores them."""
 
     def answered(self, *, mode: str, output: str = "", **known: Any) -> Self:
-        """The same question with an answer.
+        """Returns a copy of the question with an answer.
 
         Args:
             mode: See `Item`.
@@ -106,12 +108,12 @@ class YesNoItem(Item):
 
     Attributes:
         target: The right answer.
-        sets: Splits, categories or dimensions whose score includes the question; a repeated name
-            counts the question repeatedly.
+        sets: Splits, categories or dimensions whose score includes the question; a name that occurs
+            twice counts the question twice.
         margin: Logit of yes minus logit of no at the first answer token, with guidance and before
-            any cut; ``None``: not known.
-        main_margin: The same margin without the guide; ``None``: not known, also where the guide
-            edits or replaces the main branch.
+            top-k, top-p or a plausibility cut; ``None``: not known.
+        main_margin: The same margin without the guide; ``None``: not known, for example because the
+            guide edits or replaces the plain model's branch.
     """
 
     target: Label
@@ -136,7 +138,7 @@ class YesNoItem(Item):
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionItem(Item):
-    """An image to be described.
+    """An image to be described in a caption.
 
     Attributes:
         objects: Names of the objects in the image.
@@ -154,8 +156,8 @@ class ChoiceItem(Item):
 
     Attributes:
         options: The possible answers.
-        target: The right one.
-        group: Name of the group of questions that differ in the answer alone, such as the two
+        target: The right answer.
+        group: Name of a group of questions that differ only in image and answer, such as the two
             objects in What's Up; empty: no group.
         sets: See `YesNoItem`.
     """
@@ -187,7 +189,7 @@ def text_hash(text: str) -> str:
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of the content of a file; a file and its gzip have the same.
+    """SHA-256 of the content of a file; a ``.gz`` file has the hash of its unpacked content.
 
     Raises:
         InputError: The file cannot be read.
@@ -196,7 +198,7 @@ def file_hash(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Content of a file; a ``.gz`` file is unpacked.
+    """Reads the content of a file; a ``.gz`` file is unpacked.
 
     Raises:
         InputError: The file cannot be read.
@@ -210,23 +212,23 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a JSON file, packed or not.
+    """Reads a JSON file, gzipped or not.
 
     Raises:
-        InputError: It cannot be read or is no JSON.
+        InputError: The file cannot be read, or is not JSON.
     """
     return _parsed(read_bytes(path), str(path))
 
 
 def read_json_lines(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Objects of JSON lines, packed or not, each after its location (file and line).
+    """Yields the objects of a file of JSON lines, each as a pair (location, object).
 
     Args:
-        path: The file.
+        path: The file, gzipped or not.
         left_out: See `leaving_out`.
 
     Raises:
-        InputError: The file cannot be read, or a line is no object.
+        InputError: The file cannot be read, or a line is not a JSON object.
     """
     for number, line in enumerate(read_bytes(path).split(b"\n"), 1):
         if not line.strip():
@@ -253,25 +255,25 @@ def leaving_out(left_out: LeftOut) -> Iterator[None]:
 
 
 def refuse_empty(items: Sequence[Any], left_out: LeftOut, otherwise: str) -> None:
-    """Refuses a table without a usable row.
+    """Raises an error if a table has no usable row.
 
     Args:
         items: Usable rows.
         left_out: See `leaving_out`.
-        otherwise: Message for a table from which nothing was left out.
+        otherwise: Error message for a table from which no row was left out.
 
     Raises:
-        InputError: There is no item.
+        InputError: There is no usable row.
     """
     if not items:
         raise InputError(f"{left_out[0]}; and no other row is better" if left_out else otherwise)
 
 
 def field_of(row: dict[str, Any], names: Sequence[str], where: str) -> str:
-    """The first of some fields that a row has, as text.
+    """Returns the value of the first of several fields that a row has, as text.
 
     Raises:
-        InputError: It has none of them, or the value is neither text nor a number.
+        InputError: The row has none of the fields, or the value is neither text nor a whole number.
     """
     value = next((row[name] for name in names if row.get(name) is not None), None)
     if isinstance(value, bool) or not isinstance(value, (str, int)):
@@ -281,10 +283,10 @@ def field_of(row: dict[str, Any], names: Sequence[str], where: str) -> str:
 
 
 def label_of(value: str, where: str) -> Label:
-    """The label of a right answer: its first word, yes or no, in any case.
+    """Parses the right answer to a question: its first word, yes or no, in any case.
 
     Raises:
-        InputError: It is neither yes nor no.
+        InputError: The first word is neither yes nor no.
     """
     found = leading(value)
     if found is None:
@@ -293,14 +295,14 @@ def label_of(value: str, where: str) -> Label:
 
 
 def read_items(path: Path, kind: type[Some]) -> list[Some]:
-    """Reads the items of a run; the last line for a question, mode and seed counts.
+    """Reads the items of a run; of several lines for one question, mode and seed the last counts.
 
     Args:
         path: File, or folder of the run. An incomplete last line, left by a crash, is ignored.
         kind: `YesNoItem`, `CaptionItem` or `ChoiceItem`.
 
     Raises:
-        InputError: It cannot be read, or a line is damaged.
+        InputError: The file cannot be read, or a line is damaged.
     """
     if path.is_dir():
         path = path / ITEMS

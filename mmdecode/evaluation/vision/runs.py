@@ -1,17 +1,16 @@
 """Runs modes of decoding over the same questions about images.
 
 A mode is a guide with greedy decoding, or with sampling under several seeds. Modes take turns chunk
-by chunk, A B B A, so that a machine that slows down slows all of them. A chunk that was interrupted
-is decoded again as a whole, in the same batches, so that a resumed run gives what an uninterrupted
-one gives.
+by chunk, A B B A, so that a machine that slows down affects them alike. A chunk that was
+interrupted is decoded again as a whole, in the same batches, so that a resumed run has the same
+results as an uninterrupted run.
 
-Sampled answers to a yes/no question share one forward pass where they can: the distribution of the
-first token, with guide, cut and processors, is the same for all seeds unless the guide itself is
-random, which is tested on the first questions. The token of each seed is sampled from it with the
-noise that the engine uses for that seed and question, so it is the first token that decoding with
-that seed gives. If it is a yes or a no, the row's answer is that word alone, without the text that
-decoding may put after it; for another token, that seed is decoded in full, as captions, choices and
-random guides always are.
+Sampled answers to a yes/no question share one forward pass if the guide is not random: all seeds
+then have the same distribution of the first token. Whether it is random is tested on the first
+questions. The first token of each seed is sampled from this distribution with the noise that the
+engine uses for that seed and question, so decoding with the seed would give the same token. If the
+token is yes or no, the answer is that word, without further text. Otherwise the answer is decoded
+in full. Captions, multiple-choice answers and random guides are always decoded in full.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ if TYPE_CHECKING:
     from mmdecode.engine.contracts import Guide
 
 NONE = "none"
-"""The guide of the plain model."""
+"""Name that stands for no guide: the plain model."""
 GREEDY, SAMPLED = "greedy", "sampled"
 """Names of the plain model's modes."""
 CONTROLS = ("plausible", "temperature_matched", "prompt_bias", "near_ties", "margin_shift")
-"""Guides that are controls themselves."""
+"""Guides that serve as controls: a method should be better than they are."""
 INERT = ("plausible", "temperature_matched", "dfd")
-"""Guides that never change the most likely token, and so are for sampling only."""
+"""Guides that never change the most likely token; they are useful with sampling only."""
 CHUNK = 8
-"""Batches that one mode decodes before the next takes its turn."""
+"""Number of batches that one mode decodes before the next mode takes its turn."""
 _TRIED = 64  # questions on which two seeds are compared to find out whether a guide is random
 FEWEST = 16
 """With fewer questions, a guide is assumed to be random."""
@@ -65,10 +64,10 @@ class Mode:
 
     Attributes:
         name: Name in tables and rows.
-        guide: Name and options of the guide for the registry; `NONE`: the plain model.
+        guide: Specification of the guide, ``NAME:OPTION=VALUE``; `NONE`: the plain model.
         seeds: Seeds of the sampled repeats; empty: greedy decoding.
-        control: Whether other modes are compared with it.
-        against: Names of the modes that it is compared with.
+        control: Whether the mode is a control, with which other modes are compared.
+        against: Names of the modes that this mode is compared with.
     """
 
     name: str
@@ -86,22 +85,23 @@ def modes_of(
     controls: bool = True,
     yes_no: bool = True,
 ) -> list[Mode]:
-    """The modes of a run: the plain model, each guide, and the controls a gain has to beat.
+    """Lists the modes of a run: the plain model, each guide, and controls that a guide has to beat.
 
-    The controls for yes/no questions are an instruction to answer yes and the flip of near ties
-    (sampled if there is no greedy mode). A sampled guide is compared with its plausibility cut
-    alone, and with the temperature that its weights imply if their sum is not 1. The baseline with
-    a shifted margin is computed from its rows (`mmdecode.evaluation.vision.yes_no_report`).
+    Controls for yes/no questions are an instruction to answer yes, and the flip of answers with a
+    small margin (sampled if there is no greedy mode). A sampled guide is compared with its
+    plausibility cut alone, and with the temperature that its weights imply if their sum is not 1.
+    The control with a shifted margin is computed in `mmdecode.evaluation.vision.yes_no_report`.
 
     Args:
-        guides: Names and options of guides for the registry; `NONE` may be among them.
-        greedy: Whether guides decode greedily.
+        guides: Specifications of guides, ``NAME:OPTION=VALUE``; `NONE` is ignored.
+        greedy: Whether to decode greedily.
         seeds: Seeds of sampling; empty: nothing is sampled.
         controls: Whether to add the controls.
-        yes_no: Whether the answers are yes and no.
+        yes_no: Whether the questions are answered with yes or no.
 
     Raises:
-        OptionError: Nothing is left to run, or a guide changes nothing in greedy decoding.
+        OptionError: Neither greedy decoding nor a seed is given, or a guide has no effect on greedy
+            decoding and there is no seed.
         UnknownNameError: There is no such guide.
     """
     seeds = tuple(seeds)
@@ -146,7 +146,7 @@ def modes_of(
 
 
 def sampled_controls(guide: Guide) -> list[str]:
-    """Controls of a sampled guide: its plausibility cut alone, and its implied temperature."""
+    """Specifications of a sampled guide's controls: its plausibility cut, its temperature."""
     beta = getattr(guide, "beta", 0.0) or getattr(guide, "relative_top", 0.0)
     total = guide.total
     found = [f"plausible:beta={beta:g}"] if beta else []
@@ -172,9 +172,9 @@ def journal_of(
     overwrite: bool = False,
     images: Path | None = None,
 ) -> Journal[Some]:
-    """The journal of a run's rows in a folder; see `Journal`.
+    """Opens the journal of a run's rows in a folder; see `Journal` for the arguments.
 
-    Images are files in the folder ``images``; ``None``: they are scenes of the zoo.
+    Images are files in the folder ``images``; ``None``: they are rendered scenes.
     """
     return Journal(
         folder / ITEMS,
@@ -191,18 +191,18 @@ class Recorder(Generic[Some]):
     """Decodes questions in several modes.
 
     Args:
-        model: A vision-language model.
-        processor: Its processor.
+        model: A vision-language model of transformers.
+        processor: Processor of the model.
         items: Questions, each once.
-        modes: See `modes_of`.
+        modes: Modes to decode in, see `modes_of`.
         image: Function from the name of an item's image to its source.
         suffix: Text appended to each question.
         max_new_tokens: Largest number of tokens of an answer.
-        batch_size: Questions decoded at once.
-        seed: Seed of the noise of guides in greedy decoding.
+        batch_size: Number of questions in a batch.
+        seed: Seed of random guides in greedy decoding.
         redraw: Whether seeds share the distribution of the first token, see the module.
-        warmup: Untimed runs of each guide's first batch.
-        chunk: Batches that one mode decodes before the next takes its turn.
+        warmup: Number of untimed runs of each guide's first batch.
+        chunk: Number of batches that one mode decodes before the next mode takes its turn.
         fewest: With fewer questions, a guide is assumed to be random.
 
     Attributes:
@@ -210,7 +210,7 @@ class Recorder(Generic[Some]):
 
     Raises:
         OptionError: There is no mode.
-        MMDecodeError: A guide does not fit the model.
+        MMDecodeError: A guide does not work with the model.
     """
 
     def __init__(
@@ -259,12 +259,12 @@ class Recorder(Generic[Some]):
         journal: Journal[Some] | None = None,
         progress: Callable[[Some], None] | None = None,
     ) -> list[Some]:
-        """Rows of all modes, questions in order.
+        """Decodes all modes; returns their rows, mode by mode and seed by seed.
 
         Args:
-            journal: Receives rows as they are made; questions with an answer there are skipped,
-                failed ones are decoded again.
-            progress: Called with each row.
+            journal: File that each row is added to as soon as it is ready; questions with an answer
+                in it are skipped, failed questions are decoded again. ``None``: no file.
+            progress: Called with each new row.
         """
         found: dict[tuple[str, int | None, str], Some] = {}
         if journal:
@@ -298,7 +298,7 @@ class Recorder(Generic[Some]):
 
     @property
     def prompt(self) -> str:
-        """The prompt of the first question, as it is given to the processor."""
+        """The prompt of the first question, after the chat template."""
         from PIL import Image
 
         prompts, first = Prompts(self._model, self._processor), self._requests(self.items[:1])[0]
@@ -307,7 +307,7 @@ class Recorder(Generic[Some]):
 
     @property
     def total(self) -> int:
-        """Number of rows."""
+        """Number of rows of all modes and seeds."""
         return len(self.items) * sum(max(len(mode.seeds), 1) for mode in self.modes)
 
     def _done(self, guide: str, chunk: Sequence[Some], found: Mapping[Any, Some]) -> bool:
@@ -322,7 +322,7 @@ class Recorder(Generic[Some]):
         return [mode for mode in self.modes if mode.guide == guide]
 
     def _warm(self, guide: str) -> None:
-        """Untimed runs; a guide that does not fit the model raises here, before the run starts."""
+        """Makes untimed runs; a guide that does not work with the model raises its error here."""
         first = self.items[: int(self._options["batch_size"])]
         sampled = all(mode.seeds for mode in self._of(guide))
         for _ in range(self._warmup):
@@ -430,7 +430,7 @@ class Recorder(Generic[Some]):
         )
 
     def _as_word(self, item: Some, mode: str, seed: int, answer: Answer, token: int | None) -> Some:
-        """The row of an answer that is its sampled first token; it has no time of its own."""
+        """Row of an answer that consists of its sampled first token; its time is not known."""
         if token is None:
             return item.answered(mode=mode, seed=seed, error=answer.error)
         return item.answered(
@@ -457,7 +457,7 @@ class Recorder(Generic[Some]):
         }
 
     def _passes(self, mode: str, tokens: int) -> int:
-        """Row passes: one per branch and token; the first token's includes the prompt."""
+        """Passes counted once per branch and token; the first token's pass reads the prompt."""
         guide = self._guide(mode)
         if guide is None or guide.neutral:
             return tokens
@@ -465,7 +465,7 @@ class Recorder(Generic[Some]):
         return 1 + len(guide.branches) + (tokens - 1) * later
 
     def _forwards(self, mode: str, tokens: int) -> int:
-        """Forward passes after prefill; branches of one model and stage share a pass."""
+        """Forward passes after the prefill; branches of one model and stage share a pass."""
         guide = self._guide(mode)
         main = (1, id(None))
         shared = {main}
@@ -480,12 +480,12 @@ class Recorder(Generic[Some]):
 
 
 def sampled_token(logits: Tensor, seed: int, name: str) -> int:
-    """The first token that decoding with a seed samples from given logits.
+    """Samples the first token as the decoder does with a seed.
 
     Args:
-        logits: ``(V,)``.
+        logits: Logits of the first token, ``(V,)``.
         seed: Seed of the decoder.
-        name: Id of the request, which keys the noise.
+        name: Id of the request; the noise depends on seed and id.
     """
     noise = Noise.of(seed, [request_key(noise_of_id(name), 0)])
     first = torch.zeros((1, 1), dtype=torch.long)

@@ -1,9 +1,10 @@
 """Checks published rows of POPE for numbers that no answers can have produced.
 
-All numbers of a row follow from the count ``t`` of right and ``f`` of wrong answers yes; on 1,500
-yes- and 1,500 no-questions accuracy = 0.5 + 0.5 R (2 - 1 / P) and the share of yes = R / (2 P). So
-a row of one run is either rounded from some pair of counts or wrong: all pairs are tried. The mean
-of several runs need not be a pair of counts, but the same equations nearly hold for it.
+All numbers of a row follow from two counts, the right and the wrong answers yes. A row of one run
+can therefore be obtained by rounding from some pair of counts, or it is wrong; all pairs are tried.
+On 1,500 yes- and 1,500 no-questions, accuracy = 0.5 + 0.5 R (2 - 1 / P) and the share of yes =
+R / (2 P) for recall R and precision P. A mean of several runs need not correspond to a pair of
+counts, but these equations hold for it approximately.
 
 The yes-questions are the same in the three splits, so a decoder without randomness has the same
 recall in each.
@@ -22,7 +23,7 @@ from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.tables import read_rows
 
 SIZES = {"3,000 questions": (1500, 1500), "the old 2,910 questions": (1500, 1410)}
-"""Yes- and no-questions of one split of POPE, by its version."""
+"""Numbers of yes- and of no-questions of one split, by version of POPE."""
 _SLACK = 1e-9
 _BENT = 0.5  # points by which a mean of runs may deviate from the equations
 
@@ -33,7 +34,7 @@ class PublishedRow:
 
     Attributes:
         accuracy, precision, recall, f1, yes_ratio: Printed numbers; ``None``: not printed.
-        step: Unit of the last digit. A printed number may be rounded or truncated.
+        step: Unit of the last printed digit. A printed number may be rounded or truncated.
         averaged: Whether the row is the mean of several runs, models or splits.
     """
 
@@ -80,13 +81,16 @@ def check_row(row: PublishedRow) -> list[str]:
 
 
 def check_recalls(splits: Mapping[str, PublishedRow]) -> list[str]:
-    """Checks that the splits can have the same recall, as they must in greedy decoding.
+    """Checks whether the splits can have the same recall, as they must in greedy decoding.
 
-    Copies of the files with misspelt questions also differ in their yes-questions, so that this
-    need not hold for them.
+    Some old copies of POPE's files have misspelt questions. Their splits also differ in the
+    yes-questions, so their recalls may differ.
 
     Args:
-        splits: The rows of one method by split; none may be an average.
+        splits: Rows of one method by split, each from a single run.
+
+    Returns:
+        Contradictions in words; an empty list means none.
 
     Raises:
         OptionError: A row prints fewer than two numbers, or is an average.
@@ -110,15 +114,15 @@ def read_published(path: Path) -> Iterator[tuple[str, str, PublishedRow]]:
     """Reads the rows of a published table.
 
     Args:
-        path: A table as `mmdecode.runs.tables` reads it, with ``method`` and ``split`` where there
-            are several, any of the numbers of `PublishedRow` in percent, and ``averaged`` (yes or
-            no). The step is that of the number with most decimals.
+        path: A table (see `mmdecode.runs.tables`) with any of the numbers of `PublishedRow` in
+            percent, and optional columns ``method``, ``split`` and ``averaged`` (yes or no). The
+            step of a row follows from its number with the most decimals.
 
     Yields:
         Method, split and row.
 
     Raises:
-        InputError: The table cannot be read, or a value is no number.
+        InputError: The table cannot be read, or a value is not a number.
     """
     for line, row in read_rows(path):
         shown = {name: str(row[name]).strip() for name in _NAMES if row.get(name) is not None}
@@ -137,7 +141,7 @@ def read_published(path: Path) -> Iterator[tuple[str, str, PublishedRow]]:
 
 
 def check_table(path: Path) -> list[str]:
-    """Finds contradictions in a published table: a line per row, and per method if recalls differ.
+    """Finds contradictions in a published table, within rows and between the splits of a method.
 
     Args:
         path: See `read_published`.
@@ -165,7 +169,7 @@ def check_table(path: Path) -> list[str]:
 
 
 def _fits(row: PublishedRow, asked_yes: int, asked_no: int) -> tuple[np.ndarray, np.ndarray]:
-    """Counts of right and of wrong answers yes that a row can be rounded from."""
+    """Counts of right and of wrong answers yes from which a row can result by rounding."""
     true, false = np.arange(asked_yes + 1.0)[:, None], np.arange(asked_no + 1.0)[None]
     with np.errstate(invalid="ignore"):
         found = {

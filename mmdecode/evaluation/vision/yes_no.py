@@ -1,8 +1,8 @@
 """Scores of yes/no answers: accuracy, precision, recall, F1, share of yes, and unparsed answers.
 
-Yes is the positive class. The bootstrap resamples images. An answer that cannot be parsed, or that
-is missing, is wrong; it stays in every denominator, unless the project of the chosen parser leaves
-it out of the recall (`mmdecode.evaluation.vision.answers.Parser`).
+Yes is the positive class. The bootstrap resamples images. An answer that cannot be parsed, or is
+missing, is wrong and stays in every denominator. Only a parser with ``drops_unparsed`` leaves it
+out of the recall (`mmdecode.evaluation.vision.answers.Parser`).
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from mmdecode.evaluation.vision.answers import Label, Parser, parser_of
 from mmdecode.evaluation.vision.items import YesNoItem
 
 COLUMNS = ("true_yes", "false_yes", "true_no", "false_no", "unparsed_yes", "unparsed_no")
-"""Columns of `count_answers`, in order; the last two are unparsed answers by the right answer."""
+"""Columns of `count_answers`, in order; ``unparsed_yes`` counts unparsed answers to yes-questions,
+``unparsed_no`` to no-questions."""
 METRICS = ("accuracy", "precision", "recall", "f1", "yes_ratio", "unparsed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class YesNoScore:
-    """Scores of one set; each is a share, 0 where its denominator is 0.
+    """Scores of one question set; each is a share, and 0 if its denominator is 0.
 
     Attributes:
         accuracy: Share of right answers.
         precision: Share of right answers among the answers yes.
         recall: Share of the yes-questions that are answered yes.
-        f1: Harmonic mean of precision and recall; 2 / 3 for always yes, if half the questions are
-            yes-questions.
-        yes_ratio: Share of the answers yes.
+        f1: Harmonic mean of precision and recall. Always answering yes has an F1 of 2 / 3 if half
+            of the questions are yes-questions.
+        yes_ratio: Share of answers that are yes.
         unparsed: Share of answers that are neither yes nor no, or missing.
         intervals: 95 % interval of each score, by bootstrap over images.
         answers: Number of answers.
@@ -61,22 +62,22 @@ class YesNoScore:
 
 
 def verdict(item: YesNoItem, parser: Parser) -> Label | None:
-    """The parsed answer; ``None``: neither yes nor no, or there is no answer."""
+    """Parses an item's answer; ``None``: it is neither yes nor no, or there is no answer."""
     return None if item.error is not None else parser.parse(item.output, item.target)
 
 
 def count_answers(verdicts: Sequence[Label | None], targets: Sequence[Label]) -> np.ndarray:
-    """Sorts answers into columns: one row per answer with a single 1.
+    """Classifies answers, with one row per answer and a 1 in the column of its class.
 
     Args:
         verdicts: Parsed answers, see `verdict`.
         targets: Right answers.
 
     Returns:
-        ``(answers, 6)``; the columns are `COLUMNS`.
+        Table of zeros and ones, ``(answers, 6)``; the columns are `COLUMNS`.
 
     Raises:
-        OptionError: The two differ in length, or are empty.
+        OptionError: Answers and targets differ in number, or are empty.
     """
     if len(verdicts) != len(targets) or not targets:
         raise OptionError(f"{len(verdicts)} answers for {len(targets)} questions; expected pairs")
@@ -140,7 +141,7 @@ def score_answers(
         seed: Seed of the bootstrap.
 
     Raises:
-        OptionError: The three differ in length, or are empty.
+        OptionError: Outputs, targets and images differ in number, or are empty.
         UnknownNameError: There is no such parser.
     """
     rule = parser_of(parser)
@@ -153,10 +154,10 @@ def score_answers(
 def summed(
     counts: np.ndarray, images: Sequence[str], parser: Parser, resamples: int, seed: int
 ) -> YesNoScore:
-    """Scores of counted answers.
+    """Computes scores from counted answers.
 
     Args:
-        counts: ``(answers, 6)``, from `count_answers`.
+        counts: Class of each answer, ``(answers, 6)``, from `count_answers`.
         images: See `score_answers`.
         parser: Parser of the answers.
         resamples: See `score_answers`.

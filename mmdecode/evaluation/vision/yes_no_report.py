@@ -1,9 +1,9 @@
-"""`YesNoReport`: yes/no answers of several modes, with the controls that a gain has to beat.
+"""`YesNoReport`: yes/no answers of several modes, with controls that a better method has to beat.
 
-Each mode is compared with the shifted baseline: the baseline's margins plus a constant, so that it
-answers yes as often as the mode does. The constant is fitted on other images
-(`mmdecode.evaluation.stats.margins`). A gain that the shifted baseline has too comes from answering
-yes more often, not from the image. Tasks: POPE, MME, AMBER's questions, VSR and HallusionBench.
+Each mode is compared with the shifted baseline: a constant is added to the baseline's margins, so
+that it answers yes as often as the mode. The constant is fitted on other images
+(`mmdecode.evaluation.stats.margins`). If the shifted baseline gains as much as the mode, the gain
+comes from answering yes more often. Tasks: POPE, MME, AMBER's questions, VSR and HallusionBench.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 TASKS = ("pope", "mme", "amber", "vsr", "hallusionbench", "yes_no")
 ALWAYS = "always yes"
 COLUMNS = 4
-"""Largest number of sets that have a column each in the short table."""
+"""Largest number of question sets for which the short table has a column per set."""
 TOTALS = ("perception", "cognition", "hallucination", "aacc", "facc", "qacc")
-"""Scores of a task's own tool that are shown in the short table."""
+"""Scores of the benchmarks' own tools that are shown in the short table."""
 UNPARSED = 0.01
-"""Share of unparsed answers above which a report warns about the prompt and the stop rule."""
+"""Share of unparsed answers above which a report asks to check prompt and stopping criterion."""
 
 
 class YesNoReport(ItemReport[YesNoItem]):
-    """Scores of yes/no answers.
+    """Report on yes/no answers of several modes.
 
     For example::
 
@@ -61,7 +61,7 @@ class YesNoReport(ItemReport[YesNoItem]):
 
     Args:
         items: See `ItemReport`.
-        task: One of `TASKS`; MME, AMBER and HallusionBench add their own scores.
+        task: One of `TASKS`; MME, AMBER and HallusionBench add the scores of their own tools.
         parser: Name in `mmdecode.evaluation.vision.answers.PARSERS`.
         baseline_controls: Whether to add a mode that always answers yes, and the shifted baseline
             of each mode that is no control itself.
@@ -140,7 +140,7 @@ class YesNoReport(ItemReport[YesNoItem]):
 
     @cached_property
     def margins(self) -> dict[str, np.ndarray]:
-        """Margins by mode, ``(seeds, questions)``; NaN where unknown."""
+        """Margin (logit of yes minus no) by mode, ``(seeds, questions)``; NaN where unknown."""
         return {
             mode: np.array(
                 [
@@ -199,11 +199,11 @@ class YesNoReport(ItemReport[YesNoItem]):
         }
 
     def _margin(self, mode: str, name: str) -> dict[str, Any] | None:
-        """Scores of the margins without a threshold, on questions with a margin in every seed.
+        """Threshold-free scores of the margins, on questions that have a margin in every seed.
 
         Returns:
-            The scores, and how many questions are ``missing``; ``None``: the questions with a
-            margin all have the same right answer.
+            The scores, and under ``missing`` the number of other questions; ``None``: the questions
+            with a margin all have the same right answer.
         """
         indices = self.sets[name]
         found, positive = self.margins[mode][:, indices], self._positive(indices)
@@ -229,7 +229,7 @@ class YesNoReport(ItemReport[YesNoItem]):
         return np.array([self.questions[index].target == "yes" for index in indices])
 
     def _own_scores(self, mode: str) -> dict[str, Any] | None:
-        """Scores of the task's own tool, the mean over seeds; ``None``: it has none."""
+        """Scores of the benchmark's own tool, averaged over seeds; ``None``: it has none."""
         if self.task == "amber":
             return {"amber": [amber_scores(answers) for answers in self.answers(mode)]}
         scorer = {"mme": mme_scores, "hallusionbench": hallusion_scores}.get(self.task)
@@ -258,14 +258,14 @@ class YesNoReport(ItemReport[YesNoItem]):
 
         Args:
             other: The second mode of this report, or another report on the same questions.
-            mode: First mode; ``None``: the first of this report.
-            other_mode: Mode of the other report; ``None``: its first.
+            mode: Mode of this report that is the baseline; ``None``: its first mode.
+            other_mode: Mode of the other report; ``None``: its first mode.
 
         Returns:
             One comparison for each set; p-values are corrected by Holm.
 
         Raises:
-            OptionError: The reports have other questions or another parser.
+            OptionError: The reports have different questions or different parsers.
             UnknownNameError: There is no such mode.
         """
         first = mode or self.modes[0]
@@ -322,7 +322,7 @@ class YesNoReport(ItemReport[YesNoItem]):
         )
 
     def _ranking(self, first: str, second: str, name: str) -> Difference | None:
-        """Difference of the AUROC, on questions that have a margin in both modes."""
+        """Difference in AUROC, on questions that have a margin in both modes."""
         indices = self.sets[name]
         both = [self.margins[mode][:, indices] for mode in (first, second)]
         known = ~np.isnan(np.concatenate(both)).any(0)
@@ -334,7 +334,7 @@ class YesNoReport(ItemReport[YesNoItem]):
         return difference(after - before, _known(second_draws - first_draws))
 
     def _auroc(self, mode: str, name: str, known: np.ndarray) -> tuple[float, np.ndarray]:
-        """AUROC of the ``known`` questions, the mean over seeds, and its bootstrap over images."""
+        """AUROC of the ``known`` questions, averaged over seeds, and its bootstrap over images."""
         key = mode, name, known.tobytes()
         if key not in self._aurocs:
             indices = self.sets[name]
@@ -349,7 +349,7 @@ class YesNoReport(ItemReport[YesNoItem]):
         return self._aurocs[key]
 
     def summary_line(self, mode: str, within: str) -> str:
-        """Accuracy, F1 and the share of yes."""
+        """Accuracy, F1 and share of answers yes of a mode on a question set, in words."""
         score = self.summary["modes"][mode]["sets"][within]
         return (
             f"accuracy {percent(score['accuracy'], '.1f')} %, F1 {percent(score['f1'], '.1f')} %, "
@@ -357,17 +357,17 @@ class YesNoReport(ItemReport[YesNoItem]):
         )
 
     def level(self, mode: str, within: str) -> float:
-        """Accuracy."""
+        """Accuracy of a mode on a question set."""
         return float(self.summary["modes"][mode]["sets"][within]["accuracy"])
 
     def rivals(self, mode: str) -> list[tuple[str, str]]:
-        """The mode's recorded controls, and the shifted baseline."""
+        """Pairs of each recorded control with the mode, and of the shifted baseline with it."""
         return super().rivals(mode) + [
             (control, mode) for control in [self._shifted.get(mode)] if control
         ]
 
     def brief(self) -> Rows:
-        """A row for each mode: accuracy by set, other scores as the mean over the sets."""
+        """Short table with a row per mode: accuracy by set, other scores averaged over the sets."""
         own = {m: found["task"] or {} for m, found in self.summary["modes"].items()}
         rows = []
         for mode, found in self.summary["modes"].items():
@@ -391,7 +391,7 @@ class YesNoReport(ItemReport[YesNoItem]):
         return without_empty(rows)
 
     def rows(self) -> list[dict[str, str]]:
-        """One row of text per mode and set; columns without a value are left out."""
+        """Table of all scores with a row per mode and set; empty columns are left out."""
         rows = []
         for mode, found in self.summary["modes"].items():
             for name, score in found["sets"].items():
@@ -424,7 +424,7 @@ class YesNoReport(ItemReport[YesNoItem]):
         return without_empty(rows)
 
     def tables(self) -> list[Rows]:
-        """The table of scores, and a table of the task's own scores where it has some."""
+        """The table of scores, and a table of the scores of the benchmark's own tool, if any."""
         own = {mode: found["task"] for mode, found in self.summary["modes"].items()}
         if self.task == "amber":
             rows = [
@@ -484,7 +484,7 @@ class YesNoReport(ItemReport[YesNoItem]):
         return "; ".join(parts)
 
     def worst(self, count: int = 5, mode: str | None = None) -> Shown:
-        """Wrong answers, those with the largest margin first.
+        """Returns wrong answers, ordered from the largest margin to the smallest.
 
         Args:
             count: Largest number of answers.
@@ -525,14 +525,14 @@ class YesNoReport(ItemReport[YesNoItem]):
 def shifted(
     plain: Sequence[YesNoItem], yes_share: np.ndarray, mode: str, seed: int = 0
 ) -> list[YesNoItem]:
-    """Answers of a model with shifted margins, so that it answers yes as often as a method does.
+    """Shifts a model's margins so that it answers yes as often as a method; returns the answers.
 
     Args:
-        plain: The model's answers; those without a margin are kept and not used for fitting.
-        yes_share: Share of answers yes of the method to each question, see
+        plain: The model's answers; answers without a margin are kept and not used for fitting.
+        yes_share: Share of the method's answers to each question that are yes, see
             `mmdecode.evaluation.stats.margins.cross_fitted_shifts`.
-        mode: Mode of the returned answers.
-        seed: Seed of the folds, see the same function.
+        mode: Mode name of the returned answers.
+        seed: Seed of the folds of cross-fitting.
 
     Raises:
         OptionError: Fewer than two images have margins.
@@ -558,10 +558,10 @@ def shifted(
 
 
 def _both(positive: np.ndarray) -> bool:
-    """Whether there are questions of both kinds."""
+    """Whether there are both yes-questions and no-questions."""
     return bool(positive.any()) and not positive.all()
 
 
 def _known(draws: np.ndarray) -> np.ndarray:
-    """Resamples in which both right answers occur."""
+    """Bootstrap draws of samples that contain both yes-questions and no-questions."""
     return draws[~np.isnan(draws)]

@@ -1,1 +1,1 @@
-"""Benchmarks of questions about images, one a module."""
+"""Benchmarks of questions about images, one module for each."""

@@ -2,8 +2,8 @@
 
 The published tool takes *no* as the positive class, counts only the exact answers "Yes" and "No",
 starts every counter at 0.001, and computes F1 from rounded percentages with a small constant in the
-denominator. `amber_scores` does the same. Accuracy per dimension, which others report under AMBER's
-name, is another number.
+denominator. `amber_scores` does the same. Some papers report the plain accuracy of each dimension
+as AMBER's score; it is not the same number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KINDS = {
     "discriminative-relation": ("relation",),
     "relation": ("relation",),
 }
-"""Dimensions of a question by its type."""
+"""Dimensions (sets that are scored) to which a question belongs, by its type."""
 DIMENSIONS = ("existence", "attribute", "state", "number", "action", "relation")
 _START = 0.001  # initial value of every counter of the tool
 
@@ -42,7 +42,7 @@ def read_amber(folder: Path, left_out: LeftOut = None) -> list[YesNoItem]:
     """Reads AMBER's yes/no questions; the sets of the items are AMBER's dimensions.
 
     Args:
-        folder: Folder with ``query_discriminative.json`` and ``annotations.json``, packed or not.
+        folder: Folder with ``query_discriminative.json`` and ``annotations.json``, gzipped or not.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
     Raises:
@@ -70,7 +70,7 @@ def read_amber(folder: Path, left_out: LeftOut = None) -> list[YesNoItem]:
 
 
 def amber_scores(items: Sequence[YesNoItem]) -> dict[str, dict[str, float]]:
-    """Percentages of each dimension and of all questions, as AMBER's tool prints them.
+    """Computes the percentages of each dimension and of all questions as AMBER's tool does.
 
     Args:
         items: Items, each answered once.

@@ -49,19 +49,19 @@ IRREGULAR = {
 
 
 class Vocabulary:
-    """Finds the objects that a text mentions.
+    """Words for objects; finds the objects that a text mentions.
 
     Args:
         synonyms: Further words and phrases for each object, by the object's name.
-        merges: Phrases that are read as one word, and that word: ``{"passenger train": "train"}``;
-            with ``""``, a phrase that mentions no object: ``{"home plate": ""}``. Where
-            phrases overlap, the longest is used.
-        overruled: Words that are ignored if another word is in the text: ``{"seat": "toilet"}``
-            ignores "seat" next to "toilet".
+        merges: Phrases that are replaced by a word: ``{"passenger train": "train"}``. A phrase with
+            the word ``""`` mentions no object: ``{"home plate": ""}``. If phrases overlap, the
+            longest is used.
+        overruled: Words that are ignored if another word occurs in the text: ``{"seat": "toilet"}``
+            ignores "seat" in a text with "toilet".
 
     Attributes:
         names: Names of the objects.
-        hash: Hash of the vocabulary, to tell whether two are equal.
+        hash: Hash of the vocabulary; equal vocabularies have equal hashes.
 
     Raises:
         OptionError: A word is a synonym of two objects, or there are no objects.
@@ -111,7 +111,7 @@ class Vocabulary:
         return found
 
     def _base(self, word: str) -> str:
-        """The word, or its singular if only that is in the vocabulary."""
+        """Returns the word, or its singular if only the singular is in the vocabulary."""
         return next((form for form in _forms(word) if form in self._known), word)
 
 
@@ -146,7 +146,7 @@ class ChairScore:
     Attributes:
         chair_i: Share of the mentions that are hallucinated.
         chair_s: Share of the captions with a hallucinated mention.
-        recall: Share of the objects in all images that their captions mention.
+        recall: Share of the objects in the images that the captions mention.
         length: Words per caption.
         mentions: Mentions per caption.
         intervals: 95 % interval of each score, by bootstrap over images.
@@ -182,8 +182,8 @@ def chair(
     """Computes CHAIR of captions.
 
     Args:
-        captions: Texts.
-        objects: Objects in the image of each caption, by the vocabulary's names.
+        captions: Texts of the captions.
+        objects: Names of the objects in the image of each caption, as in the vocabulary.
         images: Name of each caption's image, the unit of the bootstrap; ``None``: each caption has
             an image of its own.
         vocabulary: Vocabulary of the objects; ``None``: that of COCO.
@@ -247,10 +247,10 @@ def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
 def summed(
     counts: np.ndarray, images: Sequence[str] | None, resamples: int, seed: int
 ) -> ChairScore:
-    """Scores of captions from their counts.
+    """Computes the scores of captions from their counts.
 
     Args:
-        counts: ``(captions, 7)``, from `count_mentions`.
+        counts: Counts of each caption, ``(captions, 7)``, from `count_mentions`.
         images: See `chair`.
         resamples: See `chair`.
         seed: See `chair`.
@@ -269,8 +269,8 @@ def shortened(captions: Sequence[str], mean_length: float) -> list[str]:
     """Cuts captions to a common maximum length, chosen so that their mean is ``mean_length``.
 
     Args:
-        captions: Texts.
-        mean_length: Mean number of words; nothing is cut if the captions are shorter already.
+        captions: Texts of the captions.
+        mean_length: Wanted mean number of words; if the captions are shorter, nothing is cut.
     """
     lengths = np.array([len(caption.split()) for caption in captions])
     caps = np.arange(lengths.max(initial=0) + 1)
@@ -284,7 +284,8 @@ def read_chair(objects: Path, left_out: LeftOut = None) -> list[CaptionItem]:
 
     Args:
         objects: JSON lines, also gzipped, with the keys ``objects`` and ``image`` or, for COCO's
-            val2014, ``image_id``; optionally the request for a caption, under a key of `QUESTION`.
+            val2014, ``image_id``; optionally the instruction to the model, under a key of
+            `QUESTION`.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
     Raises:

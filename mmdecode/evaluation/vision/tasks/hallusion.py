@@ -1,7 +1,7 @@
 """HallusionBench: several questions on each figure, and each question on several figures.
 
-aAcc is the share of right answers, fAcc of figures with all their questions right, qAcc of
-questions that are right on all their figures (Guan et al., 2024).
+aAcc is the share of right answers, fAcc the share of figures with all their questions right, and
+qAcc the share of questions that are right on all their figures (Guan et al., 2024).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def read_hallusion(path: Path) -> list[YesNoItem]:
     figure have no image.
 
     Args:
-        path: ``HallusionBench.json``, packed or not.
+        path: ``HallusionBench.json``, gzipped or not.
 
     Raises:
-        InputError: It cannot be read, or a field is missing.
+        InputError: The file cannot be read, or a field is missing.
     """
     rows = read_json(path)
     if not isinstance(rows, list):
@@ -52,7 +52,7 @@ def read_hallusion(path: Path) -> list[YesNoItem]:
 
 
 def hallusion_scores(items: Sequence[YesNoItem], right: Sequence[bool]) -> dict[str, float]:
-    """Computes ``aacc``, ``facc`` and ``qacc``, as shares.
+    """Computes ``aacc``, ``facc`` and ``qacc`` as shares, see the module.
 
     Args:
         items: Items of `read_hallusion`, each answered once.

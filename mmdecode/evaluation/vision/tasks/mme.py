@@ -36,12 +36,12 @@ SUBTOTALS = {"perception": PERCEPTION, "cognition": COGNITION, "hallucination": 
 
 
 def mme_scores(items: Sequence[YesNoItem], right: Sequence[bool]) -> dict[str, float]:
-    """Score of each category, and of each sum of `SUBTOTALS` whose categories are all present.
+    """Computes the score of each category, and each sum of `SUBTOTALS` that has all categories.
 
-    Questions are paired by category and image, whatever their order.
+    Questions are paired by category and image; their order does not matter.
 
     Args:
-        items: Items, each answered once; their sets are categories.
+        items: Items, each answered once; their sets are MME's categories.
         right: Whether each answer is right.
 
     Raises:
@@ -91,7 +91,7 @@ def read_mme(path: Path, left_out: LeftOut = None) -> list[YesNoItem]:
 
 
 def _in_pairs(items: Sequence[YesNoItem], left_out: list[str]) -> list[YesNoItem]:
-    """The questions whose image has two questions in their category."""
+    """Keeps the questions whose image has two questions in the category."""
     counts = Counter((item.image, item.sets) for item in items)
     for item in items:
         if counts[item.image, item.sets] == 1:
@@ -136,7 +136,7 @@ def _item(category: str, image: str, question: str, answer: str, where: str) -> 
 
 
 def _lines(path: Path, left_out: LeftOut) -> Iterator[tuple[str, str, str]]:
-    """Location, question and answer of each line."""
+    """Yields location (file and line), question and answer of each line."""
     for number, line in enumerate(read_bytes(path).decode(errors="replace").splitlines(), 1):
         if not line.strip():
             continue

@@ -1,9 +1,9 @@
-"""POPE: is there an object in the image? Three splits that differ in how absent objects are chosen.
+"""POPE: questions whether an object is in the image; its splits choose absent objects differently.
 
 The yes-questions are the same in the three splits, and so are some no-questions; each distinct
 question is asked once and counts in every split that contains it. Several versions of the files are
-in use, which `structure` distinguishes: some have 2,910 instead of 3,000 random questions, or
-"imange", where "a" was replaced by "an" in the whole question.
+in use, which `structure` distinguishes: some have 2,910 instead of 3,000 random questions; others
+contain the word "imange", since "a" was replaced by "an" throughout the question.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ SUFFIXES = {
     "one-word": " Please answer this question with one word.",
     "short": "\nAnswer the question using a single word or phrase.",
 }
-"""Text that is appended to a question by POPE and RITUAL, by VCD, and by LLaVA and lmms-eval."""
+"""Text appended to a question: ``none`` as POPE and RITUAL do, ``one-word`` as VCD does, ``short``
+as LLaVA and lmms-eval do."""
 
 
 def read_pope(files: Mapping[str, Path], left_out: LeftOut = None) -> list[YesNoItem]:
     """Reads the distinct questions of several splits, in order of first occurrence.
 
     Args:
-        files: JSON lines by the name of the split, packed or not, with ``image``, one of
-            `QUESTION` and one of `ANSWER`. A question that a file has twice counts twice.
+        files: File of each split, by the split's name: JSON lines, gzipped or not, with the keys
+            ``image``, one of `QUESTION` and one of `ANSWER`. A question that occurs twice in a file
+            counts twice.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
     Raises:
-        InputError: A file cannot be read or is empty, or a question has both answers.
+        InputError: A file cannot be read or is empty, or a question has both labels.
     """
     found: dict[str, tuple[str, str, Label, list[str]]] = {}
     for split, path in files.items():
@@ -72,14 +74,14 @@ def read_pope(files: Mapping[str, Path], left_out: LeftOut = None) -> list[YesNo
 
 
 def find_pope(folder: Path, prefix: str = "") -> dict[str, Path]:
-    """Finds the files of the splits in a folder, with any text around the split's name.
+    """Finds the files of the splits in a folder; a file's name must contain its split's name.
 
     Args:
         folder: Folder, for instance with ``coco_pope_random.jsonl.gz``.
         prefix: First characters of the names, if a folder holds several sets.
 
     Raises:
-        InputError: There is no split, or there are several files of one.
+        InputError: There is no file of any split, or there are several files of one split.
     """
     found: dict[str, Path] = {}
     for split in SPLITS:
@@ -99,12 +101,13 @@ def find_pope(folder: Path, prefix: str = "") -> dict[str, Path]:
 
 
 def structure(items: Sequence[YesNoItem]) -> dict[str, Any]:
-    """Statistics that distinguish the versions of the files.
+    """Computes statistics that distinguish the versions of POPE's files.
 
     Returns:
-        Numbers of questions, yes-questions, images and misspelt questions by split, questions per
-        image; whether all splits have the same yes-questions; distinct questions; how many
-        no-questions two splits share; and the scores of always answering yes or no.
+        For each split, the number of questions, yes-questions, images, misspelt questions and
+        questions per image; whether all splits have the same yes-questions; the number of distinct
+        questions; the number of no-questions that each two splits share; and the scores of always
+        answering yes or always no.
     """
     names = list(dict.fromkeys(name for item in items for name in item.sets))
     rows = {name: [i for i in items for one in i.sets if one == name] for name in names}
@@ -127,7 +130,7 @@ def structure(items: Sequence[YesNoItem]) -> dict[str, Any]:
 
 
 def warnings_of(found: Mapping[str, Any]) -> list[str]:
-    """Properties of a `structure` by which scores differ from those of the clean files."""
+    """Describes peculiarities of the files that change scores, given their `structure`."""
     notes = []
     for name, count in found["questions"].items():
         if found["misspelt"][name]:

@@ -1,8 +1,8 @@
-"""Spatial relations: What's Up's photographs of the same two objects, and VSR's statements.
+"""Questions on spatial relations: What's Up's photographs of two objects, and VSR's statements.
 
-In What's Up (Kamath et al., 2023) two objects are shown in four relations, so that an answer which
-ignores the image has one of the four right. Besides single questions, pairs (left and right, on and
-under, in front and behind) and whole sets of four are counted.
+In What's Up (Kamath et al., 2023) the same two objects are shown in four relations, so that a model
+that ignores the image gets one of the four right. Besides single questions, pairs of opposite
+relations (left and right, on and under, in front and behind) and whole sets of four are counted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPPOSITES = (
     ("above", "below"),
     ("top", "bottom"),
 )
-"""Relations that make a pair."""
+"""Opposite relations; two questions of a group with opposite right answers make a pair."""
 WHATS_UP = {"left": "left", "right": "right", "on": "on", "under": "under", "behind": "behind"} | {
     "in-front": "in front"
 }
@@ -51,17 +51,17 @@ COLUMNS = ("right", "questions", "right_pairs", "pairs", "right_sets", "sets", "
 
 @dataclass(frozen=True, kw_only=True)
 class SpatialScore:
-    """Shares of right answers, and the shares that are reached without the image.
+    """Shares of right answers, and the shares that can be reached without the image.
 
     Attributes:
         individual: Share of questions that are answered right.
         pair: Share of pairs with both questions right; ``None``: there is no pair.
         set: Share of sets with all questions right; ``None``: there is no set.
-        unparsed: Share of answers that name none of the options or several; they are wrong.
+        unparsed: Share of answers that name no option or several; they count as wrong.
         chance: Expected share of right answers if an option is chosen at random.
         majority: Share of right answers if the most common right answer is always given.
-        intervals: 95 % interval of each of the first four that is known, by bootstrap over groups,
-            or over images where a question has no group.
+        intervals: 95 % intervals of ``individual``, ``pair``, ``set`` and ``unparsed``, if known,
+            by bootstrap over groups of questions, or over images for questions without a group.
         questions, pairs, sets: Number of questions, pairs and sets, summed over seeds.
     """
 
@@ -88,17 +88,17 @@ class SpatialScore:
 def count_choices(items: Sequence[ChoiceItem]) -> dict[str, np.ndarray]:
     """Counts right answers of each group of questions, or of each image without a group.
 
-    A pair is two questions of one group with opposite answers; a set is all questions of a group
-    with more than two of them.
+    A pair is two questions of one group with opposite right answers; a set is all questions of a
+    group that has more than two.
 
     Args:
         items: Items, each answered once.
 
     Returns:
-        ``(7,)`` by group; the columns are `COLUMNS`.
+        Counts of each group or image, ``(7,)``; the columns are `COLUMNS`.
 
     Raises:
-        OptionError: A group has two questions with one answer.
+        OptionError: A group has two questions with the same right answer.
     """
     groups: dict[str, dict[str, bool]] = defaultdict(dict)
     table: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(COLUMNS), dtype=np.int64))
@@ -123,7 +123,7 @@ def unit_of(item: ChoiceItem) -> str:
 
 
 def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Shares of summed counts; NaN where there is no pair or set.
+    """Computes shares from summed counts; NaN where there is no pair or set.
 
     Args:
         counts: ``(..., 7)``, see `COLUMNS`.
@@ -146,7 +146,7 @@ def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
 def score_choices(
     items: Sequence[ChoiceItem], *, resamples: int = RESAMPLES, seed: int = 0
 ) -> SpatialScore:
-    """Scores answers to questions with options.
+    """Scores answers to multiple-choice questions.
 
     Args:
         items: Items, each answered once.
@@ -154,7 +154,7 @@ def score_choices(
         seed: Seed of the bootstrap.
 
     Raises:
-        OptionError: There are none, or a group has two questions with one answer.
+        OptionError: There are no items, or a group has two questions with the same right answer.
     """
     if not items:
         raise OptionError("there is nothing to score; expected at least one answer")
@@ -164,11 +164,11 @@ def score_choices(
 def summed(
     items: Sequence[ChoiceItem], counts: np.ndarray, resamples: int, seed: int
 ) -> SpatialScore:
-    """Scores of counted answers.
+    """Computes scores from the counts of answers.
 
     Args:
         items: The questions, each once.
-        counts: ``(units, 7)``, see `COLUMNS`, summed over seeds.
+        counts: Counts of each group or image, summed over seeds, ``(units, 7)``; see `COLUMNS`.
         resamples: See `score_choices`.
         seed: See `score_choices`.
     """
@@ -190,16 +190,16 @@ def summed(
 
 
 def read_choices(path: Path, name: str = "all", left_out: LeftOut = None) -> list[ChoiceItem]:
-    """Reads questions with options.
+    """Reads multiple-choice questions.
 
     Args:
-        path: JSON lines, packed or not, with ``image``, one of `QUESTION`, ``options``, one of
-            `ANSWER`, and ``group`` where there are pairs.
-        name: Name of the questions' set.
+        path: JSON lines, gzipped or not, with the keys ``image``, one of `QUESTION`, ``options``,
+            one of `ANSWER`, and optionally ``group``.
+        name: Name of the question set.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
     Raises:
-        InputError: It cannot be read, or a field is missing.
+        InputError: The file cannot be read, or a field is missing.
     """
     items = []
     for where, row in read_json_lines(path, left_out):
@@ -230,15 +230,15 @@ def read_choices(path: Path, name: str = "all", left_out: LeftOut = None) -> lis
 def read_whats_up(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
     """Reads What's Up's controlled images as questions on the relation of two objects.
 
-    Objects and relation are taken from the file's name, ``mug_left_of_table.jpeg``; the options are
-    the relations that occur in the file.
+    Objects and relation are taken from the image's file name, such as ``mug_left_of_table.jpeg``;
+    the options are the relations that occur in the data set.
 
     Args:
         path: ``controlled_images_dataset.json`` or ``controlled_clevr_dataset.json``.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
     Raises:
-        InputError: The file cannot be read, or an image's name has another form.
+        InputError: The file cannot be read, or an image's name does not have this form.
     """
     rows = read_json(path)
     if not isinstance(rows, list) or not rows:
@@ -280,16 +280,16 @@ def read_vsr(
     ask: str = "{} Is this statement about the image true?",
     left_out: LeftOut = None,
 ) -> list[YesNoItem]:
-    """Reads statements of Visual Spatial Reasoning; the right answer to a true one is yes.
+    """Reads statements of VSR (Visual Spatial Reasoning) as questions whether they are true.
 
     Args:
-        path: JSON lines, packed or not.
-        name: Name of the questions' set.
+        path: JSON lines, gzipped or not.
+        name: Name of the question set.
         ask: The question, with ``{}`` for the statement.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
     Raises:
-        InputError: It cannot be read, or a label is neither 0 nor 1.
+        InputError: The file cannot be read, or a label is neither 0 nor 1.
     """
     items = []
     for where, row in read_json_lines(path, left_out):
