@@ -64,42 +64,45 @@ def wer(
     draft: Annotated[
         list[str] | None,
         typer.Option(
-            help="A drafter, as name or name:key=value,...; each is a mode compared with the "
-            "undrafted one. Repeat it for more."
+            help="A drafter, as name or name:key=value,...; it is compared with decoding without a "
+            "draft. Repeat it for more."
         ),
     ] = None,
     hypotheses: Annotated[
         list[str] | None,
         typer.Option(
             help="Score these transcripts instead of a model: [NAME=]FILE, as .jsonl, .csv, .tsv "
-            "or .trn, or a folder of .txt. Without --data, result files of the Open ASR "
-            "leaderboard. Repeat it for more."
+            "or .trn, or a folder of .txt. Without --data, FILE must be a result file of the Open "
+            "ASR leaderboard, which contains references. Repeat it for more."
         ),
     ] = None,
     rescore: Annotated[
-        Path | None, typer.Option(help="Score the raw texts of an earlier run's folder again.")
+        Path | None, typer.Option(help="Folder of an earlier run: score its texts again.")
     ] = None,
     normalizer: Annotated[
         str,
-        typer.Option(help="none, basic, whisper (English) or leaderboard."),
+        typer.Option(help="Text normaliser: none, basic, whisper (English) or leaderboard."),
     ] = "whisper",
     scorer: Annotated[
         str | None,
         typer.Option(
-            help="plain, merge (compounds) or sclite; default: merge for leaderboard, else plain."
+            help="How words are aligned: plain, merge (compounds match their parts) or sclite; "
+            "default: merge with the leaderboard's normaliser, else plain."
         ),
     ] = None,
     only_scored: Annotated[
         bool | None,
         typer.Option(
             "--only-scored/--all-references",
-            help="Leave out references without words, as the leaderboard does; default with its "
-            "normaliser.",
+            help="Leave out recordings without words in the reference, as the leaderboard does; "
+            "default with its normaliser.",
         ),
     ] = None,
     group: Annotated[
         str | None,
-        typer.Option(help="Manifest column to resample by; default: the speaker, if known."),
+        typer.Option(
+            help="Manifest column that is the unit of the bootstrap; default: speaker, if known."
+        ),
     ] = None,
     margin: Annotated[
         float, typer.Option(min=0, help="Tolerated loss (non-inferiority margin), in WER points.")
@@ -107,19 +110,19 @@ def wer(
     points: Annotated[
         str | None,
         typer.Option(
-            help="Points of interest of PIER: tags (<tag ...> spans in references) or a script, "
-            "such as latin; default: tags, where there are some."
+            help="Also compute PIER, the error rate of chosen words: tags (<tag ...> spans in "
+            "references) or a script, such as latin; default: tags, if references have any."
         ),
     ] = None,
     split_hyphens: Annotated[
-        bool, typer.Option("--split-hyphens", help="For PIER, hyphens separate words.")
+        bool, typer.Option("--split-hyphens", help="For PIER, split words at hyphens.")
     ] = False,
     segmented: Annotated[
         bool,
         typer.Option(
             "--segmented",
-            help="Spaces separate words in Japanese, Chinese, Thai and the like too, in references "
-            "and transcripts; else their characters are scored.",
+            help="Texts in Japanese, Chinese, Thai and the like are split into words by spaces "
+            "already. Without this option their characters are scored.",
         ),
     ] = False,
     hallucinations: Annotated[
@@ -131,17 +134,17 @@ def wer(
     ] = False,
     punctuation: Annotated[
         bool,
-        typer.Option("--punctuation", help="Also score , . ? ! and case where words are aligned."),
+        typer.Option("--punctuation", help="Also score case, and , . ? ! after aligned words."),
     ] = False,
-    resamples: Annotated[int, typer.Option(min=1, help="Draws of each bootstrap.")] = 10_000,
+    resamples: Annotated[int, typer.Option(min=1, help="Number of bootstrap samples.")] = 10_000,
     out_dir: Annotated[
-        Path | None, typer.Option("--out", help="Folder for samples, tables, figures and page.")
+        Path | None, typer.Option("--out", help="Folder for texts, tables, figures and HTML page.")
     ] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Recordings decoded at once.")] = 8,
     warmup: Annotated[
-        int, typer.Option(min=0, help="Untimed runs of the first batch; the leaderboard makes 10.")
+        int, typer.Option(min=0, help="Untimed runs of the first batch (leaderboard: 10).")
     ] = 1,
     language: Language = None,
     task: Task = None,
@@ -149,7 +152,8 @@ def wer(
     fallback: Annotated[
         bool,
         typer.Option(
-            "--fallback/--no-fallback", help="Redo low-confidence windows, as Whisper does."
+            "--fallback/--no-fallback",
+            help="Decode low-confidence windows again at higher temperatures, as Whisper does.",
         ),
     ] = False,
     max_new_tokens: MaxNewTokens = None,
@@ -157,14 +161,14 @@ def wer(
     dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Seed of every bootstrap and of sampling.")] = 0,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first so many recordings; a smoke test.")
+        int | None, typer.Option(min=1, help="Use only this many recordings, for a smoke test.")
     ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Word error rate with intervals, speed, and paired comparisons of modes; PIER and more.
 
-    Raw texts go to --out as they come (samples.jsonl), so that scoring can be repeated without the
-    model. A recording that fails counts as missed, word for word, and makes the exit code 1.
+    Raw texts are appended to samples.jsonl in --out during the run, so that scoring can be repeated
+    without the model. If a recording fails, its words count as missed and the exit code is 1.
 
     For example:
 
@@ -192,13 +196,13 @@ def wer(
         named = ", ".join(name for name, value in given.items() if value) or "none of them"
         raise OptionError(f"expected one of --model, --hypotheses and --rescore, and got {named}")
     if draft and not model:
-        raise OptionError("--draft is a way to run a model; give --model too")
+        raise OptionError("--draft needs a model; give --model too")
     if rescore and (data or group or limit):
         raise OptionError(
-            "--rescore takes what the run recorded; leave --data, --group and --limit out"
+            "--rescore scores the texts of an earlier run; leave --data, --group and --limit out"
         )
     if resume and (out_dir is None or not model):
-        raise OptionError("--resume continues what --model wrote to --out; give both")
+        raise OptionError("--resume continues a run of --model in --out; give both options")
     if not model:
         refuse_without("--model", MODEL_OPTIONS, context)
     if data is None and not model:
@@ -316,18 +320,18 @@ for _command in (
 
 
 def _shipped_for(model: str) -> Path:
-    """The recordings that are used where none are named: those that a model may know."""
+    """Default data for a model: synthetic speech for models of the zoo, else real recordings."""
     known = model.startswith("zoo:")
     data = "zoo:speech-test" if known else "zoo:real-clips"
-    why = "the zoo's speech, which it knows" if known else "11 clips, too few for a claim"
-    print_line(f"data: {data} ({why}); name your own with --data", console)
+    why = "synthetic speech, as in training" if known else "11 clips, too few for a claim"
+    print_line(f"data: {data} ({why}); give your own with --data", console)
     return Path(data)
 
 
 def _entries(manifest: Path, limit: int | None, normalise: Any, left_out: list[str]) -> list[Entry]:
-    """Recordings with texts; with a normaliser only those the leaderboard would score.
+    """Reads recordings with texts; with a normaliser, only those that the leaderboard would score.
 
-    Problems of unusable rows go to ``left_out``.
+    Error messages of unusable rows are added to ``left_out``.
     """
     from mmdecode.asr.output.manifest import read_manifest
     from mmdecode.errors import InputError
@@ -350,7 +354,7 @@ def _transcribers(
     seed: int,
     options: dict[str, Any],
 ) -> dict[str, Transcriber]:
-    """One network, decoded without a draft and with each."""
+    """Loads one model, and makes a transcriber without a draft and one for each drafter."""
     from mmdecode import registry
     from mmdecode.asr.transcriber import Transcriber, load, make_options
     from mmdecode.decoder import Decoder
@@ -358,7 +362,7 @@ def _transcribers(
 
     settings = make_options(options)
     if len(set(drafts)) < len(drafts):
-        raise OptionError(f"--draft is given twice: {', '.join(drafts)}; give each mode once")
+        raise OptionError(f"--draft is given twice: {', '.join(drafts)}; give each drafter once")
     only_our_output()
     network, processor = load(model, device, dtype)
     found = {PLAIN: Transcriber(network, processor, Decoder(seed=seed), settings)}
@@ -376,7 +380,7 @@ def _run(
     resume: bool,
     overwrite: bool,
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Samples of all modes, and their conditions."""
+    """Transcribes in all modes; returns the samples and the settings of the run."""
     from mmdecode.evaluation.speech.runs import data_hash
     from mmdecode.runs.conditions import conditions_of
 
@@ -420,7 +424,7 @@ def _foreign(
     group: str | None,
     left_out: list[str],
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Samples of transcripts made elsewhere, a mode per file."""
+    """Reads transcripts made elsewhere; each file is a mode."""
     from mmdecode.asr.output.manifest import read_manifest
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.speech.samples import match, read_results
@@ -431,7 +435,7 @@ def _foreign(
         if not equals or Path(text).exists():
             name, path = Path(text).name, text
         if name in sources:
-            raise OptionError(f"two --hypotheses are called {name!r}; give NAME=FILE")
+            raise OptionError(f"two --hypotheses are called {name!r}; name them: NAME=FILE")
         sources[name] = Path(path)
     samples = []
     entries: list[Entry] = []

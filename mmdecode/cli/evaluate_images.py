@@ -38,20 +38,20 @@ def images(
     modes: Annotated[
         str,
         typer.Option(
-            help="ar (or plain), exact, fast and relaxed, with commas between; plain decoding "
-            "is always included, twice: with --seed, and with another seed."
+            help="Ways to sample, separated by commas: ar (or plain), exact, fast, relaxed. Plain "
+            "decoding is always included, twice: with --seed, and with another seed."
         ),
     ] = "exact,fast,relaxed",
     also: Annotated[
         list[str] | None,
         typer.Option(
-            help="Another mode, as 'DRAFT + RULE', for example 'jacobi:window=16 + "
+            help="Another mode, as 'DRAFTER + ACCEPTANCE RULE', for example 'jacobi:window=16 + "
             "lantern:delta=0.1'. Repeat it for more."
         ),
     ] = None,
     class_id: Annotated[
         list[int] | None,
-        typer.Option(help="A class to draw; default: all, in turn. Repeat it for more."),
+        typer.Option(help="A class to generate; default: all, in turn. Repeat it for more."),
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -59,7 +59,7 @@ def images(
     ] = None,
     guidance: Annotated[
         float | None,
-        typer.Option(help="Guidance scale s of u + s (c - u); 1: off; default: the model's."),
+        typer.Option(help="Scale s of classifier-free guidance; 1: off; default: the model's."),
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="Sampling temperature; default: the model's.")
@@ -73,20 +73,20 @@ def images(
     classifier: Annotated[
         str,
         typer.Option(
-            help="Classifier of the images: a folder as timm writes it, zoo:NAME, none, or auto: "
-            "zoo:scene-classifier for the zoo's scenes."
+            help="Classifier of the images: a folder in timm's format, zoo:NAME, none, or auto: "
+            "zoo:scene-classifier for zoo:llamagen-scenes, else none."
         ),
     ] = AUTO,
     real: Annotated[
         str,
         typer.Option(
-            help="Images that the model was not trained on: a folder, scenes, none, or auto: "
-            "scenes for the zoo's scenes."
+            help="Images that the model was not trained on: a folder, scenes (rendered), none, or "
+            "auto: scenes for zoo:llamagen-scenes, else none."
         ),
     ] = AUTO,
     training: Annotated[
         Path | None,
-        typer.Option(help="Folder of its training images, to detect memorised samples."),
+        typer.Option(help="Folder of the model's training images, to detect memorised samples."),
     ] = None,
     margin: Annotated[
         float,
@@ -95,11 +95,11 @@ def images(
     permutations: Annotated[
         int, typer.Option(min=99, help="Permutations of images in each two-sample test.")
     ] = 999,
-    resamples: Annotated[int, typer.Option(min=20, help="Draws of each bootstrap.")] = 200,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images drawn at once.")] = 16,
+    resamples: Annotated[int, typer.Option(min=20, help="Number of bootstrap samples.")] = 200,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images generated at once.")] = 16,
     output: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder for images (as codes), tables and page."),
+        typer.Option("--out", help="Folder for images (as codes), tables and HTML page."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue in --out; same settings only.")
@@ -112,10 +112,10 @@ def images(
 ) -> None:
     """Test whether faster sampling keeps the distribution of images: cost, likelihood, tests.
 
-    All modes have the same conditions (classes or prompts). Rows go to --out as they come
-    (images.jsonl); a run that was interrupted continues with --resume at the next image. The page
-    shows a sheet of images of each mode. An image that fails is left out of the scores and makes
-    the exit code 1.
+    All modes (ways to sample) have the same conditions (classes or prompts). Images are appended to
+    images.jsonl in --out as codes; --resume continues an interrupted run at the next image. The
+    HTML page shows a sheet of images of each mode. An image that fails is left out of the scores,
+    and the exit code is then 1.
 
     For example:
 
@@ -142,8 +142,8 @@ def images(
     chosen = modes_of([name.strip() for name in modes.split(",") if name.strip()], also or [])
     if config_of(model).model_type == "var":
         raise OptionError(
-            f"{model} writes scale by scale, so there is nothing to draft; this compares modes of "
-            "models in raster order, such as zoo:llamagen-scenes"
+            f"{model} generates images scale by scale and has no drafters; give a model that "
+            "generates in raster order, such as zoo:llamagen-scenes"
         )
     network = load(model, device, dtype)
     left_out: list[str] = []
@@ -229,10 +229,11 @@ def _conditions(
     prompts: Path | None,
     left_out: list[str],
 ) -> list[Any]:
-    """Classes or prompts of the images, in turn; what is wrong with lines goes to ``left_out``.
+    """Class or prompt of each of ``n`` images; messages on unusable lines go to ``left_out``.
 
     Raises:
-        OptionError: The model draws of the other kind, or prompts are missing.
+        OptionError: Prompts are given to a model of classes, or classes to a model of prompts, or
+            prompts are missing.
         InputError: The file of prompts cannot be read.
     """
     from mmdecode.errors import InputError, OptionError
@@ -242,7 +243,7 @@ def _conditions(
     if model.classes:
         if prompts is not None:
             raise OptionError(
-                "this model draws of classes; give --class-id in the place of --prompts"
+                "this model draws of classes, not of prompts; give --class-id instead of --prompts"
             )
         given = list(classes or range(model.classes))
     else:
@@ -252,7 +253,7 @@ def _conditions(
         given = [line for line in lines if isinstance(line, str)]
         left_out += [str(line) for line in lines if not isinstance(line, str)]
         if not given:
-            raise InputError(f"{left_out[0]}; and no other line is better")
+            raise InputError(f"{left_out[0]}; no other line can be used")
     return [given[index % len(given)] for index in range(n)]
 
 
@@ -265,7 +266,7 @@ def _judge(model: str, name: str) -> Classifier | None:
 
 
 def _known(model: RasterModel, judge: Classifier, recorder: Recorder) -> dict[Any, int] | None:
-    """The judge's class for each condition: by name, or by number where there are as many."""
+    """The classifier's class of each condition, matched by name or, if equally many, by number."""
     conditions: set[Any] = {request.condition for request in recorder.requests}
     names = {name.casefold(): index for index, name in enumerate(judge.classes)}
     labels = {label: name.casefold() for label, name in model.labels.items()}
@@ -283,7 +284,7 @@ def _generated(
     resume: bool,
     overwrite: bool,
 ) -> list[ImageRow]:
-    """Rows of all modes; appended to the output as they come."""
+    """Generates the images of all modes; rows are appended to the output during the run."""
     from mmdecode.evaluation.images.runs import journal_of
 
     journal = journal_of(output, settings, resume, overwrite) if output else None
@@ -304,7 +305,7 @@ def _scored(
 ) -> dict[str, Any]:
     from mmdecode.evaluation.images.report import measured
 
-    with console.status("reading the images again") if console.is_terminal else _quiet():
+    with console.status("scoring the images") if console.is_terminal else _quiet():
         return measured(model, recorder, rows, judge, batch)
 
 
@@ -314,7 +315,7 @@ def _truth(
     from mmdecode.evaluation.images.references import truth_of
 
     count = min(max(2 * n, MIN_REAL), MAX_REAL)
-    with console.status("looking at real pictures") if console.is_terminal else _quiet():
+    with console.status("reading reference images") if console.is_terminal else _quiet():
         return truth_of(model, judge, source, training, count)
 
 
@@ -330,13 +331,13 @@ def _failures(rows: Sequence[ImageRow]) -> dict[str, int]:
 
 
 def _show(report: ImageReport) -> None:
-    """Tables; Markdown where there is no terminal to lay them out."""
+    """Prints the tables; as Markdown if the output is no terminal."""
     show_tables(report.tables())
     print_line(report.about())
 
 
 def _tell(failed: Sequence[ImageRow], files: Sequence[Path]) -> None:
-    """Files, and what failed."""
+    """Prints the paths of the files, and the images that failed."""
     for path in files:
         print_line(str(path), console, "bold")
     for row in failed[:SHOWN]:

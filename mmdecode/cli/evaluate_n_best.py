@@ -1,4 +1,4 @@
-"""``mmdecode evaluate nbest``: selection and correction of N-best lists, next to the oracles."""
+"""``mmdecode evaluate nbest``: word errors of selection and correction of N-best lists."""
 
 from __future__ import annotations
 
@@ -23,33 +23,35 @@ if TYPE_CHECKING:
 
 SHOWN = 5  # failures listed one by one
 Rows = dict[tuple[str, str], dict[str, "ModelRow"]]
-"""Model outputs for the lists of a set, by set and source, then by list."""
+"""Model outputs by (set, source), then by the list's id; see `ModelRow`."""
 
 
 def nbest(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="N-best lists: HyPoradise's .json or .jsonl, .gz too, results.jsonl of mmdecode "
-            "transcribe --n-best, or a shipped set: ls_clean, ls_other, cv. Repeat it for more; "
-            "default: the shipped sets."
+            help="N-best lists: a .json or .jsonl file of HyPoradise, also .gz; results.jsonl of "
+            "mmdecode transcribe --n-best; or a shipped set: ls_clean, ls_other, cv. Repeat it for "
+            "more; default: the shipped sets."
         ),
     ] = None,
     references: Annotated[
         Path | None,
-        typer.Option(help="A manifest with reference texts, for lists without references."),
+        typer.Option(help="Manifest with the reference texts of lists that have none."),
     ] = None,
     normalizer: Annotated[
         str,
         typer.Option(
-            help="none, basic, whisper (English) or leaderboard, which also merges compounds.",
+            help="Text normaliser: none, basic, whisper (English) or leaderboard, which also "
+            "matches compounds with their parts.",
         ),
     ] = "whisper",
     methods: Annotated[
         list[str] | None,
         typer.Option(
-            help="Names with commas between: mbr, mbr+scores, table, lm:MODEL, lm-total:MODEL, "
-            "lm+scores:MODEL. The first hypotheses (1best) are always included. Repeat it for more."
+            help="Methods, separated by commas: mbr, mbr+scores (minimum Bayes risk), table "
+            "(learned replacements), lm:MODEL, lm-total:MODEL, lm+scores:MODEL (language model "
+            "scores). The first hypotheses (1best) are always included. Repeat it for more."
         ),
     ] = None,
     corrector: Annotated[
@@ -62,37 +64,37 @@ def nbest(
     train_share: Annotated[
         float,
         typer.Option(
-            min=0, max=1, help="Share of the lists that a corrector was trained on; not tested on."
+            min=0, max=1, help="Share of the lists that a corrector was trained on; not tested."
         ),
     ] = 0.0,
     dev_share: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Share of the lists to fit thresholds on; not tested on."),
+        typer.Option(min=0, max=1, help="Share of the lists to fit settings on; not tested."),
     ] = 0.5,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first so many lists; a smoke test.")
+        int | None, typer.Option(min=1, help="Use only this many lists, for a smoke test.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder for rows, summary, tables, texts and page."),
+        typer.Option("--out", help="Folder for model outputs, tables, texts and HTML page."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue in --out; same lists only.")
     ] = False,
     overwrite: Overwrite = False,
-    resamples: Annotated[int, typer.Option(min=1, help="Draws of each bootstrap.")] = 10_000,
-    batch_size: Annotated[int, typer.Option(min=1, help="Lists or texts at once.")] = 16,
+    resamples: Annotated[int, typer.Option(min=1, help="Number of bootstrap samples.")] = 10_000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Batch size, in lists or texts.")] = 16,
     device: Device = "auto",
     dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Seed of every bootstrap.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Word errors of selection and correction of N-best lists, next to the oracles.
+    """Word errors of selection and correction of N-best lists, compared with oracles.
 
-    o_nb takes the best hypothesis of each list, o_cp the best text made of a list's words. Lists
-    are split into parts by their ids: thresholds, weights and the table of spellings are fitted on
-    the development part; results are reported on the rest. Model outputs go to --out as they come
-    (rows.jsonl).
+    Oracle o_nb takes the best hypothesis of each list, o_cp the best text made of a list's words.
+    Lists are split into parts by their ids: thresholds, weights and the table of replacements are
+    fitted on the development part, and results are reported on the rest. Model outputs are appended
+    to rows.jsonl in --out during the run.
 
     For example:
 
@@ -186,7 +188,7 @@ COMMANDS = (nbest,)
 
 
 def _sets(data: Sequence[str] | None, references: Path | None) -> dict[str, list[NBestList]]:
-    """Reads the sets of N-best lists, by name; a set's name is its file's."""
+    """Reads the sets of N-best lists; the name of a set is the name of its file."""
     from mmdecode.asr.correction.n_best_lists import read_lists
     from mmdecode.asr.output.manifest import read_manifest
     from mmdecode.errors import OptionError
@@ -200,7 +202,7 @@ def _sets(data: Sequence[str] | None, references: Path | None) -> dict[str, list
             path = SHIPPED[given]
         name = path.name.partition(".")[0]
         if name in found:
-            raise OptionError(f"two files of --data have the name {name!r}; rename one")
+            raise OptionError(f"two files of --data have the name {name!r}; rename one file")
         lists = read_lists(path)
         found[name] = with_references(lists, entries) if references else lists
     return found

@@ -36,8 +36,8 @@ def silence(
     guide: Annotated[
         list[str] | None,
         typer.Option(
-            help="A guide, as name or name:key=value,...; each is a mode. Default: "
-            "whisper_cd. Repeat it for more."
+            help="A guide to evaluate, as name or name:key=value,...; default: whisper_cd. Repeat "
+            "it for more."
         ),
     ] = None,
     draft: Annotated[
@@ -47,21 +47,21 @@ def silence(
         list[str] | None,
         typer.Option(
             help="Speech to measure word errors on: a manifest with texts, zoo (shipped clips, "
-            "clean and noisy), or none; default: zoo. Repeat it for more sets."
+            "clean and with noise), or none; default: zoo. Repeat it for more sets."
         ),
     ] = None,
     recordings: Annotated[
         Path | None,
-        typer.Option(help="Manifest of your own non-speech recordings, added to synthetic ones."),
+        typer.Option(help="Manifest of your own recordings without speech, added to the clips."),
     ] = None,
-    clips: Annotated[int, typer.Option(min=2, help="Clips of each kind and level.")] = 12,
+    clips: Annotated[int, typer.Option(min=2, help="Clips of each kind of sound and level.")] = 12,
     seconds: Annotated[float, typer.Option(min=1, help="Length of each clip, in seconds.")] = 20.0,
     part: Annotated[
         Literal["development", "test"],
         typer.Option(help="Set of synthetic sounds: development to tune on, test to report."),
     ] = "test",
     out_dir: Annotated[
-        Path | None, typer.Option("--out", help="Folder for samples, tables and page.")
+        Path | None, typer.Option("--out", help="Folder for texts, tables and HTML page.")
     ] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -70,24 +70,24 @@ def silence(
     max_new_tokens: MaxNewTokens = None,
     padding: Annotated[
         Literal["silence", "zeros", "auto"],
-        typer.Option(help="Padding of the last window; silence is that of openai/whisper."),
+        typer.Option(help="Padding of the last window; openai/whisper pads with silence."),
     ] = "silence",
-    resamples: Annotated[int, typer.Option(min=1, help="Draws of each bootstrap.")] = 10_000,
+    resamples: Annotated[int, typer.Option(min=1, help="Number of bootstrap samples.")] = 10_000,
     device: Device = "auto",
     dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Seed of every bootstrap and of sampling.")] = 0,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help="Only so many recordings of each kind; a smoke test."),
+        typer.Option(min=1, help="Use only this many recordings of each kind, for a smoke test."),
     ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Hallucinated words per minute of non-speech, repetition, and word errors on speech.
 
-    The modes: plain Whisper decoding; thresholds (Whisper's gates and temperatures); loop guard
-    (repetition is cut after its first round); and each --guide. Silence, white, pink and babble
-    noise and music are synthesised. Texts go to --out as they come (samples.jsonl); a run that was
-    interrupted continues with --resume. A recording that fails makes the exit code 1.
+    Modes are plain Whisper decoding; thresholds (Whisper's thresholds and temperature fallback);
+    loop guard (repeated text is cut after its first occurrence); and each --guide. Silence, white,
+    pink and babble noise and music are synthesised. Texts are appended to samples.jsonl in --out;
+    --resume continues an interrupted run. If a recording fails, the exit code is 1.
 
     For example:
 
@@ -199,7 +199,7 @@ def _transcribers(
     seed: int,
     options: dict[str, Any],
 ) -> dict[str, Transcriber]:
-    """One network, decoded plainly, under Whisper's gates, with loops cut, and by each guide."""
+    """Loads one model, and makes a transcriber for each mode of `silence`."""
     from mmdecode import registry
     from mmdecode.asr.options import FALLBACK
     from mmdecode.asr.transcriber import Transcriber, load, make_options
@@ -207,7 +207,7 @@ def _transcribers(
     from mmdecode.errors import OptionError
 
     if len(set(guides)) < len(guides):
-        raise OptionError(f"--guide is given twice: {', '.join(guides)}; give each mode once")
+        raise OptionError(f"--guide is given twice: {', '.join(guides)}; give each guide once")
     network, processor = load(model, device, dtype)
     at_hand = {"target": network, "model_id": model}
     ways: dict[str, tuple[str | None, dict[str, Any]]] = {
@@ -228,7 +228,7 @@ def _transcribers(
 def _read(
     sets: Sequence[str], recordings: Path | None, limit: int | None, left_out: list[str]
 ) -> Iterator[Entry]:
-    """The user's recordings, with speech and without; what is wrong with others goes to a list."""
+    """Reads the user's recordings; error messages of unusable rows are added to ``left_out``."""
     from dataclasses import replace
 
     from mmdecode.asr.output.manifest import read_manifest
@@ -249,7 +249,7 @@ def _sounds(
     seed: int,
     limit: int | None,
 ) -> Iterator[Entry]:
-    """Recordings without speech; what makes their files goes into ``made``."""
+    """Synthetic recordings; functions that make their samples are added to ``made``, by path."""
     from dataclasses import replace
 
     from mmdecode.evaluation.speech.non_speech import sounds
@@ -263,7 +263,7 @@ def _sounds(
 def _zoo_speech(
     made: dict[Path, Callable[[], np.ndarray]], folder: Path, limit: int | None
 ) -> Iterator[Entry]:
-    """Shipped recordings of speech with texts, clean and noisy, which are made as `_sounds` are."""
+    """Shipped speech, clean and noisy; functions that make noisy samples are added to ``made``."""
     from mmdecode.asr.output.manifest import Entry
     from mmdecode.evaluation.speech.silence import SPEECH
     from mmdecode.zoo.speech import speech_test

@@ -1,6 +1,6 @@
-"""``mmdecode evaluate pope|chair|mme|amber|spatial``: modes of decoding a vision-language model.
+"""``mmdecode evaluate pope|chair|mme|amber|spatial``: scores of vision-language decoding.
 
-``mmdecode evaluate published`` checks tables that others have printed.
+``mmdecode evaluate published`` checks published tables of POPE.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ RUN_OPTIONS = tuple(
     "data part images split prefix prompt synonyms guide sample seeds controls suffix redraw limit "
     "batch_size max_new_tokens warmup resume device dtype".split()
 )
-"""Parameters that decide what is run; rescoring takes them from the run."""
+"""Parameters of a run; with --rescore they are taken from the earlier run."""
 
 Data = Annotated[
     list[str] | None,
-    typer.Option(help="'zoo' for the shipped scenes, else a folder or file; see below."),
+    typer.Option(help="Questions: 'zoo' for shipped ones, or a folder or file; see above."),
 ]
 Model = Annotated[
     str | None,
@@ -56,26 +56,26 @@ Images = Annotated[Path | None, typer.Option(help="Folder of the images.")]
 Part = Annotated[
     str, typer.Option(help="Part of the zoo's sets: development to tune on, test to report.")
 ]
-Seeds = Annotated[int, typer.Option(min=1, help="Repeats of each sampled mode.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Number of seeds of each sampled mode.")]
 Sample = Annotated[
     bool | None,
     typer.Option(
         "--sample/--greedy",
-        help="Sample, or decode greedily; default: both, each against its own baseline.",
+        help="Only sample, or only decode greedily; default: both.",
     ),
 ]
 Controls = Annotated[
     bool,
     typer.Option(
         "--controls/--no-controls",
-        help="Also run the controls that a gain has to beat: greedy and, with sampled methods, "
-        "sampled plain decoding, the plausibility cut alone and a matched temperature; for yes/no "
-        "questions an instruction to say yes, the flip of near ties (both sampled with --sample "
-        "alone), and a constant shift of the margin.",
+        help="Also run controls, which a good guide has to beat: plain decoding (greedy and, with "
+        "sampling, sampled), with sampling a plausibility cut alone and a matched temperature; for "
+        "yes/no questions an instruction to answer yes, the flip of answers with a small margin, "
+        "and a constant shift of the margin.",
     ),
 ]
 Suffix = Annotated[
-    str, typer.Option(help="Text appended to each question: none, one-word, short, or a text.")
+    str, typer.Option(help="Appended to each question: none, one-word, short, or any other text.")
 ]
 Parser = Annotated[
     str,
@@ -85,25 +85,25 @@ Redraw = Annotated[
     bool,
     typer.Option(
         "--redraw/--no-redraw",
-        help="Sample the answers of all seeds from one forward pass, if no branch is random; "
-        "else decode every seed.",
+        help="Sample the yes/no answers of all seeds from the logits of one forward pass, unless "
+        "the guide is random; or decode every seed.",
     ),
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="Only the first so many questions; a smoke test.")
+    int | None, typer.Option(min=1, help="Use only this many questions, for a smoke test.")
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Questions decoded at once.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Untimed runs of each guide's first batch.")]
 Output = Annotated[
     Path | None,
-    typer.Option("--out", help="Folder for rows, summary, tables, figures and page."),
+    typer.Option("--out", help="Folder for answers, tables, figures and HTML page."),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue in --out; same settings only.")]
 Rescore = Annotated[
-    Path | None, typer.Option(help="Score the raw answers of an earlier run's folder again.")
+    Path | None, typer.Option(help="Folder of an earlier run: score its answers again.")
 ]
-Resamples = Annotated[int, typer.Option(min=1, help="Draws of each bootstrap.")]
+Resamples = Annotated[int, typer.Option(min=1, help="Number of bootstrap samples.")]
 Seed = Annotated[
     int, typer.Option(help="First seed of sampling, and seed of guides and of every bootstrap.")
 ]
@@ -118,10 +118,10 @@ def pope(
     part: Part = "test",
     split: Annotated[
         list[str] | None,
-        typer.Option(help="random, popular or adversarial; default: all. Repeat it for more."),
+        typer.Option(help="POPE's random, popular or adversarial; default: all. Repeat for more."),
     ] = None,
     prefix: Annotated[
-        str, typer.Option(help="First characters of the files' names, where --data is a folder.")
+        str, typer.Option(help="First characters of the files' names, if --data is a folder.")
     ] = "",
     sample: Sample = None,
     seeds: Seeds = 5,
@@ -146,8 +146,8 @@ def pope(
     """POPE: is there an object in the image? Accuracy, share of yes, and margins, by split.
 
     --data is 'zoo', a folder with a file per split, or the files themselves (repeat it); questions
-    that several splits share are asked once. Rows go to --out as they come (items.jsonl). A
-    question that fails counts as wrong and makes the exit code 1.
+    that several splits share are asked once. Answers are appended to items.jsonl in --out. If a
+    question fails, it counts as wrong and the exit code is 1.
 
     For example:
 
@@ -173,7 +173,7 @@ def chair(
     ] = None,
     synonyms: Annotated[
         Path | None,
-        typer.Option(help="Words for the objects, a line each, its name first; default: COCO's."),
+        typer.Option(help="File with a line 'NAME, SYNONYM, ...' per object; default: COCO's."),
     ] = None,
     sample: Sample = None,
     seeds: Seeds = 5,
@@ -195,7 +195,7 @@ def chair(
     """CHAIR: hallucinated objects in captions, with recall and length, also at equal length.
 
     --data is 'zoo', or JSON lines with image (or COCO's image_id) and objects, the names of the
-    objects in the image. A caption that fails counts as empty and makes the exit code 1.
+    objects in the image. If a caption fails, it counts as empty and the exit code is 1.
 
     For example:
 
@@ -233,8 +233,8 @@ def mme(
 ) -> None:
     """MME: a yes- and a no-question about each image; with the scores of MME's own tool.
 
-    --data is 'zoo', MME's folder (the images may stand in it), or JSON lines with category, image,
-    question and answer.
+    --data is 'zoo', MME's folder (which may contain the images), or JSON lines with category,
+    image, question and answer.
 
     For example:
 
@@ -271,8 +271,8 @@ def amber(
 ) -> None:
     """AMBER: questions on existence, attributes and relations; with the scores of its own tool.
 
-    --data is a folder with query_discriminative.json and annotations.json; the images stand in its
-    folder image, or under --images.
+    --data is a folder with query_discriminative.json and annotations.json; the images are in its
+    folder image, or in --images.
 
     For example:
 
@@ -312,8 +312,8 @@ def spatial(
     """Spatial relations (What's Up): single questions, pairs and sets; or VSR's statements.
 
     --data is 'zoo', What's Up's JSON file, VSR's JSON lines, or JSON lines with image, question,
-    options, answer and group; images stand next to the file, or under --images. --parser and
-    --redraw are for VSR, whose answers are yes and no.
+    options, answer and group; images are next to the file, or in --images. --parser and --redraw
+    are for VSR, whose questions are answered yes or no.
 
     For example:
 
@@ -326,8 +326,8 @@ def published(
     table: Annotated[
         Path,
         typer.Argument(
-            help="A .csv, .tsv or .jsonl with accuracy, precision, recall, f1 and yes_ratio in "
-            "percent, any two or more; method, split and averaged where there are several."
+            help="A .csv, .tsv or .jsonl with two or more of the columns accuracy, precision, "
+            "recall, f1 and yes_ratio, in percent; optional are method, split and averaged."
         ),
     ],
     json: JsonFlag = False,
@@ -336,8 +336,8 @@ def published(
 
     On 1,500 yes- and 1,500 no-questions, accuracy, precision, recall, F1 and the share of yes
     depend on one another, and without sampling the three splits have the same recall. A row that
-    does not fit comes from other files, is an average (say so in the column averaged), or is an
-    error; it makes the exit code 1.
+    contradicts this comes from other files, is an average (mark it with yes in the column
+    averaged), or is an error. If there is such a row, the exit code is 1.
 
     For example:
 
@@ -351,7 +351,7 @@ def published(
     else:
         for problem in problems:
             print_line(problem)
-        print_line(f"{len(problems)} problems" if problems else "nothing is wrong with it")
+        print_line(f"{len(problems)} problems" if problems else "no contradiction was found")
     if problems:
         raise typer.Exit(1)
 
@@ -375,7 +375,7 @@ def _evaluate(
     synonyms: Path | None = None,
     **asked: Any,
 ) -> None:
-    """Runs or rescores, writes the report and shows it."""
+    """Runs the model or reads an earlier run, then writes the report and prints it."""
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.report.plots import drawable
     from mmdecode.evaluation.vision.answers import parser_of
@@ -385,12 +385,12 @@ def _evaluate(
 
     if (model is None) == (rescore is None):
         raise OptionError(
-            "expected one of --model and --rescore; a model runs, rescoring needs none"
+            "expected either --model, for a new run, or --rescore, for an earlier run"
         )
     if rescore is not None:
         refuse_without("--model", RUN_OPTIONS, context)
     if resume and output is None:
-        raise OptionError("--resume continues what a run wrote to --out; give that folder")
+        raise OptionError("--resume continues the run in --out; give its folder with --out")
     if parser is not None:
         parser_of(parser)
     folder = output or rescore
@@ -547,7 +547,7 @@ def _decoded(
     resume: bool,
     overwrite: bool,
 ) -> list[Any]:
-    """Rows of all modes; appended to the output as they come."""
+    """Decodes all modes; rows are appended to the output during the run."""
     from mmdecode.evaluation.vision.runs import journal_of
     from mmdecode.runs.crashes import InFlight, suspects_in
     from mmdecode.vlm.crashes import watched
@@ -576,11 +576,11 @@ def _decoded(
 
 
 def _recorded(folder: Path, task: str) -> _Run:
-    """Rows of an earlier run.
+    """Reads the rows of an earlier run.
 
     Raises:
-        InputError: It cannot be read.
-        OptionError: It is of another task.
+        InputError: The run cannot be read.
+        OptionError: The run is of another task.
     """
     from mmdecode.errors import InputError, OptionError
     from mmdecode.evaluation.vision.data import zoo_image
@@ -615,7 +615,7 @@ def _recorded(folder: Path, task: str) -> _Run:
 
 
 def _report(run: _Run, parser: str | None, basis: dict[str, Any]) -> ItemReport[Any]:
-    """The report that goes with the task."""
+    """Makes the report of the run's task."""
     from mmdecode.evaluation import CaptionReport, ChoiceReport, YesNoReport
     from mmdecode.evaluation.vision.data import vocabulary_of
     from mmdecode.evaluation.vision.runs import NONE, comparisons_of

@@ -284,7 +284,7 @@ def test_shipped_sets_go_by_their_names(monkeypatch):
         (["--resume"], OptionError, "--out"),
         (["--methods", "mbr,mrb"], UnknownNameError, "did you mean"),
         (["--dev-share", "0"], OptionError, "development"),
-        (["--dev-share", "1"], OptionError, "leave a test"),
+        (["--dev-share", "1"], OptionError, "a sum below 1"),
         (["--normalizer", "wisper"], UnknownNameError, "did you mean 'whisper'"),
         (["--data", "no/such.json"], InputError, "cannot be read"),
     ],

@@ -453,7 +453,7 @@ def test_calls_that_make_no_sense_are_refused():
         audit(model, found, Decoder(), plain=plain_of(), max_new_tokens=3)
     with pytest.raises(InputError, match="one name each"):
         audit(model, [*found, *found], Decoder())
-    with pytest.raises(InputError, match="nobody, which is no input"):
+    with pytest.raises(InputError, match="nobody, but there is no such case"):
         audit(model, found, tokens={"nobody": [1]}, plain=plain_of())
 
 

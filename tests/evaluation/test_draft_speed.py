@@ -150,7 +150,7 @@ def test_confidence_is_of_the_distribution_that_is_decoded():
 def test_what_cannot_be_measured_is_refused():
     with pytest.raises(OptionError, match="no batch"):
         measure(model("llama"), [], {}, SETTING)
-    with pytest.raises(OptionError, match="knows no guide"):
+    with pytest.raises(OptionError, match="supports no guide"):
         measure(model("llama"), prompts(), {}, SETTING, guide=object(), peers={"generate": {}})
     for wrong in ({"max_new_tokens": 1}, {"temperature": -1.0}, {"repeats": 0}):
         with pytest.raises(OptionError, match="expected at least"):

@@ -87,7 +87,7 @@ def test_lines_of_question_and_answer(tmp_path):
     with pytest.raises(InputError, match=r"a.txt, line 2 has 1 column; expected a question"):
         read_mme(tmp_path)
     left_out = []
-    with pytest.raises(InputError, match="and no other row is better"):
+    with pytest.raises(InputError, match="no other row can be used"):
         read_mme(tmp_path, left_out)
     assert "line 2 has 1 column" in left_out[0] and "other question of its pair" in left_out[1]
 

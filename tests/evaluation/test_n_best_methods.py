@@ -55,7 +55,7 @@ def test_parts_are_cut_by_ids_and_the_test_does_not_hang_on_who_trains():
 
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (-0.1, 0.5), (0.0, 1.0)])
 def test_shares_without_a_test_are_refused(shares):
-    with pytest.raises(OptionError, match="leave a test"):
+    with pytest.raises(OptionError, match="a sum below 1"):
         parts_of(lists_from([("a", "a")] * 9), *shares)
     with pytest.raises(OptionError, match="none of 0 lists"):
         parts_of([], 0.0, 0.5)

@@ -283,7 +283,7 @@ def test_readings_of_alternatives():
         "for an investor x",
         "for an investor y",
     ]
-    with pytest.raises(InputError, match="readings"):
+    with pytest.raises(InputError, match="alternatives of a reference"):
         readings("{ a / b } " * 20)
 
 

@@ -570,7 +570,7 @@ def test_a_killed_run_loses_nothing_it_reported(finished, manifest, tmp_path):
 
 def test_a_damaged_line_is_named(finished, tmp_path):
     (tmp_path / "samples.jsonl").write_text('{"id": 3}\n')
-    with pytest.raises(InputError, match="line 1 is no sample"):
+    with pytest.raises(InputError, match="line 1 is not the row of a recording"):
         read_samples(tmp_path)
     with pytest.raises(InputError, match="folder of an earlier run"):
         read_samples(tmp_path / "missing")

@@ -187,17 +187,17 @@ def audit(
             of several rows, or a ``generate`` that does not return its logits.
     """
     if (decoder is None) == (tokens is None):
-        raise OptionError("give a decoder to audit or tokens to judge, one of the two")
+        raise OptionError("expected either a decoder or tokens to audit; give one of the two")
     if plain is not None and options:
-        raise OptionError(f"{', '.join(options)} next to plain=...; give Plain the options")
+        raise OptionError(f"{', '.join(options)} next to plain=...; give them to Plain instead")
     names = [case.name for case in cases]
     if not names or len(set(names)) < len(names):
-        raise InputError(f"{len(names)} cases with {len(set(names))} names; expected one name each")
+        raise InputError(f"{len(names)} cases have {len(set(names))} names; expected unique names")
     unknown = sorted(set(tokens or ()) - set(names))
     if unknown:
         raise InputError(
-            f"tokens for {', '.join(unknown[:3])}, which is no input; inputs are called "
-            f"{', '.join(names[:3])}, ..."
+            f"tokens are given for {', '.join(unknown[:3])}, but there is no such case; cases are "
+            f"called {', '.join(names[:3])}, ..."
         )
     plain = plain or Plain(model, **options)
     subject: _Subject
@@ -217,7 +217,7 @@ def audit(
         if progress is not None:
             progress(case.name)
     if not rows:
-        raise InputError("no tokens were given; expected generated ids of at least one case")
+        raise InputError("tokens is empty; expected generated ids of at least one case")
     return _report(plain, subject, rows, noise)
 
 

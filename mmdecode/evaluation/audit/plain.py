@@ -91,7 +91,7 @@ class Plain:
     ) -> None:
         if options.get("guidance_scale") is not None:
             raise OptionError(
-                "guidance_scale is audited as a guide: Decoder(guide='cfg:scale=...')"
+                "guidance_scale cannot be audited; give a guide: Decoder(guide='cfg:scale=...')"
             )
         self.model, self.keep, self.options = model, keep, options
         self._generate = generate or model.generate
@@ -155,9 +155,9 @@ class Plain:
         if not logits or len(logits) != len(script.scores):
             raise InputError(
                 f"{case.name}: generate returned {type(output).__name__} with "
-                f"{len(logits or ())} logits and asked the processors {len(script.scores)} times; "
-                "expected both once per token: give Plain(model, generate=...) the one that "
-                "chooses the tokens"
+                f"{len(logits or ())} logits and called the processors {len(script.scores)} times; "
+                "expected one of each per token: give the function that chooses the tokens as "
+                "Plain(model, generate=...)"
             )
         one_row(logits[0])
         scores = torch.stack(script.scores)
@@ -214,7 +214,7 @@ class Tap:
         return sequences
 
     def target_logits(self, tokens: Sequence[int], raw: Tensor) -> Tensor:
-        """Applies the call's logits processors to the logits ``raw (V,)`` that follow ``tokens``."""
+        """Applies the call's logits processors to logits ``raw (V,)`` that follow ``tokens``."""
         prefix = torch.cat([self.prompt, self.prompt.new_tensor([list(tokens)])], 1)
         return self.processors(prefix, raw[None].clone())[0]
 
@@ -326,7 +326,7 @@ class _Whole:
 def one_row(rows: Tensor) -> None:
     """Raises an `InputError` if a batch has more than one row."""
     if len(rows) != 1:
-        raise InputError(f"a case holds one row, this one has {len(rows)}; split it")
+        raise InputError(f"a case has {len(rows)} rows; expected one: split it into several cases")
 
 
 def furthest(left: Tensor, right: Tensor) -> float:

@@ -110,7 +110,10 @@ def floor(features: np.ndarray, size: int, splits: int = 20, seed: int = 0) -> D
         OptionError: ``size`` is below 2 or above ``n // 2``.
     """
     if not 2 <= size <= len(features) // 2:
-        raise OptionError(f"two parts of {size} images cannot be made of {len(features)}")
+        raise OptionError(
+            f"{len(features)} images cannot be split into two parts of {size}; expected parts of 2 "
+            "or more images, at most half of all"
+        )
     random, found = np.random.default_rng(seed), []
     for _ in range(splits):
         parts = features[random.permutation(len(features))[: 2 * size]].reshape(2, size, -1)

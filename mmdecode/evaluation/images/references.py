@@ -99,8 +99,8 @@ def _scenes(seeds: range, side: tuple[int, int]) -> Iterator[Tensor]:
         raise IncompatibleError.between(
             "--real scenes",
             "the model",
-            f"scenes have {SIDE} x {SIDE} pixels, its images {side[0]} x {side[1]}",
-            "give a folder of pictures, or --real none",
+            f"scenes have {SIDE} x {SIDE} pixels, the model's images {side[0]} x {side[1]}",
+            "give a folder of images, or --real none",
         )
     for start in range(0, len(seeds), BATCH):
         images = torch.from_numpy(rendered_images(seeds[start : start + BATCH]))
@@ -115,10 +115,12 @@ def _folder(folder: Path, side: tuple[int, int], count: int | None) -> Iterator[
     from mmdecode.vlm.images import SUFFIXES, read_image
 
     if not folder.is_dir():
-        raise InputError(f"{folder} is no folder; give one of pictures, 'scenes' or 'none'")
+        raise InputError(
+            f"{folder} is not a folder; expected a folder of images, 'scenes' or 'none'"
+        )
     files = find_files([str(folder)], SUFFIXES, "image")[:count]
     if len(files) < 4:
-        raise InputError(f"{folder} holds {len(files)} pictures; distances need at least 4")
+        raise InputError(f"{folder} holds {len(files)} images; distances need at least 4")
     height, width = side
     for start in range(0, len(files), BATCH):
         read = []

@@ -222,8 +222,8 @@ class ImageReport:
     ) -> None:
         if PLAIN not in found:
             raise OptionError(
-                "fewer than two plain images were drawn, and all modes are compared with them; "
-                "give a larger --n, or see why they failed"
+                "there are fewer than two images of plain decoding, with which modes are compared; "
+                "give a larger --count, or see why images failed"
             )
         self.found, self.guarantees, self.groups = dict(found), guarantees, groups
         self.failed, self.classes, self.truth = failed or {}, classes, truth

@@ -127,7 +127,8 @@ def read_images(path: Path) -> list[ImageRow]:
             row = ImageRow(**json.loads(line))
         except (ValueError, TypeError) as error:
             raise InputError(
-                f"{path}, line {number} is no image; remove the line, and --resume draws it again"
+                f"{path}, line {number} is not the row of an image; remove the line, and --resume "
+                "generates the image again"
             ) from error
         found[_key(row)] = row
     return list(found.values())

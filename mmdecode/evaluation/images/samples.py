@@ -124,7 +124,8 @@ def likelihood(
         tokens = flat[part].to(logits.device)
         if logits.shape[:2] != tokens.shape:
             raise ShapeError(
-                f"logits of {tuple(logits.shape[:2])} tokens for codes of {tuple(tokens.shape)}"
+                f"the logits are for {tuple(logits.shape[:2])} images and tokens, the codes for "
+                f"{tuple(tokens.shape)}; expected the same numbers"
             )
         chosen = uncut.warp(logits).log_softmax(-1).gather(2, tokens[..., None])[..., 0]
         distribution = sampling.warp(logits)

@@ -91,12 +91,14 @@ def parts_of(lists: Sequence[NBestList], train_share: float, dev_share: float) -
     if min(train_share, dev_share) < 0 or train_share + dev_share >= 1:
         raise OptionError(
             f"a training share of {train_share} and a development share of {dev_share}; expected "
-            "two from 0 that leave a test"
+            "two shares of at least 0 with a sum below 1"
         )
     before, test = split(lists, train_share + dev_share)
     training, development = split(before, train_share)
     if not test:
-        raise OptionError(f"none of {len(lists)} lists falls into the test; give smaller shares")
+        raise OptionError(
+            f"none of {len(lists)} lists falls into the test part; give smaller shares"
+        )
     return Parts(training, development, test)
 
 
@@ -192,8 +194,8 @@ def read_model_rows(path: Path) -> Iterator[ModelRow]:
             yield ModelRow(**json.loads(line))
         except (ValueError, TypeError) as error:
             raise InputError(
-                f"{path}, line {number} is no row of a run; remove the line, and --resume makes "
-                "it again"
+                f"{path}, line {number} is not a row of model outputs; remove the line, and "
+                "--resume computes it again"
             ) from error
 
 

@@ -51,8 +51,8 @@ class Aligner:
         self.normaliser, self.scorer = normaliser, scorer or default_scorer(normaliser)
         if self.scorer == "sclite":
             raise OptionError(
-                "scorer='sclite' allows several readings of a reference, over which the words of "
-                "a list cannot be counted; use 'plain' or 'merge'"
+                "scorer='sclite' allows alternatives in a reference, for which the oracles of a "
+                "list cannot be computed; use 'plain' or 'merge'"
             )
         self._normalise = normaliser_of(normaliser)
         self._normal: dict[str, str] = {}
@@ -185,8 +185,8 @@ def with_references(lists: Sequence[NBestList], entries: Sequence[Entry]) -> lis
             text = texts.get(one.audio or "")
         if text is None:
             raise InputError(
-                f"the manifest has no text for the list {one.id!r}; expected an entry of that id, "
-                "and for recordings of several windows one for each window"
+                f"the manifest has no text for the list {one.id!r}; expected an entry with that id "
+                "(for a recording of several windows, an entry for each window)"
             )
         found.append(replace(one, reference=text))
     return found

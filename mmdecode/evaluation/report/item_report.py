@@ -107,7 +107,7 @@ class ItemReport(abc.ABC, Generic[Some]):
                 if other:
                     raise OptionError(
                         f"{mode!r}{f', seed {seed},' * (seed is not None)} lacks answers that "
-                        f"others have ({min(other)!r}); finish the run with --resume"
+                        f"other modes have ({min(other)!r}); finish the run with --resume"
                     )
         if after is not None:
             added = dict.fromkeys(item.mode for item in items)

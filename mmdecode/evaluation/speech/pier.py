@@ -170,7 +170,7 @@ def refuse_points(points: str, scorer: str) -> None:
     if scorer == "sclite":
         raise OptionError(
             "points of interest need fixed word positions, and scorer 'sclite' chooses among "
-            "readings of a reference; use scorer 'plain' or 'merge'"
+            "alternatives of a reference; use scorer 'plain' or 'merge'"
         )
 
 
@@ -258,8 +258,8 @@ def _untagged(reference: str) -> tuple[str, list[bool]]:
     text, flags = text + reference[end:], flags + [False] * (len(reference) - end)
     if is_tagged(text):
         raise InputError(
-            f"a tag of a reference is not closed, or holds another: {reference[:80]!r}; expected "
-            "<tag word> or <tag several words>"
+            f"a tag in a reference is not closed, or contains another tag: {reference[:80]!r}; "
+            "expected <tag word> or <tag several words>"
         )
     return text, flags
 

@@ -72,8 +72,8 @@ def read_samples(folder: Path) -> list[Sample]:
             sample = Sample.from_dict(json.loads(line))
         except (ValueError, TypeError) as error:
             raise InputError(
-                f"{path}, line {number} is no sample; remove the line, and --resume records it "
-                "again"
+                f"{path}, line {number} is not the row of a recording; remove the line, and "
+                "--resume transcribes the recording again"
             ) from error
         found[sample.mode, sample.id] = sample
     return list(found.values())

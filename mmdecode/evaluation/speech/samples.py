@@ -134,8 +134,8 @@ def match(
     if all(sample.error for sample in samples):
         raise InputError(
             f"none of the {len(found)} transcripts of {hypotheses} belongs to a recording of the "
-            f"manifest: they are called {next(iter(found), '')!r}, ..., and the recordings "
-            f"{entries[0].id!r}, ..."
+            f"manifest: the transcripts are called {next(iter(found), '')!r}, ..., and the "
+            f"recordings {entries[0].id!r}, ..."
         )
     return samples
 
@@ -195,7 +195,7 @@ def read_results(path: Path, mode: str) -> list[Sample]:
         text, hypothesis = text_of(row, ("text",), where), row.get("pred_text")
         if text is None or "pred_text" not in row:
             raise InputError(
-                f"{where} has no 'text' and 'pred_text'; give the references with a manifest"
+                f"{where} lacks 'text' or 'pred_text'; give the references with a manifest"
             )
         sample = Sample(
             id=text_of(row, KEY, where) or f"sample_{line - 1}",

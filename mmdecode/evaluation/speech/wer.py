@@ -371,8 +371,8 @@ def readings(reference: str) -> list[str]:
     count = int(np.prod([len(choice) for choice in choices], dtype=float))
     if count > _MOST_READINGS:
         raise InputError(
-            f"a reference has {count} readings; expected at most {_MOST_READINGS}: cut it into "
-            f"shorter utterances: {reference[:60]!r}"
+            f"the alternatives of a reference allow {count} texts; expected at most "
+            f"{_MOST_READINGS}: split it into shorter utterances: {reference[:60]!r}"
         )
     texts = (" ".join(reading).split() for reading in itertools.product(*choices))
     return [" ".join(word for word in words if word != "@") for words in texts]

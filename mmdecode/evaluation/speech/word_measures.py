@@ -51,8 +51,8 @@ class Measures:
     def __post_init__(self) -> None:
         if self.split_hyphens and self.points is None:
             raise OptionError(
-                "split_hyphens is about points of interest, and none are given: give points, or "
-                "leave it out"
+                "split_hyphens affects only the scores of points of interest; give points too, or "
+                "leave split_hyphens out"
             )
 
     def scores(

@@ -131,7 +131,7 @@ class WERReport:
             if sample.id in found:
                 raise OptionError(
                     f"{sample.mode!r} has two samples called {sample.id!r}; give each recording a "
-                    "name of its own"
+                    "unique name"
                 )
             found[sample.id] = sample
         self.left_out = len(left_out)
@@ -143,8 +143,8 @@ class WERReport:
             other = set(found).symmetric_difference(self.ids)
             if other:
                 raise OptionError(
-                    f"{mode!r} and {self.modes[0]!r} have different recordings ({min(other)!r} is "
-                    "in one only); finish the run with --resume, or score them apart"
+                    f"{mode!r} and {self.modes[0]!r} have different recordings (only one of them "
+                    f"has {min(other)!r}); finish the run with --resume, or score them separately"
                 )
         known = [self._of[self.modes[0]][name].group for name in self.ids]
         self._groups = [str(group) for group in known] if None not in known else None

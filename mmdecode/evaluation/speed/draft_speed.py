@@ -163,7 +163,7 @@ def measure(
     if not batches:
         raise OptionError("no batch of prompts; give more requests, or a smaller batch size")
     if peers and guide is not None:
-        raise OptionError("transformers' generate knows no guide; leave peers or the guide out")
+        raise OptionError("transformers' generate supports no guide; give either peers or a guide")
     decoders = {
         name: Decoder(draft, guide, seed=setting.seed, compile=compile)
         for name, draft in {PLAIN: None, AGAIN: None, **drafts}.items()

@@ -77,9 +77,9 @@ def differentiable_average_lagging(delays: Sequence[float], source: float) -> fl
 def _pace(delays: Sequence[float], source: float, words: int | None = None) -> float | None:
     """Length of the source per word; ``None``: there are no words."""
     if source <= 0 or (words is not None and words < 1):
-        raise OptionError(f"source={source}, words={words}; expected more than 0")
+        raise OptionError(f"source={source}, words={words}; expected values above 0")
     if any(later < delay for delay, later in pairwise(delays)):
-        raise OptionError("a word was committed before the one before it; give delays in order")
+        raise OptionError("a delay is shorter than the delay before it; give delays in order")
     return source / (words or len(delays)) if delays else None
 
 

@@ -90,7 +90,7 @@ def mean_of(values: np.ndarray, strata: Sequence[Any] | None = None) -> Mean:
     """
     values = np.asarray(values, dtype=np.float64)
     if len(values) < 2:
-        raise OptionError(f"{len(values)} images; an interval needs two")
+        raise OptionError(f"the interval of a mean needs two images, and there are {len(values)}")
     stratum_of = strata_of(len(values), strata)
     sizes = np.bincount(stratum_of)
     if 2 * len(sizes) > len(values):
@@ -144,7 +144,8 @@ def equivalence(first: Mean, second: Mean, margin: float = MARGIN) -> Equivalenc
     """
     if not first.value * second.value > 0:
         raise OptionError(
-            f"means {first.value} and {second.value} have no ratio; expected the same sign, not 0"
+            f"the ratio of means {first.value} and {second.value} cannot be tested; expected two "
+            "means of the same sign, neither 0"
         )
     ratio = second.value / first.value
     errors = (first.error / first.value) ** 2, (second.error / second.value) ** 2
@@ -177,7 +178,7 @@ def strata_of(count: int, strata: Sequence[Any] | None) -> np.ndarray:
     if strata is None:
         return np.zeros(count, dtype=np.int64)
     if len(strata) != count:
-        raise ShapeError(f"{len(strata)} conditions for {count} images; give one for each")
+        raise ShapeError(f"{len(strata)} conditions for {count} images; expected one per image")
     return np.unique(np.asarray(strata, dtype=str), return_inverse=True)[1]
 
 

@@ -75,7 +75,10 @@ def two_sample(
         MissingExtraError: scipy is not installed.
     """
     if first.shape[1:] != second.shape[1:]:
-        raise ShapeError(f"tables of {first.shape[1:]} and {second.shape[1:]} are not comparable")
+        raise ShapeError(
+            f"the samples have histograms of shape {first.shape[1:]} and {second.shape[1:]}; "
+            "expected the same shape"
+        )
     both = np.concatenate([first, second]).astype(np.int64)
     table, blocks, pooled = _cells(both, len(first), len(second))
     stratum_of = strata_of(len(both), None if strata is None else [*strata[0], *strata[1]])

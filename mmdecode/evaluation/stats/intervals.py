@@ -163,7 +163,10 @@ def mapsswe(
         OptionError: The systems have different numbers of utterances.
     """
     if len(first) != len(second):
-        raise OptionError(f"{len(first)} and {len(second)} utterances; expected the same ones")
+        raise OptionError(
+            f"the systems have {len(first)} and {len(second)} utterances; expected the same "
+            "utterances for both systems"
+        )
     found = [cut for a, b in zip(first, second, strict=True) for cut in segments(a, b, between)]
     return paired_test([mine - other for _, mine, other in found])
 

@@ -136,7 +136,7 @@ def cross_fitted_shifts(
     """
     names, index = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
     if len(names) < 2:
-        raise OptionError("a shift is fitted on other images, and there is one; give more")
+        raise OptionError("a shift is fitted on other images, but there is only one; give two")
     dealt = np.random.default_rng(seed).permutation(len(names)) % min(folds, len(names))
     fold = dealt[index]
     shifts = np.empty(len(margins))

@@ -115,7 +115,7 @@ def choice(text: str, options: Sequence[str]) -> str | None:
     """
     words = {option: " ".join(_words(option)) for option in options}
     if not words or "" in words.values() or len(set(words.values())) < len(words):
-        raise OptionError(f"the options are {list(options)}; expected different words")
+        raise OptionError(f"the options are {list(options)}; expected one or more different words")
     answer = re.sub(r"\bon (?=the (?:left|right)\b)", "", " ".join(_words(text)))
     rest, named = f" {answer} ", set()
     for option in sorted(words, key=lambda option: -len(words[option])):

@@ -150,7 +150,7 @@ def read_questions(
         if part not in FIRST_SEED:
             raise UnknownNameError.of("part", part, FIRST_SEED)
         if images is not None:
-            raise OptionError("the zoo draws its own images; leave out --images")
+            raise OptionError("the zoo draws its own images, which are scenes; leave out --images")
         if task == "amber":
             raise OptionError("the zoo has no set for amber; give AMBER's folder with --data")
         folder = FOLDER / part
@@ -192,7 +192,7 @@ def _once(items: Sequence[Item], path: Path, left_out: list[str]) -> list[Item]:
     found: dict[str, Item] = {}
     for item in items:
         if item.id in found:
-            left_out.append(f"{path} asks {item.id!r} again; keep one of each")
+            left_out.append(f"{path} contains the question {item.id!r} again; keep one of each")
         found.setdefault(item.id, item)
     return list(found.values())
 
@@ -235,7 +235,9 @@ def _pope_files(paths: Sequence[Path], prefix: str) -> dict[str, Path]:
     for path in paths:
         name = next((split for split in SPLITS if split in path.name), path.name.partition(".")[0])
         if name in found:
-            raise OptionError(f"{found[name]} and {path} are both {name!r}; give one of each")
+            raise OptionError(
+                f"{found[name]} and {path} are both files of the split {name!r}; give one per split"
+            )
         found[name] = path
     return found
 
@@ -286,7 +288,7 @@ def _own_images(task: str, path: Path) -> Path:
         return path / "image"
     if task == "spatial":
         return path.parent
-    raise OptionError(f"nothing says where the images of {path} are; give their folder: --images")
+    raise OptionError(f"the folder of the images of {path} is not known; give it with --images")
 
 
 def _scene(name: str) -> Any:

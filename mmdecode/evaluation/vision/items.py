@@ -171,7 +171,9 @@ class ChoiceItem(Item):
 
     def __post_init__(self) -> None:
         if self.target not in self.options:
-            raise InputError(f"{self.id} has the answer {self.target!r}, of {list(self.options)}")
+            raise InputError(
+                f"{self.id} has the answer {self.target!r}; expected one of {list(self.options)}"
+            )
 
 
 def indices_by_set(items: Sequence[YesNoItem | ChoiceItem]) -> dict[str, np.ndarray]:
@@ -266,7 +268,7 @@ def refuse_empty(items: Sequence[Any], left_out: LeftOut, otherwise: str) -> Non
         InputError: There is no usable row.
     """
     if not items:
-        raise InputError(f"{left_out[0]}; and no other row is better" if left_out else otherwise)
+        raise InputError(f"{left_out[0]}; no other row can be used" if left_out else otherwise)
 
 
 def field_of(row: dict[str, Any], names: Sequence[str], where: str) -> str:

@@ -106,7 +106,7 @@ def modes_of(
     """
     seeds = tuple(seeds)
     if not greedy and not seeds:
-        raise OptionError("neither greedy decoding nor a seed is wanted; give one of them")
+        raise OptionError("there is no mode to run; ask for greedy decoding or give a seed")
     found: dict[str, Mode] = {}
 
     def add(name: str, guide: str, sampled: bool, control: bool, *against: str) -> None:
@@ -132,8 +132,8 @@ def modes_of(
         control = kind in CONTROLS
         if kind in INERT and not seeds:
             raise OptionError(
-                f"guide {spec!r} changes nothing where the most likely token is taken; sample too, "
-                "or leave it out"
+                f"guide {spec!r} has no effect on greedy decoding; sample too, or leave the guide "
+                "out"
             )
         if greedy and kind not in INERT:
             add(spec, spec, False, control, GREEDY)

@@ -66,7 +66,7 @@ def check_row(row: PublishedRow) -> list[str]:
         raise OptionError(f"the row prints {sorted(printed)}; expected at least two numbers")
     out_of_range = [f"{n} is {v}" for n, v in printed.items() if not 0 <= v <= 100]
     if out_of_range:
-        return [f"{found}, and a share is 0 to 100" for found in out_of_range]
+        return [f"{found}; expected a number from 0 to 100" for found in out_of_range]
     if row.averaged:
         return _mean_problems(row)
     fitting = [name for name, size in SIZES.items() if len(_fits(row, *size)[0])]
@@ -98,16 +98,22 @@ def check_recalls(splits: Mapping[str, PublishedRow]) -> list[str]:
     ranges = {}
     for name, row in splits.items():
         if row.averaged or len(row.printed()) < 2:
-            raise OptionError(f"the row of {name!r} does not fix a recall; expected one run's")
+            raise OptionError(
+                f"the row of {name!r} is an average or prints fewer than two numbers; expected the "
+                "row of a single run"
+            )
         sizes = [(_fits(row, *size)[0], size[0]) for size in SIZES.values()]
         true, asked = next((one for one in sizes if len(one[0])), sizes[0])
         if not len(true):
-            return [f"the row of {name!r} is impossible already"]
+            return [f"no answers of one run give the row of {name!r}"]
         ranges[name] = (100 * true.min() / asked, 100 * true.max() / asked)
     if max(low for low, _ in ranges.values()) <= min(high for _, high in ranges.values()) + _SLACK:
         return []
     shown = ", ".join(f"{name} {low:.2f} to {high:.2f}" for name, (low, high) in ranges.items())
-    return [f"the recalls differ ({shown}): sampled answers, or not the same yes-questions"]
+    return [
+        f"the recalls differ ({shown}): answers were sampled, or the splits have different "
+        "yes-questions"
+    ]
 
 
 def read_published(path: Path) -> Iterator[tuple[str, str, PublishedRow]]:

@@ -98,8 +98,8 @@ class YesNoReport(ItemReport[YesNoItem]):
         self._unshifted = len(plain) - len(known) if known and others else 0
         if self._unshifted:
             warnings.warn(
-                f"{self._unshifted} answers of {baseline!r} have no margin; the shift is fitted on "
-                "the others, and these stay as they are in the shifted baseline",
+                f"{self._unshifted} answers of {baseline!r} have no margin; they are not used to "
+                "fit the shift, and the shifted baseline contains them unchanged",
                 stacklevel=3,
             )
         if len({item.image or item.id for item in known}) > 1:
@@ -274,7 +274,7 @@ class YesNoReport(ItemReport[YesNoItem]):
         if other.parser != self.parser:
             raise OptionError(
                 f"one report is parsed by {self.parser.name!r}, the other by "
-                f"{other.parser.name!r}; score both alike"
+                f"{other.parser.name!r}; use the same parser"
             )
         second = other_mode or other.modes[0]
         asked = {item.id: (item.target, item.sets) for item in self.questions}

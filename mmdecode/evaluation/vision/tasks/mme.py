@@ -95,7 +95,7 @@ def _in_pairs(items: Sequence[YesNoItem], left_out: list[str]) -> list[YesNoItem
     counts = Counter((item.image, item.sets) for item in items)
     for item in items:
         if counts[item.image, item.sets] == 1:
-            left_out.append(f"{item.id}: the other question of its pair cannot be used")
+            left_out.append(f"{item.id}: left out, since the other question of the pair is missing")
     return [item for item in items if counts[item.image, item.sets] != 1]
 
 

@@ -62,7 +62,7 @@ def read_pope(files: Mapping[str, Path], left_out: LeftOut = None) -> list[YesNo
                 entry = found.setdefault(f"{image}: {text}", (image, text, label, []))
                 if entry[2] != label:
                     raise InputError(
-                        f"{where} answers {label!r} to {text!r}, and before {entry[2]!r}"
+                        f"{where} gives the answer {label!r} to {text!r}, and before {entry[2]!r}"
                     )
                 entry[3].append(split)
         added = [split for entry in found.values() for split in entry[3]][before:]

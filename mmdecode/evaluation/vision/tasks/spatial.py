@@ -251,7 +251,7 @@ def read_whats_up(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
             named = re.fullmatch(r"([^_]+)_([^_]+)(?:_of)?_([^_]+)\.\w+", image.rpartition("/")[2])
             if named is None or named[2] not in WHATS_UP:
                 raise InputError(
-                    f"{where} has the image {image!r}; expected mug_left_of_table.jpeg"
+                    f"{where} has the image {image!r}; expected a name like mug_left_of_table.jpeg"
                 )
             found.append((image, named[1], WHATS_UP[named[2]], named[3]))
     refuse_empty(found, left_out, f"{path} is no list of images")
