@@ -198,7 +198,7 @@ def test_a_damaged_row_is_named(tmp_path):
         (["--top-p", "0"], OptionError, "top_p"),
         (["--classifier", "zoo:scenes"], UnknownNameError, "zoo model"),
         (["--classifier", "zoo:scene-classifier", "--real", "scenes"], MMDecodeError, "64 x 64"),
-        (["--classifier", "zoo:scene-classifier", "--real", "nowhere"], InputError, "no folder"),
+        (["--classifier", "zoo:scene-classifier", "--real", "nowhere"], InputError, "not a folder"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

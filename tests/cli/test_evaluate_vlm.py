@@ -342,7 +342,7 @@ def test_the_other_tasks_are_scored(settings, data):
 def test_misuse_is_refused_before_a_model_is_loaded(settings, data, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", None)
     for words, error, message in (
-        (("pope",), OptionError, "one of --model and --rescore"),
+        (("pope",), OptionError, "either --model"),
         (("pope", "--rescore", tmp_path, "--limit", 3), OptionError, "--limit does nothing"),
         (("pope", "--rescore", tmp_path), InputError, "earlier run"),
         (("pope", "--model", "x"), OptionError, "give --data"),

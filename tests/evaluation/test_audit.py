@@ -451,7 +451,7 @@ def test_calls_that_make_no_sense_are_refused():
         audit(model, found)
     with pytest.raises(OptionError, match="next to plain"):
         audit(model, found, Decoder(), plain=plain_of(), max_new_tokens=3)
-    with pytest.raises(InputError, match="one name each"):
+    with pytest.raises(InputError, match="unique names"):
         audit(model, [*found, *found], Decoder())
     with pytest.raises(InputError, match="nobody, but there is no such case"):
         audit(model, found, tokens={"nobody": [1]}, plain=plain_of())

@@ -89,7 +89,7 @@ def test_lines_of_question_and_answer(tmp_path):
     left_out = []
     with pytest.raises(InputError, match="no other row can be used"):
         read_mme(tmp_path, left_out)
-    assert "line 2 has 1 column" in left_out[0] and "other question of its pair" in left_out[1]
+    assert "line 2 has 1 column" in left_out[0] and "other question of the pair" in left_out[1]
 
 
 def test_questions_in_folders(tmp_path):

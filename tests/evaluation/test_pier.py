@@ -186,7 +186,7 @@ def test_a_corpus_without_points_has_no_rate():
     ("reference", "options", "error", "says"),
     [
         ("a <tag b", {}, InputError, "not closed"),
-        ("a <tag b <tag c>>", {}, InputError, "holds another"),
+        ("a <tag b <tag c>>", {}, InputError, "contains another"),
         ("a", {"points": "latn"}, UnknownNameError, "did you mean 'latin'"),
         ("a", {"scorer": "sclite"}, OptionError, "sclite"),
     ],

@@ -157,7 +157,7 @@ def test_controls_can_be_left_out_and_captions_have_no_yes():
 def test_modes_that_make_no_sense_are_refused():
     with pytest.raises(OptionError, match="has no effect on greedy decoding"):
         modes_of(["plausible"])
-    with pytest.raises(OptionError, match="neither greedy"):
+    with pytest.raises(OptionError, match="no mode to run"):
         modes_of(["vcd"], greedy=False)
     with pytest.raises(UnknownNameError, match="vdc"):
         modes_of(["vdc"])

@@ -586,7 +586,7 @@ def test_the_table_is_for_people_and_a_limit_is_noted(finished):
     [
         ([], "none of them"),
         (["--model", "m", "--rescore", "d"], "--model, --rescore"),
-        (["--rescore", "d", "--draft", "lookup"], "--draft is a way"),
+        (["--rescore", "d", "--draft", "lookup"], "--draft needs a model"),
         (["--rescore", "d", "--limit", "3"], "leave --data"),
         (["--hypotheses", "x", "--resume"], "--resume continues"),
         (["--hypotheses", "x.jsonl", "--hypotheses", "y/x.jsonl"], "NAME=FILE"),

@@ -65,7 +65,7 @@ SUSPECT = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A position at which a sequence differs from the plain one.
+    """A position at which a sequence differs from the plain sequence.
 
     Attributes:
         case: Name of the input.
@@ -254,13 +254,13 @@ class _Subject(ABC):
 
     @abstractmethod
     def sheets(self, case: Case) -> list[_Sheet]:
-        """The sequences of one input, with the plain distribution along each."""
+        """The sequences of one input, with the plain distribution at each of their positions."""
 
     def noise(self, case: Case, sheet: _Sheet, most_guided: float) -> float:
         return self.plain.noise(case)
 
     def target_logits(self, case: Case, tokens: list[int], **options: Any) -> Replay:
-        """The plain distribution along ``tokens``."""
+        """The plain distribution at each position of ``tokens``."""
         if not self.sample and self.plain.own(case).tokens == tokens:
             return self.plain.own(case)
         replay = self.plain.replay(case, tokens, **options)

@@ -10,8 +10,8 @@ kind is enough alone:
 * Histograms of tokens and of pairs of neighbours are compared with those of plain samples
   (`mmdecode.evaluation.stats.image_tables`).
 * Each token is tested against the distribution that it should have been sampled from (`TokenTest`):
-  all tokens, and separately the first committed token of each forward pass. Which token is first
-  depends only on the tokens before it, so this selection does not bias the test.
+  all tokens, and separately the first committed token of each forward pass. The position of that
+  token depends only on earlier tokens, so this selection does not bias the test.
 * A classifier that was trained separately is applied to the images
   (`mmdecode.evaluation.images.features`).
 

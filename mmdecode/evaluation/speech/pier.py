@@ -75,11 +75,11 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class PIER:
-    """One corpus score.
+    """Point-of-interest error rate of a corpus, see `pier`.
 
     Attributes:
-        interest: The points of interest.
-        rest: All other words.
+        interest: Counts over the points of interest.
+        rest: Counts over all other words.
         low, high: 95 % interval of the rate, by bootstrap over utterances or groups; ``None``:
             there is no point of interest.
         points: Kind of the points of interest: ``tags``, or the name of a script.

@@ -57,7 +57,7 @@ class Agreement:
 
 @dataclass(frozen=True, kw_only=True)
 class Punctuation:
-    """One corpus score.
+    """Scores of punctuation and case over a corpus.
 
     Attributes:
         marks: Counts of each mark of `MARKS`.

@@ -44,7 +44,7 @@ class Sample:
         windows: Number of decoded windows; ``None``: not known.
         repetitive_windows: Number of windows that ended in repetition, see
             `mmdecode.asr.decoding.repetition`; key ``looped`` of rows.
-        error: Why there is no transcript; ``None``: there is one.
+        error: Error message if there is no transcript; ``None``: there is a transcript.
     """
 
     id: str

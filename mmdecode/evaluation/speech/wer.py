@@ -69,7 +69,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class WER:
-    """One corpus score.
+    """Word error rate of a corpus, with its counts.
 
     Attributes:
         low, high: 95 % interval of the word error rate, by bootstrap over utterances or groups.

@@ -165,7 +165,7 @@ def _cells(both: np.ndarray, first: int, second: int) -> tuple[Any, np.ndarray, 
 def _dealt(
     labels: np.ndarray, stratum_of: np.ndarray, count: int, random: np.random.Generator
 ) -> np.ndarray:
-    """Labels permuted within strata, ``(count, images)``."""
+    """Random permutations of ``labels`` within strata, ``(count, images)``."""
     order = np.argsort(stratum_of, kind="stable")
     noise = random.random((count, len(labels)), dtype=np.float32)
     # sorting by stratum first and noise second shuffles within strata

@@ -39,8 +39,8 @@ class CaptionReport(ItemReport[CaptionItem]):
 
     Args:
         items: See `ItemReport`. A caption that failed counts as empty: all its objects are missed.
-        vocabulary: Words for each kind of object; ``None``: `coco_vocabulary`.
-        baseline_controls: Whether to add comparisons at equal length.
+        vocabulary: Words for each kind of object; ``None``: COCO's 80 categories.
+        baseline_controls: Whether to add comparisons at equal caption length, see the module.
         **basis: See `ItemReport`.
 
     Raises:

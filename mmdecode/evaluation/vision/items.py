@@ -44,7 +44,7 @@ class Item:
         mode: Name of the mode of decoding; empty: not answered yet.
         output: Raw answer; empty where decoding failed.
         prompt_hash: `text_hash` of the prompt as it was sent; ``None``: not known.
-        seed: Seed of the answer where the mode samples; ``None``: the mode has one answer.
+        seed: Seed with which the answer was sampled; ``None``: the mode does not sample.
         tokens: Number of tokens of the answer; ``None``: not known.
         passes: Passes for the whole answer, counted once per branch (each context that a guide
             contrasts is a branch), even if branches share a forward pass; ``None``: not known.

@@ -457,7 +457,7 @@ class Recorder(Generic[Some]):
         }
 
     def _passes(self, mode: str, tokens: int) -> int:
-        """Passes counted once per branch and token; the first token's pass reads the prompt."""
+        """Number of passes, one per branch and token; the first pass of a branch is the prefill."""
         guide = self._guide(mode)
         if guide is None or guide.neutral:
             return tokens

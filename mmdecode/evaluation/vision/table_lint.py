@@ -205,7 +205,7 @@ def _mean_problems(row: PublishedRow) -> list[str]:
 
 
 def _implied(row: PublishedRow) -> dict[str, float]:
-    """Numbers that precision and recall, or else accuracy and F1, imply, in percent."""
+    """Numbers in percent that follow from precision and recall, or from accuracy and F1."""
     if row.precision and row.recall is not None:
         precision, recall = row.precision / 100, row.recall / 100
         return {

@@ -42,7 +42,7 @@ OPPOSITES = (
 WHATS_UP = {"left": "left", "right": "right", "on": "on", "under": "under", "behind": "behind"} | {
     "in-front": "in front"
 }
-"""Relation by its word in the names of What's Up's files."""
+"""Relations by the word that stands for each in file names of What's Up."""
 
 
 COLUMNS = ("right", "questions", "right_pairs", "pairs", "right_sets", "sets", "unparsed")
@@ -118,7 +118,7 @@ def count_choices(items: Sequence[ChoiceItem]) -> dict[str, np.ndarray]:
 
 
 def unit_of(item: ChoiceItem) -> str:
-    """Unit of the bootstrap: the group of a question, or else its image."""
+    """Unit of the bootstrap: the group of a question or, without a group, its image."""
     return item.group or item.image or item.id
 
 
