@@ -1,4 +1,4 @@
-"""START HERE for `audit`: does drafted output follow your model's own distribution, on your device?
+"""START HERE for `audit`: tests whether drafted output follows the model's own distribution.
 
 Whether two sequences are equal depends on hardware: a block of tokens is scored with other matrix
 shapes than one token, and in half precision this rounding can change the choice between two nearly
