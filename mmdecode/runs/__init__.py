@@ -1,1 +1,1 @@
-"""Files, journals, failures and processes: what long jobs of all kinds share."""
+"""Helpers of long jobs: result files, resumable journals, failed items, several processes."""

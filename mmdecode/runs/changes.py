@@ -1,8 +1,9 @@
-"""Detects input files that have changed since results were made of them.
+"""Detects input files that have changed since results were computed from them.
 
-A result's line has the size and the digest of its input, taken before it was read; for rows without
-such fields, as those of evaluations, they are in a separate file (`Noted`). Modification times are
-kept in `TIMES`: if size and time are unchanged, a file is not read again.
+A result of a transcription or of questions stores the size and the digest of its input file, taken
+before the file was decoded. Rows of evaluations have no such fields; `Noted` keeps the sizes and
+digests in a separate file. The file `TIMES` keeps modification times: a file whose size and
+modification time are unchanged is not hashed again.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Inputs:
                     self._known[path] = size, time, digest
 
     def content(self, path: str) -> dict[str, Any] | None:
-        """Size and digest of a file; ``None``: it cannot be read, or is no regular file."""
+        """Returns size and digest of a file; ``None`` if it is unreadable or no regular file."""
         path = os.path.abspath(path)
         try:
             found = os.stat(path)
@@ -62,15 +63,15 @@ class Inputs:
             self._read[path] = self.content(path)
 
     def as_read(self, path: str) -> dict[str, Any] | None:
-        """The `content` recorded before the first read; ``None``: it was not read."""
+        """Returns what `reading` recorded for a file; ``None`` if it recorded nothing."""
         return self._read.get(path)
 
     def changed(self, path: str, before: Mapping[str, Any]) -> bool:
-        """Whether a file's content has changed; false if it vanished or was not recorded.
+        """Returns whether a file's content has changed; false if it vanished or was not recorded.
 
         Args:
             path: Path of the file.
-            before: Its ``size`` and ``digest``, as a result's line has them.
+            before: Earlier ``size`` and ``digest`` of the file, as a result stores them.
         """
         if before.get("digest") is None or not os.path.isfile(path):
             return False
@@ -86,10 +87,10 @@ class Inputs:
 
 
 class Noted:
-    """Sizes and digests of the files that rows of a run are made of, kept in `CONTENTS`.
+    """Sizes and digests of the input files of a run, kept in the file `CONTENTS`.
 
     Args:
-        folder: Folder of the rows; it need not exist.
+        folder: Folder of the run's results; it need not exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -113,6 +114,6 @@ class Noted:
             file.write(json.dumps({"path": path, **content}).encode() + b"\n")
 
     def changed(self, path: str) -> bool:
-        """Whether a file's content has changed since rows were made of it."""
+        """Returns whether a file's content has changed since `reading` recorded it."""
         path = os.path.abspath(path)
         return path in self._known and self._inputs.changed(path, self._known[path])

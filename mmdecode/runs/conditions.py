@@ -1,4 +1,4 @@
-"""Conditions of a measurement: machine, versions and options; and the clock for it."""
+"""Clock of measurements, and their conditions: machine, versions of libraries, options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def now(device: torch.device) -> float:
-    """Clock in seconds, read after all work on the device has ended."""
+    """Returns the clock in seconds, after waiting for all work queued on the device."""
     if device.type == "cuda":
         import torch
 
@@ -25,7 +25,7 @@ def now(device: torch.device) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """Kind and model of a device."""
+    """Returns type and model of a device, such as ``cpu (x86_64)``."""
     import torch
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
@@ -33,12 +33,16 @@ def device_name(device: torch.device) -> str:
 
 
 def load_average() -> str | None:
-    """Load average of the last minute; ``None``: the system has none."""
+    """Returns the system's load average of the last minute; ``None`` where there is none."""
     return f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else None
 
 
 def conditions_of(transcribers: Mapping[str, Transcriber]) -> dict[str, Any]:
-    """Conditions of texts and times: model, options, device, versions."""
+    """Returns the conditions of a transcription: model, drafters, options, device, versions.
+
+    Args:
+        transcribers: Transcribers of one model by the name of the method they are compared under.
+    """
     first = next(iter(transcribers.values()))
     return {
         **surroundings(first.model),
@@ -48,7 +52,7 @@ def conditions_of(transcribers: Mapping[str, Transcriber]) -> dict[str, Any]:
 
 
 def spoken(model: Any) -> dict[str, str]:
-    """Conditions that a demo's page shows, by name."""
+    """Returns the conditions that a demo's page shows, as texts by name."""
     found = surroundings(model)
     versions = (f"{name} {found[name]}" for name in ("mmdecode", "torch", "transformers"))
     return {
@@ -60,7 +64,7 @@ def spoken(model: Any) -> dict[str, str]:
 
 
 def surroundings(model: Any) -> dict[str, Any]:
-    """A model, where it runs, and the versions it runs under."""
+    """Returns a model's name, device, dtype and threads, the load, and versions of libraries."""
     import torch
     import transformers
 

@@ -1,6 +1,6 @@
-"""Output of programs for people: results on stdout, everything else on stderr.
+"""Terminal output of the commands: results on stdout, everything else on stderr.
 
-Results go to ``out``; progress, warnings and errors go to ``console``.
+Results are printed with ``out``; progress, warnings and errors are printed with ``console``.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ class Stderr(Console):
     """The console of stderr.
 
     Attributes:
-        errors_only: ``--quiet``: only lines in red (errors and failures) are printed.
-        tells_all: ``--verbose``: output of other libraries and tracebacks of errors are shown too.
+        errors_only: Set by ``--quiet``: only lines in red, errors and failures, are printed.
+        tells_all: Set by ``--verbose``: output of other libraries and tracebacks are shown too.
     """
 
     errors_only = False
     tells_all = False
 
     def print(self, *objects: Any, style: Any = None, **how: Any) -> None:
-        """Same as in rich."""
+        """Prints as rich does, but under ``--quiet`` only what has the style ``red``."""
         if style == "red" or not self.errors_only:
             super().print(*objects, style=style, **how)
 
     @property
     def is_terminal(self) -> bool:
-        """Whether progress bars can and should be shown."""
+        """Whether progress bars are shown: on a terminal, without ``--quiet``."""
         return super().is_terminal and not self.errors_only
 
 
@@ -40,13 +40,17 @@ out = Console()
 
 
 def print_line(text: str, where: Console = out, style: str | None = None) -> None:
-    """Prints one line as it is: without rich's markup, highlighting and wrapping."""
+    """Prints one line verbatim: without rich's markup, highlighting and wrapping."""
     where.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def warnings_shown(how: Literal["always", "default"]) -> Iterator[None]:
-    """Prints this library's warnings as plain lines, each text every time or once only."""
+    """Prints this library's warnings as plain yellow lines on stderr inside the context.
+
+    Args:
+        how: ``always`` prints a warning each time it occurs; ``default`` prints equal texts once.
+    """
 
     def shown(message: Any, *_: Any) -> None:
         print_line(f"{message}", console, "yellow")
@@ -58,14 +62,14 @@ def warnings_shown(how: Literal["always", "default"]) -> Iterator[None]:
 
 
 def without_other_bars() -> None:
-    """Hides transformers' progress bars in a command's output; its warnings are still shown."""
+    """Hides transformers' progress bars in a command's output; warnings are still shown."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
 
 def only_our_output() -> None:
-    """Hides transformers' progress bars and warnings in a command's output."""
+    """Hides transformers' progress bars, and without ``--verbose`` its warnings too."""
     from transformers.utils import logging
 
     without_other_bars()

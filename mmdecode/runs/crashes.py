@@ -1,9 +1,9 @@
-"""Files that crash the library that decodes them, and with it the process.
+"""Handling of input files that crash the decoding library and so kill the whole process.
 
-Files are read in the process itself: among ten thousand broken recordings none crashed libsndfile
-or FFmpeg. Instead an `InFlight` next to the results records which file is being read. If a run
-died, later runs first read that file in a separate process, and a file that crashes this process is
-a failure like any other.
+Files are read in the main process, since crashes are rare: none of ten thousand broken recordings
+crashed libsndfile or FFmpeg. An `InFlight` file next to the results records which input is being
+read. If a run died, the next run first reads that input in a separate process; if this process
+crashes, the input is reported as failed, like any other unreadable file.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ Item = TypeVar("Item")
 
 
 class InFlight:
-    """A file with the names of the inputs that crashed earlier runs, and of the one being read.
+    """A file that names the input being read now, and the inputs suspected of crashing runs.
 
     Args:
-        path: Path of the file; removed after a run that leaves no suspect.
-        suspects: Names of inputs that crashed earlier runs, see `suspects_in`.
+        path: Path of the file; it is removed at the end of a run without suspects.
+        suspects: Names of the inputs that were being read when earlier runs died; see
+            `suspects_in`.
     """
 
     def __init__(self, path: Path, suspects: Iterable[str] = ()) -> None:
@@ -41,7 +42,7 @@ class InFlight:
 
     @contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """Records a name while the context is open."""
+        """Records the name of an input while the context is open."""
         self._note(name)
         try:
             yield
@@ -49,12 +50,12 @@ class InFlight:
             self._note()
 
     def cleared(self, name: str) -> None:
-        """Removes a name from the suspects, since its file was read to the end."""
+        """Removes an input from the suspects, after it was read to the end."""
         self.suspects.pop(name, None)
         self._note()
 
     def close(self) -> None:
-        """Called when the process ends normally."""
+        """Closes the file, at the normal end of a run; removes it if there are no suspects."""
         self._file.close()
         if not self.suspects:
             self._path.unlink(missing_ok=True)
@@ -67,18 +68,19 @@ class InFlight:
 
 
 class Batches:
-    """A file of the items being decoded, which remains if the system kills the process.
+    """A file that names the batch being decoded and remains if the system kills the process.
 
-    Being killed, for example for lack of memory, cannot be caught. The next run decodes the items
-    of that batch one by one; an item during which a process was killed `OFTEN` times alone is a
-    failure.
+    A process cannot catch being killed, for example for lack of memory. The next run decodes the
+    items of the interrupted batch one by one. An item is a failure once `OFTEN` processes were
+    killed while they decoded this item alone.
 
     Args:
-        path: Path of the file; removed after a run that leaves no item.
-        alone: Items during which earlier runs were killed, see `ended_over`.
+        path: Path of the file; it is removed at the end of a run if no items are left in it.
+        alone: Items of interrupted batches and their counts, as `ended_over` returns them.
 
     Attributes:
-        alone: Items to decode one by one, and how often a process was killed during each alone.
+        alone: Items to decode one by one; for each, the number of processes that were killed while
+            they decoded this item alone.
     """
 
     def __init__(self, path: Path, alone: Mapping[str, int]) -> None:
@@ -96,21 +98,22 @@ class Batches:
             self._write([])
 
     def problem(self, name: str) -> str | None:
-        """Why an item is not decoded again; ``None``: it is decoded."""
+        """Returns the message for an item that is not tried again; ``None`` if it may be tried."""
         if self.alone.get(name, 0) < OFTEN:
             return None
         return (
-            f"{name}: the system ended the process {self.alone[name]} times while this was decoded "
-            "alone, most likely for want of memory; make it shorter, or run where there is more"
+            f"{name}: the system ended the process {self.alone[name]} times while it decoded this "
+            "input alone, most likely for lack of memory; shorten the input, or run where more "
+            "memory is free"
         )
 
     def cleared(self, name: str) -> None:
-        """Removes an item, which has its result or is a failure."""
+        """Removes an item that now has a result or is recorded as a failure."""
         if self.alone.pop(name, None) is not None:
             self._write([])
 
     def close(self) -> None:
-        """Called when the process ends normally."""
+        """Closes the file, at the normal end of a run; removes it if no items are left."""
         self._journal.suspects = dict.fromkeys(self.alone)
         self._journal.close()
 
@@ -119,11 +122,15 @@ class Batches:
 
 
 def ended_over(notes: Iterable[Path], todo: Collection[str]) -> dict[str, int]:
-    """Items during which processes of earlier runs were killed, and how often each alone.
+    """Returns the items of interrupted batches, and how often each was interrupted alone.
 
     Args:
-        notes: Files of `Batches`, one for each process of the last run.
-        todo: Items that are still to be decoded; others are ignored.
+        notes: Paths of the `Batches` files, one for each process of the last run.
+        todo: Names of the items that are still to be decoded; others are ignored.
+
+    Returns:
+        By name of each item whose batch was being decoded when a process was killed: how many
+        processes were killed while they decoded this item alone.
     """
     alone: dict[str, int] = {}
     batches: list[list[str]] = []
@@ -142,12 +149,16 @@ def ended_over(notes: Iterable[Path], todo: Collection[str]) -> dict[str, int]:
 def in_groups(
     items: Sequence[Item], alone: Mapping[str, int], name: Callable[[Item], str]
 ) -> list[list[Item]]:
-    """Items to decode together, then one by one those during which a process was killed.
+    """Splits items into those to decode together and, after them, those to decode one by one.
 
     Args:
         items: Items to decode.
-        alone: See `Batches`.
-        name: Names an item in the notes.
+        alone: Names of the items to decode one by one, with their counts; see `Batches`.
+        name: Returns the name of an item.
+
+    Returns:
+        One list of the items to decode together, then a list for each other item, those with the
+        lowest count first.
     """
     single = [item for item in items if name(item) in alone]
     single.sort(key=lambda item: alone[name(item)])
@@ -155,23 +166,27 @@ def in_groups(
 
 
 def suspects_in(journals: Iterable[Path]) -> list[str]:
-    """Names in journals of processes that died; a journal that does not exist has none."""
+    """Returns the names in the `InFlight` files of processes that died; missing files are skipped.
+
+    Args:
+        journals: Paths of the files.
+    """
     parts = [p for path in journals if path.exists() for p in path.read_bytes().split(b"\0")]
     return [os.fsdecode(name) for name in dict.fromkeys(filter(None, parts))]
 
 
 def read_apart(code: str, path: str, hint: str) -> None:
-    """Reads a file in another process, to see whether it crashes.
+    """Reads a file in a separate process, to find out whether reading it crashes.
 
     Args:
-        code: Python that reads the file named by its first argument, and ends normally if it is
-            unreadable.
+        code: Python code that reads the file named by its first argument, and ends normally if the
+            file is unreadable.
         path: Path of the file.
-        hint: Advice on a file that crashes, for the message.
+        hint: Advice to the user if the file crashes the process, for the message.
 
     Raises:
-        InputError: The process crashed. A process that failed in another way says nothing about
-            the file.
+        InputError: The process was killed by a signal or crashed. Other errors of the process are
+            ignored.
     """
     command = [sys.executable, "-c", code, path]
     done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
@@ -179,5 +194,5 @@ def read_apart(code: str, path: str, hint: str) -> None:
     if done.returncode < 0 or done.returncode >= 0xC0000000:
         raise InputError(
             f"{path}: crashes the library that decodes it (exit code {done.returncode}); {hint}, "
-            "or copy or download it again"
+            "or copy or download the file again"
         )

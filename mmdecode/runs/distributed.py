@@ -1,6 +1,6 @@
-"""Several processes that share one job, as ``accelerate launch`` or ``torchrun`` starts them.
+"""Sharing of one job by several processes that ``accelerate launch`` or ``torchrun`` started.
 
-Each process makes a `Team`. Without a launcher there is one process, and neither accelerate nor
+Each process creates a `Team`. Without a launcher there is one process, and neither accelerate nor
 torch.distributed is used.
 """
 
@@ -18,12 +18,12 @@ class Team:
     """The processes of one run, and the rank of this one.
 
     Args:
-        device: Requested device; ``None``: CUDA where there is one.
+        device: Requested device; ``None``: CUDA if it is available.
 
     Attributes:
         rank: Rank of this process, from 0.
         size: Number of processes.
-        device: Device of this process; a process alone has the requested one.
+        device: Device of this process; in a run of one process, the requested device.
 
     Raises:
         MissingExtraError: A launcher started several processes, and accelerate is not installed.
@@ -51,14 +51,15 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that reports and merges."""
+        """Whether this is the process of rank 0, which reports and merges the results."""
         return self.rank == 0
 
     def first(self, work: Callable[[], Any]) -> Any:
         """Runs ``work`` in the process of rank 0 and returns its result in all processes.
 
         Raises:
-            MMDecodeError: ``work`` failed; the process of rank 0 raises the error of ``work``.
+            MMDecodeError: ``work`` failed. The process of rank 0 raises the error of ``work``
+                itself.
         """
         problem, result = None, None
         if self.leads:
@@ -68,11 +69,11 @@ class Team:
                 problem = error
         succeeded, result = self.gather((problem is None, result))[0]
         if not succeeded:
-            raise problem or MMDecodeError("the leading process failed")
+            raise problem or MMDecodeError("the process of rank 0 failed; its own error says why")
         return result
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, in their order; every process must call it."""
+        """Returns the values of all processes, in order of rank; every process must call it."""
         if self.size == 1:
             return [value]
         from accelerate.utils import gather_object
@@ -80,7 +81,11 @@ class Team:
         return gather_object([value])
 
     def share(self, sizes: Sequence[float]) -> list[int]:
-        """Indices of this process's part of the work, in order; see `share_out`."""
+        """Returns the indices of the items that this process handles, ascending; see `share_out`.
+
+        Args:
+            sizes: Size of each item.
+        """
         return share_out(sizes, self.size)[self.rank]
 
     def leave(self) -> None:
@@ -92,11 +97,14 @@ class Team:
 
 
 def share_out(sizes: Sequence[float], count: int) -> list[list[int]]:
-    """Indices by process: largest first, each goes to the process with the least work so far.
+    """Distributes items over processes: largest first, each to the process with the least work.
 
     Args:
-        sizes: Sizes of the pieces of work.
+        sizes: Size of each item, such as its duration.
         count: Number of processes.
+
+    Returns:
+        Indices of the items of each process, ascending.
     """
     shares: list[list[int]] = [[] for _ in range(count)]
     loads = [(0.0, 0, rank) for rank in range(count)]

@@ -1,8 +1,8 @@
-"""Treatment of inputs that fail: one rule for transcripts, answers and images.
+"""Handling of failed inputs, the same for transcripts, answers and images.
 
-A call with a single input returns its result, or raises its error. A call with many returns a list
-in their order, with a failure at the index of each input without a result. ``on_error`` selects
-either behaviour for any input.
+A call with a single input returns its result, or raises its error. A call with a list of inputs
+returns a list in the same order, which has a failure at the index of each input that failed. The
+option ``on_error`` overrides this: it raises the first error, or returns failures.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ OnError = Literal["raise", "return"]
 
 
 def collected(outcomes: Iterable[Any], single: bool, on_error: OnError | None = None) -> Any:
-    """Results of a call.
+    """Collects the outcomes of a call in input order, or raises the first error.
 
     Args:
-        outcomes: Outcomes as they come: each with its ``index`` in the input, its problem as
-            ``error`` (``None``: nothing was) and the name of that error's class as ``kind``. The
-            iterable is not read before ``on_error`` is checked.
-        single: Whether a single input was given, and not a list.
-        on_error: ``raise`` the first error, or ``return`` every failure in its position; ``None``:
-            raise for a single input, return for many.
+        outcomes: Outcomes in any order. Each has the ``index`` of its input, the message of its
+            error as ``error`` (``None`` if it succeeded) and the name of the error's class as
+            ``kind``. ``on_error`` is checked before the iterable is read.
+        single: Whether a single input was given instead of a list.
+        on_error: ``raise``: raise the first error; ``return``: return failures in the list;
+            ``None``: raise for a single input, return for a list.
 
     Returns:
         One outcome for a single input, else a list in the order of the input.
 
     Raises:
-        OptionError: ``on_error`` is something else.
-        MMDecodeError: The error of a failure; built-in errors too.
+        OptionError: ``on_error`` has another value.
+        MMDecodeError: The first error, if errors are raised. It has the class that ``kind`` names,
+            which may also be a built-in error.
     """
     if on_error not in (None, "raise", "return"):
         raise OptionError(f"on_error={on_error!r}; expected 'raise' or 'return'")
@@ -53,7 +54,7 @@ def error_of(kind: str | None, message: str) -> Exception:
     """Rebuilds the error that a recorded failure describes.
 
     Args:
-        kind: Name of its class.
+        kind: Name of the error's class; ``None`` or an unknown name gives `MMDecodeError`.
         message: Text of the error.
     """
     if kind == MissingExtraError.__name__:

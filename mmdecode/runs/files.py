@@ -1,8 +1,8 @@
-"""Files of a run: written atomically, never over other people's files, resumed with equal settings.
+"""Files of a run: written atomically, never over a user's files, resumed with the same settings.
 
-Results go to a folder, or to one file of lines. `RUN` in the folder, or a file of that ending
-next to the file, holds the settings under which they were made; other files belong to the kind of
-run (`mmdecode.asr.output.jobs`, `mmdecode.vlm.jobs`, `mmdecode.evaluation.speech.runs`).
+Results are a folder of files or one file of JSON lines. The settings that they were made with are
+in the file `RUN` in that folder, or in ``FILE.run.json`` next to the file. In this module "our
+files" are those that mmdecode wrote and nobody has changed since; see `write_file`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from mmdecode.errors import InputError, OptionError
 RUN = "run.json"
 
 MAKER = f"mmdecode {mmdecode.__version__}"
-"""Mark of our files, in their head: ``<meta name="generator" content=MAKER>`` in HTML, ``made by
-MAKER`` in a comment, ``"made_by": MAKER`` as the first key of JSON, ``Software`` in a PNG."""
+"""Text in the first bytes of our files: ``<meta name="generator" content=MAKER>`` in HTML, ``made
+by MAKER`` in a comment, ``"made_by": MAKER`` as the first key of JSON, ``Software`` in a PNG."""
 
 LISTING = ".mmdecode-files"
-"""In a folder: a line for each file without such a head, its digest (`_ANY`: it is appended to) and
-its name, under a line that identifies this listing. It is written first, so that a crash leaves no
-file that is not listed."""
+"""Name of a file in each folder of results that lists our files without the text `MAKER`: one line
+each, with its digest (`_ANY` for files that grow) and name, after a first line with a random id. A
+file is listed before it is written, so a crash leaves no unlisted file."""
 
 _MADE = re.compile(
     rb"made by mmdecode |\"made_by\": ?\"mmdecode |content=\"mmdecode |Software\0mmdecode "
 )
 _PARTIAL = re.compile(r"\.\d+-\d+\.tmp")
-"""Names that `_temporary` gives."""
+"""Pattern of the names that `_temporary` returns."""
 _HEAD = 1024
 _OVERWRITE: ContextVar[bool] = ContextVar("overwrite", default=False)
 _ANY = "-"
@@ -49,21 +49,21 @@ _numbers = itertools.count()
 
 
 def write_file(path: Path, data: str | bytes | BinaryIO, overwrite: bool = False) -> None:
-    """Writes a file atomically, and replaces no file that is not ours.
+    """Writes a file atomically; replaces an existing file only if mmdecode wrote it.
 
-    Every file of this library is written here or by its relatives, `write_files`, `open_append`
-    and `write_folder`. A file is ours if its head names the maker (`MAKER`, as pages, JSON reports
-    and PNGs do), or if `LISTING` in its folder holds its name and what it contains: then this
-    library wrote it and nobody changed it since. Missing folders are made.
+    All files of this library are written by this function, `write_files`, `open_append` or
+    `write_folder`. A file counts as ours if its first bytes contain `MAKER`, as in HTML pages, JSON
+    reports and PNGs, or if `LISTING` in its folder has its name with the digest of its content, so
+    that it is unchanged since this library wrote it. Missing folders are created.
 
     Args:
-        path: Path of the file. One that is not regular (``/dev/stdout``) is written into.
-        data: Its content; a file that is open for reading is copied.
-        overwrite: Replace a file that is not ours.
+        path: Path of the file. A special file such as ``/dev/stdout`` is written to directly.
+        data: Content of the file; an open file is copied.
+        overwrite: Whether to replace a file that is not ours.
 
     Raises:
-        OptionError: A file that is not ours is there.
-        OSError: It cannot be written; see `explained`.
+        OptionError: A file that is not ours exists there.
+        OSError: The file cannot be written; see `explained`.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         with path.open("wb") as device:
@@ -83,13 +83,13 @@ def write_file(path: Path, data: str | bytes | BinaryIO, overwrite: bool = False
 def write_files(
     folder: Path, files: Mapping[str, str | bytes], overwrite: bool = False
 ) -> list[Path]:
-    """Writes several files of a folder by name; if one is refused, none is written.
+    """Writes several files into a folder, or none if one of them may not be replaced.
 
     Returns:
-        Their paths.
+        Paths of the files.
 
     Raises:
-        OptionError: A file that is not ours is there.
+        OptionError: A file that is not ours exists under one of the names.
     """
     paths = [folder / name for name in files]
     refuse_foreign(paths, overwrite)
@@ -99,10 +99,10 @@ def write_files(
 
 
 def write_between(page: Path, begin: str, end: str, text: str) -> None:
-    """Replaces the part of a user's page between two marks, which show that the part is ours.
+    """Replaces the text between two marker lines of a user's Markdown page.
 
     Raises:
-        OptionError: The page cannot be read, or does not have the marks.
+        OptionError: The page cannot be read, or does not contain both markers.
     """
     before = page_with(page, begin, end)
     section = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
@@ -116,10 +116,10 @@ def write_between(page: Path, begin: str, end: str, text: str) -> None:
 
 
 def page_with(page: Path, begin: str, end: str) -> str:
-    """A page that has both marks.
+    """Reads a page and checks that it contains both marker lines; returns its text.
 
     Raises:
-        OptionError: It cannot be read, or does not have them.
+        OptionError: The page cannot be read, or does not contain both markers.
     """
     try:
         text = page.read_text(encoding="utf-8")
@@ -127,22 +127,22 @@ def page_with(page: Path, begin: str, end: str) -> str:
         raise OptionError(f"{page} cannot be read as a page: {error}") from error
     if begin not in text or end not in text.partition(begin)[2]:
         raise OptionError(
-            f"{page} has no place for the tables; write {begin} and below it {end} where they "
-            "should stand"
+            f"{page} has no place for the tables; add the line {begin} and below it the line {end} "
+            "where the tables should appear"
         )
     return text
 
 
 def open_append(path: Path, overwrite: bool = False) -> BinaryIO:
-    """Opens a file to append to, under the rule of `write_file`.
+    """Opens a file for appending, unless it is a file that mmdecode did not write.
 
     Args:
-        path: Path of the file; made where there is none, with its folder.
-        overwrite: Replace a file that is not ours.
+        path: Path of the file; the file and its folder are created if they do not exist.
+        overwrite: Whether to replace a file that is not ours.
 
     Raises:
-        OptionError: A file that is not ours is there.
-        OSError: It cannot be opened; see `explained`.
+        OptionError: A file that is not ours exists there.
+        OSError: The file cannot be opened; see `explained`.
     """
     refuse_foreign([path], overwrite)
     if (overwrite or _OVERWRITE.get()) and not is_own(path):
@@ -154,18 +154,18 @@ def open_append(path: Path, overwrite: bool = False) -> BinaryIO:
 
 
 def write_folder(folder: Path, fill: Callable[[Path], object], overwrite: bool = False) -> None:
-    """Writes what another library saves into a folder, under the rule of `write_file`.
+    """Writes the files that another library saves; replaces existing files only if they are ours.
 
     Args:
         folder: Folder of the files; created if it does not exist.
-        fill: Is given an empty folder and saves into it, as ``model.save_pretrained`` does. Its
-            files are then moved to ``folder`` one by one.
-        overwrite: Replace files that are not ours.
+        fill: Function that saves files into an empty folder, such as ``model.save_pretrained``.
+            The files are then moved to ``folder`` one by one.
+        overwrite: Whether to replace files that are not ours.
 
     Raises:
-        OptionError: A file that is not ours is there; what was saved stays in a folder that the
-            message names. Commands that compute for long ask `refuse_foreign` first.
-        OSError: It cannot be written; see `explained`.
+        OptionError: A file that is not ours exists there; the saved files are kept in a folder that
+            the message names. Long computations call `refuse_foreign` first to avoid this.
+        OSError: A file cannot be written; see `explained`.
     """
     with _made(folder):
         temporary = folder / _temporary()  # in the folder, which may be a mounted one
@@ -180,7 +180,7 @@ def write_folder(folder: Path, fill: Callable[[Path], object], overwrite: bool =
             except OptionError as error:
                 kept = folder / f"computed-{os.getpid()}"
                 temporary.rename(kept)
-                raise OptionError(f"{error}; what was computed is in {kept}") from None
+                raise OptionError(f"{error}; the computed files are in {kept}") from None
             for file, target in zip(saved, targets, strict=True):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _replace(file, target)
@@ -189,17 +189,17 @@ def write_folder(folder: Path, fill: Callable[[Path], object], overwrite: bool =
 
 
 def write_once(folder: Path, make: Callable[[], Mapping[str, bytes]]) -> None:
-    """Writes a folder of the user's cache atomically, once for all processes.
+    """Creates a folder of the user's cache atomically, once for all processes.
 
-    If several processes ask for it at once, one makes its files and the others wait. Existing
-    files stay.
+    If several processes call this at once, one creates the folder and the others wait. An existing
+    folder is left unchanged.
 
     Args:
-        folder: In `mmdecode.checkpoints.cache_folder`.
-        make: Returns the files by name; called if the folder does not exist.
+        folder: Path of the folder, below `mmdecode.checkpoints.cache_folder`.
+        make: Returns contents of files by name; called only if the folder does not exist.
 
     Raises:
-        InputError: It cannot be written.
+        InputError: The folder cannot be written.
     """
     temporary = folder.with_name(_temporary())
     try:
@@ -219,8 +219,8 @@ def write_once(folder: Path, make: Callable[[], Mapping[str, bytes]]) -> None:
         if folder.exists():  # of another process, where files cannot be locked
             return
         raise InputError(
-            f"cannot write to the cache {folder.parent}: {error.strerror}; make room or free the "
-            "way, or set MMDECODE_CACHE to another folder"
+            f"cannot write to the cache {folder.parent}: {error.strerror}; check disk space and "
+            "permissions, or set MMDECODE_CACHE to another folder"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -228,7 +228,7 @@ def write_once(folder: Path, make: Callable[[], Mapping[str, bytes]]) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Waits until no other process is inside, and removes partial files of killed processes."""
+    """Locks a folder among processes, and removes partial files that killed processes left."""
     try:
         import fcntl
     except ImportError:  # not on Windows
@@ -245,7 +245,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Any], packed: bool = False) -> None:
-    """Writes NumPy arrays by their names to an ``.npz``, under the rule of `write_file`."""
+    """Writes NumPy arrays by name to an ``.npz``, compressed if ``packed``; see `write_folder`."""
     import numpy as np
 
     save = np.savez_compressed if packed else np.savez
@@ -254,10 +254,10 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], packed: bool = False) ->
 
 @contextlib.contextmanager
 def overwriting(allowed: bool = True) -> Iterator[None]:
-    """Allows writing functions inside the context to replace files that are not ours.
+    """Lets the functions of this module replace files that are not ours inside the context.
 
     Args:
-        allowed: ``False`` changes nothing.
+        allowed: Whether to allow it; ``False`` leaves an outer context's permission as it is.
     """
     before = _OVERWRITE.set(allowed or _OVERWRITE.get())
     try:
@@ -267,14 +267,14 @@ def overwriting(allowed: bool = True) -> Iterator[None]:
 
 
 def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
-    """Refuses to replace files that are not ours; called before anything is computed.
+    """Raises if files would be replaced that are not ours; called before anything is computed.
 
     Args:
         paths: Paths of files that would be written.
-        overwrite: The user allows to replace them.
+        overwrite: Whether the user allows replacing such files.
 
     Raises:
-        OptionError: Some are there; the message names them. Or one is a folder.
+        OptionError: Files that are not ours exist (the message lists them), or a path is a folder.
     """
     foreign: list[str] = []
     there: dict[Path, set[str]] = {}
@@ -296,21 +296,21 @@ def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
     if foreign and not (overwrite or _OVERWRITE.get()):
         shown = ", ".join(foreign[:5]) + (f" and {len(foreign) - 5} more" if foreign[5:] else "")
         raise OptionError(
-            f"{shown}: there already, and not written by mmdecode or changed since; choose another "
-            "place, or replace with --overwrite (overwrite=True)"
+            f"{shown}: there already, and not written by mmdecode (or edited since); choose "
+            "another folder, or allow replacing with --overwrite (overwrite=True)"
         )
 
 
 def refuse_foreign_in(folder: Path, overwrite: bool = False, *, but: Collection[str] = ()) -> None:
-    """Refuses a folder that holds files that are not ours, for results of names not known yet.
+    """Raises if a folder holds any file that is not ours, where names of results are unknown yet.
 
     Args:
-        folder: It need not exist.
-        overwrite: The user allows to replace them.
-        but: Names of files that may be there, since they are not replaced.
+        folder: Folder of the results; it need not exist.
+        overwrite: Whether the user allows replacing files that are not ours.
+        but: Names of files that are ignored, since they are never replaced.
 
     Raises:
-        OptionError: It holds some, or is a file.
+        OptionError: The folder holds such files, or is a file itself.
     """
     if folder.exists() and not folder.is_dir():
         raise OptionError(f"{folder} is a file; expected a folder")
@@ -319,7 +319,7 @@ def refuse_foreign_in(folder: Path, overwrite: bool = False, *, but: Collection[
 
 
 def is_own(path: Path) -> bool:
-    """Whether this library wrote a file and nobody changed it since; see `write_file`."""
+    """Returns whether mmdecode wrote a file and nobody changed it since; see `write_file`."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD)
@@ -351,7 +351,7 @@ def _missing(folder: Path) -> list[Path]:
 
 
 def _is_note(path: Path) -> bool:
-    """Whether a file is no result, but empty or about the run; for a folder, all its files."""
+    """Returns whether a file is empty, hidden or settings of a run; for a folder: all its files."""
     if path.is_dir():
         return all(map(_is_note, path.iterdir()))
     return path.name[0] == "." or path.name.endswith(RUN) or path.stat().st_size == 0
@@ -374,7 +374,7 @@ def _put(data: str | bytes | BinaryIO, file: BinaryIO) -> None:
 
 
 def _replace(temporary: Path, path: Path) -> None:
-    """Moves a complete file to its path, and lists it as ours first."""
+    """Adds a complete file to `LISTING` if it needs an entry, then moves it to its path."""
     with temporary.open("rb") as file:
         if not _MADE.search(file.read(_HEAD)):
             file.seek(0)
@@ -383,7 +383,7 @@ def _replace(temporary: Path, path: Path) -> None:
 
 
 def _temporary() -> str:
-    """A unique name; short, since the file's own name may have the maximal length."""
+    """Returns a unique name of a temporary file, short enough for every file system."""
     return f".{os.getpid()}-{next(_numbers)}.tmp"
 
 
@@ -391,8 +391,8 @@ def remove_partial(folder: Path, tree: bool = False) -> None:
     """Removes partial files that killed processes have left.
 
     Args:
-        folder: No other process writes there, see `claimed`.
-        tree: Whether folders below it count too.
+        folder: Folder that no other process writes to, see `claimed`.
+        tree: Whether to search subfolders too.
     """
     for path in [*(folder.rglob if tree else folder.glob)(".*.tmp")]:
         if not _PARTIAL.fullmatch(path.name):
@@ -404,7 +404,7 @@ def remove_partial(folder: Path, tree: bool = False) -> None:
 
 
 def _list(path: Path, content: str) -> None:
-    """Notes that a file of this content is ours."""
+    """Adds a line for a file to `LISTING`: its digest or `_ANY`, and its name."""
     with (path.parent / LISTING).open("ab") as file:
         if not file.tell():  # distinguishes it from a later listing of the same path
             file.write(b"# " + os.urandom(8).hex().encode() + b"\n")
@@ -412,7 +412,7 @@ def _list(path: Path, content: str) -> None:
 
 
 def _listed(path: Path) -> Collection[str]:
-    """Contents that mark a file as ours."""
+    """Returns the digests that `LISTING` has for a file's name."""
     listing = path.parent / LISTING
     try:
         with listing.open("rb") as file:
@@ -434,7 +434,7 @@ def _listed(path: Path) -> Collection[str]:
 
 
 class _Listing:
-    """Names read from a `LISTING`, and up to which byte."""
+    """Entries read from a `LISTING` so far, and the number of bytes read."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -442,29 +442,29 @@ class _Listing:
 
 
 _listings: dict[tuple[int, int, bytes], _Listing] = {}
-"""Listings by device, inode and first line."""
+"""Listings read so far, by device, inode and first line."""
 
 
 def _name(path: Path) -> bytes:
-    """Name in the form of a line; no name has a zero byte of its own."""
+    """Returns a file's name as bytes without line breaks, which become zero bytes."""
     return os.fsencode(path.name).replace(b"\n", b"\0")
 
 
 def marked_json(value: Mapping[str, Any], indent: int | None = 2) -> str:
-    """The text of a JSON file whose first key names the maker.
+    """Formats a mapping as the text of a JSON file, with `MAKER` under the first key ``made_by``.
 
-    Numbers that JSON cannot hold become null; the others stay as they are.
+    Infinite values and NaN become null; other numbers are not rounded.
     """
     marked = {"made_by": MAKER} | _plain(value, exact=True)
     return json.dumps(marked, indent=indent, allow_nan=False, default=str) + "\n"
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON that can be written as UTF-8 and does not depend on how recordings were batched.
+    """Formats a value as JSON that is valid UTF-8 and the same for every batching of recordings.
 
-    Numbers that JSON cannot hold become null. Times, whose names end in ``_s`` or are those of a
-    manifest, are kept as they are; probabilities and other fractions are rounded to four decimals,
-    since their last digits vary with the other recordings of the batch.
+    Infinite values and NaN become null. Times, whose keys end in ``_s``, ``offset`` or
+    ``duration``, are not rounded; other floats, such as probabilities, are rounded to four
+    decimals, since their last digits vary with the other recordings of the batch.
     """
     text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
     # half characters, as in names of files that are not UTF-8, have an escape of the same form
@@ -484,15 +484,15 @@ def _plain(value: Any, exact: bool = False) -> Any:
 
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Locks a folder against a second run; the operating system releases it with the process.
+    """Locks a folder against other runs inside the context; the lock ends with the process.
 
     The folder is created, and partial files of a killed run are removed. A run that ends without a
     result, since it was refused or failed, removes what it created: the folder, its settings, and
     files that are still empty.
 
     Raises:
-        OptionError: Another run writes there.
-        InputError: The folder cannot be made.
+        OptionError: Another run writes to the folder.
+        InputError: The folder cannot be created.
     """
     missing = _missing(folder)
     with contextlib.ExitStack() as stack:
@@ -518,7 +518,7 @@ def lock(handle: int, path: Path) -> None:
     """Locks an open file or folder until it is closed.
 
     Raises:
-        OptionError: Another run has it.
+        OptionError: Another run has locked it.
     """
     try:
         import fcntl
@@ -533,25 +533,25 @@ def lock(handle: int, path: Path) -> None:
 
 
 def run_of(path: Path) -> Path:
-    """Path of the settings of results: in their folder, or next to their file."""
+    """Returns the path of the settings of results: in their folder, or next to their file."""
     return path.with_name(f"{path.name}.{RUN}") if path.is_file() else path / RUN
 
 
 def note_settings(path: Path, settings: Mapping[str, Any], overwrite: bool = False) -> None:
-    """Writes the settings of the results in a folder or file."""
+    """Writes the settings that the results in a folder or file are made with."""
     write_file(run_of(path), marked_json(_noted(settings), indent=1), overwrite)
 
 
 def check_settings(path: Path, settings: Mapping[str, Any], resume: bool) -> None:
-    """Refuses to continue the results in a folder or file with other settings.
+    """Raises if the results in a folder or file may not be continued with these settings.
 
     Args:
-        path: The folder or file with results.
+        path: Folder or file with the results.
         settings: All settings that may change a result.
         resume: Whether the user asked to continue.
 
     Raises:
-        OptionError: The settings differ or cannot be read, or ``resume`` is not set.
+        OptionError: The earlier settings differ or cannot be read, or ``resume`` is false.
     """
     if not resume:
         raise OptionError(
@@ -564,8 +564,8 @@ def check_settings(path: Path, settings: Mapping[str, Any], resume: bool) -> Non
         old_hash, old = before["hash"], dict(before["settings"])
     except (OSError, ValueError, KeyError, TypeError):
         raise OptionError(
-            f"{run} cannot be read, so nothing shows that the results next to it belong to this "
-            "run; choose another --out"
+            f"{run} cannot be read, so nothing shows that the results next to it were made with "
+            "these settings; choose another --out"
         ) from None
     wanted = _noted(settings)
     if old_hash != wanted["hash"]:
@@ -573,10 +573,10 @@ def check_settings(path: Path, settings: Mapping[str, Any], resume: bool) -> Non
         differing = [k for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
         shown = "; ".join(f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in differing)
         named = old.get("model") if "model" in differing else None  # the default may be another now
-        again = f"repeat them, --model {named} among them," if named else "repeat them"
+        again = f"the earlier ones, including --model {named}," if named else "the earlier ones"
         raise OptionError(
-            f"{path} holds results of other settings ({shown}); {again} to continue, or choose "
-            "another --out"
+            f"{path} holds results of other settings ({shown}); give {again} to continue, or "
+            "choose another --out"
         )
 
 
@@ -588,7 +588,7 @@ def append_line(file: BinaryIO, line: bytes) -> None:
 
 
 def complete_lines(path: Path) -> Iterator[bytes]:
-    """Complete lines of a file; a crash may have cut the last one."""
+    """Yields the lines of a file without the last one if a crash has truncated it."""
     with path.open("rb") as file:
         yield from itertools.takewhile(lambda line: line.endswith(b"\n"), file)
 
@@ -601,43 +601,43 @@ def _noted(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turns an `OSError` of writing into an error that says what to do.
+    """Converts an `OSError` inside the context into an error that says what to do.
 
     Raises:
-        InputError: It cannot be written.
+        InputError: The context raised an `OSError`.
     """
     try:
         yield
     except OSError as error:
         raise InputError(
-            f"cannot write to {path}: {error.strerror}; choose another --out, or make room and "
-            "continue with --resume"
+            f"cannot write to {path}: {error.strerror}; choose another --out, or free disk space "
+            "and continue with --resume"
         ) from error
 
 
 def find_files(paths: Iterable[str], suffixes: Collection[str], kind: str) -> list[str]:
-    """Files by path, with folders searched, each file once; see `files_below`."""
+    """Returns the paths of files and of the files in folders, each once; see `files_below`."""
     return list(files_below(paths, suffixes, kind))
 
 
 def files_below(paths: Iterable[str], suffixes: Collection[str], kind: str) -> dict[str, str]:
-    """Files by path, with folders searched, each file once.
+    """Finds the files that paths name directly or that lie in folders, each once.
 
-    Links to files are read. Links to folders are not followed, so that no search runs in circles;
-    they, and links that lead nowhere, are named in a warning. A folder that is named itself is
-    searched even where it is a link.
+    Links to files are included. Links to folders inside a folder are not followed, so that no
+    search is endless; each of them, and each broken link, gives a warning. A folder in ``paths`` is
+    searched even if it is a link.
 
     Args:
         paths: Paths of files and folders.
-        suffixes: Suffixes of the files to find in folders, with their dot.
+        suffixes: Suffixes of the files to find in folders, with the dot.
         kind: Kind of these files, for the message.
 
     Returns:
-        The folder of each file below the folder that was named: empty for files in that folder and
-        for files that were named themselves.
+        By path of each file: its subfolder relative to the searched folder; an empty string for
+        files directly in that folder and for files in ``paths``.
 
     Raises:
-        InputError: A folder holds no such file.
+        InputError: A folder holds no file with such a suffix.
     """
     found: dict[str, str] = {}
     for path in paths:
@@ -647,18 +647,18 @@ def files_below(paths: Iterable[str], suffixes: Collection[str], kind: str) -> d
         inside = dict(_searched(Path(path), suffixes))
         if not inside:
             raise InputError(
-                f"the folder {path} holds no {kind} files; expected {', '.join(sorted(suffixes))}"
+                f"the folder {path} holds no {kind} files ({', '.join(sorted(suffixes))})"
             )
         found.update({file: below for file, below in inside.items() if file not in found})
     return found
 
 
 def _searched(folder: Path, suffixes: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Files in a folder, with the subfolder of each; warns about those that are skipped."""
+    """Yields the files in a folder with their subfolders; warns about links that are skipped."""
     for file in sorted(folder.rglob("*")):
         meant = file.suffix.lower() in suffixes and file.name[0] != "."
         if file.is_symlink() and file.is_dir():
-            _warn_of_skipped(file, "a link to a folder, not followed; name it to search it")
+            _warn_of_skipped(file, "a link to a folder, not followed; give its path to search it")
         elif meant and file.is_file():
             below = str(file.parent.relative_to(folder))
             yield str(file), "" if below == "." else below

@@ -1,8 +1,9 @@
-"""Items of a job: each ends with a result or a failure of its own, whatever is raised.
+"""Isolation of errors in a job: an item that raises an error does not stop the other items.
 
-Items are decoded in batches. A batch that raises is halved down to the item that raises, and that
-item fails alone. An error of the configuration that fails every item is the job's error (`Watch`).
-``KeyboardInterrupt`` and ``SystemExit`` pass through.
+Items are decoded in batches. If decoding a batch raises an error, the batch is halved again and
+again until the item that raises the error is alone; only this item fails. If every item fails with
+the same error of the configuration, the whole job raises that error (`Watch`).
+``KeyboardInterrupt`` and ``SystemExit`` are not caught.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from mmdecode.runs.memory import is_out_of_memory
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Noted = Callable[[Sequence[str]], contextlib.AbstractContextManager[object]]
-"""Context that takes the names of a batch, open while the batch is decoded."""
+"""Function that takes the names of a batch's items; its context is open during their decoding."""
 
 CONFIGURATION = (OptionError, IncompatibleError, UnsupportedModelError, MissingExtraError)
 ENOUGH = 16
-"""After this many items that all failed by one error of the configuration, the job fails."""
+"""Number of first items that must fail with the same error of the configuration to end the job."""
 OUT_OF_MEMORY = "OutOfMemoryError"
 _OF_ONE_FILE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG)
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Why an item has no result.
+    """Failure of an item, which takes the place of its result.
 
     Attributes:
-        error: The problem, what was expected and what to do.
+        error: Message: the problem, what was expected and what to do.
         kind: Name of the error's class.
-        problem: The error, without its traceback and causes.
+        problem: The error itself, without its traceback and causes.
     """
 
     error: str
@@ -54,19 +55,19 @@ class Failed:
 
     @classmethod
     def of(cls, problem: Exception, hint: str) -> Failed:
-        """Failure of an item, by its error.
+        """Builds the failure that describes an error.
 
         Args:
-            problem: The error; its traceback and causes are removed, which frees the tensors of its
-                frames.
-            hint: Advice where memory ran out, for the message.
+            problem: The error. Its traceback and causes are removed, which frees the tensors that
+                the traceback's frames hold.
+            hint: Advice to the user if memory ran out, for the message.
         """
         kind, text = type(problem).__name__, " ".join(str(problem).split())
         if is_out_of_memory(problem):
             kind, text = OUT_OF_MEMORY, f"there is not enough memory; {hint}"
         elif not isinstance(problem, MMDecodeError):
             text = f"{kind}: {text}" if text else kind
-            text += "; this is an error of the program: MMDECODE_DEBUG=1 shows where"
+            text += "; this is a bug: run with MMDECODE_DEBUG=1 to see the traceback"
         else:
             text = str(problem)
         problem.__cause__ = problem.__context__ = None
@@ -74,15 +75,16 @@ class Failed:
 
 
 def nothing_noted(names: Sequence[str]) -> contextlib.AbstractContextManager[object]:
-    """A context that records nothing, for `Watch`."""
+    """Returns a context that records nothing; the default of `Watch`."""
     return contextlib.nullcontext()
 
 
 class Watch:
-    """State of a job's items over all its batches.
+    """State of a job over all its batches; decides whether the job as a whole has failed.
 
     Args:
-        noted: Records what is decoded, see `mmdecode.runs.crashes.Batches.decoding`.
+        noted: Records the names of the batch being decoded, as
+            `mmdecode.runs.crashes.Batches.decoding` does.
     """
 
     def __init__(self, noted: Noted = nothing_noted) -> None:
@@ -90,14 +92,17 @@ class Watch:
         self._fits = False  # some item did not fail by the configuration
 
     def released(self, outcomes: Iterable[tuple[Result, Failed | None]]) -> Iterator[Result]:
-        """Results as they come; first failures are held until they turn out not to be the job's.
+        """Yields results, and raises if the first items all fail with one configuration error.
+
+        First items that fail with the same error of the configuration are held back until an item
+        has another outcome; then they are yielded like the others.
 
         Args:
-            outcomes: Results, and why an item has none.
+            outcomes: Pairs of an item's result and its failure, ``None`` if it succeeded.
 
         Raises:
-            MMDecodeError: All items failed by one error of the configuration, or the first
-                `ENOUGH` did.
+            MMDecodeError: All items, or the first `ENOUGH`, failed with the same error of the
+                configuration.
         """
         held: list[Result] = []
         first: Failed | None = None
@@ -125,15 +130,17 @@ def each(
     watch: Watch | None = None,
     attempt: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Iterator[tuple[Item, Result | Failed]]:
-    """Outcomes of the items of a batch, in order.
+    """Decodes a batch and yields each item with its result or failure, in order.
 
     Args:
         items: The batch.
-        run: Gives a result per item; called again for halves of a batch that raised.
-        hint: Advice where an item alone needs more memory than there is.
-        name: Names an item in the record of what is decoded.
-        watch: Keeps that record.
-        attempt: Open while ``run`` runs, as `mmdecode.engine.stats.Stats.attempt`.
+        run: Returns one result for each item; called again with each half of a batch that raised
+            an error.
+        hint: Advice to the user if memory ran out for an item alone, for the message.
+        name: Returns the name of an item, under which ``watch`` records it.
+        watch: Records which items are being decoded; ``None``: they are not recorded.
+        attempt: Returns a context that is open during each call of ``run``, such as
+            `mmdecode.engine.stats.Stats.attempt`.
     """
     if not items:
         return
@@ -161,21 +168,25 @@ def each(
 
 
 def tried(run: Callable[[], Result], hint: str) -> Result | Failed:
-    """Outcome of one item."""
+    """Runs a function for one item; returns its result, or a failure if it raises.
+
+    Args:
+        run: Function that returns the result.
+        hint: Advice to the user if memory ran out, for the message.
+    """
     [(_, found)] = each([None], lambda _: [run()], hint=hint)
     return found
 
 
 def written(write: Callable[[], Result], hint: str) -> Result | Failed:
-    """Outcome of writing the files of one item.
+    """Writes the files of one item; returns the result of ``write``, or a failure if it raises.
 
     Args:
-        write: Makes and writes them.
-        hint: Advice where memory ran out, for the message.
+        write: Computes and writes the files.
+        hint: Advice to the user if memory ran out, for the message.
 
     Raises:
-        OSError: The folder cannot be written, for example since the disk is full: this is the job's
-            error.
+        OSError: Writing failed for a reason that concerns all items, such as a full disk.
     """
     found = tried(write, hint)
     if isinstance(found, Failed) and isinstance(found.problem, OSError):
@@ -186,14 +197,14 @@ def written(write: Callable[[], Result], hint: str) -> Result | Failed:
 
 
 def _alike(first: Failed | None, failed: Failed | None) -> bool:
-    """Whether an item failed by the configuration, as the first one did."""
+    """Returns whether an item failed with the same configuration error as the first item."""
     if failed is None or not isinstance(failed.problem, CONFIGURATION):
         return False
     return first is None or (first.error, first.kind) == (failed.error, failed.kind)
 
 
 def _free() -> None:
-    """Frees memory that a failed batch used."""
+    """Frees the GPU memory that a failed batch used."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         gc.collect()

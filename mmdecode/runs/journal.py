@@ -1,4 +1,4 @@
-"""The rows of a run in a folder: appended as they come, continued after an interruption."""
+"""Journal of a run: a file to which rows are appended one by one, so that a run can resume."""
 
 from __future__ import annotations
 
@@ -25,36 +25,38 @@ from mmdecode.runs.tables import write_rows
 
 
 class Recorded(Protocol):
-    """Row of a journal."""
+    """Protocol of a journal's rows."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Converts to a row."""
+        """Returns the row as a dictionary for JSON."""
 
 
 Row = TypeVar("Row", bound=Recorded)
 
 
 class Journal(Generic[Row]):
-    """A file of rows.
+    """A file of JSON lines to which the rows of a run are appended.
 
     Args:
-        path: Path of the file; its folder is created if it does not exist, and holds the settings
-            of the rows in `mmdecode.runs.files.RUN`.
-        read: Reads the rows that are there.
-        key: Key of a row; of several rows with one key the last counts.
+        path: Path of the file. Its folder is created if it does not exist; the file
+            `mmdecode.runs.files.RUN` in the folder holds the settings.
+        read: Reads the existing rows of the file.
+        key: Returns the key of a row; if several rows have the same key, the last is used.
         settings: Settings that may change a row.
-        resume: Continue what is there.
-        overwrite: Replace existing rows when the first new one comes, and files that are not ours.
-        input_of: The file that a row is made of, ``None`` for none; rows of files that have changed
+        resume: Whether to continue existing results.
+        overwrite: Whether to replace existing rows, as soon as the first new row is added, and
+            files that mmdecode did not write.
+        input_of: Returns the input file of a row, or ``None``. Rows whose input file has changed
             are removed.
 
     Attributes:
         done: The last row of each key, failures included.
-        changed: Files that have changed since their rows were made.
+        changed: Input files that have changed since their rows were computed.
 
     Raises:
-        OptionError: The folder holds results, and neither ``resume`` nor ``overwrite`` is set, or
-            the settings to resume differ; or a file that is not ours is there.
+        OptionError: The folder holds results, and neither ``resume`` nor ``overwrite`` is set; or
+            the settings of the results to resume differ; or a file that mmdecode did not write
+            would be replaced.
         InputError: The folder cannot be read or written.
     """
 
@@ -89,7 +91,7 @@ class Journal(Generic[Row]):
             self._file = self._opened()
 
     def _forget_changed(self, input_of: Callable[[Row], str | None]) -> None:
-        """Removes the rows whose files have changed."""
+        """Removes the rows whose input files have changed."""
         files = {key: input_of(row) for key, row in self.done.items()}
         found = {file for file in files.values() if file is not None}
         self.changed = {file for file in found if self._inputs.changed(file)}
@@ -100,7 +102,7 @@ class Journal(Generic[Row]):
             self.finish(list(self.done.values()))
 
     def reading(self, path: str | None) -> None:
-        """Records the content of a file before rows are made of it."""
+        """Records size and digest of an input file before rows are computed from it."""
         if path is not None:
             self._inputs.reading(path)
 
@@ -109,7 +111,7 @@ class Journal(Generic[Row]):
         return open_append(self._path, self._overwrite)
 
     def _reopened(self) -> BinaryIO:
-        """Opens the file again, without the rows that it replaces."""
+        """Deletes the file with the earlier rows and opens a new one."""
         self._path.unlink(missing_ok=True)
         return self._opened()
 
@@ -122,7 +124,7 @@ class Journal(Generic[Row]):
         self.done[self._key(row)] = row
 
     def finish(self, rows: Sequence[Row]) -> None:
-        """Rewrites the file with ``rows``, one per key, in order."""
+        """Replaces the content of the file by ``rows``, one for each key, in the order given."""
         write_rows(self._path, [row.as_dict() for row in rows])
 
     def close(self) -> None:
@@ -137,14 +139,15 @@ def refuse_taken(
     """Refuses a folder whose files a report would replace; called before anything is computed.
 
     Args:
-        folder: It need not exist.
+        folder: Folder of the report; it need not exist.
         name: Name of the file of rows.
-        resume: The user continues what is there.
-        overwrite: The user allows to replace it.
-        resumable: Whether the command has an option to continue, for the message.
+        resume: Whether the user asked to continue the earlier report.
+        overwrite: Whether the user allows replacing files.
+        resumable: Whether the command has the option ``--resume``, for the message.
 
     Raises:
-        OptionError: It holds an earlier report, or files of such names that are not ours.
+        OptionError: The folder holds an earlier report, or files that have the names of a report's
+            files and that mmdecode did not write.
     """
     names = (RUN, name, "summary.json", "table.md", "table.csv", "texts.jsonl", "report.html")
     figures = [
@@ -160,10 +163,10 @@ def refuse_taken(
 
 
 def is_taken(folder: Path, name: str) -> bool:
-    """Whether a folder holds a report, or the files of an unfinished run.
+    """Returns whether a folder holds a report or the files of an unfinished run.
 
     Args:
-        folder: It need not exist.
+        folder: Folder of the report; it need not exist.
         name: Name of the file of rows.
     """
     return any((folder / one).exists() for one in (RUN, name, "summary.json"))

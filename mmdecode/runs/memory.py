@@ -1,8 +1,8 @@
-"""Memory: what is free, what reading a prompt needs, and which errors mean that it ran out.
+"""Memory: how much is free, how much a prompt needs, and which errors mean that it ran out.
 
-On a CPU an allocation rarely fails: the system promises memory that it does not have and kills the
-process later. So a prompt is refused beforehand if an estimate exceeds the free memory. Nothing
-here loads torch.
+On a CPU an allocation rarely fails: the system overcommits memory and kills the process later.
+Therefore a prompt is refused in advance if the estimate of its memory exceeds the free memory. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _OUT = re.compile(
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or the one that it was raised from, means that memory ran out.
+    """Returns whether an error, or an error that caused it, means that memory ran out.
 
-    CUDA's error, `MemoryError` (numpy's and Python's), ENOMEM, and the ``RuntimeError`` that torch
-    raises for allocations on a CPU.
+    Recognised are CUDA's out-of-memory error, `MemoryError` of Python and numpy, the system error
+    ENOMEM, and the ``RuntimeError`` that torch raises if an allocation on a CPU fails.
     """
     if error is None:
         return False
@@ -38,13 +38,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process can still use, by the machine's and its control groups' limits.
+    """Returns the bytes that this process can still use, by machine and control group limits.
 
     Args:
-        root: Where the file systems ``proc`` and ``sys`` are found.
+        root: Folder that holds the file systems ``proc`` and ``sys``.
 
     Returns:
-        ``None`` if nothing is known.
+        Free bytes; ``None`` if they are unknown.
     """
     found = [*_of_machine(root), *_of_groups(root)]
     return min(found, default=None)
@@ -54,14 +54,14 @@ def refuse_beyond_memory(needed: int, what: str, hint: str, free: int | None = N
     """Refuses an operation that needs more memory than is free.
 
     Args:
-        needed: Bytes, as estimated.
-        what: Purpose, for the message.
-        hint: The way out, for the message.
-        free: Bytes; default: what `free_memory` finds.
+        needed: Estimate of the bytes that the operation needs.
+        what: Name of the operation, for the message.
+        hint: Advice to the user, for the message.
+        free: Free bytes; ``None``: as `free_memory` returns them.
 
     Raises:
-        InputError: More is needed than is free. If the free memory is not known, nothing is
-            refused.
+        InputError: The operation needs more memory than is free. If the free memory is unknown,
+            no error is raised.
     """
     free = free_memory() if free is None else free
     if free is not None and needed > free:
@@ -73,19 +73,19 @@ def refuse_beyond_memory(needed: int, what: str, hint: str, free: int | None = N
 def prompt_bytes(
     config: Any, rows: int, width: int, slots: int, itemsize: int, *, masked: bool, eager: bool
 ) -> int:
-    """Estimate of the memory that reading a prompt takes beyond the weights, in bytes.
+    """Estimates the memory that the prefill of a prompt takes beyond the weights, in bytes.
 
-    Keys and values of all layers, the states inside one layer, and tensors of queries times keys: a
-    mask, and the scores of eager attention. The estimate is rather too low than too high.
+    The estimate counts the keys and values of all layers, the activations inside one layer, the
+    attention mask, and the score matrix of eager attention. It errs on the low side.
 
     Args:
         config: Configuration of the text model.
-        rows: Rows of all branches.
-        width: Tokens of the prompt.
-        slots: Tokens that the cache holds.
-        itemsize: Bytes of one number of the model.
-        masked: Whether there is a mask of queries and keys.
-        eager: Whether attention computes its scores explicitly.
+        rows: Batch size, with the rows of all branches of a guide.
+        width: Length of the prompt in tokens.
+        slots: Capacity of the key-value cache in tokens.
+        itemsize: Bytes per element of the model's dtype.
+        masked: Whether a mask of queries by keys is built.
+        eager: Whether the attention implementation materialises its scores.
     """
     layers, hidden = _number(config, "num_hidden_layers"), _number(config, "hidden_size")
     heads = _number(config, "num_attention_heads")
@@ -119,7 +119,7 @@ def _of_machine(root: Path) -> Iterator[int]:
 
 
 def _of_groups(root: Path) -> Iterator[int]:
-    """Free bytes of each control group of this process, and of each above it."""
+    """Yields the free bytes of each control group of this process and of its parent groups."""
     top = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
@@ -149,7 +149,7 @@ def _read(path: Path) -> str:
 
 
 def _size(number: int) -> str:
-    """Bytes as text, in the largest unit of which there is at least one."""
+    """Formats a number of bytes in the largest unit that gives a value of at least 1."""
     value, unit = float(number), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if value < 1000 or unit == "TB":

@@ -1,8 +1,8 @@
-"""Reads and writes tables of items, one row each.
+"""Reading and writing of tables, with one row for each item.
 
-A ``.csv`` or ``.tsv`` has a header; a ``.trn``, ``.ref`` or ``.hyp`` has NIST's lines, ``some words
-(id)``; anything else is JSON lines, one JSON list, or one JSON object over several lines. A further
-``.gz`` means that it is compressed.
+The file's suffix gives the format: ``.csv`` and ``.tsv`` have a header; ``.trn``, ``.ref`` and
+``.hyp`` have lines of NIST's form ``some words (id)``; any other file holds JSON lines, one JSON
+list, or one JSON object over several lines. A further suffix ``.gz`` means gzip compression.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from mmdecode.runs.inputs import refuse_address
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of a table, and the line number of each, from 1.
+    """Yields the line number, counted from 1, and the fields of each row of a table.
 
     Raises:
-        InputError: The file cannot be read or is no table.
+        InputError: The file, or one of its lines, cannot be read as a table.
     """
     for line, row in rows_of(path):
         if isinstance(row, InputError):
@@ -35,10 +35,10 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
-    """Like `read_rows`, with an error instead of the row for each line that cannot be read.
+    """Yields rows as `read_rows` does, but an `InputError` for each line that cannot be read.
 
     Raises:
-        InputError: The file cannot be read or is no table.
+        InputError: The file as a whole cannot be read as a table.
     """
     data = _content(path)
     kind = (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
@@ -68,7 +68,7 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
 
 
 def _content(path: Path) -> bytes:
-    """Decompressed content of a table's file."""
+    """Reads a table's file, decompressed if its name ends in ``.gz``."""
     try:
         refuse_address(path)
     except InputError as error:
@@ -77,21 +77,21 @@ def _content(path: Path) -> bytes:
         data = path.read_bytes()
         return gzip.decompress(data) if path.suffix.lower() == ".gz" else data
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(f"{path} cannot be read as a manifest: it is no whole gzip") from error
+        raise InputError(f"{path} cannot be read as a manifest: it is no intact gzip") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"{path} cannot be read as a manifest: {reason}") from error
 
 
 def _universal(text: str) -> str:
-    """Text with uniform line ends."""
+    r"""Returns the text with ``\n`` as the only line ending."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _tried(
     read: Callable[[Any, str], dict[str, Any]], given: Any, where: str
 ) -> dict[str, Any] | InputError:
-    """A row, or the error of its line."""
+    """Returns the row that ``read`` parses, or the `InputError` that it raises."""
     try:
         if isinstance(given, str):
             _refuse_bytes(given, where)
@@ -112,12 +112,12 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], overwrite: bool = False) -> None:
-    """Writes JSON lines under the rule of `write_file`."""
+    """Writes rows as JSON lines; see `write_file` for which existing files are replaced."""
     write_file(path, rows_text(rows), overwrite)
 
 
 def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """JSON lines."""
+    """Formats rows as JSON lines."""
     return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
 
 
@@ -164,20 +164,25 @@ def _parse(text: str, where: str) -> Any:
 
 def _mapping(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise InputError(f"{where} holds {type(row).__name__}; expected an object with fields")
+        raise InputError(f"{where} holds {type(row).__name__}; expected an object: {{...}}")
     return row
 
 
 def first_of(row: Mapping[str, Any], names: Iterable[str]) -> Any:
-    """Value of the first of ``names`` that a row has; ``None``: it has none of them."""
+    """Returns a row's value for the first of ``names`` that is not null; ``None`` if all are."""
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
 def text_of(row: Mapping[str, Any], names: Iterable[str], where: str) -> str | None:
-    """Text of the first of ``names`` that a row has; ``None``: it has none of them.
+    """Returns a row's text under the first of ``names`` that is not null; ``None`` if all are.
+
+    Args:
+        row: Fields of the row; an integer is accepted as text.
+        names: Names of columns, in order of preference.
+        where: File and line, for the message.
 
     Raises:
-        InputError: The value is no text.
+        InputError: The value is not text.
     """
     value = first_of(row, names)
     if value is None:
@@ -188,28 +193,37 @@ def text_of(row: Mapping[str, Any], names: Iterable[str], where: str) -> str | N
     try:
         str(value).encode()
     except UnicodeEncodeError:
-        raise InputError(f"{where} has half a character under {any_of(names)}") from None
+        raise InputError(f"{where} has a lone surrogate under {any_of(names)}") from None
     return str(value)
 
 
 def any_of(names: Iterable[str]) -> str:
-    """Names of columns, as a message lists them."""
+    """Formats the names of columns for a message: ``'a' or 'b'``."""
     return " or ".join(repr(name) for name in names)
 
 
 def refuse_all(problems: Iterable[str | None]) -> None:
     """Refuses a table in which every line has a problem.
 
+    Args:
+        problems: The problem of each line; ``None`` if the line has none.
+
     Raises:
-        InputError: Every line has a problem; the message is that of the first.
+        InputError: Every line has a problem; the message names the first problem.
     """
     found = list(problems)
     if all(problem is not None for problem in found):
-        raise InputError(f"{found[0]}; and no other line is better" if found[1:] else found[0])
+        raise InputError(f"{found[0]}; and no other line is valid" if found[1:] else found[0])
 
 
 def own_id(name: str, line: int, taken: Container[str]) -> str:
-    """A unique id for a line whose own id may be taken."""
+    """Returns a unique id for a line: its own, or with ``#LINE`` appended if that is in use.
+
+    Args:
+        name: The line's own id; may be empty.
+        line: Number of the line.
+        taken: Ids of other lines.
+    """
     while name in taken or not name:
         name = f"{name}#{line}"
     return name

@@ -1,1 +1,1 @@
-"""Test sets for the tiny trained models that ship, and the generators of their data."""
+"""The zoo's data: test sets for the tiny trained models in the package, and data generators."""

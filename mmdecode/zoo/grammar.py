@@ -1,8 +1,9 @@
-"""The grammar of the zoo's speech data: sentence templates over word lists, in eight domains.
+"""Grammar that generates the English sentences of the zoo's synthetic speech, in eight domains.
 
-A sentence is a template whose slots are filled from word lists; ``split(sentence)`` assigns it to
-``train`` or ``test`` by a hash of its text, so a test sentence is never trained on, whatever the
-seed. Homophones are avoided, since a recogniser without context could not distinguish them.
+The zoo is the set of tiny trained models in this package. A sentence is a template whose slots,
+such as ``{food}``, are filled with words from lists. ``split(sentence)`` assigns a sentence to
+``train`` or ``test`` by a hash of its text, so that no seed puts a test sentence into training.
+There are no homophones, since a recogniser could not distinguish them without context.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ TEMPLATES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         ),
     ),
 }
-"""Slots and templates of each domain."""
+"""Word lists by slot, and sentence templates, of each domain."""
 
 
 def _options(text: str) -> list[str]:
@@ -179,18 +180,23 @@ SLOTS = {
     domain: {name: _options(words) for name, words in (_SHARED | slots).items()}
     for domain, (slots, _) in TEMPLATES.items()
 }
-"""Words for the slots of each domain."""
+"""Words of each slot, by domain; slots of `_SHARED` are in every domain."""
 _SLOT = re.compile(r"\{(\w+)\}")
 
 
 def sentence(rng: random.Random, domain: str | None = None) -> str:
-    """One sentence, capitalised and punctuated; a slot used twice is filled with two words."""
+    """Samples a sentence; a slot that occurs twice in it is filled with two different words.
+
+    Args:
+        rng: Random generator.
+        domain: One of `DOMAINS`; ``None``: a random one.
+    """
     domain = domain or rng.choice(DOMAINS)
     return filled(rng.choice(TEMPLATES[domain][1]), domain, rng)
 
 
 def filled(template: str, domain: str, rng: random.Random) -> str:
-    """Fills a template with words of a domain, as a capitalised sentence."""
+    """Fills a template's slots with random words of a domain and capitalises the sentence."""
     taken: dict[str, list[str]] = {}
 
     def fill(match: re.Match[str]) -> str:
@@ -204,12 +210,18 @@ def filled(template: str, domain: str, rng: random.Random) -> str:
 
 
 def split(text: str) -> Literal["train", "test"]:
-    """Whether a sentence is for training or for testing; about one in twenty is for testing."""
+    """Returns ``train`` or ``test`` by a hash of the sentence; about one in twenty is ``test``."""
     return "test" if hashlib.blake2b(text.encode(), digest_size=2).digest()[0] < 13 else "train"
 
 
 def sentences(count: int, seed: int, side: Literal["train", "test"]) -> list[str]:
-    """Samples ``count`` sentences of one side with replacement, domains in equal shares."""
+    """Samples sentences with replacement, the same number from each domain.
+
+    Args:
+        count: Number of sentences.
+        seed: Seed of the sampling.
+        side: ``train`` or ``test``: only sentences for which `split` returns this are taken.
+    """
     rng = random.Random(f"{side}/{seed}")
     found: list[str] = []
     while len(found) < count:
@@ -220,7 +232,7 @@ def sentences(count: int, seed: int, side: Literal["train", "test"]) -> list[str
 
 
 def vocabulary() -> set[str]:
-    """Every word the grammar can produce, lower case."""
+    """Returns every word that the grammar can produce, in lower case."""
     texts = [
         t for _, templates in TEMPLATES.values() for t in (_SLOT.sub(" ", t) for t in templates)
     ]

@@ -1,8 +1,9 @@
-"""Sentences synthesised word by word, so that each word's time is known: ``data/joined-words``.
+"""Test set of word timestamps: speech synthesised word by word, so that word times are known.
 
-A synthesiser does not return the times of words in a sentence, so the words are synthesised one by
-one and joined, with short gaps and some long pauses. `build_joined_words` made the Ogg Vorbis files
-of the test set, from sentences and voices that the zoo's models were never trained on.
+The speech synthesiser does not return the times of the words in a sentence. Therefore single words
+are synthesised and concatenated, with short gaps and some long pauses. `build_joined_words`
+generated the Ogg Vorbis files in ``data/joined-words``, from sentences and voices on which no model
+of this package was trained.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ RATE = synthesis.SAMPLING_RATE
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """A sentence of joined words.
+    """Speech of one sentence, concatenated from single words.
 
     Attributes:
         wave: Mono float32 samples at 16 kHz.
         text: The sentence.
-        times: Start and end of each of its words, in seconds.
+        times: Start and end of each word, in seconds.
     """
 
     wave: np.ndarray
@@ -41,7 +42,16 @@ class Joined:
 def join_words(
     engine: synthesis.Espeak, text: str, voice: synthesis.Voice, rng: random.Random
 ) -> Joined:
-    """Synthesises the words of ``text`` one by one, with gaps up to 0.15 s and some longer ones."""
+    """Synthesises the words of a text one by one and concatenates them.
+
+    The gap before a word is up to 0.15 s, or in one of seven cases a pause of 0.5 to 1.5 s.
+
+    Args:
+        engine: Speech synthesiser.
+        text: The sentence.
+        voice: Voice of all words.
+        rng: Random generator of the gaps.
+    """
     parts: list[np.ndarray] = []
     times: list[tuple[float, float]] = []
     position = 0
@@ -67,13 +77,13 @@ def _silence(seconds: float) -> np.ndarray:
 
 
 def draw_joined_words(count: int, seed: int, side: str, longest_s: float) -> list[Joined]:
-    """Samples sentences of one side of the grammar in that side's voices; needs espeak-ng.
+    """Synthesises sentences of the grammar's training or test side; needs espeak-ng.
 
     Args:
-        count: Number of sentences.
-        seed: Seed of the sampling.
-        side: ``train`` or ``test``.
-        longest_s: Maximum duration in seconds; longer ones are left out.
+        count: Maximum number of sentences.
+        seed: Seed of sentences, voices and gaps.
+        side: ``train`` or ``test``, for the sentences and for the voices.
+        longest_s: Maximum duration in seconds; longer recordings are discarded.
     """
     rng = random.Random(f"joined/{side}/{seed}")
     variants = synthesis.TRAIN_VARIANTS if side == "train" else synthesis.TEST_VARIANTS
@@ -90,7 +100,7 @@ def draw_joined_words(count: int, seed: int, side: str, longest_s: float) -> lis
 
 
 def joined_words() -> list[Joined]:
-    """The shipped test set."""
+    """Reads the test set that comes with the package."""
     import soundfile
 
     rows = [
@@ -108,7 +118,13 @@ def joined_words() -> list[Joined]:
 
 
 def build_joined_words(folder: Path = FOLDER, count: int = 6, seed: int = 2026) -> None:
-    """Synthesises the test set into a folder; needs espeak-ng."""
+    """Synthesises the test set and writes it to a folder; needs espeak-ng.
+
+    Args:
+        folder: Folder of the recordings and of ``manifest.jsonl``.
+        count: Number of recordings.
+        seed: Seed of sentences, voices and gaps.
+    """
     import soundfile
 
     rows = []

@@ -1,8 +1,8 @@
-"""``zoo:real-clips``: recordings of people with references, at their original sampling rates.
+"""``zoo:real-clips``: recordings of human speech with references, at original sampling rates.
 
-Eleven short English clips ship, 65 s and 174 words: enough to see that a recogniser works, and too
-little for a claim about its word error rate. `all_clips` adds further clips from
-``../shared/data/speech`` next to a checkout, if that folder exists.
+The package contains eleven short English clips, 65 s and 174 words in total: enough to see that a
+recogniser works, too few to measure its word error rate. `all_clips` adds further clips from the
+folder ``../shared/data/speech`` next to a checkout of the repository, if it exists.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mmdecode.asr.output.manifest import Entry, read_manifest
 
 FOLDER = Path(__file__).parent / "data" / "real-clips"
 MORE = Path(mmdecode.__file__).parents[2] / "shared" / "data" / "speech"
-"""Folder next to a checkout with further clips, which are not part of the package."""
+"""Folder with further clips, next to a checkout of the repository; not part of the package."""
 RATE = 16_000
 
 
@@ -29,14 +29,14 @@ class RealClip:
     """One recording of a person.
 
     Attributes:
-        name: Unique.
-        path: Its file.
-        text: Reference text as in its source: some in capitals, some without punctuation.
-        duration_s: Seconds.
-        speaker: Speaker; ``None``: not known.
+        name: Unique name.
+        path: Path of the audio file.
+        text: Reference text as the source has it: some texts in capitals, some without punctuation.
+        duration_s: Duration in seconds.
+        speaker: Name or id of the speaker; ``None``: unknown.
         origin: Work or corpus of the recording.
         licence: Licence of the recording.
-        source: Repository and path it was taken from.
+        source: Repository and path that the recording was taken from.
     """
 
     name: str
@@ -49,15 +49,20 @@ class RealClip:
     source: str
 
     def samples(self, rate: int = RATE) -> np.ndarray:
-        """Mono float32 samples at ``rate``, ``(samples,)``: channels averaged, resampled."""
+        """Returns the audio as mono float32, ``(samples,)``: channels averaged, then resampled.
+
+        Args:
+            rate: Sampling rate in hertz.
+        """
         return np.concatenate([*blocks(recording(self.path), rate)])
 
 
 def real_clips(folder: str | os.PathLike[str] = FOLDER) -> list[RealClip]:
-    """Reads the English clips of a folder with a ``manifest.jsonl``; by default those that ship.
+    """Reads the English clips of a folder; by default those in the package.
 
     Args:
-        folder: Folder whose manifest has text, language, licence and so on of each clip.
+        folder: Folder of audio files with a ``manifest.jsonl``, which has each clip's text,
+            language and licence.
 
     Raises:
         InputError: The manifest cannot be read.
@@ -67,7 +72,11 @@ def real_clips(folder: str | os.PathLike[str] = FOLDER) -> list[RealClip]:
 
 
 def all_clips(more: Path = MORE) -> list[RealClip]:
-    """The shipped clips, and those of another folder if it exists: 11, or 22 with `MORE`."""
+    """Returns the 11 clips of the package and, if the folder exists, further clips.
+
+    Args:
+        more: Folder of the further clips; `MORE` has 11.
+    """
     shipped = real_clips()
     if not (more / "manifest.jsonl").exists():
         return shipped

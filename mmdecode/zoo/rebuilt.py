@@ -1,12 +1,13 @@
-"""Synthesised held-out utterances: a test set of any size for the zoo's recogniser.
+"""Held-out utterances of any number, synthesised on demand, to test ``zoo:whisper-synth``.
 
-Sentences, voices and noise are sampled as in ``zoo:speech-test``, without its sentences; espeak-ng
-synthesises them on demand. Parts:
+The zoo is the set of tiny trained models in this package. Sentences, voices and noise are sampled
+as for the shipped test set ``zoo:speech-test``, whose sentences are excluded; espeak-ng synthesises
+them. There are three parts:
 
-- ``development``: for choosing weights and temperatures.
-- ``test``: sentences that no model of the zoo was trained on, from the training templates.
-- ``unseen``: sentences of `UNSEEN`, templates that no model of the zoo was trained on, with words
-  of the training vocabulary.
+- ``development``: held-out sentences to tune weights and temperatures on.
+- ``test``: other held-out sentences, from the same templates as the training sentences.
+- ``unseen``: sentences of `UNSEEN`, templates that training does not use, with words of the
+  training vocabulary.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from mmdecode.zoo.speech import speech_test
 
 Part = Literal["development", "test", "unseen"]
 DEVELOPMENT = 300
-"""Number of sentences of the development part; the test part follows."""
+"""Number of held-out sentences in the development part; later sentences are the test part."""
 TILT = 0.8
-"""Exponent of the noise's spectrum, as in ``zoo:speech-test``."""
+"""Exponent of the noise's spectral fall-off, as in ``zoo:speech-test``."""
 
 UNSEEN: dict[str, tuple[str, ...]] = {
     "kitchen": (
@@ -63,17 +64,17 @@ UNSEEN: dict[str, tuple[str, ...]] = {
         "is the {thing} in the {where} still {fault}?",
     ),
 }
-"""Templates over the grammar's own slots."""
+"""Templates with the grammar's slots that training does not use, by domain."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Utterance:
-    """A sentence in a voice.
+    """A sentence to be synthesised.
 
     Attributes:
         name: Unique name.
-        text: Text to speak.
-        voice: Voice that speaks it.
+        text: The sentence.
+        voice: Voice of the synthesiser.
         seed: Seed of pauses and noise.
     """
 
@@ -83,7 +84,7 @@ class Utterance:
     seed: int
 
     def spoken(self, engine: synthesis.Espeak) -> np.ndarray:
-        """Mono float32 samples at 16 kHz, with a pause at both ends."""
+        """Synthesises mono float32 samples at 16 kHz, with a pause at both ends."""
         rng = random.Random(self.seed)
 
         def pause(low: float, high: float) -> np.ndarray:
@@ -95,14 +96,25 @@ class Utterance:
         )
 
     def noisy(self, wave: np.ndarray, snr_db: float) -> np.ndarray:
-        """Adds noise to speech of `spoken`; it differs between levels in its gain only."""
+        """Adds noise to speech; at every noise level it is the same noise with another gain.
+
+        Args:
+            wave: Samples that `spoken` returned.
+            snr_db: Signal-to-noise ratio in decibels.
+        """
         generator = torch.Generator().manual_seed(self.seed)
         mixed = synthesis.add_noise(torch.from_numpy(wave), snr_db, generator, tilt=TILT)
         return mixed.clamp(-1, 1).numpy()
 
 
 def utterances(part: Part, count: int, seed: int = 2027) -> list[Utterance]:
-    """The first ``count`` utterances of a part; sentences are unique and not in the shipped set."""
+    """Returns the first utterances of a part; their sentences are distinct.
+
+    Args:
+        part: ``development``, ``test`` or ``unseen``.
+        count: Number of utterances.
+        seed: Seed of sentences, voices and noise.
+    """
     rng = random.Random(f"{part}/{seed}")
     texts = _sentences(part, seed)
     return [

@@ -1,7 +1,8 @@
-"""Images and classes of the zoo's image models: scenes with one large object.
+"""Training images of the zoo's image generators: rendered scenes with one large object.
 
-The renderer is that of all vision models of the zoo (`mmdecode.zoo.scenes`). Here one object is
-large and gives the class, and noise is low enough for a tokenizer to reconstruct the objects.
+The zoo is the set of tiny trained models in this package; the scenes of its vision models are
+rendered by `mmdecode.zoo.scenes`. In the scenes of this module one object is large and determines
+the class of the image, and noise is low enough for an image tokenizer to reconstruct the objects.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from mmdecode.zoo.scenes import (
 )
 
 CORPUS_SEED, CORPUS_IMAGES = 2**32, 40000
-"""First seed and number of the images that transformers are trained on; tokenizers are trained on
-lower seeds."""
+"""First seed and number of the images that image transformers are trained on; image tokenizers are
+trained on lower seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Style of an image.
+    """Distribution of an image's objects, noise and clutter.
 
     Attributes:
-        main: Sizes and opacity of the large object, noise and clutter of the image.
-        sizes: Sizes of the small objects.
-        counts: Weights of no, one and two small objects.
-        reach: Maximum distance of the large object's centre from the image's, in pixels; ``None``:
-            as far as it fits.
-        textured: Whether objects have textures, which codes of 4 x 4 pixels hardly preserve.
+        main: Ranges of the large object's size and opacity, and of the image's noise and clutter.
+        sizes: Minimum and maximum side of the small objects, in pixels.
+        counts: Sampling weights of zero, one and two small objects.
+        reach: Maximum horizontal and vertical distance of the large object's centre from the
+            image's centre, in pixels; ``None``: any position inside the image.
+        textured: Whether objects have textures, which image codes for 4 x 4 pixels hardly preserve.
     """
 
     main: Difficulty
@@ -72,15 +73,16 @@ SEEN = 0.5  # minimum visible share of any object
 
 
 def image_scene(seed: int, layout: Layout = PORTRAIT) -> Scene:
-    """The scene of a seed: one large object, which gives the class, and up to two small ones.
+    """Samples a scene with one large object, which gives its class, and up to two small objects.
 
-    All nouns are equally frequent as the large object, which is painted last; its companion is
-    often next to it. Seeds from `HELD_OUT` on are never trained on.
+    The large object's noun is uniformly distributed; it is painted last. Half of the small objects
+    are the noun that `COMPANIONS` pairs with it.
 
     Args:
-        seed: Any non-negative integer.
-        layout: `PORTRAIT` has the large object in the middle, for training generators;
-            `SCATTERED` is harder and has textures, for training tokenizers.
+        seed: Seed of the scene, a non-negative integer; from `HELD_OUT` on, scenes are never
+            trained on.
+        layout: `PORTRAIT` has the large object in the middle, to train image generators;
+            `SCATTERED` has textures and any positions, to train image tokenizers.
     """
     rng = random.Random(f"picture/{seed}")
     held_out = seed >= HELD_OUT
@@ -107,7 +109,7 @@ def image_scene(seed: int, layout: Layout = PORTRAIT) -> Scene:
 
 
 def _placed(rng: random.Random, thing: Thing, reach: int | None = None) -> tuple[int, int]:
-    """Samples the centre of an object: anywhere, or within ``reach`` of the image's centre."""
+    """Samples the centre of an object: anywhere, or within ``reach`` pixels of the middle."""
     low, high = thing.size // 2, SIDE - (thing.size + 1) // 2
     if reach is not None:
         low, high = max(low, SIDE // 2 - reach), min(high, SIDE // 2 + reach)
@@ -115,23 +117,23 @@ def _placed(rng: random.Random, thing: Thing, reach: int | None = None) -> tuple
 
 
 def class_of(scene: Scene) -> int:
-    """Class of a scene: index of its large object in `NOUNS`."""
+    """Returns the class of a scene: the index of its large object's noun in `NOUNS`."""
     return NOUNS.index(scene.things[-1].name)
 
 
 def rendered_images(seeds: Sequence[int], layout: Layout = PORTRAIT) -> np.ndarray:
-    """Renders the images of seeds, ``(B, SIDE, SIDE, 3)`` uint8."""
+    """Renders the image of each seed, ``(B, SIDE, SIDE, 3)`` uint8; see `image_scene`."""
     return labelled_images(seeds, layout)[1]
 
 
 def labelled_images(
     seeds: Sequence[int], layout: Layout = PORTRAIT
 ) -> tuple[list[int], np.ndarray]:
-    """Classes and rendered images of seeds, ``(B, SIDE, SIDE, 3)`` uint8."""
+    """Returns the class and the image of each seed; images are ``(B, SIDE, SIDE, 3)`` uint8."""
     scenes = [image_scene(seed, layout) for seed in seeds]
     return [class_of(scene) for scene in scenes], np.stack([render(scene) for scene in scenes])
 
 
 def to_pixels(images: np.ndarray) -> Tensor:
-    """Converts ``(B, H, W, 3)`` uint8 to ``(B, 3, H, W)`` from -1 to 1."""
+    """Converts images ``(B, H, W, 3)`` uint8 to ``(B, 3, H, W)`` float from -1 to 1."""
     return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1

@@ -1,8 +1,9 @@
-"""``zoo:scenes-test``: held-out scenes with questions, built like POPE, CHAIR, MME and What's Up.
+"""``zoo:scenes-test``: questions about held-out scenes, built like POPE, CHAIR, MME and What's Up.
 
-Questions and labels ship as JSON lines under ``data/scenes-test``, one folder for development and
-one for testing; `build_scene_sets` writes them. Images do not ship: an image's name determines its
-scene (`scene_of`), from which `write_images` renders it, with as much noise as in training.
+Questions and labels are in the package, as JSON lines in ``data/scenes-test``, with one folder for
+development and one for testing; `build_scene_sets` generated them. Images are not in the package:
+`write_images` renders them, since an image's file name determines its scene (`scene_of`). Noise is
+as strong as in training.
 """
 
 from __future__ import annotations
@@ -73,13 +74,18 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "diamond": ("rhombus",),
     "cross": ("plus",),
 } | {f"digit {n[6:]}": (f"number {n[6:]}", f"numeral {n[6:]}") for n in NOUNS if n[:5] == "digit"}
-"""Synonyms of the nouns, for CHAIR."""
+"""Synonyms of the nouns, which CHAIR counts as mentions of the noun."""
 Row = dict[str, Any]
 
 
 @lru_cache(maxsize=1)
 def co_occurrence() -> tuple[Counter[str], dict[str, Counter[str]]]:
-    """Counts of nouns in training scenes, and for each noun the counts of nouns next to it."""
+    """Counts nouns, and pairs of nouns in the same scene, over 2,000 training scenes.
+
+    Returns:
+        The number of scenes of each noun; and for each noun, how many of its scenes have each other
+        noun.
+    """
     popular: Counter[str] = Counter()
     companions: dict[str, Counter[str]] = {noun: Counter() for noun in NOUNS}
     for seed in range(2000):
@@ -91,9 +97,12 @@ def co_occurrence() -> tuple[Counter[str], dict[str, Counter[str]]]:
 
 
 def scenes_from(seed: int, count: int, wanted: Callable[[Scene], Any] | None = None) -> list[Scene]:
-    """The first ``count`` scenes, by seeds from ``seed`` on, for which ``wanted`` is true.
+    """Returns the first scenes, in order of seeds, that satisfy a condition.
 
-    Without ``wanted``, scenes with at least three different nouns are taken.
+    Args:
+        seed: First seed to try.
+        count: Number of scenes.
+        wanted: Condition on a scene; ``None``: the scene has at least three different nouns.
     """
     fits = wanted or (lambda scene: len(scene.names) >= 3)
     found: list[Scene] = []
@@ -106,18 +115,19 @@ def scenes_from(seed: int, count: int, wanted: Callable[[Scene], Any] | None = N
 
 
 def pope(scenes: Sequence[Scene], seed: int = 0) -> dict[Split, list[Row]]:
-    """Yes-no questions about objects as in POPE (Li et al. 2023): three of each answer per image.
+    """Builds POPE's yes-no questions (Li et al. 2023): three of each answer for an image.
 
-    A question about the i-th noun of a scene is followed by one about an absent noun: sampled
-    uniformly (random), the most frequent noun not yet used (popular), or the one that co-occurs
-    most with the i-th noun in training (adversarial). The yes-questions are the same in all splits.
+    Each question about a noun of the scene is followed by a question about an absent noun. Split
+    ``random`` samples the absent noun uniformly, ``popular`` takes the noun that is most frequent
+    in training, and ``adversarial`` the noun that co-occurs most in training with the present noun;
+    none is asked about twice for an image. The yes-questions are the same in all splits.
 
     Args:
-        scenes: Scenes with three nouns or more each.
+        scenes: Scenes with at least three different nouns each.
         seed: Seed of the random split.
 
     Returns:
-        Rows of question_id, image, text and label by split.
+        Rows with ``question_id``, ``image``, ``text`` and ``label``, by split.
     """
     popular, companions = co_occurrence()
     rng = random.Random(f"pope/{seed}")
@@ -149,7 +159,7 @@ def pope(scenes: Sequence[Scene], seed: int = 0) -> dict[Split, list[Row]]:
 
 
 def captions(scenes: Iterable[Scene]) -> list[Row]:
-    """For CHAIR: requests for descriptions, with the nouns that each image shows."""
+    """Builds CHAIR's rows: a request for a description, and the nouns that the image shows."""
     return [
         {"image": image_name(s), "question": DESCRIBE["detailed"], "objects": list(s.names)}
         for s in scenes
@@ -157,11 +167,13 @@ def captions(scenes: Iterable[Scene]) -> list[Row]:
 
 
 def mme(first_seed: int, count: int) -> list[Row]:
-    """Two questions per image, answered yes and no, in four categories of MME (Fu et al. 2023).
+    """Builds questions of four categories of MME (Fu et al. 2023), such as count and position.
+
+    Each image has two questions; the answer to the first is yes, to the second no.
 
     Args:
-        first_seed: Seed of the first scene.
-        count: Images per category.
+        first_seed: First seed of the scenes.
+        count: Number of images in each category.
     """
     rng = random.Random(f"mme/{first_seed}")
 
@@ -207,11 +219,10 @@ def mme(first_seed: int, count: int) -> list[Row]:
 
 
 def spatial(part: Part, count: int) -> list[Row]:
-    """Questions where an object is, as in What's Up (Kamath et al. 2023).
+    """Builds questions about the position of an object, as in What's Up (Kamath et al. 2023).
 
-    Questions come in groups of four images, which show the same two objects in four relations.
-    Half of the groups have the relations left, right, on and under, the others left, right, above
-    and below.
+    A group has four images, which show the same two objects in four relations: left, right, on and
+    under in the first half of the groups; left, right, above and below in the others.
 
     Args:
         part: ``development`` or ``test``.
@@ -236,9 +247,13 @@ def spatial(part: Part, count: int) -> list[Row]:
 
 
 def spatial_scene(part: Part, number: int, how: Relation) -> Scene:
-    """A scene of two objects in a relation.
+    """Samples a scene in which the first of two objects has a given relation to the second.
 
-    The four scenes of group ``number`` have the same objects and differ in positions and noise.
+    Args:
+        part: ``development`` or ``test``.
+        number: Number of the group; its four scenes have the same two objects, which differ in
+            position, and other noise.
+        how: The relation, such as ``left``.
     """
     rng = random.Random(f"spatial/{part}/{number}")
     names = rng.sample(NOUNS, 2)
@@ -262,12 +277,12 @@ def spatial_scene(part: Part, number: int, how: Relation) -> Scene:
 
 
 def image_name(scene: Scene) -> str:
-    """File name of a scene's image."""
+    """Returns the file name of a scene's image."""
     return f"scene_{scene.seed}.png"
 
 
 def scene_of(image: str) -> Scene:
-    """The scene that an image shows, from the image's file name.
+    """Returns the scene that an image shows, from the image's file name.
 
     Raises:
         InputError: The name is neither ``scene_SEED.png`` nor ``spatial_PART_NUMBER_RELATION.png``.
@@ -282,17 +297,18 @@ def scene_of(image: str) -> Scene:
     except ValueError:
         pass
     raise InputError(
-        f"{image!r} is no image of the scenes; expected scene_SEED.png or "
-        "spatial_PART_NUMBER_RELATION.png"
+        f"{image!r} is not the file name of a scene; expected scene_SEED.png or "
+        "spatial_PART_NUMBER_RELATION.png, such as scene_7.png or spatial_test_0_left.png"
     )
 
 
 def write_images(folder: Path, images: Iterable[str] | None = None) -> None:
-    """Renders images into a folder, as PNG.
+    """Renders images of scenes and writes them as PNG files.
 
     Args:
-        folder: The folder.
-        images: File names of the images, see `scene_of`; ``None``: all images of the shipped sets.
+        folder: Folder of the files.
+        images: File names of the images, see `scene_of`; ``None``: all images of the package's
+            test sets.
 
     Raises:
         MissingExtraError: Pillow is not installed.
@@ -310,7 +326,7 @@ def write_images(folder: Path, images: Iterable[str] | None = None) -> None:
 
 
 def build_scene_sets(folder: Path = FOLDER) -> None:
-    """Writes the sets for development and for testing, and the synonyms that CHAIR needs."""
+    """Generates the question sets for development and testing, and CHAIR's list of synonyms."""
     for part, seed in FIRST_SEED.items():
         scenes = scenes_from(seed, 300)
         sets: dict[str, list[Row]] = {f"pope_{name}": rows for name, rows in pope(scenes).items()}
@@ -326,7 +342,7 @@ def build_scene_sets(folder: Path = FOLDER) -> None:
 
 
 def scene_rows(part: Part, name: str) -> list[Row]:
-    """The rows of a shipped set.
+    """Reads the rows of a question set of the package.
 
     Args:
         part: ``development`` or ``test``.
@@ -338,12 +354,12 @@ def scene_rows(part: Part, name: str) -> list[Row]:
     """
     path = FOLDER / part / f"{name}.jsonl.gz"
     if not path.exists():
-        raise InputError(f"there is no set {name!r} of {part}; expected one of {', '.join(SETS)}")
+        raise InputError(f"no question set {name!r} in {part}; expected one of {', '.join(SETS)}")
     return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
 
 
 def descriptions(count: int) -> list[AnswerRequest]:
-    """Requests for detailed descriptions of test scenes."""
+    """Returns requests for detailed descriptions of the first ``count`` test images of CHAIR."""
     from PIL import Image
 
     from mmdecode.vlm.requests import requests_of

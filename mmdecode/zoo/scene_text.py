@@ -1,8 +1,8 @@
-"""Texts about scenes: captions, questions with answers, statements, and instructions around them.
+"""Generator of texts about scenes: captions, questions with true answers, and instructions.
 
-All answers and captions are true. Wording, order and adjectives are sampled, so that a caption has
-some entropy at every step. Questions about one object are asked only if its noun occurs once in the
-scene.
+Scenes are the rendered images of `mmdecode.zoo.scenes`. Wording, order and adjectives are sampled,
+so that a model trained on captions has some entropy at every token. Questions about the colour or
+position of an object are asked only if its noun occurs once in the scene.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _PHRASES: dict[Relation, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """A request and its true answer.
+    """A request about an image with its true answer.
 
     Attributes:
-        request: Text after the image in the prompt.
+        request: Text that follows the image in the prompt.
         answer: Text of the answer, without the end-of-sequence token.
         kind: ``existence``, ``colour``, ``count``, ``relation``, ``statement`` or ``caption``.
     """
@@ -62,12 +62,12 @@ class Exchange:
 
 
 def article(phrase: str) -> str:
-    """``phrase`` with "a" or "an"."""
+    """Returns a phrase with the article "a" or "an" before it."""
     return f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}"
 
 
 def plural(noun: str) -> str:
-    """Plural of ``noun``."""
+    """Returns the plural of a noun."""
     if noun.startswith("digit"):
         return noun.replace("digit", "digits", 1)
     endings = {"fish": "fish", "cross": "crosses"}
@@ -75,12 +75,12 @@ def plural(noun: str) -> str:
 
 
 def existence_question(noun: str) -> str:
-    """POPE's question whether there is a noun."""
+    """Returns POPE's question whether an object is in the image."""
     return f"Is there {article(noun)} in the image?"
 
 
 def yes_no(truth: bool) -> str:
-    """The answer to a yes-no question."""
+    """Returns the answer "Yes" or "No"."""
     return "Yes" if truth else "No"
 
 
@@ -90,7 +90,7 @@ def exchanges(scene: Scene, rng: random.Random, count: int) -> list[Exchange]:
     Args:
         scene: The scene.
         rng: Random generator.
-        count: Maximum number of questions.
+        count: Maximum number of questions; there are fewer if samples repeat each other.
     """
     makers: tuple[Callable[[Scene, random.Random], Exchange | None], ...]
     makers = (existence, colour, how_many, position, statement)
@@ -104,7 +104,7 @@ def exchanges(scene: Scene, rng: random.Random, count: int) -> list[Exchange]:
 
 
 def instructed(made: Exchange, rng: random.Random) -> Exchange:
-    """Sometimes adds a role before the question, or an instruction after it."""
+    """Randomly adds a role before the request (12 %) or an instruction after a question (20 %)."""
     request = made.request
     if rng.random() < 0.12:
         request = f"{rng.choice(ROLES)} {request}"
@@ -115,9 +115,10 @@ def instructed(made: Exchange, rng: random.Random) -> Exchange:
 
 
 def existence(scene: Scene, rng: random.Random) -> Exchange:
-    """Question whether a noun is there, half of them yes; absent nouns are sampled uniformly.
+    """Samples a question whether an object is in the image; in half of the cases it is.
 
-    Co-occurrence therefore stays a useful prior.
+    Absent nouns are sampled uniformly, regardless of co-occurrence; so a noun that often co-occurs
+    with the scene's nouns is more likely present, and a model can learn this as a prior.
     """
     truth = rng.random() < 0.5
     noun = rng.choice(scene.names if truth else [n for n in NOUNS if n not in scene.names])
@@ -135,12 +136,12 @@ def existence(scene: Scene, rng: random.Random) -> Exchange:
 
 
 def single(scene: Scene) -> list[Thing]:
-    """Objects whose noun occurs once in the scene."""
+    """Returns the objects whose noun occurs only once in the scene."""
     return [thing for thing in scene.things if scene.count(thing.name) == 1]
 
 
 def colour(scene: Scene, rng: random.Random) -> Exchange | None:
-    """Question about a colour; ``None`` if no noun occurs once."""
+    """Samples a question about an object's colour; ``None`` if every noun occurs repeatedly."""
     if not single(scene):
         return None
     thing = rng.choice(single(scene))
@@ -154,12 +155,12 @@ def colour(scene: Scene, rng: random.Random) -> Exchange | None:
 
 
 def thing_question(noun: str, colour: str) -> str:
-    """Question whether there is a noun of a colour."""
+    """Returns the question whether an object of a colour is in the image."""
     return existence_question(f"{colour} {noun}")
 
 
 def how_many(scene: Scene, rng: random.Random) -> Exchange:
-    """Question how many of a noun there are, or whether there is a given number of them."""
+    """Samples a question how many objects of a noun there are, or whether there are 1, 2 or 3."""
     present = rng.random() < 0.85
     noun = rng.choice(scene.names) if present else rng.choice(NOUNS)
     count = scene.count(noun)
@@ -172,14 +173,18 @@ def how_many(scene: Scene, rng: random.Random) -> Exchange:
 
 
 def count_question(noun: str, count: int) -> str:
-    """Question whether there are ``count`` of ``noun``, 1 to 3."""
+    """Returns the question whether there are exactly ``count`` objects of a noun, 1 to 3."""
     if count == 1:
         return f"Is there only one {noun} in the image?"
     return f"Are there {COUNTS[count].lower()} {plural(noun)} in the image?"
 
 
 def related(scene: Scene) -> list[tuple[Thing, Thing, Relation]]:
-    """Ordered pairs of objects with unique nouns and a clear relation."""
+    """Returns pairs of objects and their relation, where both nouns are unique in the scene.
+
+    Pairs whose relation is ambiguous (`mmdecode.zoo.scenes.relation` returns ``None``) are left
+    out. Each pair is included in both orders.
+    """
     things = single(scene)
     return [
         (thing, other, how)
@@ -190,7 +195,7 @@ def related(scene: Scene) -> list[tuple[Thing, Thing, Relation]]:
 
 
 def position(scene: Scene, rng: random.Random) -> Exchange | None:
-    """Question about the relation of two objects; ``None`` if there is no clear one."""
+    """Samples a question about the relation of two objects; ``None`` if `related` finds no pair."""
     pairs = related(scene)
     if not pairs:
         return None
@@ -205,25 +210,43 @@ def position(scene: Scene, rng: random.Random) -> Exchange | None:
 
 
 def asked_stacked(how: Relation, rng: random.Random) -> bool:
-    """Whether the answers offered for a relation are those with "on" and "under"."""
+    """Chooses whether a question offers the answers "on" and "under" instead of "above", "below".
+
+    Args:
+        how: The true relation, which has to be among the answers.
+        rng: Random generator; decides for "left" and "right", which are always offered.
+    """
     return how in ("on", "under") or (how in ("left", "right") and rng.random() < 0.5)
 
 
 def where_question(name: str, other: str, *, stacked: bool) -> str:
-    """The open question of the What's Up sets."""
+    """Returns What's Up's question for the position of an object relative to another.
+
+    Args:
+        name: Noun of the object.
+        other: Noun of the other object.
+        stacked: Whether to offer the answers "on" and "under" instead of "above" and "below".
+    """
     return f"Where is the {name} in relation to the {other}? {STACKED if stacked else SIDEWAYS}"
 
 
 def relation_question(
     name: str, other: str, how: Relation, rng: random.Random | None = None
 ) -> str:
-    """Question whether a relation holds; in a random wording if ``rng`` is given."""
+    """Returns the question whether a relation holds between two objects.
+
+    Args:
+        name: Noun of the object.
+        other: Noun of the other object.
+        how: The relation.
+        rng: Random generator of the wording; ``None``: a fixed wording.
+    """
     phrase = rng.choice(_PHRASES[how]) if rng else _PHRASES[how][0]
     return f"Is the {name} {phrase} the {other}?"
 
 
 def statement(scene: Scene, rng: random.Random) -> Exchange:
-    """A sentence to be judged true or false."""
+    """Samples a statement about the scene with the question whether it is true or false."""
     truth = rng.random() < 0.5
     pairs = related(scene)
     if pairs and rng.random() < 0.5:
@@ -239,13 +262,13 @@ def statement(scene: Scene, rng: random.Random) -> Exchange:
 
 
 def caption(scene: Scene, rng: random.Random, length: Length) -> Exchange:
-    """A description of a scene: about 8, 30 or 60 words."""
+    """Samples a caption of a scene with about 8 (brief), 30 (plain) or 60 words (detailed)."""
     text = _brief(scene, rng) if length == "brief" else _sentences(scene, rng, length)
     return Exchange(request=DESCRIBE[length], answer=text, kind="caption")
 
 
 def _brief(scene: Scene, rng: random.Random) -> str:
-    """One sentence that names up to four nouns."""
+    """Samples one sentence that names up to four nouns."""
     parts = []
     for noun in rng.sample(scene.names, min(len(scene.names), 4)):
         count = scene.count(noun)
@@ -261,7 +284,7 @@ def _brief(scene: Scene, rng: random.Random) -> str:
 
 
 def _sentences(scene: Scene, rng: random.Random, length: Length) -> str:
-    """A sentence per object in random order, then relations between pairs up to the length."""
+    """Samples sentences about the objects, then about relations, up to the length's word limit."""
     detailed = length == "detailed"
     things = rng.sample(scene.things, len(scene.things))
     words = _opening(things, rng) if rng.random() < 0.7 else ""
@@ -293,7 +316,7 @@ def _opening(things: Sequence[Thing], rng: random.Random) -> str:
 
 
 def _shown(thing: Thing, rng: random.Random, rich: float) -> str:
-    """A sentence that names an object and its location."""
+    """Samples a sentence that names an object and its location in the image."""
     what, where = article(_called(thing, rng, rich)), _where(thing)
     pattern = rng.choice(
         (
@@ -319,7 +342,13 @@ def _where(thing: Thing) -> str:
 
 
 def _called(thing: Thing, rng: random.Random, rich: float) -> str:
-    """The noun with adjectives, each of which is included with probability ``rich``."""
+    """Returns an object's noun with random adjectives for size, texture and colour.
+
+    Args:
+        thing: The object.
+        rng: Random generator.
+        rich: Probability of the texture; size is less likely and colour more likely.
+    """
     words = []
     if rng.random() < rich * 0.7:
         words.append("small" if thing.size < 18 else "large" if thing.size > 22 else "medium")

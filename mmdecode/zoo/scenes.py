@@ -1,13 +1,14 @@
-"""Renderer of small scenes for all vision models of the zoo: numpy, 64 x 64 pixels, seeded.
+"""Renderer of synthetic scenes, images of 64 x 64 pixels, for the zoo's vision models.
 
-A scene has a few objects (eighteen shapes, and digits from real scans) in eight colours and four
-textures on a muted background, with clutter, overlaps and noise. Co-occurrence is skewed on
-purpose: some nouns are popular, and nouns of one group, above all a noun and its companion, occur
-together. A model with weak vision is thereby led to answer from its language prior.
+The zoo is the set of tiny trained models in this package. A scene has a few objects (eighteen
+shapes, and scanned handwritten digits) in eight colours and four textures on a muted background,
+with clutter, overlaps and noise. Co-occurrence is skewed on purpose: some nouns are more frequent,
+and nouns of one group occur together, above all a noun and its companion (`COMPANIONS`). This
+tempts a model with weak vision to answer from its language prior.
 
-The same seed gives the same scene on every machine: the layout comes from ``random.Random``, the
-noise from the raw words of a PCG64 bit generator, both of which promise stable streams. Seeds from
-`HELD_OUT` on are never trained on, and their digits come from other scans.
+The same seed gives the same scene on every machine: layouts are sampled with ``random.Random``, and
+noise from the raw output of numpy's PCG64 generator; the output of both is stable across versions.
+Scenes of seeds from `HELD_OUT` on are never trained on, and their digits are from separate scans.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ COMPANIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Difficulty:
-    """Visual difficulty of scenes; training and test use the same.
+    """Ranges of a scene's visual properties; training and test scenes have the same ranges.
 
     Attributes:
         sizes: Minimum and maximum side of an object, in pixels.
@@ -88,8 +89,8 @@ class Thing:
         centre: Column and row of the box's centre.
         turn: Rotation in degrees, one of `TURNS`; digits are not rotated.
         opacity: Opacity over the background.
-        scan: Index of the digit's scan; -1 for shapes.
-        visible: Share of its pixels that no later object covers.
+        scan: Index of the scan for a digit, see `digit_scans`; -1 for shapes.
+        visible: Share of the object's pixels that objects painted later leave visible.
     """
 
     name: str
@@ -104,12 +105,12 @@ class Thing:
 
     @property
     def box(self) -> tuple[slice, slice]:
-        """Rows and columns of its box."""
+        """Slices of the rows and columns of the object's box in the image."""
         column, row = (c - self.size // 2 for c in self.centre)
         return slice(row, row + self.size), slice(column, column + self.size)
 
     def mask(self) -> np.ndarray:
-        """Coverage of its box, ``(size, size)`` float32 from 0 to 1."""
+        """Returns how much of each pixel of the box is covered, ``(size, size)``, 0 to 1."""
         if self.scan >= 0:
             return _digit_mask(self.scan, self.size)
         return _shape_mask(self.name, self.size, self.turn)
@@ -133,20 +134,21 @@ class Scene:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The nouns present, each once, in painting order."""
+        """The scene's different nouns, in painting order."""
         return tuple(dict.fromkeys(thing.name for thing in self.things))
 
     def count(self, name: str) -> int:
-        """Number of objects with the noun ``name``."""
+        """Returns the number of objects with the noun ``name``."""
         return sum(thing.name == name for thing in self.things)
 
 
 def draw_scene(seed: int, difficulty: Difficulty = DIFFICULTY) -> Scene:
-    """The scene of a seed: two to five objects, placed so that each stays mostly visible.
+    """Samples a scene of up to five objects, placed so that each stays mostly visible.
 
     Args:
-        seed: Any non-negative integer; from `HELD_OUT` on, scenes are never trained on.
-        difficulty: Visual difficulty.
+        seed: Seed of the scene, a non-negative integer; from `HELD_OUT` on, scenes are never
+            trained on.
+        difficulty: Ranges of sizes, opacity, noise and clutter.
     """
     rng = random.Random(seed)
     things: list[Thing] = []
@@ -167,7 +169,7 @@ def draw_scene(seed: int, difficulty: Difficulty = DIFFICULTY) -> Scene:
 
 
 def _draw_names(rng: random.Random) -> list[str]:
-    """Samples nouns with skewed co-occurrence: companions, nouns of a group, repeated nouns."""
+    """Samples 2 to 5 nouns, many of them from one group or companions, some of them repeated."""
     group = rng.choices(tuple(GROUPS.values()), GROUP_WEIGHTS)[0]
     names = [_popular(rng, group)]
     count = rng.choices((2, 3, 4, 5), (3, 5, 5, 3))[0]
@@ -193,13 +195,13 @@ def _popular(rng: random.Random, group: Sequence[str]) -> str:
 def draw_thing(
     rng: random.Random, name: str, difficulty: Difficulty = DIFFICULTY, *, held_out: bool = False
 ) -> Thing:
-    """Samples an object's appearance; its centre is the middle of the image.
+    """Samples an object's appearance and puts it in the middle of the image.
 
     Args:
         rng: Random generator.
         name: One of `NOUNS`.
         difficulty: Ranges of size and opacity.
-        held_out: Use held-out scans for digits.
+        held_out: Whether digits are taken from the held-out scans.
     """
     scan = -1
     if name in GROUPS["numbers"]:
@@ -217,7 +219,7 @@ def draw_thing(
 
 
 def _draw_centre(rng: random.Random, thing: Thing, things: Sequence[Thing]) -> tuple[int, int]:
-    """Samples a centre inside the image, one time in five overlapping an earlier object."""
+    """Samples an object's centre; in one of five cases directly above an earlier object."""
     low, high = thing.size // 2, SIDE - (thing.size + 1) // 2
     if things and rng.random() < 0.2:
         below = rng.choice(things)
@@ -229,7 +231,7 @@ def _draw_centre(rng: random.Random, thing: Thing, things: Sequence[Thing]) -> t
 
 
 def visible_shares(things: Sequence[Thing]) -> list[float]:
-    """Share of each object's pixels that no object painted later covers."""
+    """Returns the share of each object's pixels that objects painted later leave visible."""
     owners = owner_map(things)
     counts = np.bincount(owners.ravel() + 1, minlength=len(things) + 1)[1:]
     return [
@@ -239,7 +241,7 @@ def visible_shares(things: Sequence[Thing]) -> list[float]:
 
 
 def owner_map(things: Sequence[Thing]) -> np.ndarray:
-    """Index of the visible object at each pixel, ``(SIDE, SIDE)`` int8; -1: background."""
+    """Returns the index of the visible object at each pixel, ``(SIDE, SIDE)``; -1: background."""
     owners = np.full((SIDE, SIDE), -1, dtype=np.int8)
     for index, thing in enumerate(things):
         owners[thing.box][thing.mask() > 0.5] = index
@@ -252,10 +254,11 @@ OPPOSITE |= {b: a for a, b in OPPOSITE.items()}
 
 
 def relation(thing: Thing, other: Thing) -> Relation | None:
-    """Position of ``thing`` relative to ``other``; ``None`` if it is not clear.
+    """Returns the position of ``thing`` relative to ``other``; ``None`` if it is ambiguous.
 
-    "on" and "under" are for objects that touch vertically, "above" and "below" for others. A
-    direction is clear if the distance along its axis is at least 1.7 times that along the other.
+    It is ambiguous if the centres are too close, or if neither the horizontal nor the vertical
+    distance of the centres is at least 1.7 times the other distance. Objects that touch vertically
+    are "on" and "under" each other; vertically separated objects are "above" and "below".
     """
     across = thing.centre[0] - other.centre[0]
     down = thing.centre[1] - other.centre[1]
@@ -290,7 +293,7 @@ def render(scene: Scene) -> np.ndarray:
 
 
 def _background(rng: random.Random) -> np.ndarray:
-    """A muted colour with a linear gradient."""
+    """Returns a background of a muted colour with a linear gradient, ``(SIDE, SIDE, 3)``."""
     grey = rng.uniform(0.3, 0.7)
     base = np.array([grey + rng.uniform(-0.08, 0.08) for _ in range(3)], dtype=np.float32)
     slope = np.linspace(-0.5, 0.5, SIDE, dtype=np.float32)
@@ -311,7 +314,7 @@ def _stroke(pixels: np.ndarray, rng: random.Random) -> None:
 
 
 def _noise(seed: int) -> np.ndarray:
-    """Approximately normal noise of unit variance: sums of four bytes, ``(SIDE, SIDE, 3)``."""
+    """Returns nearly normal noise of unit variance (sums of 4 bytes), ``(SIDE, SIDE, 3)``."""
     words = np.random.PCG64(seed).random_raw(SIDE * SIDE * 3 // 2)
     parts = words.astype("<u8", copy=False).view(np.uint8).reshape(4, SIDE, SIDE, 3)
     total = parts.sum(axis=0, dtype=np.int16).astype(np.float32)
@@ -320,7 +323,7 @@ def _noise(seed: int) -> np.ndarray:
 
 @cache
 def _texture(name: str, size: int) -> np.ndarray:
-    """Brightness over an object's box, ``(size, size)`` float32."""
+    """Returns a texture as brightness factors 0.5 or 1, ``(size, size)`` float32."""
     rows, columns = np.mgrid[:size, :size]
     dark = {
         "plain": np.zeros((size, size), dtype=bool),
@@ -333,7 +336,7 @@ def _texture(name: str, size: int) -> np.ndarray:
 
 @cache
 def _shape_mask(name: str, size: int, turn: int) -> np.ndarray:
-    """Coverage of a shape's box, with 4 x 4 samples per pixel."""
+    """Renders a shape as the coverage of each pixel of its box, from 4 x 4 samples per pixel."""
     ticks = (np.arange(size * 4) + 0.5) / (size * 2) - 1
     x, y = np.meshgrid(ticks, ticks)
     angle = math.radians(turn)
@@ -347,20 +350,20 @@ def _shape_mask(name: str, size: int, turn: int) -> np.ndarray:
 
 @cache
 def digit_scans() -> tuple[np.ndarray, np.ndarray]:
-    """Scans of digits, ``(1797, 8, 8)`` uint8 from 0 to 16, and their labels, ``(1797,)``."""
+    """Returns scanned digits, ``(1797, 8, 8)`` uint8, 0 to 16, and their labels, ``(1797,)``."""
     with np.load(DIGITS_FILE) as file:
         return file["scans"], file["labels"]
 
 
 @cache
 def _scans_of(digit: int, held_out: bool) -> tuple[int, ...]:
-    """Indices of a digit's scans; every fifth is held out."""
+    """Returns the indices of a digit's training scans, or of its held-out scans, every fifth."""
     found = np.flatnonzero(digit_scans()[1] == digit)
     return tuple(int(i) for i in found if (i % 5 == 0) == held_out)
 
 
 def _digit_mask(scan: int, size: int) -> np.ndarray:
-    """A scan enlarged to its box by linear interpolation."""
+    """Enlarges a scan to ``(size, size)`` by linear interpolation."""
     spread = _spread(size)
     ink = digit_scans()[0][scan].astype(np.float32) / 16
     return (spread @ ink @ spread.T).clip(0, 1)
@@ -368,7 +371,7 @@ def _digit_mask(scan: int, size: int) -> np.ndarray:
 
 @cache
 def _spread(size: int) -> np.ndarray:
-    """Weights of linear interpolation from 8 to ``size`` pixels, ``(size, 8)``."""
+    """Returns the weights of linear interpolation from 8 to ``size`` pixels, ``(size, 8)``."""
     positions = (np.arange(size) + 0.5) * 8 / size - 0.5
     weights = 1 - np.abs(positions[:, None] - np.arange(8))
     return weights.clip(0, None).astype(np.float32)
@@ -378,7 +381,7 @@ Field = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def _polygon(*corners: tuple[float, float]) -> Field:
-    """Indicator of the inside of a polygon, by the even-odd rule."""
+    """Returns a function that tests whether points lie in a polygon, by the even-odd rule."""
 
     def inside(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         odd = np.zeros(x.shape, dtype=bool)

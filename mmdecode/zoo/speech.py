@@ -1,7 +1,7 @@
-"""``zoo:speech-test``: clips of held-out sentences in held-out voices, and one long recording.
+"""``zoo:speech-test``: synthetic clips of held-out sentences and voices, and one long recording.
 
-`build_speech_test` made the Ogg Vorbis files. Noisy variants are not stored but made on demand from
-each clip's seed.
+`build_speech_test` generated the Ogg Vorbis files. Only clean speech is stored; the noisy variant
+of a clip is computed on demand, with noise from the clip's seed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Clip:
         name: Unique name.
         path: The file of the clean variant.
         text: Reference text.
-        duration_s: Seconds.
-        voice: Accent and timbre of espeak-ng.
+        duration_s: Duration in seconds.
+        voice: Accent and timbre of espeak-ng, ``ACCENT+VARIANT``.
         seed: Seed of the noise.
-        long: Whether it is the recording of several minutes.
+        long: Whether this is the recording of three minutes.
     """
 
     name: str
@@ -47,7 +47,14 @@ class Clip:
     long: bool
 
     def samples(self, variant: Variant = "clean") -> np.ndarray:
-        """Mono float32 samples at 16 kHz."""
+        """Returns mono float32 samples at 16 kHz.
+
+        Args:
+            variant: ``clean``, or ``noisy`` for noise at a signal-to-noise ratio of 3 dB.
+
+        Raises:
+            OptionError: There is no such variant.
+        """
         import soundfile
 
         wave, rate = soundfile.read(self.path, dtype="float32")
@@ -66,7 +73,7 @@ class Clip:
 
 
 def speech_test(*, long: bool = False) -> list[Clip]:
-    """The short clips, or with ``long`` the recording."""
+    """Reads the short clips, or with ``long`` the one long recording."""
     rows = [
         json.loads(line)
         for line in (FOLDER / "manifest.jsonl").read_text(encoding="utf-8").splitlines()
@@ -87,9 +94,13 @@ def speech_test(*, long: bool = False) -> list[Clip]:
 
 
 def build_speech_test(folder: Path = FOLDER, seed: int = 2026) -> None:
-    """Synthesises the test set: 30 clips of one to three sentences, and one of 3 minutes.
+    """Synthesises the test set: 30 clips of one to three sentences, and a 3-minute recording.
 
     Needs espeak-ng.
+
+    Args:
+        folder: Folder of the recordings and of ``manifest.jsonl``.
+        seed: Seed of sentences, voices and pauses.
     """
     import soundfile
 

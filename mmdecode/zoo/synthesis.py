@@ -1,9 +1,9 @@
-"""Speech synthesis by the espeak-ng library, with noise and reverberation.
+"""Speech synthesis with the espeak-ng library, and functions that add noise and reverberation.
 
-Used by the recipes that train and test the zoo's speech models; nothing here runs at decoding
-time. espeak-ng is a system package (``apt-get install espeak-ng``); its shared library is found by
-the system's loader, or through the environment variables ``MMDECODE_ESPEAK_LIB`` (the ``.so``) and
-``MMDECODE_ESPEAK_DATA`` (the folder that holds ``espeak-ng-data``).
+It makes the training and test data of the zoo's speech models and is not used for decoding.
+espeak-ng is a system package (``apt-get install espeak-ng``). Its shared library is found by the
+system's loader, or given by the environment variables ``MMDECODE_ESPEAK_LIB`` (path of the ``.so``)
+and ``MMDECODE_ESPEAK_DATA`` (folder that contains ``espeak-ng-data``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,15 @@ _SYNCHRONOUS, _UTF8, _RATE, _PITCH, _RANGE = 2, 1, 1, 3, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Voice:
-    """A voice: accent and timbre of espeak-ng, words per minute, pitch and its range (0 to 99)."""
+    """Settings of a synthetic voice.
+
+    Attributes:
+        accent: Language code of espeak-ng, such as ``en-us``.
+        variant: Timbre: a voice variant of espeak-ng.
+        rate: Words per minute.
+        pitch: Pitch from 0 to 99.
+        pitch_range: Range of the pitch from 0 to 99.
+    """
 
     accent: str
     variant: str
@@ -41,7 +49,12 @@ class Voice:
 
     @classmethod
     def draw(cls, rng: random.Random, variants: tuple[str, ...] = TRAIN_VARIANTS) -> Voice:
-        """Samples a voice."""
+        """Samples a voice.
+
+        Args:
+            rng: Random generator.
+            variants: Variants to choose from.
+        """
         return cls(
             accent=rng.choice(ACCENTS),
             variant=rng.choice(variants),
@@ -52,13 +65,17 @@ class Voice:
 
 
 class Espeak:
-    """The espeak-ng library, loaded once per process; ``speak`` is not thread-safe."""
+    """Speech synthesiser of the espeak-ng library; ``speak`` is not thread-safe.
+
+    Raises:
+        MMDecodeError: The library or its voice data was not found.
+    """
 
     def __init__(self) -> None:
         path = os.environ.get("MMDECODE_ESPEAK_LIB") or ctypes.util.find_library("espeak-ng")
         if path is None:
             raise MMDecodeError(
-                "the espeak-ng library was not found, and this recipe speaks through it; "
+                "the espeak-ng library, which synthesises the speech, was not found; "
                 "install the system package espeak-ng (apt-get install espeak-ng) or set "
                 "MMDECODE_ESPEAK_LIB and MMDECODE_ESPEAK_DATA"
             )
@@ -68,7 +85,10 @@ class Espeak:
             _SYNCHRONOUS, 0, data.encode() if data else None, 0
         )
         if self._rate <= 0:
-            raise MMDecodeError(f"espeak-ng at {path} failed to start: its voice data is missing")
+            raise MMDecodeError(
+                f"espeak-ng at {path} failed to start, since its voice data was not found; set "
+                "MMDECODE_ESPEAK_DATA to the folder that contains espeak-ng-data"
+            )
         self._blocks: list[np.ndarray] = []
         kind = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p
@@ -82,7 +102,11 @@ class Espeak:
         return 0
 
     def speak(self, text: str, voice: Voice) -> np.ndarray:
-        """Synthesises mono float32 samples at 16 kHz, peak 0.5, silence at both ends removed."""
+        """Synthesises mono float32 samples at 16 kHz with peak 0.5, without silence at the ends.
+
+        Raises:
+            MMDecodeError: espeak-ng does not have the voice.
+        """
         import torchaudio
 
         name = f"{voice.accent}+{voice.variant}".encode()
@@ -107,13 +131,13 @@ class Espeak:
 
 
 def add_noise(wave: Tensor, snr_db: float, generator: torch.Generator, tilt: float = 1.0) -> Tensor:
-    """``wave`` plus coloured noise at a signal-to-noise ratio measured over the loud samples.
+    """Adds coloured noise to a waveform; the signal's power is measured over its loud samples.
 
     Args:
         wave: Samples, ``(T,)``.
         snr_db: Signal-to-noise ratio in decibels.
         generator: Random generator of the noise.
-        tilt: Exponent of the spectral fall-off: 0 is white, 1 pink, 2 brown noise.
+        tilt: Exponent of the spectral fall-off: 0 gives white, 1 pink, 2 brown noise.
     """
     white = torch.randn(wave.shape[-1], generator=generator)
     spectrum = torch.fft.rfft(white)
@@ -126,7 +150,13 @@ def add_noise(wave: Tensor, snr_db: float, generator: torch.Generator, tilt: flo
 
 
 def add_reverberation(wave: Tensor, decay_s: float, generator: torch.Generator) -> Tensor:
-    """Adds reverberation: convolves with exponentially decaying noise, -60 dB after ``decay_s``."""
+    """Adds reverberation, by convolution with exponentially decaying noise; keeps the peak.
+
+    Args:
+        wave: Samples at 16 kHz, ``(T,)``.
+        decay_s: Seconds after which the noise has decayed by 60 dB.
+        generator: Random generator of the noise.
+    """
     length = int(decay_s * SAMPLING_RATE)
     time = torch.arange(length) / SAMPLING_RATE
     response = torch.randn(length, generator=generator) * torch.exp(-6.9 * time / decay_s) * 0.05

@@ -65,7 +65,7 @@ def test_the_model_is_printed_once_and_is_what_the_results_hold(own, monkeypatch
     changed = run(*words, "--resume")
     message = str(changed.exception)
     assert f"model was {SYNTHETIC!r}, is {NAME!r}" in message
-    assert f"repeat them, --model {SYNTHETIC} among them, to continue" in message
+    assert f"the earlier ones, including --model {SYNTHETIC}, to continue" in message
     again = run(*words, "--resume", "--model", SYNTHETIC, "--quiet")
     assert again.exit_code == 0 and again.stderr == ""
 

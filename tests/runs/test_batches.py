@@ -44,7 +44,7 @@ def test_items_over_which_a_process_ended_are_decoded_one_by_one_and_fail_after_
     batches.close()
     killed(path, "b")
     batches = opened(path)
-    assert "ended the process 2 times while this was decoded alone" in batches.problem("b")
+    assert "ended the process 2 times while it decoded this input alone" in batches.problem("b")
     for name in [*batches.alone]:
         batches.cleared(name)
     batches.close()
