@@ -1,1 +1,1 @@
-"""Recipes that make the models: the zoo's own from scratch, and heads for any checkpoint."""
+"""Training: the package's own tiny models (the zoo), and drafters and heads for any checkpoint."""

@@ -1,9 +1,9 @@
-"""Recipe of the zoo's `LetterHead`: probabilities of characters by frame, for forced alignment.
+"""Training recipe of `LetterHead`, which gives CTC character probabilities for forced alignment.
 
-It is trained on sentences joined from single words, whose times are known
-(`mmdecode.zoo.joined_words`), with noise and reverberation. A word's characters share its frames
-evenly and all other frames are blank: the head learns where words begin and end, and roughly where
-characters are, which is enough for forced alignment.
+The head is trained on synthetic sentences that are concatenated from single words, so that word
+times are known (`mmdecode.zoo.joined_words`), with noise and reverberation. As labels, the
+characters of a word divide the word's frames evenly, and all other frames are blank. The head thus
+learns where words begin and end, and roughly where characters are.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class AlignerOptions:
     """Settings of the recipe.
 
     Attributes:
-        sentences: Joined sentences to train on.
-        steps: Batches.
-        batch: Sentences per batch.
-        peak_rate: Highest learning rate (AdamW, cosine).
-        seed: Seed of the whole training.
+        sentences: Number of training sentences.
+        steps: Number of training steps.
+        batch: Sentences per step.
+        peak_rate: Highest learning rate (AdamW, cosine schedule).
+        seed: Seed of data, weights and batches.
     """
 
     sentences: int = 1500
@@ -46,7 +46,16 @@ class AlignerOptions:
 
 
 def frame_labels(text: str, times: list[tuple[float, float]], frame_s: float, count: int) -> Tensor:
-    """CTC symbol of each frame, ``(count,)``; the first frame of a repeated character is blank."""
+    """Returns the CTC label of each frame, ``(count,)``; 0 is the blank.
+
+    A character that repeats the one before it starts with one blank frame, as CTC requires.
+
+    Args:
+        text: Words, separated by spaces.
+        times: Start and end of each word, in seconds.
+        frame_s: Duration of a frame in seconds.
+        count: Number of frames.
+    """
     labels = torch.zeros(count, dtype=torch.long)
     for word, (start, end) in zip(text.lower().split(), times, strict=True):
         symbols = [SYMBOLS.index(c) for c in word if c in SYMBOLS[1:]]
@@ -58,7 +67,7 @@ def frame_labels(text: str, times: list[tuple[float, float]], frame_s: float, co
 
 
 def damage(wave: Tensor, rng: random.Random, generator: torch.Generator) -> Tensor:
-    """Adds reverberation and noise and changes the loudness, each with some probability."""
+    """Adds reverberation (20 % of calls) and noise (60 %), and lowers the volume at random."""
     if rng.random() < 0.2:
         wave = synthesis.add_reverberation(wave, rng.uniform(0.1, 0.4), generator)
     if rng.random() < 0.6:
@@ -67,11 +76,11 @@ def damage(wave: Tensor, rng: random.Random, generator: torch.Generator) -> Tens
 
 
 def train_aligner(extractor: Any, data: list[Joined], options: AlignerOptions) -> LetterHead:
-    """Trains a head on joined words.
+    """Trains a head on sentences with known word times.
 
     Args:
         extractor: The ``WhisperFeatureExtractor`` whose features are the head's input.
-        data: Training data, none longer than the extractor's window.
+        data: Training sentences, none longer than the extractor's window.
         options: Settings.
     """
     torch.manual_seed(options.seed)
@@ -103,8 +112,8 @@ def run(model_folder: str, out: Path, options: AlignerOptions) -> LetterHead:
     """Synthesises the training data, trains a head and saves it; needs espeak-ng.
 
     Args:
-        model_folder: The Whisper whose features the head reads.
-        out: The head is written into this folder.
+        model_folder: Folder of the Whisper whose feature extractor makes the head's input.
+        out: Folder to write the head to.
         options: Settings.
     """
     from transformers import WhisperFeatureExtractor

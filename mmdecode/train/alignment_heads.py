@@ -1,9 +1,9 @@
-"""Finds the cross-attention heads of a Whisper that follow the speech: ``alignment_heads``.
+"""Finds the ``alignment_heads`` of a Whisper: cross-attention heads that give word timestamps.
 
-The model transcribes recordings, and forced alignment gives the time of each token. The score of a
-head is the share of a token's attention that lies within the token's own time, minus the share that
-uniform attention would have there. The best heads are chosen, up to ``most``: as many as give the
-smallest error of word times against the forced alignment.
+The model transcribes recordings, and forced alignment gives the start and end of each token. The
+score of a head is the share of a token's attention that falls between them, minus the share that
+uniform attention would put there. Heads are ranked by score; the number of heads chosen is the one
+whose word timestamps differ least from the forced alignment, at most ``most``.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Aligned:
     """A transcribed and aligned recording.
 
     Attributes:
-        tokens: Tokens with their times from forced alignment.
+        tokens: Tokens of the transcript with their times from forced alignment.
         weights: Cross-attention weights of every head, ``(layers * heads, tokens + 1, frames)``.
-        spoken: Whether each token is text.
+        spoken: Whether each token is text, and not a timestamp.
     """
 
     tokens: list[Token]
@@ -55,14 +55,14 @@ class Aligned:
 def collect(
     model: Any, processor: Any, waves: Iterable[np.ndarray], method: str, language: str = "en"
 ) -> Iterator[Aligned]:
-    """Transcribes and aligns recordings that fit into a window.
+    """Transcribes recordings and aligns them; recordings without a spoken word are skipped.
 
     Args:
         model: A Whisper.
-        processor: Its processor.
-        waves: Recordings at the model's sampling rate; longer ones are truncated.
-        method: Method of forced alignment, see ``word_timestamps``.
-        language: Language of the recordings, where the checkpoint knows several.
+        processor: Processor of the model.
+        waves: Recordings at the model's sampling rate, truncated to the model's window.
+        method: Method of forced alignment, a value of the option ``word_timestamps``.
+        language: Language of the recordings; used only if the checkpoint is multilingual.
     """
     extractor, config = processor.feature_extractor, model.config
     stride = extractor.nb_max_frames // config.max_source_positions
@@ -106,7 +106,7 @@ def collect(
 
 
 def every_head(model: Any) -> list[Head]:
-    """All heads of the decoder's attention to the audio, layer by layer."""
+    """Returns layer and head of all cross-attention heads of the decoder, layer by layer."""
     config = model.config
     return [
         (layer, head)
@@ -116,7 +116,12 @@ def every_head(model: Any) -> list[Head]:
 
 
 def score_heads(data: Sequence[Aligned], frame_s: float) -> Tensor:
-    """Share of attention within each token's time minus that of uniform attention, ``(heads,)``."""
+    """Returns the mean score of each head over all text tokens, ``(heads,)``; see the module.
+
+    Args:
+        data: Aligned recordings.
+        frame_s: Duration of an encoder frame in seconds.
+    """
     gains = []
     for aligned in data:
         frames = aligned.weights.shape[-1]
@@ -132,7 +137,17 @@ def score_heads(data: Sequence[Aligned], frame_s: float) -> Tensor:
 def word_errors(
     data: Sequence[Aligned], heads: Sequence[int], tokenizer: Any, frame_s: float
 ) -> np.ndarray:
-    """Errors of word starts and ends against forced alignment, in seconds, ``(2, words)``."""
+    """Returns how far word times from attention are from forced alignment, ``(2, words)``.
+
+    Args:
+        data: Aligned recordings.
+        heads: Indices of the heads that word times are computed from, as `every_head` orders them.
+        tokenizer: Tokenizer of the model.
+        frame_s: Duration of an encoder frame in seconds.
+
+    Returns:
+        Signed errors of the words' starts (row 0) and ends (row 1) in seconds.
+    """
     missed: list[tuple[float, float]] = []
     for aligned in data:
         spans = attention_spans(aligned.weights[list(heads)], frame_s, aligned.spoken)
@@ -152,22 +167,27 @@ def word_errors(
 def find_heads(
     model: Any, processor: Any, waves: Iterable[np.ndarray], method: str = "ctc", most: int = 10
 ) -> dict[str, Any]:
-    """Scores all heads on recordings and chooses some.
+    """Scores all cross-attention heads on recordings and chooses the best for word timestamps.
 
     Args:
         model: A Whisper.
-        processor: Its processor.
+        processor: Processor of the model.
         waves: Recordings at the model's sampling rate.
         method: Method of forced alignment.
-        most: Maximum number of heads.
+        most: Maximum number of heads to choose.
 
     Returns:
-        ``alignment_heads``, each head's score, and by number of heads the median absolute error of
-        word starts and ends against the forced alignment, in seconds.
+        ``alignment_heads``: layer and head of the chosen heads; ``scores``: score of each head;
+        ``median_error_s_by_heads``: for the 1, 2, ... best heads, the median absolute difference
+        of word starts and ends from the forced alignment, in seconds; ``recordings``: number of
+        recordings used.
+
+    Raises:
+        InputError: The model recognised no word in any recording.
     """
     data = list(collect(model, processor, waves, method))
     if not data:
-        raise InputError("no recording holds a word; expected speech that the model understands")
+        raise InputError("the model recognised no word in any recording; expected speech")
     frame_s = processor.feature_extractor.chunk_length / model.config.max_source_positions
     every = every_head(model)
     scores = score_heads(data, frame_s)
@@ -186,7 +206,13 @@ def find_heads(
 
 
 def recordings(manifest: Path, rate: int, limit: int) -> Iterator[np.ndarray]:
-    """Yields the samples of the first ``limit`` recordings of a table or a folder."""
+    """Yields the samples of recordings.
+
+    Args:
+        manifest: Path of a table of recordings, or of a folder of audio files.
+        rate: Sampling rate in hertz to resample to.
+        limit: Maximum number of recordings.
+    """
     from mmdecode.asr.audio.reading import blocks
     from mmdecode.asr.output.inputs import recordings_in
     from mmdecode.asr.output.manifest import opened
@@ -196,7 +222,12 @@ def recordings(manifest: Path, rate: int, limit: int) -> Iterator[np.ndarray]:
 
 
 def zoo_speech(count: int, seed: int = 0) -> Iterator[np.ndarray]:
-    """Yields synthesised training sentences in training voices; needs espeak-ng."""
+    """Yields synthetic speech: training sentences of the zoo's grammar; needs espeak-ng.
+
+    Args:
+        count: Number of sentences.
+        seed: Seed of sentences, voices and pauses.
+    """
     from mmdecode.zoo import grammar, synthesis
 
     rng = random.Random(f"heads/{seed}")
@@ -207,10 +238,10 @@ def zoo_speech(count: int, seed: int = 0) -> Iterator[np.ndarray]:
 
 
 def config_for_heads(folder: Path) -> dict[str, Any]:
-    """The ``generation_config.json`` of a checkpoint's folder, which `write_heads` may replace.
+    """Reads ``generation_config.json`` of a checkpoint's folder, if `write_heads` may replace it.
 
     Raises:
-        OptionError: The file was not written by mmdecode and may not be replaced.
+        OptionError: The file was not written by mmdecode, and overwriting is not allowed.
         InputError: The file cannot be read.
     """
     file = folder / "generation_config.json"
@@ -224,7 +255,12 @@ def config_for_heads(folder: Path) -> dict[str, Any]:
 
 
 def write_heads(folder: Path, heads: list[list[int]]) -> None:
-    """Puts ``alignment_heads`` into the ``generation_config.json`` of a checkpoint's folder."""
+    """Writes ``alignment_heads`` into ``generation_config.json`` of a checkpoint's folder.
+
+    Args:
+        folder: Folder of the checkpoint.
+        heads: Layer and head of each alignment head.
+    """
     config = config_for_heads(folder) | {"alignment_heads": heads}
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     write_file(folder / "generation_config.json", text)

@@ -1,7 +1,7 @@
-"""Initialises a drafter from an existing one: for more steps, other data, or a related kind.
+"""Initialisation of a drafter's weights from an existing drafter, to continue its training.
 
-Source: Kang et al. 2025 (ViSpec), arXiv:2509.15235, which starts from an EAGLE drafter trained on
-text.
+The existing drafter has the same architecture, or a related one (`ELDERS`). Source: Kang et al.
+2025 (ViSpec), arXiv:2509.15235, who initialise from an EAGLE drafter that was trained on text.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from mmdecode.models.hydra import HydraHeads
 from mmdecode.models.vispec import ViSpecModel
 
 ELDERS: dict[type[FeatureDrafter], type[FeatureDrafter]] = {ViSpecModel: EagleModel}
-"""Other kinds that a kind may start from, whose weights are a subset of its own."""
+"""By architecture of a drafter: another one with a subset of its weights, to initialise from."""
 
 
 def begun(built: nn.Module, name: str, target: str) -> nn.Module:
-    """Loads weights into the drafter that is to be trained.
+    """Returns the drafter to train, with the weights of an existing drafter.
 
     Args:
-        built: The untrained drafter for the target.
-        name: Drafter to start from: folder, Hub id or ``zoo:NAME``. One of the same kind keeps its
-            own configuration; from one of a kind in `ELDERS`, the weights of equal names are
-            taken.
-        target: Name of the target, for messages.
+        built: Untrained drafter for the target.
+        name: Drafter to start from: folder, Hub id or ``zoo:NAME``. If it has the same architecture
+            as ``built``, it is returned with its own configuration. If it has the related
+            architecture in `ELDERS`, its weights are copied into ``built`` by name.
+        target: Class name of the target model, for messages.
 
     Raises:
-        InputError: ``name`` is a drafter of another kind or of other sizes.
-        OptionError: The kind cannot start from another drafter.
+        InputError: The drafter ``name`` has an unsuited architecture or weights of other shapes.
+        OptionError: Drafters like ``built`` cannot start from an existing drafter.
     """
     found = _loaded(built, name)
     grown = type(found) is not type(built)
@@ -44,12 +44,13 @@ def begun(built: nn.Module, name: str, target: str) -> nn.Module:
     wrong = [one for one in unlike(built.state_dict(), found.state_dict()) if one[0] in names]
     if wrong:
         shown = "; ".join(
-            f"{name}: {given or 'missing'} there, {wanted or 'nothing'} here"
+            f"{name} has shape {given or '(missing)'}, expected {wanted or 'no such weight'}"
             for name, wanted, given in wrong[:4]
         )
         raise InputError(
-            f"{name} was made for another target or other options than this drafter of {target}: "
-            f"{len(wrong)} weights differ ({shown}); start from one of these sizes, or from none"
+            f"{name} was trained for another target or with other options than this drafter of "
+            f"{target}: {len(wrong)} weights differ ({shown}); start from a drafter with the "
+            "expected shapes, or leave --from out"
         )
     if not grown:
         return found
@@ -72,4 +73,6 @@ def _loaded(built: nn.Module, name: str) -> nn.Module:
                 local_path(name), dtype=built.dtype, trust_remote_code=code_trusted()
             )
         return model
-    raise OptionError(f"{type(built).__name__} cannot start from another; leave --from out")
+    raise OptionError(
+        f"a {type(built).__name__} cannot be initialised from another drafter; leave --from out"
+    )

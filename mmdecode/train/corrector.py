@@ -1,14 +1,15 @@
 """``mmdecode train corrector``: trains a language model to correct a recogniser's N-best lists.
 
-Three methods: low-rank adapters for an existing model (LoRA, by peft), fine-tuning of all its
-weights, or a small model from scratch with a tokenizer of its own. The loss covers the answer
-alone, with a single end token: prompt and padding are masked. Training stops at the best likelihood
-of held-out lists.
+An N-best list has the recogniser's N best hypotheses for one utterance; the corrector reads them
+and answers with the text. There are three methods: LoRA adapters for an existing model (with peft),
+fine-tuning of all its weights, or a small model from scratch with its own tokenizer. The loss
+covers the answer and its end token, not the prompt and not padding. Training stops when the
+likelihood of the development lists no longer improves.
 
-The split depends on the lists' ids alone, so it is the same in any file and any order. A list's id
-is hashed to a number from 0 to 1: lists below `TRAINED` are for training, lists from there to
-`JUDGED` for development (they decide when to stop), the others for testing.
-`mmdecode.asr.correction.n_best_lists.split` with `JUDGED` returns exactly these test lists.
+Lists are split by their ids alone, so the split is the same in any file and any order. An id is
+hashed to a number from 0 to 1: lists below `TRAINED` are for training, lists from `TRAINED` to
+`JUDGED` for development, and the others for testing. The function
+`mmdecode.asr.correction.n_best_lists.split` with the share `JUDGED` returns these test lists.
 
 Sources: Hu et al. 2021, arXiv:2106.09685 (LoRA); settings as in HyPoradise (Chen et al. 2023) and
 FlanEC (La Quatra et al. 2024). Differs from both in the loss: HyPoradise also trains on the prompt;
@@ -54,19 +55,20 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "q", "k", "v", 
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectorOptions:
-    """Settings of a training.
+    """Settings of a corrector's training.
 
     Attributes:
-        method: One of `METHODS`.
+        method: ``lora``: adapters; ``full``: all weights; ``scratch``: a new small model.
         prompts: Format of the prompt.
         rank, alpha, dropout: Settings of LoRA.
-        targets: Layers that get adapters: ``attention``, or ``all-linear``.
-        longest: Maximum length of a prompt or an answer, in tokens; longer lists are left out.
-        copies: Share of each batch that only teaches copying, for method ``scratch``: each word of
-            a list is replaced by a random word, the same in all hypotheses, and the answer is the
-            first hypothesis.
-        decoded: Number of development lists that are corrected at the end, for the card.
-        fit: Steps, learning rates and stopping.
+        targets: Layers that get LoRA adapters: ``attention`` or ``all-linear``.
+        longest: Maximum length of a prompt or an answer in tokens; longer lists are left out.
+        copies: Share of each batch whose task is to copy the first hypothesis, useful for method
+            ``scratch``: each different word of a list is replaced by a random word, consistently in
+            all hypotheses, and the answer is the first hypothesis.
+        decoded: Number of development lists that are corrected at the end, for the word error rates
+            in ``card.json``.
+        fit: Steps, learning rates and early stopping.
     """
 
     method: str = "lora"
@@ -91,8 +93,7 @@ class CorrectorOptions:
             raise UnknownNameError.of("targets", self.targets, ("attention", "all-linear"))
         if self.rank < 1 or not 0 <= self.copies < 1:
             raise OptionError(
-                f"rank={self.rank}, copies={self.copies}; expected rank >= 1 and copies from 0 to "
-                "below 1"
+                f"rank={self.rank}, copies={self.copies}; expected rank >= 1 and 0 <= copies < 1"
             )
 
 
@@ -111,15 +112,15 @@ FROM_SCRATCH = CorrectorOptions(
         patience=4,
     ),
 )
-"""Settings for a model of two million parameters on one core."""
+"""Settings to train a model of two million parameters from scratch on one CPU core."""
 
 
 class Example(NamedTuple):
-    """A training example of token ids.
+    """Training example as token ids.
 
     Attributes:
-        prompt: Ids of the prompt.
-        answer: Ids of the answer, with one end token.
+        prompt: Token ids of the prompt.
+        answer: Token ids of the answer, with one end token.
     """
 
     prompt: list[int]
@@ -127,17 +128,17 @@ class Example(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Length of the longer of prompt and answer, in tokens."""
+        """Length of the prompt or of the answer in tokens, whichever is longer."""
         return max(len(self.prompt), len(self.answer))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Lists with references, split into training and development.
+    """N-best lists with references, split into training and development.
 
     Attributes:
-        training: Lists that are trained on.
-        development: Lists that decide when to stop.
+        training: Lists to train on.
+        development: Lists whose likelihood decides when training stops.
     """
 
     training: list[NBestList]
@@ -145,12 +146,12 @@ class Data:
 
     @classmethod
     def of(cls, lists: Sequence[NBestList]) -> Data:
-        """Splits lists by the hashes of their ids; test lists are left out.
+        """Splits lists by the hashes of their ids; see the module.
 
-        Lists without a reference are left out as well.
+        Test lists and lists without a reference are left out.
 
         Raises:
-            InputError: No list is left for training, or none for development.
+            InputError: No list remains for training, or none for development.
         """
         known = [one for one in lists if one.reference is not None]
         parts = cls(
@@ -159,27 +160,27 @@ class Data:
         )
         if not parts.training or not parts.development:
             raise InputError(
-                f"{len(lists)} lists, {len(known)} with a reference, leave {len(parts.training)} "
-                f"to learn and {len(parts.development)} to stop by; expected some of each: give "
-                "more lists"
+                f"of {len(lists)} lists, {len(known)} have a reference, {len(parts.training)} of "
+                f"them for training and {len(parts.development)} for development; expected at "
+                "least 1 of each: give more lists"
             )
         return parts
 
 
 def example_of(prompts: ListPrompts, hypotheses: Sequence[str], answer: str) -> Example:
-    """Encodes hypotheses and an answer as an example."""
+    """Encodes the hypotheses of a list and its answer as an example."""
     return Example(prompts.prompt(hypotheses), prompts.answer(answer))
 
 
 class Batches:
-    """The batch of each step: lists of similar length, each once per epoch.
+    """Batches of lists of similar length; each list occurs once in an epoch.
+
+    A batch depends only on the lists, the settings and the step, so that training can be resumed.
 
     Args:
         prompts: Formats and encodes the prompts.
         lists: Training lists.
         options: Settings.
-
-    A batch depends on the lists, the settings and the step alone, so a training can be resumed.
 
     Raises:
         InputError: All lists are longer than ``options.longest`` tokens.
@@ -193,7 +194,7 @@ class Batches:
         fitting = [pair for pair in pairs if pair[0].size <= options.longest]
         if not fitting:
             raise InputError(
-                f"none of {len(lists)} lists has at most {options.longest} tokens; raise the limit"
+                f"all {len(lists)} lists have more than {options.longest} tokens; raise the limit"
             )
         fitting.sort(key=lambda pair: pair[0].size)
         self.examples = [example for example, _ in fitting]
@@ -205,7 +206,7 @@ class Batches:
         self._shares = weights / weights.sum()
 
     def __call__(self, step: int) -> list[Example]:
-        """Examples of a step."""
+        """Returns the examples of a step, copying examples last."""
         fit = self.options.fit
         copied = round(self.options.copies * fit.batch)
         size = fit.batch - copied
@@ -219,7 +220,7 @@ class Batches:
         return taken + [one for one in copies if one.size <= self.options.longest]
 
     def _copy(self, hypotheses: Sequence[str], dice: np.random.Generator) -> Example:
-        """Replaces the words of a list by others; the answer is its first hypothesis."""
+        """Builds a copying example: words replaced by random ones, answer = first hypothesis."""
         shown = self.prompts.shown(hypotheses)
         known = sorted({word for text in shown for word in text.split()})
         others = dict(zip(known, dice.choice(self._words, len(known), p=self._shares), strict=True))
@@ -228,7 +229,7 @@ class Batches:
 
 
 def loss_at(model: nn.Module, device: torch.device, batches: Batches, step: int) -> Tensor:
-    """Mean negative log-likelihood of a step's answers in nats per token."""
+    """Computes the mean negative log-likelihood of a step's answers, in nats per token."""
     torch.manual_seed(batches.options.fit.seed * 2**32 + step)  # dropout, also after a resumption
     model.train()
     inputs = batches.prompts.collated(batches(step))
@@ -239,7 +240,7 @@ def loss_at(model: nn.Module, device: torch.device, batches: Batches, step: int)
 def bits_per_token(
     model: nn.Module, device: torch.device, prompts: ListPrompts, examples: Sequence[Example]
 ) -> float:
-    """Mean negative log2-likelihood of the answers per token, end tokens included."""
+    """Computes the mean negative log2-likelihood of answers per token, end tokens included."""
     model.eval()
     total, tokens = 0.0, 0
     for start in range(0, len(examples), 32):
@@ -252,6 +253,11 @@ def bits_per_token(
 
 def with_adapters(model: Any, base: str, options: CorrectorOptions) -> Any:
     """Adds LoRA adapters to a model and freezes its other weights.
+
+    Args:
+        model: Model to adapt.
+        base: Name or path of the model, which is saved with the adapters.
+        options: Settings.
 
     Raises:
         MissingExtraError: peft is not installed.
@@ -281,21 +287,21 @@ def train(
     out: Path,
     base: str = "",
 ) -> dict[str, Any]:
-    """Trains a corrector; a training that was interrupted is resumed.
+    """Trains a corrector, or resumes its training.
 
     Args:
         model: Model to train.
-        tokenizer: Its tokenizer.
+        tokenizer: Tokenizer of the model.
         data: Lists for training and development.
         options: Settings.
-        work: Folder of the training state and of ``log.jsonl``, the bits per token of training and
-            development answers.
-        out: Folder of the result, for
-            `mmdecode.asr.correction.corrector.Corrector.from_pretrained`.
-        base: Name or path of ``model``, which LoRA adapters are loaded on.
+        work: Folder of the training state and of ``log.jsonl``, which has the bits per token of
+            training and development answers.
+        out: Folder of the trained corrector, which
+            `mmdecode.asr.correction.corrector.Corrector.from_pretrained` loads.
+        base: Name or path of ``model``, on which LoRA adapters are loaded again.
 
     Returns:
-        The card, a summary of settings and results, also written to ``out/card.json``.
+        The card: a summary of settings and results, also written to ``out/card.json``.
 
     Raises:
         OptionError: ``work`` belongs to a training with other settings or lists.
@@ -361,7 +367,7 @@ def train(
 def decoded(
     model: Any, tokenizer: Any, lists: Sequence[NBestList], options: CorrectorOptions
 ) -> dict[str, Any]:
-    """Corrects development lists; returns word error rates and counts of edits, for the card."""
+    """Corrects the first ``options.decoded`` lists; returns word error rates and edit counts."""
     chosen = lists[: options.decoded]
     corrector = Corrector(model, tokenizer, **asdict(options.prompts))
     found = corrector(chosen)
@@ -390,22 +396,25 @@ def train_from_lists(
     options: CorrectorOptions,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Loads or builds the model and trains it: ``mmdecode train corrector``.
+    """Loads or builds a model and trains it as a corrector: ``mmdecode train corrector``.
 
     Args:
-        model_id: A folder, a Hub id or ``zoo:NAME``; ``None`` for method ``scratch``.
+        model_id: Model to train: folder, Hub id or ``zoo:NAME``; ``None`` for method ``scratch``.
         lists: N-best lists with references.
-        out: Folder of the result; training state and log are in ``out/state``.
+        out: Folder of the trained corrector; training state and log are in ``out/state``.
         options: Settings.
         device: Device of the training.
+
+    Returns:
+        The card: a summary of settings and results.
 
     Raises:
         OptionError: A model is given with method ``scratch``, or none with another method.
     """
     if (model_id is None) != (options.method == "scratch"):
         raise OptionError(
-            f"method {options.method!r} with model {model_id!r}; 'scratch' builds its own model, "
-            "the others need one"
+            f"method {options.method!r} with model {model_id!r}; 'scratch' builds its own model "
+            "and takes none, the other methods need a model"
         )
     refuse_foreign_in(out)
     data = Data.of(lists)
@@ -420,7 +429,12 @@ def train_from_lists(
 
 
 def build_tokenizer(lists: Sequence[NBestList], size: int = 1536) -> Any:
-    """Trains a byte-level BPE tokenizer on the lists; each line gets a leading space."""
+    """Trains a byte-level BPE tokenizer on the texts of lists; it puts a space before each line.
+
+    Args:
+        lists: Training lists.
+        size: Size of the vocabulary.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

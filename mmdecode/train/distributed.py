@@ -1,9 +1,10 @@
-"""Device, precision and number of processes of a training.
+"""Device, precision and processes of a training run.
 
-In half precision the target's weights are half, losses are computed under autocast, and the trained
-weights stay in float32; in fp16 the loss is scaled, and a step whose gradients overflow is skipped.
-Several processes, as ``accelerate launch`` starts them, take a batch each and step by the mean of
-their gradients; one of them evaluates and writes files.
+In bf16 and fp16 the frozen target model has half-precision weights, losses are computed under
+autocast, and the trained weights stay in float32. In fp16 the loss is scaled, and a step whose
+gradients overflow is skipped. If ``accelerate launch`` starts several processes, each computes the
+gradients of its own batch, all take the step with the mean of these gradients, and the process of
+rank 0 evaluates and writes files.
 
 Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.
 """
@@ -25,10 +26,15 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 def precision_of(dtype: str, model_id: str, device: str) -> str:
-    """Name in `PRECISIONS` of a dtype; see `mmdecode.checkpoints.dtype_of`.
+    """Returns the name in `PRECISIONS` of a dtype.
+
+    Args:
+        dtype: Dtype as users give it, such as ``auto``; see `mmdecode.checkpoints.dtype_of`.
+        model_id: Name of the target model.
+        device: Device of the training.
 
     Raises:
-        OptionError: The dtype is none of these.
+        OptionError: There is no such dtype.
     """
     kind = dtype_of(dtype, model_id, device)
     return next(name for name, one in PRECISIONS.items() if one == kind)
@@ -40,8 +46,8 @@ class Alone:
     Attributes:
         precision: One of `PRECISIONS`.
         rank: Rank of this process, from 0.
-        size: Processes in all.
-        scaler: Scaler of losses, ``torch.amp.GradScaler``; ``None``: they are not scaled.
+        size: Number of processes.
+        scaler: Loss scaler, a ``torch.amp.GradScaler``; ``None``: losses are not scaled.
     """
 
     precision = "fp32"
@@ -49,19 +55,19 @@ class Alone:
     scaler: Any = None
 
     def batch_index(self, step: int) -> int:
-        """Index of the batch that this process takes at a step."""
+        """Returns the index of the batch that this process uses at a step."""
         return self.size * step + self.rank
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Context in which losses are computed; here it does nothing."""
+        """Returns the context in which losses are computed; without effect in this class."""
         return nullcontext()
 
     def first(self, work: Callable[[], Any]) -> Any:
-        """Runs ``work`` once and returns its result."""
+        """Runs ``work`` in one process and returns its result."""
         return work()
 
     def backward(self, loss: Tensor, learner: nn.Module) -> None:
-        """Computes gradients, scaled if there is a scaler."""
+        """Computes the gradients of a loss."""
         loss.backward()
 
     def step(self, learner: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -80,17 +86,19 @@ class Alone:
 
 
 class Worker(Alone):
-    """One process of a training that may have several.
+    """One of the processes of a training run, with its device and precision.
 
     Args:
-        device: ``None``: CUDA if there is one. Each of several processes has its own.
+        device: Requested device; ``None``: CUDA if it is available. With several processes and no
+            device, or ``cuda``, each process uses its own GPU.
         precision: One of `PRECISIONS`.
 
     Attributes:
         device: Device of this process.
 
     Raises:
-        MissingExtraError: Half precision or several processes, and accelerate is not installed.
+        MissingExtraError: Half precision or several processes are requested, and accelerate is not
+            installed.
         OptionError: The device does not support training in this precision.
         UnknownNameError: There is no such precision.
     """
@@ -126,19 +134,19 @@ class Worker(Alone):
             return Accelerator(cpu=on_cpu, mixed_precision=self.precision)
         except ValueError as error:
             raise OptionError(
-                f"device {self.device!r} cannot learn in {self.precision}: {error}"
+                f"device {self.device!r} does not support {self.precision}: {error}"
             ) from error
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Autocast to the precision."""
+        """Returns the context in which losses are computed: autocast to the precision."""
         return nullcontext() if self._accelerator is None else self._accelerator.autocast()
 
     def first(self, work: Callable[[], Any]) -> Any:
-        """Runs ``work`` in the leading process while the others wait; returns its result."""
+        """Runs ``work`` in the process of rank 0; returns its result in all processes."""
         return self._team.first(work)
 
     def leave(self) -> None:
-        """Ends the synchronisation with other processes."""
+        """Leaves the process group, at the end of the training."""
         self._team.leave()
 
     def backward(self, loss: Tensor, learner: nn.Module) -> None:

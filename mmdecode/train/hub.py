@@ -1,6 +1,6 @@
-"""Drafters on the Hugging Face Hub: their model page, and uploading.
+"""Publishing of drafters on the Hugging Face Hub: the model page and the upload.
 
-An uploaded drafter is loaded by its id wherever a folder is accepted.
+An uploaded drafter can be loaded by its Hub id wherever the folder of a drafter is accepted.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from mmdecode.runs.files import LISTING, MAKER, is_own, write_file
 
 OURS = f"<!-- made by {MAKER} from card.json; without this line the page is left as it is -->"
 DRAFTS = {"eagle3": "eagle:path=", "text": "assistant:model="}
-"""Start of the ``draft=`` string of kinds of drafters for which it is not ``KIND:path=``."""
+"""Start of the value of ``draft=`` that loads a drafter, for kinds where it is not ``KIND:path=``.
+"""
 LEFT_OUT = ["state/**", ".cache/**", "*.tmp", "*.tmp/**", LISTING]
-"""Files that are not uploaded: training state, temporary files and the list of our own files."""
+"""Patterns of files that are not uploaded: training state, temporary files, list of own files."""
 
 
 def write_model_page(folder: str | Path, card: Mapping[str, Any], name: str = "") -> Path:
-    """Writes ``README.md`` next to a drafter's weights, unless the user wrote one.
+    """Writes the model page ``README.md`` of a drafter, unless the user wrote or edited it.
 
     Args:
         folder: Folder of the drafter.
-        card: Card of its training.
-        name: Its id on the Hub; ``""``: the folder's name.
+        card: Settings and results of its training, the content of ``card.json``.
+        name: Id of the drafter on the Hub; ``""``: the folder's name.
+
+    Returns:
+        Path of the page.
     """
     page = Path(folder) / "README.md"
     if not page.exists() or is_own(page):
@@ -35,7 +39,12 @@ def write_model_page(folder: str | Path, card: Mapping[str, Any], name: str = ""
 
 
 def model_page(card: Mapping[str, Any], name: str) -> str:
-    """Model page in Markdown with the Hub's header; the licence is left to the publisher."""
+    """Returns a model page in Markdown with the Hub's metadata header, without a licence.
+
+    Args:
+        card: Settings and results of the drafter's training, the content of ``card.json``.
+        name: Title of the page: the drafter's id on the Hub or the name of its folder.
+    """
     target, options, requests = card["model"], card["options"], card["requests"]
     judged = "tested" if requests["tested"] else "held_out"
     asked = f" of `{card['data']}`" if card["data"] else ""
@@ -69,7 +78,13 @@ def model_page(card: Mapping[str, Any], name: str) -> str:
 
 
 def _use(family: str, target: str, spec: str) -> str:
-    """Line of code that runs the target with the drafter."""
+    """Returns the line of Python that runs a target with a drafter.
+
+    Args:
+        family: Class name of the target.
+        target: Name of the target's checkpoint.
+        spec: Value of ``draft=`` that loads the drafter.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     if family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
@@ -80,11 +95,11 @@ def _use(family: str, target: str, spec: str) -> str:
 
 
 def check_push(name: str) -> None:
-    """Checks name and login before a training, so that pushing does not fail at its end.
+    """Checks the repository name and the login to the Hub, before a long training starts.
 
     Raises:
-        InputError: Nobody is logged in.
-        OptionError: The name is no valid repository name.
+        InputError: No access token of the Hub is found.
+        OptionError: ``name`` is not a valid ``USER/NAME``.
     """
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
@@ -93,7 +108,7 @@ def check_push(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise OptionError(f"{name!r} is not a valid name of a repository: {error}") from error
+        raise OptionError(f"{name!r} is not a valid repository name: {error}") from error
     if "/" not in name:
         raise OptionError(f"{name!r} has no owner; expected USER/NAME")
     if get_token() is None:
@@ -104,20 +119,21 @@ def check_push(name: str) -> None:
 
 
 def push(folder: str | Path, name: str, private: bool | None = None) -> str:
-    """Uploads a drafter's folder, without the state of its training.
+    """Uploads a drafter's folder to the Hub, without the state of its training.
 
     Args:
-        folder: Folder with weights and ``config.json``; its model page is rewritten for ``name``.
+        folder: Folder with weights and ``config.json``; the title of its model page becomes
+            ``name``.
         name: Repository, ``USER/NAME``; created if it does not exist.
-        private: Whether a repository that is created is private; ``None``: the account's default.
+        private: Whether a new repository is private; ``None``: the account's default.
 
     Returns:
         URL of the repository.
 
     Raises:
-        InputError: Nobody is logged in, the account has no write access, or the Hub cannot be
-            reached.
-        OptionError: The name is no valid repository name.
+        InputError: The folder holds no drafter, no access token is found or it has no write
+            permission, or the Hub cannot be reached.
+        OptionError: ``name`` is not a valid ``USER/NAME``.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

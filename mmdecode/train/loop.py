@@ -1,4 +1,4 @@
-"""The training loop of small models: resumable, with early stopping on held-out data."""
+"""Training loop of small models and drafters, resumable, with early stopping on held-out data."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ BITS = 1 / math.log(2)
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
-    """Steps, learning rates and stopping of a training.
+    """Settings of `fit`: steps, batch size, learning rates and early stopping.
 
     Attributes:
         steps: Maximum number of steps; the learning rate falls over the last two thirds.
         batch: Examples per step.
-        peak_rate: Highest learning rate (AdamW).
-        matrix_rate: Learning rate of the layers' matrices under Muon, which needs fewer steps; 0:
-            they are trained by AdamW like all other weights.
+        peak_rate: Highest learning rate of AdamW.
+        matrix_rate: Highest learning rate of Muon, which then trains the matrices of the
+            transformer layers; 0: AdamW trains all weights.
         weight_decay: Weight decay of matrices.
         condition_dropout: Share of examples whose condition is dropped, for classifier-free
             guidance.
-        every: Steps between evaluations on held-out data.
-        patience: Evaluations without improvement before training stops.
-        seed: Seed of the training; a step's batch depends on it and the step alone.
+        every: Number of steps between evaluations on held-out data.
+        patience: Number of evaluations without improvement after which training stops.
+        seed: Seed of the training; the batch of a step depends only on the seed and the step.
     """
 
     steps: int
@@ -53,17 +53,17 @@ class FitOptions:
     seed: int = 0
 
     def dice(self, step: int) -> torch.Generator:
-        """Random generator of a step, seeded by ``seed`` and the step."""
+        """Returns the random generator of a step, seeded with ``seed`` and the step."""
         return torch.Generator().manual_seed(self.seed * 2**32 + step)
 
     def share_at(self, step: int) -> float:
-        """Learning rate of a step as a share of the highest."""
+        """Returns the learning rate of a step, divided by the highest learning rate."""
         left = 1.5 * (1 - step / self.steps)
         return min(1.0, (step + 1) / 100, left + 0.03)
 
 
 def progress(steps: Sequence[int], what: str) -> Iterable[int]:
-    """Iterates over steps with a progress bar on the terminal."""
+    """Iterates over steps with a progress bar on stderr, whose label is ``what``."""
     return track(steps, description=what, console=Console(stderr=True))
 
 
@@ -80,15 +80,17 @@ def fit(
 
     Args:
         learner: Module with all trained weights.
-        loss_at: Mean negative log-likelihood in nats of a step's batch.
-        held_out: Mean negative log-likelihood in bits of held-out data.
-        keep: Called at each new best, to save the weights.
-        options: Steps, learning rates and stopping.
-        work: Folder of the training state and log, from which training resumes.
+        loss_at: Returns the loss of a step's batch, usually the mean negative log-likelihood in
+            nats.
+        held_out: Returns the loss on held-out data, usually in bits; lower is better.
+        keep: Saves the weights; called after each evaluation with a new lowest held-out loss.
+        options: Steps, learning rates and early stopping.
+        work: Folder of the training state and log; if it has a state, training resumes from it.
         worker: Process, device and precision; ``None``: this process, in float32.
 
     Returns:
-        The log: step, training and held-out bits, seconds so far.
+        One row for each evaluation: ``step``, ``train`` (moving average of the training loss in
+        bits), ``held_out`` and ``seconds`` of training so far.
     """
     worker = worker or Alone()
     optimizers = optimizers_of(learner, options)
@@ -141,7 +143,7 @@ def fit(
 
 
 def optimizers_of(learner: nn.Module, options: FitOptions) -> list[torch.optim.Optimizer]:
-    """AdamW, and Muon for the layers' matrices if ``matrix_rate`` is not 0."""
+    """Builds AdamW, and Muon for the matrices of the layers if ``options.matrix_rate`` is not 0."""
     learned = {name: p for name, p in learner.named_parameters() if p.requires_grad}
     by_muon = {n: p for n, p in learned.items() if p.ndim == 2 and ".layers." in n}
     if not options.matrix_rate:
@@ -167,13 +169,16 @@ def optimizers_of(learner: nn.Module, options: FitOptions) -> list[torch.optim.O
 
 
 def stalled(log: Sequence[dict[str, float]], patience: int) -> bool:
-    """Whether the last ``patience`` evaluations brought no new best."""
+    """Returns whether none of the last ``patience`` evaluations improved the held-out loss."""
     values = [row["held_out"] for row in log]
     return bool(values) and len(values) - 1 - values.index(min(values)) >= patience
 
 
 def save_half(model: PreTrainedModel, folder: Path) -> None:
-    """Saves half-precision weights with a configuration that says float32."""
+    """Saves a model's weights in float16, with ``dtype`` float32 in ``config.json``.
+
+    The files are half as large, and transformers loads the model in float32.
+    """
     half = copy.deepcopy(model).half()
 
     def fill(into: Path) -> None:
@@ -184,11 +189,11 @@ def save_half(model: PreTrainedModel, folder: Path) -> None:
 
 
 def say_float32(into: Path, *parts: str) -> None:
-    """Corrects the ``config.json`` that was just saved, so that weights are loaded as float32.
+    """Sets ``dtype`` in a saved ``config.json`` to float32, so that the model is loaded in float32.
 
     Args:
         into: Folder of the saved model.
-        parts: Keys of inner configurations to correct too.
+        parts: Keys of nested configurations to change too, such as ``text_config``.
     """
     file = into / "config.json"
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,7 @@
-"""Training windows of ``zoo:whisper-synth``: sentences joined, truncated, shifted and augmented."""
+"""Training data of ``zoo:whisper-synth``: 8-second windows of synthetic speech, augmented.
+
+A window has one or more sentences with pauses; the last may be cut off at the window's end.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ CTC_SYMBOLS = "_ 'abcdefghijklmnopqrstuvwxyz"  # index 0 is the blank
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Token ids of the Whisper layout."""
+    """Ids of Whisper's special tokens."""
 
     eot: int
     sot: int
@@ -40,7 +43,7 @@ class SpecialIds:
 
     @classmethod
     def of(cls, tokenizer: WhisperTokenizer) -> SpecialIds:
-        """Looks the ids up in a tokenizer."""
+        """Looks up the ids in a tokenizer."""
         names = (
             "endoftext startoftranscript en transcribe startofprev nospeech notimestamps".split()
         )
@@ -50,13 +53,20 @@ class SpecialIds:
 
 
 def ctc_ids(text: str) -> list[int]:
-    """Indices into `CTC_SYMBOLS` of a text in lower case; other characters are dropped."""
+    """Converts a text to CTC labels, indices into `CTC_SYMBOLS`; other characters are dropped."""
     kept = re.sub(r"[^a-z' ]", "", text.lower())
     return [CTC_SYMBOLS.index(c) for c in " ".join(kept.split())]
 
 
 def synthesise_corpus(folder: Path, count: int, seed: int, shard: int = 1000) -> None:
-    """Synthesises ``count`` training sentences into ``folder``, as int16 shards; resumable."""
+    """Synthesises training sentences and writes them in files of int16 samples; resumable.
+
+    Args:
+        folder: Folder of the files.
+        count: Number of sentences.
+        seed: Seed of sentences and voices.
+        shard: Sentences per file.
+    """
     torch.set_num_threads(1)
     engine = synthesis.Espeak()
     for start in track(range(0, count, shard), description="speaking"):
@@ -73,7 +83,15 @@ def synthesise_corpus(folder: Path, count: int, seed: int, shard: int = 1000) ->
 
 @dataclass
 class Window:
-    """One training example before batching."""
+    """Training example of one window, before batching.
+
+    Attributes:
+        wave: Samples at 16 kHz, ``(T,)``.
+        ids: Decoder input: ids of the prompt and the transcript.
+        targets: Target of each position of ``ids``; -100 for no loss.
+        ctc_targets: CTC labels of the transcript; ``None`` if the last sentence is cut off or
+            there is no speech.
+    """
 
     wave: Tensor  # (T,)
     ids: list[int]
@@ -82,9 +100,15 @@ class Window:
 
 
 class Windows:
-    """Samples training windows from a corpus: silence, one or more utterances, truncated ones.
+    """Sampler of training windows from a corpus of synthesised sentences.
 
-    Windows get noise and reverberation.
+    A window has one sentence, several sentences (the last may be cut off) or no speech; noise and
+    reverberation are added.
+
+    Args:
+        folder: Folder of the corpus, see `synthesise_corpus`.
+        processor: Processor of the model.
+        seed: Seed of the sampling.
     """
 
     def __init__(self, folder: Path, processor: WhisperProcessor, seed: int) -> None:
@@ -101,7 +125,7 @@ class Windows:
         ]
 
     def refresh(self) -> None:
-        """Loads shards that have appeared since the last call."""
+        """Loads the files of the corpus that have been written since the last call."""
         for path in sorted(self.folder.glob("*[0-9].npz")):
             if path not in self.known:
                 self.known.add(path)
@@ -109,20 +133,20 @@ class Windows:
                     self.shards.append((data["samples"], data["ends"], data["texts"].tolist()))
 
     def utterance(self) -> tuple[Tensor, str]:
-        """Samples a spoken sentence of the corpus and its text."""
+        """Samples the waveform of a sentence of the corpus, and its text."""
         samples, ends, texts = self.rng.choice(self.shards)
         i = self.rng.randrange(len(texts))
         wave = samples[ends[i - 1] if i else 0 : ends[i]].astype(np.float32) / 32767
         return torch.from_numpy(wave), texts[i]
 
     def noise(self, length: int) -> Tensor:
-        """Samples coloured noise of root mean square 0.1 from the pool."""
+        """Samples coloured noise with a root mean square of 0.1, of ``length`` samples."""
         track = self.rng.choice(self.noises)
         start = self.rng.randrange(len(track) - length)
         return track[start : start + length]
 
     def damage(self, wave: Tensor) -> Tensor:
-        """Adds reverberation and noise and changes the loudness, each with some probability."""
+        """Adds reverberation (20 % of calls) and noise (60 %), and lowers the volume at random."""
         rng = self.rng
         if rng.random() < 0.2:
             wave = synthesis.add_reverberation(wave, rng.uniform(0.1, 0.5), self.generator)
@@ -133,13 +157,19 @@ class Windows:
         return wave * 10 ** rng.uniform(-1, 0)
 
     def silence(self) -> Window:
-        """A window without speech; the target of the start token is the no-speech token."""
+        """Samples a window without speech; after the start token its target is no-speech."""
         level = self.rng.choice([0.0, 1e-3, 1e-2, 1e-1, 1.0])
         wave = level * self.noise(WINDOW_S * SAMPLING_RATE)
         return Window(wave, [self.ids.sot], [self.ids.no_speech], None)
 
     def draw(self, full: bool, prompted: bool = False) -> Window:
-        """Samples a window; ``full`` ones last 8 seconds and may hold several utterances."""
+        """Samples a window.
+
+        Args:
+            full: Whether the window may have several sentences, up to 8 seconds, or no speech;
+                otherwise it has one sentence.
+            prompted: Whether another sentence is put before the transcript as its prompt.
+        """
         rng, ids = self.rng, self.ids
         if full and rng.random() < 0.06:
             return self.silence()
@@ -190,10 +220,11 @@ class Windows:
         return Window(wave, tokens, asked, ctc_targets)
 
     def shift(self, batch: Batch) -> Batch:
-        """Moves a batch of short windows to a random position in the full window.
+        """Moves short windows to a random position in the 8-second window, all by the same offset.
 
-        Without this the encoder learns sentences at the beginning of a window only: the same
-        sentence two seconds later was not recognised at all.
+        Encoder positions and timestamps are shifted. Without this, the encoder learns to recognise
+        speech at the beginning of a window only: the same sentence two seconds later was not
+        recognised.
         """
         room = round(WINDOW_S / STEP_S) - batch.features.shape[-1] // 2
         batch.offset = self.rng.randint(0, max(room, 0))
@@ -204,17 +235,17 @@ class Windows:
         return batch
 
     def stamp(self, seconds: float) -> int:
-        """The timestamp token nearest to a time."""
+        """Returns the id of the timestamp token nearest to a time in seconds."""
         return self.ids.first_timestamp + min(round(seconds / STEP_S), round(WINDOW_S / STEP_S))
 
     def text(self, text: str) -> list[int]:
-        """Ids of a text within a transcript, without special tokens."""
+        """Encodes a text as part of a transcript: with a leading space, without special tokens."""
         return self.tokenizer.encode(" " + text, add_special_tokens=False)
 
 
 @dataclass
 class Batch:
-    """Padded tensors of one step."""
+    """Padded tensors of a training step; shapes are in the comments."""
 
     features: Tensor  # (B, 80, frames)
     ids: Tensor  # (B, L)
@@ -228,7 +259,14 @@ class Batch:
 def collate(
     windows: list[Window], extractor: WhisperFeatureExtractor, full: bool, pad: int
 ) -> Batch:
-    """Batches windows: short ones are padded to the longest, full ones to the model's window."""
+    """Batches windows and computes their features.
+
+    Args:
+        windows: The windows.
+        extractor: Feature extractor of the model.
+        full: Whether to pad to the model's 8-second window instead of the longest window.
+        pad: Padding id of the decoder input.
+    """
     unit = 16 * 2 * HOP
     longest, size = max(len(w.wave) for w in windows), WINDOW_S * SAMPLING_RATE
     if not full:
@@ -254,13 +292,13 @@ def collate(
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Batches for a data loader; the share of full windows grows during the training.
+    """Endless data set of batches, with more 8-second windows the longer training has run.
 
     Args:
-        folder: The corpus.
+        folder: Folder of the corpus, see `synthesise_corpus`.
         processor: Processor of the model.
-        batch: Short windows per batch; full windows come in batches of half this.
-        clock: Elapsed share of the training, 0 to 1, in shared memory.
+        batch: Number of short windows in a batch; batches of 8-second windows have half as many.
+        clock: Elapsed share of the training time, 0 to 1, in shared memory.
     """
 
     def __init__(

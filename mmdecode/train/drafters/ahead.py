@@ -1,4 +1,4 @@
-"""Prefetching of training data: other processes make a step's data while earlier steps run."""
+"""Prefetching of training data in other processes while earlier steps are computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _Made(Dataset[T]):
-    """Results of a function, by index."""
+    """Data set whose item at an index is the result of a function of the index."""
 
     def __init__(self, make: Callable[[int], T], steps: int) -> None:
         self.make = make
@@ -25,17 +25,17 @@ class _Made(Dataset[T]):
 
 
 def _as_made(made: T) -> T:
-    """Collates nothing: returns the data unchanged."""
+    """Returns data unchanged, in the place of a collate function."""
     return made
 
 
 class Ahead(Generic[T]):
-    """Prefetches ``make(step)`` for steps in rising order, from any step on.
+    """Prefetcher of the data of consecutive steps, starting at any step.
 
     Args:
-        make: Makes the data of a step; must depend on the step alone.
+        make: Computes the data of a step; must depend only on the step.
         steps: Number of steps.
-        workers: Number of processes; 0: data are made in this process when requested.
+        workers: Number of processes; 0: data are computed in this process when requested.
     """
 
     def __init__(self, make: Callable[[int], T], steps: int, workers: int = 0) -> None:
@@ -45,7 +45,7 @@ class Ahead(Generic[T]):
         self._coming: Iterator[T] = iter(())
 
     def __call__(self, step: int) -> T:
-        """Data of ``step``."""
+        """Returns the data of a step; prefetching restarts if this is not the step after the last."""
         if step != self._next:
             rest = range(step, len(self.made))
             loader = DataLoader(

@@ -1,4 +1,4 @@
-"""Early states of a target: each token's state of the layer whose attention has least entropy."""
+"""Recording of early states for DREAM: the layer whose attention has the lowest entropy."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from mmdecode.models.dream import early_layers, entropies, least_entropy
 
 
 class EarlyStates(Edited):
-    """Records the early layers' states during prefill, without changing the model's output.
+    """Recorder of the states of a model's early layers and their attention entropies.
+
+    It records during the prefill and does not change the model's output. Source: Hu et al. 2025
+    (DREAM), arXiv:2505.19201, section 3.2.
 
     Args:
-        adapter: Adapter of the target.
-
-    Source: Hu et al. 2025 (DREAM), arXiv:2505.19201, section 3.2.
+        adapter: Adapter of the target model.
     """
 
     def __init__(self, adapter: Any) -> None:
@@ -45,7 +46,11 @@ class EarlyStates(Edited):
         return weights
 
     def lowest_entropy(self) -> Tensor | None:
-        """Selected state of each prompt token, ``(B, P, H)``; ``None``: no early layers."""
+        """Returns each prompt token's state in the early layer of lowest attention entropy.
+
+        Returns:
+            States ``(B, P, H)``; ``None`` if the model is too shallow to have early layers.
+        """
         if self.neutral:
             return None
         layers = sorted(self._inputs)

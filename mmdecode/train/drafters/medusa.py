@@ -1,12 +1,12 @@
-"""Training Medusa heads for any Whisper checkpoint, on the model's own transcripts.
+"""Training of Medusa heads for a Whisper checkpoint, on the model's own transcripts.
 
-The model stays frozen. Its own greedy transcripts of the training audio are the labels, so that the
-heads learn the tokens that verification will accept. Its decoder states over them are computed once
-and kept, so that an epoch costs little more than the heads themselves. The draft tree is chosen
-afterwards from the heads' accuracies on held-out samples.
+The model stays frozen. The labels are its own greedy transcripts of the training audio, since these
+are the tokens that verification accepts. Its decoder states over the transcripts are computed once
+and stored, so that an epoch runs little more than the heads. After training, the draft tree is
+chosen from the heads' accuracies on held-out samples.
 
-Source: Cai et al. 2024, arXiv:2401.10774, sections 2.2 and 3.1; losses as Whisper-Medusa computes
-them (mean over heads of the cross-entropy of head k at t with the label at t + k).
+Source: Cai et al. 2024, arXiv:2401.10774, sections 2.2 and 3.1. The loss is Whisper-Medusa's: the
+mean over heads of the cross-entropy of head k at position t with the label at t + k.
 """
 
 from __future__ import annotations
@@ -48,19 +48,20 @@ from mmdecode.runs.files import (
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaOptions:
-    """Settings of a training of Medusa heads.
+    """Settings of the training of Medusa heads for Whisper.
 
     Attributes:
-        kind: ``linear``: heads on the last state; ``block``: one more decoder layer before them,
-            initialised with the model's last layer.
-        num_heads: Number of heads: tokens proposed beyond the root.
+        kind: ``linear``: heads on the model's last states; ``block``: heads after one more decoder
+            layer, which is initialised with the model's last layer.
+        num_heads: Number of heads: drafted tokens after the token that the model itself predicts.
         num_layers: Residual blocks per head.
-        epochs: Passes over the samples; the best by validation acceptance is kept.
-        peak_rate: Highest learning rate (AdamW, cosine).
+        epochs: Number of epochs; the weights of the epoch with the most tokens per pass on held-out
+            samples are kept.
+        peak_rate: Highest learning rate (AdamW, cosine schedule).
         batch: Samples per step.
-        nodes: Size of the draft tree; 0 keeps a chain.
-        top: Ranks per head that the tree may use.
-        seed: Seed of the sample order and the split.
+        nodes: Number of tokens in the draft tree; 0: a chain of each head's best token.
+        top: Number of most likely tokens of each head that the tree may use.
+        seed: Seed of weights, sample order and held-out split.
     """
 
     kind: str = "block"
@@ -75,18 +76,18 @@ class MedusaOptions:
 
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "block"):
-            raise OptionError(f"kind must be 'linear' or 'block', got {self.kind!r}")
+            raise OptionError(f"kind={self.kind!r}; expected 'linear' or 'block'")
 
 
 @dataclass
 class Sample:
-    """One transcript with the states that the heads are trained on.
+    """Transcript of a recording with the states that the heads are trained on.
 
     Attributes:
-        ids: Prompt and transcript up to and including end-of-sequence, ``(L,)``.
+        ids: Token ids of prompt and transcript, with the end-of-sequence token, ``(L,)``.
         prompt: Number of prompt tokens, which have no loss.
-        hidden: The model's last decoder states, ``(L, H)`` half precision.
-        audio: The encoder's states, ``(S, H)`` half precision.
+        hidden: Last decoder states of the model, ``(L, H)`` float16.
+        audio: Encoder states of the model, ``(S, H)`` float16.
     """
 
     ids: Tensor
@@ -96,11 +97,11 @@ class Sample:
 
 
 def head_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each head, ``(heads,)``.
+    """Computes the mean cross-entropy of each head, ``(heads,)``; NaN for a head without labels.
 
     Args:
-        logits: Row k at position t predicts ``labels[t + k]``, ``(heads, B, T, V)``.
-        labels: ``(B, T)``, -100 where there is no loss. Heads without any label get NaN.
+        logits: Logits ``(heads, B, T, V)``; head k at position t predicts ``labels[:, t + k]``.
+        labels: Labels ``(B, T)``; -100 for no loss.
     """
     losses = []
     for shift, rows in enumerate(logits):
@@ -112,13 +113,13 @@ def head_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def moved(labels: Tensor, offset: int, length: int, nothing: int = -100) -> Tensor:
-    """Shifts labels to the left by ``offset`` positions, ``(B, length)``.
+    """Shifts labels to the left and pads or crops them to ``(B, length)``.
 
     Args:
-        labels: ``(B, T)``, of any T.
-        offset: Distance from a position to that of its label.
+        labels: Labels ``(B, T)``.
+        offset: Number of positions to shift by.
         length: Length of the result.
-        nothing: Fill value where labels are missing at the end.
+        nothing: Value that fills the end.
     """
     rest = labels[:, offset:]
     return F.pad(rest, (0, length - rest.shape[1]), value=nothing)
@@ -128,13 +129,13 @@ def moved(labels: Tensor, offset: int, length: int, nothing: int = -100) -> Tens
 def collect(
     model: Any, batches: Iterable[tuple[Tensor, Tensor]], decoder: Any, max_new_tokens: int
 ) -> Iterator[Sample]:
-    """Transcribes with the model and yields its transcripts and states.
+    """Transcribes audio with a model and yields its transcripts and states.
 
     Args:
         model: A Whisper.
-        batches: Features ``(B, mel, frames)`` and decoder prompts ``(B, P)`` without padding.
-        decoder: Decoder; any exact decoder gives the same samples.
-        max_new_tokens: Maximum length of a transcript.
+        batches: Pairs of features ``(B, mel, frames)`` and unpadded decoder prompts ``(B, P)``.
+        decoder: Decoder that generates greedily; every exact drafter gives the same samples.
+        max_new_tokens: Maximum length of a transcript in tokens.
     """
     eos = model.generation_config.eos_token_id
     eos = eos[0] if isinstance(eos, list) else eos
@@ -157,7 +158,18 @@ def collect(
 
 
 def greedy(model: Any, audio: Tensor, prompt: Tensor, decoder: Any, max_new_tokens: int) -> Tensor:
-    """Greedy transcripts of encoder states with Whisper's own processors, prompts included."""
+    """Transcribes encoder states greedily, with Whisper's logits processors.
+
+    Args:
+        model: A Whisper.
+        audio: Encoder states, ``(B, S, H)``.
+        prompt: Decoder prompts, ``(B, P)``.
+        decoder: Decoder, with or without a drafter.
+        max_new_tokens: Maximum length of a transcript in tokens.
+
+    Returns:
+        Token ids of prompts and transcripts, ``(B, L)``.
+    """
     config = copy.deepcopy(model.generation_config)
     width = prompt.shape[1]
     config.update(max_length=width + max_new_tokens, max_new_tokens=None, do_sample=False)
@@ -176,23 +188,27 @@ def greedy(model: Any, audio: Tensor, prompt: Tensor, decoder: Any, max_new_toke
 def train_heads(
     model: Any, samples: Sequence[Sample], options: MedusaOptions, state_file: Path | None = None
 ) -> tuple[Medusa, dict[str, Any]]:
-    """Trains heads for ``model``; a tenth of the samples is held out.
+    """Trains heads for a model; a tenth of the samples, at least 10, is held out.
 
     Args:
-        model: The frozen target.
-        samples: From `collect`.
+        model: The Whisper that the heads draft for; its weights stay frozen.
+        samples: Transcripts and states, as `collect` yields them.
         options: Settings.
         state_file: File of the training state, written after each epoch; an interrupted training
-            resumes from it.
+            resumes from it. ``None``: no state is written.
 
     Returns:
-        The drafter with its chosen tree, and a report (accuracies by head and rank, expected
-        tokens per pass on held-out samples).
+        The drafter with its draft tree; and a report with settings, accuracies by head and rank,
+        and expected tokens per pass on held-out samples.
+
+    Raises:
+        InputError: There are fewer than 20 samples.
+        OptionError: ``state_file`` is of a training with other settings or samples.
     """
     from rich.progress import track
 
     if len(samples) < 20:
-        raise InputError(f"{len(samples)} samples; expected at least 20 to train and hold out")
+        raise InputError(f"{len(samples)} training samples; expected at least 20: add recordings")
     torch.manual_seed(options.seed)
     adapter = registry.adapter_for(model)
     width = samples[0].hidden.shape[-1]
@@ -216,8 +232,8 @@ def train_heads(
         state = torch.load(state_file, weights_only=True)
         if state["key"] != key:
             raise OptionError(
-                f"{state_file} belongs to a training with other settings or data; delete it to "
-                "begin again, or repeat the settings to go on"
+                f"{state_file} is the state of a training with other settings or data; delete it "
+                "to start again, or give the same settings and data to resume"
             )
         modules.load_state_dict(state["modules"])
         optimizer.load_state_dict(state["optimizer"])
@@ -285,9 +301,19 @@ def ranks(
     samples: Sequence[Sample],
     options: MedusaOptions,
 ) -> Tensor:
-    """Whether the token of rank r of head k is right, ``(heads, positions, top)`` bool.
+    """Returns whether the r-th most likely token of each head is the label.
 
-    Positions near the end, which have no label for every head, count as misses.
+    Positions near the end of a transcript have no labels for later heads; these count as misses.
+
+    Args:
+        adapter: Adapter of the model.
+        heads: The heads.
+        block: Decoder layer before the heads; ``None``: none.
+        samples: Transcripts and states.
+        options: Settings.
+
+    Returns:
+        Bool tensor ``(heads, positions, top)`` over the labelled positions of all samples.
     """
     found = []
     for start in range(0, len(samples), options.batch):
@@ -333,7 +359,7 @@ def _pad(samples: Sequence[Sample], device: torch.device) -> _Batch:
 
 
 def _targets(batch: _Batch) -> Tensor:
-    """Labels of the first head: the token after the one that the model's own head predicts."""
+    """Returns the first head's labels, two positions ahead: the model itself predicts the next."""
     after = moved(batch.ids, 2, batch.ids.shape[1])
     position = torch.arange(batch.ids.shape[1], device=batch.ids.device)
     asked = (position >= batch.prompt[:, None] - 1) & (position < batch.length[:, None] - 2)
@@ -341,7 +367,7 @@ def _targets(batch: _Batch) -> Tensor:
 
 
 def _forward(adapter: Any, heads: MedusaHeads, block: nn.Module | None, batch: _Batch) -> Tensor:
-    """Logits ``(K, B, L, V)``."""
+    """Computes the logits of all heads, ``(K, B, L, V)``."""
     hidden = batch.hidden
     if block is not None:
         rows, length = batch.ids.shape
@@ -369,19 +395,19 @@ def train_from_manifest(
     dtype: str = "float32",
     language: str = "en",
 ) -> dict[str, Any]:
-    """Trains heads for a checkpoint on audio files and saves them: ``mmdecode train medusa``.
+    """Trains Medusa heads for a Whisper on audio files: ``mmdecode train medusa``.
 
     Args:
-        model_name: A Whisper: folder, Hub id or ``zoo:NAME``.
-        manifest: A table with ``path`` (or ``audio``), relative to the table or absolute, or a
-            folder of audio files; recordings are split into windows of the model.
+        model_name: The Whisper: folder, Hub id or ``zoo:NAME``.
+        manifest: Folder of audio files, or table with a column ``path`` or ``audio`` of paths,
+            absolute or relative to the table. Recordings are split into the model's windows.
         out: Folder of the heads; the training state is in ``out/state`` until the training ends.
         options: Settings.
         limit: Maximum number of recordings; ``None``: all.
         device: Device of the training.
-        dtype: Data type of the model while it transcribes, see `mmdecode.checkpoints.dtype_of`;
-            heads are trained in float32.
-        language: Language of the recordings, where the checkpoint knows several.
+        dtype: Dtype in which the model transcribes, see `mmdecode.checkpoints.dtype_of`; heads are
+            trained in float32.
+        language: Language of the recordings; used only if the checkpoint is multilingual.
 
     Returns:
         The report, also written to ``out/report.json``.
@@ -425,7 +451,14 @@ def train_from_manifest(
 
 
 def whisper_prompt(model: Any, rows: int, timestamps: int, language: str = "en") -> Tensor:
-    """Decoder prompts with or without timestamps, ``(rows, P)``."""
+    """Returns equal decoder prompts for a batch, ``(rows, P)``.
+
+    Args:
+        model: A Whisper.
+        rows: Batch size.
+        timestamps: 1 for transcripts with timestamps, 0 without.
+        language: Language of the audio; used only if the checkpoint is multilingual.
+    """
     config = model.generation_config
     multilingual = getattr(config, "is_multilingual", False)
     options = TranscribeOptions(
@@ -438,7 +471,10 @@ def whisper_prompt(model: Any, rows: int, timestamps: int, language: str = "en")
 
 
 def target_config(model: Any) -> dict[str, Any]:
-    """Part of the target's configuration that a drafter needs to rebuild its block."""
+    """Returns the part of the target's configuration that is saved with the heads.
+
+    It suffices to build the additional decoder layer when the heads are loaded.
+    """
     config = model.config
     return {"model_type": "whisper"} | {
         name: getattr(config, name)
