@@ -1,1 +1,1 @@
-"""The demonstrations: pages, their assets, and the commands that make them."""
+"""Demonstrations, ``mmdecode demo``: each runs a model and writes an HTML page of the results."""

@@ -1,7 +1,7 @@
 """Training recipe of `LetterHead`, which gives CTC character probabilities for forced alignment.
 
 The head is trained on synthetic sentences that are concatenated from single words, so that word
-times are known (`mmdecode.zoo.joined_words`), with noise and reverberation. As labels, the
+times are known (`mmdecode.zoo.joined_words`), with noise and reverberation. In the labels, the
 characters of a word divide the word's frames evenly, and all other frames are blank. The head thus
 learns where words begin and end, and roughly where characters are.
 """

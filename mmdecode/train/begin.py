@@ -20,7 +20,7 @@ from mmdecode.models.hydra import HydraHeads
 from mmdecode.models.vispec import ViSpecModel
 
 ELDERS: dict[type[FeatureDrafter], type[FeatureDrafter]] = {ViSpecModel: EagleModel}
-"""By architecture of a drafter: another one with a subset of its weights, to initialise from."""
+"""Related architecture with a subset of the weights, to initialise from, by architecture."""
 
 
 def begun(built: nn.Module, name: str, target: str) -> nn.Module:

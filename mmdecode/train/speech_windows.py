@@ -140,7 +140,7 @@ class Windows:
         return torch.from_numpy(wave), texts[i]
 
     def noise(self, length: int) -> Tensor:
-        """Samples coloured noise with a root mean square of 0.1, of ``length`` samples."""
+        """Returns random coloured noise of ``length`` samples with a root mean square of 0.1."""
         track = self.rng.choice(self.noises)
         start = self.rng.randrange(len(track) - length)
         return track[start : start + length]

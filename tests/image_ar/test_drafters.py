@@ -368,12 +368,12 @@ def test_a_drafter_of_images_is_trained_and_goes_on(kind, classes, tmp_path, mon
 
 def test_what_cannot_be_trained_for_images_is_refused(classes, captions, tmp_path):
     target = target_of(classes)
-    with pytest.raises(OptionError, match="are of kind eagle or eagle3"):
+    with pytest.raises(OptionError, match="expected eagle or eagle3"):
         options = replace(SMALL, kind="vispec")
         train(target, [Drawing(str(i), 0) for i in range(9)], options, tmp_path, tmp_path)
-    with pytest.raises(OptionError, match="draws of classes"):
+    with pytest.raises(OptionError, match="images of classes"):
         requests_for(target, "table.jsonl", None)
-    with pytest.raises(OptionError, match="draws of prompts"):
+    with pytest.raises(OptionError, match="images from prompts"):
         requests_for(target_of(captions), "zoo:scenes", None)
 
 

@@ -65,7 +65,7 @@ def test_parts_are_those_of_the_evaluation_and_share_no_list():
     assert not {one.id for one in test} & (names[0] | names[1])
     assert 0.6 < len(names[0]) / len(LISTS) < 0.8
     assert Data.of(LISTS[::-1]).training == DATA.training[::-1]
-    with pytest.raises(InputError, match="0 with a reference"):
+    with pytest.raises(InputError, match="0 have a reference"):
         Data.of([replace(one, reference=None) for one in LISTS])
 
 
@@ -146,7 +146,7 @@ def test_long_lists_are_left_out_and_counted():
     batches = Batches(prompts_of("t5"), DATA.training, replace(OPTIONS, longest=28))
     lengths = [len(e) for e in Batches(prompts_of("t5"), DATA.training, OPTIONS).examples]
     assert batches.left_out == sum(length > 28 for length in lengths)
-    with pytest.raises(InputError, match="at most 3 tokens"):
+    with pytest.raises(InputError, match="more than 3 tokens"):
         Batches(prompts_of("t5"), DATA.training, replace(OPTIONS, longest=3))
 
 

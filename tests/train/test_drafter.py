@@ -368,7 +368,7 @@ def test_a_drafter_of_a_target_has_its_sizes():
 def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(UnknownNameError, match="eagle"):
         Options(kind="egle")
-    with pytest.raises(OptionError, match="heads=3 with kind='eagle'; only medusa and hydra"):
+    with pytest.raises(OptionError, match=r"heads=3 .* kind='eagle', only with medusa and hydra"):
         Options(heads=3)
     with pytest.raises(OptionError, match="held_out=0"):
         Options(held_out=0)

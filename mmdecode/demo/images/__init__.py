@@ -1,1 +1,1 @@
-"""``mmdecode demo image``."""
+"""``mmdecode demo image``: the command and its HTML page."""

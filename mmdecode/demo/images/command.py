@@ -1,4 +1,8 @@
-"""``mmdecode demo image``: images of the same seeds in the modes ar, exact and relaxed."""
+"""``mmdecode demo image``: generates images of the same seeds in three decoding modes.
+
+The modes are ``ar`` (token by token), ``exact`` (Jacobi decoding that keeps the distribution) and
+``relaxed`` (Jacobi decoding that does not keep it).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
 NUM_IMAGES = 4
 WAYS = ("ar", "exact", "relaxed")
 PROMPTS = ("a red ring", "a blue star", "a green cup", "a yellow key")
-"""Prompts for models that take captions."""
+"""Prompts for models that are conditioned on captions."""
 
 
 def run(
@@ -31,10 +35,19 @@ def run(
     seed: int,
     overwrite: bool,
 ) -> dict[str, Any]:
-    """Generates images, prints the numbers and writes the page; options are those of the command.
+    """Generates images, prints the measurements and writes ``report.html``.
+
+    Args:
+        model: Image model: folder, Hub id or ``zoo:NAME``.
+        out: Folder of the page.
+        limit: Number of images, at most 4; ``None``: 4.
+        device: Device of the model; ``None``: chosen automatically.
+        dtype: Dtype of the model.
+        seed: Seed of the sampling.
+        overwrite: Whether to replace a file that mmdecode did not write.
 
     Returns:
-        The numbers, for ``--json``.
+        The measurements as JSON values, for ``--json``.
     """
     from rich.progress import track
 
@@ -99,7 +112,7 @@ def run(
 
 
 def _wanted(generator: ImageGenerator, count: int) -> list[int | str]:
-    """Conditions of the demo: classes spread over all classes, or prompts."""
+    """Returns what the images show: classes spread evenly over all classes, or `PROMPTS`."""
     if not generator.classes:
         return list(PROMPTS[:count])
     return [index * generator.classes // count for index in range(count)]

@@ -1,7 +1,7 @@
-"""A self-contained HTML page of images that were generated in several modes from the same seeds.
+"""HTML page, in one file, of images generated from the same seeds in several decoding modes.
 
-Each image is next to a map of its codes that shows in which pass each was decided. Codes of one
-pass have one shade and no line between them.
+Next to each image, a map of its codes shows in which forward pass each code was accepted. Codes of
+the same pass have the same shade and no line between them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from mmdecode.evaluation.report.pages import asset, card, data_url, head, keyed
 
 @dataclass(frozen=True, kw_only=True)
 class PageImage:
-    """One image of one mode.
+    """Image generated in one mode.
 
     Attributes:
         png: The image as a PNG file.
         codes: Image codes, by row.
-        commits: The pass in which each code was decided, by row.
-        passes: Scoring passes after prefill.
+        commits: Pass in which each code was accepted, by row; 0: prefill.
+        passes: Number of forward passes after the prefill.
         tokens: Number of tokens of the image.
-        seconds: Time of decoding tokens, without decoding pixels.
+        seconds: Seconds of generating tokens, without decoding them to pixels.
         bits: Mean negative log2-likelihood of a code under the guided distribution.
-        same: Whether the tokens are those of the first mode.
+        same: Whether the codes are the same as in the first mode, plain decoding.
     """
 
     png: bytes
@@ -39,7 +39,7 @@ class PageImage:
 
     @property
     def rate(self) -> float:
-        """Tokens per pass, without the first token, which comes with prefill."""
+        """Tokens per pass, without the first token, which the prefill gives."""
         return (self.tokens - 1) / max(self.passes, 1)
 
 
@@ -49,7 +49,7 @@ class Way:
 
     Attributes:
         name: Name of the mode.
-        about: Drafter and rule.
+        about: Drafter and acceptance rule.
         guarantee: ``exact`` or ``heuristic``.
         images: The images, in the order of the report's ``names``.
     """
@@ -61,7 +61,7 @@ class Way:
 
     @property
     def passes(self) -> int:
-        """Sum over all pictures."""
+        """Passes over all images."""
         return sum(one.passes for one in self.images)
 
     @property
@@ -71,7 +71,7 @@ class Way:
 
     @property
     def seconds(self) -> float:
-        """Sum over all pictures."""
+        """Seconds over all images."""
         return sum(one.seconds for one in self.images)
 
     @property
@@ -81,13 +81,13 @@ class Way:
 
     @property
     def same(self) -> int:
-        """Number of images that are the same as those of the first mode."""
+        """Number of images with the same codes as in the first mode."""
         return sum(one.same for one in self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:
-    """Content of a page.
+    """Content of the page.
 
     Attributes:
         model: Name of the model.
@@ -114,7 +114,7 @@ _GUARANTEES = {
 
 
 def numbers(report: Ways) -> dict[str, dict[str, str]]:
-    """Formatted numbers of each mode."""
+    """Returns the measurements of each mode as texts, by mode and name."""
     plain = report.ways[0]
     count = len(report.names)
     return {
@@ -132,7 +132,7 @@ def numbers(report: Ways) -> dict[str, dict[str, str]]:
 
 
 def page(report: Ways) -> str:
-    """Renders the page."""
+    """Renders the page as HTML."""
     exact = [way for way in report.ways[1:] if way.same == len(report.names)]
     best = max(exact, key=lambda way: way.rate, default=None)
     images = "picture" if len(report.names) == 1 else f"{len(report.names)} pictures"
@@ -174,7 +174,7 @@ Tokens per pass leave out the first token, which comes with the prompt.</p>
 
 
 def _legend(report: Ways, last: int) -> str:
-    """Legend of the maps and of the modes' tags."""
+    """Renders the legend of the maps and of the modes' guarantees."""
     scale = f'prompt <span class="scale"></span> pass {last}'
     found = [
         keyed(scale, "when a code was decided: the darker, the later"),
@@ -226,7 +226,7 @@ def _way(way: Way, one: PageImage, last: int) -> str:
 
 
 def _map(one: PageImage, last: int) -> str:
-    """SVG grid of codes, the later the darker, with lines where the pass changes."""
+    """Renders the map of codes as SVG: later passes are darker, lines separate passes."""
     rows, columns = len(one.commits), len(one.commits[0])
     cells, seams = [], []
     for y, row in enumerate(one.commits):

@@ -1,1 +1,1 @@
-"""``mmdecode demo speech``."""
+"""``mmdecode demo speech``: the command and its HTML page."""

@@ -1,7 +1,7 @@
-"""A self-contained HTML page that shows the effect of drafting on every clip.
+"""HTML page, in one file, that shows the effect of drafting on every recording.
 
-The page has its styles, scripts, figures and audio inside. Each committed token is a chip; the
-chips of one decoder pass are grouped, followed by the rejected tokens, struck through.
+Styles, scripts, figures and audio are embedded. Each output token is a coloured box (chip). The
+chips of one decoder pass are grouped and followed by the rejected draft tokens, struck through.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ ORIGINS = {
 
 
 UNCERTAIN = 0.5
-"""Words with a confidence below this are marked."""
+"""Confidence of a word, 0 to 1, below which it is marked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One recording, decoded plainly and with a draft.
+    """Recording that was decoded without and with a drafter.
 
     Attributes:
         name: Name of the recording.
-        audio: The file that the page plays.
+        audio: Path of the audio file that the page embeds.
         about: Voice and duration.
         reference: Reference text.
         hypothesis: Recognised text.
-        noisy: Recognised text with added noise, or ``None``.
-        windows: Rounds of the drafted decoding, window by window.
-        histogram: Passes that accepted 0, 1, 2, ... drafted tokens.
-        tokens: Tokens committed.
-        plain_passes, passes: Decoder passes without and with the draft.
-        tokens_per_pass: Tokens per pass after the prompt.
-        plain_s, drafted_s: Seconds of decoding.
-        plain_total_s, drafted_total_s: Seconds including reading, features and encoder.
-        identical: Whether both gave the same token ids.
+        noisy: Text recognised after noise was added; ``None``: not tried.
+        windows: Drafted and accepted tokens of each decoder pass, by window of the audio.
+        histogram: Number of passes that accepted 0, 1, 2, ... drafted tokens.
+        tokens: Number of output tokens.
+        plain_passes, passes: Number of decoder passes without and with the drafter.
+        tokens_per_pass: Tokens per pass after the prefill.
+        plain_s, drafted_s: Seconds of decoding without and with the drafter.
+        plain_total_s, drafted_total_s: Seconds of decoding, reading, features and encoder.
+        identical: Whether the token ids are the same without and with the drafter.
         words: Recognised words with times and confidences.
     """
 
@@ -84,15 +84,16 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Content of a page.
+    """Content of the page.
 
     Attributes:
         model, draft: Names of model and drafter.
         items: The recordings.
-        ratio: Plain over drafted decoding time of the short clips, and its 95 % interval.
+        ratio: Decoding time of the short clips without the drafter divided by the time with it, and
+            the bounds of its 95 % interval.
         tokens_per_pass: Tokens per pass over all items.
         histogram: Number of passes that accepted 0, 1, 2, ... drafted tokens.
-        wer: Word error rate by the name of the set.
+        wer: Word error rate by name of the set.
         conditions: Conditions of the measurement, by name.
         label: Returns the text of a token id.
     """
@@ -115,11 +116,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Pass:
-    """One decoder pass, as it is shown in a strip.
+    """Decoder pass, as the page shows it.
 
     Attributes:
-        committed: Pairs of token and origin (a key of `ORIGINS`), in order.
-        rejected: First-ranked draft tokens that were rejected.
+        committed: Output tokens of the pass, each with its origin (a key of `ORIGINS`).
+        rejected: Rejected draft tokens; of a draft tree, those on its most likely path.
     """
 
     committed: tuple[tuple[int, str], ...]
@@ -127,12 +128,12 @@ class Pass:
 
 
 class Opening(NamedTuple):
-    """First part of a page, before the report.
+    """First part of the page, on recordings of people, as HTML.
 
     Attributes:
-        title: Title of the page, as HTML.
-        header: Heading, as HTML.
-        body: The rest, as HTML.
+        title: Title of the page.
+        header: Header with the heading.
+        body: Content after the header.
     """
 
     title: str
@@ -141,7 +142,7 @@ class Opening(NamedTuple):
 
 
 def passes(rounds: Sequence[Round]) -> list[Pass]:
-    """Passes of one window, with the origin of each token."""
+    """Converts the recorded rounds of one window to passes, with the origin of each token."""
     found = []
     for index, turn in enumerate(rounds):
         same = 0
@@ -159,25 +160,25 @@ def passes(rounds: Sequence[Round]) -> list[Pass]:
 
 
 def score(score: WER) -> dict[str, Any]:
-    """A score as JSON values."""
+    """Converts a word error rate to JSON values; without an interval for a single recording."""
     names = ("value", "low", "high", "words", "substitutions", "deletions", "insertions")
     found = {name: getattr(score, name) for name in (*names, "utterances", "normaliser")}
     return found | ({"low": None, "high": None} if score.utterances == 1 else {})
 
 
 def score_text(score: WER) -> str:
-    """A score as text; with one recording, without an interval."""
+    """Formats a word error rate; without an interval for a single recording."""
     if score.utterances > 1:
         return str(score)
     return f"{100 * score.value:.2f} % ({score.words} words of 1 recording, {score.normaliser})"
 
 
 def page(report: Report, opening: Opening | None = None) -> str:
-    """Renders the page.
+    """Renders the page as HTML.
 
     Args:
         report: Content of the page.
-        opening: First part of the page; ``None``: none.
+        opening: Part of the page before the report; ``None``: there is none.
     """
     gain, low, high = report.ratio
     speed = f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times slower"
@@ -237,7 +238,11 @@ and with the draft, in turns, clip by clip.</p>
 
 
 def legend(windows: Iterable[Sequence[Round]]) -> str:
-    """Legend of the chips in strips, as HTML list items."""
+    """Renders the legend of the chips as HTML list items, with the origins that occur.
+
+    Args:
+        windows: Recorded rounds of all windows on the page.
+    """
     found = {
         origin for rounds in windows for step in passes(rounds) for _, origin in step.committed
     }
@@ -312,7 +317,16 @@ def _figure(
     y_label: str,
     line: float | None = None,
 ) -> str:
-    """SVG bar chart of (label, height, text on top), with a horizontal line at ``line``."""
+    """Renders a bar chart as SVG.
+
+    Args:
+        title: Title of the chart.
+        bars: Label, height and text on top of each bar.
+        tips: Tooltip of each bar.
+        x_label: Label of the horizontal axis.
+        y_label: Label of the vertical axis.
+        line: Height of a horizontal line, the value without a draft; ``None``: no line.
+    """
     top = max([height for _, height, _ in bars] + [line or 0, 1e-9]) * 1.12
     left, right, base, tall = 34, 470, 200, 170
     step = (right - left) / max(len(bars), 1)
@@ -381,9 +395,13 @@ def _item(item: Item, label: Callable[[int], str]) -> str:
 
 
 def spoken(words: Sequence[Word], name: str) -> str:
-    """Words as HTML buttons that play them; those of low confidence are marked.
+    """Renders words as HTML buttons that play them; words of low confidence are marked.
 
-    The tab key stops at the group once; arrow keys move within it (``rove.js``).
+    The tab key reaches the group of buttons; arrow keys move within it (``rove.js``).
+
+    Args:
+        words: The words with times and confidences.
+        name: Name of the recording.
     """
     buttons = "".join(
         f'<button class="word{" doubt" * (word.confidence < UNCERTAIN)}" '
@@ -397,11 +415,11 @@ def spoken(words: Sequence[Word], name: str) -> str:
 
 
 def strip(rounds: Sequence[Round], label: Callable[[int], str]) -> str:
-    """Renders passes as boxes of chips, prefill first.
+    """Renders decoder passes as groups of chips, the prefill first.
 
     Args:
-        rounds: Rounds of one decoding.
-        label: The text of a token id.
+        rounds: Recorded rounds of one window.
+        label: Returns the text of a token id.
     """
     groups = []
     for number, step in enumerate(passes(rounds)):

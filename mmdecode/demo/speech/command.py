@@ -1,7 +1,7 @@
-"""``mmdecode demo speech``: transcribes the shipped recordings without and with a drafter.
+"""``mmdecode demo speech``: transcribes the package's recordings without and with a drafter.
 
-Recordings of people come first (`mmdecode.demo.speech.recordings`), if a model for real speech is
-installed.
+If a recogniser for real speech is installed, it first transcribes recordings of people
+(`mmdecode.demo.speech.recordings`). The other recordings are synthetic speech.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ def run(
     seed: int,
     overwrite: bool,
 ) -> dict[str, Any]:
-    """Transcribes, prints the numbers and writes the page; options are those of the command.
+    """Transcribes, prints the measurements and writes ``report.html``; runs the command.
 
     Returns:
-        The numbers, for ``--json``; ``identical`` says whether drafting changed no token.
+        Measurements as JSON values, for ``--json``; ``identical``: whether drafting changed no
+        token.
     """
     from mmdecode.runs.files import refuse_foreign, write_file, write_files
     from mmdecode.runs.tables import rows_text
@@ -101,11 +102,11 @@ def run(
 
 @dataclass
 class Part:
-    """A model with a drafter.
+    """Model with a drafter, for one part of the demo.
 
     Attributes:
         model, draft: Names of model and drafter.
-        ways: Decoding without and with the drafter.
+        ways: Transcribers without and with the drafter.
     """
 
     model: str
@@ -116,7 +117,7 @@ class Part:
 def _parts(
     model: str | None, draft: str | None, device: str | None, dtype: str
 ) -> tuple[Part | None, Part, str]:
-    """Models for real and for synthetic speech, and a note if there is none for real speech."""
+    """Loads models for real and synthetic speech; returns a note if real speech is left out."""
     from mmdecode.demo.speech import recordings as demo_recordings
     from mmdecode.errors import MMDecodeError
 
@@ -142,7 +143,7 @@ def _parts(
 def _recordings(
     people: Part, limit: int | None, seed: int
 ) -> tuple[dict[str, Any], Opening, list[dict[str, Any]], dict[str, str]]:
-    """Numbers, first part of the page, transcripts and subtitles of recordings of people."""
+    """Transcribes recordings of people; returns measurements, page part, rows and subtitles."""
     from mmdecode.asr.output.formats import FORMATS
     from mmdecode.asr.output.subtitles import DEFAULT
     from mmdecode.demo.speech import recordings as demo_recordings
@@ -165,12 +166,12 @@ def _recordings(
 
 @dataclass
 class Way:
-    """A transcriber whose decoder is timed.
+    """Transcriber whose decoder is timed.
 
     Attributes:
         transcriber: The transcriber.
-        seconds: Time in the decoder since `start`.
-        ids: Token ids from the decoder since `start`, by call.
+        seconds: Seconds spent in the decoder during the last transcription.
+        ids: Token ids that the decoder returned during the last transcription, by call.
     """
 
     transcriber: Transcriber
@@ -179,13 +180,21 @@ class Way:
 
     @property
     def decoder(self) -> Decoder:
-        """The transcriber's decoder."""
+        """Decoder of the transcriber."""
         return self.transcriber.decoder
 
     def __call__(
         self, audio: Any, trace: list[list[Round]] | None = None
     ) -> tuple[Transcript, float, float]:
-        """Transcribes: transcript, seconds in the decoder, seconds in all; fills ``trace``."""
+        """Transcribes a recording.
+
+        Args:
+            audio: Recording in any form that the transcriber accepts.
+            trace: List to which the rounds of each window are appended; ``None``: not recorded.
+
+        Returns:
+            Transcript, seconds in the decoder, seconds in total.
+        """
         self.seconds, self.ids = 0.0, []
         self.decoder.stats.reset()
         began = time.perf_counter()
@@ -194,7 +203,7 @@ class Way:
 
 
 def _load(model: str, draft: str, device: str | None, dtype: str) -> tuple[Way, Way]:
-    """Loads a model; decoding without and with a drafter."""
+    """Loads a model; returns a transcriber without and another with a drafter."""
     from mmdecode import registry
     from mmdecode.asr.transcriber import Transcriber, load
     from mmdecode.decoder import Decoder
@@ -209,7 +218,7 @@ def _load(model: str, draft: str, device: str | None, dtype: str) -> tuple[Way, 
         drafter = Medusa.from_pretrained(draft)
 
     class Watched(Decoder):
-        """Records the time and the token ids of each call."""
+        """Decoder that records the time and the token ids of each call."""
 
         way: Way
 
@@ -235,7 +244,7 @@ def _run(
     recordings: Sequence[Clip],
     repeats: int,
 ) -> tuple[list[Item], list[str], list[dict[str, Any]], dict[str, str]]:
-    """Items of all recordings, texts of the noisy clips, transcripts as rows, and subtitles."""
+    """Transcribes all recordings; returns items, texts of noisy clips, rows and subtitles."""
     from rich.progress import track
 
     from mmdecode.asr.output.formats import FORMATS
@@ -265,7 +274,7 @@ def _run(
 def _compare(
     ways: tuple[Way, Way], clip: Clip, repeats: int, noisy: str | None
 ) -> tuple[Item, Transcript]:
-    """Transcribes a recording without and with the drafter, in turns; both are already warm."""
+    """Transcribes a recording without and with the drafter, ``repeats`` times in alternation."""
     import numpy as np
 
     from mmdecode.demo.speech.clips_page import Item
@@ -306,7 +315,7 @@ def _compare(
 
 
 def _with_words(way: Way) -> Transcriber:
-    """The same transcriber with word times, untimed."""
+    """Returns a transcriber with the same model and drafter that gives word timestamps."""
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.asr.transcriber import Transcriber
     from mmdecode.decoder import Decoder
@@ -372,7 +381,7 @@ def _report(
 
 
 def _labels(transcriber: Transcriber) -> Callable[[int], str]:
-    """Returns a function from token ids to labels: text, a time in seconds, or a special token."""
+    """Returns a function that labels a token id: its text, time in seconds, or special name."""
     tokenizer = transcriber.processor.tokenizer
     config = transcriber.model.config
     config_ids = transcriber.model.generation_config

@@ -1,4 +1,4 @@
-"""The first part of ``mmdecode demo speech``: recordings of people, by a published recogniser."""
+"""First part of ``mmdecode demo speech``: a published recogniser transcribes people's speech."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NO_GAIN = (
     "Heads trained for it do not ship yet: what heads gain is shown below, by a Whisper of "
     "synthetic speech."
 )
-"""Note on drafters of the published recogniser."""
+"""Note of the page on drafters for the published recogniser."""
 
 
 def missing() -> str | None:
-    """How to install the published recogniser, in one line; ``None``: it is installed."""
+    """Returns a line on how to install the published recogniser; ``None`` if it is installed."""
     from mmdecode.checkpoints import scheme_card
 
     if default_recogniser() == REAL:
@@ -42,17 +42,17 @@ def missing() -> str | None:
 def transcribe(
     model: str, draft: str, ways: tuple[Way, Way], clips: Sequence[RealClip], seed: int = 0
 ) -> tuple[Recordings, list[Transcript]]:
-    """Transcribes clips by plain ``generate``, by our loop, and by our loop with a drafter.
+    """Transcribes clips with plain ``generate``, and with our loop without and with a drafter.
 
     Args:
         model: Name of the model.
         draft: Name of the drafter.
-        ways: The model without and with the drafter.
-        clips: Clips to transcribe, at least one.
-        seed: Seed of the bootstrap interval.
+        ways: Transcribers without and with the drafter.
+        clips: Recordings to transcribe, at least one.
+        seed: Seed of the bootstrap interval of the word error rate.
 
     Returns:
-        Content of the page, and the transcripts with the drafter.
+        Content of the page's first part, and the transcripts with the drafter.
     """
     from rich.progress import track
 
@@ -88,7 +88,7 @@ def transcribe(
 
 
 def _compare(plain: Way, drafted: Way, clip: RealClip) -> tuple[Recording, Transcript]:
-    """Transcribes one clip once without and once with the drafter."""
+    """Transcribes a clip once with plain ``generate``, once without and once with the drafter."""
     from mmdecode.demo.speech.recordings_page import Recording
     from mmdecode.engine.trace import Round
 
@@ -121,9 +121,11 @@ def _compare(plain: Way, drafted: Way, clip: RealClip) -> tuple[Recording, Trans
 
 
 def _generate(way: Way, clip: RealClip) -> tuple[list[list[list[int]]] | None, float | None]:
-    """Token ids of plain ``generate`` by call, as in `Way`, and its seconds from the file on.
+    """Runs plain ``generate`` on a clip; returns token ids, as ``Way.ids``, and seconds.
 
-    ``None`` for models with timestamps, which have windows and rules of their own.
+    Returns:
+        ``None`` and ``None`` for clips longer than a window, and for models with timestamps, whose
+        transcription in windows is not comparable.
     """
     recogniser = way.transcriber.recognizer
     if recogniser.capabilities.timestamps or clip.duration_s > way.transcriber.window_s:
@@ -138,7 +140,7 @@ def _generate(way: Way, clip: RealClip) -> tuple[list[list[list[int]]] | None, f
 
 
 def summary(found: Recordings) -> dict[str, Any]:
-    """The numbers as JSON values."""
+    """Returns the measurements as JSON values."""
     from mmdecode.demo.speech.clips_page import score
 
     times = {name: round(seconds, 4) for name, seconds in found.times().items()}
@@ -161,14 +163,14 @@ def summary(found: Recordings) -> dict[str, Any]:
 
 
 def row(item: Recording, transcript: Transcript) -> dict[str, Any]:
-    """A line of ``transcripts.jsonl``."""
+    """Returns the fields of a recording's line in ``transcripts.jsonl``."""
     texts = {"reference": item.reference, "text": item.hypothesis}
     more = {"tokens": transcript.tokens, "identical": item.identical}
     return {"name": item.name, "set": "real", **texts, **more}
 
 
 def show(found: Recordings) -> None:
-    """Prints the hypotheses with their word errors, then the numbers."""
+    """Prints the hypotheses with their word errors, then the measurements."""
     from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
@@ -203,7 +205,7 @@ def show(found: Recordings) -> None:
 
 
 def _marked(item: Recording) -> Any:
-    """Hypothesis as terminal text, with the reference where they differ."""
+    """Returns a hypothesis as terminal text, with the reference's words where they differ."""
     from rich.text import Text
 
     shown = {

@@ -1,7 +1,7 @@
-"""The first part of the speech demo's page: a recogniser on recordings of people.
+"""First part of the speech demo's HTML page: transcripts of recordings of people.
 
-It precedes the page of `mmdecode.demo.speech.clips_page` and has the same elements: players, marked
-words, and strips that show the origin of each token.
+The report of `mmdecode.demo.speech.clips_page` on synthetic speech follows it on the same page.
+Both parts have audio players, marked word errors, and the origin of each token.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """One recording of a person, transcribed without and with a draft.
+    """Recording of a person that was transcribed without and with a drafter.
 
     Attributes:
         name: Name of the recording.
-        audio: The file that the page plays.
-        speaker: Speaker, or source.
-        origin: Recorded work, and its licence.
+        audio: Path of the audio file that the page embeds.
+        speaker: Name of the speaker or, if unknown, of the source.
+        origin: Recorded work and its licence.
         seconds: Duration in seconds.
         reference: Reference text.
         hypothesis: Recognised text.
-        windows: Rounds of the drafted decoding, window by window.
-        tokens: Tokens committed.
-        plain_passes, passes: Decoder passes without and with the draft.
-        tokens_per_pass: Tokens per pass after the prompt.
-        generate_total_s: Seconds of plain ``generate`` from the file on; ``None``: it was not run.
-        plain_s, drafted_s: Seconds of decoding by our loop.
-        plain_total_s, drafted_total_s: Seconds from the file on.
-        identical: Whether all decoders gave the same token ids.
+        windows: Drafted and accepted tokens of each decoder pass, by window of the audio.
+        tokens: Number of output tokens.
+        plain_passes, passes: Number of decoder passes without and with the drafter.
+        tokens_per_pass: Tokens per pass after the prefill.
+        generate_total_s: Seconds from file to tokens with plain ``generate``; ``None``: not run.
+        plain_s, drafted_s: Seconds of decoding without and with the drafter.
+        plain_total_s, drafted_total_s: Seconds from file to text without and with the drafter.
+        identical: Whether all these decoders gave the same token ids.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Recording:
 
     @property
     def steps(self) -> list[Step]:
-        """Reference and hypothesis, aligned."""
+        """Alignment of reference and hypothesis, word by word."""
         return align_as_written(self.reference, self.hypothesis)
 
     @property
@@ -74,14 +74,14 @@ class Recording:
 
 @dataclass(frozen=True, kw_only=True)
 class Recordings:
-    """Content of the first part of the page.
+    """Content of the page's first part.
 
     Attributes:
         model, draft: Names of model and drafter.
         items: The recordings, at least one.
         wer: Word error rate of all recordings.
         note: Note on drafters of this model; may be empty.
-        label: The text of a token id.
+        label: Returns the text of a token id.
     """
 
     model: str
@@ -92,11 +92,11 @@ class Recordings:
     label: Callable[[int], str]
 
     def total(self, name: str) -> int:
-        """Sum of an attribute over the recordings."""
+        """Returns the sum of an attribute over the recordings."""
         return sum(getattr(item, name) for item in self.items)
 
     def times(self) -> dict[str, float]:
-        """Seconds over all recordings; those of plain ``generate`` only where it was run."""
+        """Returns the seconds over all recordings by name; ``generate_total_s`` only if known."""
         names = ["plain_s", "drafted_s", "plain_total_s", "drafted_total_s"]
         if self.with_generate:
             names.insert(0, "generate_total_s")
@@ -114,7 +114,7 @@ class Recordings:
 
     @property
     def audio_s(self) -> float:
-        """Seconds of audio."""
+        """Duration of all recordings in seconds."""
         return sum(item.seconds for item in self.items)
 
     @property
@@ -125,19 +125,19 @@ class Recordings:
 
     @property
     def word_errors(self) -> str:
-        """The score in words."""
+        """Phrase on the number of word errors."""
         return f"{self.wer.errors} of {self.wer.words} words wrong"
 
     @property
     def caution(self) -> str:
-        """Sentence on how much the score proves."""
+        """Sentence on why the word error rate is uncertain."""
         known = any("LibriSpeech" in item.origin for item in self.items)
         seen = ", and LibriSpeech, which some of it is from, may be in the training data"
         return f"{self.wer.words} words are little data{seen * known}"
 
     @property
     def ways(self) -> str:
-        """Sentence on the comparison of token ids."""
+        """Phrase that names the decoders whose token ids were compared."""
         generate = "plain generate, " * self.with_generate
         return f"{generate}our loop without a draft, and our loop with {self.draft}"
 
@@ -156,7 +156,7 @@ class Recordings:
 
 
 def opening(found: Recordings) -> Opening:
-    """First part of the demo's page."""
+    """Renders the first part of the page as HTML."""
     first, count = found.items[0], len(found.items)
     others = f", one of {count} recordings of people" * (count > 1)
     differing = sum(not item.identical for item in found.items)

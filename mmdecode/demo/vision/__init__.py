@@ -1,1 +1,1 @@
-"""``mmdecode demo vlm``."""
+"""``mmdecode demo vlm``: the command and its HTML page."""

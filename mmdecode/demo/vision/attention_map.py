@@ -1,7 +1,7 @@
-"""Attention to image tokens before the first token of an answer, with a guide and without.
+"""Attention to image tokens when the first token of an answer is chosen, with and without a guide.
 
-The attention is that of the last prompt position, which decides the first token, averaged over
-heads and over the layers that the guide edits.
+It is the attention of the last prompt position, averaged over heads and over the layers whose
+attention the guide edits.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from mmdecode.vlm.answerer import Answerer
 
 @dataclass(frozen=True)
 class AttentionMap:
-    """Attention to the image tokens of one question.
+    """Attention of a question's last prompt position to the image tokens.
 
     Attributes:
-        plain: Share of attention on each image token without edits, ``(n,)``.
-        edited: The same with the guide's edits, ``(n,)``.
-        layers: Layers that are averaged.
-        branch: The branch that is edited.
+        plain: Share of attention on each image token without the guide, ``(n,)``.
+        edited: Share of attention on each image token with the guide's edits, ``(n,)``.
+        layers: Indices of the layers that are averaged.
+        branch: Name of the branch whose attention is edited.
     """
 
     plain: Tensor
@@ -40,7 +40,7 @@ class AttentionMap:
 
     @property
     def side(self) -> int | None:
-        """Side of the square of image tokens; ``None``: they are not a square."""
+        """Side of the square grid of image tokens; ``None``: the grid is no square."""
         side = math.isqrt(len(self.plain))
         return side if side * side == len(self.plain) else None
 
@@ -48,11 +48,11 @@ class AttentionMap:
 def attention_map(
     answerer: Answerer, image: Any, question: str, guide: Guide
 ) -> AttentionMap | None:
-    """Attention to the image before the first token, with and without a guide's edits.
+    """Measures the attention to the image with and without a guide's edits.
 
     Args:
         answerer: Answerer whose model and processor are used.
-        image: Image as `mmdecode.vlm.Answerer` takes it.
+        image: Image in any form that `mmdecode.vlm.Answerer` accepts.
         question: The question.
         guide: Guide whose edits are shown.
 
@@ -60,7 +60,7 @@ def attention_map(
         The attention; ``None`` if the guide edits no attention of the language model.
 
     Raises:
-        InputError: The question cannot be asked.
+        InputError: The image cannot be read, or the question is refused.
     """
     edits = _attention_edits(guide)
     if not edits:
@@ -78,7 +78,12 @@ def _attention_edits(guide: Guide) -> list[AttentionEdit]:
 
 
 class _Reading(Edited):
-    """Records attention in the layers that a guide edits, with its edits or without."""
+    """Guide that records attention in the layers another guide edits, with or without its edits.
+
+    Args:
+        guide: The other guide.
+        edited: Whether to apply its edits.
+    """
 
     neutral = False
     images = True
@@ -93,7 +98,7 @@ class _Reading(Edited):
         self.shares = Tensor()
 
     def needs(self, adapter: Any) -> Requirements:
-        """Requirements of the edited layers."""
+        """Requires the attention weights of the edited layers."""
         depth = adapter.num_layers
         self.layers = tuple(
             layer
@@ -103,7 +108,7 @@ class _Reading(Edited):
         return Requirements(attention=frozenset(self.layers))
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """Keeps the attention of the single row."""
+        """Stores the attention of the prefill, of the batch's only row."""
         super().begin(call, prefill)
         scores = prefill[self._branch]
         assert scores.images is not None, "comes with attention"

@@ -1,4 +1,4 @@
-"""``mmdecode demo vlm``: questions about scenes, answered without and with guides."""
+"""``mmdecode demo vlm``: asks a model about rendered scenes, without a guide and with guides."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ SETS = {
     "that goes by what is usual says that it is there. Guides were made for such images, and what "
     "they change is easier to see on them.",
 }
-"""Sets of images: titles, and how the images were chosen."""
+"""The page's text on how the images of a set were chosen, by title of the set."""
 IMAGES = {FAIR: 3, TEMPTING: 2}
 FIRST = {FAIR: 2**41 + 380_000, TEMPTING: 2**41 + 300_000}
-"""First seed of each set: held-out scenes that are in no test set. On the first set the shipped
+"""First seed of each set, of held-out scenes that are in no test set. On the first set the default
 model answers 8 of 9 short questions right; on 48 scenes from these and similar seeds, 86 %."""
 CAPTION_TOKENS = 48
 ABSENT = 1
-"""Index of the question whose attention is shown: the one about an absent object."""
+"""Index of the question about an absent object, for which attention maps are shown."""
 _BATCH = 8
 
 
 @dataclass(frozen=True)
 class Task:
-    """A question about a scene, with its true answer and the possible answers."""
+    """Question about a scene, with its true answer and the possible answers."""
 
     text: str
     truth: str
@@ -67,10 +67,10 @@ def run(
     seed: int,
     overwrite: bool,
 ) -> dict[str, Any]:
-    """Asks questions, prints the answers and writes the page; options are those of the command.
+    """Asks the questions, prints the answers and writes ``report.html``; runs the command.
 
     Returns:
-        The numbers, for ``--json``.
+        Answers and measurements as JSON values, for ``--json``.
     """
     from rich.progress import track
 
@@ -129,10 +129,10 @@ def run(
 
 
 def chosen(limit: int | None) -> dict[str, list[Scene]]:
-    """The scenes of each set; empty sets are left out.
+    """Returns the scenes of each set, by title; empty sets are left out.
 
     Args:
-        limit: Total number of images, the first set's first; ``None``: `IMAGES`.
+        limit: Maximum number of images over all sets, in order; ``None``: as in `IMAGES`.
     """
     from mmdecode.zoo.scene_sets import scenes_from
 
@@ -147,19 +147,19 @@ def chosen(limit: int | None) -> dict[str, list[Scene]]:
 
 
 def drafter_of(model: str) -> str:
-    """Name of the drafter for captions: a zoo model's own, else one that needs no training."""
+    """Returns the drafter for captions: the EAGLE drafter of a zoo model, else prompt lookup."""
     from mmdecode.checkpoints import paired
 
     return f"eagle:path={name}" if (name := paired(model, "eagle")) else "lookup"
 
 
 def is_tempting(scene: Scene) -> bool:
-    """Whether a scene has three or more nouns, one of them without its usual companion."""
+    """Returns whether a scene of at least three nouns lacks a noun that usually goes with one."""
     return len(scene.names) >= 3 and _companion(scene) is not None
 
 
 def _companion(scene: Scene) -> str | None:
-    """An absent noun that usually co-occurs with one of the scene's."""
+    """Returns an absent noun that usually co-occurs with a noun of the scene, or ``None``."""
     from mmdecode.zoo.scenes import COMPANIONS
 
     absent = (COMPANIONS[name] for name in scene.names)
@@ -167,11 +167,11 @@ def _companion(scene: Scene) -> str | None:
 
 
 def tasks(scene: Scene, *, tempting: bool) -> Iterator[Task]:
-    """Questions about a scene: a present object, an absent one, a count, and a caption.
+    """Yields questions about a scene: a present object, an absent object, a count, a caption.
 
     Args:
         scene: The scene.
-        tempting: Whether the absent object is one that usually co-occurs with the scene's.
+        tempting: Whether to ask also about the absent companion of one of the scene's nouns.
     """
     from mmdecode.zoo.scene_text import COUNTS, DESCRIBE, existence_question, plural
     from mmdecode.zoo.scenes import COMPANIONS, NOUNS
@@ -203,7 +203,7 @@ def _ask(
     *,
     warm: bool,
 ) -> list[Asked]:
-    """Asks all questions about an image with each method, one at a time; drafts captions too."""
+    """Asks all questions about an image with each guide; repeats captions with the drafter."""
     from mmdecode.decoder import Decoder
     from mmdecode.demo.vision.attention_map import attention_map
     from mmdecode.demo.vision.page import Asked, Given
@@ -254,7 +254,7 @@ def _ask(
 
 
 def _drafted(plain: Answerer, decoder: Decoder, png: bytes, answer: Answer) -> Drafted:
-    """Decodes an answer again with a drafter."""
+    """Generates an answer again, with a drafter."""
     from mmdecode.demo.vision.page import Drafted
     from mmdecode.vlm.answerer import Answerer
 
@@ -277,14 +277,14 @@ def _drafted(plain: Answerer, decoder: Decoder, png: bytes, answer: Answer) -> D
 
 
 def _margins(answer: Answer, guided: bool) -> dict[str, float]:
-    """Yes-no margins by branch, the guided one last; without a guide the model's own."""
+    """Returns the yes-no margin of each branch and, with a guide, the guided margin last."""
     known = answer.margins or {}
     names = [name for name in known if name != "guided"] + ["guided"] * guided
     return {name: known[name] for name in names if name in known}
 
 
 def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> list[Token]:
-    """The tokens of an answer, with the plain model's choices where they differ."""
+    """Returns the tokens of an answer, with the plain model's choice where it differs."""
     from mmdecode.demo.vision.page import Token
 
     tokenizer = plain.processor.tokenizer
@@ -318,7 +318,7 @@ def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> l
 
 
 def _plain_choices(plain: Answerer, png: bytes, answers: Sequence[Answer]) -> list[list[int]]:
-    """Greedy choice of plain ``generate`` at each position of given answers."""
+    """Returns the greedy choices of plain ``generate`` after each prefix of given answers."""
     from mmdecode.vlm.images import image_source
 
     image = image_source(png, "image").read()
@@ -339,7 +339,7 @@ def _plain_choices(plain: Answerer, png: bytes, answers: Sequence[Answer]) -> li
 
 
 class _Following:
-    """A logits processor that forces given tokens and records the model's own choices."""
+    """Logits processor that forces given tokens and records the model's own greedy choices."""
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
         self.rows = rows
@@ -360,7 +360,7 @@ class _Following:
 
 
 def _judged(task: Task, text: str, scene: Scene, words: Vocabulary) -> tuple[bool, str, int | None]:
-    """Whether an answer is right; for captions also a note and the number of hallucinated nouns."""
+    """Returns whether an answer is right, a note, and a caption's number of hallucinated nouns."""
     if task.choices:
         answers = [word for word in re.findall(r"\w+", text.lower()) if word in task.choices]
         return answers[:1] == [task.truth.lower()], "", None
@@ -374,7 +374,7 @@ def _judged(task: Task, text: str, scene: Scene, words: Vocabulary) -> tuple[boo
 
 
 def _scores(images: Sequence[Pictured], methods: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Formatted scores of each method."""
+    """Returns the scores of each method as texts, by method and name."""
     found = {}
     asked = [one for pictured in images for one in pictured.asked]
     times = [sum(one.answers[index].seconds for one in asked) for index in range(len(methods))]
@@ -395,7 +395,7 @@ def _scores(images: Sequence[Pictured], methods: Sequence[str]) -> dict[str, dic
 
 
 def _passes(given: Sequence[Given]) -> str:
-    """Passes of drafted answers and of the same answers without a drafter, as text."""
+    """Formats the number of passes of drafted answers, and of the same answers undrafted."""
     drafted = [one.drafted for one in given if one.drafted is not None]
     return f"{sum(one.passes for one in drafted)} for {sum(one.undrafted for one in drafted)}"
 
@@ -512,7 +512,7 @@ def _show(report: Answers, summary: Mapping[str, Any]) -> None:
 
 
 def _cell(given: Given, other: bool) -> Text:
-    """Table cell of an answer; for a caption its note alone, since the page has the text."""
+    """Returns the table cell of an answer; for a caption only its note, to keep the cell short."""
     from rich.text import Text
 
     style = "green" if given.right else "red"

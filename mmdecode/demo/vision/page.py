@@ -1,7 +1,8 @@
-"""A self-contained HTML page that shows the effects of guides on answers about images.
+"""HTML page, in one file, that shows the effects of guides on answers about images.
 
-Each image has its questions with the answers of every method, the yes-no margins of the branches as
-bars, the tokens that a guide changed, attention maps, and which tokens of a caption were drafted.
+For each image and question it shows the answer of every method (plain decoding or a guide), the
+yes-no margins of the guide's branches as bars, the tokens that a guide changed, attention maps, and
+which tokens of a caption were drafted.
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ if TYPE_CHECKING:
     from mmdecode.engine.trace import Round
 
 PLAIN = "plain"
-"""Name of the model without a guide."""
+"""Name of the method without a guide."""
 IN_CARDS = ("made up in captions", "answers changed", "times plain")
-"""Scores that are shown in the page's cards; its table has all."""
+"""Names of the scores in the summary cards; the page's table has all scores."""
 END = "(end)"
 """Label of a token without text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """One token of an answer.
+    """Token of an answer.
 
     Attributes:
         text: Text of the token, with the space before it.
-        instead: Choice of the plain model after the same prefix; ``None``: the same.
-        survivors: Number of tokens left by the guide's plausibility cut; ``None``: no guide.
+        instead: Token that the plain model would choose after the same prefix; ``None``: the same.
+        survivors: Number of tokens that pass the guide's plausibility constraint; ``None``: no
+            guide.
         distances: Largest difference of a log-probability from the main branch, by branch.
-        total: S, the sum of the branch weights; ``None``: the guide has none.
+        total: Sum of the branch weights, shown as S; ``None``: the guide has no weights.
     """
 
     text: str
@@ -49,13 +51,13 @@ class Token:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafted:
-    """An answer that was decoded again with a drafter.
+    """Answer that was generated again with a drafter.
 
     Attributes:
-        rounds: Drafted and accepted tokens of each pass, prefill first.
-        passes: Passes after prefill.
-        undrafted: Passes without the drafter.
-        same: Whether all tokens are the same.
+        rounds: Drafted and accepted tokens of each pass, the prefill first.
+        passes: Number of passes after the prefill.
+        undrafted: Number of passes without the drafter.
+        same: Whether all tokens are the same as without the drafter.
         label: Returns the text of a token id.
     """
 
@@ -72,14 +74,15 @@ class Given:
 
     Attributes:
         method: Name of the method; `PLAIN`: no guide.
-        tokens: The answer.
-        right: Whether it is right; for a caption, whether no object is hallucinated.
+        tokens: Tokens of the answer.
+        right: Whether the answer is right; for a caption, whether it hallucinates no object.
         note: Verdict in words.
-        hallucinated: Number of hallucinated objects of a caption; ``None``: no caption.
-        margins: Yes-no margins by branch, ``guided`` with the guide; empty for other questions.
-        seconds: Time of decoding.
+        hallucinated: Number of hallucinated objects in a caption; ``None``: no caption.
+        margins: Log-odds of yes against no, by branch and for ``guided``; empty for other
+            questions.
+        seconds: Seconds of decoding.
         attention: Attention map; ``None``: the guide does not edit attention.
-        drafted: The same answer with a drafter; ``None``: it was not drafted.
+        drafted: The same answer generated with a drafter; ``None``: it was not.
     """
 
     method: str
@@ -94,7 +97,7 @@ class Given:
 
     @property
     def text(self) -> str:
-        """The whole answer."""
+        """Text of the answer."""
         return "".join(token.text for token in self.tokens).strip()
 
     @property
@@ -105,12 +108,12 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One question and its answers, the plain one first.
+    """Question and its answers.
 
     Attributes:
         text: The question.
         truth: The true answer.
-        answers: One per method.
+        answers: Answer of each method, the plain one first.
     """
 
     text: str
@@ -120,12 +123,12 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Pictured:
-    """One image and the questions about it.
+    """Image and the questions about it.
 
     Attributes:
         name: Name of the image.
-        about: Content of the image.
-        png: The image.
+        about: Description of the image.
+        png: The image as a PNG file.
         asked: The questions.
     """
 
@@ -140,8 +143,8 @@ class ImageSet:
     """Images that were chosen in the same way.
 
     Attributes:
-        title: Title of the section.
-        about: How they were chosen and why, in a sentence or two.
+        title: Title of the set's section.
+        about: Explanation of how the images were chosen.
         images: The images.
     """
 
@@ -152,13 +155,13 @@ class ImageSet:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Content of a page.
+    """Content of the page.
 
     Attributes:
         model: Name of the model.
-        methods: Names of the guides, `PLAIN` first.
-        sets: Sets of images; the number in a method's card is of the first set.
-        scores: Scores of each method, by task.
+        methods: Names of the methods: `PLAIN`, then the guides.
+        sets: Sets of images; a method's summary card has its result on the first set.
+        scores: Scores as texts, by method and name.
         conditions: Conditions of the measurement, by name.
         draft: Name of the drafter; empty: none.
     """
@@ -172,12 +175,12 @@ class Answers:
 
     @property
     def images(self) -> list[Pictured]:
-        """All images."""
+        """Images of all sets."""
         return [one for part in self.sets for one in part.images]
 
 
 def page(report: Answers) -> str:
-    """Renders the page."""
+    """Renders the page as HTML."""
     count = sum(len(one.asked) for one in report.images)
     widest = max(
         [abs(m) for a in _all(report) for m in a.margins.values() if math.isfinite(m)] + [1e-9]
@@ -237,7 +240,7 @@ _LOOKS = keyed(
 
 
 def drafting(report: Answers) -> dict[str, Any]:
-    """Totals over all drafted answers: ``passes``, ``undrafted`` and whether all are ``same``."""
+    """Returns totals over drafted answers: ``passes``, ``undrafted``, and if all are ``same``."""
     every = [given.drafted for given in _all(report) if given.drafted is not None]
     return {
         "passes": sum(one.passes for one in every),
@@ -247,7 +250,7 @@ def drafting(report: Answers) -> dict[str, Any]:
 
 
 def _drafting(report: Answers) -> str:
-    """Savings of drafting and the legend of its colours; empty if nothing was drafted."""
+    """Renders the savings of drafting and the legend of its colours; empty without drafting."""
     windows = [given.drafted.rounds for given in _all(report) if given.drafted is not None]
     if not windows:
         return ""
@@ -261,7 +264,7 @@ def _drafting(report: Answers) -> str:
 
 
 def headline(report: Answers) -> str:
-    """Headline on the savings of drafting and the effects of guides, as HTML."""
+    """Returns the headline, as HTML: savings of drafting, and answers changed by guides."""
     found, (changed, asked) = drafting(report), _changed(report)
     guides = f"guides change <b>{changed} of {asked}</b> answers" if asked else "no guide"
     if not found["passes"]:
@@ -276,7 +279,7 @@ def headline(report: Answers) -> str:
 
 
 def outcome(report: Answers) -> str:
-    """Sentences on how many short questions of each set are answered right."""
+    """Returns a sentence for each set on how many short questions are answered right."""
     parts = []
     for part in report.sets:
         first, *others = (right_of(part, method) for method in report.methods)
@@ -288,18 +291,18 @@ def outcome(report: Answers) -> str:
 
 
 def short_of(part: ImageSet, method: str) -> list[Given]:
-    """Answers of a method to the short questions of a set."""
+    """Returns a method's answers to the short questions of a set, all but captions."""
     answers = [given for one in part.images for asked in one.asked for given in asked.answers]
     return [one for one in answers if one.method == method and one.hallucinated is None]
 
 
 def right_of(part: ImageSet, method: str) -> int:
-    """Number of short questions of a set that a method answers right."""
+    """Returns the number of short questions of a set that a method answers right."""
     return sum(one.right for one in short_of(part, method))
 
 
 def _changed(report: Answers) -> tuple[int, int]:
-    """Number of guided answers that differ from the plain one, and of all guided answers."""
+    """Returns the number of guided answers that differ from the plain answer, and of all."""
     asked = [one for pictured in report.images for one in pictured.asked]
     others = [other.text != one.answers[0].text for one in asked for other in one.answers[1:]]
     return sum(others), len(others)
@@ -377,7 +380,7 @@ def _row(given: Given, widest: float) -> str:
 
 
 def _drafted(method: str, found: Drafted, shown: bool) -> str:
-    """Strip of drafted tokens, collapsed unless ``shown``."""
+    """Renders the passes of a drafted answer, collapsed unless ``shown``."""
     same = "" if found.same else ' <b class="bad">tokens differ</b>'
     return (
         f"<details{' open' * shown}><summary>{escape(method)}, drafted: {found.passes} passes in "
@@ -403,7 +406,7 @@ def _token(token: Token) -> str:
 
 
 def effect_of(token: Token) -> str:
-    """Effect of a guide on a token, in words."""
+    """Describes the effect of a guide on a token, in words."""
     parts = [f"plain would say {(token.instead or '').strip() or END!r}"]
     if token.survivors is not None:
         parts.append(f"{token.survivors:,} tokens left by the guide")
@@ -417,7 +420,7 @@ def effect_of(token: Token) -> str:
 
 
 def _margins(margins: Mapping[str, float], widest: float) -> str:
-    """SVG bars of the margins by branch, to the right for yes and to the left for no."""
+    """Renders the margins of the branches as SVG bars, to the right for yes, left for no."""
     parts, high = [], 17
     for number, (name, margin) in enumerate(margins.items()):
         length = 60 * min(abs(margin) / widest, 1.0)
@@ -445,7 +448,7 @@ def _signed(margin: float) -> str:
 
 
 def _attention(method: str, found: AttentionMap, one: Pictured) -> str:
-    """The image with the attention map, without and with the guide's edits."""
+    """Renders the image twice, with the attention without and with the guide's edits."""
     top = max(float(found.plain.max()), float(found.edited.max()), 1e-9)
     layers = f"layers {found.layers[0] + 1} to {found.layers[-1] + 1}"
     branch = "" if found.branch == "main" else f", branch {found.branch}"

@@ -1,1 +1,1 @@
-"""Training of drafters: heads, feature drafters and early exits."""
+"""Training of drafters: Medusa heads, EAGLE and similar models, early exits."""

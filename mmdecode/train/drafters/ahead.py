@@ -45,7 +45,7 @@ class Ahead(Generic[T]):
         self._coming: Iterator[T] = iter(())
 
     def __call__(self, step: int) -> T:
-        """Returns the data of a step; prefetching restarts if this is not the step after the last."""
+        """Returns the data of a step; a step out of order restarts the prefetching."""
         if step != self._next:
             rest = range(step, len(self.made))
             loader = DataLoader(

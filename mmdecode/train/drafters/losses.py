@@ -1,4 +1,4 @@
-"""Losses of drafters: ListMLE, ViSpec's, smooth L1 and KL divergence, one value per position."""
+"""Losses for training drafters: ListMLE, ViSpec's loss, smooth L1, KL; one value per position."""
 
 from __future__ import annotations
 

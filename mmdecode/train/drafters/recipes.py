@@ -1,16 +1,16 @@
-"""Kinds of drafters: the model of each, its loss and the drafter that uses it.
+"""Architectures of trained drafters: how each is built, its loss, and the drafter that uses it.
 
-A kind is a `Recipe`. Recipes of a `FeatureDrafter` differ in the model they build and in the loss
-of one pass. Later passes read the drafter's own states of the pass before: as in drafting, a
-position attends to the target's states up to itself and to the chain of states drafted from it.
+A `Recipe` describes one architecture, such as EAGLE. Drafters that read the target's hidden states
+(`FeatureDrafter`) may be trained in several passes: in later passes the input is the drafter's own
+output of the pass before, and attention is as in drafting (`unrolled`).
 
 Sources: Li et al. 2024, arXiv:2401.15077, section 3.2 (EAGLE); Zhang et al. 2024, arXiv:2408.15766
 (HASS, several passes); Li et al. 2025, arXiv:2503.01840, section 3 (EAGLE-3, training-time test);
 Cai et al. 2024, arXiv:2401.10774 (Medusa); Kang et al. 2025, arXiv:2509.15235 (ViSpec); Hu et al.
 2025, arXiv:2505.19201 (DREAM); Wang et al. 2025, arXiv:2505.12728 (FLASH); Ankner et al. 2024,
 arXiv:2402.05109 (Hydra); Liu et al. 2024, arXiv:2404.18911 (Kangaroo); Gui et al. 2024,
-arXiv:2408.15562 (FSPAD). Differs from EAGLE-3's trainer: losses are means over the positions with a
-target, without padding.
+arXiv:2408.15562 (FSPAD). Differs from EAGLE-3's trainer: losses are averaged over the positions
+that have a target, without padding.
 """
 
 from __future__ import annotations
@@ -57,43 +57,42 @@ OWN = {
     "queries": ("vispec", "flash"),
     "tokens": ("flash",),
 }
-"""Kinds of drafters that use an option; options that are not listed are used by all kinds."""
+"""Kinds of drafters that use an option, by option; all kinds use the options not listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Settings of a training.
+    """Settings of a drafter's training; values called "published" are those of the papers.
 
     Attributes:
-        kind: One of `RECIPES`.
-        passes: Passes over a batch; passes after the first feed the drafter's own states. ``None``:
-            the kind's default.
-        decay: Weight of each pass relative to the one before.
-        feature_weight, law_weight: Weights of smooth L1 between states and of cross-entropy between
-            distributions, for eagle and flash. ``law_weight=None`` is the published 0.1, but 1 for
-            targets that generate images, whose distributions are flat.
-        noise: Width of uniform noise on the target's states in the first pass, times 512 over the
-            length; published 0.2.
-        draft_vocabulary: Vocabulary size of a kind with its own head: the tokens most frequent in
-            the answers; ``None``: all.
-        heads: Heads of medusa and hydra.
-        feature_sampling: Whether eagle or vispec samples features by embeddings and separates the
-            feature it passes on from the one it predicts tokens with (FSPAD; see
-            `mmdecode.models.eagle`).
+        kind: Architecture of the drafter, a key of `RECIPES`.
+        passes: Number of passes over a batch; in later passes the drafter reads its own output.
+            ``None``: the architecture's default.
+        decay: Factor between the loss weights of a pass (or head) and of the one before it.
+        feature_weight, law_weight: Loss weights of smooth L1 between states and of cross-entropy
+            between distributions, for eagle and flash. ``law_weight=None``: the published 0.1 for
+            text, 1 for image codes, whose distributions are flat.
+        noise: Width of the uniform noise on the target's states in the first pass, for a sequence
+            of 512 tokens; inversely proportional to the length. Published 0.2.
+        draft_vocabulary: Vocabulary size of eagle3's own output head, for the tokens most frequent
+            in the answers; ``None``: the target's vocabulary.
+        heads: Number of heads of medusa and hydra.
+        feature_sampling: Whether eagle or vispec uses FSPAD: features are sampled by embeddings,
+            and the feature passed on is separate from the feature that predicts tokens.
         exit_layer: Number of the target's first layers that kangaroo drafts with; published 2.
-        layers: Layers of a text-only drafter.
-        queries: Queries per image: vispec's, the global vector included, published 2; flash's
-            latents, published 64. ``None``: as published.
-        tokens: Tokens per pass of flash; published 5.
-        length: Length of the drafted chain in evaluations.
-        max_new_tokens: Maximum length of text answers.
+        layers: Number of layers of a drafter of kind ``text``.
+        queries: Number of vectors that summarise an image: vispec's queries with the global vector
+            (published 2) or flash's latents (published 64). ``None``: as published.
+        tokens: Number of tokens that flash drafts in one pass; published 5.
+        length: Number of drafted tokens in a pass of an evaluation (a chain, no tree).
+        max_new_tokens: Maximum length of text answers in tokens.
         temperature: Sampling temperature of text answers; 0: greedy. Images are sampled with the
             settings of their model's checkpoint.
         held_out: Number of requests that are held out to choose the best checkpoint.
-        tested: Number of further requests that are held out for the card's numbers; 0: the card
-            has those of the ``held_out`` ones.
-        memory: Megabytes of target states that are cached, so that they are computed once; 0: none.
-        fit: Steps, learning rates and stopping.
+        tested: Number of further held-out requests on which the final drafter is measured; 0: it is
+            measured on the ``held_out`` requests.
+        memory: Megabytes of target states that are cached for later epochs; 0: no cache.
+        fit: Steps, learning rates and early stopping.
     """
 
     kind: str = "eagle"
@@ -128,14 +127,14 @@ class Options:
         counts = {name: getattr(self, name) for name in names}
         if any(count is not None and count < 1 for count in counts.values()):
             shown = ", ".join(f"{name}={count}" for name, count in counts.items())
-            raise OptionError(f"{shown}; expected at least 1 of each")
+            raise OptionError(f"{shown}; expected numbers of at least 1")
         usual = {one.name: one.default for one in fields(self)}
         for name, kinds in OWN.items():
             given = getattr(self, name)
             if given != usual[name] and self.kind not in kinds:
                 raise OptionError(
-                    f"{name}={given} with kind={self.kind!r}; only {' and '.join(kinds)} have it: "
-                    "leave it out"
+                    f"{name}={given} has no effect with kind={self.kind!r}, only with "
+                    f"{' and '.join(kinds)}; leave it out"
                 )
         if self.tested < 0:
             raise OptionError(f"tested={self.tested}; expected at least 0")
@@ -143,32 +142,32 @@ class Options:
 
 @dataclass(frozen=True)
 class Sample:
-    """A request and the target's own answer as token ids, end token included."""
+    """Training request with the target's own answer as token ids, including the end token."""
 
     request: Any
     answer: list[int]
 
 
 def unguided(logits: Tensor) -> Tensor:
-    """Returns the logits unchanged: the neutral guidance."""
+    """Returns the logits unchanged, as guidance for models without guidance."""
     return logits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A training batch: sequences of prompt and answer with the target's states.
+    """Training batch: sequences of prompt and answer with the target's hidden states.
 
     Attributes:
-        rows: The drafter's inputs for all tokens but the last; features are not fused yet.
-            ``None``: the kind needs none.
+        rows: Inputs of the drafter for all tokens but the last; states of several layers are not
+            combined yet. ``None``: the architecture reads only ``last``.
         ids: Token ids, ``(B, S)``.
-        last: The target's states after its final norm, ``(B, S, H)``.
-        words: Tokens that are neither padding nor part of an image, ``(B, S)`` bool.
-        asked: Tokens of answers, ``(B, S)`` bool.
+        last: States of the target after its final norm, ``(B, S, H)``.
+        words: Whether a token is neither padding nor part of an image, ``(B, S)`` bool.
+        asked: Whether a token belongs to an answer, ``(B, S)`` bool.
         adapter: Adapter of the target.
-        inner: Target states for the loss of an inner block, ``(B, S, H)``; ``None``: none.
-        guided: Applies guidance to the logits of all rows, ``(B, ..., V)``. Rows of a sequence
-            under several conditions are ordered by branch, and each gets the guided logits.
+        inner: States of an early layer for DREAM's loss, ``(B, S, H)``; ``None``: not recorded.
+        guided: Applies guidance to logits ``(B, ..., V)``, whose rows are all conditional
+            sequences, then all unconditional ones; both get the guided logits.
     """
 
     rows: Rows | None
@@ -181,25 +180,25 @@ class Batch:
     guided: Callable[[Tensor], Tensor] = unguided
 
     def size(self) -> int:
-        """Size of the states in bytes."""
+        """Returns the size of the states in bytes."""
         states = [self.last] + ([self.rows.embeds, self.rows.features] if self.rows else [])
         states += [] if self.inner is None else [self.inner]
         return sum(part.numel() * part.element_size() for part in states)
 
     def logits(self) -> Tensor:
-        """The target's guided logits, ``(B, S, V)`` float32."""
+        """Computes the target's guided logits, ``(B, S, V)`` float32."""
         with torch.no_grad():
             return self.guided(self.adapter.head(self.last).float())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """Training targets of one pass: the target's state and distribution at a later position.
+    """Labels of one pass: for each position, the target model's state and logits further ahead.
 
     Attributes:
-        features: The target's states, ``(B, L, H)``.
-        logits: The target's logits, ``(B, L, V)``.
-        asked: Whether the position has a target, ``(B, L)`` bool.
+        features: States of the target model, ``(B, L, H)``.
+        logits: Logits of the target model, ``(B, L, V)``.
+        asked: Whether the position counts in the loss, ``(B, L)`` bool.
     """
 
     features: Tensor
@@ -207,27 +206,27 @@ class Targets:
     asked: Tensor
 
     def mean(self, losses: Tensor) -> Tensor:
-        """Mean of losses ``(B, L)`` over the positions that have a target."""
+        """Returns the mean of losses ``(B, L)`` over the positions that count."""
         return (losses * self.asked).sum() / self.asked.sum().clamp_min(1)
 
 
 class Recipe:
-    """Base class: how a kind of drafter is built, trained and saved."""
+    """Base class of the recipes: how a drafter of one architecture is built, trained and saved."""
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """Builds the untrained model for a target."""
+        """Builds the untrained drafter model for a target."""
         raise NotImplementedError
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """Loss of a batch."""
+        """Computes the loss of a batch; ``dice`` is the random generator of the step."""
         raise NotImplementedError
 
     def draft(self, module: Any, length: int) -> Drafter:
-        """The drafter that proposes a chain of ``length`` tokens with the model."""
+        """Returns the drafter that proposes a chain of ``length`` tokens with the model."""
         raise NotImplementedError
 
     def reads(self, module: Any) -> FeatureDrafter | None:
-        """Feature drafter whose inputs are computed for a batch; ``None``: only last states are."""
+        """Returns the drafter that ``Batch.rows`` is computed for; ``None``: no rows are needed."""
         return None
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
@@ -236,11 +235,11 @@ class Recipe:
 
 
 class FeatureRecipe(Recipe):
-    """Base of kinds that train a `FeatureDrafter` in passes over its own states.
+    """Base class of recipes for drafters that read the target's states (`FeatureDrafter`).
 
     Attributes:
         passes: Default number of passes.
-        drafts: Makes the drafter that uses the model.
+        drafts: Class of the drafter that uses the model.
     """
 
     passes = 1
@@ -249,11 +248,11 @@ class FeatureRecipe(Recipe):
     def pass_loss(
         self, module: Any, states: Tensor, logits: Tensor, targets: Targets, options: Options
     ) -> Tensor:
-        """Loss of one pass, from its states ``(B, L, H)`` and their logits ``(B, L, D)``."""
+        """Computes the loss of a pass from its states ``(B, L, H)`` and logits ``(B, L, D)``."""
         raise NotImplementedError
 
     def rows(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Rows:
-        """Input of the first pass, with noise on the target's states."""
+        """Returns the input of the first pass, with noise added to the target's states."""
         rows = batch.rows
         assert rows is not None, "read by `collect`"
         if options.noise:
@@ -263,7 +262,7 @@ class FeatureRecipe(Recipe):
         return module.prepare(replace(rows, features=module.fuse(rows.features)))
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """The weighted mean of the losses of the passes."""
+        """Computes the weighted mean of the losses of the passes."""
         passes = options.passes or self.passes
         rows, logits = self.rows(module, batch, options, dice), batch.logits()
         total, weights = torch.zeros((), device=batch.ids.device), 0.0
@@ -276,45 +275,45 @@ class FeatureRecipe(Recipe):
         return total / weights
 
     def draft(self, module: Any, length: int) -> Drafter:
-        """A chain of ``length`` tokens."""
+        """Returns the drafter that proposes a chain of ``length`` tokens with the model."""
         return self.drafts(module, depth=length, top_k=1, nodes=length)
 
     def reads(self, module: Any) -> FeatureDrafter | None:
-        """The model that is trained."""
+        """Returns the model itself."""
         return module
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
-        """Saves in the published layout."""
+        """Saves the model in the layout of the published checkpoints."""
         write_folder(out, module.save_pretrained)
 
 
 class EagleRecipe(FeatureRecipe):
-    """EAGLE: smooth L1 loss of states, and cross-entropy of the target head's distributions."""
+    """Recipe of EAGLE: smooth L1 loss of states, cross-entropy of the target head's logits."""
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """One layer with the target's sizes."""
+        """Builds one decoder layer with the target's sizes."""
         return EagleModel({**sizes_of(adapter), "feature_sampling": options.feature_sampling})
 
     def pass_loss(
         self, module: Any, states: Tensor, logits: Tensor, targets: Targets, options: Options
     ) -> Tensor:
-        """See `eagle_losses`; the target states are the features of the next positions."""
+        """Computes the weighted sum of the two losses of `eagle_losses`."""
         parts = eagle_losses(module.feature(states), logits, targets)
         return options.feature_weight * parts[0] + law_weight(module, options) * parts[1]
 
 
 class Eagle3Recipe(FeatureRecipe):
-    """EAGLE-3: cross-entropy alone, over the drafter's own vocabulary, in several passes."""
+    """Recipe of EAGLE-3: only cross-entropy, over the drafter's own vocabulary, in four passes."""
 
     passes = 4
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """One layer with the target's sizes, for the most frequent tokens of the answers."""
+        """Builds one layer with the target's sizes, for the most frequent tokens of the answers."""
         size = options.draft_vocabulary or adapter.vocab
         if not 1 <= size <= adapter.vocab:
             raise OptionError(
-                f"draft_vocabulary={size}; the target's has {adapter.vocab} tokens: give as many "
-                "or fewer"
+                f"draft_vocabulary={size}; expected 1 to {adapter.vocab}, the size of the target's "
+                "vocabulary"
             )
         module = Eagle3Model({**sizes_of(adapter), "draft_vocab_size": size})
         if module.d2t is not None and module.t2d is not None:
@@ -329,48 +328,48 @@ class Eagle3Recipe(FeatureRecipe):
     def pass_loss(
         self, module: Any, states: Tensor, logits: Tensor, targets: Targets, options: Options
     ) -> Tensor:
-        """See `distribution_losses`."""
+        """Computes the mean of `distribution_losses` over the positions with a label."""
         losses, asked = distribution_losses(logits, targets, module.target_ids())
         return losses.sum() / asked.sum().clamp_min(1)
 
 
 class ViSpecRecipe(FeatureRecipe):
-    """ViSpec: L1 between distributions and a ranking loss of the most likely tokens, in two passes.
+    """Recipe of ViSpec: L1 distance of distributions and a ranking loss, in two passes.
 
-    Differs from the reference: training starts from scratch instead of from a drafter that was
-    trained on text, and the second pass attends as in drafting instead of to its own states alone.
+    Differs from the reference: by default, training starts from random weights instead of a drafter
+    trained on text, and the second pass attends as in drafting instead of only to its own states.
     """
 
     passes = 2
     drafts = ViSpec
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """One layer with the target's sizes, and the queries that attend to images."""
+        """Builds one layer with the target's sizes, and the queries that attend to images."""
         own = {"num_queries": options.queries or 2, "feature_sampling": options.feature_sampling}
         return ViSpecModel({**sizes_of(adapter), **own})
 
     def pass_loss(
         self, module: Any, states: Tensor, logits: Tensor, targets: Targets, options: Options
     ) -> Tensor:
-        """See `mmdecode.train.drafters.losses.vispec_loss`."""
+        """Computes the mean of `mmdecode.train.drafters.losses.vispec_loss`."""
         return targets.mean(vispec_loss(logits, targets.logits))
 
 
 class DreamRecipe(FeatureRecipe):
-    """DREAM: losses of states, of distributions, and of the cross-attention block's output.
+    """Recipe of DREAM: losses of states, of distributions, and of the cross-attention's output.
 
-    The latter is compared with an early layer of the target, if it has 8 layers or more. Weights
-    are the paper's, 0.2, 1 and 0.2; the first position gets zeros as features.
+    The cross-attention's output is compared with the states of an early layer, if the target has at
+    least 8 layers. The losses have the paper's weights 0.2, 1 and 0.2.
     """
 
     drafts = Dream
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """Three blocks of the target's sizes."""
+        """Builds three blocks with the target's sizes; the first position's feature is zero."""
         return DreamModel({**sizes_of(adapter), "first_row": "zero"})
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """The weighted mean of the losses of the passes, plus that of the cross-attention block."""
+        """Computes the mean loss of the passes, plus the loss of the cross-attention block."""
         crossed: list[Tensor] = []
         hook = module.layers[1].register_forward_hook(lambda *args: crossed.append(args[-1]))
         with hook:
@@ -384,19 +383,19 @@ class DreamRecipe(FeatureRecipe):
     def pass_loss(
         self, module: Any, states: Tensor, logits: Tensor, targets: Targets, options: Options
     ) -> Tensor:
-        """Leaves out the first position, from which nothing is drafted."""
+        """Computes the losses of states and distributions, without the first position."""
         distance = smooth_distance(states[:, 1:], targets.features)
         surprise = divergence(logits[:, 1:], targets.logits)
         return 0.2 * targets.mean(distance) + targets.mean(surprise)
 
 
 class FlashRecipe(FeatureRecipe):
-    """FLASH: the losses of EAGLE for each of the several tokens that one pass drafts."""
+    """Recipe of FLASH: the losses of EAGLE for each of the tokens that one pass drafts."""
 
     drafts = Flash
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """One layer with the target's sizes, and the latent vectors that summarise an image."""
+        """Builds one layer with the target's sizes, and latent vectors that summarise an image."""
         if (options.passes or 1) > 1:
             raise OptionError(
                 f"passes={options.passes}; flash drafts {options.tokens} tokens in a single pass: "
@@ -406,7 +405,7 @@ class FlashRecipe(FeatureRecipe):
         return FlashModel({**sizes_of(adapter), **own})
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """Mean over the tokens of a pass; output i of a position predicts token i + 1 after it."""
+        """Computes the mean loss over the tokens that each position drafts in one pass."""
         logits = batch.logits()
         (made,) = unrolled(module, self.rows(module, batch, options, dice), 1)
         total = torch.zeros((), device=made.device)
@@ -420,14 +419,14 @@ class FlashRecipe(FeatureRecipe):
 
 
 class TextRecipe(Recipe):
-    """A small text-only language model for the drafter ``assistant``.
+    """Recipe of a small text-only language model, which the drafter ``assistant`` uses.
 
-    It is distilled from the target's distribution at each token of the target's own answers;
-    Gagrani et al. 2024, arXiv:2404.08856, train on text.
+    It is distilled from the target's distribution at each token of the target's own answers,
+    whereas Gagrani et al. 2024, arXiv:2404.08856, train on text.
     """
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """A Llama with ``options.layers`` layers and half the target's width."""
+        """Builds a Llama with ``options.layers`` layers and half the target's width."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         own = adapter.model.config.get_text_config(decoder=True)
@@ -449,7 +448,7 @@ class TextRecipe(Recipe):
         return LlamaForCausalLM(config)
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """Cross-entropy against the target's distribution, without image tokens in the input."""
+        """Computes the cross-entropy with the target; image tokens are removed from the input."""
         order = batch.words.long().argsort(dim=1, stable=True)[:, -int(batch.words.sum(1).max()) :]
         words, asked = batch.words.gather(1, order), batch.asked.gather(1, order)
         distribution = batch.logits().softmax(-1)
@@ -466,24 +465,24 @@ class TextRecipe(Recipe):
         return (losses * wanted).sum() / wanted.sum().clamp_min(1)
 
     def draft(self, module: Any, length: int) -> Drafter:
-        """A chain of the text-only model."""
+        """Returns the drafter that proposes a chain of ``length`` tokens with the model."""
         return Assistant(module, length, text_only=True)
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
-        """Saves in transformers' layout, in half precision."""
+        """Saves the model in transformers' layout, with float16 weights."""
         save_half(module, out)
 
 
 class MedusaRecipe(Recipe):
-    """Medusa heads on the last state of any decoder-only model."""
+    """Recipe of Medusa heads, which read the last state of a decoder-only model."""
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """Builds heads that initially predict what the model's own head predicts."""
+        """Builds heads that initially predict the same token as the model's own head."""
         width = adapter.model.get_input_embeddings().embedding_dim
         return MedusaHeads(options.heads, 1, width)
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """Cross-entropy of each head; heads of later tokens have less weight."""
+        """Computes the weighted mean of the heads' cross-entropies; see ``Options.decay``."""
         asked = batch.asked[:, 1:-1] & batch.asked[:, 2:]
         labels = batch.ids[:, 2:].masked_fill(~asked, -100)
         states = batch.last[:, :-2]
@@ -496,27 +495,27 @@ class MedusaRecipe(Recipe):
         return (losses[known] * weights[known]).sum() / weights[known].sum()
 
     def draft(self, module: Any, length: int) -> Drafter:
-        """A chain of at most as many tokens as there are heads."""
+        """Returns the drafter of a chain, at most as long as there are heads."""
         most = min(length, module.weight.shape[1])
         return Medusa(module, paths=[(0,) * count for count in range(1, most + 1)])
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
-        """Saves in mmdecode's layout."""
+        """Saves the heads in mmdecode's own layout."""
         config = {"model_type": adapter.model.config.model_type}
         write_folder(out, lambda into: Medusa(module).save_pretrained(into, config))
 
 
 class HydraRecipe(Recipe):
-    """Hydra heads, trained on the target's distribution as in Hydra++, not on its token."""
+    """Recipe of Hydra heads, trained on the target's distribution (as in Hydra++), not on ids."""
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """Builds heads that initially predict what the model's own head predicts."""
+        """Builds heads that initially predict the same token as the model's own head."""
         return HydraHeads({**sizes_of(adapter), "hydra_num_heads": options.heads})
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """Weighted mean of the heads' cross-entropies; at position t head k reads k later tokens.
+        """Computes the weighted mean of the heads' cross-entropies; see ``Options.decay``.
 
-        A head has a loss where token t + 1 and the token that it predicts are in an answer.
+        Position t counts for a head if token t + 1 and the predicted token belong to an answer.
         """
         first = batch.ids.shape[1] - 1 - int(batch.asked.sum(1).max())
         batch = replace(
@@ -541,36 +540,36 @@ class HydraRecipe(Recipe):
         return total / weights
 
     def draft(self, module: Any, length: int) -> Drafter:
-        """A chain of at most as many tokens as there are heads."""
+        """Returns the drafter of a chain, at most as long as there are heads."""
         return Hydra(module, depth=min(length, len(module)), top_k=1)
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
-        """Saves with the published keys."""
+        """Saves the heads with the keys of the published checkpoints."""
         write_folder(out, module.save_pretrained)
 
 
 class KangarooRecipe(FeatureRecipe):
-    """Kangaroo: predicts the target's distribution from the state after its first layers."""
+    """Recipe of Kangaroo: predicts the target's distribution from the states of an early layer."""
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
-        """Builds an adapter with the target's sizes and rotary embedding."""
+        """Builds Kangaroo's adapter network with the target's sizes and rotary embedding."""
         refuse_unsuited(adapter)
         if options.exit_layer >= adapter.num_layers:
             raise OptionError(
-                f"exit_layer={options.exit_layer}; the target has {adapter.num_layers} layers: "
-                "give fewer"
+                f"exit_layer={options.exit_layer}; expected less than the target's "
+                f"{adapter.num_layers} layers"
             )
         if (options.passes or 1) > 1:
             raise OptionError(
-                f"passes={options.passes}; kangaroo is trained in a single pass, on states of the "
-                "target: leave passes out"
+                f"passes={options.passes}; kangaroo is trained in a single pass on the target's "
+                "states: leave passes out"
             )
         config = adapter.model.config.get_text_config(decoder=True)
         own = {"exit_layer": options.exit_layer}
         return KangarooModel({**sizes_of(adapter), **rope_of(config), **own})
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """Cross-entropy against the target's distribution at the same position."""
+        """Computes the cross-entropy with the target's distribution at the same position."""
         assert batch.rows is not None, "read by `collect`"
         (states,) = unrolled(module, batch.rows, 1)
         drafted = batch.guided(module.logits(states, batch.adapter).float())
@@ -578,7 +577,7 @@ class KangarooRecipe(FeatureRecipe):
         return losses.sum() / asked.sum().clamp_min(1)
 
     def draft(self, module: Any, length: int) -> Drafter:
-        """A chain of fixed length: no confidence threshold."""
+        """Returns the drafter of a chain of fixed length, without a confidence threshold."""
         return Kangaroo(module, length, confidence_threshold=0.0)
 
 
@@ -596,7 +595,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def sizes_of(adapter: Any) -> dict[str, Any]:
-    """Configuration of a drafter with the target's sizes, as in ``config.json``."""
+    """Returns a drafter's configuration for ``config.json``, with the target's sizes."""
     config = adapter.model.config.get_text_config(decoder=True)
     width, heads = config.hidden_size, config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
@@ -631,7 +630,7 @@ def sizes_of(adapter: Any) -> dict[str, Any]:
 
 
 class Unrolled:
-    """Key-value cache of training: concatenates the keys and values of all passes."""
+    """Key-value cache of the training passes, which concatenates their keys and values."""
 
     def __init__(self) -> None:
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
@@ -646,12 +645,12 @@ class Unrolled:
 
 
 def unrolled(drafter: FeatureDrafter, rows: Rows, passes: int) -> list[Tensor]:
-    """States ``(B, L, H)`` of each pass over prepared rows.
+    """Runs several passes of a drafter as it drafts; returns the states ``(B, L, H)`` of each.
 
-    Row t of pass k has the output of pass k - 1 at row t as its feature, and the token k positions
-    ahead. It attends to the first pass up to row t and, in later passes, to row t alone: as in
-    drafting, where the k-th token drafted after row t attends to the committed rows and to the
-    drafted ones between.
+    Position t of pass k (from 0) simulates the k-th drafting step from position t: its input is the
+    output of pass k - 1 at t and the embedding of the token k positions further ahead. It attends
+    to positions up to t of the first pass (the committed tokens) and to position t of the later
+    passes (the tokens drafted so far).
     """
     length = rows.embeds.shape[1]
     device = rows.embeds.device
@@ -681,16 +680,16 @@ def unrolled(drafter: FeatureDrafter, rows: Rows, passes: int) -> list[Tensor]:
 
 
 def _moved(carried: Tensor | None) -> Tensor | None:
-    """Shifts carried states by one position."""
+    """Shifts states to the left by one position and repeats the last one."""
     if carried is None or carried.shape[1] == 1:
         return carried
     return torch.cat([carried[:, 1:], carried[:, -1:]], 1)
 
 
 def targets_of(batch: Batch, logits: Tensor, index: int) -> Targets:
-    """Targets of pass ``index``: for row t, state and distribution after token t + 1 + index.
+    """Returns the labels of pass ``index``: at t, the target's state and logits at t + 1 + index.
 
-    A row has a target where token t + 1 and token t + 2 + index belong to an answer.
+    Position t counts in the loss if the tokens t + 1 and t + 2 + index belong to an answer.
     """
     length = batch.ids.shape[1] - 1
     return Targets(
@@ -701,11 +700,11 @@ def targets_of(batch: Batch, logits: Tensor, index: int) -> Targets:
 
 
 def ahead(values: Tensor, offset: int, length: int) -> Tensor:
-    """Shifts values to the left by ``offset`` positions, ``(B, length, ...)``; 0 at the end.
+    """Shifts values to the left and pads them with zeros, ``(B, length, ...)``.
 
     Args:
-        values: ``(B, S, ...)``.
-        offset: Distance from a row to the position whose value it gets.
+        values: Values ``(B, S, ...)``.
+        offset: Number of positions to shift by.
         length: Length of the result, at most S.
     """
     moved = values[:, offset : offset + length]
@@ -713,7 +712,7 @@ def ahead(values: Tensor, offset: int, length: int) -> Tensor:
 
 
 def eagle_losses(states: Tensor, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-    """EAGLE's losses: mean smooth L1 of states and mean cross-entropy of distributions."""
+    """Computes EAGLE's losses: mean smooth L1 of states, mean cross-entropy of distributions."""
     asked = targets.asked.float()
     count = asked.sum() + 1e-5
     distance = F.smooth_l1_loss(states, targets.features, reduction="none").mean(-1)
@@ -723,7 +722,7 @@ def eagle_losses(states: Tensor, logits: Tensor, targets: Targets) -> tuple[Tens
 
 
 def law_weight(module: FeatureDrafter, options: Options) -> float:
-    """Weight of the distribution loss: the option's, else the default for the target."""
+    """Returns the weight of the distribution loss: ``options.law_weight`` or its default."""
     usual = 1.0 if module.config.get("draws_images") else 0.1
     return usual if options.law_weight is None else options.law_weight
 
@@ -731,13 +730,13 @@ def law_weight(module: FeatureDrafter, options: Options) -> float:
 def distribution_losses(
     logits: Tensor, targets: Targets, own: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy at each row, 0 without a target, and whether the row has one, ``(B, L)``.
+    """Computes the cross-entropy at each position, and whether it counts; both ``(B, L)``.
 
     Args:
-        logits: The drafter's logits, ``(B, L, D)``.
-        targets: Targets of the pass. Their distribution is renormalised over the drafter's
-            vocabulary; rows whose most likely token is outside of it have no target.
-        own: The target's id of each of the drafter's ids, ``(D,)``; ``None``: the same.
+        logits: Logits of the drafter, ``(B, L, D)``.
+        targets: Labels of the pass, renormalised over the drafter's vocabulary. Positions whose
+            most likely token is outside of this vocabulary do not count and have loss 0.
+        own: Token id of each of the drafter's ids, ``(D,)``; ``None``: the ids are the same.
     """
     wanted, asked = targets.logits, targets.asked
     if own is not None:

@@ -1,10 +1,10 @@
-"""Targets that drafters are trained for: models of text answers, and models of image codes.
+"""Target models that drafters are trained for: models that generate text or image codes.
 
-A `Target` answers requests, computes its states over prompts and answers in one pass of the engine,
-and decodes with a drafter; `mmdecode.train.drafters.trainer` uses nothing else of it. Answers are
-the target's own, with the settings it is decoded with. Images are generated with guidance: the rows
-of all branches are in one batch, and a drafter is trained on the states of each branch and on the
-guided distribution.
+A `Target` generates answers to training requests, computes its hidden states over prompts and
+answers in one forward pass, and decodes with a drafter; the trainer
+(`mmdecode.train.drafters.trainer`) uses nothing else. Images are generated with classifier-free
+guidance. The conditional and the unconditional branch are then rows of one batch, and a drafter is
+trained on the states of both branches and on the guided distribution.
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ from mmdecode.vlm.requests import AnswerRequest, read_requests
 
 SCENES = "zoo:scenes"
 BY_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-"""Inputs with a value per prompt token."""
+"""Names of model inputs that have one value for each prompt token."""
 
 Build = Callable[[Sequence[AnswerRequest]], dict[str, Any]]
-"""Model inputs of some requests, padded on the left."""
+"""Function that converts requests to model inputs, padded on the left."""
 
 
 class Target(Protocol):
-    """Model that drafters are trained for.
+    """Protocol of a model that drafters are trained for.
 
     Attributes:
-        at_once: Number of requests per batch.
-        kinds: Kinds of drafters that the target supports; ``None``: all.
+        at_once: Number of requests in a batch.
+        kinds: Names of the drafter architectures that can be trained for it, see
+            `mmdecode.train.drafters.recipes.RECIPES`; ``None``: all.
     """
 
     at_once: int
@@ -63,7 +64,7 @@ class Target(Protocol):
 
     @property
     def branches(self) -> Sequence[BranchSpec]:
-        """Branches other than the main one whose states are collected."""
+        """Further branches, such as the unconditional one, whose states are collected."""
 
     @property
     def model(self) -> Any:
@@ -71,28 +72,36 @@ class Target(Protocol):
 
     @property
     def adapter(self) -> Any:
-        """Adapter of the model."""
+        """Adapter that runs the model."""
 
     def answers(self, requests: Sequence[Any], options: Options) -> list[list[int]]:
-        """Answers the requests; returns token ids, each with its end token."""
+        """Generates an answer to each request; returns token ids with the end token."""
 
     def read(self, decoder: Decoder, samples: Sequence[Sample]) -> None:
-        """Runs one pass over prompts and answers; the decoder's guide collects the states."""
+        """Runs the model once over prompts and answers; the decoder's guide collects the states.
+
+        Args:
+            decoder: Decoder whose guide is a `mmdecode.train.drafters.trainer.Collector`.
+            samples: Requests with their answers.
+        """
 
     def guided(self, logits: Tensor) -> Tensor:
-        """Guided logits from those of all branches; see `Batch`."""
+        """Returns guided logits, given the logits of all branches; see `Batch`."""
 
     def drafted(self, draft: Drafter, requests: Sequence[Any], options: Options) -> Decoder:
-        """Answers all requests with a drafter; returns the decoder, whose counters say how well."""
+        """Generates answers with a drafter; returns the decoder with its acceptance counters."""
 
 
 @dataclass
 class Texts:
-    """A model that generates text, with or without images in its prompts.
+    """Target that generates text, with or without images in its prompts.
 
     Args:
         model: The model.
-        build: Turns requests into model inputs.
+        build: Converts requests to model inputs, padded on the left.
+        at_once: Number of requests in a batch.
+        kinds: Drafter architectures that can be trained for the model; ``None``: all.
+        branches: Further branches whose states are collected; none for text.
     """
 
     model: Any
@@ -121,7 +130,7 @@ class Texts:
         return [up_to_end(row, ends) for row in rows]
 
     def read(self, decoder: Decoder, samples: Sequence[Sample]) -> None:
-        """Passes prompt and answer as one prompt and generates one token."""
+        """Runs the model with prompt and answer joined as the prompt of one generated token."""
         answers = [sample.answer for sample in samples]
         inputs = with_answers(self.build([sample.request for sample in samples]), answers)
         generate(self.model, decoder=decoder, **inputs, **_greedily(1))
@@ -133,7 +142,7 @@ class Texts:
     def drafted(
         self, draft: Drafter, requests: Sequence[AnswerRequest], options: Options
     ) -> Decoder:
-        """Decodes greedily with the drafter."""
+        """Generates answers greedily with the drafter; returns the decoder with its counters."""
         decoder = Decoder(draft)
         for start in range(0, len(requests), self.at_once):
             inputs = self.build(requests[start : start + self.at_once])
@@ -143,11 +152,11 @@ class Texts:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Request for an image.
+    """Request to generate an image.
 
     Attributes:
-        id: Id of the request, which keys its noise.
-        condition: A class or a prompt, as `RasterModel.given` takes it.
+        id: Id of the request, which determines its sampling noise.
+        condition: Class or prompt, as `RasterModel.given` accepts it.
     """
 
     id: str
@@ -156,10 +165,12 @@ class Drawing:
 
 @dataclass
 class Images:
-    """A model that generates images code by code, with its checkpoint's sampling and guidance.
+    """Target that generates images code by code, with its checkpoint's sampling and guidance.
 
     Args:
         raster: The model.
+        at_once: Number of requests in a batch.
+        kinds: Drafter architectures that can be trained for the model.
     """
 
     raster: RasterModel
@@ -168,7 +179,7 @@ class Images:
 
     @property
     def branches(self) -> Sequence[BranchSpec]:
-        """Branches of the checkpoint's guidance."""
+        """The unconditional branch, if the checkpoint is sampled with guidance."""
         guide = Guidance(self.raster.preset.guidance)
         return () if guide.neutral else guide.branches
 
@@ -183,11 +194,11 @@ class Images:
         return self.raster.adapter
 
     def answers(self, requests: Sequence[Drawing], options: Options) -> list[list[int]]:
-        """Samples images; returns their tokens, forced ones included."""
+        """Samples images; returns their tokens, including tokens that the format prescribes."""
         return self._draw(Decoder(seed=options.fit.seed), requests).tokens.tolist()
 
     def read(self, decoder: Decoder, samples: Sequence[Sample]) -> None:
-        """Passes condition and tokens as one prompt."""
+        """Runs the model with condition and image tokens joined as the prompt."""
         codes = torch.tensor([sample.answer for sample in samples], device=self.model.device)
         inputs = self.adapter.condition(
             **self.raster.given([sample.request.condition for sample in samples])
@@ -204,7 +215,15 @@ class Images:
         )
 
     def guided(self, logits: Tensor) -> Tensor:
-        """Applies the checkpoint's guidance scale; 1 has no second branch."""
+        """Applies the checkpoint's guidance to the logits of both branches.
+
+        Args:
+            logits: Logits of the conditional rows, then of the unconditional rows; conditional
+                rows alone if the guidance scale is 1.
+
+        Returns:
+            Guided logits in the same shape, repeated for both branches.
+        """
         if self.raster.preset.guidance == 1:
             return logits
         conditional, nothing = logits.chunk(2)
@@ -212,7 +231,7 @@ class Images:
         return torch.cat([distribution, distribution])
 
     def drafted(self, draft: Drafter, requests: Sequence[Drawing], options: Options) -> Decoder:
-        """Samples with the drafter, by the exact rule for sampling."""
+        """Samples images with the drafter and exact rejection sampling; returns the decoder."""
         decoder = Decoder(draft, accept="rejection", seed=options.fit.seed)
         for start in range(0, len(requests), self.at_once):
             self._draw(decoder, requests[start : start + self.at_once])
@@ -231,7 +250,12 @@ class Images:
 
 
 def with_answers(inputs: Mapping[str, Any], answers: Sequence[list[int]]) -> dict[str, Any]:
-    """Appends answers to the inputs' texts, padded on the left again."""
+    """Appends answers to the prompts of model inputs and pads them on the left again.
+
+    Args:
+        inputs: Model inputs of a batch, padded on the left.
+        answers: Token ids of each row's answer.
+    """
     real = inputs["attention_mask"].bool()
     appended = {"input_ids": answers, "attention_mask": [[1] * len(a) for a in answers]}
     given = dict(inputs)
@@ -254,7 +278,12 @@ def _greedily(tokens: int) -> dict[str, Any]:
 
 
 def loaded(model_id: str, device: str = "cpu", dtype: torch.dtype | None = None) -> Target:
-    """Loads a target; its model is in float32 by default.
+    """Loads a target model.
+
+    Args:
+        model_id: Language, vision-language or LlamaGen model: folder, Hub id or ``zoo:NAME``.
+        device: Device of the model.
+        dtype: Dtype of the weights; ``None``: float32.
 
     Raises:
         InputError: The checkpoint cannot be loaded.
@@ -275,9 +304,9 @@ def loaded(model_id: str, device: str = "cpu", dtype: torch.dtype | None = None)
         return Images(load_raster(model_id, device, dtype))
     if GenericRecognizer.fits(config.model_type):
         raise UnsupportedModelError(
-            f"{model_id} is a speech recogniser ({config.model_type}), and drafters are trained "
-            "for models of text and images; of recognisers Whispers alone have heads: name one, "
-            "and run 'mmdecode train medusa'"
+            f"{model_id} is a speech recogniser ({config.model_type}); expected a model that "
+            "generates text or images. For a Whisper, 'mmdecode train medusa' trains heads; no "
+            "drafter can be trained for other recognisers"
         )
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         model, tokenizer = load_text(model_id, device, dtype)
@@ -287,15 +316,17 @@ def loaded(model_id: str, device: str = "cpu", dtype: torch.dtype | None = None)
 
 
 def requests_for(target: Target, data: str, limit: int | None) -> list[Any]:
-    """Training requests of a target.
+    """Returns the training requests of a target.
 
     Args:
-        target: The target. A class-conditional one gets its classes in turn.
-        data: `SCENES`, also for class-conditional targets, or a table of questions or prompts.
-        limit: Number of requests; ``None``: 1,000 of scenes and classes, else the whole table.
+        target: The target. A class-conditional image model gets requests for its classes in turn.
+        data: Path of a table of questions or prompts; or `SCENES`, which means rendered scenes for
+            a model of text, and the classes for a class-conditional image model.
+        limit: Number of requests; ``None``: the whole table, or 1,000 scenes or class requests.
 
     Raises:
-        OptionError: A class-conditional model is given a table, or a model of prompts none.
+        OptionError: A class-conditional image model was given a table, or an image model with
+            prompts was given none.
     """
     if not isinstance(target, Images):
         return scene_requests(limit or 1000) if data == SCENES else read_requests(data, limit)
@@ -303,19 +334,21 @@ def requests_for(target: Target, data: str, limit: int | None) -> list[Any]:
     if classes:
         if data != SCENES:
             raise OptionError(
-                f"data={data!r}: {target.adapter.name} draws of classes, each in turn; leave the "
-                "data out"
+                f"data={data!r}: {target.adapter.name} generates images of classes, and is trained "
+                "on each class in turn; leave the data out"
             )
         return [Drawing(f"drafter/{index}", index % classes) for index in range(limit or 1000)]
     if data == SCENES:
-        raise OptionError(f"{target.adapter.name} draws of prompts; give a table of them as data")
+        raise OptionError(
+            f"{target.adapter.name} generates images from prompts; give a table of prompts as data"
+        )
     return [Drawing(request.id, request.text) for request in read_requests(data, limit)]
 
 
 def _texts(
     tokenizer: Any, device: torch.device, requests: Sequence[AnswerRequest]
 ) -> dict[str, Tensor]:
-    """Inputs of a language model, by its chat template if it has one."""
+    """Converts requests to inputs of a language model, with its chat template if it has one."""
     texts = [request.text for request in requests]
     templated = tokenizer.chat_template is not None
     if templated:
@@ -339,7 +372,7 @@ def _texts(
 
 
 def scene_requests(count: int) -> list[AnswerRequest]:
-    """Requests about rendered training scenes: three captions for every question."""
+    """Returns requests about rendered training scenes: 75 % descriptions, 25 % questions."""
     from mmdecode.zoo.scene_text import DESCRIBE, exchanges
     from mmdecode.zoo.scenes import draw_scene
 
@@ -356,7 +389,7 @@ def scene_requests(count: int) -> list[AnswerRequest]:
 
 
 def scene_image(seed: int) -> Any:
-    """Source of a scene's image, which is rendered when it is read."""
+    """Returns the image source of a scene, which renders the image when it is read."""
     from mmdecode.vlm.images import ImageSource, read_image
     from mmdecode.zoo.scenes import draw_scene, render
 

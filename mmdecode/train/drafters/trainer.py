@@ -1,14 +1,14 @@
-"""``mmdecode train drafter``: trains drafters on the states of the model they draft for.
+"""``mmdecode train drafter``: trains drafters on the hidden states of the model they draft for.
 
-The target first answers the training prompts itself, once, and the answers are kept as ids
-(on-policy: the drafter is trained on what verification will accept). The states of a batch are
-computed when the batch is used, by the engine's own pass over prompt and answer, and cached in
-memory while there is room; only ids are written to disk. Training stops at the best measured tokens
-per pass of a drafted chain on held-out prompts, and not by a loss, since losses saturate at the
-first position long before acceptance does at the last.
+The target model first generates the answers to the training prompts, since these are the tokens
+that verification accepts (on-policy training); their token ids are written to disk. The target's
+hidden states over prompts and answers are computed when a batch is used, and cached in memory while
+there is room. Training stops when the tokens per pass of drafting held-out prompts no longer
+improve. The loss is not used for stopping, since it saturates at the first drafted position long
+before acceptance saturates at the last.
 
-Targets are in `mmdecode.train.drafters.targets`, kinds of drafters and their losses in
-`mmdecode.train.drafters.recipes`.
+Targets are in `mmdecode.train.drafters.targets`. Architectures of drafters and their losses are in
+`mmdecode.train.drafters.recipes`; the option ``kind`` names the architecture.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from mmdecode.train.loop import BITS, fit, progress
 
 
 class Collector(Edited):
-    """A guide that collects the states of a whole prompt and leaves the logits unchanged.
+    """Guide that collects the hidden states of a whole prompt and leaves the logits unchanged.
 
     Args:
-        drafter: Drafter whose inputs are collected; ``None``: none.
-        branches: Other branches whose states are collected too.
-        early: Records the model's early layers in the same pass; ``None``: they are not recorded.
+        drafter: Drafter whose inputs are collected; ``None``: only the last states are collected.
+        branches: Further branches, such as the unconditional one, whose states are collected.
+        early: Recorder of the model's early layers; ``None``: they are not recorded.
     """
 
     neutral = False
@@ -77,13 +77,13 @@ class Collector(Edited):
         self.found: Any = None
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """States that the drafter requires, of the whole prompt."""
+        """Returns the states that the drafter requires, for all tokens of the prompt."""
         if self.drafter is None:
             return Requirements(hidden=frozenset({"last"}), prompt_hidden=True)
         return feature_needs(self.drafter, adapter)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """Keeps the states."""
+        """Stores the states of the prefill in ``found``."""
         specs, adapter = [MAIN, *self.branches], call.plan.adapter
         rows = None if self.drafter is None else prompt_rows(self.drafter, call, prefill, specs)
         prompts = [adapter.prompt(call, spec) for spec in specs]
@@ -99,11 +99,11 @@ class Collector(Edited):
 
 
 def collect(target: Target, drafter: FeatureDrafter | None, samples: Sequence[Sample]) -> Batch:
-    """Computes the target's states over prompts and answers.
+    """Computes the target's hidden states over prompts and answers, as a training batch.
 
     Args:
         target: The target.
-        drafter: Drafter whose inputs are collected; ``None``: none.
+        drafter: Drafter whose inputs are collected; ``None``: only the last states are collected.
         samples: Prompts and answers.
     """
     early = EarlyStates(target.adapter) if isinstance(drafter, DreamModel) else None
@@ -126,15 +126,15 @@ def collect(target: Target, drafter: FeatureDrafter | None, samples: Sequence[Sa
 
 
 class Batches:
-    """The batch of each step: samples of similar length, each once per epoch.
+    """Batches of samples of similar length; each sample occurs once in an epoch.
 
-    States are computed when a batch is requested, and cached while there is room.
+    The states of a batch are computed when it is requested, and cached while there is room.
 
     Args:
         target: The target.
-        drafter: Drafter whose inputs are collected; ``None``: none.
+        drafter: Drafter whose inputs are collected; ``None``: only the last states are collected.
         samples: Training samples.
-        options: Settings; a batch depends on them and the step alone.
+        options: Settings; for the same samples, a batch depends only on them and the step.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Batches:
         self._room = options.memory * 2**20
 
     def __call__(self, step: int) -> Batch:
-        """Batch of a step."""
+        """Returns the batch of a step."""
         epoch, position = divmod(step, len(self._parts))
         dice = torch.Generator().manual_seed(self._seed * 2**32 + epoch)
         index = int(torch.randperm(len(self._parts), generator=dice)[position])
@@ -168,7 +168,17 @@ class Batches:
 
 
 def answered(target: Target, requests: Sequence[Any], options: Options, file: Path) -> list[Sample]:
-    """The target's own answers, each written to ``file`` and read from it when resumed."""
+    """Generates the target's answers, unless ``file`` has them from an interrupted run.
+
+    Args:
+        target: The target.
+        requests: Requests to answer.
+        options: Settings.
+        file: File of JSON lines to which each answer is appended.
+
+    Returns:
+        One sample for each request, in order.
+    """
     known = _known(file)
     missing = [request for request in requests if request.id not in known]
     if missing:
@@ -194,8 +204,9 @@ class Drafted:
     """Measured acceptance of a drafted chain.
 
     Attributes:
-        tokens_per_pass: Committed tokens per row and pass, the target's own token included.
-        by_position: Share of passes that accepted at least 1, 2, ... drafted tokens.
+        tokens_per_pass: Mean number of tokens that a pass adds to a sequence, including the one
+            that the target itself predicts.
+        by_position: Shares of passes that accepted at least 1, 2, ... drafted tokens.
     """
 
     tokens_per_pass: float
@@ -203,7 +214,7 @@ class Drafted:
 
 
 def measured(target: Target, requests: Sequence[Any], draft: Drafter, options: Options) -> Drafted:
-    """Decodes requests with a drafter and measures acceptance."""
+    """Generates answers to requests with a drafter and measures acceptance."""
     stats = target.drafted(draft, requests, options).stats
     found = stats.by_depth
     return Drafted(
@@ -213,7 +224,7 @@ def measured(target: Target, requests: Sequence[Any], draft: Drafter, options: O
 
 
 def entropy(target: Target, samples: Sequence[Sample]) -> float:
-    """Mean entropy of the target's distribution along answers, in bits a token."""
+    """Computes the mean entropy of the target's next-token distribution over answers, in bits."""
     total, tokens = 0.0, 0
     for start in range(0, len(samples), 32):
         batch = collect(target, None, samples[start : start + 32])
@@ -225,7 +236,7 @@ def entropy(target: Target, samples: Sequence[Sample]) -> float:
 
 @contextmanager
 def frozen(model: Any) -> Iterator[None]:
-    """Context in which a model's weights need no gradients; restored afterwards, also on errors."""
+    """Disables gradients of a model's weights inside the context and restores them afterwards."""
     learned = [p for p in model.parameters() if p.requires_grad]
     for parameter in learned:
         parameter.requires_grad_(False)
@@ -246,38 +257,40 @@ def train(
     start: str | None = None,
     worker: Alone | None = None,
 ) -> dict[str, Any]:
-    """Trains a drafter; run again to resume.
+    """Trains a drafter, or resumes its training.
 
     Args:
         target: The target, in float32 or the precision of ``worker``; its weights stay frozen.
-        requests: Prompts. The last ``options.tested`` give the card's numbers, once, at the end;
-            the ``options.held_out`` before them choose the best checkpoint; the rest is trained on.
+        requests: Prompts in three consecutive groups: training prompts; ``options.held_out``
+            prompts, on which checkpoints are compared; ``options.tested`` prompts, on which the
+            final drafter is measured.
         options: Settings.
-        work: Folder of answers, state and log; the log's ``held_out`` is passes per token.
+        work: Folder of answers, training state and log; ``held_out`` in the log is the number of
+            passes per token.
         out: Folder of the trained drafter.
-        start: A drafter to start from, see `mmdecode.train.begin`; ``None``: from scratch.
+        start: Drafter to initialise from, see `mmdecode.train.begin`; ``None``: random weights.
         worker: Process, device and precision; ``None``: this process, in float32.
 
     Returns:
-        The card, also written to ``out/card.json``.
+        The card: settings and results, also written to ``out/card.json``.
 
     Raises:
-        InputError: There are too few requests, or ``start`` is of other sizes.
-        OptionError: ``work`` belongs to a training with other settings or requests, or the target
-            does not support the kind.
+        InputError: There are too few requests, or ``start`` has weights of other shapes.
+        OptionError: ``work`` has the state of a training with other settings or requests, or
+            drafters of kind ``options.kind`` cannot be trained for the target.
     """
     worker = worker or Alone()
     if target.kinds is not None and options.kind not in target.kinds:
         raise OptionError(
-            f"kind={options.kind!r}: drafters of {target.adapter.name} are of kind "
-            f"{' or '.join(target.kinds)}; choose one of these"
+            f"kind={options.kind!r} cannot be trained for {target.adapter.name}; expected "
+            f"{' or '.join(target.kinds)}"
         )
     ends = [len(requests) - options.tested - options.held_out, len(requests) - options.tested]
     if ends[0] < 1:
         raise InputError(
-            f"{len(requests)} requests, of which {options.held_out} are held out and "
-            f"{options.tested} are for the test; expected more: give more data, or hold out and "
-            "test fewer"
+            f"{len(requests)} requests leave none for training, since {options.held_out} are held "
+            f"out and {options.tested} are for the test; give more data, or lower held_out or "
+            "tested"
         )
     settings = {
         "options": asdict(options),
@@ -376,20 +389,20 @@ def train_from(
     """Loads a target and trains a drafter for it: ``mmdecode train drafter``.
 
     Args:
-        model_id: A vision-language or causal language model, or a LlamaGen: folder, Hub id or
+        model_id: Vision-language, causal language or LlamaGen model: folder, Hub id or
             ``zoo:NAME``.
-        data: `SCENES`, which for a class-conditional LlamaGen means its classes, or a table of
-            questions, with or without images, or of prompts.
-        out: Folder of the drafter, with a page for the Hub; answers, state and log are in
-            ``out/state``.
+        data: Path of a table of questions (with or without images) or prompts; or `SCENES`, which
+            means rendered scenes, or its classes for a class-conditional LlamaGen.
+        out: Folder of the drafter, with a model page for the Hub; answers, training state and log
+            are in ``out/state``.
         options: Settings.
-        limit: Number of requests; ``None``: 1,000 of scenes and classes, else the whole table.
-        device: Device of the training; ``None``: CUDA if there is one.
+        limit: Number of requests; ``None``: the whole table, or 1,000 scenes or class requests.
+        device: Device of the training; ``None``: CUDA if it is available.
         precision: ``fp32``, ``bf16`` or ``fp16``, see `mmdecode.train.distributed`.
-        start: A drafter to start from; ``None``: from scratch.
+        start: Drafter to initialise from; ``None``: random weights.
 
     Returns:
-        The card; empty in processes that do not lead.
+        The card: settings and results; empty in processes of other ranks than 0.
     """
     refuse_foreign_in(out, but=["README.md"])  # a page of the user's is left as it is
     worker = Worker(device, precision)

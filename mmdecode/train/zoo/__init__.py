@@ -1,1 +1,1 @@
-"""Training recipes of the shipped models, one per module."""
+"""Training recipes of the zoo, the tiny models that come with the package; one in each module."""

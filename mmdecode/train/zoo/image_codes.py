@@ -1,8 +1,8 @@
-"""Losses of small transformers over image codes, and measurements of their distributions.
+"""Losses of the zoo's LlamaGen models over image codes, and measurements of their distributions.
 
-Used by the recipes of the zoo's LlamaGen models. The measurements predict how much parallel
-decoding can gain: the entropy of the distribution that codes are sampled from, and how much it
-depends on codes a given distance before.
+Two measurements predict how much parallel decoding can gain: the entropy of the distribution that
+codes are sampled from, and how strongly this distribution depends on the code at a given distance
+before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from mmdecode.train.loop import BITS
 
 
 def dropped(model: LlamaGenForImageGeneration, condition: Tensor, which: Tensor) -> Tensor:
-    """Drops the conditions of the images ``which``, bool ``(B,)``."""
+    """Replaces the conditions of some images by the unconditional one, such as the null class.
+
+    Args:
+        model: The model.
+        condition: Classes ``(B,)`` or caption features ``(B, slots, width)``.
+        which: Whether an image's condition is replaced, bool ``(B,)``.
+    """
     shape = (-1, *[1] * (condition.ndim - 1))
     return torch.where(which.view(shape), model.unconditional(condition), condition)
 
@@ -36,7 +42,7 @@ def code_loss(
     codes: Tensor,
     slot_mask: Tensor | None = None,
 ) -> Tensor:
-    """Mean negative log-likelihood of codes ``(B, n)`` in nats."""
+    """Computes the mean negative log-likelihood of codes ``(B, n)``, in nats per code."""
     logits = model.code_logits(condition, codes, slot_mask)
     return F.cross_entropy(logits.float().flatten(0, 1), codes.flatten())
 
@@ -49,7 +55,7 @@ def bits_per_code(
     slot_mask: Tensor | None = None,
     batch: int = 32,
 ) -> float:
-    """Negative log2-likelihood per code of images ``(n, tokens)``."""
+    """Computes the negative log2-likelihood per code of images ``(n, tokens)``."""
     total = 0.0
     device = model.device
     for start in range(0, len(codes), batch):
@@ -61,10 +67,13 @@ def bits_per_code(
 
 
 def position_entropy(codes: Tensor) -> float:
-    """Entropy in bits of the code at a position, averaged over positions, of ``(n, tokens)``.
+    """Computes the mean over positions of the entropy of the codes at a position, in bits.
 
-    This is the bits per code of a model that knows the position alone. The estimate is too small by
-    about ``codes / (1.4 n)`` bits, where ``codes`` is the number of codes that occur at a position.
+    A model that knows only the position needs as many bits per code. The estimate is too small by
+    about ``k / (1.4 n)`` bits, where k is the number of different codes at a position.
+
+    Args:
+        codes: Codes of n images, ``(n, tokens)``.
     """
     entropies = []
     for column in codes.T:
@@ -75,7 +84,7 @@ def position_entropy(codes: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class SampledCodes:
-    """Images sampled from a model.
+    """Codes of images sampled from a model.
 
     Attributes:
         codes: Image codes, ``(B, tokens)``.
@@ -89,10 +98,10 @@ class SampledCodes:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a model is decoded.
+    """Decoding settings of a model.
 
     Attributes:
-        scale: Guidance scale; 1 is neutral.
+        scale: Scale of classifier-free guidance; 1: no guidance.
         sampling: Sampling settings, applied to guided logits.
     """
 
@@ -100,22 +109,22 @@ class Setting:
     sampling: Sampling = field(default_factory=Sampling)
 
     def target_logits(self, logits: Tensor) -> Tensor:
-        """Log-probabilities after guidance and sampling settings, ``(B, ..., V)``.
+        """Computes log-probabilities after guidance and sampling settings, ``(B, ..., V)``.
 
-        ``logits`` are those of the conditional rows, then of the unconditional ones,
-        ``(2 B, ..., V)``.
+        Args:
+            logits: Logits of B conditional rows, then of B unconditional rows, ``(2 B, ..., V)``.
         """
         given, nothing = logits.float().chunk(2)
         return self.sampling.warp(guided(given, nothing, self.scale)).log_softmax(-1)
 
     def described(self) -> dict[str, Any]:
-        """The settings as they are written into cards."""
+        """Returns the settings as a dictionary for ``card.json``."""
         order = list(self.sampling.order)
         return {"guidance": self.scale, **asdict(self.sampling), "order": order}
 
 
 def write_setting(setting: Setting, folder: Path) -> None:
-    """Writes the decoding settings to ``generation_config.json``."""
+    """Writes the decoding settings to ``generation_config.json`` in a model's folder."""
     settings = {"do_sample": True, "guidance_scale": setting.scale} | {
         name: value for name, value in asdict(setting.sampling).items() if name != "order"
     }
@@ -123,7 +132,7 @@ def write_setting(setting: Setting, folder: Path) -> None:
 
 
 def entropy_of(distribution: Tensor) -> Tensor:
-    """Entropy in bits of log-probabilities ``(..., V)``."""
+    """Computes the entropy in bits of log-probabilities ``(..., V)``."""
     return -(distribution.exp() * distribution.clamp_min(-1e4)).sum(-1) * BITS
 
 
@@ -135,7 +144,15 @@ def draw(
     dice: torch.Generator,
     slot_mask: Tensor | None = None,
 ) -> SampledCodes:
-    """Samples an image per condition, code by code with a cache: a plain loop for measurements."""
+    """Samples one image for each condition, code by code, and records the entropies.
+
+    Args:
+        model: The model.
+        conditions: Classes or caption features, one for each image.
+        setting: Guidance and sampling.
+        dice: Random generator of the codes.
+        slot_mask: Mask of caption features; ``None`` for classes.
+    """
     both = torch.cat([conditions, model.unconditional(conditions)])
     length = model.config.slots + model.config.image_tokens
     mask = None if slot_mask is None else padding_mask(slot_mask.repeat(2, 1), length)
@@ -165,19 +182,22 @@ def reach(
     dice: torch.Generator,
     slot_mask: Tensor | None = None,
 ) -> dict[str, float]:
-    """Effect of resampling one code on the distributions of later codes, by distance.
+    """Measures how much a code influences the distributions of later codes, by distance.
 
-    In each image one code is resampled from its own distribution. The effect is the mean total
-    variation between the distributions of a later code before and after: at distance 1 that of the
-    left neighbour, at the grid's width that of the code above.
+    In each image one code is resampled from its own distribution. The effect at distance d is the
+    mean total variation between the distributions, before and after, of the code d positions later
+    in raster order: the code to the right at distance 1, the code below at the grid's width.
 
     Args:
         model: The model.
-        conditions: One per image.
-        codes: Images sampled from the model under ``setting``, ``(B, tokens)``.
+        conditions: Classes or caption features, one for each image.
+        codes: Codes of images sampled from the model under ``setting``, ``(B, tokens)``.
         setting: Guidance and sampling.
         dice: Random generator of positions and codes.
-        slot_mask: Same as in `LlamaGenForImageGeneration.code_logits`.
+        slot_mask: Mask of caption features; ``None`` for classes.
+
+    Returns:
+        Mean total variation, 0 to 1, by distance.
     """
     both = torch.cat([conditions, model.unconditional(conditions)])
     mask = None if slot_mask is None else slot_mask.repeat(2, 1)
@@ -202,7 +222,18 @@ def distributions_of(
     setting: Setting,
     slot_mask: Tensor | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Mean entropy of sampled images and `reach`, without guidance and under ``setting``."""
+    """Measures entropy and `reach` of sampled images, without guidance and under ``setting``.
+
+    Args:
+        model: The model.
+        conditions: Classes or caption features of the images to sample.
+        setting: Guidance and sampling.
+        slot_mask: Mask of caption features; ``None`` for classes.
+
+    Returns:
+        Mean entropy in bits and mean total variation by distance, under ``plain`` (no guidance)
+        and ``guided``.
+    """
     found = {}
     for name, how in (("plain", Setting()), ("guided", setting)):
         dice = torch.Generator().manual_seed(0)
@@ -242,11 +273,11 @@ def write_card(
 
     Args:
         folder: Folder of the model.
-        recipe: Name of the recipe that rebuilds it.
-        what: Description in one line.
-        measured: The main numbers in one line.
-        facts: Sentences about its data and its decoding settings.
-        numbers: All measurements.
+        recipe: Name of the recipe, for ``mmdecode train zoo``.
+        what: Description of the model in one line.
+        measured: Main numbers in one line.
+        facts: Sentences about the model's data and decoding settings.
+        numbers: All measurements, for ``card.json``.
     """
     card = {"what": what, "measured": measured} | numbers
     write_file(folder / "card.json", marked_json(card))

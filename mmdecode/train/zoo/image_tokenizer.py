@@ -1,10 +1,10 @@
-"""Trains a small VQ image tokenizer of LlamaGen's architecture, on one CPU core.
+"""Training of a small VQ image tokenizer of LlamaGen's architecture, on one CPU core.
 
 The model (`mmdecode.models.vq`) is first trained as an autoencoder without quantisation. Then the
-codebook is initialised by k-means over the latents of a few batches, and updated as a moving
-average of the latents of each code. An unused code is replaced by a latent of the batch. The loss
-is the mean absolute error of pixels and of their differences to the right and below; there is no
-perceptual and no adversarial loss.
+codebook is initialised by k-means over the latents of a few batches, and each code is updated as
+the moving average of the latents quantised to it. A rarely used code is replaced by a latent of the
+batch. The loss is the mean absolute error of pixels and of their horizontal and vertical
+differences; there is no perceptual and no adversarial loss.
 
 Source: Sun et al. 2024, arXiv:2406.06525, section 2.1, for the lookup; van den Oord et al. 2017,
 arXiv:1711.00937, for straight-through gradients, commitment and the moving average.
@@ -32,7 +32,7 @@ from mmdecode.train.loop import progress, save_half
 from mmdecode.zoo.scene_images import to_pixels
 
 Renderer = Callable[[Sequence[int]], np.ndarray]
-"""Seeds to pixels, ``(B, H, W, 3)`` uint8."""
+"""Function that renders the images of seeds, ``(B, H, W, 3)`` uint8."""
 
 INIT_BATCHES = 8
 DEAD = 0.02  # usage below which a code is replaced, relative to uniform usage
@@ -40,18 +40,18 @@ DEAD = 0.02  # usage below which a code is replaced, relative to uniform usage
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerOptions:
-    """Settings of the training.
+    """Settings of an image tokenizer's training.
 
     Attributes:
         steps: Total number of steps; the learning rate has a cosine schedule.
-        plain_steps: First steps, without quantisation.
+        plain_steps: Number of first steps without quantisation.
         batch: Images per step.
         peak_rate: Highest learning rate (Adam).
         commitment: Weight of the commitment loss.
         decay: Decay of the codebook's moving average.
         codebook_size, codebook_dim, channels, channel_multipliers, residual_blocks,
             latent_channels, norm_groups: See `VQConfig`.
-        seed: Seed of the training; images of a step depend on it and the step alone.
+        seed: Seed of the training; the images of a step depend only on the seed and the step.
     """
 
     steps: int = 1800
@@ -70,14 +70,19 @@ class TokenizerOptions:
     seed: int = 0
 
     def build(self) -> VQModel:
-        """The untrained tokenizer."""
+        """Builds the untrained tokenizer."""
         torch.manual_seed(self.seed)
         names = VQConfig.__annotations__
         return VQModel(VQConfig(**{k: v for k, v in vars(self).items() if k in names}))
 
 
 class Codebook:
-    """The codebook as a moving average of the latents that chose each code."""
+    """Codebook whose codes are moving averages of the latents quantised to them.
+
+    Args:
+        model: Tokenizer whose codebook is updated.
+        decay: Decay of the moving average.
+    """
 
     def __init__(self, model: VQModel, decay: float) -> None:
         self.rows = model.quantize.embedding.weight
@@ -87,7 +92,7 @@ class Codebook:
         self.counts = torch.ones_like(self.rows[:, 0])
 
     def begin(self, latents: Tensor, dice: torch.Generator) -> None:
-        """Initialises the codes by spherical k-means over latents of norm 1, ``(n, D)``."""
+        """Initialises the codes by spherical k-means over unit-norm latents, ``(n, D)``."""
         size = len(self.rows)
         centres = latents[torch.randperm(len(latents), generator=dice)[:size]]
         for _ in range(10):
@@ -102,9 +107,12 @@ class Codebook:
         self.rows.copy_(centres)
 
     def follow(self, latents: Tensor, chosen: Tensor, dice: torch.Generator) -> None:
-        """Updates the average with latents of norm 1, ``(n, D)``, and their codes, ``(n,)``.
+        """Updates the moving averages with a batch; replaces rarely used codes by random latents.
 
-        A code that is hardly used is replaced by a random latent of the batch.
+        Args:
+            latents: Unit-norm latents, ``(n, D)``.
+            chosen: Code that each latent is quantised to, ``(n,)``.
+            dice: Random generator of the replacements.
         """
         counts = torch.bincount(chosen, minlength=len(self.rows)).float()
         sums = torch.zeros_like(self.sums).index_add_(0, chosen, latents)
@@ -118,23 +126,23 @@ class Codebook:
         self.rows.copy_(F.normalize(self.sums, dim=-1))
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors to save for resuming; see `load`."""
+        """Returns the tensors that `load` needs to resume a training."""
         return {"sums": self.sums, "counts": self.counts}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Restores the result of `state`."""
+        """Restores the tensors that `state` returned."""
         self.sums, self.counts = state["sums"], state["counts"]
 
 
 def reconstruction_loss(found: Tensor, wanted: Tensor) -> Tensor:
-    """Mean absolute error of pixels and of their differences to the right and below."""
+    """Computes the mean absolute error of pixels and of horizontal and vertical differences."""
     error = found - wanted
     across, down = error.diff(dim=3).abs().mean(), error.diff(dim=2).abs().mean()
     return error.abs().mean() + 0.5 * (across + down)
 
 
 def seeds_of(step: int, options: TokenizerOptions) -> range:
-    """Seeds of the images of a step; none occurs twice."""
+    """Returns the seeds of a step's images, which no other step has."""
     first = options.seed * 2**36 + step * options.batch
     return range(first, first + options.batch)
 
@@ -147,7 +155,15 @@ def train(
     *,
     save_every_s: float = 120.0,
 ) -> None:
-    """Trains a tokenizer into ``out``; resumes from state and log in ``work``."""
+    """Trains a tokenizer, or resumes its training.
+
+    Args:
+        options: Settings.
+        render: Renders the images of seeds.
+        work: Folder of the training state and log.
+        out: Folder to write the tokenizer to.
+        save_every_s: Seconds between saves of the training state.
+    """
     model = options.build().train()
     codebook = Codebook(model, options.decay)
     learned = [p for p in model.parameters() if p.requires_grad]
@@ -208,7 +224,7 @@ def begin_codebook(
     options: TokenizerOptions,
     dice: torch.Generator,
 ) -> None:
-    """Initialises the codebook on latents of a few batches that are not trained on."""
+    """Initialises the codebook by k-means over latents of images that are not trained on."""
     found = []
     for index in range(INIT_BATCHES):
         pixels = to_pixels(render(seeds_of(options.steps + index, options)))
@@ -221,9 +237,9 @@ def measure(model: VQModel, pixels: Tensor) -> dict[str, Any]:
     """Measures a tokenizer on held-out images ``(B, 3, H, W)``.
 
     Returns:
-        Share of codes in use, entropy of the codes in bits, PSNR in dB, and the
-        neighbour-interchangeability curve: mean squared error between an image decoded from its
-        codes and from their r-th nearest codes, and the same for random codes.
+        ``codes_used``: share of the codes that occur; ``code_entropy_bits``: entropy of the codes;
+        ``psnr_db``: PSNR in dB; ``interchange_mse``: by r, the mean squared error between images
+        decoded from their codes and from each code's r-th nearest code, or from random codes.
     """
     model.eval()
     codes = model.encode(pixels)

@@ -1,8 +1,9 @@
-"""Recipe of ``zoo:llamagen-digits``: a LlamaGen over the grey levels of real scans of digits.
+"""Recipe of ``zoo:llamagen-digits``: a LlamaGen over the grey levels of scanned digits.
 
-There is no tokenizer: the 17 grey levels of an 8 x 8 scan are its codes, so that likelihoods are
-those of real images. To avoid overfitting on the 1,437 scans, some are shifted by up to a pixel,
-and training stops at the best held-out likelihood.
+There is no image tokenizer: the codes of an 8 x 8 scan are the grey levels of its pixels, 0 to 16,
+so that likelihoods are those of real images. Against overfitting on the 1,437 training scans, half
+of them are shifted by up to a pixel, and training stops when the held-out likelihood no longer
+improves.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class LlamaGenDigitsOptions:
 
     Attributes:
         width, layers, heads, inner: Sizes of the transformer; ``inner`` is its feed-forward width.
-        shifted: Share of the scans that are shifted, by up to one pixel in each direction.
-        fit: Steps, learning rates and stopping.
+        shifted: Share of the scans in a batch that are shifted by up to one pixel.
+        fit: Steps, learning rates and early stopping.
         setting: Decoding settings of the model.
-        num_sampled: Images sampled for the card's numbers.
+        num_sampled: Number of images that are sampled to measure entropies.
         device: Device of the training.
     """
 
@@ -58,11 +59,11 @@ class LlamaGenDigitsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Scans:
-    """Scans and the digits they show.
+    """Scans of digits.
 
     Attributes:
         codes: Grey levels in raster order, 0 to 16, ``(n, 64)`` int64.
-        classes: ``(n,)`` int64.
+        classes: Digit of each scan, ``(n,)`` int64.
     """
 
     codes: Tensor
@@ -70,9 +71,9 @@ class Scans:
 
 
 def split() -> tuple[Scans, Scans, Scans]:
-    """Scans for training, development and test; the last two have a tenth each.
+    """Splits the scans into training (80 %), development (10 %) and test (10 %).
 
-    Both are among the scans that `mmdecode.zoo.scenes` holds out too.
+    The development and test scans are the scans that `mmdecode.zoo.scenes` holds out.
     """
     scans, labels = (torch.from_numpy(part).long() for part in digit_scans())
     index = torch.arange(len(scans))
@@ -84,7 +85,7 @@ def split() -> tuple[Scans, Scans, Scans]:
 
 
 def shift(codes: Tensor, share: float, dice: torch.Generator) -> Tensor:
-    """Shifts a share of the scans ``(B, 64)`` by up to a pixel in each direction, filled with 0."""
+    """Shifts a share of scans ``(B, 64)`` by up to a pixel vertically and horizontally."""
     images = torch.nn.functional.pad(codes.view(-1, SIDE, SIDE), (1, 1, 1, 1))
     moved = torch.rand(len(codes), generator=dice) < share
     start = torch.randint(3, (len(codes), 2), generator=dice).where(moved[:, None], torch.tensor(1))
@@ -95,7 +96,7 @@ def shift(codes: Tensor, share: float, dice: torch.Generator) -> Tensor:
 
 
 def build(options: LlamaGenDigitsOptions) -> LlamaGenForImageGeneration:
-    """The untrained transformer."""
+    """Builds the untrained transformer."""
     torch.manual_seed(options.fit.seed)
     return LlamaGenForImageGeneration(
         LlamaGenConfig(
@@ -115,7 +116,7 @@ def build(options: LlamaGenDigitsOptions) -> LlamaGenForImageGeneration:
 def loss_at(
     model: LlamaGenForImageGeneration, training: Scans, options: LlamaGenDigitsOptions, step: int
 ) -> Tensor:
-    """Mean negative log-likelihood of a step's batch in nats."""
+    """Computes the mean negative log-likelihood of a step's batch, in nats per code."""
     fit = options.fit
     dice = fit.dice(step)
     rows = torch.randint(len(training.codes), (fit.batch,), generator=dice)
@@ -127,7 +128,13 @@ def loss_at(
 
 
 def run(options: LlamaGenDigitsOptions, work: Path, out: Path) -> dict[str, Any]:
-    """Trains the model and writes its folder with a card; resumable."""
+    """Trains the model, or resumes its training, and writes its card.
+
+    Args:
+        options: Settings.
+        work: Folder of the training state.
+        out: Folder of the model.
+    """
     torch.set_num_threads(1)
     training, development, test = split()
     model, best = build(options).to(options.device), work / "best.pt"
@@ -169,7 +176,7 @@ def run(options: LlamaGenDigitsOptions, work: Path, out: Path) -> dict[str, Any]
 def describe(
     numbers: dict[str, Any], options: LlamaGenDigitsOptions, folder: Path
 ) -> dict[str, Any]:
-    """Writes card and README."""
+    """Writes ``card.json`` and ``README.md`` of the model; returns the card."""
     bits, scale = numbers["bits_per_code"], options.setting.scale
     return image_codes.write_card(
         folder,

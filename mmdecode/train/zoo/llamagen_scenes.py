@@ -1,11 +1,9 @@
-"""Recipe of ``zoo:llamagen-scenes``: LlamaGen, three orders of magnitude smaller, from scratch.
+"""Recipe of the ``zoo:llamagen-scenes`` models: tiny LlamaGens, trained from scratch.
 
-Trained in this order: a tokenizer of 64 x 64 images into 16 x 16 codes, on harder images than the
-transformers; a transformer conditioned on the noun of an image's large object; a small one of the
-same kind, to draft for it; and one conditioned on captions, together with its text encoder. The
-transformers share a corpus of encoded images.
-
-Each part can be interrupted and resumes where it stopped.
+First an image tokenizer is trained, which encodes 64 x 64 pixels as 16 x 16 codes. Then three
+transformers ("parts") are trained on one corpus of encoded images: ``class``, conditioned on the
+noun of an image's large object; ``small``, a smaller one that drafts for it; and ``caption``,
+conditioned on captions and trained together with its text encoder. An interrupted run is resumed.
 """
 
 from __future__ import annotations
@@ -58,11 +56,11 @@ SLOTS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Shape and training of a part's transformer.
+    """Size and training of one transformer.
 
     Attributes:
         width, layers, heads, inner: Sizes of the transformer; ``inner`` is its feed-forward width.
-        fit: Steps, learning rates and stopping.
+        fit: Steps, learning rates and early stopping.
     """
 
     width: int = 144
@@ -87,15 +85,15 @@ class LlamaGenScenesOptions:
 
     Attributes:
         tokenizer: Settings of the tokenizer's training.
-        num_images: Images in the corpus of codes.
-        development: Held-out images that decide when to stop.
-        test: Held-out images that the card's numbers are measured on.
-        plans: Plan of each part, in the order of training.
+        num_images: Number of encoded training images.
+        development: Number of held-out images that decide when training stops.
+        test: Number of other held-out images on which the card's numbers are measured.
+        plans: Size and training of each transformer, in the order of training.
         text_width, text_layers: Sizes of the text encoder.
         setting: Decoding settings of the models.
-        num_sampled: Images sampled for the card's numbers.
+        num_sampled: Number of images that are sampled to measure entropies.
         device: Device of the transformers' training; the tokenizer is trained on the CPU.
-        workers: Processes that prepare the data of steps; 0: none.
+        workers: Number of processes that prepare batches; 0: this process prepares them.
     """
 
     tokenizer: TokenizerOptions = field(default_factory=TokenizerOptions)
@@ -112,7 +110,7 @@ class LlamaGenScenesOptions:
 
 
 def on_cuda() -> LlamaGenScenesOptions:
-    """Settings for about ten minutes on a GPU, with more steps; the shipped models are these."""
+    """Returns the settings of the package's models: about ten minutes of training on a GPU."""
     plans = {
         part: replace(plan, fit=replace(plan.fit, steps=STEPS_ON_CUDA[part], batch=64, every=500))
         for part, plan in _plans().items()
@@ -124,7 +122,7 @@ def on_cuda() -> LlamaGenScenesOptions:
 
 
 def caption(scene: Scene, rng: random.Random) -> str:
-    """Caption of one sentence, the large object first; colours are sometimes left out."""
+    """Samples a one-sentence caption, the large object first; some colours are left out."""
     named = []
     for thing in reversed(scene.things):
         colour = f"{thing.colour} " if rng.random() < 0.85 else ""
@@ -134,7 +132,7 @@ def caption(scene: Scene, rng: random.Random) -> str:
 
 
 def build_text_tokenizer() -> PreTrainedTokenizerFast:
-    """Word-level tokenizer of the captions, lower case."""
+    """Builds a word-level, lower-case tokenizer of the captions."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
     words = {word for noun in NOUNS for word in noun.split()}
@@ -166,7 +164,7 @@ class Corpus:
 
     Attributes:
         codes: Codes in raster order, ``(n, tokens)`` int64.
-        classes: ``(n,)`` int64.
+        classes: Class of each image, ``(n,)`` int64.
         seeds: Seeds of the images' scenes, ``(n,)`` int64.
     """
 
@@ -177,7 +175,7 @@ class Corpus:
 
 @torch.no_grad()
 def encode(model: VQModel, seeds: Sequence[int], *, batch: int = 50, workers: int = 0) -> Corpus:
-    """Encodes the images of seeds, which ``workers`` processes render."""
+    """Encodes the images of seeds; ``workers`` processes render them."""
     parts = -(-len(seeds) // batch)
     coming = Ahead(
         lambda part: labelled_images(seeds[part * batch : (part + 1) * batch]), parts, workers
@@ -196,7 +194,7 @@ def encode(model: VQModel, seeds: Sequence[int], *, batch: int = 50, workers: in
 def build_corpus(
     model: VQModel, options: LlamaGenScenesOptions, folder: Path, *, shard: int = SHARD
 ) -> Corpus:
-    """Encodes the training images in files of ``shard`` images each; resumable."""
+    """Encodes the training images into files of ``shard`` images; existing files are read."""
     parts = []
     for start in progress(range(0, options.num_images, shard), "encoding"):
         file = folder / f"{start:07d}.npz"
@@ -222,7 +220,7 @@ def build_corpus(
 def build_transformer(
     part: Part, options: LlamaGenScenesOptions, grid: int
 ) -> LlamaGenForImageGeneration:
-    """The untrained transformer of a part."""
+    """Builds the untrained transformer of a part; ``grid`` is the side of its grid of codes."""
     plan, captioned = options.plans[part], part == "caption"
     torch.manual_seed(plan.fit.seed)
     names = {} if captioned else {"id2label": dict(enumerate(NOUNS))}
@@ -244,7 +242,7 @@ def build_transformer(
 
 
 class CaptionReader(nn.Module):
-    """A small text encoder with its tokenizer."""
+    """Small text encoder of captions, with its tokenizer."""
 
     def __init__(self, options: LlamaGenScenesOptions) -> None:
         super().__init__()
@@ -266,7 +264,7 @@ class CaptionReader(nn.Module):
         )
 
     def forward(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Features ``(B, SLOTS, width)`` and their mask, both padded on the left."""
+        """Encodes captions; returns features ``(B, SLOTS, width)`` and mask, padded on the left."""
         given = self.tokenizer(
             list(texts), padding="max_length", truncation=True, return_tensors="pt"
         )
@@ -282,9 +280,9 @@ class Batch:
     """Training batch of a step.
 
     Attributes:
-        codes: ``(B, tokens)`` int64.
+        codes: Codes of the images, ``(B, tokens)`` int64.
         raw_conditions: Classes ``(B,)`` or captions.
-        left_out: Rows whose condition is dropped, bool ``(B,)``.
+        left_out: Whether a row's condition is dropped, bool ``(B,)``.
     """
 
     codes: Tensor
@@ -293,7 +291,7 @@ class Batch:
 
 
 class Learner(nn.Module):
-    """Trained modules of a part: the transformer, and the caption reader if there is one."""
+    """Trained modules of a part: the transformer, and for captions the text encoder."""
 
     def __init__(self, part: Part, options: LlamaGenScenesOptions, grid: int) -> None:
         super().__init__()
@@ -304,7 +302,7 @@ class Learner(nn.Module):
         self.reader = CaptionReader(options) if part == "caption" else None
 
     def raw_conditions(self, corpus: Corpus, rows: Tensor, salt: int) -> Tensor | list[str]:
-        """Classes of images, or captions sampled with the seed ``salt``."""
+        """Returns the classes of images, or captions sampled with the seed ``salt``."""
         if self.reader is None:
             return corpus.classes[rows]
         return [
@@ -313,14 +311,14 @@ class Learner(nn.Module):
         ]
 
     def conditions(self, raw_conditions: Tensor | list[str]) -> tuple[Tensor, Tensor | None]:
-        """Inputs of the transformer: classes, or caption features and their mask."""
+        """Converts conditions to inputs: classes and ``None``, or caption features and mask."""
         if isinstance(raw_conditions, Tensor):
             return raw_conditions.to(self.transformer.device), None
         assert self.reader is not None
         return self.reader(raw_conditions)
 
     def batch_at(self, corpus: Corpus, options: FitOptions, step: int) -> Batch:
-        """Training batch of a step."""
+        """Samples the training batch of a step."""
         dice = options.dice(step)
         rows = torch.randint(len(corpus.codes), (options.batch,), generator=dice)
         left_out = torch.rand(options.batch, generator=dice) < options.condition_dropout
@@ -328,7 +326,7 @@ class Learner(nn.Module):
         return Batch(codes=corpus.codes[rows], raw_conditions=raw_conditions, left_out=left_out)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean negative log-likelihood of a batch."""
+        """Computes the mean negative log-likelihood of a batch, in nats per code."""
         device = self.transformer.device
         with torch.autocast(device.type, torch.bfloat16):
             condition, mask = self.conditions(batch.raw_conditions)
@@ -337,14 +335,14 @@ class Learner(nn.Module):
 
     @torch.no_grad()
     def bits(self, corpus: Corpus) -> float:
-        """Negative log2-likelihood per code of held-out images."""
+        """Computes the negative log2-likelihood per code of held-out images."""
         condition, mask = self.conditions(
             self.raw_conditions(corpus, torch.arange(len(corpus.codes)), 0)
         )
         return image_codes.bits_per_code(self.transformer, condition, corpus.codes, mask)
 
     def export(self, folder: Path, tokenizer: VQModel | None) -> None:
-        """Saves the part with its image tokenizer and caption reader, if it has them."""
+        """Saves the transformer, and the image tokenizer and text encoder if there are any."""
         save_half(self.transformer, folder)
         image_codes.write_setting(self.setting, folder)
         if tokenizer is not None:
@@ -366,7 +364,7 @@ def held_out(model: VQModel, options: LlamaGenScenesOptions) -> tuple[Corpus, Co
 def measured(
     learner: Learner, train: Corpus, test: Corpus, options: LlamaGenScenesOptions
 ) -> dict[str, Any]:
-    """Numbers of a transformer for its card: likelihood and properties of its distributions."""
+    """Measures a transformer for its card: likelihood, and `image_codes.distributions_of`."""
     model = learner.transformer.eval()
     with torch.no_grad():
         raw_conditions = learner.raw_conditions(
@@ -390,7 +388,7 @@ def train_part(
     work: Path,
     out: Path,
 ) -> dict[str, Any]:
-    """Trains a part into its folder below ``out`` and writes its card."""
+    """Trains the transformer of a part into its subfolder of ``out`` and writes its card."""
     grid = SIDE // tokenizer.config.factor
     learner = Learner(part, options, grid).to(options.device)
     own = None if part == "small" else tokenizer
@@ -437,7 +435,7 @@ _CONDITIONS: dict[Part, str] = {
 def describe(
     part: Part, numbers: dict[str, Any], options: LlamaGenScenesOptions, folder: Path
 ) -> dict[str, Any]:
-    """Writes card and README of a part."""
+    """Writes ``card.json`` and ``README.md`` of a part; returns the card."""
     plan, guided = options.plans[part], numbers["guided"]
     scale = options.setting.scale
     facts = [
@@ -474,13 +472,13 @@ def describe(
 def run(
     options: LlamaGenScenesOptions, work: Path, out: Path, *, shard: int = SHARD
 ) -> dict[str, Any]:
-    """Trains all parts; resumable.
+    """Trains the tokenizer and all transformers; an interrupted run is resumed.
 
     Args:
         options: Settings.
         work: Folder of the training state.
-        out: Folder of the results, one subfolder per part.
-        shard: Images per file of codes.
+        out: Folder of the results, with one subfolder for each transformer.
+        shard: Number of images in each file of codes.
     """
     torch.set_num_threads(1)
     vq = work / "vq"

@@ -1,14 +1,14 @@
-"""Recipe of ``zoo:llava-scenes``: a real LLaVA, three orders of magnitude smaller, from scratch.
+"""Recipe of ``zoo:llava-scenes``: a LLaVA of 3.6 M parameters, trained from scratch.
 
-Output: a ``LlavaForConditionalGeneration`` of about 3.6 M parameters (CLIP tower of 64
-patches, projector, Llama text model of eight layers) and its ``LlavaProcessor`` folder. Data are
-scenes rendered while training runs (`mmdecode.zoo.scenes`, `mmdecode.zoo.scene_text`); nothing is
-stored, and a step's batch depends on the seed and the step's number alone.
+Output: a ``LlavaForConditionalGeneration`` (CLIP vision tower of 64 patches, projector, Llama text
+model of eight layers) and its ``LlavaProcessor``. Training scenes are rendered during training
+(`mmdecode.zoo.scenes`, `mmdecode.zoo.scene_text`), depending only on the seed and the step.
 
-First the vision tower is trained to classify the noun and colour of each patch and, from the class
-token, the nouns in the image. Then all parts are trained to answer, with the tower's own task at a
-small weight. Several exchanges about one scene are packed after its image tokens: each attends to
-the beginning of the prompt and to itself, at the positions it would have alone.
+First the vision tower alone is trained to classify the noun and colour of each patch and, from the
+class token, the nouns in the image. Then the whole model is trained to answer, with the tower's
+classification as an auxiliary loss. Several exchanges (a request and its answer) about one scene
+are packed into one sequence after the image tokens. Each exchange attends only to the image prefix
+and to itself, and has the position ids that it would have if it were the only one.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class LlavaScenesOptions:
     """Settings of the recipe.
 
     Attributes:
-        tower_steps: Steps on the tower's own task.
-        steps: Total number of steps; the learning rate falls over the last quarter.
-        tower_batch, batch: Scenes per step in the first and the second part.
-        questions: Minimum and maximum number of questions packed after a scene.
+        tower_steps: Number of first steps, which train the vision tower alone.
+        steps: Total number of steps.
+        tower_batch, batch: Scenes per step, for the tower alone and for the whole model.
+        questions: Minimum and maximum number of questions that are packed after an image.
         vocabulary: Vocabulary size of the tokenizer.
         vision_width, vision_layers: Sizes of the tower.
         width, layers: Sizes of the text model.
@@ -100,7 +100,7 @@ class LlavaScenesOptions:
 
 
 def build_processor(options: LlavaScenesOptions) -> LlavaProcessor:
-    """A processor in LLaVA's layout: byte-level BPE of the scenes' language, 64 x 64 images."""
+    """Builds a LLaVA processor: byte-level BPE trained on texts about scenes, 64 x 64 images."""
     from tokenizers import ByteLevelBPETokenizer
     from tokenizers.processors import TemplateProcessing
 
@@ -148,7 +148,7 @@ def build_processor(options: LlavaScenesOptions) -> LlavaProcessor:
 def build_model(
     options: LlavaScenesOptions, processor: LlavaProcessor
 ) -> LlavaForConditionalGeneration:
-    """The untrained model with its generation config."""
+    """Builds the untrained model with its generation config."""
     tokenizer = processor.tokenizer
     torch.manual_seed(options.seed)
     special = {
@@ -192,7 +192,7 @@ def build_model(
 
 
 class TowerHeads(nn.Module):
-    """Linear classification heads of the tower: on patches and on the class token."""
+    """Linear classification heads on the tower's patches (noun, colour) and class token (nouns)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class TowerHeads(nn.Module):
 
 
 class Learner(nn.Module):
-    """All trained modules: the model, and the tower's heads, which are not exported."""
+    """All trained modules: the model, and the tower's classification heads, which are not saved."""
 
     def __init__(self, options: LlavaScenesOptions, processor: LlavaProcessor) -> None:
         super().__init__()
@@ -213,10 +213,10 @@ class Learner(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class TowerBatch:
-    """Inputs and labels of the tower.
+    """Images with labels for the classification heads of the tower.
 
     Attributes:
-        pixels: Pixels normalised as by the processor, ``(B, 3, SIDE, SIDE)``.
+        pixels: Pixels, normalised as the processor does, ``(B, 3, SIDE, SIDE)``.
         nouns, colours: Class of each patch, ``(B, PATCHES)``; 0: background.
         present: Whether each noun occurs, ``(B, nouns)`` float.
     """
@@ -228,7 +228,7 @@ class TowerBatch:
 
 
 def rendered_batch(scenes: Sequence[Scene]) -> TowerBatch:
-    """Renders scenes; a patch has the label of what covers most of it, if at least an eighth."""
+    """Renders scenes; a patch is labelled with the object that covers most of it (at least 1/8)."""
     rendered = torch.from_numpy(np.stack([render(scene) for scene in scenes])).permute(0, 3, 1, 2)
     mean, spread = (torch.tensor(values)[:, None, None] for values in (MEAN, SPREAD))
     pixels = (rendered / 255 - mean) / spread
@@ -255,7 +255,7 @@ def rendered_batch(scenes: Sequence[Scene]) -> TowerBatch:
 
 
 def tower_loss(states: Tensor, pooled: Tensor, heads: TowerHeads, batch: TowerBatch) -> Tensor:
-    """Loss of the tower's heads from its states ``(B, 1 + PATCHES, width)`` and pooled output."""
+    """Computes the classification loss from ``(B, 1 + PATCHES, width)`` and the pooled output."""
     patches = states[:, 1:]
     noun = F.cross_entropy(heads.noun(patches).flatten(0, 1), batch.nouns.flatten())
     colour = F.cross_entropy(heads.colour(patches).flatten(0, 1), batch.colours.flatten())
@@ -266,7 +266,7 @@ def tower_loss(states: Tensor, pooled: Tensor, heads: TowerHeads, batch: TowerBa
 def sampled_exchanges(
     scene: Scene, rng: random.Random, options: LlavaScenesOptions
 ) -> list[Exchange]:
-    """Samples training exchanges about a scene: questions, and a caption four times in five."""
+    """Samples training exchanges about a scene: questions, and in 80 % of calls a caption."""
     made = scene_text.exchanges(scene, rng, rng.randint(*options.questions))
     if rng.random() < 0.8:
         length = rng.choices(tuple(scene_text.DESCRIBE), (3, 3, 4))[0]
@@ -276,14 +276,14 @@ def sampled_exchanges(
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Exchanges that are packed after one image.
+    """Exchanges about one image, packed into one sequence.
 
     Attributes:
-        ids: Token ids: the beginning of the prompt, then requests and answers.
-        positions: Position of each token if its exchange were alone.
-        part: 0 for the beginning, then the number of the exchange; negative without the image.
+        ids: Token ids: the prefix with the image, then requests and answers.
+        positions: Position id of each token, as if its exchange were the only one.
+        part: 0 in the prefix, else the number of the exchange; negative if it is without the image.
         answers: Whether the token belongs to an answer.
-        weight: Weight of the token's loss.
+        weight: Loss weight of the token.
     """
 
     ids: list[int]
@@ -294,7 +294,7 @@ class Packed:
 
 
 class Packer:
-    """Packs exchanges after their image; each has the tokens that the processor gives it alone."""
+    """Packs exchanges after their image, with the same tokens as separate prompts would have."""
 
     def __init__(self, processor: LlavaProcessor) -> None:
         tokenizer = processor.tokenizer
@@ -304,15 +304,15 @@ class Packer:
         self.prefix: list[int] = tokenizer(f"USER: {image}\n").input_ids
 
     def encode(self, text: str) -> list[int]:
-        """Ids without special tokens."""
+        """Encodes a text without special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def pack(self, made: Sequence[Exchange], blind: Sequence[bool]) -> Packed:
-        """Packs exchanges about one scene into a row.
+        """Packs exchanges about one scene into a sequence.
 
         Args:
             made: The exchanges.
-            blind: Whether each is asked without the image.
+            blind: Whether an exchange is without the image, for each exchange.
         """
         start = len(self.prefix)
         packed = Packed(
@@ -335,10 +335,10 @@ class Packer:
         return packed
 
     def visible(self, part: Tensor) -> Tensor:
-        """Additive attention mask ``(B, 1, L, L)`` from ``part (B, L)``.
+        """Returns the additive attention mask ``(B, 1, L, L)``, given ``part (B, L)``.
 
-        A token attends to its exchange up to itself and to the beginning; if ``blind``, not to the
-        image.
+        A token attends to the earlier tokens of its exchange and to the prefix; in an exchange
+        without the image, only to the prefix's text before the image.
         """
         length = part.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool).tril()
@@ -350,7 +350,7 @@ class Packer:
         return hidden * torch.finfo(torch.float32).min
 
     def collate(self, rows: Sequence[Packed]) -> dict[str, Tensor]:
-        """Pads rows to tensors ``(B, L)``; padding counts as an exchange of its own."""
+        """Pads sequences to tensors ``(B, L)``; padding is masked like a separate exchange."""
         length = max(len(row.ids) for row in rows)
 
         def padded(name: str, fill: Any) -> Tensor:
@@ -369,7 +369,7 @@ class Packer:
 def states_of(
     model: LlavaForConditionalGeneration, packer: Packer, rows: dict[str, Tensor], pixels: Tensor
 ) -> tuple[Tensor, Any]:
-    """Last hidden states ``(B, L, width)`` of packed rows, and the tower's output."""
+    """Computes last hidden states ``(B, L, width)`` of packed sequences, and the tower's output."""
     seen = model.model.get_image_features(pixel_values=pixels)
     inputs = model.get_input_embeddings()(rows["ids"])
     is_image = rows["ids"] == model.config.image_token_id
@@ -391,7 +391,7 @@ def losses(
     rng: random.Random,
     options: LlavaScenesOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Weighted cross-entropy of the answers, and the loss of the tower's own task."""
+    """Computes the weighted cross-entropy of the answers, and the tower's classification loss."""
     rows = []
     for scene in scenes:
         made = sampled_exchanges(scene, rng, options)
@@ -409,7 +409,7 @@ def losses(
 
 
 def losses_of_the_tower(learner: Learner, scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
-    """Losses of the first part: zero for answers, and that of the tower's own task."""
+    """Computes the losses while the tower is trained alone: 0, and its classification loss."""
     rendered = rendered_batch(scenes)
     seen = learner.model.model.vision_tower(rendered.pixels)
     own = tower_loss(seen.last_hidden_state, seen.pooler_output, learner.heads, rendered)
@@ -417,7 +417,7 @@ def losses_of_the_tower(learner: Learner, scenes: Sequence[Scene]) -> tuple[Tens
 
 
 def rate_at(step: int, options: LlavaScenesOptions) -> float:
-    """Learning rate: rises over 200 steps at the start of each part and falls at its end."""
+    """Returns the learning rate; each of the two phases has a warm-up (200 steps) and a decay."""
     if step < options.tower_steps:
         begun, left = step, (options.tower_steps - step) / (0.3 * options.tower_steps)
     else:
@@ -427,7 +427,7 @@ def rate_at(step: int, options: LlavaScenesOptions) -> float:
 
 
 def optimizer_of(learner: Learner, options: LlavaScenesOptions) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only; the tower's groups come first."""
+    """Builds AdamW with weight decay on matrices only, and separate groups for the tower."""
     tower = set(learner.model.model.vision_tower.parameters())
     groups: list[dict[str, Any]] = []
     for of_tower in (True, False):
@@ -442,7 +442,7 @@ def optimizer_of(learner: Learner, options: LlavaScenesOptions) -> torch.optim.A
 def train(
     options: LlavaScenesOptions, work: Path, out: Path, *, save_every_s: float = 240.0
 ) -> None:
-    """Trains the model into ``out``; resumes from ``work`` with the result of one run."""
+    """Trains the model into ``out``, or resumes from ``work``; the result is the same."""
     processor = build_processor(options)
     learner = Learner(options, processor).train()
     packer = Packer(processor)
@@ -457,7 +457,7 @@ def train(
     answers = own = torch.zeros(())
 
     def save() -> None:
-        """Writes the state and a line of the log and, in the second part, the model."""
+        """Writes the state, a line of the log and, in the second phase, the model."""
         states = {"modules": learner.state_dict(), "optimizer": optimizer.state_dict()}
         write_state(state_file, states | {"step": step})
         row: dict[str, Any] = {
@@ -504,7 +504,7 @@ def train(
 
 @torch.no_grad()
 def tower_accuracy(learner: Learner, count: int) -> dict[str, float]:
-    """Accuracy of the tower's heads on POPE's questions, with the best threshold for each split.
+    """Measures the tower's accuracy on POPE's questions, with the best threshold for each split.
 
     Args:
         learner: Model and heads.
@@ -528,11 +528,11 @@ def tower_accuracy(learner: Learner, count: int) -> dict[str, float]:
 def pope_accuracy(
     model: LlavaForConditionalGeneration, packer: Packer, count: int, part: scene_sets.Part
 ) -> dict[str, float]:
-    """Accuracy of greedy answers per split of POPE, and the share of yes.
+    """Measures the accuracy of greedy answers on each split of POPE, and the share of yes.
 
     Args:
         model: The model.
-        packer: Packer of its processor.
+        packer: Packer with the model's processor.
         count: Number of scenes.
         part: ``development`` or ``test``.
     """
@@ -571,7 +571,7 @@ def export(
     options: LlavaScenesOptions,
     out: Path,
 ) -> None:
-    """Saves half-precision weights, a configuration that says float32, and the processor."""
+    """Saves float16 weights with ``dtype`` float32 in the configuration, and the processor."""
     clone = LlavaForConditionalGeneration(model.config)
     clone.load_state_dict(model.state_dict())
     clone.generation_config = model.generation_config
@@ -586,7 +586,7 @@ def export(
 
 
 def run(options: LlavaScenesOptions, work: Path, out: Path) -> dict[str, Any]:
-    """Trains the model and evaluates it; resumable."""
+    """Trains the model, or resumes its training; returns the last line of its log."""
     train(options, work, out)
     last = (work / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1]
     return {"folder": str(out)} | json.loads(last)

@@ -1,10 +1,10 @@
-"""Recipe of ``zoo:lm-synth``: a small language model that corrects ``zoo:whisper-synth``.
+"""Recipe of ``zoo:lm-synth``: a small language model that corrects transcripts of whisper-synth.
 
-Output: a ``LlamaForCausalLM`` of about 1.4 M parameters with a tokenizer unlike Whisper's (BPE over
-words with a mark before each, as in SentencePiece). It is trained on sentences of the zoo's grammar
-and on N-best lists with their references. There are real lists, recognised from noisy synthetic
-speech, and artificial ones, in which words are confused with similar words. Sentences are from the
-training side of `mmdecode.zoo.grammar`, as for the recogniser, so none is in a test set.
+Output: a ``LlamaForCausalLM`` of about 1.4 M parameters with a SentencePiece-like tokenizer, other
+than Whisper's. It is trained on sentences of the zoo's grammar, and on N-best lists (a recogniser's
+N best hypotheses for an utterance) with references. Real lists are recognised from noisy synthetic
+speech by ``zoo:whisper-synth``; in artificial lists, words are replaced by similar words. All
+sentences are from the training side of `mmdecode.zoo.grammar`, and in no test set.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ TEMPLATE = "{best}\n{others}\n=>"
 RECOGNISER = "zoo:whisper-synth"
 SHARD = 100
 PROMPT_SHARE = 0.2
-"""Loss weight of prompt tokens: predicting further hypotheses trains copying."""
+"""Loss weight of prompt tokens, whose prediction teaches the model to copy hypotheses."""
 HELD_OUT = 0.1
-"""Share of the real lists that are held out to decide when to stop."""
+"""Share of the real lists that are held out to decide when training stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,13 @@ class LMSynthOptions:
 
     Attributes:
         lists: Number of real N-best lists.
-        snr_db: Minimum and maximum signal-to-noise ratio of their speech, in decibels.
+        snr_db: Minimum and maximum signal-to-noise ratio of the real lists' speech, in decibels.
         vocabulary: Vocabulary size of the tokenizer.
         width, layers, heads, inner: Sizes of the model; ``inner`` is its feed-forward width.
-        plain: Share of a step's examples that are a sentence without a list.
-        real: Share of a step's examples that are real lists; the others are artificial.
+        plain: Share of a step's examples that are sentences without a list.
+        real: Share of a step's examples that are real lists; the remaining ones are artificial.
         prompts: Format of the prompts.
-        fit: Steps, learning rates and stopping.
+        fit: Steps, learning rates and early stopping.
     """
 
     lists: int = 2400
@@ -76,7 +76,7 @@ class LMSynthOptions:
 
 
 def build_tokenizer(options: LMSynthOptions) -> Any:
-    """Trains a BPE tokenizer on training sentences; a line is encoded as if after a space."""
+    """Trains a BPE tokenizer on training sentences; it treats a line as if a space preceded it."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
@@ -132,7 +132,12 @@ def build_model(tokenizer: Any, options: LMSynthOptions) -> Any:
 
 
 def make_lists(folder: Path, options: LMSynthOptions) -> list[NBestList]:
-    """Synthesises training sentences in noise and recognises them; resumable by shards."""
+    """Makes the real lists: synthesises noisy training sentences and recognises them.
+
+    Args:
+        folder: Folder of the lists, in files of `SHARD`; files that exist are read instead.
+        options: Settings.
+    """
     from mmdecode.asr import Transcriber
 
     engine: synthesis.Espeak | None = None
@@ -167,7 +172,7 @@ def make_lists(folder: Path, options: LMSynthOptions) -> list[NBestList]:
 def noisy(
     engine: synthesis.Espeak, text: str, rng: random.Random, snr_db: tuple[float, float]
 ) -> np.ndarray:
-    """Speaks a sentence in a random training voice and adds noise."""
+    """Synthesises a sentence in a random training voice and adds noise."""
     wave = torch.from_numpy(engine.speak(text, synthesis.Voice.draw(rng)))
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     mixed = synthesis.add_noise(wave, rng.uniform(*snr_db), generator, rng.uniform(0.0, 1.5))
@@ -175,14 +180,14 @@ def noisy(
 
 
 class Confusions:
-    """Artificial lists: words of a sentence are confused with words of similar spelling."""
+    """Sampler of artificial N-best lists, with words replaced by words of similar spelling."""
 
     def __init__(self) -> None:
         self.words = sorted(grammar.vocabulary())
 
     @cached_property
     def near(self) -> dict[str, list[str]]:
-        """The eight most similar words of each word."""
+        """The eight other words of most similar spelling, by word."""
         found = {}
         for word in self.words:
             alike = SequenceMatcher(b=word, autojunk=False)
@@ -194,7 +199,13 @@ class Confusions:
         return found
 
     def sample(self, text: str, rng: random.Random, count: int) -> list[str]:
-        """Samples ``count`` hypotheses; a confused word may still be right in some of them."""
+        """Samples the hypotheses of a list for one sentence.
+
+        Args:
+            text: The sentence.
+            rng: Random generator.
+            count: Number of hypotheses. A replaced word may still be right in some of them.
+        """
         share = rng.uniform(0.0, 0.4)
         ways: list[list[str]] = []
         for word in text.split():
@@ -206,7 +217,7 @@ class Confusions:
         return [" ".join(" ".join(rng.choice(way) for way in ways).split()) for _ in range(count)]
 
     def _instead(self, word: str, rng: random.Random) -> str:
-        """Error for a word: a similar or any other word, a deletion or an insertion."""
+        """Samples an error for a word: another word, a deletion, or an inserted word."""
         core = word.rstrip(".,?!")
         near = self.near.get(core.lower(), self.words)
         dice = rng.random()
@@ -223,14 +234,14 @@ class Confusions:
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids of an example, and their loss weights."""
+    """Token ids of a training example, and the loss weight of each."""
 
     ids: list[int]
     weights: list[float]
 
 
 class Examples:
-    """The batch of each step, a function of the seed and the step alone.
+    """Batches of training examples; a batch depends only on the seed and the step.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -245,18 +256,18 @@ class Examples:
         self.confusions = Confusions()
 
     def plain(self, text: str) -> Example:
-        """Example of a sentence without a list."""
+        """Builds the example of a sentence without a list."""
         answer = self.prompts.answer(text)
         return Example([self.bos, *answer], [0.0, *[1.0] * len(answer)])
 
     def corrected(self, hypotheses: Sequence[str], text: str) -> Example:
-        """Example of a list and its reference."""
+        """Builds the example of a list and its reference."""
         prompt, answer = self.prompts.prompt(hypotheses), self.prompts.answer(text)
         weights = [PROMPT_SHARE] * len(prompt) + [1.0] * len(answer)
         return Example(prompt + answer, [0.0, *weights[1:]])
 
     def __call__(self, step: int) -> list[Example]:
-        """Examples of a step."""
+        """Returns the examples of a step."""
         options = self.options
         rng = random.Random(f"{options.fit.seed}/{step}")
         texts = grammar.sentences(options.fit.batch, rng.randrange(2**31), "train")
@@ -276,7 +287,7 @@ class Examples:
 
 
 def loss_of(model: Any, examples: Sequence[Example]) -> Tensor:
-    """Weighted mean of the negative log-likelihood, in nats per token."""
+    """Computes the weighted mean of the negative log-likelihood, in nats per token."""
     ids = pad_sequence([torch.tensor(e.ids) for e in examples], batch_first=True)
     weights = pad_sequence([torch.tensor(e.weights) for e in examples], batch_first=True)[:, 1:]
     logits = model(input_ids=ids).logits[:, :-1]  # right padding needs no mask: attention is causal
@@ -285,7 +296,13 @@ def loss_of(model: Any, examples: Sequence[Example]) -> Tensor:
 
 
 def run(options: LMSynthOptions, work: Path, out: Path) -> dict[str, Any]:
-    """Makes lists and tokenizer and trains the model; resumable."""
+    """Makes the lists and the tokenizer and trains the model; an interrupted run is resumed.
+
+    Args:
+        options: Settings.
+        work: Folder of the lists and the training state.
+        out: Folder to write the model to.
+    """
     lists = make_lists(work / "lists", options)
     held_out, learned = split(lists, HELD_OUT)
     tokenizer = build_tokenizer(options)

@@ -1,8 +1,8 @@
 """Recipe of ``zoo:scene-classifier``: classifies a scene's large object, to evaluate image models.
 
-A narrow ResNet of timm, trained on rendered images of `mmdecode.zoo.scene_images` from seeds that
-no image model of the zoo is trained on. Images are blurred and get noise at random, since the
-images it evaluates come from a tokenizer's decoder.
+The classifier is a narrow ResNet of timm, trained on rendered images of `mmdecode.zoo.scene_images`
+from seeds that no image model of the zoo is trained on. Training images are blurred and noised at
+random, since the images to be classified are decoded by an image tokenizer and less sharp.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mmdecode.zoo.scene_images import class_of, image_scene, rendered_images, to
 from mmdecode.zoo.scenes import HELD_OUT, NOUNS, SIDE
 
 OWN_SEEDS = 2**34
-"""First seed of this recipe's training images; image models are trained on others."""
+"""First seed of this recipe's training images; image models are trained on other seeds."""
 ARCHITECTURE = "test_resnet"
 WIDTHS: dict[str, Any] = {"channels": (32, 48, 64, 96), "stem_width": 16}
 LEAST_WORN = 0.25  # share of images without degradation
@@ -37,9 +37,9 @@ class SceneClassifierOptions:
     """Settings of the recipe.
 
     Attributes:
-        fit: Steps, learning rates and stopping; ``condition_dropout`` has no effect.
-        development: Held-out images that decide when to stop.
-        test: Held-out images that the card's numbers are measured on.
+        fit: Steps, learning rates and early stopping; ``condition_dropout`` has no effect.
+        development: Number of held-out images that decide when training stops.
+        test: Number of other held-out images on which accuracy is measured.
     """
 
     fit: FitOptions = field(
@@ -53,7 +53,7 @@ class SceneClassifierOptions:
 
 @dataclass(frozen=True)
 class SceneImages:
-    """Images of consecutive seeds, with their classes.
+    """Rendered images of consecutive seeds, with their classes.
 
     Args:
         first: First seed.
@@ -70,7 +70,7 @@ class SceneImages:
 
     @cached_property
     def classes(self) -> Tensor:
-        """Classes, ``(count,)``."""
+        """Class of each image, ``(count,)``."""
         return torch.tensor([class_of(image_scene(seed)) for seed in self.seeds])
 
     def batches(self, size: int = 64) -> Iterator[Tensor]:
@@ -86,7 +86,7 @@ def build() -> nn.Module:
 
 
 def worn(pixels: Tensor, dice: torch.Generator) -> Tensor:
-    """Blurs images and adds noise, each by a random amount, some not at all."""
+    """Blurs images and adds noise, each by a random amount; a quarter of the amounts is 0."""
     count = len(pixels)
     padded = F.pad(pixels, (1, 1, 1, 1), mode="replicate")
     blurred = F.avg_pool2d(padded, 3, 1)
@@ -96,7 +96,7 @@ def worn(pixels: Tensor, dice: torch.Generator) -> Tensor:
 
 
 def loss_at(network: nn.Module, options: FitOptions, step: int) -> Tensor:
-    """Cross-entropy of a step's images, none of which occurs twice."""
+    """Computes the cross-entropy of a step's images, which no other step has."""
     dice = options.dice(step)
     own = SceneImages(OWN_SEEDS + step * options.batch, options.batch)
     return F.cross_entropy(network(worn(next(own.batches(own.count)), dice)), own.classes)
@@ -104,13 +104,13 @@ def loss_at(network: nn.Module, options: FitOptions, step: int) -> Tensor:
 
 @torch.no_grad()
 def bits(network: nn.Module, images: SceneImages) -> float:
-    """Mean cross-entropy of images in bits."""
+    """Computes the mean cross-entropy of images in bits."""
     distributions = torch.cat([network(batch) for batch in images.batches()])
     return float(F.cross_entropy(distributions, images.classes)) * BITS
 
 
 def measured(classifier: Classifier, images: SceneImages) -> dict[str, Any]:
-    """Accuracy with its standard error, and the classes of lowest accuracy."""
+    """Measures accuracy with its standard error, and finds the classes of lowest accuracy."""
     found = classifier.judge((batch + 1) / 2 for batch in images.batches())
     wanted = images.classes.numpy()
     right = found.probabilities.argmax(1) == wanted
@@ -127,7 +127,7 @@ def measured(classifier: Classifier, images: SceneImages) -> dict[str, Any]:
 
 
 def export(network: nn.Module, folder: Path) -> None:
-    """Saves half-precision weights and the configuration in timm's layout."""
+    """Saves float16 weights and the configuration in timm's layout."""
     from timm.models import save_for_hf
 
     def fill(into: Path) -> None:
@@ -144,7 +144,13 @@ def export(network: nn.Module, folder: Path) -> None:
 
 
 def run(options: SceneClassifierOptions, work: Path, out: Path) -> dict[str, Any]:
-    """Trains the classifier; ``out`` receives weights, configuration and card. Resumable."""
+    """Trains the classifier, or resumes its training; returns its card.
+
+    Args:
+        options: Settings.
+        work: Folder of the training state.
+        out: Folder of weights, configuration and ``card.json``.
+    """
     torch.set_num_threads(1)
     network = build()
     development = SceneImages(HELD_OUT, options.development)

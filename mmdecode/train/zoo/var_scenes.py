@@ -1,16 +1,17 @@
-"""Recipe of ``zoo:var-scenes`` and ``zoo:var-scenes-small``: two VARs over one tokenizer.
+"""Recipe of ``zoo:var-scenes`` and ``zoo:var-scenes-small``: two VARs with one image tokenizer.
 
-Output: a `MultiScaleVQ` (64 x 64 pixels, seven grids up to 8 x 8, 155 codes per image) and two
-`VarForImageGeneration`, a large one and a small one for CoDe, conditioned on the large object of a
-scene. All are trained from scratch. Images are rendered during training
-(`mmdecode.zoo.scene_images`) and depend on the step alone; none occurs twice, so that there is no
-overfitting to a corpus.
+Output: a `MultiScaleVQ` tokenizer (64 x 64 pixels, seven grids up to 8 x 8, 155 codes per image)
+and two `VarForImageGeneration`, conditioned on the noun of a scene's large object; the small one is
+for collaborative decoding (CoDe) with the large one. All are trained from scratch. Images are
+rendered during training (`mmdecode.zoo.scene_images`), and no image occurs twice, so that the
+models cannot overfit a corpus.
 
 The tokenizer is first trained as an autoencoder without quantisation. Then the codebook is
-initialised with the residual latents of each scale; codes of low usage are moved to residuals.
+initialised with the residual latents of each scale, and rarely used codes are replaced by residual
+latents of the batch.
 
-Source: Tian et al. 2024, arXiv:2404.02905, for both losses; there is no perceptual and no
-adversarial loss here.
+Source: Tian et al. 2024, arXiv:2404.02905, for the losses of tokenizer and transformer; here
+without perceptual and adversarial losses.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class ModelShape:
 
     Attributes:
         width, layers, heads: Sizes of the transformer.
-        shared_adaln: See `VarConfig`; saves a third of the parameters at eight layers.
+        shared_adaln: Whether the layers share the projection of the condition, see `VarConfig`;
+            saves a third of the parameters at eight layers.
     """
 
     width: int
@@ -65,16 +67,17 @@ class VarScenesOptions:
     """Settings of the recipe.
 
     Attributes:
-        patch_nums: Side of each scale's grid.
+        patch_nums: Side of the grid of codes at each scale.
         codebook_size, codebook_dim, channels, channel_multipliers, norm_groups: Sizes of the
             tokenizer.
-        plain: Training of the tokenizer without quantisation.
-        coded: Training of the tokenizer with quantisation.
-        fitting: Training of each transformer.
-        models: Names and sizes of the transformers.
-        held_out: Number of images for early stopping; as many others for the card.
+        plain: Steps and learning rates of the tokenizer's training without quantisation.
+        coded: Steps and learning rates of the tokenizer's training with quantisation.
+        fitting: Steps and learning rates of each transformer's training.
+        models: Sizes of the transformers by name.
+        held_out: Number of held-out images that decide when training stops; the cards are measured
+            on as many others.
         device: Device of the training.
-        workers: Processes that render images; 0: none.
+        workers: Number of processes that render images; 0: they are rendered in this process.
     """
 
     patch_nums: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8)
@@ -101,7 +104,7 @@ class VarScenesOptions:
     workers: int = 0
 
     def tokenizer(self) -> MultiScaleVQ:
-        """Builds the untrained tokenizer; its convolutions between scales start as the identity."""
+        """Builds the untrained tokenizer; convolutions after each scale start as the identity."""
         torch.manual_seed(self.plain.seed)
         model = MultiScaleVQ(
             MultiScaleVQConfig(
@@ -139,16 +142,16 @@ class VarScenesOptions:
         )
 
     def development(self) -> range:
-        """Seeds of the images that decide when to stop."""
+        """Returns the seeds of the images that decide when training stops."""
         return range(HELD_OUT, HELD_OUT + self.held_out)
 
     def test(self) -> range:
-        """Seeds of the images that the cards are measured on."""
+        """Returns the seeds of the images that the cards' numbers are measured on."""
         return range(HELD_OUT + 2**20, HELD_OUT + 2**20 + self.held_out)
 
 
 def on_cuda() -> VarScenesOptions:
-    """Settings for about ten minutes on a GPU, with more steps; the shipped models are these."""
+    """Returns the settings of the package's models: about ten minutes of training on a GPU."""
     plain = FitOptions(steps=400, batch=32, weight_decay=0.0, every=200)
     return VarScenesOptions(
         plain=plain,
@@ -160,7 +163,7 @@ def on_cuda() -> VarScenesOptions:
 
 
 def seeds_of(step: int, options: FitOptions, part: int) -> range:
-    """Seeds of the images of a step; different ones in each part of the recipe."""
+    """Returns the seeds of a step's images; each part of the recipe has other seeds."""
     first = part * 2**36 + step * options.batch
     return range(first, first + options.batch)
 
@@ -169,7 +172,7 @@ def seeds_of(step: int, options: FitOptions, part: int) -> range:
 
 
 class TokenizerLearner(nn.Module):
-    """A tokenizer with a moving average of its codes' usage."""
+    """Tokenizer in training, with the moving average of each code's usage."""
 
     share: Tensor
 
@@ -180,16 +183,16 @@ class TokenizerLearner(nn.Module):
         self.register_buffer("share", torch.full((size,), 1 / size))
 
     def plain_loss(self, pixels: Tensor) -> Tensor:
-        """Reconstruction loss without quantisation."""
+        """Computes the reconstruction loss without quantisation."""
         return reconstruction_loss(self.tokenizer.decode(self.tokenizer.encode(pixels)), pixels)
 
     def coded_loss(self, pixels: Tensor, dice: torch.Generator, renew: bool) -> Tensor:
-        """Reconstruction loss with quantisation, plus the codebook losses of every scale.
+        """Computes the reconstruction loss with quantisation, plus all scales' codebook losses.
 
         Args:
             pixels: Pixels from -1 to 1, ``(B, 3, H, W)``.
             dice: Random generator of the replaced codes.
-            renew: Whether codes of low usage are replaced.
+            renew: Whether to replace rarely used codes.
         """
         latents = self.tokenizer.encode(pixels)
         found = self.tokenizer.quantize(latents)
@@ -208,7 +211,7 @@ class TokenizerLearner(nn.Module):
 
     @torch.no_grad()
     def _renew(self, latents: Tensor, found: Quantized, dice: torch.Generator) -> None:
-        """Replaces codes of low usage by residual latents of random scales."""
+        """Replaces rarely used codes by residual latents of random scales."""
         size = len(self.share)
         dead = (self.share * size < DEAD).nonzero().flatten()
         wanted = []
@@ -223,7 +226,13 @@ class TokenizerLearner(nn.Module):
 
 @torch.no_grad()
 def lay_codebook(tokenizer: MultiScaleVQ, latents: Tensor, dice: torch.Generator) -> None:
-    """Initialises the codebook with residual latents, an equal share of codes for each scale."""
+    """Initialises the codebook with residual latents, the same number of codes for each scale.
+
+    Args:
+        tokenizer: Tokenizer whose codebook is set.
+        latents: Encoder outputs of some images, ``(B, D, H, W)``.
+        dice: Random generator that selects the latents.
+    """
     sides = tokenizer.config.patch_nums
     rows = tokenizer.codebook.weight
     edges = np.linspace(0, len(rows), len(sides) + 1).astype(int)
@@ -238,7 +247,13 @@ def lay_codebook(tokenizer: MultiScaleVQ, latents: Tensor, dice: torch.Generator
 
 
 def train_tokenizer(options: VarScenesOptions, work: Path, out: Path) -> MultiScaleVQ:
-    """Trains a tokenizer into ``out`` and returns it; resumes from ``work``."""
+    """Trains the tokenizer, or resumes its training, and returns it.
+
+    Args:
+        options: Settings.
+        work: Folder of the training state.
+        out: Folder to write the tokenizer to.
+    """
     learner = TokenizerLearner(options.tokenizer()).to(options.device)
     tokenizer = learner.tokenizer
     seen = to_pixels(rendered_images(options.development())).to(options.device)
@@ -285,7 +300,7 @@ def train_tokenizer(options: VarScenesOptions, work: Path, out: Path) -> MultiSc
 
 @torch.no_grad()
 def in_parts(loss: Any, pixels: Tensor, batch: int = 32) -> float:
-    """Mean of a loss over images, in batches."""
+    """Computes the mean of a loss over images, in batches."""
     parts = pixels.split(batch)
     return sum(float(loss(part)) * len(part) for part in parts) / len(pixels)
 
@@ -297,7 +312,7 @@ def in_parts(loss: Any, pixels: Tensor, batch: int = 32) -> float:
 def encoded(
     tokenizer: MultiScaleVQ, classes: Sequence[int], images: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Classes ``(n,)`` and codes ``(n, L)`` of images, on the tokenizer's device."""
+    """Encodes images; returns classes ``(n,)`` and codes ``(n, L)`` on the tokenizer's device."""
     device = tokenizer.device
     parts = to_pixels(images).split(64)
     codes = [tokenizer.quantize(tokenizer.encode(part.to(device))).codes for part in parts]
@@ -307,7 +322,7 @@ def encoded(
 def code_losses(
     model: VarForImageGeneration, tokenizer: MultiScaleVQ, classes: Tensor, codes: Tensor
 ) -> Tensor:
-    """Negative log-likelihood of every code in nats, ``(B, L)``."""
+    """Computes the negative log-likelihood of every code in nats, ``(B, L)``."""
     with torch.no_grad():
         inputs = tokenizer.inputs_of(codes)
     return F.cross_entropy(model(classes, inputs).mT, codes, reduction="none")
@@ -317,7 +332,7 @@ def code_losses(
 def mean_losses(
     model: VarForImageGeneration, tokenizer: MultiScaleVQ, classes: Tensor, codes: Tensor
 ) -> Tensor:
-    """Mean negative log2-likelihood of each code over images, ``(L,)``."""
+    """Computes the negative log2-likelihood at each position, averaged over images, ``(L,)``."""
     rows = zip(classes.split(32), codes.split(32), strict=True)
     parts = [code_losses(model, tokenizer, *row) for row in rows]
     return torch.cat(parts).mean(0) * BITS
@@ -326,7 +341,15 @@ def mean_losses(
 def train_transformer(
     name: str, options: VarScenesOptions, tokenizer: MultiScaleVQ, work: Path, out: Path
 ) -> VarForImageGeneration:
-    """Trains a transformer into ``out`` and returns it; resumes from ``work``."""
+    """Trains a transformer, or resumes its training, and returns it.
+
+    Args:
+        name: Name of the transformer in ``options.models``.
+        options: Settings.
+        tokenizer: The trained tokenizer.
+        work: Folder of the training state.
+        out: Folder to write the transformer to.
+    """
     model = options.transformer(options.models[name]).to(options.device)
     tokenizer = tokenizer.to(options.device)
     classes, codes = encoded(tokenizer, *labelled_images(options.development()))
@@ -357,7 +380,7 @@ def train_transformer(
 
 @torch.no_grad()
 def measure_tokenizer(tokenizer: MultiScaleVQ, pixels: Tensor) -> dict[str, Any]:
-    """Codebook usage, entropy by scale and PSNR in dB of a tokenizer on images ``(n, 3, H, W)``."""
+    """Measures a tokenizer's codebook usage, entropy by scale and PSNR on ``(n, 3, H, W)``."""
     size, starts = tokenizer.config.codebook_size, tokenizer.starts
     codes, errors = [], []
     for part in pixels.split(32):
@@ -382,7 +405,14 @@ def measure_tokenizer(tokenizer: MultiScaleVQ, pixels: Tensor) -> dict[str, Any]
 def measure_transformer(
     model: VarForImageGeneration, tokenizer: MultiScaleVQ, classes: Tensor, codes: Tensor
 ) -> dict[str, Any]:
-    """Held-out bits per code with and without class, by scale, and entropy when sampling."""
+    """Measures bits per code with and without class, and the entropy when sampling images.
+
+    Args:
+        model: The transformer.
+        tokenizer: Its tokenizer.
+        classes: Classes of held-out images, ``(n,)``.
+        codes: Codes of held-out images, ``(n, L)``.
+    """
     starts = tokenizer.starts
     known = mean_losses(model, tokenizer, classes, codes)
     nothing = mean_losses(model, tokenizer, torch.full_like(classes, model.null_class), codes)
@@ -402,7 +432,7 @@ def measure_transformer(
 
 
 def write_cards(options: VarScenesOptions, out: Path) -> dict[str, Any]:
-    """Measures the models in ``out`` and writes their cards; returns the numbers by name."""
+    """Measures the models in ``out`` and writes their cards; returns the numbers by model."""
     tokenizer = MultiScaleVQ.from_pretrained(out / TOKENIZER).eval()
     classes, codes = encoded(tokenizer, *labelled_images(options.test()))
     found = {TOKENIZER: measure_tokenizer(tokenizer, to_pixels(rendered_images(options.test())))}
@@ -440,7 +470,13 @@ def write_cards(options: VarScenesOptions, out: Path) -> dict[str, Any]:
 
 
 def run(options: VarScenesOptions, work: Path, out: Path) -> dict[str, Any]:
-    """Trains all models into folders of ``out``, with cards; resumable."""
+    """Trains all models, or resumes their training, and writes their cards.
+
+    Args:
+        options: Settings.
+        work: Folder of the training states.
+        out: Folder of the results, with one subfolder for each model.
+    """
     tokenizer = train_tokenizer(options, work / "tokenizer", out / TOKENIZER)
     for name in options.models:
         train_transformer(name, options, tokenizer, work / name, out / name)

@@ -1,15 +1,14 @@
-"""Recipe of ``zoo:whisper-synth``: a real Whisper, four orders of magnitude smaller, from scratch.
+"""Recipe of ``zoo:whisper-synth``: a Whisper of 3.6 M parameters, trained from scratch.
 
-Output: a ``WhisperForConditionalGeneration`` of about 3.6 M parameters with 8-second
-windows, its ``WhisperProcessor`` folder, and a small CTC head on the encoder (an auxiliary loss
-that speeds up the training, kept for forced alignment). Data are sentences of
-`mmdecode.zoo.grammar` spoken by espeak-ng with many voices, noise and reverberation; test voices
-and test sentences are never trained on.
+Output: a ``WhisperForConditionalGeneration`` with windows of 8 seconds, its ``WhisperProcessor``,
+and a small CTC head on the encoder, which speeds up training as an auxiliary loss and is later used
+for forced alignment. Training data are sentences of `mmdecode.zoo.grammar`, synthesised by
+espeak-ng with many voices, noise and reverberation; test voices and test sentences are excluded.
 
-Differs from OpenAI's Whisper in the frame rate only: 50 mel frames a second instead of 100
-(``hop_length`` 320), hence timestamps in steps of 0.04 s. Plain ``generate`` needs
-``time_precision=0.04, time_precision_features=0.02``; our transcriber and transformers' pipeline
-read them from the folder.
+The architecture differs from OpenAI's Whisper only in size, window length and frame rate: 50 mel
+frames a second instead of 100 (``hop_length`` 320), hence timestamps in steps of 0.04 s. Plain
+``generate`` needs ``time_precision=0.04, time_precision_features=0.02`` for this; our transcriber
+and transformers' pipeline read these values from the model's folder.
 """
 
 from __future__ import annotations
@@ -61,14 +60,14 @@ class WhisperSynthOptions:
     """Settings of the recipe.
 
     Attributes:
-        minutes: Time limit of the training without synthesis; the learning rate depends on the
-            time, not on the step.
+        minutes: Duration of the training without speech synthesis; the learning rate depends on
+            the elapsed time, not on the step.
         utterances: Number of synthesised sentences.
         width: Hidden size of encoder and decoder.
         encoder_layers, decoder_layers: Number of layers.
-        merges: Byte-pair merges of the tokenizer, which set the tokens per word.
+        merges: Number of byte-pair merges of the tokenizer; the more, the fewer tokens per word.
         peak_rate: Highest learning rate (AdamW).
-        batch: Short windows per step; full windows come in batches of half this.
+        batch: Short windows per step; batches of 8-second windows have half as many.
         seed: Seed of the training.
     """
 
@@ -84,7 +83,12 @@ class WhisperSynthOptions:
 
 
 def build_processor(merges: int, seed: int = 0) -> WhisperProcessor:
-    """Builds a processor in Whisper's layout: byte-level BPE of the grammar, all special tokens."""
+    """Builds a Whisper processor with a byte-level BPE tokenizer trained on the grammar.
+
+    Args:
+        merges: Number of byte-pair merges.
+        seed: Seed of the sentences that the tokenizer is trained on.
+    """
     from tokenizers import ByteLevelBPETokenizer
     from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
@@ -162,23 +166,23 @@ def build_model(
 
 
 class CTCHead(nn.Module):
-    """CTC head on encoder states: one linear layer over `CTC_SYMBOLS`, blank first."""
+    """CTC head on encoder states: one linear layer with `CTC_SYMBOLS` as its classes."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.proj = nn.Linear(width, len(CTC_SYMBOLS))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Log-probabilities ``(B, T, symbols)`` from encoder states ``(B, T, width)``."""
+        """Computes log-probabilities ``(B, T, symbols)`` from encoder states ``(B, T, width)``."""
         return self.proj(hidden).log_softmax(-1)
 
 
 def encode(model: WhisperForConditionalGeneration, features: Tensor, offset: int = 0) -> Tensor:
-    """Encoder states of features of any length; transformers' own forward needs a full window.
+    """Computes encoder states of features shorter than a window, which transformers refuses.
 
     Args:
         model: A Whisper.
-        features: ``(B, mel, frames)``.
+        features: Log-mel features, ``(B, mel, frames)``.
         offset: Encoder position of the first frame.
     """
     encoder = model.model.encoder
@@ -194,7 +198,7 @@ def encode(model: WhisperForConditionalGeneration, features: Tensor, offset: int
 def losses(
     model: WhisperForConditionalGeneration, head: CTCHead, batch: Batch
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the decoder and CTC loss of the encoder, both per token."""
+    """Computes the decoder's cross-entropy and the encoder's CTC loss, each per token."""
     hidden = encode(model, batch.features, batch.offset)
     output = model(
         encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
@@ -219,13 +223,25 @@ def losses(
 
 
 def rate_at(progress: float, step: int, peak: float) -> float:
-    """Learning rate: linear warm-up over 400 steps, then a cosine over time to a fiftieth."""
+    """Returns the learning rate: warm-up over 400 steps, then cosine decay to a fiftieth.
+
+    Args:
+        progress: Elapsed share of the training time, 0 to 1.
+        step: Number of the step.
+        peak: Highest learning rate.
+    """
     cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
     return peak * min(1.0, (step + 1) / 400) * (0.02 + 0.98 * cosine)
 
 
 def train(options: WhisperSynthOptions, work: Path, out: Path) -> None:
-    """Trains the model into ``out``; ``work`` holds the corpus and the training state."""
+    """Trains the model, or resumes its training.
+
+    Args:
+        options: Settings.
+        work: Folder of the corpus, the training state and the log.
+        out: Folder to write the model to.
+    """
     processor = build_processor(options.merges, options.seed)
     model = build_model(options, processor)
     head = CTCHead(options.width)
@@ -322,7 +338,7 @@ def export(
     options: WhisperSynthOptions,
     out: Path,
 ) -> None:
-    """Saves half-precision weights, a configuration that says float32, processor and CTC head."""
+    """Saves float16 weights with ``dtype`` float32 in the configuration, processor and CTC head."""
     from safetensors.torch import save_file
 
     clone = WhisperForConditionalGeneration(model.config)
@@ -352,19 +368,26 @@ def run(options: WhisperSynthOptions, work: Path, out: Path) -> dict[str, Any]:
     while len(list(corpus.glob("*[0-9].npz"))) < 2:
         speaker.join(2)
         if speaker.exitcode not in (None, 0):
-            raise MMDecodeError("the corpus could not be spoken; see the error of espeak-ng above")
+            raise MMDecodeError("synthesis of the corpus failed; see the error of espeak-ng above")
     train(options, work, out)
     last = (work / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1]
     return {"folder": str(out)} | json.loads(last)
 
 
 def save_heads(draft: Any, target_config: dict[str, Any], out: Path) -> None:
-    """Saves Medusa heads into a folder."""
+    """Saves Medusa heads, with their target's configuration, into a folder."""
     write_folder(out, lambda into: draft.save_pretrained(into, target_config))
 
 
 def run_heads(base: str, work: Path, out: Path, count: int = 4800) -> dict[str, Any]:
-    """Trains Medusa heads of both kinds for a model of this recipe, on windows of its corpus."""
+    """Trains Medusa heads of the kinds ``block`` and ``linear`` for a model of this recipe.
+
+    Args:
+        base: The model: folder or ``zoo:NAME``.
+        work: Folder of the recipe, with the corpus that heads are trained on.
+        out: Folder of the results, with one subfolder for each kind.
+        count: Number of training windows.
+    """
     from mmdecode.decoder import Decoder
 
     path = local_path(base)
