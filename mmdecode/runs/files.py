@@ -32,9 +32,9 @@ MAKER = f"mmdecode {mmdecode.__version__}"
 by MAKER`` in a comment, ``"made_by": MAKER`` as the first key of JSON, ``Software`` in a PNG."""
 
 LISTING = ".mmdecode-files"
-"""Name of a file in each folder of results that lists our files without the text `MAKER`: one line
-each, with its digest (`_ANY` for files that grow) and name, after a first line with a random id. A
-file is listed before it is written, so a crash leaves no unlisted file."""
+"""Name of a file that lists those of our files in its folder that do not contain `MAKER`: a first
+line with a random id, then a line for each file with digest (`_ANY` for files that are appended to)
+and name. A file is listed before it is written, so that a crash leaves no unlisted file."""
 
 _MADE = re.compile(
     rb"made by mmdecode |\"made_by\": ?\"mmdecode |content=\"mmdecode |Software\0mmdecode "
@@ -296,7 +296,7 @@ def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
     if foreign and not (overwrite or _OVERWRITE.get()):
         shown = ", ".join(foreign[:5]) + (f" and {len(foreign) - 5} more" if foreign[5:] else "")
         raise OptionError(
-            f"{shown}: there already, and not written by mmdecode (or edited since); choose "
+            f"{shown}: there already, and not written by mmdecode (or changed since); choose "
             "another folder, or allow replacing with --overwrite (overwrite=True)"
         )
 

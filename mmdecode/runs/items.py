@@ -34,7 +34,7 @@ Noted = Callable[[Sequence[str]], contextlib.AbstractContextManager[object]]
 
 CONFIGURATION = (OptionError, IncompatibleError, UnsupportedModelError, MissingExtraError)
 ENOUGH = 16
-"""Number of first items that must fail with the same error of the configuration to end the job."""
+"""The job fails if its first 16 items all fail with the same error of the configuration."""
 OUT_OF_MEMORY = "OutOfMemoryError"
 _OF_ONE_FILE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG)
 

@@ -35,7 +35,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
-    """Yields rows as `read_rows` does, but an `InputError` for each line that cannot be read.
+    """Yields line numbers and rows; for a line that cannot be read, an `InputError` as its row.
 
     Raises:
         InputError: The file as a whole cannot be read as a table.
@@ -77,7 +77,7 @@ def _content(path: Path) -> bytes:
         data = path.read_bytes()
         return gzip.decompress(data) if path.suffix.lower() == ".gz" else data
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(f"{path} cannot be read as a manifest: it is no intact gzip") from error
+        raise InputError(f"{path} cannot be read as a manifest: it is a broken gzip") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"{path} cannot be read as a manifest: {reason}") from error
@@ -193,7 +193,7 @@ def text_of(row: Mapping[str, Any], names: Iterable[str], where: str) -> str | N
     try:
         str(value).encode()
     except UnicodeEncodeError:
-        raise InputError(f"{where} has a lone surrogate under {any_of(names)}") from None
+        raise InputError(f"{where} has invalid Unicode under {any_of(names)}") from None
     return str(value)
 
 

@@ -187,7 +187,10 @@ def find_heads(
     """
     data = list(collect(model, processor, waves, method))
     if not data:
-        raise InputError("the model recognised no word in any recording; expected speech")
+        raise InputError(
+            "the model recognised no word in any recording; give recordings of speech in a "
+            "language that the model knows"
+        )
     frame_s = processor.feature_extractor.chunk_length / model.config.max_source_positions
     every = every_head(model)
     scores = score_heads(data, frame_s)

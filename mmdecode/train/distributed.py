@@ -118,9 +118,7 @@ class Worker(Alone):
     def _accelerated(self) -> Any:
         on_cpu = self.device == "cpu"
         if on_cpu and self.precision == "fp16":
-            raise OptionError(
-                "precision 'fp16' on a CPU, where gradients cannot be scaled; use bf16 or fp32"
-            )
+            raise OptionError("precision 'fp16' is not supported on a CPU; use bf16 or fp32")
         try:
             from accelerate import Accelerator
             from accelerate.state import AcceleratorState

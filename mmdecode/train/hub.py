@@ -15,8 +15,7 @@ from mmdecode.runs.files import LISTING, MAKER, is_own, write_file
 
 OURS = f"<!-- made by {MAKER} from card.json; without this line the page is left as it is -->"
 DRAFTS = {"eagle3": "eagle:path=", "text": "assistant:model="}
-"""Start of the value of ``draft=`` that loads a drafter, for kinds where it is not ``KIND:path=``.
-"""
+"""Start of the ``draft=`` value that loads a drafter, for kinds where it is not ``KIND:path=``."""
 LEFT_OUT = ["state/**", ".cache/**", "*.tmp", "*.tmp/**", LISTING]
 """Patterns of files that are not uploaded: training state, temporary files, list of own files."""
 

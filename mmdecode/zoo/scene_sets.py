@@ -119,8 +119,8 @@ def pope(scenes: Sequence[Scene], seed: int = 0) -> dict[Split, list[Row]]:
 
     Each question about a noun of the scene is followed by a question about an absent noun. Split
     ``random`` samples the absent noun uniformly, ``popular`` takes the noun that is most frequent
-    in training, and ``adversarial`` the noun that co-occurs most in training with the present noun;
-    none is asked about twice for an image. The yes-questions are the same in all splits.
+    in training, and ``adversarial`` the noun that co-occurs most in training with the present noun.
+    The three absent nouns of an image differ. The yes-questions are the same in all splits.
 
     Args:
         scenes: Scenes with at least three different nouns each.

@@ -146,7 +146,7 @@ CUT = gzip.compress(b'{"input": ["a"]}\n' * 9)[:-9]
 def test_damaged_gzip_is_refused(data, tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(data)
-    with pytest.raises(InputError, match="no intact gzip"):
+    with pytest.raises(InputError, match="a broken gzip"):
         read_lists(path)
 
 

@@ -158,10 +158,10 @@ def test_a_folder_that_another_library_fills_follows_the_same_rule(tmp_path):
         "model.safetensors",
     ]
     (out / "config.json").write_text("changed by hand")
-    with pytest.raises(OptionError, match=r"what was computed is in .*computed-\d+") as refused:
+    with pytest.raises(OptionError, match=r"the computed files are in .*computed-\d+") as refused:
         write_folder(out, saved)
     assert (out / "config.json").read_text() == "changed by hand"
-    kept = Path(str(refused.value).split("computed is in ")[1])
+    kept = Path(str(refused.value).split("computed files are in ")[1])
     assert (kept / "vq" / "model.safetensors").read_bytes() == b"weights"
     write_folder(out, saved, overwrite=True)
     assert (out / "config.json").read_text() == "{}"

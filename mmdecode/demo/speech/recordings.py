@@ -88,7 +88,7 @@ def transcribe(
 
 
 def _compare(plain: Way, drafted: Way, clip: RealClip) -> tuple[Recording, Transcript]:
-    """Transcribes a clip once with plain ``generate``, once without and once with the drafter."""
+    """Transcribes a clip with plain ``generate`` and with our loop, without and with a drafter."""
     from mmdecode.demo.speech.recordings_page import Recording
     from mmdecode.engine.trace import Round
 

@@ -57,7 +57,7 @@ OWN = {
     "queries": ("vispec", "flash"),
     "tokens": ("flash",),
 }
-"""Kinds of drafters that use an option, by option; all kinds use the options not listed."""
+"""The kinds of drafters that each option applies to; other options apply to all kinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
