@@ -6,6 +6,6 @@ from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 
 def language_code(name: str) -> str:
-    """Code of a language: ``en`` for ``en``, ``English`` or ``<|en|>``; unknown names unchanged."""
+    """Returns a language's code, ``en`` for ``English`` or ``<|en|>``; keeps names it can't map."""
     name = name.strip().lower().removeprefix("<|").removesuffix("|>")
     return TO_LANGUAGE_CODE.get(name, name)

@@ -11,23 +11,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A stretch of speech.
+    """A segment of a transcript: its text, with start and end time.
 
     Attributes:
-        start_s, end_s: Start and end, in seconds from the beginning of the recording; where words
-            are timed, the start of its first word and the end of its last one.
+        start_s, end_s: Start and end, in seconds from the beginning of the recording. With word
+            timestamps, they are the start of the first word and the end of the last word.
         text: Recognised text.
         tokens: Token ids, timestamps included.
-        temperature: Temperature of the attempt that was kept.
-        avg_logprob: Mean log-probability per token of its window; ``None``: no option needs it.
-        no_speech_prob: No-speech probability of its window; ``None``: no option needs it, or the
-            model gives none.
+        temperature: Temperature of the decoding attempt that was kept.
+        avg_logprob: Mean log-probability per token of its window; ``None``: no option asked for it.
+        no_speech_prob: No-speech probability of its window; ``None``: no option asked for it, or
+            the model does not predict it.
         looped: Whether its window ended in a repetition loop, see
             `mmdecode.asr.decoding.repetition`.
-        window_s: Start of the window in which it was decoded, in seconds.
-        words: Its words with times; ``None``: words are not timed.
-        decided: Words of the corrected text, each with the model that decided it; ``None``: not
-            corrected. ``tokens`` are always those of the recogniser.
+        window_s: Start of the window in which the segment was decoded, in seconds.
+        words: Its words with times; ``None``: word timestamps are off.
+        decided: Words of the corrected text, each with the model that decided it; ``None``: the
+            text was not corrected. ``tokens`` always hold the uncorrected output of the recogniser.
     """
 
     start_s: float
@@ -58,13 +58,13 @@ class Transcript:
         timed_by: ``model``: segments have the timestamps that the model predicted; ``windows``:
             each segment is a decoded window, with the window's start and end.
         stats: Numbers of ``windows``, ``attempts`` (repeats at other temperatures included),
-            ``looped`` windows (ended in a repetition loop) and ``tokens``; of a corrected
-            transcript also of windows ``edited``, and ``refused`` by the edit guard.
-        n_best: Alternatives of each window, best first; ``None``: not asked for.
-        uncorrected: Text of the recogniser alone; ``None``: nothing was corrected.
-        truncated: Description of the missing part of the file, where `TranscribeOptions` allow
-            truncated ones; ``None``: the file is complete.
-        error, kind: Always ``None``; a `Failure` has them.
+            ``looped`` windows (ended in a repetition loop) and ``tokens``. A corrected transcript
+            also has the numbers of windows ``edited``, and of those ``refused`` by the edit guard.
+        n_best: N-best list of each window, best text first; ``None``: it was not asked for.
+        uncorrected: Text of the recogniser before correction; ``None``: nothing was corrected.
+        truncated: Description of the missing part of a truncated file, which
+            ``TranscribeOptions.allow_truncated`` admits; ``None``: the file is complete.
+        error, kind: Always ``None``, so that results can be checked like a `Failure`.
     """
 
     source: str
@@ -90,9 +90,9 @@ class Failure:
     Attributes:
         source: Name of the recording.
         index: Its index in the input.
-        error: The problem, what was expected and what to do.
-        kind: Name of the error class.
-        text: Empty, as that of an `mmdecode.vlm.Answer` with an error.
+        error: Message that says what is wrong, what was expected and what to do.
+        kind: Class name of the error.
+        text: Always empty, so that code that reads ``text`` of every result works.
     """
 
     source: str
@@ -107,8 +107,8 @@ class Word:
     """A word with its time.
 
     Attributes:
-        text: The word with the space before it: the words of a segment, joined and stripped, are
-            the segment's text.
+        text: The word with the space before it. The words of a segment, concatenated and stripped,
+            are the segment's text.
         start_s, end_s: Start and end, in seconds from the beginning of the recording.
         confidence: Mean probability of its tokens, 0 to 1.
     """
@@ -126,7 +126,7 @@ class Hypothesis:
     Attributes:
         text: Text of the hypothesis.
         score: Mean log-probability per token, the end token included.
-        tokens: Token ids, times included, without the end token.
+        tokens: Token ids, timestamps included, without the end token.
     """
 
     text: str
@@ -136,9 +136,9 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Piece:
-    """One segment as tokens; ``start``, ``end`` and ``window``, its window's start, in seconds.
+    """A segment as tokens, with its ``start`` and ``end`` and the start of its ``window``.
 
-    Times count in the audio that the model was given, without what voice activity detection cut.
+    All three are in seconds of the audio after voice activity detection has cut out the silence.
     """
 
     start: float
@@ -157,11 +157,11 @@ class DecidedWord:
 
     Attributes:
         text: The word.
-        by: ``both``: each model alone would have written it, given the words before; ``language
-            model``: the recogniser alone would not have; ``audio``: the language model alone would
-            not have. The recogniser scores only the language model's most likely tokens, so a word
-            of both may be in no hypothesis. A refused answer is replaced by the first hypothesis,
-            whose words are by ``audio``.
+        by: Which model chose the word, given the words before it. ``both``: each model ranks it
+            first; ``language model``: only the language model does; ``audio``: the language model
+            ranks another word first. The recogniser scores only the language model's most likely
+            tokens, so a word of ``both`` may be in no hypothesis. If the edit guard refuses the
+            correction, the first hypothesis is used, and all its words are of ``audio``.
     """
 
     text: str

@@ -1,25 +1,27 @@
 """Streaming transcription: words while audio arrives; committed words are never taken back.
 
-`Stream` keeps the last seconds of the audio. Every ``step_s`` seconds it transcribes them again,
-with an ordinary `Transcriber`: any model, draft, guide or option. Text that a policy of `POLICIES`
-finds stable is committed: it is returned once, and does not change any more. The rest is
-provisional: returned too, and free to change with the next step.
+`Stream` keeps the last seconds of the audio in a buffer. Every ``step_s`` seconds it transcribes
+the buffer again, with an ordinary `Transcriber` (any model, draft, guide or option). The result is
+a hypothesis. A policy of `POLICIES` decides which of its first words are stable. Stable words are
+committed: they are returned once, and do not change any more. The other words are provisional: they
+are returned too, and may change with the next step.
 
-* ``agreement``: words that the last ``n`` hypotheses agree on (LocalAgreement-n; Liu et al. 2020,
-  arXiv:2005.11185, section 2.2; for Whisper Macháček et al. 2023, arXiv:2307.14743, section 2.1).
-* ``hold``: all words but the last ``n`` (hold-n; Liu et al. 2020).
+* ``agreement``: commits words that the last ``n`` hypotheses agree on (LocalAgreement-n; Liu et al.
+  2020, arXiv:2005.11185, section 2.2; for Whisper Macháček et al. 2023, arXiv:2307.14743, section
+  2.1).
+* ``hold``: commits all words but the last ``n`` (hold-n; Liu et al. 2020).
 
-Kept audio is dropped up to the end of a segment whose words are all committed, and always fits into
-one window of the model: if nothing is stable when the window is full, words are committed up to the
-first segment or word boundary that makes room. So neither memory nor the time of a step grows with
-the recording, and no pause or noise delays the text.
+The audio of a segment is dropped from the buffer once all its words are committed. The buffer
+always fits into one window of the model: if nothing is stable when it is full, words are committed
+up to the first segment or word boundary that makes room. So neither memory nor the time of a step
+grows with the recording, and a pause or noise cannot hold up the text.
 
-Models without timestamps decode the kept audio in windows that are cut at pauses, half as long as
-the kept audio: each window is a segment, and is decoded alike at every step until it is dropped.
+Models without timestamps decode the buffer in windows that are cut at pauses and are at most half
+as long as the buffer. Each window is a segment, and gives the same text at every step.
 
 Differs from Macháček et al. 2023: the end of the committed words in a new hypothesis is found by
 aligning the texts, so that word times are not needed; words are compared without case and
-punctuation; the text before the kept audio is not part of the prompt.
+punctuation; the text before the buffered audio is not part of the prompt.
 """
 
 from __future__ import annotations
@@ -40,15 +42,15 @@ from mmdecode.asr.transcriber import Transcriber
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 
 Policy = Callable[[Sequence[Sequence[str]], int], int]
-"""``policy(hypotheses, n)``: how many words of the newest hypothesis are stable.
+"""Function ``policy(hypotheses, n)`` that returns how many words can be committed.
 
-``hypotheses`` are the last ones, newest last: their words after the committed ones, without case
-and punctuation.
+``hypotheses`` holds the latest hypotheses, newest last, each as the list of its uncommitted words
+without case and punctuation. The result counts from the first word of the newest hypothesis.
 """
 
 
 def agreement(hypotheses: Sequence[Sequence[str]], n: int) -> int:
-    """Length of the longest common prefix of the last ``n`` hypotheses; 0 while there are fewer."""
+    """Returns the common prefix length of the last ``n`` hypotheses; 0 if there are fewer."""
     if len(hypotheses) < n:
         return 0
     last = hypotheses[-n:]
@@ -59,7 +61,7 @@ def agreement(hypotheses: Sequence[Sequence[str]], n: int) -> int:
 
 
 def hold(hypotheses: Sequence[Sequence[str]], n: int) -> int:
-    """Number of words of the newest hypothesis without its last ``n``."""
+    """Returns the number of words of the newest hypothesis minus ``n``, at least 0."""
     return max(0, len(hypotheses[-1]) - n)
 
 
@@ -67,15 +69,15 @@ POLICIES: Mapping[str, tuple[Policy, int, int]] = {
     "agreement": (agreement, 2, 1),
     "hold": (hold, 3, 0),
 }
-"""Policies by name, with the default ``n`` and the least possible."""
+"""Policies by name, each with the default and the smallest allowed value of ``n``."""
 
 
 def policy_of(spec: str) -> tuple[Policy, int]:
-    """Parses a policy and its ``n``, as ``agreement`` or ``hold:n=4``.
+    """Parses a policy's name with an optional ``n``, such as ``agreement`` or ``hold:n=4``.
 
     Raises:
         UnknownNameError: There is no such policy.
-        OptionError: It has no such option, or the value is out of range.
+        OptionError: The policy has no such option, or the value is out of range.
     """
     [(name, options)] = registry.parse("policy", spec)
     if name not in POLICIES:
@@ -90,11 +92,11 @@ def policy_of(spec: str) -> tuple[Policy, int]:
 
 
 class Commits:
-    """Decides which words of successive hypotheses are committed, by their texts alone.
+    """Decides which words of successive hypotheses are committed; needs their texts only.
 
     Args:
-        policy: Policy that decides what is stable.
-        n: Its parameter.
+        policy: Policy that decides which words are stable.
+        n: Parameter of the policy.
     """
 
     def __init__(self, policy: Policy, n: int) -> None:
@@ -106,8 +108,8 @@ class Commits:
         """Adds a hypothesis and commits its stable words.
 
         Returns:
-            Indices of the first newly committed word and after the last one; words after these are
-            provisional.
+            Start and end index of the newly committed words, the end excluded. Words from the end
+            index on are provisional.
         """
         keys = [bare(word) for word in words]
         begin = covered(self._committed, keys)
@@ -126,22 +128,23 @@ class Commits:
         """Drops committed words whose audio is no longer kept.
 
         Args:
-            words: First words of the newest hypothesis, all committed.
+            words: The words to drop: the first words of the newest hypothesis, all committed.
         """
         del self._committed[: covered([bare(word) for word in words], self._committed)]
 
 
 def bare(word: str) -> str:
-    """The word without case and punctuation; punctuation alone is kept."""
+    """Returns the word without case and punctuation; a word of punctuation alone is kept."""
     return "".join(c for c in word.casefold() if not is_marks(c)) or word.strip()
 
 
 def covered(committed: Sequence[str], words: Sequence[str]) -> int:
-    """Number of first words of a new hypothesis that repeat the committed words.
+    """Returns how many words at the start of a new hypothesis repeat the committed words.
 
-    The prefix of ``words`` with the fewest word errors against ``committed``; among equals the one
-    nearest in length. 0 where two or more words are committed and all of them would be errors: the
-    new hypothesis no longer has them, as happens with words hallucinated in a pause.
+    The number is the length of the prefix of ``words`` with the smallest edit distance to
+    ``committed``; of equally near prefixes, the one nearest in length. It is 0 if two or more words
+    are committed and none of them matches: the new hypothesis no longer contains them, as happens
+    with words hallucinated in a pause.
 
     Args:
         committed: Committed words whose audio is still kept.
@@ -160,16 +163,16 @@ def covered(committed: Sequence[str], words: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """Result of one step.
+    """Result of one step of a stream.
 
     Attributes:
         audio_s: Seconds of audio received so far; the JSON key is ``heard_s``.
-        ready_s: When the step would have ended had its audio come live, in seconds from the
-            beginning of the stream: no step begins before its audio is there and the one before has
-            ended.
-        committed: Newly committed words, each with the space before it: they never change.
-        provisional: Words after them in the current hypothesis.
-        words: The committed words with times and confidences; ``None``: words are not timed.
+        ready_s: Time at which the step would have ended if its audio had arrived in real time, in
+            seconds from the beginning of the stream. A step begins when its audio is complete and
+            the step before has ended.
+        committed: Newly committed words, each with the space before it; they never change.
+        provisional: Words after the committed words in the current hypothesis; they may change.
+        words: The committed words with times and confidences; ``None``: word timestamps are off.
     """
 
     audio_s: float
@@ -180,11 +183,11 @@ class Update:
 
     @property
     def text(self) -> str:
-        """Committed text; the texts of all updates, joined, are the transcript."""
+        """The newly committed text; concatenated over all updates, it is the transcript."""
         return "".join(self.committed)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON object of the update, as ``mmdecode stream --json`` prints it."""
+        """Returns the update as a JSON object, as ``mmdecode stream --json`` prints it."""
         return {
             "heard_s": self.audio_s,
             "ready_s": self.ready_s,
@@ -196,14 +199,15 @@ class Update:
 
 @dataclass(frozen=True)
 class _Hypothesis:
-    """Hypothesis for the kept audio.
+    """Transcript of the buffered audio at one step.
 
     Attributes:
         words: Words, each with the space before it.
-        timed: The same with times in the stream; ``None``: words are not timed.
-        start_s: Start of the first segment, from the start of the kept audio; 0 where there is
-            none.
-        ends: Ends of segments: seconds from the start of the kept audio, and words up to there.
+        timed: The same words with their times in the stream; ``None``: word timestamps are off.
+        start_s: Start of the first segment, in seconds from the start of the buffer; 0 if there is
+            no segment.
+        ends: For each segment its end in seconds from the start of the buffer, and the number of
+            words up to that end.
     """
 
     words: list[str]
@@ -216,15 +220,16 @@ class Stream:
     """Transcribes one recording while its audio arrives.
 
     Args:
-        transcriber: Transcriber of the kept audio; its options hold for every step. Voice activity
-            detection (``vad``) keeps pauses from being transcribed at all. Where words are timed,
-            audio can also be dropped up to a boundary between two words.
-        policy: One of `POLICIES`, with ``n``: ``agreement:n=3``.
+        transcriber: Transcriber that every step calls, with its options. With voice activity
+            detection (``vad``) pauses are not transcribed. With word timestamps audio can also be
+            dropped up to a boundary between two words.
+        policy: Name of one of `POLICIES`, with an optional ``n``, such as ``agreement:n=3``.
         step_s: Seconds of audio between updates.
-        longest_s: Most seconds of audio that are kept; ``None``: `Recognizer.kept_s` of the model's
-            family, for Whisper a window.
+        longest_s: Most seconds of audio in the buffer; ``None``: `Recognizer.kept_s` of the model's
+            family, which for Whisper is one window.
 
-    The text depends on the samples and on ``step_s``, not on the blocks that the samples come in.
+    The text depends on the samples and on ``step_s``, but not on how the samples are divided into
+    blocks.
 
     Raises:
         OptionError: A value is out of range.
@@ -251,8 +256,8 @@ class Stream:
         self.rate = transcriber.sampling_rate
         if not 1 / self.rate <= step_s <= longest_s / 2:
             raise OptionError(
-                f"step_s={step_s}; expected more than 0 and at most half of the audio that is "
-                f"kept, {longest_s / 2:g} s"
+                f"step_s={step_s}; expected more than 0 and at most half of longest_s, "
+                f"{longest_s / 2:g} s"
             )
         if not timed:
             usual = transcriber.options.window_s or longest_s
@@ -275,21 +280,22 @@ class Stream:
         return self._received / self.rate
 
     def feed(self, samples: np.ndarray, rate: int | None = None) -> list[Update]:
-        """Takes the next samples.
+        """Adds the next samples, and transcribes as often as they complete a step.
 
         Args:
-            samples: Mono float32, ``(samples,)``, any number of them.
-            rate: Their sampling rate in Hz; ``None``: the transcriber's, the only one accepted.
+            samples: Mono float32 samples, ``(samples,)``, any number of them.
+            rate: Their sampling rate in Hz, which has to be that of the transcriber; ``None``: it
+                is not checked.
 
         Returns:
-            An update per step that they complete: often none, several for a long block.
+            One update per completed step: often none, several for a long block.
 
         Raises:
-            InputError: The samples are of another kind or rate, or not finite.
+            InputError: The samples have another data type, shape or rate, or are not finite.
             OptionError: The stream is finished.
         """
         if self._finished:
-            raise OptionError("the stream is finished; make another for another recording")
+            raise OptionError("the stream is finished; make a new Stream for another recording")
         self._check(samples, rate)
         waiting = np.concatenate([self._waiting, samples])
         whole = len(waiting) - len(waiting) % self._step
@@ -297,7 +303,7 @@ class Stream:
         return [self._update(waiting[at : at + self._step]) for at in range(0, whole, self._step)]
 
     def finish(self) -> Update:
-        """Transcribes the rest and commits all words; the stream takes no more samples."""
+        """Transcribes the rest of the audio, commits all words and closes the stream."""
         self._finished = True
         if len(self._waiting):
             rest, self._waiting = self._waiting, self._waiting[:0]
@@ -326,7 +332,7 @@ class Stream:
             )
 
     def _update(self, samples: np.ndarray, last: bool = False) -> Update:
-        """One step: transcribe the kept audio, commit stable words, drop audio."""
+        """Runs one step: transcribes the buffer, commits stable words, and drops audio."""
         began = time.perf_counter()
         self._audio = np.concatenate([self._audio, samples])
         self._received += len(samples)
@@ -362,7 +368,7 @@ class Stream:
         )
 
     def _hear(self) -> _Hypothesis:
-        """Transcribes the kept audio."""
+        """Transcribes the buffered audio."""
         item = {"audio": self._audio, "language": self._language}
         found: Transcript = self.transcriber(item)
         start_s = (self._received - len(self._audio)) / self.rate
@@ -391,14 +397,14 @@ class Stream:
         )
 
     def _cut(self, found: _Hypothesis, end: int) -> tuple[int, int]:
-        """Chooses how much of the kept audio is dropped.
+        """Chooses how much audio is dropped from the start of the buffer.
 
         Args:
-            found: The hypothesis.
+            found: The hypothesis of this step.
             end: How many of its words are committed.
 
         Returns:
-            Number of samples to drop, and of words of the hypothesis in them.
+            Number of samples to drop, and number of the hypothesis' words in these samples.
         """
         length = len(self._audio)
         full = length + self._step > self._longest
@@ -431,7 +437,7 @@ class Stream:
 
 
 def words_of(segment: Segment, language: str | None) -> list[str]:
-    """The words of a segment, each with the space before it."""
+    """Returns the words of a segment, each with the space before it."""
     if segment.words is not None:
         return [word.text for word in segment.words]
     if language in SPACELESS:

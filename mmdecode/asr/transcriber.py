@@ -49,16 +49,16 @@ class Transcriber:
         model: A Whisper, a Moonshine, or another encoder-decoder of speech, see
             `mmdecode.asr.recognizers`.
         processor: Its processor.
-        decoder: Decoder of the windows: drafter, guide and acceptance rule; ``None``: neither
+        decoder: Decoder with drafter, guide and acceptance rule; ``None``: a decoder with neither
             drafter nor guide.
         options: Settings; ``None``: the defaults.
-        correct: Corrector of each window, or its name with options, see
-            `mmdecode.asr.correction.transcripts`; ``None``: nothing.
+        correct: Corrector of each window's text, or its name with options, see
+            `mmdecode.asr.correction.transcripts`; ``None``: the text is not corrected.
 
     Raises:
-        UnsupportedModelError: The model is no recogniser, or the processor is that of another.
-        OptionError: The model does not offer what the options ask for, or words are to be timed
-            and corrected.
+        UnsupportedModelError: The model is no recogniser, or the processor is of another model.
+        OptionError: The model does not support one of the options, or both word timestamps and a
+            correction are asked for.
     """
 
     def __init__(
@@ -98,15 +98,15 @@ class Transcriber:
         """Loads a model and builds its decoder.
 
         Args:
-            model_id: A folder, a Hub id, a short name as ``large-v3``, or ``zoo:NAME``.
-            draft: A drafter, or its name with options; ``medusa`` alone loads a zoo model's heads.
+            model_id: A folder, a Hub id, a short name such as ``large-v3``, or ``zoo:NAME``.
+            draft: A drafter, or its name with options; for a zoo model ``medusa`` loads its heads.
             guide: A guide, or its name with options.
             accept: Acceptance rule, see `mmdecode.Decoder`.
-            device: ``None``: CUDA where there is one.
+            device: Device of the model; ``None``: CUDA if available.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
             seed: Seed of the noise that sampling uses.
-            correct: Corrector of each window, as ``uadf:model=zoo:lm-synth``; ``None``: nothing.
-            trust_remote_code: Run Python files that come with the model: read them first.
+            correct: Corrector of the text, such as ``uadf:model=zoo:lm-synth``; ``None``: none.
+            trust_remote_code: Whether to run Python code from the model's folder: read it first.
             **options: Fields of `TranscribeOptions`.
 
         Raises:
@@ -124,7 +124,7 @@ class Transcriber:
         return cls(model, processor, Decoder(draft, guide, accept, seed), settings, correct)
 
     def with_options(self, **options: Any) -> Transcriber:
-        """The same model, decoder and corrector with other settings.
+        """Returns a transcriber with the same model, decoder and corrector and other options.
 
         Args:
             **options: Fields of `TranscribeOptions` that change.
@@ -176,15 +176,15 @@ class Transcriber:
 
         Args:
             inputs: A path, the bytes of an audio file, a file that is open for reading, an array,
-                ``(array, rate)``, see `mmdecode.asr.audio.reading.source_of`; or a list of such.
+                ``(array, rate)``, see `mmdecode.asr.audio.reading.source_of`; or a list of these.
             on_error: ``raise`` the first error, or ``return`` a `Failure` for each; ``None``: raise
                 for a single recording, return for a list.
             trace: A list to which the rounds of every window are appended, see
                 `mmdecode.engine.trace.Round`.
 
         Returns:
-            A `Transcript` for a single recording; for a list a list in its order, with a `Failure`
-            where a recording could not be read.
+            A `Transcript` for a single recording. For a list, a list in the same order, with a
+            `Failure` for each recording that could not be read.
 
         Raises:
             InputError: A single recording cannot be read.
@@ -205,16 +205,16 @@ class Transcriber:
     ) -> Iterator[Transcript | Failure]:
         """Like a call, but yields each result as soon as its recording ends, and never raises.
 
-        Any error of one recording makes that recording a `Failure`; the others go on.
+        A recording that fails yields a `Failure`, and the other recordings are still transcribed.
 
         Args:
             inputs: Recordings, as for a call.
-            progress: Called after each step with the seconds of audio it transcribed.
+            progress: Called after each step with the seconds of audio that it transcribed.
             watch: Progress of a job that makes several calls; see `mmdecode.runs.items`.
-            batch_size: Overrides that of the options; ``None``: does not.
+            batch_size: Batch size; ``None``: that of the options.
 
         Raises:
-            MMDecodeError: A configuration error, by which all recordings fail.
+            MMDecodeError: A configuration error, which would make every recording fail.
         """
         watch = Watch() if watch is None else watch
         yield from watch.released(self._outcomes(inputs, progress, watch, batch_size))
@@ -257,19 +257,19 @@ class Transcriber:
         return self._corrector(job, transcript) if self._corrector else transcript
 
     def stream_segments(self, recording: Any) -> Iterator[Segment]:
-        """Yields the segments of one recording as its windows end, equal to those of a call.
+        """Yields the segments of one recording as soon as each window is decoded.
 
-        With word times, a segment is held back until the start of the next word is known. Segments
-        that were yielded are not kept, nor is their audio, so memory does not grow with the
-        recording.
+        They equal the segments of a call. With word timestamps, a segment is yielded once the start
+        of the next word is known. Yielded segments and their audio are not kept, so memory does not
+        grow with the recording.
 
         Args:
-            recording: One, as for a call.
+            recording: One recording, as for a call.
 
         Raises:
-            OptionError: Several are given; or the mode is ``chunked``, or texts are corrected:
-                then segments are known only at the end of the recording.
-            InputError: It cannot be read.
+            OptionError: Several recordings are given; or the mode is ``chunked`` or texts are
+                corrected, where segments are known only at the end of the recording.
+            InputError: The recording cannot be read.
         """
         if not is_single(recording):
             raise OptionError(
@@ -277,8 +277,8 @@ class Transcriber:
             )
         if self.options.mode != "sequential" or self._corrector is not None:
             raise OptionError(
-                "stream_segments needs mode='sequential' and no correction: else segments are "
-                "known at the end alone; use a call"
+                "stream_segments needs mode='sequential' and no correction: otherwise segments are "
+                "known only at the end of the recording; call the transcriber instead"
             )
         return self._by_window(source_of(recording, self.sampling_rate))
 
@@ -330,14 +330,14 @@ class Transcriber:
         )
 
     def _correcting(self, correct: ListCorrection | str) -> WindowCorrector:
-        """Corrector of this recogniser's transcripts."""
+        """Returns the corrector of this recogniser's transcripts."""
         from mmdecode.asr.correction.fusion import Acoustic
         from mmdecode.asr.correction.windows import WindowCorrector
 
         if self.options.word_timestamps:
             raise OptionError(
-                "correct changes words, and word_timestamps times those of the recogniser; leave "
-                "one of them out"
+                "word_timestamps cannot be combined with correct: only the words of the recogniser "
+                "have times, and correct changes them; leave one of the two out"
             )
         method: ListCorrection
         if isinstance(correct, str):
@@ -351,8 +351,8 @@ class Transcriber:
 class _Segments:
     """Builds the segments of one recording, window by window.
 
-    Returned segments are final: a segment with words is held back until the next one, whose first
-    word may shorten its last.
+    Returned segments are final. With word timestamps a segment is held back until the next segment
+    is known, since the next word's start may shorten the last word.
 
     Args:
         transcriber: Transcriber of the recording.
@@ -369,11 +369,11 @@ class _Segments:
         self._held += pieces
 
     def take(self, pieces: Sequence[Piece], last: bool = False) -> list[Segment]:
-        """Adds the segments of a window and returns those that are final.
+        """Adds the segments of a window and returns all segments that are now final.
 
         Args:
             pieces: Segments of the next window.
-            last: Whether no window follows: then all are final.
+            last: Whether this is the last window; then all segments are final.
         """
         self.hold(pieces)
         words = self._words()
@@ -392,7 +392,7 @@ class _Segments:
         return found
 
     def _words(self) -> Sequence[list[Word] | None]:
-        """Words of each segment that is held; ``None``: they are not timed."""
+        """Words of each segment that is held back; ``None``: word timestamps are off."""
         ours, job = self._transcriber, self._job
         if not ours.options.word_timestamps:
             return [None] * len(self._held)
@@ -406,7 +406,7 @@ class _Segments:
         )
 
     def _spans(self, words: Sequence[list[Word] | None]) -> list[tuple[float, float]]:
-        """Start and end of each segment that is held."""
+        """Start and end, in seconds, of each segment that is held back."""
         timeline = self._job.timeline
         spans = [timeline.span(piece.start, piece.end) for piece in self._held]
         if self._transcriber.options.mode != "sequential":
@@ -432,15 +432,15 @@ class _Segments:
 
 
 def failure_of(source: str, index: int, failed: Failed) -> Failure:
-    """The result of a recording that failed."""
+    """Makes the `Failure` of a recording."""
     return Failure(source=source, index=index, error=failed.error, kind=failed.kind)
 
 
 def is_single(inputs: Any) -> bool:
-    """Whether one recording is given, and not a list of them.
+    """Whether the input is one recording rather than a list of recordings.
 
     Raises:
-        InputError: It is neither.
+        InputError: The input is neither.
     """
     if isinstance(inputs, (str, os.PathLike, bytes, bytearray, memoryview, Mapping, Source)):
         return True
@@ -453,16 +453,16 @@ def is_single(inputs: Any) -> bool:
     if not isinstance(inputs, Iterable):
         raise InputError(
             f"cannot transcribe {type(inputs).__name__}; expected a path, bytes, an open file, an "
-            "array, (array, rate) or a list of such"
+            "array, (array, rate) or a list of these"
         )
     return False
 
 
 def make_options(options: Mapping[str, Any]) -> TranscribeOptions:
-    """`TranscribeOptions` from keyword arguments.
+    """Makes `TranscribeOptions` from a mapping of option names to values.
 
     Raises:
-        OptionError: A name is unknown, or a value out of range.
+        OptionError: A name is unknown, or a value is out of range.
     """
     refuse_unknown(options, list(TranscribeOptions.__dataclass_fields__))
     return TranscribeOptions(**options)
@@ -474,18 +474,18 @@ def load(
     dtype: str | torch.dtype | None,
     options: TranscribeOptions | None = None,
 ) -> tuple[Any, Any]:
-    """Model and processor of a checkpoint.
+    """Loads the model and the processor of a checkpoint.
 
     Args:
         model_id: A folder, a Hub id or another name of a checkpoint.
         device: Device of the model; ``None``: CUDA if available.
         dtype: Data type of the weights.
-        options: Checked before weights are read: an error if the family cannot serve them.
+        options: Options that the model family has to support; checked before weights are read.
 
     Raises:
-        InputError: It cannot be loaded.
-        OptionError: The device or dtype does not exist, or the family cannot serve the options.
-        UnsupportedModelError: It is no recogniser that is known.
+        InputError: The checkpoint cannot be loaded.
+        OptionError: The device or dtype does not exist, or the family does not support an option.
+        UnsupportedModelError: The checkpoint is not a supported recogniser.
     """
     from transformers import AutoConfig
 

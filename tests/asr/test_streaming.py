@@ -317,7 +317,7 @@ def test_samples_that_cannot_be_read_are_refused_and_change_nothing(samples, rat
         ({"policy": "hold:n=1.5"}, OptionError, "expected 'hold:n=N'"),
         ({"policy": "hold:k=1"}, OptionError, "expected 'hold:n=N'"),
         ({"step_s": 0.0}, OptionError, "step_s=0.0; expected more than 0"),
-        ({"step_s": 5.0}, OptionError, "at most half of the audio that is kept, 4 s"),
+        ({"step_s": 5.0}, OptionError, "at most half of longest_s, 4 s"),
         ({"longest_s": 9.0}, OptionError, "at most a window of the model, 8 s"),
         ({"longest_s": 0.0}, OptionError, "longest_s=0.0"),
         ({"step_s": float("nan")}, OptionError, "step_s=nan"),

@@ -1,17 +1,16 @@
 """Token times from Whisper's cross-attention, or by CTC forced alignment.
 
-``attention``: a pass over prompt and tokens after decoding gives, for some heads of the decoder's
-cross-attention, weights by token and frame. They are normalised over tokens, median-filtered over
-frames, averaged over heads, and the cheapest monotone path through them gives the frame at which
-each token begins (dynamic time warping), as in openai/whisper's ``timing.py``. The weights are
-computed from the layers' queries and keys, which temporary hooks read: the model's own attention
-implementation is neither switched nor changed. A token's row is that of the query that predicted
-it, as there; transformers' ``return_token_timestamps`` takes the next row, of the query at the
-token.
+``attention``: after decoding, one pass over prompt and tokens gives the weights of some heads of
+the decoder's cross-attention, by token and frame. They are normalised over tokens, median-filtered
+over frames and averaged over heads; dynamic time warping then finds the frame at which each token
+begins, as in openai/whisper's ``timing.py``. The weights are computed from the layers' queries and
+keys, which temporary hooks record, so the model can keep any attention implementation. The weights
+of a token are those of the query that predicts it, as in openai/whisper; transformers'
+``return_token_timestamps`` takes the query one position later.
 
-``ctc``: character probabilities by frame (`mmdecode.asr.alignment.ctc`) and torchaudio's forced
-alignment. Spoken text without characters of the vocabulary (digits, symbols, other scripts) is
-aligned as a wildcard, which matches any character.
+``ctc``: a CTC model gives character probabilities by frame (`mmdecode.asr.alignment.ctc`), and
+torchaudio's forced alignment places the text on them. Text without characters of the vocabulary
+(digits, symbols, other scripts) is aligned as a wildcard, which matches any character.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.target_logits import Processors, TargetLogits
 
 Head = tuple[int, int]
-"""Decoder layer and head."""
+"""An attention head: index of its decoder layer, and its index in that layer."""
 Span = tuple[float, float]
 """Start and end, in seconds from the start of a window."""
 
@@ -49,14 +48,14 @@ _WILDCARD_COST = 1.0  # nats: a character matches its own symbol better than a w
 
 @dataclass(frozen=True)
 class Spoken:
-    """A decoded window.
+    """A decoded window whose tokens are to be timed.
 
     Attributes:
         prompt: Ids of the decoder prompt.
         tokens: Generated ids, without the end token.
-        rules: The processors it was decoded with, without a temperature.
+        rules: Logits processors that it was decoded with, without the temperature.
         offset_s: Start of the window, in seconds of the audio that the model is given.
-        frames: Encoder frames of the recording in it, padding not counted.
+        frames: Number of its encoder frames, padding not counted.
         features: Log-mel features, ``(mels, feature frames)``.
         samples: Samples at the model's rate; ``None``: the method does not need them.
     """
@@ -74,9 +73,9 @@ class Spoken:
 
 
 def alignment_heads(model: Any) -> list[Head]:
-    """The heads of ``generation_config.alignment_heads``; else all heads of the upper half.
+    """Returns ``generation_config.alignment_heads``, else all heads of the upper half of layers.
 
-    `mmdecode.train.alignment_heads` finds them for a checkpoint that names none.
+    `mmdecode.train.alignment_heads` finds good heads for a checkpoint without that entry.
     """
     named = getattr(model.generation_config, "alignment_heads", None)
     if named:
@@ -87,7 +86,7 @@ def alignment_heads(model: Any) -> list[Head]:
 
 
 class CrossAttention:
-    """Queries and keys of the cross-attention in one pass, by layer."""
+    """Queries and keys of the decoder's cross-attention in one forward pass, by layer."""
 
     def __init__(self, heads: Sequence[Head]) -> None:
         self.heads = list(heads)
@@ -95,9 +94,9 @@ class CrossAttention:
         self.keys: dict[int, Tensor] = {}
 
     def weights(self, row: int, frames: int) -> Tensor:
-        """Attention of one row to its first ``frames``, float32 ``(heads, tokens, frames)``.
+        """Returns the attention weights of a batch row, float32 ``(heads, tokens, frames)``.
 
-        Weights sum to one over these frames.
+        Only the first ``frames`` encoder frames count; the weights sum to one over them.
         """
         scores = [
             self.queries[layer][row, head].float() @ self.keys[layer][row, head, :frames].float().T
@@ -108,7 +107,7 @@ class CrossAttention:
 
 @contextmanager
 def cross_attention(decoder: Any, heads: Sequence[Head]) -> Iterator[CrossAttention]:
-    """Records a Whisper decoder's cross-attention queries and keys, by hooks removed at the end."""
+    """Records the cross-attention queries and keys of a Whisper decoder inside the context."""
     read = CrossAttention(heads)
     handles = []
 
@@ -135,7 +134,12 @@ def cross_attention(decoder: Any, heads: Sequence[Head]) -> Iterator[CrossAttent
 
 
 def token_starts(weights: Tensor, median_width: int = MEDIAN_WIDTH) -> np.ndarray:
-    """The frame at which each row of ``weights (heads, rows, frames)`` begins, ``(rows,)``."""
+    """Returns the first frame of each token, ``(tokens,)``, by dynamic time warping.
+
+    Args:
+        weights: Attention weights, ``(heads, tokens, frames)``.
+        median_width: Width of the median filter, in frames.
+    """
     spread = weights.std(1, keepdim=True, unbiased=False)
     # a single row has no spread: all frames then get the same value
     normal = (weights - weights.mean(1, keepdim=True)) / spread.clamp_min(1e-12)
@@ -145,7 +149,7 @@ def token_starts(weights: Tensor, median_width: int = MEDIAN_WIDTH) -> np.ndarra
 
 
 def median_filter(values: Tensor, width: int) -> Tensor:
-    """Median filter over the last axis, mirrored at its ends; too short values stay unchanged."""
+    """Median-filters the last axis, mirrored at its ends; returns too short values unchanged."""
     if values.shape[-1] <= width // 2 or width == 1:
         return values
     mirrored = F.pad(values, (width // 2, width // 2), mode="reflect")
@@ -153,15 +157,15 @@ def median_filter(values: Tensor, width: int) -> Tensor:
 
 
 def warp(cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Dynamic time warping: the cheapest monotone path from corner to corner.
+    """Finds the cheapest monotone path between opposite corners (dynamic time warping).
 
-    Cells of one antidiagonal depend on earlier ones only, so that they are computed together.
+    Cells of an antidiagonal depend on earlier antidiagonals only, so they are computed together.
 
     Args:
-        cost: ``(rows, columns)``.
+        cost: Cost of each cell, ``(rows, columns)``.
 
     Returns:
-        Row and column of each cell of the path. Among equally cheap predecessors, the one in the
+        Rows and columns of the cells of the path. Among equally cheap predecessors, the one in the
         same row is taken.
     """
     height, width = cost.shape
@@ -190,17 +194,18 @@ def warp(cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def attention_spans(
     weights: Tensor, frame_s: float, spoken: Sequence[bool], median_width: int = MEDIAN_WIDTH
 ) -> list[Span]:
-    """Start and end of each token of a window.
+    """Returns start and end of each token of a window, in seconds.
 
-    A pause belongs to no token, but the path assigns it to a neighbour. A token that is too long to
-    contain no pause is cut to the stretch of the longest duration to which it attends most, without
-    edges to which it hardly attends.
+    Dynamic time warping assigns a pause to one of the tokens next to it. A text token longer than a
+    limit (three times the median length, within bounds) is therefore cut to the stretch of that
+    length with the most attention, less the edges with hardly any attention.
 
     Args:
-        weights: ``(heads, tokens + 1, frames)``, the last row being that of the end token.
+        weights: Attention weights, ``(heads, tokens + 1, frames)``; the last row is of the end
+            token.
         frame_s: Length of a frame, in seconds.
-        spoken: Whether each token is text; others are not cut.
-        median_width: Width of the filter, in frames.
+        spoken: Whether each token is text; other tokens are not cut.
+        median_width: Width of the median filter, in frames.
     """
     frames = weights.shape[-1]
     edges = [*token_starts(weights, median_width).tolist(), frames]
@@ -224,15 +229,16 @@ def attention_spans(
 
 
 def forced_spans(log_probs: Tensor, texts: Sequence[str], ctc: CharacterModel) -> list[Span]:
-    """First frame, and last frame + 1, of each text, by CTC forced alignment.
+    """Returns first frame and last frame + 1 of each text, by CTC forced alignment.
 
-    Punctuation takes no time: its span is empty, at the edge of the text that it belongs to. Where
-    the texts have more symbols than there are frames, or none at all, they share the frames evenly.
+    Punctuation takes no time: its span is empty, at the edge of the text that it belongs to. If the
+    texts have more symbols than there are frames, or no symbol at all, the frames are divided
+    evenly among them.
 
     Args:
-        log_probs: ``(frames, symbols)``.
-        texts: In the order of speech.
-        ctc: The model whose symbols they are.
+        log_probs: Log-probabilities of the CTC model, ``(frames, symbols)``.
+        texts: Pieces of text in the order in which they are spoken.
+        ctc: The CTC model, which maps characters to symbols.
     """
     functional = import_or_explain("torchaudio.functional", "forced alignment")
     wildcard = log_probs.shape[-1]
@@ -284,7 +290,7 @@ class Timer:
         tokenizer: Its tokenizer.
         method: ``attention``, ``ctc`` or ``ctc:model=NAME``; ``True`` is ``ctc`` where the
             checkpoint has a head for it, else ``attention``.
-        stamps: Id of the first timestamp token.
+        stamps: Id of the first timestamp token; text tokens have lower ids.
         frame_s: Seconds per encoder frame.
         rate: Sampling rate of the audio, in Hz.
 
@@ -313,11 +319,11 @@ class Timer:
 
     @torch.no_grad()
     def __call__(self, windows: Sequence[Spoken], audio: Tensor) -> list[list[Token]]:
-        """Tokens of each window with times and probabilities.
+        """Returns the tokens of each window with times and probabilities.
 
         Args:
             windows: Decoded windows.
-            audio: Encoder states, a row per window, ``(B, S, H)``.
+            audio: Encoder states, one row per window, ``(B, S, H)``.
         """
         rows = [row for row, window in enumerate(windows) if window.tokens]
         timed: list[list[Token]] = [[] for _ in windows]
@@ -370,11 +376,11 @@ class Timer:
 
 
 def probabilities(logits: Tensor, window: Spoken) -> list[float]:
-    """Probability of each token of a window under the decoded distribution.
+    """Returns the probability of each token of a window, after the window's logits processors.
 
     Args:
-        logits: Logits of the prompt's last token and of each token, ``(tokens + 1, V)``.
-        window: The window.
+        logits: Logits at the prompt's last token and at each token, ``(tokens + 1, V)``.
+        window: The decoded window.
     """
     device = logits.device
     prompt = torch.tensor([window.prompt], device=device)

@@ -1,9 +1,10 @@
-"""Models of characters by frame, for forced alignment (`mmdecode.asr.alignment.cross_attention`).
+"""CTC models of characters for forced alignment (`mmdecode.asr.alignment.cross_attention`).
 
-`LetterHead` is the zoo's: a small convolutional network on Whisper's own features. Its receptive
-field is limited to 0.3 s on either side on purpose: a CTC head on the states of Whisper's encoder
-emits characters hundreds of milliseconds away from the sound, since every state depends on the
-whole window. `CTCModel` wraps any ``AutoModelForCTC`` of transformers.
+`LetterHead` comes with the zoo (the models shipped with this package): a small convolutional
+network on Whisper's log-mel features. Its receptive field is limited to 0.3 s on either side on
+purpose: a CTC head on the states of Whisper's encoder emits characters hundreds of milliseconds
+away from the sound, since every state depends on the whole window. `CTCModel` wraps any
+``AutoModelForCTC`` of transformers.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ class CharacterModel(Protocol):
 
     Attributes:
         blank: Index of the CTC blank.
-        delimiter: Index of the symbol between words; ``None``: there is none.
+        delimiter: Index of the symbol between words; ``None``: the model has no such symbol.
     """
 
     blank: int
     delimiter: int | None
 
     def symbols(self, text: str) -> list[int]:
-        """Indices of the characters of a text that are in the vocabulary."""
+        """Returns the symbol indices of a text; characters outside the vocabulary are skipped."""
 
     def emit(
         self, features: Tensor, samples: np.ndarray | None, end_s: float
     ) -> tuple[Tensor, float]:
-        """Log-probabilities ``(frames, symbols)`` up to ``end_s``, and seconds per frame.
+        """Returns log-probabilities ``(frames, symbols)`` up to ``end_s``, and seconds per frame.
 
         Args:
             features: Whisper's log-mel features, ``(mels, feature frames)``.
@@ -73,21 +74,21 @@ class LetterHead(nn.Module):
         self.last = nn.Conv1d(width, len(SYMBOLS), 1)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Log-probabilities ``(B, frames, symbols)`` from ``features (B, mels, frames)``."""
+        """Maps ``features (B, mels, frames)`` to log-probabilities ``(B, frames, symbols)``."""
         hidden = F.gelu(self.first(features))
         for block in self.blocks:
             hidden = hidden + F.gelu(block(hidden))
         return self.last(hidden).transpose(1, 2).log_softmax(-1)
 
     def symbols(self, text: str) -> list[int]:
-        """Indices of the letters of a text, without accents."""
+        """Returns the symbol indices of a text's letters, without accents."""
         return [SYMBOLS.index(c) for c in map(_bare, text.lower()) if c in SYMBOLS[1:]]
 
     @torch.no_grad()
     def emit(
         self, features: Tensor, samples: np.ndarray | None, end_s: float
     ) -> tuple[Tensor, float]:
-        """See `CharacterModel`; samples are not needed."""
+        """See `CharacterModel.emit`; reads features only, samples may be ``None``."""
         log_probs = self(features[None].to(self.last.weight.device).float())[0]
         return log_probs[: max(1, round(end_s / self.frame_s))], self.frame_s
 
@@ -96,15 +97,15 @@ class LetterHead(nn.Module):
         """Loads the head in a zoo model's folder.
 
         Raises:
-            InputError: The folder has none.
+            InputError: The folder has no such head.
         """
         from safetensors.torch import load_file
 
         file = Path(folder) / FILE
         if not file.exists():
             raise InputError(
-                f"{folder} has no {FILE}, which reads letters for word_timestamps='ctc'; name a "
-                "CTC model, 'ctc:model=NAME', or use 'attention'"
+                f"{folder} has no {FILE}, the CTC head that word_timestamps='ctc' needs; name a "
+                "CTC model with 'ctc:model=NAME', or use 'attention'"
             )
         weights = {name: tensor.float() for name, tensor in load_file(file).items()}
         width, mels, _ = weights["first.weight"].shape
@@ -113,7 +114,7 @@ class LetterHead(nn.Module):
         return head.eval()
 
     def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> None:
-        """Writes half-precision weights into a model's folder.
+        """Writes the head's weights in half precision into a model's folder.
 
         Raises:
             OptionError: The file exists, was not written by mmdecode, and ``overwrite`` is not set.
@@ -125,15 +126,15 @@ class LetterHead(nn.Module):
 
 
 class CTCModel:
-    """Any CTC model of transformers that reads samples.
+    """A CTC model of transformers that reads audio samples.
 
     Args:
         model: An ``AutoModelForCTC``.
         processor: Its processor: a feature extractor and a tokenizer of single characters.
-        rate: Sampling rate of the samples it will get, in Hz.
+        rate: Sampling rate of the audio that it will get, in Hz.
 
     Raises:
-        UnsupportedModelError: The model has another rate, or its symbols are not characters.
+        UnsupportedModelError: The model expects another rate, or its symbols are not characters.
     """
 
     def __init__(self, model: Any, processor: Any, rate: int) -> None:
@@ -141,8 +142,8 @@ class CTCModel:
         wanted = processor.feature_extractor.sampling_rate
         if wanted != rate:
             raise UnsupportedModelError(
-                f"{type(model).__name__} reads {wanted} Hz, the Whisper model {rate} Hz; choose a "
-                f"CTC model of {rate} Hz"
+                f"{type(model).__name__} expects audio at {wanted} Hz, the Whisper model at "
+                f"{rate} Hz; choose a CTC model for {rate} Hz"
             )
         tokenizer = processor.tokenizer
         self.vocabulary: dict[str, int] = tokenizer.get_vocab()
@@ -152,11 +153,11 @@ class CTCModel:
         if not any(len(symbol) == 1 and symbol.isalpha() for symbol in self.vocabulary):
             raise UnsupportedModelError(
                 f"the vocabulary of {type(model).__name__} has no single letters; forced alignment "
-                "needs a character model"
+                "needs a CTC model whose symbols are characters"
             )
 
     def symbols(self, text: str) -> list[int]:
-        """Indices of characters, in the vocabulary's case, without accents where it has none."""
+        """Returns the symbol indices of a text; case and accents are adapted to the vocabulary."""
         found = []
         for character in text.strip():
             forms = (character, character.upper(), character.lower())
@@ -171,7 +172,7 @@ class CTCModel:
     def emit(
         self, features: Tensor, samples: np.ndarray | None, end_s: float
     ) -> tuple[Tensor, float]:
-        """See `CharacterModel`; features are not needed."""
+        """See `CharacterModel.emit`; reads samples only, not features."""
         assert samples is not None, "the loop reads samples for a CTC model"
         inputs = self.processor(samples, sampling_rate=self.rate, return_tensors="pt")
         values = inputs[self.model.main_input_name].to(self.model.device, self.model.dtype)
@@ -181,13 +182,13 @@ class CTCModel:
 
 
 def ctc_model_of(method: str | bool, model: Any, rate: int) -> LetterHead | CTCModel | None:
-    """Loads the CTC model of a word timestamp method; ``None``: cross-attention, which needs none.
+    """Loads the CTC model of a word timestamp method; returns ``None`` for ``attention``.
 
     Args:
         method: ``attention``, ``ctc``, ``ctc:model=NAME``, or ``True``, see
             `mmdecode.asr.alignment.cross_attention.Timer`.
-        model: A Whisper; where no CTC model is named, the head in its folder is used.
-        rate: Sampling rate of its samples.
+        model: A Whisper model; if ``method`` names no CTC model, the head in its folder is used.
+        rate: Sampling rate of the audio, in Hz.
 
     Raises:
         OptionError: There is no such method.
@@ -215,5 +216,5 @@ def ctc_model_of(method: str | bool, model: Any, rate: int) -> LetterHead | CTCM
 
 
 def _bare(character: str) -> str:
-    """The base character, without accents."""
+    """Returns a character without accents."""
     return unicodedata.normalize("NFKD", character)[:1]

@@ -1,10 +1,10 @@
 """Words with times and confidences, from timed tokens.
 
-Words are those of openai/whisper: a word begins at a space, punctuation belongs to the word next to
-it, and in languages without spaces every character is a word. Its confidence is the mean of its
-tokens' probabilities at temperature 1, punctuation included, as in openai/whisper and
-faster-whisper; the distribution is the model's own with Whisper's logits processors, without a
-guide.
+Text is split into words as in openai/whisper: a word begins at a space, punctuation belongs to the
+word next to it, and in languages without spaces every character is a word. The confidence of a word
+is the mean probability of its tokens, punctuation included, as in openai/whisper and
+faster-whisper. The probabilities are the model's at temperature 1, after Whisper's logits
+processors and without a guide.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from mmdecode.asr.results import Word
 
 SPACELESS = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
-"""Languages that write no spaces between words."""
+"""Codes of languages that are written without spaces between words."""
 SPACES = ("\u0120", "\u2581")
-"""The space in token names: of byte-level vocabularies, and of SentencePiece."""
+"""Characters that stand for a space in vocabularies: in byte-level BPE, and in SentencePiece."""
 _OPENING = frozenset("\"'¿¡")  # next to brackets, opening quotes and dashes
 _SPOKEN = frozenset("%&@#§")  # spoken, although Unicode has them as punctuation
 _SHORTEST_S = 0.02
@@ -37,7 +37,7 @@ class Token(int):
 
     Attributes:
         start_s, end_s: Start and end, in seconds of the audio that the model is given.
-        probability: Probability under the decoded distribution at temperature 1.
+        probability: Probability at temperature 1, after the window's logits processors.
     """
 
     start_s: float
@@ -46,7 +46,7 @@ class Token(int):
 
     @classmethod
     def of(cls, value: int, start_s: float, end_s: float, probability: float) -> Token:
-        """A timed token."""
+        """Makes a token with its time and probability."""
         token = cls(value)
         token.start_s, token.end_s, token.probability = start_s, end_s, probability
         return token
@@ -58,15 +58,15 @@ def _bytes_by_character() -> dict[str, int]:
 
 
 def split_units(tokens: Sequence[int], tokenizer: Any) -> list[tuple[str, int]]:
-    """Splits tokens of a byte-level vocabulary into the smallest units of whole characters.
+    """Groups byte-level tokens into the smallest units that decode to whole characters.
 
     Args:
-        tokens: Text tokens, no special ones.
+        tokens: Text tokens, without special tokens.
         tokenizer: A byte-level BPE tokenizer.
 
     Returns:
-        Text and number of tokens of each unit; the joined texts are what the tokenizer decodes,
-        with ``\ufffd`` for invalid bytes.
+        Text and number of tokens of each unit. The concatenated texts are the decoded tokens, with
+        ``\ufffd`` for invalid bytes.
     """
     known = _bytes_by_character()
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -90,13 +90,13 @@ def split_words(
     """Splits text tokens into words.
 
     Args:
-        tokens: Text tokens, no special ones.
+        tokens: Text tokens, without special tokens.
         tokenizer: A byte-level BPE tokenizer.
-        language: Code of their language.
+        language: Code of their language; ``None``: one with spaces between words.
 
     Returns:
-        Text and number of tokens of each word; the joined texts are the tokens' text. Punctuation
-        alone is a word only where there is no other.
+        Text and number of tokens of each word. The concatenated texts are the text of the tokens.
+        Punctuation is a word of its own only if there is no other word.
     """
     words: list[tuple[str, int]] = []
     held, held_count = "", 0  # punctuation after a space, until the next unit decides its word
@@ -131,14 +131,14 @@ def _extend(words: list[tuple[str, int]], text: str, count: int) -> None:
 
 
 def is_marks(text: str) -> bool:
-    """Whether a text is only punctuation and white space, of which nothing is spoken."""
+    """Whether a text is only punctuation and white space, so that nothing of it is spoken."""
     return all(
         c not in _SPOKEN and (c.isspace() or unicodedata.category(c)[0] in "PCZ") for c in text
     )
 
 
 def opens(marks: str) -> bool:
-    """Whether punctuation belongs to the next word: opening brackets, quotes, dashes and spaces."""
+    """Whether punctuation belongs to the next word, as opening brackets, quotes and dashes do."""
     return all(
         c in _OPENING or unicodedata.category(c) in ("Ps", "Pi", "Pd") for c in marks.strip()
     )
@@ -152,16 +152,16 @@ def timed_words(
     duration_s: float,
     begin_s: float = 0.0,
 ) -> list[list[Word]]:
-    """Words of each segment, with times that are in order, disjoint and inside the recording.
+    """Returns the words of each segment; their times are ordered, disjoint and in the recording.
 
     Args:
-        segments: Text tokens of each segment, no special ones.
+        segments: Text tokens of each segment, without special tokens.
         tokenizer: A byte-level BPE tokenizer.
         language: Code of the language.
-        to_recording: From start and end of a span, in seconds of the audio that the model was given
-            (without stretches that voice activity detection cut out), to those in the recording.
+        to_recording: Function that maps start and end of a span from seconds of the model's audio,
+            in which voice activity detection cut out silence, to seconds of the recording.
         duration_s: Length of the recording, in seconds.
-        begin_s: End of the word before these, in seconds of the recording.
+        begin_s: Earliest start: the end of the word before these segments, in seconds.
     """
     found: list[list[Word]] = []
     for tokens in segments:
@@ -188,13 +188,13 @@ def in_order(
     shortest: float = _SHORTEST_S,
     begin: float = 0.0,
 ) -> list[tuple[float, float]]:
-    """Adjusts times as little as possible so that they are in order, disjoint and not too short.
+    """Adjusts spans of time as little as possible so that they are ordered and disjoint.
 
     Args:
         spans: Starts and ends, in seconds.
-        limit: Latest end.
-        shortest: Least length of each, reduced where they would not all fit.
-        begin: Earliest start.
+        limit: Latest end, in seconds.
+        shortest: Least length of a span, in seconds; reduced if the spans would not all fit.
+        begin: Earliest start, in seconds.
     """
     shortest = min(shortest, (limit - begin) / max(len(spans), 1))
     fitted: list[tuple[float, float]] = []
@@ -214,15 +214,15 @@ def around_words(
     words: Sequence[Sequence[Word] | None],
     begin_s: float = 0.0,
 ) -> list[tuple[float, float]]:
-    """Times of segments that agree with those of their words.
+    """Returns start and end of segments, adjusted to the times of their words.
 
-    A segment with words begins with the first and ends with the last of them. One without keeps
-    its time as far as it does not reach into the words before and after it.
+    A segment with words begins with its first word and ends with its last word. A segment without
+    words keeps its times, cut where they overlap the words before and after it.
 
     Args:
         spans: Starts and ends of segments, in seconds.
-        words: Words of each segment, in order of time; ``None``: not timed.
-        begin_s: End of the word before these.
+        words: Words of each segment, in order of time; ``None``: word timestamps are off.
+        begin_s: End of the word before these segments, in seconds.
     """
     latest = [math.inf]  # start of the next segment with words, from the last one backwards
     for own in reversed(words):

@@ -1,1 +1,1 @@
-"""Audio files to samples, and which of them hold speech."""
+"""Reading of audio files, and detection of speech in them."""

@@ -21,7 +21,10 @@ except MMDecodeError:
 
 
 def watched(source: Source, journal: InFlight) -> Source:
-    """Wraps a source so that a journal names it while one of its blocks is decoded."""
+    """Wraps a source so that a journal holds its name while one of its blocks is decoded.
+
+    If decoding crashes the process, the journal tells the next run which recording did it.
+    """
 
     def read() -> Blocks:
         blocks = source.read()
@@ -40,9 +43,12 @@ def checked(source: Source, path: str, *, code: str = READ) -> Source:
     """Wraps a source so that a separate process decodes the file first.
 
     Args:
-        source: Source of the file; reading it is an `InputError` if that process crashed.
+        source: Source of the file.
         path: Path of the file.
         code: Python code that the process runs.
+
+    Returns:
+        The wrapped source; reading it raises `InputError` if the process crashed.
     """
 
     def read() -> Blocks:

@@ -1,14 +1,14 @@
 """Reads audio files, bytes and arrays as mono float32 blocks at the model's sampling rate.
 
-Files are decoded block by block, so that the length of a recording does not set the memory it
-needs. soundfile reads wav, flac, ogg, opus, mp3, aiff and others; PyAV (extra ``media``) reads
-containers such as m4a, mp4 and webm; librosa is the last resort. Channels are averaged, and soxr
-resamples as a stream. Damaged files are refused: those that end before their header says,
-samples that are not numbers, and files without samples.
+Files are decoded block by block, so that memory does not grow with the length of a recording.
+soundfile reads wav, flac, ogg, opus, mp3, aiff and others; PyAV (extra ``media``) reads containers
+such as m4a, mp4 and webm; librosa is tried where PyAV is not installed. Channels are averaged, and
+soxr resamples block by block. Damaged recordings are refused: files that are shorter than their
+header says, samples that are NaN or infinite, and files without samples.
 
-Inputs may also be the bytes of a file, files that are open for reading, and arrays: at the model's
-rate, or ``(array, rate)``; of shape ``(samples,)`` or ``(channels, samples)``. Nothing is
-downloaded.
+Inputs may also be the bytes of a file, a file that is open for reading, an array at the model's
+rate, or ``(array, rate)``. Arrays have the shape ``(samples,)`` or ``(channels, samples)``. Nothing
+is downloaded.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ SUFFIXES = frozenset(
     ".wav .flac .ogg .oga .opus .mp3 .aif .aiff .aifc .au .caf .w64 .rf64 .m4a .mp4 .mkv .webm "
     ".aac .wma .mka .mov .amr .ac3 .3gp".split()
 )
-"""File name extensions of audio in a folder; a file given by its path may have any."""
+"""Extensions of the files that count as audio in a folder; a file given by path may have any."""
 BLOCK = 1 << 18
 """Samples decoded at once, all channels together."""
 _CLAIM = re.compile(r"^ *(?:data|SSND|Data Size|riff) +: (\d+) \(should be (\d+)\)", re.MULTILINE)
-"""Warning of libsndfile for a wav, aiff, au or w64 file that is shorter than it should be."""
+"""libsndfile's note about a wav, aiff, au or w64 file that is shorter than its header says."""
 _TOLERANCE_S = 0.25  # a container may end this much earlier than its header says
 _TIMED = ("mov", "matroska", "asf", "avi")
-"""Containers whose header has their length; for others PyAV only estimates it."""
+"""Formats whose header holds the duration; for other formats PyAV only estimates it."""
 _MOST_CHANNELS = 64  # more rows than this are samples, not channels
 _EMPTY = "holds no samples; expected a recording with at least one"
 
 Blocks = Iterator[tuple[int, np.ndarray]]
-"""Rate and ``(frames, channels)`` float32, block by block."""
+"""Iterator over blocks: sampling rate in Hz, and float32 samples ``(frames, channels)``."""
 
 
 class Truncated(InputError):
-    """A file ends before its header says; raised after everything that can be read of it."""
+    """A file is shorter than its header says; raised after all readable blocks were yielded."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One recording before it is read.
+    """A recording that is not read yet: its name, and a function that reads it.
 
     Attributes:
-        name: Its name in results and errors: the path, or ``array 2``.
-        read: Starts reading from the beginning; may be called more than once. A truncated file
-            yields the blocks that can be read, then raises `Truncated`.
-        language: Language of this recording; ``None``: that of the options.
+        name: Its name in results and errors: the path, or for example ``array 2``.
+        read: Function that reads it from the beginning; may be called more than once. For a
+            truncated file it yields the blocks that can be read, then raises `Truncated`.
+        language: Language of this recording; ``None``: the language of the options.
         allow_truncated: Whether a truncated file is read as far as possible without an error.
-        missing: Filled with a description of the missing part of a truncated file.
+        missing: List to which reading adds a description of a truncated file's missing part.
     """
 
     name: str
@@ -83,12 +83,12 @@ def recording(
     *,
     block: int = BLOCK,
 ) -> Source:
-    """A file as a source; the file is not opened yet.
+    """Makes the source of a file; the file is not opened yet.
 
     Args:
         path: Path of the file.
-        name: Its name; ``None``: its path.
-        shown: Name in errors; ``None``: its path.
+        name: Name of the source; ``None``: the path.
+        shown: Name in errors; ``None``: the path.
         block: Samples decoded at once, all channels together.
     """
 
@@ -100,11 +100,11 @@ def recording(
 
 
 def encoded(item: bytes | BinaryIO, name: str, *, block: int = BLOCK) -> Source:
-    """The bytes of an audio file as a source, or a file that is open for reading.
+    """Makes the source of an audio file's bytes, or of a file that is open for reading.
 
     Args:
         item: Bytes, or an open file, which is read once, from its current position.
-        name: Its name.
+        name: Name of the source.
         block: Samples decoded at once, all channels together.
     """
     content = functools.cache(lambda: bytes(item) if _is_bytes(item) else content_of(item))
@@ -130,16 +130,16 @@ def _naming(name: str, read: Callable[[], Blocks]) -> Callable[[], Blocks]:
 
 
 def part(source: Source, start_s: float, length_s: float | None = None) -> Source:
-    """A stretch of a recording, cut at its own sampling rate; audio after it is not read.
+    """Makes the source of a part of a recording; audio after the part is not read.
 
     Args:
         source: The recording.
-        start_s: Start of the stretch in seconds, to the nearest sample.
-        length_s: Its length in seconds; ``None``: to the end.
+        start_s: Start of the part in seconds, rounded to a sample.
+        length_s: Length of the part in seconds; ``None``: to the end of the recording.
 
     Returns:
-        The stretch, under the recording's name. Reading it is an `InputError` where the recording
-        ends before it.
+        The part, under the recording's name. Reading it raises `InputError` if the recording ends
+        before the part does.
     """
 
     def read() -> Blocks:
@@ -165,14 +165,14 @@ def part(source: Source, start_s: float, length_s: float | None = None) -> Sourc
 
 
 def source_of(item: Any, rate: int, index: int = 0, *, block: int = BLOCK) -> Source:
-    """Converts a recording as given by a user into a source.
+    """Converts a recording in any form that users may pass into a source.
 
     Args:
         item: A path, the bytes of an audio file, a file that is open for reading, an array at
             ``rate``, ``(array, rate)``, a mapping with ``array`` and ``sampling_rate``, a `Source`,
-            or a mapping with one of these as ``audio`` and the ``language`` that is spoken.
-        rate: Sampling rate of arrays that come without one.
-        index: Its index in the input, part of the name of recordings without a path.
+            or a mapping with one of these as ``audio`` and the spoken ``language``.
+        rate: Sampling rate in Hz of arrays that are given without a rate.
+        index: Index in the input, which names recordings without a path, as ``array 2``.
         block: Samples decoded at once, all channels together; a `Source` keeps its own.
 
     Raises:
@@ -206,8 +206,8 @@ def source_of(item: Any, rate: int, index: int = 0, *, block: int = BLOCK) -> So
         array = np.asarray(item)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{name}: cannot be made an array ({error}); expected a path, bytes, an open file, an "
-            "array of samples or (array, rate)"
+            f"{name}: cannot be converted to an array ({error}); expected a path, bytes, an open "
+            "file, an array of samples or (array, rate)"
         ) from error
     return Source(name, lambda: _array(name, array, rate, block))
 
@@ -220,7 +220,7 @@ def blocks(source: Source, rate: int) -> Iterator[np.ndarray]:
     """Reads a source as mono float32 samples at ``rate``, block by block, each ``(samples,)``.
 
     Raises:
-        InputError: The recording cannot be read or trusted; the message starts with its name.
+        InputError: The recording cannot be read or is damaged; the message starts with its name.
     """
     import_or_explain("soxr", "resampling audio")
     import soxr
@@ -249,7 +249,7 @@ def blocks(source: Source, rate: int) -> Iterator[np.ndarray]:
 
 
 def _readable(source: Source) -> Blocks:
-    """Reads a source; a truncated one is an error unless its ``allow_truncated`` is set."""
+    """Reads a source; a truncated file is an error unless ``allow_truncated`` is set."""
     empty = True
     try:
         for block in source.read():
@@ -265,7 +265,7 @@ def import_or_explain(module: str, purpose: str) -> Any:
     """Imports a module.
 
     Raises:
-        MissingExtraError: It is not installed; the message names the extra that installs it.
+        MissingExtraError: The module is not installed; the message names the extra to install.
     """
     try:
         return importlib.import_module(module)
@@ -313,7 +313,7 @@ def _file(path: Path, block: int) -> Blocks:
     if stat.S_ISDIR(found.st_mode):
         raise InputError("is a folder; expected an audio file")
     if not stat.S_ISREG(found.st_mode):
-        raise InputError("is no regular file; give a pipe as '-', on stdin")
+        raise InputError("is no regular file; to read a pipe, connect it to stdin and give '-'")
     if found.st_size == 0:
         raise InputError("is empty (0 bytes); expected an audio file")
     yield from _decoded(path, block)
@@ -330,7 +330,7 @@ def _decoded(content: Path | bytes, block: int) -> Blocks:
     with file:
         # libsndfile's guess for any .au file without a header
         if (file.format, file.subtype) == ("RAW", "ULAW"):
-            raise _unreadable("it has no header", "check what it is")
+            raise _unreadable("it has no header", "check its format")
         yield from _soundfile(content, file, block)
 
 
@@ -355,13 +355,13 @@ def _soundfile(content: Path | bytes, file: Any, block: int) -> Blocks:
     if file.frames - seen > file.samplerate // 10 and file.frames < 1 << 62:
         raise _truncated(f"has {seen} of {file.frames} samples")
     if file.format == "OGG" and not _ogg_is_complete(content):
-        raise _truncated(f"has no last page after {seen} samples")
+        raise _truncated(f"lacks the last page of its Ogg stream, after {seen} samples")
     if not seen:
         raise InputError(_EMPTY)
 
 
 def _ogg_is_complete(content: Path | bytes) -> bool:
-    """Whether the last page is marked as the end of its stream, and whole."""
+    """Whether the last page of an Ogg file is complete and marked as the end of its stream."""
     if isinstance(content, bytes):
         tail = content[-(1 << 17) :]
     else:
@@ -377,7 +377,7 @@ def _ogg_is_complete(content: Path | bytes) -> bool:
 
 
 def _other_readers(content: Path | bytes, error: Exception) -> Blocks:
-    """Reads formats that soundfile does not open: by PyAV where installed, then librosa."""
+    """Reads formats that soundfile does not open: by PyAV if it is installed, else by librosa."""
     av: Any = None
     with contextlib.suppress(ImportError):
         av = importlib.import_module("av")
@@ -398,7 +398,7 @@ def _other_readers(content: Path | bytes, error: Exception) -> Blocks:
         try:
             samples, rate = librosa.load(_openable(content), sr=None, mono=False)
         except Exception as reason:  # audioread's readers raise whatever they like
-            hint = "pip install 'mmdecode[media]' reads containers, or convert it"
+            hint = "install 'mmdecode[media]', which reads containers, or convert the file"
             raise _unreadable(_reason(error), hint) from reason
     if samples.size == 0:
         raise InputError(_EMPTY)
@@ -407,7 +407,7 @@ def _other_readers(content: Path | bytes, error: Exception) -> Blocks:
 
 def _container(container: Any, av: Any) -> Blocks:
     if not container.streams.audio:
-        raise InputError("is not audio, it holds no audio stream; expected a recording")
+        raise InputError("is not audio: it holds no audio stream; expected a recording")
     stream = container.streams.audio[0]
     resampler = av.AudioResampler(format="fltp")
     seen, end_s = 0, 0.0
@@ -444,11 +444,11 @@ def _truncated(what: str) -> Truncated:
 def _unreadable(reason: str, hint: str) -> InputError:
     reason = " ".join(reason.split())
     return InputError(
-        f"is not audio that an installed library reads ({reason}); expected wav, flac, ogg, mp3 or "
-        f"a common container: {hint}"
+        f"is not audio that an installed library can read ({reason}); expected wav, flac, ogg, mp3 "
+        f"or a common container: {hint}"
     )
 
 
 def _reason(error: Exception) -> str:
-    """Message of an error without the path, which for standard input is a temporary file's."""
+    """Returns an error's message without the path, which may be that of a temporary file."""
     return str(getattr(error, "error_string", None) or getattr(error, "strerror", None) or error)

@@ -1,7 +1,7 @@
-"""One recording of known length and hash, read window by window in memory of a few windows.
+"""`Recording`: reads a recording window by window, with only a few windows in memory.
 
-A recording is read twice: once for its length and its hash, once for its windows. Recordings of up
-to `KEEP_S` seconds are kept in memory instead of being decoded twice.
+A recording is read twice: first for its length and its hash, then for its windows. Recordings of up
+to `KEEP_S` seconds are kept in memory, so that the file is decoded only once.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ KEEP_S = 300
 
 
 class Tape:
-    """Random access to a stream of blocks, forwards only; samples before the last read are dropped.
+    """Reads ranges of samples from a stream of blocks; a range may not begin before the last one.
 
-    Beyond both ends of the recording it is mirrored, as ``torch.stft`` mirrors it.
+    Earlier samples are dropped. Beyond its two ends the recording is continued by its mirror image,
+    like the reflection padding of ``torch.stft``.
     """
 
     def __init__(self, parts: Iterator[np.ndarray]) -> None:
@@ -49,7 +50,7 @@ class Tape:
             self._held = np.concatenate(taken)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Samples ``start`` to ``stop``; ``start`` never goes back."""
+        """Returns samples ``start`` to ``stop``; ``start`` may not decrease from call to call."""
         self.fill(stop)
         low, high = max(start, 0), min(stop, self.end)
         self._held, self._start = self._held[low - self._start :], low
@@ -62,7 +63,7 @@ class Recording:
 
     Args:
         source: Source of its samples.
-        rate: Sampling rate to read it at, in Hz.
+        rate: Sampling rate in Hz, to which it is resampled.
         keep_s: Longest recording that is kept in memory, in seconds.
 
     Attributes:
@@ -72,7 +73,7 @@ class Recording:
         samples: Number of its samples.
 
     Raises:
-        InputError: The recording cannot be read or trusted, or holds no samples.
+        InputError: The recording cannot be read, is damaged, or holds no samples.
     """
 
     def __init__(self, source: Source, rate: int, *, keep_s: float = KEEP_S) -> None:
@@ -107,19 +108,19 @@ class Recording:
         return self.samples
 
     def tape(self) -> Tape:
-        """A new tape from the beginning of the recording, without padding."""
+        """Returns a new `Tape` from the beginning of the recording, without padding."""
         return Tape(self._replay())
 
     def waveform(self, start: int, stop: int) -> np.ndarray:
-        """Samples ``start`` to ``stop``, at most to its end; ``start`` never goes back."""
+        """Returns samples ``start`` to ``stop`` or to the end; ``start`` may not decrease."""
         return self._tape.read(start, min(stop, self.samples))
 
     def _first_pass(self, parts: Iterator[np.ndarray], known: int | None) -> None:
-        """Reads all samples once.
+        """Reads all samples once; subclasses override it to compute values of the whole recording.
 
         Args:
-            parts: The samples in order; all of them must be consumed.
-            known: Number of samples, where the recording is in memory; else ``None``.
+            parts: Blocks of the samples in order; all of them must be consumed.
+            known: Number of samples if the recording is in memory, else ``None``.
         """
         collections.deque(parts, maxlen=0)
 

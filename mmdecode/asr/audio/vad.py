@@ -1,9 +1,10 @@
 """Voice activity detection: finds stretches of speech and cuts out the rest of a recording.
 
-The stretches are concatenated and transcribed as one recording, whose times are then mapped back to
-the original. The rules are those of silero-vad's ``get_speech_timestamps``, the defaults for
-padding and kept silences those of faster-whisper's ``VadOptions``; a stretch ends with its last
-speech frame, also at the end of a recording.
+The stretches are concatenated and transcribed as one recording; the times of the transcript are
+then mapped back to the original recording. Stretches are found as in silero-vad's
+``get_speech_timestamps``. The defaults for padding and for the shortest silence that is cut out are
+those of faster-whisper's ``VadOptions``. Unlike in silero-vad, the last stretch of a recording also
+ends with its last speech frame.
 
 Source: Silero Team 2021, https://github.com/snakers4/silero-vad; its weights are in its wheel.
 """
@@ -36,7 +37,7 @@ _NEAR = 1e-6  # seconds from a seam: below the resolution of times, above their 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A stretch from ``begin`` to ``stop`` with speech from ``start`` to ``end``, in seconds."""
+    """Speech from ``start`` to ``end``, with padding from ``begin`` to ``stop``, in seconds."""
 
     begin: float
     start: float
@@ -58,25 +59,25 @@ class Timeline:
 
     @classmethod
     def whole(cls, duration_s: float) -> Timeline:
-        """The whole recording as one stretch: times are unchanged."""
+        """Makes the timeline of an uncut recording: one stretch, which leaves times unchanged."""
         return cls((Stretch(0.0, 0.0, math.inf, duration_s),), duration_s)
 
     @cached_property
     def seams(self) -> list[float]:
-        """Start of each stretch in the concatenated audio, and its end, in seconds."""
+        """Start of each stretch in the concatenated audio, then the audio's end, in seconds."""
         lengths = (part.stop - part.begin for part in self.stretches)
         return list(itertools.accumulate(lengths, initial=0.0))
 
     def span(self, start: float, end: float) -> tuple[float, float]:
-        """Start and end in the recording of a span of the concatenated stretches, in seconds.
+        """Maps start and end of a span from the concatenated stretches to the recording.
 
-        A start or end in padding is moved to the next or last speech. A part of less than a word in
-        the first or last stretch is left out: a model that misses a seam by a little would else
-        extend the span over all of the silence that was cut there.
+        A start in padding is moved to the start of the speech, an end to the end of the speech. If
+        the span reaches into another stretch by less than a word, that part is left out: it is an
+        error of the model's times, and would extend the span over the silence that was cut out.
 
         Args:
             start: Start in the concatenated stretches, in seconds.
-            end: End there, in seconds.
+            end: End in the concatenated stretches, in seconds.
         """
         first, last = self._stretch(start + _NEAR), self._stretch(end - _NEAR)
         at, to = self._in_recording(start, first), self._in_recording(end, last)
@@ -88,7 +89,7 @@ class Timeline:
         return (at, to) if at < to else (self.at(start), self.at(end))
 
     def at(self, seconds: float) -> float:
-        """Time in the recording of a time in the concatenated stretches, in seconds."""
+        """Maps a time in the concatenated stretches to a time in the recording, in seconds."""
         return self._in_recording(seconds, self._stretch(seconds))
 
     def _stretch(self, seconds: float) -> int:
@@ -103,7 +104,7 @@ class VoiceActivity:
     """Silero's voice activity detector.
 
     Args:
-        options: Settings; those that begin with ``vad_`` are used.
+        options: Settings; the fields that begin with ``vad_`` are used.
 
     Raises:
         MissingExtraError: silero-vad is not installed.
@@ -114,12 +115,13 @@ class VoiceActivity:
         self._model = _load()
 
     def cut(self, source: Source, rate: int) -> tuple[Source, Timeline]:
-        """The recording at ``rate`` with only its speech, and the map of its times.
+        """Returns a source of the speech alone, at ``rate`` Hz, and the map of its times.
 
-        Reads the recording once here, and once whenever the result is read.
+        The recording is read once here to find its speech, and again each time that the returned
+        source is read.
 
         Raises:
-            InputError: It cannot be read.
+            InputError: The recording cannot be read.
         """
         probabilities, samples = self._listen(source)
         found = tuple(self.stretches(probabilities, samples / RATE))
@@ -141,7 +143,7 @@ class VoiceActivity:
         return replace(source, read=speech), Timeline(found, samples / RATE)
 
     def _listen(self, source: Source) -> tuple[list[float], int]:
-        """The probability of speech in each frame, and the number of samples."""
+        """Returns the speech probability of each frame, and the number of samples."""
         self._model.reset_states()
         found: list[float] = []
         held, samples = np.zeros(0, np.float32), 0
@@ -161,7 +163,7 @@ class VoiceActivity:
         return [float(self._model(frame, RATE)) for frame in frames]
 
     def stretches(self, probabilities: Iterable[float], duration_s: float) -> list[Stretch]:
-        """Stretches of speech with padding; overlapping ones are merged.
+        """Returns the stretches of speech with padding; overlapping stretches are merged.
 
         Args:
             probabilities: Speech probability of each frame.
@@ -182,7 +184,7 @@ class VoiceActivity:
         return found
 
     def _runs(self, probabilities: Iterable[float]) -> Iterator[tuple[int, int]]:
-        """First frame of each run of speech, and the first frame after it."""
+        """Yields the first frame of each run of speech frames, and the first frame after it."""
         silence = self.options.vad_min_silence_s * RATE / FRAME
         start: int | None = None
         quiet: int | None = None
