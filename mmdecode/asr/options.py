@@ -1,4 +1,4 @@
-"""`TranscribeOptions`: every setting of a transcription, checked together."""
+"""`TranscribeOptions`: all settings of a transcription, with checks of their values."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mmdecode.errors import OptionError, did_you_mean
 
 AUTO: Literal["auto"] = "auto"
 SILENT = 0.6
-"""Value of ``no_speech_threshold="auto"`` where the model gives such a probability."""
+"""Value of ``no_speech_threshold="auto"`` for models that predict a no-speech probability."""
 FALLBACK: dict[str, Any] = {
     "temperatures": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
     "compression_ratio_threshold": 1.35,
     "logprob_threshold": -1.0,
     "no_speech_threshold": AUTO,
 }
-"""Whisper's fallback; the compression ratio is of token ids, as in transformers, not of text."""
+"""Options of Whisper's temperature fallback; the compression ratio is of token ids, not of text."""
 
 LEAST_WINDOW_S = 0.5
-"""Least ``window_s``, in seconds."""
+"""Smallest allowed ``window_s``, in seconds."""
 
 PromptConditionType = Literal["first-segment", "all-segments"]
 LoopGuard = Literal["report", "isolate", "cut"]
@@ -35,73 +35,75 @@ class TranscribeOptions:
     """Settings of a transcription.
 
     Attributes:
-        batch_size: Windows decoded at once. They are of different recordings, except in
-            ``chunked`` mode and for recognisers whose windows are cut at pauses.
-        timestamps: Whether the model predicts timestamps; without them each window begins where
-            the one before is full, also within a word.
-        language: ``en``, ``english`` or ``<|en|>``; ``None``: the checkpoint's, else detected.
-        task: ``transcribe`` or ``translate``; ``None``: the checkpoint's, else transcribe.
-        temperatures: All windows are decoded at the first; windows that fail a threshold are
-            decoded again at the next, and so on. 0 is greedy.
+        batch_size: Number of windows decoded at once. They belong to different recordings, except
+            in ``chunked`` mode and for recognisers whose windows are cut at pauses.
+        timestamps: Whether the model predicts timestamps. Without them each window begins where
+            the window before ended, even within a word.
+        language: ``en``, ``english`` or ``<|en|>``; ``None``: the checkpoint's language, or else
+            the language that the model detects.
+        task: ``transcribe`` or ``translate``; ``None``: the checkpoint's, else ``transcribe``.
+        temperatures: Sampling temperatures, 0 for greedy decoding. All windows are decoded at the
+            first; windows that fail a threshold are decoded again at the next, and so on.
         compression_ratio_threshold: A window fails if its token ids have a higher zlib compression
             ratio; ``None``: no threshold.
         logprob_threshold: A window fails if the mean log-probability of its tokens is lower;
             ``None``: no threshold.
-        no_speech_threshold: A window that fails by its log-probability is skipped as silence if its
-            no-speech probability is higher. ``auto``: 0.6 for models that have such a
-            probability, none for others.
-        scores: Whether segments have ``avg_logprob`` and ``no_speech_prob`` where no threshold asks
-            for them, as openai-whisper's JSON does. The text does not depend on it.
-        beams: Beams of transformers' beam search at temperature 0; 1 is greedy, and neutral. Beam
-            search works with neither a draft nor a guide.
-        condition_on_prev_tokens: Whether the decoder prompt of a window has the text before it.
-        prompt: Text in the decoder prompt, to set names, spelling and style; or its ids, as
-            ``processor.get_prompt_ids`` makes them. Same as in transformers: without
-            ``condition_on_prev_tokens`` it is in the prompt of every window; with it, it is the
-            beginning of the text so far.
-        prompt_condition_type: ``all-segments`` keeps the prompt before the text so far in every
-            window; needs ``condition_on_prev_tokens``.
-        hotwords: Words at the beginning of the decoder prompt of every window, before any other
-            context, as in faster-whisper. The context, the text so far included, fills at most half
-            of the decoder's positions: the text so far is cut at its beginning.
+        no_speech_threshold: A window that fails ``logprob_threshold`` is skipped as silence if its
+            no-speech probability is higher than this. ``auto``: 0.6 for models that predict such a
+            probability, no threshold for others.
+        scores: Whether ``avg_logprob`` and ``no_speech_prob`` of segments are computed even if no
+            threshold needs them; ``whisper-json`` output does. The text does not depend on it.
+        beams: Beams of transformers' beam search at temperature 0; 1 is greedy decoding. Beam
+            search cannot be combined with a draft or a guide.
+        condition_on_prev_tokens: Whether the decoder prompt of a window contains the text of the
+            windows before it.
+        prompt: Text in the decoder prompt that sets names, spelling and style, or its ids from
+            ``processor.get_prompt_ids``. As in transformers, without ``condition_on_prev_tokens``
+            the prompt of every window contains it; with it, the previous text begins with it.
+        prompt_condition_type: ``first-segment``: see ``prompt``; ``all-segments``: every window has
+            the prompt before the previous text; needs ``condition_on_prev_tokens``.
+        hotwords: Words at the beginning of the decoder prompt of every window, before the prompt
+            and the previous text, as in faster-whisper. All of these together fill at most half of
+            the decoder's positions; the oldest part of the previous text is dropped.
         loop_guard: Treatment of a window that ends in a repetition loop, see
-            `mmdecode.asr.decoding.repetition`: ``report`` marks it and is neutral; ``isolate`` also
-            keeps it, and the text before it, out of the context of later windows; ``cut`` also
-            removes all rounds of the loop but the first. Other windows are never changed.
-        vad: Remove stretches without speech before decoding; ``True`` or ``silero``. Needs the
-            extra ``vad``. See `mmdecode.asr.audio.vad`.
-        vad_threshold: Speech probability of a frame from which it counts as speech.
-        vad_min_speech_s: Shorter stretches of speech are ignored, in seconds.
-        vad_min_silence_s: Shorter silences are kept, in seconds.
+            `mmdecode.asr.decoding.repetition`. ``report`` only marks it; ``isolate`` also removes
+            it, and the text before it, from the prompts of later windows; ``cut`` also reduces the
+            loop to its first repetition. Other windows are not affected.
+        vad: Whether stretches without speech are removed before decoding (``True`` or ``silero``).
+            Needs the extra ``vad``. See `mmdecode.asr.audio.vad`.
+        vad_threshold: Probability from which a frame of audio counts as speech.
+        vad_min_speech_s: Stretches of speech shorter than this are ignored, in seconds.
+        vad_min_silence_s: Silences shorter than this are not removed, in seconds.
         vad_pad_s: Audio kept before and after each stretch of speech, in seconds.
-        n_best: Alternatives per window, with scores; 0 for none. They cost a search of their own,
-            and the transcript does not depend on them. See `mmdecode.asr.decoding.n_best`.
-        n_best_method: ``beam`` search, or ``sample``.
+        n_best: Number of texts in each window's N-best list, with scores; 0: no lists. They are
+            found by a separate search, and the transcript does not depend on them. See
+            `mmdecode.asr.decoding.n_best`.
+        n_best_method: ``beam`` for beam search, or ``sample``.
         mode: ``sequential``: the next window begins at the end of the last segment that the model
-            predicted. ``chunked``: windows begin at fixed times, those of one recording are decoded
-            in parallel, and their texts are merged where they overlap: faster for a single
+            predicted. ``chunked``: windows begin at fixed times, the windows of a recording are
+            decoded in parallel, and their texts are merged where they overlap: faster for a single
             recording, but the text differs and has more errors. `mmdecode.asr.decoding.chunks` has
-            figures.
-        overlap_s: Overlap of windows in ``chunked``, in seconds; ``None``: half a window. Less is
-            quicker, and costs accuracy.
+            measurements.
+        overlap_s: Overlap of windows in ``chunked`` mode, in seconds; ``None``: half a window. Less
+            overlap is faster and less accurate.
         word_timestamps: Whether segments get words with times and confidences: ``attention`` by
-            the model's cross-attention, ``ctc`` by forced alignment with the checkpoint's own head,
-            ``ctc:model=NAME`` with another model; ``True``: ``ctc`` where there is a head, else
-            ``attention``. One pass per window more; the text does not depend on it. See
-            `mmdecode.asr.alignment.cross_attention`.
-        hallucination_silence_threshold: Skip segments that are probably hallucinated, by the
-            probability and length of their words, next to silences longer than so many seconds;
-            needs ``word_timestamps``. ``None``: neutral. See
+            the model's cross-attention, ``ctc`` by forced alignment with the CTC head in the
+            checkpoint's folder, ``ctc:model=NAME`` with another CTC model; ``True``: ``ctc`` if
+            there is a head, else ``attention``. Costs one more forward pass per window; the text
+            does not depend on it. See `mmdecode.asr.alignment.cross_attention`.
+        hallucination_silence_threshold: Skips segments next to silences longer than this, in
+            seconds, that are probably hallucinated, as the probability and length of their words
+            tell; needs ``word_timestamps``. ``None``: nothing is skipped. See
             `mmdecode.asr.decoding.hallucinations`.
         window_s: Longest window in seconds, for recognisers whose windows are cut at pauses;
             shorter windows make shorter segments. ``None``: the model's maximum.
         max_new_tokens: Most tokens per window; ``None``: the checkpoint's limit.
-        allow_truncated: Whether a file that ends earlier than its header says is transcribed as far
-            as it can be read, and its transcript marked as truncated; else it is an error.
+        allow_truncated: Whether a file that is shorter than its header says is transcribed as far
+            as it can be read, and its transcript marked as truncated; otherwise it is an error.
         padding: Padding of the last window, see `mmdecode.asr.recognizers.whisper_features`.
 
     Raises:
-        OptionError: A value is out of range, or values do not fit each other.
+        OptionError: A value is out of range, or two options contradict each other.
     """
 
     batch_size: int = 8
@@ -150,23 +152,23 @@ class TranscribeOptions:
                 f"temperatures={temperatures}; expected one or more numbers from 0 (greedy) to 10"
             )
         if list(temperatures) != sorted(set(temperatures)):
-            raise OptionError(f"temperatures={temperatures}; expected each higher than the last")
+            raise OptionError(f"temperatures={temperatures}; expected numbers in rising order")
         if self.beams < 1 or (self.beams > 1 and temperatures[0]):
             raise OptionError(
-                f"beams={self.beams} and temperatures={temperatures}; expected at least 1, and "
-                "temperature 0 first: beams are searched without sampling"
+                f"beams={self.beams} and temperatures={temperatures}; expected at least 1 beam, "
+                "and 0 as the first temperature, since beam search does not sample"
             )
         checks = self.compression_ratio_threshold, self.logprob_threshold
         if len(temperatures) > 1 and checks == (None, None):
             raise OptionError(
-                f"temperatures={temperatures} are tried after a window failed a threshold, and "
-                "none is set; set compression_ratio_threshold or logprob_threshold, or give one "
-                "temperature"
+                f"temperatures={temperatures} are tried when a window fails a threshold, but no "
+                "threshold is set; set compression_ratio_threshold or logprob_threshold, or give "
+                "only one temperature"
             )
         if self.no_speech_threshold is not None and self.logprob_threshold is None:
             raise OptionError(
-                "no_speech_threshold skips windows that failed by their log-probability, and "
-                "logprob_threshold is not set; set it too (Whisper's is -1.0)"
+                "no_speech_threshold skips windows that fail logprob_threshold, which is not set; "
+                "set logprob_threshold too (Whisper's is -1.0)"
             )
         silent = self.no_speech_threshold
         if silent not in (None, AUTO) and (isinstance(silent, str) or not 0 <= silent <= 1):
@@ -192,21 +194,21 @@ class TranscribeOptions:
         self._check_vad()
         if self.condition_on_prev_tokens and not self.timestamps:
             raise OptionError(
-                "condition_on_prev_tokens needs timestamps=True: the model learned to read its "
-                "previous text with times"
+                "condition_on_prev_tokens needs timestamps=True: the model was trained on previous "
+                "text with timestamps"
             )
         if self.n_best < 0 or self.n_best == 1:
             raise OptionError(
-                f"n_best={self.n_best}; expected 2 or more alternatives, or 0 for none: the best "
-                "one alone is the transcript"
+                f"n_best={self.n_best}; expected 2 or more texts per window, or 0 for no lists: "
+                "the single best text is the transcript itself"
             )
         self._check_chunks()
 
     def silence_threshold(self, known: bool) -> float | None:
-        """`no_speech_threshold` as a number.
+        """Returns `no_speech_threshold` as a number; ``None``: no threshold.
 
         Args:
-            known: Whether the model has a no-speech probability.
+            known: Whether the model predicts a no-speech probability.
         """
         if self.no_speech_threshold == AUTO:
             return SILENT if known else None
@@ -232,8 +234,8 @@ class TranscribeOptions:
         everywhere = self.prompt_condition_type == "all-segments"
         if everywhere and (self.prompt is None or not self.condition_on_prev_tokens):
             raise OptionError(
-                "prompt_condition_type='all-segments' keeps the prompt before the text so far; set "
-                "prompt and condition_on_prev_tokens=True too"
+                "prompt_condition_type='all-segments' puts the prompt before the previous text; it "
+                "needs prompt and condition_on_prev_tokens=True too"
             )
 
     def _check_vad(self) -> None:
@@ -249,16 +251,16 @@ class TranscribeOptions:
         if self.mode == "sequential":
             if self.overlap_s is not None:
                 raise OptionError(
-                    f"overlap_s={self.overlap_s} is for mode='chunked'; set it, or leave overlap_s "
-                    "out"
+                    f"overlap_s={self.overlap_s} needs mode='chunked'; set that mode, or leave "
+                    "overlap_s out"
                 )
             return
         if self.condition_on_prev_tokens:
             raise OptionError(
-                "condition_on_prev_tokens needs mode='sequential': chunked windows are decoded "
-                "side by side, before the text so far is known"
+                "condition_on_prev_tokens needs mode='sequential': in chunked mode windows are "
+                "decoded in parallel, before the text of the windows before them is known"
             )
         if not self.timestamps:
-            raise OptionError("mode='chunked' needs timestamps=True, to tell what overlaps")
+            raise OptionError("mode='chunked' needs timestamps=True, to merge overlapping windows")
         if self.overlap_s is not None and not 0 <= self.overlap_s < math.inf:
             raise OptionError(f"overlap_s={self.overlap_s}; expected seconds, 0 or more")

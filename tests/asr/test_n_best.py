@@ -177,5 +177,5 @@ def test_options_out_of_range_are_refused(options, words):
 
 def test_beams_know_no_guide(processor, kit):
     decoder = Decoder(guide="contrast:prompt=last_token")
-    with pytest.raises(OptionError, match="knows no guide"):
+    with pytest.raises(OptionError, match="supports no guide"):
         Transcriber(kit.build_model(processor), processor, decoder, TranscribeOptions(n_best=2))

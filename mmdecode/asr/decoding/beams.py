@@ -1,4 +1,4 @@
-"""Beam search over one window, by transformers."""
+"""Beam search over windows of audio, by transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def beam_search(
     beams: int,
     keep: int,
 ) -> list[list[Scored]]:
-    """The best token sequences of each row, best first.
+    """Returns the ``keep`` best token sequences of each row, best first.
 
     Args:
-        model: An encoder-decoder.
-        prompt: ``(B, P)``, without padding.
+        model: An encoder-decoder model.
+        prompt: Decoder prompts, ``(B, P)``, without padding.
         inputs: Further inputs of ``generate``: features of the windows, or their encoder states.
         rules: Logits processors in addition to those of the checkpoint's settings.
-        config: Lengths and special tokens.
+        config: Generation configuration with lengths and special tokens.
         beams: Number of beams.
         keep: Number of sequences returned per row, at most ``beams``.
 
     Returns:
-        For each row ``keep`` sequences, the end token included; their scores are
-        ``sequences_scores``, at the default length penalty the mean log-probability per token.
+        For each row ``keep`` sequences with the end token, and their ``sequences_scores``: at the
+        default length penalty the mean log-probability per token.
     """
     config = copy.copy(config)
     config.update(

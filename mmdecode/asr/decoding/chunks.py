@@ -1,22 +1,23 @@
 """Merges the texts of overlapping windows that begin at fixed times (``chunked`` mode).
 
-The texts are joined at the longest run of tokens that both have in the overlap at about the same
-time: in the middle of the run, since a window is least reliable at its edges. Without a common run
-of two tokens the times decide: text of the later window at a time for which the earlier window has
-a complete segment is dropped, since it began in the middle of a sentence. A sentence longer than
-the overlap may lie whole in no window. With a model without timestamps both texts are cut at the
-word that is about in the middle of the overlap.
+In the overlap the two texts are searched for the longest run of equal tokens at about the same
+time. They are joined in the middle of that run, since a window is least reliable at its edges. If
+no run of two tokens is common, segments of the later window that lie in the overlap are dropped,
+since that window may begin in the middle of a sentence. A sentence longer than the overlap may be
+complete in neither window. For models without timestamps both texts are instead cut at the word
+about in the middle of the overlap.
 
-Cost: `zoo:whisper-synth`, whose windows are of 8 s, reads the zoo's recording of three
-minutes with a word error rate of 17.7 % in chunks and of 14.0 % in sequence, its clips joined by
-sevens with 17.5 % and 16.4 %. Less overlap costs more: 2 s instead of 4 have 29.6 % and 30.8 %; 6
-have 5.4 % and 7.4 %, and decode three times as many windows as the sequence. On one CPU core, eight
-windows at once and without a draft, the recording took 2.8 s of processor time in chunks, 5.0 s in
-sequence, and 5.3 s in chunks with 6 s of overlap.
+Cost in word error rate, with the shipped model `zoo:whisper-synth`, whose windows have 8 s: on a
+recording of three minutes 17.7 % in chunked mode and 14.0 % in sequential mode; on the test clips,
+joined by sevens, 17.5 % and 16.4 %. These are for the default overlap of 4 s. With 2 s chunked mode
+has 29.6 % and 30.8 %; with 6 s it has 5.4 % and 7.4 %, and decodes three times as many windows as
+sequential mode. On one CPU core, with batches of eight windows and without a draft, the recording
+took 2.8 s of processor time in chunked mode, 5.0 s in sequential mode, and 5.3 s in chunked mode
+with 6 s of overlap.
 
-Source: the chunked mode of transformers' speech pipeline, which aligns the two texts at the offset
-where most of their tokens agree, and keeps both where few do; the longest common run also works
-where one of the texts has an additional word.
+Source: the chunked mode of transformers' speech pipeline. Differs from it: the pipeline aligns the
+two texts at the offset where most of their tokens agree, and keeps both texts where few do; the
+longest common run also works if one of the texts has an additional word.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ if TYPE_CHECKING:
     from mmdecode.asr.results import Piece
 
 APART = 0.25
-"""Equal tokens match if their times differ by at most this share of the overlap; times of tokens
-are approximate, interpolated within their segment."""
+"""Largest difference in time of two equal tokens that match, as a share of the overlap. Times of
+tokens are approximate: they are interpolated within their segment."""
 APART_WINDOWS = 1.0
-"""The same where segments are whole windows, in which pauses shift words by seconds. The real clips
-of the zoo by `moonshine:tiny-en`, with silence of 2.5 s between them and in windows of 10 s that
-overlap by 3 s: word errors of 16.8 % at 0.25, 7.5 at 0.5, 4.6 at 1 and 8.7 at 1.5."""
+"""Value of `APART` for models whose segments are whole windows, where pauses shift words by
+seconds. Measured on the shipped recordings of people with 2.5 s of silence between them, by
+`moonshine:tiny-en` in windows of 10 s that overlap by 3 s: word error rate 16.8 % at 0.25, 7.5 % at
+0.5, 4.6 % at 1 and 8.7 % at 1.5."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def join(
     begin: float,
     is_text: Callable[[int], bool],
 ) -> list[Piece]:
-    """Merges the segments of two overlapping windows; the two at the seam become one.
+    """Merges the segments of two overlapping windows; the two segments at the join become one.
 
     Args:
         left: Segments of the earlier window, or of all windows up to it.
@@ -91,9 +93,10 @@ def join_windows(
     is_text: Callable[[int], bool],
     starts_word: Callable[[int], bool],
 ) -> list[Piece]:
-    """Merges windows of models without timestamps: each stays a segment, and they meet at a word.
+    """Merges overlapping windows of models without timestamps; each window stays one segment.
 
-    They meet at the word nearest to the middle of the common run, else of the overlap.
+    The texts are cut at the word nearest to the middle of their longest common run of tokens, or,
+    without a common run, at the word nearest to the middle of the overlap.
 
     Args:
         left: Segments of the earlier window, or of all windows up to it.
@@ -125,7 +128,7 @@ def join_windows(
 def _overlap(
     left: Sequence[Piece], right: Sequence[Piece], begin: float, is_text: Callable[[int], bool]
 ) -> tuple[float, list[TimedToken], list[TimedToken]]:
-    """End of the earlier text in seconds, and the tokens of each window in the overlap."""
+    """Returns the end of the earlier text in seconds, and each window's tokens in the overlap."""
     end = max((piece.end for piece in left if piece.tokens), default=begin)
     before = _timed_tokens(left, [piece.end > begin for piece in left], is_text)
     after = _timed_tokens(right, [piece.start < end for piece in right], is_text)
@@ -135,7 +138,7 @@ def _overlap(
 def _timed_tokens(
     pieces: Sequence[Piece], wanted: Sequence[bool], is_text: Callable[[int], bool]
 ) -> list[TimedToken]:
-    """Text tokens of the segments whose ``wanted`` is true, with approximate times."""
+    """Returns the text tokens of the segments whose ``wanted`` is true, with approximate times."""
     found = []
     for index, piece in enumerate(pieces):
         positions = [position for position, token in enumerate(piece.tokens) if is_text(token)]
@@ -156,7 +159,7 @@ def _until(
     is_text: Callable[[int], bool],
     starts_word: Callable[[int], bool],
 ) -> list[Piece]:
-    """Segments up to the word at about ``at`` seconds."""
+    """Returns the segments cut before the word at about ``at`` seconds."""
     found = []
     for index, piece in enumerate(pieces):
         if piece.end > at:
@@ -173,7 +176,7 @@ def _from(
     is_text: Callable[[int], bool],
     starts_word: Callable[[int], bool],
 ) -> list[Piece]:
-    """Segments from the word at about ``at`` seconds on."""
+    """Returns the segments from the word at about ``at`` seconds on."""
     found = []
     for index, piece in enumerate(pieces):
         if piece.start < at:
@@ -191,7 +194,7 @@ def _word_at(
     is_text: Callable[[int], bool],
     starts_word: Callable[[int], bool],
 ) -> int:
-    """Position, in a segment's tokens, of the first word that begins at or after a time."""
+    """Returns the position, in a segment's tokens, of the first word at or after a time."""
     timed = _timed_tokens(pieces, [number == index for number in range(len(pieces))], is_text)
     tokens = pieces[index].tokens
     position = next((one.position for one in timed if one.seconds >= at), len(tokens))
@@ -199,9 +202,9 @@ def _word_at(
 
 
 def _next_word(tokens: Sequence[int], position: int, starts_word: Callable[[int], bool]) -> int:
-    """Position of the next token that begins a word, or the end.
+    """Returns the position of the next token that begins a word, or the number of tokens.
 
-    Where no token begins a word, as in texts without spaces, it is ``position`` itself.
+    If no token of the text begins a word, as in texts without spaces, it is ``position`` itself.
     """
     words = [at for at, token in enumerate(tokens) if starts_word(token)]
     return next((at for at in words if at >= position), len(tokens)) if words else position
@@ -210,12 +213,16 @@ def _next_word(tokens: Sequence[int], position: int, starts_word: Callable[[int]
 def longest_run(
     first: Sequence[TimedToken], second: Sequence[TimedToken], apart_s: float
 ) -> tuple[int, int, int]:
-    """Longest common run of tokens: its start in each text, and its length; the first of equals.
+    """Finds the longest run of tokens that two texts have in common at about the same time.
 
     Args:
-        first: Tokens of a text.
-        second: Tokens of another text.
-        apart_s: Most seconds between the times of equal tokens that match.
+        first: Tokens of one text.
+        second: Tokens of the other text.
+        apart_s: Largest difference in time of two equal tokens that match, in seconds.
+
+    Returns:
+        Start of the run in the first and in the second text, and its length; of equally long runs,
+        the first.
     """
     best = (0, 0, 0)
     above = [0] * (len(second) + 1)  # lengths of the runs that end at the token before

@@ -1,6 +1,7 @@
 """`Attempts`: decodes windows at one temperature and checks them against Whisper's thresholds.
 
-Formulas and their order follow transformers' ``generation_whisper.py``.
+The formulas, and the order in which thresholds are checked, follow transformers'
+``generation_whisper.py``.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class Result:
-    """One attempt at a window.
+    """Result of decoding a window once, at one temperature.
 
     Attributes:
         tokens: Token ids, without the end token.
         temperature: Temperature of the attempt.
         attempts: Number of attempts at the window, this one included.
         avg_logprob: Mean log-probability per token; ``None``: no option needs it.
-        no_speech_prob: No-speech probability; ``None``: no option needs it, or the model has none.
-        failed: Whether it failed a threshold, and is decoded again at the next temperature.
+        no_speech_prob: No-speech probability; ``None``: no option needs it, or the model does not
+            predict it.
+        failed: Whether the attempt failed a threshold, so that the next temperature is tried.
         silent: Whether the window is skipped as silence.
-        repetitive: Whether it ends in a repetition loop.
-        n_best: Alternatives as tokens and score; two may differ in timestamps only.
+        repetitive: Whether the tokens end in a repetition loop.
+        n_best: N-best list as tokens and scores; two entries may differ in timestamps only.
     """
 
     tokens: list[int]
@@ -77,13 +79,13 @@ class Attempts:
         names: list[str],
         sources: list[list[int]],
     ) -> list[Result]:
-        """One attempt at each window, checked against the thresholds.
+        """Decodes each window once, and checks the results against the thresholds.
 
         Args:
             prompt: Prompts of one length, ``(B, P)``.
             encoded: The windows.
             temperature: Sampling temperature; 0 is greedy.
-            names: Keys of the noise, one per row.
+            names: One string per row; sampling noise is derived from it and the seed.
             sources: Token ids that a drafter may copy from, per row.
         """
         options, width, ours = self.options, prompt.shape[1], self.recognizer
@@ -130,7 +132,7 @@ class Attempts:
         return results
 
     def _limits(self, encoded: Encoded) -> list[int]:
-        """Most new tokens of each row."""
+        """Returns the largest number of new tokens of each row."""
         asked = self.options.max_new_tokens
         found = [self.recognizer.most_tokens(seconds) for seconds in encoded.seconds]
         return found if asked is None else [min(asked, most) for most in found]
@@ -138,7 +140,7 @@ class Attempts:
     def searched(
         self, prompt: Tensor, encoded: Encoded, beams: int, keep: int
     ) -> list[list[Scored]]:
-        """The ``keep`` best sequences per window, see `mmdecode.asr.decoding.beams`."""
+        """Returns the ``keep`` best sequences per window, see `mmdecode.asr.decoding.beams`."""
         limits = self._limits(encoded)
         found: dict[int, list[Scored]] = {}
         for rows in grouped(limits):
@@ -167,17 +169,17 @@ class Attempts:
 
 
 def compression_ratio(tokens: list[int], vocab: int) -> float:
-    """Size of the ids as bytes, divided by their zlib-compressed size."""
+    """Returns the size of the token ids as bytes, divided by their zlib-compressed size."""
     size = int(math.log2(vocab) / 8) + 1
     data = b"".join(token.to_bytes(size, "little") for token in tokens)
     return len(data) / len(zlib.compress(data))
 
 
 def avg_logprob(scores: Tensor, tokens: Tensor, temperature: float) -> float:
-    """Mean log-probability of the tokens at temperature 1, end token included.
+    """Returns the mean log-probability of the tokens at temperature 1, end token included.
 
     Args:
-        scores: Processed logits, ``(L, V)``.
+        scores: Logits after the logits processors, divided by the temperature, ``(L, V)``.
         tokens: Token ids, ``(L,)``.
         temperature: Sampling temperature; 0 for greedy decoding.
     """

@@ -1,14 +1,15 @@
-"""Segments hallucinated in silence: detected by probabilities and lengths of words, and skipped.
+"""Detects and skips segments that are hallucinated in silence, by their words' probabilities.
 
-A segment is anomalous where its words are unlikely, or too short or too long for speech. An
-anomalous segment between silences, or next to other anomalous ones, is dropped with all that
-follows in its window, and the next window begins at its start, so that there is less silence before
-what follows. A window whose first segment is anomalous and comes after a silence is decoded again
-from the start of its first word. Windows without an anomalous segment are never changed.
+A segment is anomalous if its words are improbable, or too short or too long for speech. An
+anomalous segment after a silence, and before a silence or another anomalous segment, is dropped
+together with the rest of its window. The next window begins at the start of the dropped segment, so
+that less silence precedes the speech. If the first segment of a window is anomalous and comes after
+a silence, the window is decoded again from the start of its first word. Windows without an
+anomalous segment are never changed.
 
 Source: ``hallucination_silence_threshold`` of openai/whisper (``transcribe.py``), with its
-constants. One part of it is left out: there, windows without an anomalous segment also end at their
-last word, or lose a tail shorter than the threshold.
+constants. Differs from it: in openai/whisper, a window without an anomalous segment may also end at
+its last word, or lose a last part shorter than the threshold.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from mmdecode.asr.alignment.words import is_marks
 from mmdecode.asr.results import Word
 
 WORDS = 8
-"""Number of first words of a segment that are scored."""
+"""Number of words, from the start of a segment, that are scored."""
 UNLIKELY = 0.15
 SHORTEST_S, LONGEST_S = 0.133, 2.0
 EDGE_S = 2.0
-"""A segment nearer to an edge of the window than this counts as next to silence, in seconds."""
+"""Distance in seconds to an edge of the window below which a segment counts as next to silence."""
 FORWARD_S = 1.0
-"""Least length of a window that is cut off, in seconds."""
+"""Least distance in seconds from the start of a shortened window to the start of the next."""
 
 
 @dataclass(frozen=True)
 class WindowTimes:
-    """Where a window lies in the recording, in seconds of the audio that the model is given.
+    """Position of a window in the recording, in seconds of the audio that the model is given.
 
     Attributes:
         start: Start of the window.
-        end: End of a window of full length.
-        audio_end: End of the audio in it, before ``end`` where a last window is padded.
+        end: End of the window with its padding.
+        audio_end: End of the window's audio, before ``end`` if the window is padded.
         recording_end: End of the recording.
         previous_end: End of the last word of the windows before it.
     """
@@ -51,11 +52,11 @@ class WindowTimes:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision about a window.
+    """Decision about a window with a hallucinated segment.
 
     Attributes:
-        keep: Segments that stay.
-        next_start: Where the next window begins; infinite: there is none.
+        keep: Number of segments that are kept, from the start of the window.
+        next_start: Start of the next window, in seconds; infinity: the recording ends here.
     """
 
     keep: int
@@ -65,9 +66,9 @@ class Verdict:
 def is_anomalous(words: Sequence[Word]) -> bool:
     """Whether the words of a segment are improbable or of improbable length.
 
-    Each of the first `WORDS` words scores one point where its probability is below 0.15, 15 for
-    each second that it is shorter than 0.133 s, and one for each second that it is longer than 2 s.
-    A segment is anomalous from 3 points on, or from about one per word.
+    Each of the first `WORDS` words scores one point if its probability is below 0.15, plus 15
+    points for each second that it is shorter than 0.133 s, or one point for each second that it is
+    longer than 2 s. A segment is anomalous if it has 3 points, or about one point per scored word.
     """
     looked_at = [word for word in words if not is_marks(word.text)][:WORDS]
     points = 0.0
@@ -81,15 +82,15 @@ def is_anomalous(words: Sequence[Word]) -> bool:
 def judge(
     segments: Sequence[Sequence[Word]], window: WindowTimes, threshold_s: float
 ) -> Verdict | None:
-    """Decides what stays of a window.
+    """Decides which segments of a window are kept.
 
     Args:
         segments: Words of each segment.
-        window: Where the window lies in the recording.
-        threshold_s: Longer pauses are silence, in seconds.
+        window: Position of the window in the recording.
+        threshold_s: Pauses longer than this count as silence, in seconds.
 
     Returns:
-        ``None``: all of it stays, and the next window begins where it would.
+        The decision; ``None``: all segments are kept, and the next window begins as usual.
     """
     spoken = [(number, words) for number, words in enumerate(segments) if words]
     anomalous = [is_anomalous(words) for _, words in spoken]

@@ -1,4 +1,4 @@
-"""State of a recording while it is decoded, and its windows."""
+"""`Job`: the state of a recording while it is decoded; and `Window`, a part of it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Job:
     Attributes:
         index: Its index in the input.
         name: Its name.
-        speech: Its audio; ``None``: voice activity detection found no speech.
+        speech: Its audio without cut-out silence; ``None``: no speech was found in it.
         frame_s: Seconds per frame.
-        timeline: Positions in the recording of the stretches that are transcribed.
-        language: Its language token; ``None``: not known yet, or the model has none.
+        timeline: Maps times in the transcribed stretches of speech to times in the recording.
+        language: Its language token; ``None``: not detected yet, or the model has no such tokens.
         conditioned: Whether the prompt of the next window contains ``context``.
         context: Last tokens of the text so far.
         source: Token ids that a drafter may copy from in the next window.
-        seek: First frame not yet read.
+        seek: First frame not yet read, the start of the next window.
         joins: Whether the window that begins at ``seek`` overlaps the one before.
         windows: Number of windows begun.
-        attempts: Number of windows decoded, repeats included.
-        results: Results of the windows that ended.
+        attempts: Number of decoding attempts of all windows, repeats included.
+        results: Results of the windows decoded so far.
         pieces: Segments so far.
         last_word_end_s: End of the last word so far in seconds, for
             ``hallucination_silence_threshold``.
@@ -60,7 +60,7 @@ class Job:
 
     @property
     def frames(self) -> int:
-        """Feature frames to transcribe."""
+        """Number of frames to transcribe; 0: no speech was found."""
         return self.speech.frames if self.speech else 0
 
     @property
@@ -77,12 +77,12 @@ class Window:
 
     Attributes:
         job: The recording.
-        number: Index among its windows, from 0.
+        number: Index of the window in its recording, from 0.
         seek: Its first frame.
-        count: Frames of the recording in it, padding not counted.
+        count: Number of its frames, padding not counted.
         joined: Whether it overlaps the window before, so that their texts are merged.
-        samples: Its samples, where words are timed by a CTC model that reads them; else ``None``.
-        waveform: Its waveform for guides that change the audio, else ``None``; see
+        samples: Its samples, if word times come from a CTC model that reads them; else ``None``.
+        waveform: Its waveform, if a guide changes the audio, else ``None``; see
             `mmdecode.adapters.audio.transforms`.
     """
 

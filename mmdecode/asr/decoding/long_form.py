@@ -1,24 +1,25 @@
 """START HERE for long audio: `LongForm`, the loop over the windows of many recordings.
 
 A recording is read window by window. For a model with timestamps, the next window starts at the end
-of the last predicted segment; for others windows are cut at pauses before they are decoded, several
-of one recording in a step (`mmdecode.asr.recognizers`). The loop is our own because transformers'
-batched long form does not tell which recording, window and attempt a row is. Each step takes
-windows of every open recording, encodes them once, decodes them together, and decodes those that
-fail a threshold again at the next temperature. A recording's text depends on nothing but the
-recording: rows of unequal prompt length are decoded in separate calls, and noise is keyed by
-(recording, window, attempt).
+of the last predicted segment. For other models windows are cut at pauses before decoding, so that a
+step can take several windows of a recording (`mmdecode.asr.recognizers`). In ``chunked`` mode
+windows begin at fixed times, a step takes several of a recording, and their texts are merged by
+`mmdecode.asr.decoding.chunks`.
+
+Each step takes windows of several recordings, encodes them once and decodes them together. Windows
+that fail a threshold are decoded again at the next temperature. The text of a recording does not
+depend on the other recordings of the batch: prompts of different lengths are decoded in separate
+calls, and sampling noise is derived from recording, window and attempt. transformers' batched
+long-form generation does not tell which of these a row belongs to, hence a loop of our own. For
+Whisper the loop follows transformers' ``generation_whisper.py`` for one recording at a time; a
+test compares tokens and segments with it.
 
 Read on: `fallback` (one attempt at a window), `segmentation` (segments of a window), `chunks`
 (merging of overlapping windows), `n_best`, `mmdecode.asr.alignment` (word times).
 
-For Whisper the rules follow transformers' ``generation_whisper.py`` for one recording at a time; a
-test compares tokens and segments with it. In ``chunked`` mode windows begin at fixed times instead,
-several of one recording in a step, and are merged by `mmdecode.asr.decoding.chunks`.
-
-A drafter that copies from a text gets one per row, as ``mm_inputs["source_ids"]``: the unfinished
-segment of the last window, with timestamps relative to the new window, then its finished ones; for
-a window that is decoded again, the failed attempt.
+Drafters that copy tokens from a text get that text per row, as ``mm_inputs["source_ids"]``. It is
+the unfinished segment of the last window, with timestamps relative to the new window, followed by
+the finished segments. For a window that is decoded again, it is the failed attempt.
 """
 
 from __future__ import annotations
@@ -60,19 +61,19 @@ if TYPE_CHECKING:
 
 
 HINT = "lower batch_size or n_best, or load the model in half precision"
-"""Hint of the error where one recording alone does not fit into memory."""
+"""Hint of the error that is raised if a single recording does not fit into memory."""
 
 
 class LongForm:
-    """The loop over windows, for one model.
+    """Transcribes recordings with one model, window by window.
 
     Args:
         recognizer: Recogniser of the model.
         decoder: Decoder of the windows.
 
     Raises:
-        OptionError: The overlap is not shorter than a window, or beams are combined with a draft or
-            guide.
+        OptionError: The overlap is not shorter than a window, or beam search is combined with a
+            draft or guide.
         IncompatibleError: The model cannot be decoded with the draft or guide.
     """
 
@@ -89,7 +90,7 @@ class LongForm:
         self.timer = recognizer.timer()
 
     def _overlap(self) -> int:
-        """Frames that two windows share; timestamps then stay on the grid of the encoder."""
+        """Returns the overlap of windows in frames, rounded to whole timestamp steps."""
         ours, seconds = self.recognizer, self.options.overlap_s
         whole = ours.window_frames
         frames = whole // 2 if seconds is None else round(seconds / ours.frame_s)
@@ -108,13 +109,13 @@ class LongForm:
         batch_size: int | None = None,
         steps: bool = False,
     ) -> Iterator[Job | tuple[int, Failed]]:
-        """Yields each recording as it ends; one that failed as its index and its error.
+        """Yields each recording when it is transcribed, or its index and error when it failed.
 
         Args:
-            sources: The recordings; as many are open at a time as the batch holds.
-            progress: Called with the seconds of audio that each step has transcribed.
-            watch: Notes the recordings that are being decoded.
-            batch_size: Overrides that of the options; ``None``: does not.
+            sources: The recordings; up to ``batch_size`` of them are open at a time.
+            progress: Called after each step with the seconds of audio that it transcribed.
+            watch: Notes which recordings are being decoded, in case the process crashes.
+            batch_size: Batch size; ``None``: that of the options.
             steps: Whether unfinished recordings are also yielded, after each step.
         """
         size = batch_size or self.options.batch_size
@@ -188,7 +189,7 @@ class LongForm:
         )
 
     def _attempt(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which failures are not counted."""
+        """Returns a context in which the decoder's counters ignore calls that raise an error."""
         decoder = self.attempts.decoder
         return decoder.stats.attempt() if decoder is not None else contextlib.nullcontext()
 
@@ -196,7 +197,7 @@ class LongForm:
         return list(self._read(job, room))
 
     def _read(self, job: Job, room: int) -> Iterator[tuple[Window, Any]]:
-        """The windows of a recording that can be decoded now, at most ``room``."""
+        """Yields the windows of a recording that can be decoded now, at most ``room`` of them."""
         ours = self.recognizer
         for _ in range(room):
             if job.speech is None or job.seek >= job.frames:
@@ -221,7 +222,7 @@ class LongForm:
                 return
 
     def _span(self, job: Job) -> Span:
-        """The next window of a recording."""
+        """Returns length and successor of the next window of a recording."""
         assert job.speech is not None, "it has frames"
         if self.options.mode != "chunked":
             return self.recognizer.span(job.speech, job.seek, job.timeline.seams)
@@ -233,7 +234,7 @@ class LongForm:
         return Span(count, following, joined=True)
 
     def _step(self, read: Sequence[tuple[Window, Any]]) -> list[Result]:
-        """Encodes and decodes windows, those that fail a threshold repeatedly."""
+        """Encodes and decodes windows; decodes windows that fail a threshold again."""
         ours = self.recognizer
         windows = [window for window, _ in read]
         seconds = [window.count * ours.frame_s for window in windows]
@@ -257,7 +258,7 @@ class LongForm:
     def _decode(
         self, windows: list[Window], ids: list[list[int]], encoded: Encoded
     ) -> list[Result]:
-        """Result of each window: the first attempt that did not fail, else the last."""
+        """Returns the result of each window: the first attempt that did not fail, else the last."""
         results: dict[int, Result] = {}
         sources = [window.job.source for window in windows]
         pending = list(range(len(windows)))
@@ -305,12 +306,12 @@ class LongForm:
                 result.tokens = [*tokens]
 
     def _request(self, window: Window, attempt: int | str) -> str:
-        """Keys of the noise of an attempt."""
+        """Returns the string that the sampling noise of an attempt is derived from."""
         assert window.job.speech is not None
         return f"{window.job.speech.key}/{window.number}/{attempt}"
 
     def _detect_languages(self, windows: list[Window], encoded: Encoded) -> None:
-        """Detects unknown languages by the first window of each recording."""
+        """Detects the language of recordings that have none yet, by their first window."""
         first: dict[int, int] = {}
         for row, window in enumerate(windows):
             if window.job.language is None and self.recognizer.detects:
@@ -323,7 +324,7 @@ class LongForm:
             windows[row].job.language = language
 
     def _prompt(self, job: Job) -> list[int]:
-        """Decoder prompt of the next window of a recording."""
+        """Returns the decoder prompt of the next window of a recording."""
         context = job.context if job.conditioned else self.recognizer.initial_context
         return self.recognizer.prompt(job.language, context)
 
@@ -373,7 +374,7 @@ class LongForm:
         return self.options.mode == "sequential" and self.recognizer.capabilities.timestamps
 
     def _join(self, window: Window, pieces: list[Piece], offset: float) -> None:
-        """Adds the segments of a window whose start did not depend on the one before."""
+        """Adds the segments of a window that may overlap the window before, merging the texts."""
         job, ours = window.job, self.recognizer
         if not window.joined:
             job.pieces += pieces
@@ -385,7 +386,7 @@ class LongForm:
             job.pieces = join_windows(*given, ours.starts_word)
 
     def _hallucination_verdict(self, window: Window, pieces: list[Piece]) -> Verdict | None:
-        """Decision about a window whose text may be hallucinated; ``None``: all of it stays."""
+        """Decides which segments are kept as not hallucinated; ``None``: all of them."""
         job, threshold = window.job, self.options.hallucination_silence_threshold
         ours = self.recognizer
         if threshold is None:
@@ -413,7 +414,10 @@ class LongForm:
         return verdict
 
     def _forward(self, window: Window, start_s: float) -> int:
-        """Frames from a window's start to the timestamp at or before a time; one step at least."""
+        """Returns the frames from a window's start to ``start_s``, rounded down to a timestamp.
+
+        It is at least one timestamp step, so that the loop makes progress.
+        """
         if start_s == math.inf:
             return window.job.frames - window.seek
         ours = self.recognizer
@@ -424,14 +428,14 @@ class LongForm:
 def _check_plain(decoder: Decoder) -> None:
     if decoder.guide is not None or not isinstance(decoder.draft, NoDraft):
         raise OptionError(
-            "beams= is given with a draft or a guide, and beams are searched by transformers, "
-            "without either; leave these out, or set beams=1"
+            "beams cannot be combined with a draft or a guide: beam search is done by "
+            "transformers, which supports neither; leave them out, or set beams=1"
         )
 
 
 def _by_length(
     ids: list[list[int]], rows: Iterable[int], device: torch.device
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Groups rows by prompt length: row indices and their prompts ``(B, P)``; shortest first."""
+    """Groups rows by prompt length; yields row indices and prompts ``(B, P)``, shortest first."""
     for group in grouped([len(one) for one in ids], rows):
         yield group, torch.tensor([ids[row] for row in group], device=device)

@@ -1,13 +1,13 @@
 """N-best lists: several texts of one window, each with a score, best first.
 
-``beam``: transformers' beam search with as many beams, with the prompt and the processors of the
-window; scores are its ``sequences_scores``, at the default length penalty the mean log-probability
-per token. ``sample``: samples from the distribution of model and guide at temperature 1, by a
-separate decoder without a draft; scores are mean log-probabilities too.
+``beam``: transformers' beam search with at least as many beams as texts, with the prompt and the
+logits processors of the window. Scores are its ``sequences_scores``: at the default length penalty
+the mean log-probability per token. ``sample``: samples from the (guided) distribution at
+temperature 1, by a separate decoder without a draft. Scores are mean log-probabilities too.
 
-Hypotheses that differ in timestamps only are merged into one text, with the score and the tokens of
-the best: there may be fewer texts than requested. A text is that of a whole window: in sequential
-mode an unfinished last sentence appears again in the next window.
+Hypotheses that differ in timestamps only are merged into one text with the best score, so there may
+be fewer texts than requested. Each text covers a whole window: in sequential mode, an unfinished
+last sentence appears again in the next window.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mmdecode.errors import OptionError
 
 
 def hypotheses(found: Iterable[Scored], text_of: Callable[[list[int]], str]) -> list[Hypothesis]:
-    """Hypotheses with distinct texts, each with its best-scored tokens; best first.
+    """Merges hypotheses of equal text, keeping the tokens with the best score; best text first.
 
     Args:
         found: Tokens and scores, in any order.
-        text_of: Decodes tokens to text.
+        text_of: Function that decodes tokens to text.
     """
     best: dict[str, Hypothesis] = {}
     for tokens, score in sorted(found, key=lambda one: -one[1]):
@@ -47,7 +47,7 @@ class Alternatives:
         attempts: Decodes the windows; its recogniser, guide, seed and options are used.
 
     Raises:
-        OptionError: Beams are asked for next to a guide.
+        OptionError: The method is ``beam``, and there is a guide.
     """
 
     def __init__(self, attempts: Attempts) -> None:
@@ -66,17 +66,17 @@ class Alternatives:
             self.sampler = Attempts(attempts.recognizer, decoder, scored)
         elif guide is not None:
             raise OptionError(
-                "n_best_method='beam' is transformers' beam search, which knows no guide; use "
+                "n_best_method='beam' is transformers' beam search, which supports no guide; use "
                 "n_best_method='sample', or leave the guide out"
             )
 
     def __call__(self, prompt: Tensor, encoded: Encoded, names: list[str]) -> list[list[Scored]]:
-        """The requested number of hypotheses for each window, equal ones included.
+        """Returns the requested number of hypotheses for each window; some may be equal.
 
         Args:
             prompt: Prompts of one length, ``(B, P)``.
-            encoded: The windows.
-            names: Keys of the noise, one per row.
+            encoded: The encoded windows.
+            names: One string per row; sampling noise is derived from it and the seed.
         """
         if self.sampler is None:
             beams = max(self.count, self.attempts.options.beams)

@@ -1,10 +1,10 @@
-"""Repetition loops: a model that repeats the same words until its window is full.
+"""Detects repetition loops: a model repeats the same words until its window is full.
 
-A window ends in a loop if its text ends in at least `ROUNDS` rounds of the same tokens, the last
-one possibly incomplete, of `TOKENS` tokens or more together; timestamps are ignored. So three words
-four times are a loop, and a single word twelve times; repetitions in natural speech are shorter.
-Whisper's compression ratio threshold finds most loops and makes the window be decoded again; this
-detects those that remain.
+A window ends in a loop if the same tokens are repeated at its end at least `ROUNDS` times, and the
+repetitions have `TOKENS` tokens or more together. The last repetition may be incomplete, and
+timestamps are ignored. So three words that occur four times are a loop, and so is a single word
+that occurs twelve times; repetitions in natural speech are shorter. Whisper's compression ratio
+threshold finds most loops, and such a window is decoded again; this detects the remaining loops.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ ROUNDS, TOKENS = 4, 12
 
 
 def first_round_end(tokens: Sequence[object]) -> int | None:
-    """Index after the first round of the loop at the end; ``None``: there is no loop.
+    """Returns the index after the first repetition of a loop at the end; ``None``: no loop.
 
     Args:
-        tokens: Text tokens, without timestamps; or words.
+        tokens: Text tokens without timestamps, or words.
     """
     for period in range(1, len(tokens) // ROUNDS + 1):
         begin = len(tokens) - period

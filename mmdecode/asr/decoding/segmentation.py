@@ -1,4 +1,4 @@
-"""Splits the tokens of a window into segments, at timestamps; removes repetitions from them."""
+"""Splits a window's tokens into segments at timestamps, and cuts repetition loops."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable
 from mmdecode.asr.decoding.repetition import first_round_end
 
 TokenSegment = tuple[int, int, list[int]]
-"""Start, end and tokens of a segment; in timestamp steps from the start of the window."""
+"""Start and end of a segment, in timestamp steps from the window's start, and its tokens."""
 
 
 def split_segments(
     tokens: list[int], begin: int, whole: int
 ) -> tuple[list[TokenSegment], int | None]:
-    """Splits a window's tokens between two consecutive timestamps.
+    """Splits a window's tokens into segments, wherever two timestamp tokens follow each other.
 
     Args:
-        tokens: Without the end token.
+        tokens: Generated ids, without the end token.
         begin: Id of the first timestamp token.
         whole: Length of the window, in timestamp steps.
 
     Returns:
         The segments, and the start of the next window in timestamp steps from the start of this
-        one; ``None``: it starts at the end of this one.
+        window; ``None``: the next window starts at the end of this one.
     """
     stamped = [token >= begin for token in tokens]
     boundaries = [i + 1 for i in range(len(tokens) - 1) if stamped[i] and stamped[i + 1]]
@@ -44,11 +44,11 @@ def split_segments(
 
 
 def unfinished(tokens: list[int], segments: list[TokenSegment]) -> list[int]:
-    """Tokens of a window after its last complete segment, from the opening timestamp on.
+    """Returns the tokens of the unfinished segment at a window's end, with its start timestamp.
 
     Args:
         tokens: Tokens of the window.
-        segments: Its segments, the last one with both timestamps.
+        segments: Complete segments of the window; the last one also ends with that timestamp.
     """
     rest = tokens[sum(len(part) for _, _, part in segments) - 1 :]
     return rest if len(rest) > 1 else []
@@ -57,13 +57,13 @@ def unfinished(tokens: list[int], segments: list[TokenSegment]) -> list[int]:
 def without_repetition(
     segments: list[TokenSegment], is_text: Callable[[int], bool]
 ) -> list[TokenSegment]:
-    """Segments in which the repetition at the end is reduced to its first round.
+    """Removes all repetitions of a loop at the window's end but the first.
 
-    Timestamps are kept as predicted.
+    The predicted timestamps of the remaining segments are kept.
 
     Args:
         segments: Segments of a window that ends in a repetition loop.
-        is_text: Whether an id stands for text.
+        is_text: Function that tells whether a token id is text rather than a timestamp.
     """
     left = first_round_end([t for _, _, tokens in segments for t in tokens if is_text(t)])
     if left is None:  # part of it was in a tail that the next window decodes

@@ -1,1 +1,1 @@
-"""Inputs and manifests of transcription jobs, their results folders, and output formats."""
+"""Inputs, results folders and output formats of transcription jobs."""

@@ -1,9 +1,9 @@
-"""Transcripts as text, subtitles, tables and JSON, and safe names for the files.
+"""Formats transcripts as text, subtitles, tables and JSON; makes safe names for their files.
 
-``whisper-json`` is the JSON of openai-whisper's command line, for tools that read it.
+``whisper-json`` is the JSON that openai-whisper's command line writes, for tools that read it.
 
-A writer takes a `Transcript` and returns the whole file. Files are written under a temporary name
-and renamed, so that a file that exists is complete.
+The function of a format takes a `Transcript` and returns the content of its file. Files are written
+under a temporary name and then renamed, so that every file with its final name is complete.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 def txt(transcript: Transcript, layout: Layout = DEFAULT) -> str:
-    """Plain text, one line per segment."""
+    """Formats a transcript as plain text, one line per segment."""
     return "".join(f"{text}\n" for _, text in _spoken(transcript))
 
 
 def srt(transcript: Transcript, layout: Layout = DEFAULT) -> str:
-    """SubRip subtitles."""
+    """Formats a transcript as SubRip subtitles."""
     blocks = [
         f"{number}\n{_clock(cue.start_ms, ',')} --> {_clock(cue.end_ms, ',')}\n"
         + "".join(f"{line.replace('-->', '->')}\n" for line in cue.lines)
@@ -42,7 +42,7 @@ def srt(transcript: Transcript, layout: Layout = DEFAULT) -> str:
 
 
 def vtt(transcript: Transcript, layout: Layout = DEFAULT) -> str:
-    """WebVTT subtitles."""
+    """Formats a transcript as WebVTT subtitles."""
     blocks = [
         f"{_clock(cue.start_ms, '.')} --> {_clock(cue.end_ms, '.')}\n"
         + "".join(f"{_escaped(line)}\n" for line in cue.lines)
@@ -52,7 +52,7 @@ def vtt(transcript: Transcript, layout: Layout = DEFAULT) -> str:
 
 
 def tsv(transcript: Transcript, layout: Layout = DEFAULT) -> str:
-    """Tab-separated table: start and end of each segment in milliseconds, and its text."""
+    """Formats a transcript as a tab-separated table: start and end in milliseconds, and text."""
     rows = [
         f"{round(1000 * s.start_s)}\t{round(1000 * max(s.end_s, s.start_s))}\t{text}\n"
         for s, text in _spoken(transcript)
@@ -61,21 +61,21 @@ def tsv(transcript: Transcript, layout: Layout = DEFAULT) -> str:
 
 
 def as_json(transcript: Transcript, layout: Layout = DEFAULT) -> str:
-    """JSON: all fields of the transcript, as one indented object."""
+    """Formats all fields of a transcript as one indented JSON object."""
     return to_json(dataclasses.asdict(transcript), indent=1) + "\n"
 
 
 def jsonl(transcript: Transcript, layout: Layout = DEFAULT) -> str:
-    """JSON lines with one segment per line."""
+    """Formats a transcript as JSON lines, with one segment per line."""
     return "".join(to_json(dataclasses.asdict(s)) + "\n" for s in transcript.segments)
 
 
 def whisper_json(transcript: Transcript, layout: Layout = DEFAULT) -> str:
-    """JSON with the keys of openai-whisper: ``text``, ``segments`` and ``language``.
+    """Formats a transcript as openai-whisper's JSON: ``text``, ``segments`` and ``language``.
 
     Segments of one window share ``seek`` (the window's start in hundredths of a second),
-    ``avg_logprob``, ``compression_ratio`` and ``no_speech_prob``, which is null for models without
-    timestamps. Texts begin with a space, as in openai-whisper.
+    ``avg_logprob``, ``compression_ratio`` and ``no_speech_prob``; the last one is null for models
+    without timestamps. Texts begin with a space, as in openai-whisper.
 
     Raises:
         OptionError: The scores of segments were not computed; see ``scores`` of
@@ -90,7 +90,7 @@ def whisper_json(transcript: Transcript, layout: Layout = DEFAULT) -> str:
         known = transcript.timed_by == "windows" or segment.no_speech_prob is not None
         if segment.avg_logprob is None or not known:
             raise OptionError(
-                "whisper-json has avg_logprob and no_speech_prob of every segment, and they were "
+                "whisper-json needs avg_logprob and no_speech_prob of every segment, which were "
                 "not computed; transcribe with scores=True"
             )
         found: dict[str, Any] = {
@@ -124,7 +124,10 @@ _LEAST = -1e4
 
 
 def _compression_ratio(text: str) -> float:
-    """Compression ratio of a text as in openai-whisper (this library's is of token ids)."""
+    """Returns the zlib compression ratio of a text, as in openai-whisper.
+
+    The ratio that ``compression_ratio_threshold`` uses is of token ids instead.
+    """
     data = text.strip().encode(errors="replace")
     return len(data) / len(zlib.compress(data))
 
@@ -139,26 +142,26 @@ FORMATS: dict[str, Callable[[Transcript, Layout], str]] = {
     "whisper-json": whisper_json,
 }
 ALL = "all"
-"""Stands for every format."""
+"""Name that stands for all formats together."""
 
 
 def ending(kind: str) -> str:
-    """File name extension of a format, without the first dot."""
+    """Returns the file name extension of a format, without the first dot."""
     return "whisper.json" if kind == "whisper-json" else kind
 
 
 def parse_formats(text: str) -> list[str]:
-    """Names from ``txt,srt``, or every name from ``all``.
+    """Splits a list of format names such as ``txt,srt``; ``all`` stands for every format.
 
     Raises:
-        OptionError: A name is unknown, or none is given.
+        OptionError: A name is unknown, or the list is empty.
     """
     names = [part.strip().lower() for part in text.split(",") if part.strip()]
     known = [*FORMATS, ALL]
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise OptionError(f"no format named {name!r}{hint}; known: {', '.join(known)}")
+            raise OptionError(f"no format named {name!r}{hint}; expected {', '.join(known)}")
     if not names:
         raise OptionError(f"no format in {text!r}; expected some of {', '.join(known)}")
     return list(FORMATS) if ALL in names else list(dict.fromkeys(names))
@@ -170,7 +173,7 @@ _LONGEST = 120  # bytes of a name, far below what file systems take
 
 
 def file_stem(source: str) -> str:
-    """Safe file name for a source: without folder, audio extension and control characters.
+    """Returns a safe file name for a recording, without folder, extension and special characters.
 
     Args:
         source: The path or name of a recording; may contain any characters.
@@ -184,9 +187,9 @@ def file_stem(source: str) -> str:
 
 
 def _folder_stem(folder: str) -> str:
-    """Safe names for a folder and those above it, each followed by a slash.
+    """Returns a relative folder path with safe names, each followed by a slash.
 
-    A name that a results file could have is changed, so that no file and folder have one name.
+    A folder name that a results file could also have is changed, so that the two cannot collide.
     """
     endings = tuple(f".{ending(kind)}" for kind in FORMATS)
     parts = []
@@ -198,13 +201,13 @@ def _folder_stem(folder: str) -> str:
 
 
 def _safe(name: str) -> str:
-    """Name without characters that file systems refuse, and without leading and trailing dots."""
+    """Removes characters that file systems refuse, and dots at the beginning and end of a name."""
     name = re.sub(r"[^\w\-. ()+,@]", "_", name).strip(". ")
     return name.encode()[:_LONGEST].decode(errors="ignore").strip(". ")
 
 
 class Names:
-    """Distinct file names for many sources.
+    """Assigns distinct file names to many recordings.
 
     Args:
         taken: Names already in use; names are compared without case.
@@ -215,11 +218,11 @@ class Names:
         self._numbers: dict[str, int] = {}
 
     def new(self, source: str, folder: str = "") -> str:
-        """The source's `file_stem`, with a number appended if that name is in use.
+        """Returns the source's `file_stem`, with a number appended if that name is in use.
 
         Args:
             source: The path or name of a recording.
-            folder: Folder of its files, relative to the results folder.
+            folder: Folder for its files, relative to the results folder.
         """
         above = _folder_stem(folder)
         stem = above + file_stem(source)
@@ -233,7 +236,7 @@ class Names:
 
 
 def _spoken(transcript: Transcript) -> Iterator[tuple[Segment, str]]:
-    """Segments with text, each with its text on one line."""
+    """Yields the segments that have text, each with its text on one line."""
     for segment in transcript.segments:
         if text := clean(segment.text):
             yield segment, text

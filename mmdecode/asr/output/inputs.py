@@ -1,4 +1,4 @@
-"""Manifest entries from paths, folders, lists, manifests and standard input."""
+"""Collects the recordings to transcribe: from paths, folders, lists, manifests or stdin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmdecode.runs.files import files_below, find_files, write_file
 from mmdecode.runs.inputs import refuse_address
 
 STDIN = "-"
-"""Stands for standard input instead of a path."""
+"""Path that stands for standard input."""
 
 
 @contextlib.contextmanager
@@ -28,17 +28,18 @@ def gathered(
     limit: int | None = None,
     keep_tree: bool = False,
 ) -> Iterator[list[Entry]]:
-    """Collects the entries to transcribe, in order, each with a unique id.
+    """Collects the recordings to transcribe as entries, in order, each with a unique id.
 
-    Standard input is kept in a temporary file inside the context, since recordings are read more
-    than once.
+    A recording on standard input is kept in a temporary file inside the context, since recordings
+    are read more than once.
 
     Args:
-        paths: Files, folders to search, ``-`` for the bytes of one recording on standard input.
+        paths: Audio files, folders to search for them, or ``-`` for a recording on standard input.
         files_from: A file with one path per line; ``-`` for standard input.
-        manifest: A manifest, see `mmdecode.asr.output.manifest`.
-        limit: Only the first so many entries; ``None``: all.
-        keep_tree: Whether entries have their ``folder`` relative to the folder that was searched.
+        manifest: Path of a manifest, see `mmdecode.asr.output.manifest`.
+        limit: Number of entries to take, from the first; ``None``: all.
+        keep_tree: Whether ``Entry.folder`` is set to the file's folder, relative to the folder that
+            was searched.
 
     Raises:
         OptionError: No input is given, or standard input is given twice.
@@ -46,7 +47,7 @@ def gathered(
     """
     named = [*paths, *(_listed(files_from) if files_from else ())]
     if [*named, files_from].count(STDIN) > 1:
-        raise OptionError("'-' is given twice, and there is one standard input; give files")
+        raise OptionError("'-' (standard input) is given twice; give files instead of one of them")
     entries = [
         Entry(id=path, audio=path, folder=below if keep_tree else "")
         for path, below in files_below(named, SUFFIXES, "audio").items()
@@ -67,7 +68,7 @@ def gathered(
 
 
 def find_audio(paths: Iterable[str]) -> list[str]:
-    """Audio files: given files as they are, and those found in given folders; each once.
+    """Returns the given files, and the audio files found in given folders; each file once.
 
     Raises:
         InputError: A folder holds no audio.
@@ -76,14 +77,15 @@ def find_audio(paths: Iterable[str]) -> list[str]:
 
 
 def recordings_in(data: Path, limit: int | None = None) -> list[Entry]:
-    """The recordings of a table, or of a folder.
+    """Returns the recordings of a table, or of a folder, as entries.
 
     Args:
-        data: JSON lines, JSON, csv or tsv with a recording per row, or a folder to search.
-        limit: The first so many; ``None``: all.
+        data: A table (JSON lines, JSON, csv or tsv) with one recording per row, or a folder to
+            search for audio files.
+        limit: Number of recordings to take, from the first; ``None``: all.
 
     Raises:
-        InputError: It cannot be read, or holds none.
+        InputError: The table or folder cannot be read, or holds no recording.
     """
     if not data.is_dir():
         return read_manifest(data, limit)
@@ -91,7 +93,7 @@ def recordings_in(data: Path, limit: int | None = None) -> list[Entry]:
 
 
 def sizes(entries: Sequence[Entry]) -> list[float]:
-    """Amount of work per entry: seconds of audio if known for all, else bytes."""
+    """Returns the amount of work per entry: seconds of audio if known for all, else bytes."""
     seconds = [entry.duration_s for entry in entries]
     known = [second for second in seconds if second is not None]
     if len(known) == len(entries):

@@ -1,18 +1,17 @@
 """Results folder of a transcription job that can be interrupted and resumed.
 
-A recording's files are written first, each under a temporary name and renamed, then its line is
-appended to ``results.jsonl`` and flushed; ``run.json`` has the settings. So recordings with a line
-are complete, and those without one are transcribed again. Several processes write a part each,
-``parts/rank-N.jsonl``. At the start and end of a run all lines are merged into ``results.jsonl`` in
-the order of the input, one per recording; its content does not depend on interruptions or the
-number of processes.
+The files of a recording are written first, each under a temporary name and then renamed. Then a
+line about the recording is appended to ``results.jsonl`` and flushed. So a recording with a line is
+complete, and a recording without a line is transcribed again. ``run.json`` holds the settings. With
+several processes, each writes its lines to a file of its own, ``parts/rank-N.jsonl``. At the start
+and end of a run all lines are merged into ``results.jsonl``, one per recording in the order of the
+input; its content does not depend on interruptions or the number of processes.
 
 Each line has the ``id``, the absolute ``audio`` path and, for a part of a file, its offset and
 duration, so ``results.jsonl`` is itself a manifest (`mmdecode.asr.output.manifest`).
 
-A folder with results is continued only on request, only under the same settings
-(`mmdecode.runs.files`), and only where an id still names the recording whose transcript is there;
-recordings that failed are tried again.
+A run is continued only on request, only with the same settings (`mmdecode.runs.files`), and only if
+each id in the folder still belongs to the same recording. Recordings that failed are tried again.
 """
 
 from __future__ import annotations
@@ -63,9 +62,10 @@ class Prepared(NamedTuple):
     """State of a results folder before a run.
 
     Attributes:
-        suspects: Ids of recordings that were being read when an earlier run crashed.
-        changed: Ids of recordings whose files changed since; their results were removed.
-        alone: Ids of recordings to decode one by one, see `mmdecode.runs.crashes.ended_over`.
+        suspects: Names of recordings that were being read when an earlier run crashed.
+        changed: Ids of recordings whose audio files changed since; their results were removed.
+        alone: Ids of recordings to decode one by one, since a run ended while they were decoded in
+            a batch, see `mmdecode.runs.crashes.ended_over`.
         replaced: Whether existing results are deleted when the first new one is written.
     """
 
@@ -83,20 +83,20 @@ def prepare(
     formats: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Prepared:
-    """Prepares a folder: checks and writes the settings, merges or removes unfinished files.
+    """Prepares a results folder: checks and writes the settings, cleans up after earlier runs.
 
     Args:
-        folder: Results folder; it exists.
-        settings: Settings that may change a file.
-        resume: Whether to continue with existing results.
+        folder: Results folder, which exists.
+        settings: All settings that the results depend on.
+        resume: Whether to continue an earlier run.
         entries: The input, in order.
         formats: Formats written per recording.
-        overwrite: Whether to replace files that mmdecode did not write and, without ``resume``,
-            results; results stay until `ResultFolder` has a new one.
+        overwrite: Whether files that mmdecode did not write may be replaced, and, without
+            ``resume``, earlier results; these are kept until `ResultFolder` adds the first result.
 
     Raises:
-        OptionError: The folder holds results and ``resume`` is not set, or holds results of other
-            settings or other recordings, or files that are not ours would be replaced.
+        OptionError: The folder holds results and ``resume`` is not set, or it holds results of
+            other settings or recordings, or files that mmdecode did not write would be replaced.
         InputError: The folder cannot be written.
     """
     changed: set[str] = set()
@@ -138,10 +138,10 @@ def prepare(
 
 
 def finish(folder: Path, entries: Sequence[Entry]) -> None:
-    """Finishes a run: merges all lines and removes the notes of batches in progress.
+    """Finishes a run: merges all result lines and removes the notes of batches in progress.
 
     Args:
-        folder: Folder of results; no process of the run writes any more.
+        folder: Results folder; no process of the run may write to it any more.
         entries: The input.
 
     Raises:
@@ -154,10 +154,10 @@ def finish(folder: Path, entries: Sequence[Entry]) -> None:
 
 
 def merge(folder: Path, entries: Sequence[Entry], without: Collection[str] = ()) -> None:
-    """Merges all lines into ``results.jsonl``: one per recording, in the order of the input.
+    """Merges all result lines into ``results.jsonl``: one per recording, in input order.
 
     Args:
-        folder: Folder of results.
+        folder: Results folder.
         entries: The input.
         without: Ids whose lines are removed.
 
@@ -190,24 +190,24 @@ def merge(folder: Path, entries: Sequence[Entry], without: Collection[str] = ())
 
 
 class ResultFolder:
-    """Writes the results of one process of a run; `prepare` comes before, `merge` after.
+    """Writes the results of one process; call `prepare` before it and `finish` after it.
 
     Args:
-        folder: A prepared folder.
+        folder: A results folder that `prepare` was called on.
         formats: Formats written per recording.
-        entries: The input, in order; all processes get the same.
+        entries: The input, in order; the same for all processes.
         layout: Layout of subtitles.
-        rank: Rank of this process; ``None``: it is the only one.
-        suspects: Suspects that `prepare` returned.
-        alone: Recordings to be decoded one by one, as `prepare` returned them.
-        overwrite: Whether to replace files that mmdecode did not write.
-        again: Settings to write with the first result, which deletes older results; ``None``: older
-            results stay.
+        rank: Rank of this process; ``None``: it is the only process.
+        suspects: `Prepared.suspects`.
+        alone: `Prepared.alone`.
+        overwrite: Whether files that mmdecode did not write may be replaced.
+        again: Settings to write together with the first result, when older results are deleted;
+            ``None``: older results are kept.
 
     Attributes:
         done: Ids of the recordings that have a transcript.
-        journal: Names the file that is being read.
-        batches: Names the recordings of the batch that is being decoded.
+        journal: Notes on disk which file is being read, to be found after a crash.
+        batches: Notes on disk which recordings are being decoded, to be found after a crash.
 
     Raises:
         InputError: The folder cannot be written.
@@ -248,7 +248,7 @@ class ResultFolder:
         self._entries = {entry.id: (index, entry) for index, entry in enumerate(entries)}
 
     def _opened(self) -> BinaryIO:
-        """Opens the file for the lines of this process; deletes results that are replaced."""
+        """Opens the file for this process's lines, and deletes older results to be replaced."""
         if self._new_settings is not None:
             (self.folder / RESULTS).unlink(missing_ok=True)
             note_settings(self.folder, self._new_settings, self._overwrite)
@@ -257,7 +257,7 @@ class ResultFolder:
         return file
 
     def noted(self, entry: Entry, source: Source) -> Source:
-        """Wraps the source of an entry so that the state of its file is recorded before reading."""
+        """Wraps a source so that the state of its file is recorded before it is read."""
 
         def read() -> Blocks:
             if entry.audio is not None and not entry.stdin:
@@ -267,10 +267,10 @@ class ResultFolder:
         return dataclasses.replace(source, read=read)
 
     def add(self, result: Transcript | Failure) -> Transcript | Failure:
-        """Writes the files of a recording, then its line.
+        """Writes the files of a recording, then its line in the results.
 
         Args:
-            result: Its ``source`` is the id of an entry.
+            result: The result, whose ``source`` is the id of an entry.
 
         Returns:
             The result with its index in the whole input.
@@ -300,7 +300,7 @@ class ResultFolder:
         return result
 
     def _written(self, transcript: Transcript, name: str) -> Transcript | Failure:
-        """Writes the files of a recording; an error makes it a `Failure`."""
+        """Writes the files of a recording; if that fails, the result becomes a `Failure`."""
 
         def write() -> None:
             for kind in self.formats:
@@ -311,7 +311,7 @@ class ResultFolder:
         return failure_of(transcript.source, transcript.index, failed) if failed else transcript
 
     def close(self) -> None:
-        """Closes the files; no more results can be added."""
+        """Closes the files; afterwards no more results can be added."""
         if self._file:
             self._file.close()
         self.journal.close()
@@ -327,7 +327,7 @@ def _notes(folder: Path) -> list[Path]:
 
 
 def _recording(entry: Entry) -> dict[str, Any]:
-    """Keys of a line that identify the recording; one from standard input has no path."""
+    """Returns the keys of a line that identify the recording; standard input has no path."""
     known = entry.audio is not None and not entry.stdin
     found: dict[str, Any] = {"audio": os.path.abspath(entry.audio or "") if known else None}
     if entry.offset_s is not None:
@@ -338,7 +338,7 @@ def _recording(entry: Entry) -> dict[str, Any]:
 
 
 def _known(folder: Path) -> tuple[set[str], dict[str, str]]:
-    """Ids that have a transcript, and the names of all that have a line."""
+    """Returns the ids that have a transcript, and the file names of all ids with a line."""
     done: set[str] = set()
     names: dict[str, str] = {}
     for path in [folder / RESULTS, *_parts(folder)]:
@@ -350,7 +350,7 @@ def _known(folder: Path) -> tuple[set[str], dict[str, str]]:
 
 
 def _named(entries: Sequence[Entry], known: Mapping[str, str]) -> dict[str, str]:
-    """File names by id; they do not depend on which recordings are done."""
+    """Returns file names by id, which do not depend on the recordings already done."""
     names, found = Names(known.values()), dict(known)
     for entry in entries:
         if entry.id not in found:
@@ -359,7 +359,7 @@ def _named(entries: Sequence[Entry], known: Mapping[str, str]) -> dict[str, str]
 
 
 def _changed(folder: Path, entries: Sequence[Entry]) -> set[str]:
-    """Ids of transcripts whose audio files changed since."""
+    """Returns the ids of recordings whose audio files changed since they were transcribed."""
     given = {entry.id: entry for entry in entries if entry.audio is not None and not entry.stdin}
     inputs, found = Inputs(folder), set()
     for path in [folder / RESULTS, *_parts(folder)]:
@@ -371,15 +371,15 @@ def _changed(folder: Path, entries: Sequence[Entry]) -> set[str]:
 
 
 def _check_recordings(folder: Path, entries: Sequence[Entry], languages: bool) -> None:
-    """Checks that the transcripts in a folder are of the recordings that now have their ids.
+    """Checks that the ids in a results folder still belong to the same recordings.
 
     Args:
-        folder: Folder of results.
+        folder: Results folder.
         entries: The input.
-        languages: Whether entries' own languages apply: not if one is set for all.
+        languages: Whether entries' own languages apply; they do not if one is set for all.
 
     Raises:
-        OptionError: One is of another recording, another part of it, or in another language.
+        OptionError: An id now belongs to another recording, part of a recording or language.
     """
     given = {entry.id: entry for entry in entries}
     for path in [folder / RESULTS, *_parts(folder)]:
@@ -396,14 +396,14 @@ def _check_recordings(folder: Path, entries: Sequence[Entry], languages: bool) -
             if differing:
                 shown = "; ".join(f"{n} was {before[n]!r}, is {now.get(n)!r}" for n in differing)
                 raise OptionError(
-                    f"{folder} holds a transcript under the id {entry.id!r}, and that is another "
-                    f"recording now ({shown}); start where the run was begun, with the same input, "
-                    "or choose another --out"
+                    f"{folder} holds a transcript with the id {entry.id!r}, which is now the id of "
+                    f"another recording ({shown}); resume in the folder in which the run was "
+                    "started, with the same input, or choose another --out"
                 )
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Complete lines with their contents; skips a line that was cut off by a crash."""
+    """Yields complete lines and their contents; skips a line that was cut off by a crash."""
     if not path.exists():
         return
     for number, line in enumerate(complete_lines(path), 1):
@@ -413,12 +413,12 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             inside = not {"", ".", ".."} & {*re.split(r"[/\\]", found["name"])}
         except (ValueError, KeyError, TypeError):
             raise InputError(
-                f"{path}, line {number} is not a result; remove the line, and --resume "
-                "transcribes that recording again"
+                f"{path}, line {number} is not a result; remove the line, then --resume will "
+                "transcribe that recording again"
             ) from None
         if not inside:
             raise InputError(
-                f"{path}, line {number} names files outside of the folder ({found['name']!r}); "
-                "remove the line"
+                f"{path}, line {number} names files outside of the results folder "
+                f"({found['name']!r}); remove the line"
             )
         yield line, found

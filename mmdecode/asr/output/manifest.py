@@ -1,15 +1,16 @@
-"""Manifests: tables of recordings with their reference texts.
+"""Reads manifests: tables of recordings with their reference texts.
 
-A ``.csv`` or ``.tsv`` has a header; a ``.trn``, ``.ref`` or ``.hyp`` has NIST's lines, ``some words
-(id)``; anything else is JSON lines or one JSON list (NeMo's manifests and the result files of the
-Open ASR leaderboard among them). The recording is in a column named in `AUDIO`, the text in one of
-`TEXT`, the language in one of `LANGUAGE`; every other column is kept. Paths are relative to the
-folder of the manifest.
+A ``.csv`` or ``.tsv`` file begins with a header; a ``.trn``, ``.ref`` or ``.hyp`` file has lines in
+NIST's format, ``some words (id)``; any other file holds JSON lines or one JSON list, such as NeMo's
+manifests and the result files of the Open ASR leaderboard. The path of a recording is in one of the
+columns `AUDIO`, its text in one of `TEXT`, its language in one of `LANGUAGE`; all other columns are
+kept. Paths are relative to the folder of the manifest.
 
-A line with an ``offset`` is the part of its recording that begins there, of length ``duration``, in
-seconds, as in NeMo's manifests; without an offset a duration is information only.
+A line with an ``offset`` stands for the part of its recording that begins there and has the length
+``duration``, both in seconds, as in NeMo's manifests. Without an offset the duration is information
+only.
 
-``zoo:NAME`` is the manifest of shipped recordings: ``zoo:real-clips``, ``zoo:speech-test``.
+``zoo:NAME`` is a manifest of shipped recordings: ``zoo:real-clips`` or ``zoo:speech-test``.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ class Entry:
     """One recording of a manifest.
 
     Attributes:
-        id: Unique in its manifest: the given one, else the path as it is written there, for a part
-            with ``@`` its offset and ``+`` its duration.
+        id: Id, unique in its manifest: the given id, else the path as written in the manifest; the
+            id of a part of a file ends with its offset and duration, as ``talk.ogg@1.5+4.0``.
         audio: Path to open; ``None``: the manifest names no recording here.
         text: Reference text; ``None``: not given.
         offset_s: Start of the part of the file, in seconds; ``None``: the whole file.
-        duration_s: Length in the manifest, in seconds; ``None``: not given; a part then goes to the
-            end.
+        duration_s: Length according to the manifest, in seconds; ``None``: not given, and a part
+            extends to the end of the file.
         speaker: Speaker; ``None``: not given.
         language: Spoken language; ``None``: not given.
-        folder: Folder of its results, relative to the results folder; empty: that folder itself.
-        stdin: Whether it is from standard input; its path is that of a temporary file.
+        folder: Folder for its files, relative to the results folder; empty: that folder itself.
+        stdin: Whether it came from standard input; its path is then a temporary file.
         fields: All columns of its row.
-        problem: Why it cannot be transcribed; ``None``: no problem is known.
+        problem: Reason why it cannot be transcribed; ``None``: no problem is known.
     """
 
     id: str
@@ -72,11 +73,11 @@ class Entry:
 
 
 def opened(entry: Entry, language: str | None = None) -> Source:
-    """Source of an entry's recording, or of its part; the file is not opened yet.
+    """Makes the source of an entry's recording or part of it; the file is not opened yet.
 
     Args:
         entry: An entry with a path.
-        language: Language of all recordings; ``None``: each entry's own.
+        language: Language of all recordings; ``None``: the language of each entry.
     """
     source = recording(entry.audio or "", entry.id, shown="stdin" if entry.stdin else None)
     if entry.problem is not None:
@@ -102,19 +103,20 @@ def read_manifest(
     """Reads a manifest.
 
     Args:
-        path: Its file, or ``zoo:NAME``.
-        limit: Only the first so many recordings; ``None``: all.
-        audio: Whether every line must have a recording; the file need not exist.
-        text: Whether every line must have a text; it may be empty.
-        failing: Whether an invalid line becomes an entry with a ``problem`` instead of an error;
-            where several lines have one id, the first keeps it, and the others get ``#`` and their
-            line number.
-        left_out: A list that gets the problems of invalid lines, which are then left out.
+        path: Path of the manifest, or ``zoo:NAME``.
+        limit: Number of recordings to take, from the first; ``None``: all.
+        audio: Whether every line must name a recording; its file need not exist.
+        text: Whether every line must have a text; the text may be empty.
+        failing: Whether an invalid line becomes an entry with a ``problem`` instead of an error. If
+            several lines have the same id, ``#`` and the line number are appended to all but the
+            first.
+        left_out: List to which the problems of invalid lines are appended; these lines are then
+            left out instead of being an error.
 
     Raises:
-        InputError: The file cannot be read, a line lacks what it must have, or two have one id;
-            with ``failing`` or ``left_out``: every line has a problem.
-        UnknownNameError: No recordings of that name ship.
+        InputError: The file cannot be read, a line lacks a required column, or two lines have the
+            same id; with ``failing`` or ``left_out``: every line is invalid.
+        UnknownNameError: The package ships no recordings of that name.
     """
     path = manifest_path(path)
     entries: list[Entry] = []
@@ -144,7 +146,7 @@ def read_manifest(
         seen[entry.id] = line
         entries.append(entry)
     if not entries:
-        raise InputError(f"{path} holds no line; expected one recording a line")
+        raise InputError(f"{path} is empty; expected one recording per line")
     refuse_all(entry.problem for entry in entries)
     if left_out is None:
         return entries
@@ -153,15 +155,15 @@ def read_manifest(
 
 
 def shipped_manifests() -> dict[str, Path]:
-    """Manifests of the shipped recordings, by name without ``zoo:``."""
+    """Returns the manifests of the shipped recordings by name, without ``zoo:``."""
     return {path.parent.name: path for path in sorted(ZOO.parent.glob("data/*/manifest.jsonl"))}
 
 
 def manifest_path(path: str | os.PathLike[str]) -> Path:
-    """The file of a manifest: the path itself, or that of ``zoo:NAME``.
+    """Returns the path of a manifest's file, also for ``zoo:NAME``.
 
     Raises:
-        UnknownNameError: No recordings of that name ship.
+        UnknownNameError: The package ships no recordings of that name.
     """
     scheme, colon, name = str(path).partition(":")
     if not colon or scheme != "zoo" or Path(path).exists():
@@ -198,10 +200,10 @@ def _entry(row: dict[str, Any], where: str, folder: Path) -> Entry:
 
 
 def seconds_of(row: Mapping[str, Any], names: Iterable[str], where: str) -> float | None:
-    """Value in seconds of the first of some columns that a row has; ``None``: it has none.
+    """Returns the number of seconds in the first of some columns; ``None``: the row has none.
 
     Raises:
-        InputError: The value is no length of time.
+        InputError: The value is not a number of seconds.
     """
     value = first_of(row, names)
     if value in (None, ""):

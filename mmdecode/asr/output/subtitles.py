@@ -1,9 +1,10 @@
-"""Subtitle cues from segments, with limits for line width, line count and reading speed.
+"""Makes subtitle cues of segments, within limits of line width, line count and reading speed.
 
-A segment that does not fit into one cue is split at word boundaries, into lines of about equal
-width. The parts get the times of their words where a segment has ``words``, else a share of its
-time in proportion to their characters. A cue is shown at least for the minimum duration, and longer
-if its text takes longer to read and the next cue does not start; cues do not overlap.
+A cue is a text that is shown from a start to an end time. A segment that does not fit into one cue
+is split at word boundaries, into lines of about equal width. If the segment has ``words``, its cues
+get the times of their words; otherwise its duration is divided in proportion to their characters. A
+cue is shown at least for the minimum duration, and longer if its text takes longer to read, but
+only until the next cue starts; cues do not overlap.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ class Layout:
     """Limits of subtitles; the defaults are those of many broadcasters and streaming services.
 
     Attributes:
-        max_line_width: Maximum width of a line in columns; a character of double width, as in
-            Chinese, has two. ``None``: no limit, a cue per segment.
+        max_line_width: Maximum width of a line in columns; a wide character, as in Chinese, takes
+            two columns. ``None``: no limit, so that each segment is one cue.
         max_line_count: Maximum number of lines of a cue.
-        max_reading_speed: Characters per second. A cue that is spoken faster is shown longer, at
-            most until the next cue; text is never left out. ``None``: no limit.
+        max_reading_speed: Maximum reading speed, in characters per second. A cue that is spoken
+            faster is shown longer, at most until the next cue; text is never left out. ``None``: no
+            limit.
         min_duration_s: Minimum duration of a cue in seconds; the next cue is delayed if necessary.
 
     Raises:
@@ -48,7 +50,7 @@ class Layout:
             raise OptionError(f"max_line_count={self.max_line_count}; expected at least 1")
         if self.max_reading_speed is not None and not self.max_reading_speed > 0:
             raise OptionError(
-                f"max_reading_speed={self.max_reading_speed}; expected characters per second"
+                f"max_reading_speed={self.max_reading_speed}; expected more than 0, or None"
             )
         if not 0 <= self.min_duration_s < float("inf"):
             raise OptionError(f"min_duration_s={self.min_duration_s}; expected seconds, 0 or more")
@@ -59,11 +61,11 @@ DEFAULT = Layout()
 
 @dataclass(frozen=True, kw_only=True)
 class Cue:
-    """A subtitle.
+    """A subtitle: lines of text that are shown from a start to an end time.
 
     Attributes:
         start_ms, end_ms: Start and end, in milliseconds from the beginning of the recording.
-        lines: Its lines, from top to bottom.
+        lines: Its lines of text, from top to bottom.
     """
 
     start_ms: int
@@ -72,12 +74,12 @@ class Cue:
 
     @property
     def characters(self) -> int:
-        """Number of characters; those of double width count twice."""
+        """Number of characters; wide characters count twice."""
         return sum(map(width, self.lines))
 
 
 def cues(segments: Iterable[Segment], layout: Layout = DEFAULT) -> list[Cue]:
-    """Cues of segments, ordered by time, without overlaps; segments without text give none."""
+    """Makes cues of segments, ordered by time and without overlap; skips segments without text."""
     found = [cue for segment in segments for cue in _split(segment, layout)]
     found.sort(key=lambda cue: cue.start_ms)
     shown: list[Cue] = []
@@ -97,19 +99,19 @@ def cues(segments: Iterable[Segment], layout: Layout = DEFAULT) -> list[Cue]:
 
 
 def clean(text: str) -> str:
-    """The text on one line: white space becomes single spaces, control characters are removed."""
+    """Puts a text on one line, with single spaces and without control characters."""
     text = " ".join(text.split())
     return "".join(c for c in text if unicodedata.category(c) != "Cc")
 
 
 def width(text: str) -> int:
-    """Width of a text in columns: a wide character has two, a combining character none."""
+    """Returns the width of a text in columns; wide characters have two, combining ones none."""
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
     return len(text) + wide - sum(unicodedata.combining(c) > 0 for c in text)
 
 
 def wrap(text: str, columns: int) -> list[tuple[int, int]]:
-    """Begin and end of each line of a clean text; words wider than a line are broken."""
+    """Breaks a text into lines, and returns start and end index of each; breaks too wide words."""
     lines: list[tuple[int, int]] = []
     for begin, end in _breakable(text, columns):
         if lines and width(text[lines[-1][0] : end]) <= columns:
@@ -120,7 +122,7 @@ def wrap(text: str, columns: int) -> list[tuple[int, int]]:
 
 
 def _breakable(text: str, columns: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of words, and of parts of words that are wider than a line."""
+    """Yields start and end index of words, and of the parts of words wider than a line."""
     for word in re.finditer(r"\S+", text):
         begin = word.start()
         if width(word[0]) > columns:  # scripts without spaces are one long word
@@ -149,7 +151,7 @@ def _split(segment: Segment, layout: Layout) -> list[Cue]:
 
 
 def _balanced(text: str, columns: int) -> list[tuple[int, int]]:
-    """Lines of about equal width, as few as with the full width of ``columns``."""
+    """Breaks a text into as few lines as possible, all of about equal width."""
     lines = wrap(text, columns)
     for narrower in range(columns - 1, 1, -1):
         found = wrap(text, narrower)
@@ -160,7 +162,7 @@ def _balanced(text: str, columns: int) -> list[tuple[int, int]]:
 
 
 class _Times:
-    """Times of parts of a segment's text."""
+    """Finds the times of parts of a segment's text."""
 
     def __init__(self, segment: Segment, text: str) -> None:
         self.start, self.end = max(segment.start_s, 0.0), max(segment.end_s, segment.start_s, 0.0)
@@ -168,7 +170,7 @@ class _Times:
         self.words = _located(text, getattr(segment, "words", None) or ())
 
     def of(self, begin: int, stop: int) -> tuple[float, float]:
-        """Start and end in seconds of the characters ``begin`` to ``stop``."""
+        """Returns start and end in seconds of the characters ``begin`` to ``stop``."""
         inside = [(s, e) for at, s, e in self.words if begin <= at < stop]
         if inside:
             return inside[0][0], max(end for _, end in inside)
@@ -177,7 +179,7 @@ class _Times:
 
 
 def _located(text: str, words: Sequence[Any]) -> list[tuple[int, float, float]]:
-    """Position in the text, start and end of each word; empty if a word is not found in it."""
+    """Returns position in the text, start and end of each word; empty if a word is not found."""
     found, at = [], 0
     for word in words:
         bare = clean(word.text)
