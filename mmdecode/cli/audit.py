@@ -1,4 +1,4 @@
-"""``mmdecode audit``: does drafted output follow the model's own distribution?"""
+"""``mmdecode audit``: checks that drafted output follows the model's own distribution."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.audit.plain import Case
 
 ROWS = 30
-"""Sequences that the table shows at most; those that differ come first."""
+"""Most sequences that the table shows; sequences that differ come first."""
 
 
 def command(
@@ -38,7 +38,7 @@ def command(
     ] = None,
     guide: Annotated[
         str | None,
-        typer.Option(help="The distribution the tokens follow; see 'mmdecode methods guide'."),
+        typer.Option(help="Guide, which changes the distribution; see 'mmdecode methods guide'."),
     ] = None,
     accept: Annotated[
         str, typer.Option(help="The acceptance rule; see 'mmdecode methods accept'.")
@@ -46,15 +46,15 @@ def command(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="For a Whisper an audio file, or a folder to search; else a text file with one "
-            "prompt per line. Repeat it for more. Default for a Whisper: the shipped clips."
+            help="For a Whisper an audio file or a folder of such files, else a text file with one "
+            "prompt per line. Repeat it for more. Default for a Whisper: the shipped recordings."
         ),
     ] = None,
     tokens: Annotated[
         Path | None,
         typer.Option(
-            help="Audit these instead of a draft: JSON or JSON lines with generated ids per input, "
-            "as lists in the order of the data, or as objects with 'name' and 'tokens'."
+            help="File with generated token ids to audit instead of a draft: JSON or JSON lines, "
+            "with lists in the order of the data, or objects with 'name' and 'tokens'."
         ),
     ] = None,
     sample: Annotated[
@@ -64,45 +64,45 @@ def command(
         float,
         typer.Option(
             min=0.01,
-            help="Temperature for --sample; top-k, top-p and the like are off, whatever the "
-            "checkpoint's settings.",
+            help="Temperature for --sample; the checkpoint's top-k, top-p and similar settings are "
+            "not used.",
         ),
     ] = 1.0,
     draws: Annotated[
         int,
-        typer.Option(min=1, help="Sequences per input, where sampling is judged by statistics."),
+        typer.Option(min=1, help="Sequences per input, if --sample is judged by statistics."),
     ] = 8,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Most tokens per input; default for text models: 64. With --tokens: the limit "
-            "at which they were cut, if any.",
+            help="Most tokens per input; default for text models: 64. With --tokens: the limit of "
+            "the run that generated them, if it had one.",
         ),
     ] = None,
     language: Annotated[
-        str | None, typer.Option(help="Language of the audio; else the model's, else detected.")
+        str | None, typer.Option(help="Language of the audio; default: the model's, or detected.")
     ] = None,
     timestamps: Annotated[
-        bool, typer.Option("--timestamps/--no-timestamps", help="Let a Whisper predict times.")
+        bool, typer.Option("--timestamps/--no-timestamps", help="Predict timestamps (Whisper).")
     ] = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the noise that sampling uses.")] = 0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many inputs.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Audit only this many inputs.")] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Prove that a draft leaves the output of your model as it is, on your device and dtype.
+    """Check that a draft does not change the output of your model, on your device and dtype.
 
-    In float32 the tokens are compared with plain generate and with our loop without a draft. Where
-    rounding makes tokens differ, as it does in half precision, plain generate is fed the drafted
-    tokens: the audit measures by how much it would have preferred another token, and whether that
-    is more than the measured noise of scoring several tokens in one pass. The verdict is 'passes',
-    'fails' or, where the noise is as large as the model's own preferences, 'inconclusive'. The exit
-    code is 0 only if it passes.
+    In float32 the tokens are compared with those of plain generate and of this library's loop
+    without a draft. Where rounding makes tokens differ, as in half precision, the model scores the
+    drafted tokens as plain generate would: the audit measures by how much it prefers another token,
+    and whether that is more than the measured noise of scoring several tokens in one pass. The
+    verdict is 'passes', 'fails' or, if the noise is as large as the model's own preferences,
+    'inconclusive'. The exit code is 0 only if the verdict is 'passes'.
 
-    Long recordings are cut into windows, each an input of its own. Inputs are decoded one at a
-    time: errors that occur only in batches are not found.
+    Long recordings are cut into windows, and each window is one input. Inputs are decoded one at a
+    time, so errors that occur only in batches are not found.
 
     For example:
 
@@ -121,7 +121,8 @@ def command(
 
     if tokens is not None and (draft or guide or accept != "auto"):
         raise OptionError(
-            "--tokens are judged as they are; leave --draft, --guide and --accept out"
+            "--tokens audits tokens that are already generated; leave out --draft, --guide and "
+            "--accept"
         )
     if not sample and temperature != 1.0:
         raise OptionError(f"--temperature {temperature} needs --sample")
@@ -140,8 +141,8 @@ def command(
         generate = functools.partial(GenerationMixin.generate, network)
     elif GenericRecognizer.fits(family):
         raise UnsupportedModelError(
-            f"{model} is a speech recogniser ({family}), and of these audit compares Whispers "
-            "alone; name a Whisper or a model of text with --model"
+            f"{model} is a speech recogniser ({family}); audit supports no recognisers but "
+            "Whisper; name a Whisper or a language model with --model"
         )
     else:
         network, cases = _text(model, data, device, dtype, limit)
@@ -204,7 +205,7 @@ def _speech(
     limit: int | None,
     failures: list[dict[str, str]],
 ) -> tuple[Any, list[Case]]:
-    """The model, and each window of the recordings as a case; unreadable ones are noted."""
+    """Loads the model, and makes a case of each window; adds unreadable files to ``failures``."""
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.asr.output.inputs import find_audio
     from mmdecode.asr.transcriber import load
@@ -231,14 +232,15 @@ def _speech(
 def speech_cases(
     model: Any, processor: Any, name: str, path: str, options: Any = None
 ) -> Iterator[Case]:
-    """The windows of one recording, for ``GenerationMixin.generate`` of a Whisper.
+    """Yields the windows of a recording as inputs of ``GenerationMixin.generate``.
 
     Args:
         model: A ``WhisperForConditionalGeneration``.
         processor: Its ``WhisperProcessor``.
-        name: Name of the recording; further windows are called ``name#2`` and so on.
-        path: Its file.
-        options: `mmdecode.asr.options.TranscribeOptions`: language, task, timestamps and length.
+        name: Name of the recording and of its first window; the second is called ``name#2``.
+        path: Path of the recording.
+        options: `mmdecode.asr.options.TranscribeOptions`, of which language, task, timestamps and
+            ``max_new_tokens`` are used; ``None``: the defaults.
 
     Raises:
         InputError: The recording cannot be read.
@@ -284,7 +286,7 @@ def speech_cases(
 def _text(
     model: str, data: list[str] | None, device: str | None, dtype: str, limit: int | None
 ) -> tuple[Any, list[Case]]:
-    """The model, and each line of the files as a case."""
+    """Loads the model, and makes a case of each line of the files."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
@@ -317,12 +319,12 @@ def _text(
 
 
 def read_tokens(path: Path, names: Sequence[str]) -> dict[str, list[int]]:
-    """Generated ids by input.
+    """Reads generated token ids, and returns them by the name of their input.
 
     Args:
         path: JSON or JSON lines: lists in the order of ``names``; objects with ``tokens`` and
-            ``name`` (or ``source``); or one object from names to lists.
-        names: Names of the inputs; a file name stands for its path.
+            ``name`` (or ``source``); or one object that maps names to lists.
+        names: Names of the inputs; the file may have file names without their folders instead.
 
     Raises:
         InputError: The file cannot be read, or names an input that does not exist.
@@ -356,7 +358,7 @@ def read_tokens(path: Path, names: Sequence[str]) -> dict[str, list[int]]:
             meant, row = known.get(str(given), []), row.get("tokens")
             if len(meant) > 1:
                 raise InputError(
-                    f"tokens {path}: {given} may be {' or '.join(meant)}; give the whole path"
+                    f"tokens {path}: {given} may mean {' or '.join(meant)}; give the whole path"
                 )
             name = meant[0] if meant else None
         else:
@@ -364,10 +366,10 @@ def read_tokens(path: Path, names: Sequence[str]) -> dict[str, list[int]]:
         if name is None or name in found:
             raise InputError(
                 f"tokens {path}: {given} is {'given twice' if name else 'no input'}; expected one "
-                f"row for each of {', '.join(names[:3])}, ..."
+                f"row for each input: {', '.join(names[:3])}, ..."
             )
         if not isinstance(row, list) or not all(type(token) is int for token in row):
-            raise InputError(f"tokens {path}: {given} holds no list of ids; expected integers")
+            raise InputError(f"tokens {path}: {given} is not a list of token ids (integers)")
         found[name] = row
     return found
 

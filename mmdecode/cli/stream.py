@@ -1,4 +1,4 @@
-"""``mmdecode stream``: words while audio arrives."""
+"""``mmdecode stream``: transcribes audio while it arrives."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def command(
     policy: Annotated[
         str,
         typer.Option(
-            help="When words are committed: agreement:n=2, when the last n hypotheses agree on "
-            "them, or hold:n=3, all but the last n words."
+            help="Which words are committed, that is printed for good: agreement:n=2 commits words "
+            "that the last n hypotheses agree on, hold:n=3 all but the last n words."
         ),
     ] = "agreement",
     step: Annotated[float, typer.Option(help="Seconds of audio between updates.")] = 1.0,
     vad: Annotated[
-        bool, typer.Option("--vad", help="Skip what is no speech; needs the extra vad.")
+        bool, typer.Option("--vad", help="Skip audio without speech; needs the extra vad.")
     ] = False,
     word_timestamps: Annotated[
         bool,
         typer.Option(
             "--word-timestamps",
-            help="Time words, and report the delay from their ends to when they are committed.",
+            help="Time words, and report the mean delay from a word's end to its commitment.",
         ),
     ] = False,
     language: Language = None,
@@ -61,10 +61,10 @@ def command(
         bool, typer.Option("--json", help="Print a JSON object per update, and one at the end.")
     ] = False,
 ) -> None:
-    """Print words once they are stable; printed words do not change any more.
+    """Transcribe audio while it arrives, and print words once they are stable.
 
-    On a terminal provisional words follow dimmed. A file is read as fast as it can be transcribed.
-    Ctrl-C ends a stream.
+    Printed words do not change any more. A terminal also shows the provisional words, dimmed. A
+    file is read as fast as it can be transcribed. Ctrl-C ends a stream.
 
     For example:
 
@@ -112,15 +112,15 @@ def follow(
     size: int,
     take: Callable[[list[Update]], None],
 ) -> None:
-    """Feeds a stream until its samples end or Ctrl-C is pressed.
+    """Passes samples to a stream until they end or Ctrl-C is pressed.
 
-    Ctrl-C ends waiting for samples at once; a step that is being transcribed is finished first.
+    After Ctrl-C no more samples are awaited, but a step that is being transcribed is finished.
 
     Args:
         blocks: Blocks of samples as they arrive.
-        feed: Transcribes samples, see `mmdecode.asr.streaming.Stream.feed`.
+        feed: Function that transcribes samples, see `mmdecode.asr.streaming.Stream.feed`.
         size: Samples per call of ``feed``; Ctrl-C is checked after each call.
-        take: Called with the updates of each call.
+        take: Function that is called with the updates of each call of ``feed``.
     """
     waiting, asked = True, False
 
@@ -146,7 +146,7 @@ def follow(
 
 
 def _blocks(path: str, rate: int) -> Iterator[np.ndarray]:
-    """Blocks of samples of a file or of standard input, as they arrive."""
+    """Yields blocks of samples of a file or of standard input, as they arrive."""
     from mmdecode.asr.audio.reading import blocks, recording
     from mmdecode.asr.output.inputs import STDIN
 
@@ -154,7 +154,7 @@ def _blocks(path: str, rate: int) -> Iterator[np.ndarray]:
 
 
 def _spoken(file: BinaryIO) -> Iterator[np.ndarray]:
-    """16-bit samples of a file as float32 blocks, as they arrive."""
+    """Reads 16-bit samples from an open file, and yields float32 blocks as they arrive."""
     import numpy as np
 
     from mmdecode.errors import InputError
@@ -165,8 +165,8 @@ def _spoken(file: BinaryIO) -> Iterator[np.ndarray]:
         data = rest + data
         if not started and data.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3")):
             raise InputError(
-                "standard input holds an audio file; expected samples without a header: pass them "
-                "on with ffmpeg -i - -ac 1 -ar 16000 -f s16le -, or give the file's path"
+                "standard input holds an audio file; expected samples without a header: convert it "
+                "with ffmpeg -i - -ac 1 -ar 16000 -f s16le -, or give the file's path"
             )
         started = True
         whole = len(data) - len(data) % 2
@@ -175,7 +175,7 @@ def _spoken(file: BinaryIO) -> Iterator[np.ndarray]:
 
 
 class _Screen:
-    """Committed words as running text; on a terminal provisional ones dimmed after them."""
+    """Prints committed words as running text, and on a terminal provisional words, dimmed."""
 
     def __init__(self) -> None:
         self._line = ""
@@ -210,7 +210,7 @@ def _print_json(update: Update) -> None:
 
 
 def _summary(report: StreamReport, audio_s: float) -> str:
-    """The line about a whole stream that is printed at its end."""
+    """Returns the line with statistics of a whole stream that is printed at its end."""
     parts = [f"{audio_s:.1f} s of audio, {report.committed_words} words committed"]
     if report.received.al is not None:
         parts.append(

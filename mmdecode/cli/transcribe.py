@@ -52,7 +52,7 @@ PANELS = {
     "no_speech_threshold condition_on_prev_tokens loop_guard hallucination_silence_threshold "
     "vad vad_threshold vad_min_speech_s vad_min_silence_s vad_pad_s",
 }
-"""Parameters by their part of the help; those of the first are what people use first."""
+"""Parameters by section of the help; the first section has the options that most users need."""
 VAD = ("vad_threshold", "vad_min_speech_s", "vad_min_silence_s", "vad_pad_s")
 SUBTITLES = ("max_line_width", "max_line_count", "max_reading_speed")
 
@@ -68,7 +68,7 @@ def command(
         ),
     ] = None,
     files_from: Annotated[
-        str | None, typer.Option(help="A file with one path a line; - for stdin.")
+        str | None, typer.Option(help="A file with one path per line; - for stdin.")
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="A table of recordings: .jsonl, .json, .csv or .tsv.")
@@ -77,28 +77,28 @@ def command(
         str | None,
         typer.Option(
             help="Drafter, as name or name:key=value,...; see 'mmdecode methods draft'. "
-            "On a zoo model plain medusa means its own heads."
+            "For a zoo model, medusa alone loads the heads shipped with it."
         ),
     ] = None,
     guide: Annotated[
         str | None,
-        typer.Option(help="The distribution the tokens follow; see 'mmdecode methods guide'."),
+        typer.Option(help="Guide, which changes the distribution; see 'mmdecode methods guide'."),
     ] = None,
     accept: Annotated[
-        str, typer.Option(help="The acceptance rule; auto keeps the text as without a draft.")
+        str, typer.Option(help="Acceptance rule; auto takes one that keeps the undrafted text.")
     ] = "auto",
     correct: Annotated[
         str | None,
         typer.Option(
-            help="Corrector of the text, as uadf:model=zoo:lm-synth; see 'mmdecode methods "
+            help="Corrector of the text, such as uadf:model=zoo:lm-synth; see 'mmdecode methods "
             "correct'."
         ),
     ] = None,
     report: Annotated[
         Path | None,
         typer.Option(
-            help="Page (.html) that colours the words of --correct by the model that decided "
-            "them, next to the reference texts of --data."
+            help="HTML page to write, which colours the words of the corrected text by the model "
+            "that decided them, next to the reference texts of --data. Needs --correct."
         ),
     ] = None,
     out_dir: Annotated[
@@ -109,32 +109,32 @@ def command(
         str,
         typer.Option(
             "--format",
-            help="Files per recording: any of txt,srt,vtt,tsv,json,jsonl,whisper-json (what "
-            "openai-whisper writes), or all. Needs --out.",
+            help="Formats of the files per recording: any of txt,srt,vtt,tsv,json,jsonl,"
+            "whisper-json (JSON as openai-whisper writes it), or all. Needs --out.",
         ),
     ] = "txt,srt,json",
     max_line_width: Annotated[
-        int, typer.Option(min=0, help="Characters in a line of subtitles; 0: no limit.")
+        int, typer.Option(min=0, help="Most characters in a line of subtitles; 0: no limit.")
     ] = 42,
-    max_line_count: Annotated[int, typer.Option(min=1, help="Lines of a subtitle.")] = 2,
+    max_line_count: Annotated[int, typer.Option(min=1, help="Most lines of a subtitle.")] = 2,
     max_reading_speed: Annotated[
         float,
-        typer.Option(min=0, help="Characters per second a subtitle stays for; 0: no limit."),
+        typer.Option(min=0, help="Most characters per second in subtitles; 0: no limit."),
     ] = 20.0,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Recordings decoded at once; the text does not depend on it.")
+        int, typer.Option(min=1, help="Windows decoded at once; the text does not depend on it.")
     ] = 8,
     resume: Resume = False,
     overwrite: Overwrite = False,
     keep_tree: Annotated[
         bool,
-        typer.Option("--keep-tree", help="Mirror the sub-folders of a folder. Needs --out."),
+        typer.Option("--keep-tree", help="Keep the sub-folders of the input. Needs --out."),
     ] = False,
     allow_truncated: Annotated[
         bool,
         typer.Option(
             "--allow-truncated",
-            help="Transcribe what can be read of a truncated file, and mark it so.",
+            help="Transcribe the readable part of a truncated file, and mark it as truncated.",
         ),
     ] = False,
     language: Language = None,
@@ -145,33 +145,33 @@ def command(
         typer.Option(
             "--fallback/--no-fallback",
             help="Decode windows that fail Whisper's thresholds again at rising temperatures, and "
-            "skip silence; the options below change the thresholds one by one.",
+            "skip silence; the threshold options below change single values.",
         ),
     ] = False,
     temperature: Annotated[
         list[float] | None,
-        typer.Option(help="0 is greedy. Repeat it for the temperatures of the fallback, rising."),
+        typer.Option(help="Sampling temperature; 0 is greedy. Repeat it, rising, for a fallback."),
     ] = None,
     compression_ratio_threshold: Annotated[
-        float | None, typer.Option(help="Redo windows whose tokens compress better than this.")
+        float | None, typer.Option(help="Decode again above this compression ratio of the tokens.")
     ] = None,
     logprob_threshold: Annotated[
-        float | None, typer.Option(help="Redo windows with a lower mean log-probability.")
+        float | None, typer.Option(help="Decode again below this mean log-probability per token.")
     ] = None,
     no_speech_threshold: Annotated[
-        float | None, typer.Option(help="Skip such windows where silence is more likely than this.")
+        float | None, typer.Option(help="With --logprob-threshold: skip above this no-speech prob.")
     ] = None,
     beams: Annotated[
-        int, typer.Option(min=1, help="Beam search, without a draft; 1 is greedy.")
+        int, typer.Option(min=1, help="Beams of beam search, without draft or guide; 1: greedy.")
     ] = 1,
     condition_on_prev_tokens: Annotated[
-        bool, typer.Option("--condition-on-prev-tokens", help="Prompt with the text before.")
+        bool, typer.Option("--condition-on-prev-tokens", help="Prompt with the previous text.")
     ] = False,
     prompt: Annotated[
-        str | None, typer.Option(help="A text to set names and style, in the decoder prompt.")
+        str | None, typer.Option(help="Text in the decoder prompt that sets names and style.")
     ] = None,
     prompt_condition_type: Annotated[
-        str, typer.Option(help="first-segment, or all-segments to keep the prompt in view.")
+        str, typer.Option(help="Windows with --prompt: first-segment or all-segments.")
     ] = "first-segment",
     hotwords: Annotated[
         str | None, typer.Option(help="Words to expect, in the decoder prompt of every window.")
@@ -179,46 +179,46 @@ def command(
     loop_guard: Annotated[
         str,
         typer.Option(
-            help="Treatment of windows that end in a repetition loop: report, isolate (kept out "
-            "of the context of later windows) or cut (also reduced to one round)."
+            help="Treatment of windows that end in a repetition loop: report, isolate (not used "
+            "as previous text either) or cut (the loop is also cut to its first repetition)."
         ),
     ] = "isolate",
     hallucination_silence_threshold: Annotated[
         float | None,
         typer.Option(
             help="With --word-timestamps: skip probable hallucinations next to silences longer "
-            "than so many seconds."
+            "than this, in seconds."
         ),
     ] = None,
     vad: Annotated[
         bool, typer.Option("--vad", help="Skip audio without speech; needs the extra vad.")
     ] = False,
     vad_threshold: Annotated[
-        float, typer.Option(help="Speech probability from which a frame is speech.")
+        float, typer.Option(help="Probability from which a frame of audio counts as speech.")
     ] = 0.5,
     vad_min_speech_s: Annotated[
-        float, typer.Option(help="Shorter stretches of speech are ignored, in seconds.")
+        float, typer.Option(help="Ignore speech that is shorter, in seconds.")
     ] = 0.25,
-    vad_min_silence_s: Annotated[float, typer.Option(help="Shorter silences are kept.")] = 2.0,
-    vad_pad_s: Annotated[float, typer.Option(help="Audio kept around speech.")] = 0.4,
+    vad_min_silence_s: Annotated[float, typer.Option(help="Keep shorter silences (s).")] = 2.0,
+    vad_pad_s: Annotated[float, typer.Option(help="Audio kept around speech (s).")] = 0.4,
     n_best: Annotated[
-        int, typer.Option(help="Alternatives per window, with scores, in json; 0: none.")
+        int, typer.Option(help="Length of each window's N-best list, in json; 0: no lists.")
     ] = 0,
-    n_best_method: Annotated[str, typer.Option(help="beam or sample.")] = "beam",
+    n_best_method: Annotated[str, typer.Option(help="beam (search) or sample.")] = "beam",
     mode: Annotated[
         str,
         typer.Option(
-            help="sequential, or chunked: windows of one recording in parallel; the text differs."
+            help="sequential, or chunked: decodes a recording's windows in parallel; less accurate."
         ),
     ] = "sequential",
     overlap_s: Annotated[
-        float | None, typer.Option(help="Overlap of chunked windows; else half a window.")
+        float | None, typer.Option(help="Overlap of chunked windows (s); default: half a window.")
     ] = None,
     window_s: Annotated[
         float | None,
         typer.Option(
             help="Longest window in seconds, for models whose windows are cut at pauses; shorter "
-            "ones make shorter segments."
+            "windows make shorter segments."
         ),
     ] = None,
     max_new_tokens: MaxNewTokens = None,
@@ -226,14 +226,14 @@ def command(
         bool,
         typer.Option(
             "--word-timestamps",
-            help="Add words with times and confidences; printed, a line each with its time.",
+            help="Add words with times and confidences; without --out prints one word per line.",
         ),
     ] = False,
     word_method: Annotated[
         str | None,
         typer.Option(
             help="How words are timed: attention, ctc or ctc:model=NAME; implies "
-            "--word-timestamps. Else ctc where the checkpoint has a head for it."
+            "--word-timestamps. Default: ctc if the checkpoint has a CTC head, else attention."
         ),
     ] = None,
     padding: Annotated[
@@ -243,16 +243,16 @@ def command(
     dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the noise that sampling uses.")] = 0,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Transcribe only the first so many recordings.")
+        int | None, typer.Option(min=1, help="Transcribe only this many recordings.")
     ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Transcribe audio files of any length, rate and format.
 
     Prints the text, or writes it to --out: one file per recording and format, and results.jsonl,
-    which gets a line as each recording ends and is itself a manifest. Recordings that cannot be
-    read are listed at the end, and make the exit code 1. A run that was stopped is continued with
-    --resume, and its files become the same as those of a run that was not stopped.
+    with a line per finished recording, which --data of other commands reads. Recordings that cannot
+    be read are listed at the end, and the exit code is then 1. --resume continues a run that was
+    stopped, and gives the same files as a run that was not stopped.
 
     For example:
 
@@ -356,14 +356,14 @@ def command(
     uses_stdin = STDIN in (*(paths or ()), files_from)
     if resume and STDIN in (paths or ()):
         raise OptionError(
-            "--resume with '-': nothing shows that standard input is the recording it was before; "
-            "give a file"
+            "--resume does not work with '-', since standard input may be another recording than "
+            "in the earlier run; give a file"
         )
     team = Team(device)
     if team.size > 1 and (out_dir is None or uses_stdin):
         raise OptionError(
-            f"{team.size} processes share the work, and one of them reads standard input or prints "
-            "the text; give --out, and files instead of '-'"
+            f"{team.size} processes share the work, so they can neither read standard input nor "
+            "print the text; give --out, and files instead of '-'"
         )
     with contextlib.ExitStack() as stack:
         with warnings_shown("always"):  # of links that are skipped
@@ -390,8 +390,8 @@ def _warn_of_thresholds(options: TranscribeOptions) -> None:
         idle.append("--logprob-threshold")
     if idle and len(options.temperatures) == 1:
         console.print(
-            f"{' and '.join(idle)}: no window is redone, since there is one temperature; repeat "
-            "--temperature, or give --fallback",
+            f"no effect of {' and '.join(idle)}: no window is decoded again, since there is only "
+            "one temperature; give --temperature twice or more, or --fallback",
             style="yellow",
             highlight=False,
             soft_wrap=True,
@@ -400,7 +400,7 @@ def _warn_of_thresholds(options: TranscribeOptions) -> None:
 
 @dataclass(frozen=True)
 class _Output:
-    """Where results go; without a folder they are printed."""
+    """Settings of the output; without a folder results are printed."""
 
     folder: Path | None
     formats: list[str]
@@ -417,7 +417,7 @@ class _Output:
 
 @dataclass
 class _Tally:
-    """Summary of the run, of one process or of all."""
+    """Counts and results of a run, of one process or of all processes together."""
 
     done_before: int = 0
     changed: int = 0
@@ -433,14 +433,14 @@ class _Tally:
 
     @property
     def rtfx(self) -> float | None:
-        """Seconds of audio per second of work."""
+        """Seconds of audio transcribed per second of wall-clock time."""
         return self.audio_s / self.wall_s if self.audio_s and self.wall_s else None
 
 
 def _transcribe(
     entries: list[Entry], load: Callable[[], Transcriber], output: _Output, team: Team
 ) -> _Tally:
-    """Does this process's part of the work; returns the tally of all in the leading process."""
+    """Transcribes this process's share; the leading process returns the tally of all."""
     from mmdecode.asr.output import jobs
     from mmdecode.asr.output.inputs import sizes
     from mmdecode.runs.files import claimed
@@ -485,7 +485,7 @@ def _work(
     language: str | None,
     suspects: Collection[str] = (),
 ) -> _Tally:
-    """Transcribes entries; results are kept in the tally only if there is no folder."""
+    """Transcribes entries; the tally holds the results only if there is no results folder."""
     from mmdecode.asr.audio import crashes
     from mmdecode.asr.output.manifest import opened
     from mmdecode.asr.results import Failure
@@ -539,7 +539,7 @@ def _work(
 
 
 def _write_page(path: Path, entries: list[Entry], tally: _Tally, output: _Output) -> None:
-    """Writes the page of corrected words, for all results of the folder or of this run."""
+    """Writes the page of corrected words, for all results of the folder, or else of this run."""
     import mmdecode
     from mmdecode.asr.output.jobs import RESULTS
     from mmdecode.evaluation.speech.correction_page import CorrectedText, CorrectedTexts
@@ -568,7 +568,7 @@ def _write_page(path: Path, entries: list[Entry], tally: _Tally, output: _Output
 
 
 def _together(tallies: list[_Tally], done_before: int) -> _Tally:
-    """One tally of all processes."""
+    """Sums the tallies of all processes."""
     return _Tally(
         done_before=done_before,
         transcribed=sum(tally.transcribed for tally in tallies),
@@ -583,7 +583,7 @@ def _together(tallies: list[_Tally], done_before: int) -> _Tally:
 
 
 def summed(stats: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counters of several decoders as those of one, see `mmdecode.engine.stats`."""
+    """Sums the counters of several decoders, see `mmdecode.engine.stats`."""
     stats = [one for one in stats if one]  # a process without work has none
     if len(stats) < 2:
         return stats[0] if stats else {}
@@ -658,7 +658,7 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
 
 
 def _timed_lines(result: Transcript) -> Iterator[str]:
-    """Segments with their times, each followed by its words with theirs."""
+    """Yields lines with each segment and its times, then its words with their times."""
     from mmdecode.asr.output.subtitles import clean
 
     for segment in result.segments:
@@ -672,7 +672,7 @@ _COLOURS = {"both": "", "audio": "blue", "language model": "yellow"}
 
 
 def coloured(result: Transcript) -> Text:
-    """The text; words of a corrected one have the colour of the model that decided them."""
+    """Returns the text; words of a corrected text are coloured by the model that decided them."""
     if result.uncorrected is None:
         return Text(result.text)
     parts = []

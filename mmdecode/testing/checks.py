@@ -1,10 +1,10 @@
-"""Checks that a draft, a rule, a guide or an adapter keeps its promises.
+"""Checks that a drafter, an acceptance rule, a guide or an adapter has the required properties.
 
-`check_draft`, `check_accept`, `check_guide` and `check_adapter` are for parts that you write, and
-raise AssertionError with the broken promise and the difference. They are composed of
-`assert_lossless` (byte equality with a plain loop) and `assert_distribution` (counts of whole
-sequences against exact enumeration). Both are tested themselves: known mistakes, the mutants under
-``tests/exactness``, must fail them.
+`check_draft`, `check_accept`, `check_guide` and `check_adapter` are for classes that you write, and
+raise AssertionError with the property that does not hold and the difference. They are composed of
+`assert_lossless` (same tokens as a plain loop) and `assert_distribution` (counts of whole sequences
+against exact enumeration). These two are tested themselves: implementations with known mistakes,
+the mutants under ``tests/exactness``, must fail.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mmdecode.testing.table import (
 )
 
 RowDistribution = Callable[[list[int], list[int]], Tensor]
-"""Scores ``(V,)`` from a row's prompt and what it has generated."""
+"""Function from a row's prompt and its generated tokens to next-token scores ``(V,)``."""
 
 PROMPTS = ([1, 2, 3], [0, 0, 2, 1, 4, 2], [3], [2, 2])
 SEED = 5
@@ -48,14 +48,14 @@ LEVEL = 1e-4
 
 
 def distribution_of(model: Table) -> RowDistribution:
-    """The distribution of a table model without a guide."""
+    """Returns the unguided next-token distribution of a table model, as a function."""
     return lambda prompt, new: model.target_logits([*prompt, *new])
 
 
 def run_rows(
     decoder: Decoder, model: Any, prompts: Sequence[Sequence[int]], **options: Any
 ) -> list[list[int]]:
-    """Decodes a ragged batch; rows are named after their prompts unless ``request`` is given."""
+    """Decodes prompts in one padded batch, with options of `decode`; returns each row's tokens."""
     ids, mask = left_pad(prompts)
     options.setdefault("request", [str(list(p)) for p in prompts])
     sequences = decode(model, ids, decoder, mask=mask, **options)
@@ -74,18 +74,18 @@ def assert_lossless(
     criteria: Callable[[], Iterable[Any]] = tuple,
     max_new_tokens: int = 12,
 ) -> list[list[int]]:
-    """Asserts that every row is what `plain_loop` generates for it alone; returns the rows.
+    """Asserts that each row equals what `plain_loop` generates for it alone; returns the rows.
 
     Args:
-        decoder: With a seed of its own, where it samples.
+        decoder: Decoder under test, with a seed if it samples.
         model: A table model.
-        distribution: The distribution the rows should follow.
-        prompts: One per row.
-        do_sample: Whether to sample; then by the coupled rule.
+        distribution: Distribution that the rows should follow.
+        prompts: Prompts, one per row.
+        do_sample: Whether to sample, by the rule ``coupled``.
         eos: End-of-sequence ids.
-        processors: Makes the logits processors, again for each loop.
-        criteria: Makes the stopping criteria.
-        max_new_tokens: Most tokens.
+        processors: Function that makes new logits processors; called for each loop.
+        criteria: Function that makes new stopping criteria.
+        max_new_tokens: Most new tokens per row.
     """
     found = run_rows(
         decoder,
@@ -110,8 +110,8 @@ def assert_lossless(
             max_new_tokens=max_new_tokens,
         )
         assert found[row] == expected, (
-            f"row {row} (prompt {list(prompt)}, do_sample={do_sample}): generated {found[row]}, "
-            f"the plain loop {expected}"
+            f"row {row} (prompt {list(prompt)}, do_sample={do_sample}): generated {found[row]}; "
+            f"the plain loop generates {expected}"
         )
     return found
 
@@ -122,7 +122,7 @@ def exact_joint(
     length: int,
     processors: Iterable[Any] = (),
 ) -> Tensor:
-    """Probabilities of all sequences of ``length`` tokens, float64 ``(V, V, ...)``."""
+    """Enumerates the probabilities of all sequences of ``length`` tokens, ``(V, V, ...)``."""
     processors = list(processors)
 
     def below(new: list[int]) -> Tensor:
@@ -138,7 +138,7 @@ def exact_joint(
 
 
 def p_value(counts: Tensor, probabilities: Tensor) -> float:
-    """P-value of the G-test; rare cells (below five) are pooled; 0 for an impossible count."""
+    """Returns the p-value of a G-test; pools expected counts below 5; 0 for an impossible count."""
     expected = probabilities.flatten() * counts.sum()
     counts = counts.flatten().double()
     if bool((counts[expected == 0] > 0).any()):
@@ -166,22 +166,22 @@ def assert_distribution(
     processors: Callable[[], Iterable[Any]] = tuple,
     joint: Tensor | None = None,
 ) -> Tensor:
-    """Asserts that sampled sequences have the joint distribution, and so does every prefix of them.
+    """Asserts that sampled sequences, and all their prefixes, follow the exact joint distribution.
 
     Args:
-        make: A new decoder, whose seed is set here.
+        make: Function that makes a new decoder; its seed is set here.
         model: A table model with a vocabulary of 5 or less.
-        distribution: The distribution the rows should follow.
-        prompt: Prompt of all rows; they differ in their noise.
-        length: Tokens that are counted, and generated.
+        distribution: Next-token distribution that the rows should follow.
+        prompt: Prompt of all rows, which differ in their sampling noise.
+        length: Number of tokens that are generated and counted.
         samples: Number of sequences.
         rows: Batch size.
-        processors: Makes the logits processors.
-        joint: Their probabilities, ``(V, V, ...)``, where these are not products of
-            ``distribution``.
+        processors: Function that makes new logits processors.
+        joint: Expected probabilities of sequences, ``(V, V, ...)``; ``None``: products of the
+            probabilities of ``distribution``.
 
     Returns:
-        The sequences, ``(samples, length)``.
+        The sampled sequences, ``(samples, length)``.
     """
     vocab = model.config.vocab_size
     parts = []
@@ -212,13 +212,13 @@ def assert_distribution(
 
 
 def bigram(vocab: int, seed: int = 0, sharpness: float = 1.5) -> Tensor:
-    """Logits of a draft that knows one token of context, ``(V, V)``."""
+    """Makes random logits of a bigram model, next token by previous token, ``(V, V)``."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.rand(vocab, vocab, generator=generator) * 2 - 1) * sharpness
 
 
 def _batches(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """The batch, the batch in another order, and each row alone."""
+    """Yields the batch, the batch in another order, and each row alone."""
     yield list(prompts)
     yield list(prompts)[::-1]
     yield from ([p] for p in prompts)
@@ -226,32 +226,32 @@ def _batches(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
 
 @contextmanager
 def _promised(what: str) -> Iterator[None]:
-    """Adds the promise that is being checked to errors raised inside the context."""
+    """Adds the property that is being checked to errors raised inside the context."""
     try:
         yield
     except AssertionError as error:
-        raise AssertionError(f"promise broken, {what}: {error}") from error
+        raise AssertionError(f"property violated, {what}: {error}") from error
     except Exception as error:
-        error.add_note(f"raised while this promise was checked: {what}")
+        error.add_note(f"raised while this property was checked: {what}")
         raise
 
 
 def _made(part: str, make: Callable[[], Any]) -> Any:
-    """Calls a factory.
+    """Calls the function that makes the object under test.
 
     Raises:
-        OptionError: ``make`` is no factory, or makes no part of the kind.
+        OptionError: ``make`` is no such function, or makes an object of another kind.
     """
     if isinstance(make, Part) or not callable(make):
         name = type(make).__name__
-        raise OptionError(f"{make!r} is no factory; give what makes one: lambda: {name}(...)")
+        raise OptionError(f"{make!r} is no function; pass a function: lambda: {name}(...)")
     made = make()
     refuse_no_part(part, made)
     return made
 
 
 def _watched_draft(draft: Any) -> Any:
-    """The drafter, with the proposals of its sessions checked."""
+    """Wraps a drafter so that the proposals of its sessions are checked."""
     begin = draft.begin
 
     def opened(call: Call, prefill: Any) -> Any:
@@ -277,14 +277,14 @@ def _watched_draft(draft: Any) -> Any:
 
 
 def _watched_guide(guide: Any) -> Any:
-    """The guide, with the shape of its output checked."""
+    """Wraps a guide so that the shape of its output is checked."""
     apply = guide.apply
 
     def applied(constants: Any, call: Call, proposal: Proposal, outputs: Any) -> Any:
         made, main = apply(constants, call, proposal, outputs), outputs["main"].logits
         assert isinstance(made, Tensor) and made.shape[:2] == main.shape[:2], (
             f"apply returned {tuple(made.shape) if isinstance(made, Tensor) else made!r}; expected "
-            f"logits at root and nodes, {tuple(main.shape)}"
+            f"logits after the last token and each drafted token, {tuple(main.shape)}"
         )
         return made
 
@@ -293,29 +293,29 @@ def _watched_guide(guide: Any) -> Any:
 
 
 Run = Callable[..., Any]
-"""From a part, a model, prompts and options of `decode` to what is compared."""
+"""Function of an object under test, a model, prompts and options; decodes, returns results."""
 
 
 def _check_shared(
     make: Callable[[], Any], models: Sequence[Any], run: Run, agree: Callable[[Any, Any, str], None]
 ) -> None:
-    """Asserts that one object shared by several calls gives what a new object gives in each.
+    """Asserts that an object shared by several calls gives the same results as new objects.
 
     Args:
-        make: A new part.
+        make: Function that makes the object under test.
         models: Two models.
-        run: Decodes with the part.
-        agree: Compares what ``run`` returned with what it should be.
+        run: Function that decodes with the object.
+        agree: Function that compares the result of ``run`` with the expected result.
     """
     first, other = models
     alone = run(make(), first, PROMPTS)
-    with _promised("one object serves call after call"):
+    with _promised("one object can be used for several calls"):
         shared = make()
         run(shared, first, PROMPTS[:1], max_new_tokens=1)
         agree(run(shared, first, PROMPTS), alone, "after a call of one token")
-        agree(run(shared, other, PROMPTS[:2]), run(make(), other, PROMPTS[:2]), "of another model")
-        agree(run(shared, first, PROMPTS), alone, "after a call of another model")
-    with _promised("one object serves two threads at once"), ThreadPoolExecutor(1) as thread:
+        agree(run(shared, other, PROMPTS[:2]), run(make(), other, PROMPTS[:2]), "for another model")
+        agree(run(shared, first, PROMPTS), alone, "after a call for another model")
+    with _promised("two threads can use one object at once"), ThreadPoolExecutor(1) as thread:
         shared, asked, found = make(), [], []
 
         def interrupt(ids: Tensor, scores: Any) -> Tensor:
@@ -324,8 +324,8 @@ def _check_shared(
                 found.append(thread.submit(run, shared, other, PROMPTS[:2]).result())
             return torch.zeros(len(ids), dtype=torch.bool)
 
-        agree(run(shared, first, PROMPTS, criteria=[interrupt]), alone, "around another's call")
-        agree(found[0], run(make(), other, PROMPTS[:2]), "amid another's call")
+        agree(run(shared, first, PROMPTS, criteria=[interrupt]), alone, "interrupted by a call")
+        agree(found[0], run(make(), other, PROMPTS[:2]), "during another thread's call")
 
 
 def _check_shared_draft(make: Callable[[], Any], models: Sequence[Any], learns: bool) -> None:
@@ -337,17 +337,17 @@ def _check_shared_draft(make: Callable[[], Any], models: Sequence[Any], learns: 
 
     def agree(found: Any, expected: Any, where: str) -> None:
         (rows, counts), (others, due) = found, expected
-        assert rows == others, f"{where} it generates {rows}, a new object {others}"
+        assert rows == others, f"{where} it generates {rows}, but a new object {others}"
         assert counts == due, (
-            f"{where} it drafts and accepts {counts} tokens, a new object {due}; keep what belongs "
-            "to a call in the DraftSession, or check it with learns=True if it learns from calls"
+            f"{where} it drafts and accepts {counts} tokens, but a new object {due}; keep the "
+            "state of a call in the DraftSession, or pass learns=True if it learns from calls"
         )
 
     _check_shared(make, models, run, agree)
 
 
 def _models(model: Any) -> tuple[Any, Any]:
-    """The model of a check, and another one; of a special model, a copy."""
+    """Returns two models for a check: the given model and a copy, or two different tables."""
     if model is not None:
         return model, deepcopy(model)
     bias = {0: 1.0, 4: -0.5}
@@ -355,19 +355,19 @@ def _models(model: Any) -> tuple[Any, Any]:
 
 
 def check_draft(make: Callable[[], Any], model: Any = None, *, learns: bool = False) -> None:
-    """Checks that a draft changes speed and nothing else.
+    """Checks that a drafter changes speed and nothing else.
 
-    Tokens are compared with a plain loop, alone and in batches, greedy and sampled; with a rule
-    that relies on the probabilities of the draft, whole distributions. Then one object is used
-    call after call, for two models in turn, and by two threads at once.
+    Tokens are compared with those of a plain loop, alone and in batches, greedy and sampled. If the
+    drafter states probabilities, distributions are compared too, under rejection sampling. Then one
+    object is used for several calls, for two models in turn, and by two threads at once.
 
     Args:
-        make: A new draft for a vocabulary of 5.
-        model: The table model it drafts for, where it needs a special one.
-        learns: Whether what it drafts may depend on earlier calls.
+        make: Function that makes a new drafter, for a vocabulary of 5 tokens.
+        model: Table model to draft for; ``None``: a random one with 5 tokens.
+        learns: Whether its drafts may depend on earlier calls.
 
     Raises:
-        AssertionError: A promise is broken; it is named.
+        AssertionError: A property does not hold; the message names it.
         OptionError: ``make`` makes no `Drafter`.
     """
     kinds = _made("draft", make).kinds
@@ -391,7 +391,7 @@ def check_draft(make: Callable[[], Any], model: Any = None, *, learns: bool = Fa
     }
     for kind, rule in names.items():
         if kind in kinds:
-            with _promised(f"proposals of kind {kind} are what they say, under accept={rule!r}"):
+            with _promised(f"drafts of kind {kind} are lossless under accept={rule!r}"):
                 assert_distribution(
                     lambda rule=rule: Decoder(make(), accept=rule),  # type: ignore[misc]
                     model,
@@ -404,13 +404,13 @@ def check_draft(make: Callable[[], Any], model: Any = None, *, learns: bool = Fa
 
 
 def check_accept(make: Callable[[], Any]) -> None:
-    """Checks that a rule gives the distribution that it declares, for all kinds that it takes.
+    """Checks that an acceptance rule keeps the target distribution, for all kinds it accepts.
 
     Args:
-        make: A new rule. Unless its ``guarantee`` is ``"exact"``, only an empty draft is judged.
+        make: Function that makes a new rule; a lossy rule is checked with empty drafts only.
 
     Raises:
-        AssertionError: A promise is broken; it is named.
+        AssertionError: A property does not hold; the message names it.
         OptionError: ``make`` makes no `AcceptanceRule`.
     """
     rule = _made("accept", make)
@@ -466,26 +466,26 @@ def check_accept(make: Callable[[], Any]) -> None:
 def check_guide(
     make: Callable[[], Any], neutral: Callable[[], Any] | None = None, model: Any = None
 ) -> None:
-    """Checks that a guide's distribution depends on each node's prefix alone.
+    """Checks that a guide's distribution for a token depends on the tokens before it alone.
 
-    Tokens and their processed distributions are compared over drafts, batches and repeated calls,
-    so that a guide which keeps a state from round to round or from call to call is found; then one
-    object is used for two models in turn and by two threads at once.
+    Tokens and distributions are compared across drafts, batches and calls, which finds guides that
+    keep state from one verification round or call to the next. Then one object is used for two
+    models in turn and by two threads at once.
 
     Args:
-        make: A new guide for a table model with a vocabulary of 5.
-        neutral: The guide at its neutral setting.
-        model: The table model, where it needs a special one.
+        make: Function that makes a new guide, for a vocabulary of 5 tokens.
+        neutral: Function that makes the guide with the setting that changes nothing.
+        model: Table model; ``None``: a random one with 5 tokens.
 
     Raises:
-        AssertionError: Drafting, batch neighbours, an earlier call or the neutral setting change
-            the distribution.
-        IncompatibleError: The guide says that it looks back or ahead.
+        AssertionError: The distribution depends on drafts, other rows or earlier calls, or the
+            neutral setting changes it.
+        IncompatibleError: The guide declares that it looks back or ahead.
         OptionError: ``make`` makes no `Guide`.
     """
     _made("guide", make)
     model, other = _models(model)
-    with _promised("a guide's distribution depends on each node's prefix alone"):
+    with _promised("a guide's distribution depends on the tokens before alone"):
         for do_sample in (False, True):
             options: dict[str, Any] = {"do_sample": do_sample, "eos": [model.vocab - 1]}
             undrafted = Decoder(None, _watched_guide(make()), seed=SEED)
@@ -505,7 +505,7 @@ def check_guide(
                 _agree(found, expected, where, "in the padded batch")
     if neutral is not None:
         with _promised("a guide at its neutral setting changes nothing"):
-            assert neutral().neutral, "the neutral setting does not say so"
+            assert neutral().neutral, "its attribute neutral is False"
             for do_sample in (False, True):
                 options = {"do_sample": do_sample, "eos": [model.vocab - 1]}
                 found = _distributions(
@@ -526,7 +526,7 @@ def check_guide(
 
 
 _Row = tuple[list[int], Tensor]
-"""Tokens of a row, and the distribution that each was chosen by, ``(n, V)``."""
+"""Tokens of a row, and the processed scores that each was chosen from, ``(n, V)``."""
 
 
 def _distributions(
@@ -558,7 +558,7 @@ def _agree(
     otherwise: str = "undrafted",
     tolerance: float = 1e-4,
 ) -> None:
-    """Asserts the same tokens and the same distributions, which may drift before a token does."""
+    """Asserts equal tokens and distributions; the latter may differ where tokens still agree."""
     tokens, others = [row for row, _ in found], [row for row, _ in expected]
     assert tokens == others, f"{where} the guide gives {tokens}, {otherwise} {others}"
     for row, ((_, distribution), (_, other)) in enumerate(zip(found, expected, strict=True)):
@@ -578,18 +578,18 @@ def check_adapter(
     inputs: Mapping[str, Any] | None = None,
     tolerance: float = 1e-4,
 ) -> None:
-    """Checks cached scoring of trees against one plain pass over each node's own prefix.
+    """Checks that an adapter scores draft trees like a plain pass over each node's own prefix.
 
     Args:
-        make: From a model to its adapter.
+        make: Function that makes the adapter of a model.
         model: A small model in float32 or float64.
-        ids: A ragged batch of prompts, padded on the left, ``(B, P)``.
-        mask: True where not padding.
-        inputs: Further inputs of the model, rows first, such as encoder outputs.
-        tolerance: Largest difference of logits.
+        ids: Prompts of different lengths, padded on the left, ``(B, P)``.
+        mask: True where a token is not padding, ``(B, P)``.
+        inputs: Further model inputs with the batch as first axis, such as encoder outputs.
+        tolerance: Largest allowed difference of logits.
 
     Raises:
-        AssertionError: Masks, positions, compaction or row order are wrong.
+        AssertionError: Logits differ: masks, positions, cache slots or row order are wrong.
     """
     adapter = _made("adapter", lambda: make(model) if callable(make) else make)
     tree = Tree((-1, -1, 0, 0, 2, 1))
@@ -640,7 +640,7 @@ def _path_tokens(proposal: Proposal, row: int, node: int) -> list[int]:
 
 
 def _alone(adapter: Any, call: Call, row: int, new: list[int]) -> Tensor:
-    """Logits after a row's prompt and ``new``, in one pass of its own."""
+    """Returns the logits after a row's prompt and the tokens ``new``, from one plain pass."""
     prompt = call.request.prompt_ids[row][call.request.prompt_mask[row]]
     ids = torch.cat([prompt, torch.tensor(new, dtype=torch.long)])[None]
     inputs = {k: _one(v, row) for k, v in call.request.model_kwargs.items()}
@@ -658,7 +658,7 @@ def _one(value: Any, row: int) -> Any:
 
 def _close(found: Tensor, expected: list[Tensor], where: str, tolerance: float) -> None:
     worst = float((found - torch.stack(expected)).abs().amax())
-    assert worst <= tolerance, f"logits at {where} differ by {worst:.3g} from a pass of their own"
+    assert worst <= tolerance, f"logits at {where} differ by {worst:.3g} from a plain pass"
 
 
 def _refused(call: Callable[[], Any], *sides: str) -> None:

@@ -1,4 +1,4 @@
-"""Drafts that try to break a rule or the loop: useless, wrong, ragged, perfect, or oddly shaped."""
+"""Drafters for tests that propose useless, wrong, ragged, perfect or oddly shaped drafts."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from mmdecode.engine.proposal import Kind, Proposal, Tree
 
 
 class TestDrafter(Drafter):
-    """A deterministic drafter without state; subclasses override `draft`, which here is empty.
+    """A deterministic drafter without state; it proposes nothing, subclasses override `draft`.
 
     Attributes:
-        vocab: Tokens of the target at the last call.
+        vocab: Vocabulary size of the target model of the last call.
     """
 
     __test__ = False  # it is no test
     vocab = 0
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """Opens a session that calls this drafter."""
+        """Opens a session whose methods call those of this drafter."""
         self.vocab = prefill.logits.shape[-1]
         return TestSession(call, self)
 
     def draft(self, call: Call, budget: int) -> Proposal:
-        """Next proposal."""
+        """Returns the next proposal; here an empty draft."""
         return Proposal.empty(call.batch, call.device)
 
     def learn(self, call: Call, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Called with the result of a round."""
+        """Receives the result of a verification round; here does nothing."""
 
 
 class TestSession(DraftSession):
-    """Calls its drafter's `draft` and `learn` in every round."""
+    """A session that calls `draft` and `learn` of its `TestDrafter` in every round."""
 
     __test__ = False  # it is no test
 
@@ -46,33 +46,33 @@ class TestSession(DraftSession):
         self.drafter = drafter
 
     def propose(self, budget: int) -> Proposal:
-        """Session of the drafter for the call."""
+        """Returns the drafter's proposal for the next round."""
         return self.drafter.draft(self.call, budget)
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Passes a round on."""
+        """Passes the result of a round to the drafter."""
         self.drafter.learn(self.call, proposal, output, block)
 
 
 class Constant(TestDrafter):
-    """Always one token: an ordinary one, or the end of sequence."""
+    """Drafts the same token always, which may be the end-of-sequence token."""
 
     def __init__(self, token: int, length: int = 4) -> None:
         self.token, self.length = token, length
 
     def draft(self, call: Call, budget: int) -> Proposal:
-        """A chain of the token."""
+        """Returns a chain that repeats the token."""
         tokens = torch.full((call.batch, self.length), self.token, device=call.device)
         return Proposal(tokens=tokens, kind="deterministic")
 
 
 class Random(TestDrafter):
-    """Uniform tokens in a fixed shape; siblings may repeat each other.
+    """Drafts uniformly random tokens in a tree of fixed shape; siblings may be equal.
 
     Args:
-        tree: The shape; default a chain of four.
-        ragged: Whether each row is cut at a random node.
-        seed: Seed of its own generator.
+        tree: Shape of the draft; ``None``: a chain of four tokens.
+        ragged: Whether each row's draft is cut at a random node.
+        seed: Seed of the random tokens.
     """
 
     def __init__(self, tree: Tree | None = None, ragged: bool = False, seed: int = 0) -> None:
@@ -80,7 +80,7 @@ class Random(TestDrafter):
         self.generator = torch.Generator().manual_seed(seed)
 
     def draft(self, call: Call, budget: int) -> Proposal:
-        """Random tokens, cut if ``ragged``."""
+        """Returns random tokens, cut at a random node if ``ragged``."""
         shape = (call.batch, len(self.tree))
         tokens = torch.randint(self.vocab, shape, generator=self.generator)
         if self.ragged:
@@ -90,14 +90,14 @@ class Random(TestDrafter):
 
 
 class RandomTrees(TestDrafter):
-    """Another random tree for each row and round, with random tokens; nodes at the end unused."""
+    """Drafts random tokens in another random tree for each row and round; some nodes are unused."""
 
     def __init__(self, nodes: int = 7, seed: int = 0) -> None:
         self.nodes = nodes
         self.generator = torch.Generator().manual_seed(seed)
 
     def draft(self, call: Call, budget: int) -> Proposal:
-        """Parents are any earlier node, or the root."""
+        """Returns a tree in which a node's parent is any earlier node, or the last token."""
         shape = (call.batch, self.nodes)
         limits = torch.arange(self.nodes) + 1
         parents = (torch.rand(shape, generator=self.generator) * limits).long() - 1
@@ -110,13 +110,13 @@ class RandomTrees(TestDrafter):
 
 
 class FullTree(TestDrafter):
-    """Every token at every node, ``depth`` levels deep: whatever is chosen was drafted."""
+    """Drafts every token at every node of ``depth`` levels, so the right tokens are among them."""
 
     def __init__(self, depth: int = 2) -> None:
         self.depth = depth
 
     def draft(self, call: Call, budget: int) -> Proposal:
-        """``V + V^2 + ...`` nodes."""
+        """Returns the full tree, with ``V + V^2 + ...`` nodes."""
         parents: list[int] = []
         tokens: list[int] = []
         level = [-1]
@@ -133,12 +133,12 @@ class FullTree(TestDrafter):
 
 
 class Known(TestDrafter):
-    """Proposes the tokens that a row is known to end with: everything it drafts is right.
+    """Drafts tokens that are known to be the model's output, so that all drafts are right.
 
     Args:
-        rows: The generated tokens of each row.
-        length: Tokens per round.
-        wrong_at: Positions where it errs on purpose, by one id.
+        rows: Known output of each row.
+        length: Drafted tokens per round.
+        wrong_at: Positions at which the drafted id is wrong on purpose: one too high.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Known(TestDrafter):
         self.length, self.wrong_at = length, torch.tensor(list(wrong_at), dtype=torch.long)
 
     def draft(self, call: Call, budget: int) -> Proposal:
-        """True continuation, shifted by one id at the wrong positions."""
+        """Returns the known continuation, with wrong ids at ``wrong_at``."""
         index = call.rows.length[:, None] + torch.arange(self.length, device=call.device)
         rows = self.rows.to(call.device)
         inside = index < rows.shape[1]
@@ -160,13 +160,14 @@ class Known(TestDrafter):
 
 
 class Bigram(TestDrafter):
-    """A chain from a table q(next | previous), as the rule prefers: argmax, iid or coupled.
+    """Drafts a chain from a bigram table q(next | previous), by argmax or sampling.
 
     Args:
-        logits: ``(V, V)``.
-        length: Tokens per round.
-        kinds: Kinds that it offers.
-        ragged: Whether a row stops drafting after each multiple of three positions.
+        logits: Logits of the next token by previous token, ``(V, V)``.
+        length: Drafted tokens per round.
+        kinds: Kinds of proposals that it offers to the acceptance rule: ``deterministic`` (argmax),
+            ``iid`` (sampled), ``coupled`` (sampled with the target's Gumbel noise).
+        ragged: Whether drafts of a row end at positions that are multiples of three.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class Bigram(TestDrafter):
         self.logits, self.length, self.kinds, self.ragged = logits, length, kinds, ragged
 
     def draft(self, call: Call, budget: int) -> Proposal:
-        """Token after token, each from the row of the token before."""
+        """Returns a chain, each token drawn from the table's row of the token before it."""
         previous, tokens, distributions = call.last(1)[:, 0], [], []
         table = self.logits.to(call.device)
         for step in range(self.length):
@@ -197,7 +198,7 @@ class Bigram(TestDrafter):
         return Proposal(tokens=drafted, kind=call.plan.kind, log_q=log_q)
 
     def draw(self, call: Call, distribution: Tensor, position: Tensor) -> Tensor:
-        """One token per row from ``distribution (B, V)``."""
+        """Draws one token per row from the logits ``distribution (B, V)``."""
         if call.plan.kind == "deterministic":
             return distribution.argmax(-1)
         role, trial = (
@@ -208,14 +209,15 @@ class Bigram(TestDrafter):
 
 
 class Siblings(TestDrafter):
-    """A tree from a table q(next | previous), several children a node, as the rule prefers.
+    """Drafts a tree from a bigram table q(next | previous), with several children per node.
 
     Args:
-        logits: ``(V, V)``.
-        widths: Children of each node, by depth.
-        kinds: Kinds that it offers: ``iid`` draws may repeat, ``without_replacement`` are in
-            Gumbel-top-k order, ``deterministic`` ones the most likely.
-        ragged: Whether a row stops drafting after each multiple of three positions.
+        logits: Logits of the next token by previous token, ``(V, V)``.
+        widths: Number of children of each node, by depth.
+        kinds: Kinds of proposals that it offers to the acceptance rule: children sampled
+            independently (``iid``) or by Gumbel-top-k (``without_replacement``), or the most likely
+            ones (``deterministic``).
+        ragged: Whether drafts of a row end at positions that are multiples of three.
     """
 
     def __init__(
@@ -235,7 +237,7 @@ class Siblings(TestDrafter):
         self.tree = Tree(tuple(parents))
 
     def draft(self, call: Call, budget: int) -> Proposal:
-        """Level by level, siblings side by side."""
+        """Returns the tree, ordered by level, with siblings next to each other."""
         level = call.last(1)
         tokens: list[Tensor] = []
         distributions: list[Tensor] = []
@@ -254,7 +256,7 @@ class Siblings(TestDrafter):
         )
 
     def draw(self, call: Call, distribution: Tensor, position: Tensor, width: int) -> Tensor:
-        """``width`` tokens for each of the nodes, ``(B, n, V)`` to ``(B, n, width)``."""
+        """Draws ``width`` children of each node, from ``(B, n, V)`` to ``(B, n, width)``."""
         if call.plan.kind == "deterministic":
             return distribution.topk(width, dim=-1).indices
         batch, nodes, vocab = distribution.shape

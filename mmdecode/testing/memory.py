@@ -1,4 +1,4 @@
-"""Counts live tensor storage operation by operation, on devices whose allocator has no counter."""
+"""Counts the memory of live tensors after every operation, also on the CPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveStorage(TorchDispatchMode):
-    """Counts the storage of tensors that are created inside the context.
+    """Counts the bytes of tensors that are created inside the context.
 
-    A storage counts once, however many tensors share it, until the last of them is gone. Memory
-    that an operation allocates internally is not counted.
+    Tensors that share a storage count once, until the last of them is freed. Memory that an
+    operation allocates internally is not counted.
 
     Attributes:
-        bytes: Alive now.
-        peak: The most that were alive at once.
+        bytes: Bytes of the tensors that are alive now.
+        peak: Largest value of ``bytes`` so far.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Known mistakes of released samplers, planted while a context is open.
+"""Context managers that patch mistakes of published samplers into this library, to test checks.
 
-A check that claims to find such mistakes must find these: a test by enumeration, a benchmark by the
-likelihood of a real model's samples.
+A check that claims to find such mistakes must fail inside these contexts. A test compares
+distributions with exact enumeration; a benchmark compares the likelihood of a real model's samples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from mmdecode.engine.contracts import DraftWindow, Outcome
 
 @contextmanager
 def stale_distribution() -> Iterator[None]:
-    """Window tokens kept after a rejection keep the distribution they had before it."""
+    """Plants a mistake of Jacobi-style decoding: kept window tokens keep an outdated distribution.
+
+    After a rejection, drafted tokens that stay in the window are scored with the distribution from
+    before the rejection.
+    """
     sound = window.continued
 
     def stale(outcome: Outcome, proposal: Any, *others: Any) -> DraftWindow:
@@ -41,6 +45,6 @@ def stale_distribution() -> Iterator[None]:
 
 @contextmanager
 def resampled_from_p() -> Iterator[None]:
-    """The replacement of a rejected token is sampled from p, not from the residual."""
+    """Plants a mistake of rejection sampling: a replacement is sampled from p, not the residual."""
     with mock.patch("mmdecode.accept.rejection.residual", lambda p, q: p):
         yield

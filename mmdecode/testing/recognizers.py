@@ -1,8 +1,9 @@
-"""Checks that a recogniser fulfils the interface of `mmdecode.asr.recognizers.base`.
+"""Checks that a recogniser implements the interface of `mmdecode.asr.recognizers.base`.
 
-`check_recognizer` is for recognisers of your own, and raises AssertionError with the difference. It
-decodes short noise, so that any model will do, also a tiny random one. Recognisers with typical
-mistakes are in ``tests/asr/test_check_recognizer.py``.
+A recogniser connects a family of speech models to the transcription loop. `check_recognizer` is for
+recognisers that you write, and raises AssertionError with the difference. It decodes short noise,
+so that any model will do, even a tiny random one. ``tests/asr/test_check_recognizer.py`` has
+recognisers with typical mistakes.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ BEYOND: dict[str, dict[str, Any]] = {
     "languages": {"task": "translate"},
     "fixed_windows": {"padding": "silence"},
 }
-"""Options that need a capability, by its name."""
+"""For each capability of a recogniser, options that need it."""
 
 
 def check_recognizer(
     make: Callable[[TranscribeOptions], Recognizer],
     plain: Callable[[np.ndarray], Sequence[int]] | None = None,
 ) -> None:
-    """Checks the properties that the loop over windows relies on.
+    """Checks the properties of a recogniser that the transcription loop relies on.
 
-    * Options that the family cannot serve are refused, and the error names the option.
+    * Options that the model family does not support are refused, and the error names the option.
     * Windows cover every sample of a recording; none is empty or longer than ``window_frames``.
-    * Encoder states and text of a window are the same alone and in a batch, and with and without a
-      draft.
+    * Encoder states and text of a window are the same alone and in a batch, and the text is the
+      same with and without a draft.
     * The text of a window is that of plain ``generate``, end and padding tokens are not text, and
-      segments lie in their window.
+      segments lie inside the recording.
 
     Args:
-        make: From options to the recogniser of a model, in float32 or float64.
-        plain: From samples ``(T,)`` of one window to the ids that ``generate`` gives, without
-            prompt and end; ``None``: ``model.generate`` on the output of `Recognizer.features`, if
-            that is a mapping, else the comparison is left out.
+        make: Function from options to the recogniser, with a model in float32 or float64.
+        plain: Function from samples ``(T,)`` of one window to the ids that ``generate`` returns,
+            without prompt and end token; ``None``: ``model.generate`` is called with the output of
+            `Recognizer.features` if that is a mapping, otherwise there is no such comparison.
 
     Raises:
         AssertionError: A property does not hold.
@@ -82,7 +83,7 @@ def check_recognizer(
 
 
 def _recordings(ours: Recognizer) -> list[np.ndarray]:
-    """Noise of several lengths, those of at most one window first; the last has pauses."""
+    """Makes recordings of noise, those of at most one window first; the last one has pauses."""
     random = np.random.default_rng(0)
     lengths = [min(seconds, ours.window_s) for seconds in (0.05, 0.7, 1.6, 2.0)]
     found = [0.1 * random.standard_normal(round(s * ours.rate)) for s in lengths]
@@ -92,20 +93,20 @@ def _recordings(ours: Recognizer) -> list[np.ndarray]:
 
 
 def _check_ids(ours: Recognizer) -> None:
-    assert ours.rate > 0, f"rate is {ours.rate}; expected samples a second"
+    assert ours.rate > 0, f"rate is {ours.rate}; expected samples per second"
     assert ours.window_frames > 0, f"window_frames is {ours.window_frames}; expected at least 1"
     assert ours.eos_token_ids, "eos_token_ids is empty; expected the ids that end a transcript"
     texts = ours.text_tokens([*ours.eos_token_ids, ours.pad])
-    assert not texts, f"text_tokens keeps {texts}; they end or fill up a transcript"
+    assert not texts, f"text_tokens keeps {texts}, which are end or padding tokens"
     vocab = ours.model.config.get_text_config(decoder=True).vocab_size
     prompt = ours.prompt(None, [])
-    assert prompt, "prompt is empty; expected what the decoder reads before it writes"
+    assert prompt, "prompt is empty; expected the ids at which the decoder starts"
     strange = [token for token in (*prompt, ours.pad) if not 0 <= token < vocab]
-    assert not strange, f"prompt or pad hold {strange}; expected ids below {vocab}"
+    assert not strange, f"prompt or pad contain {strange}; expected ids below {vocab}"
     counts = [ours.most_tokens(seconds) for seconds in (1 / ours.rate, 1.0, ours.window_s)]
     assert counts == sorted(counts) and counts[0] >= 1, (
-        f"most_tokens of a sample, a second and a window are {counts}; expected 1 or more, and no "
-        "fewer for more"
+        f"most_tokens for one sample, a second and a window are {counts}; expected at least 1, and "
+        "no smaller number for a longer time"
     )
 
 
@@ -119,7 +120,7 @@ def _check_refusals(make: Callable[[TranscribeOptions], Recognizer], usual: Reco
         except OptionError as error:
             assert name in str(error), f"the refusal does not name {name}: {error}"
         else:
-            raise AssertionError(f"{name} was not refused, and the family has no {capability}")
+            raise AssertionError(f"{name} was not refused, but capabilities has no {capability}")
 
 
 def _check_windows(ours: Recognizer, samples: np.ndarray) -> None:
@@ -134,14 +135,14 @@ def _check_windows(ours: Recognizer, samples: np.ndarray) -> None:
         ours.read(recording, seek, span.frames)
         end, following = seek + span.frames, span.following
         if following is None:
-            assert ours.capabilities.timestamps, "following is None, and tokens say no times"
+            assert ours.capabilities.timestamps, "following is None without timestamps"
             following = end
         assert seek < following <= end, (
-            f"the window {what} from frame {seek} to {end} is followed by one from {following}; "
-            "expected one that leaves no frame out"
+            f"the window {what} from frame {seek} to {end} is followed by one that begins at "
+            f"{following}; expected a later start that leaves no frame out"
         )
         assert span.joined or following == end, (
-            f"windows {what} overlap from {following} to {end}, and do not say that they are joined"
+            f"windows {what} overlap from {following} to {end}, but joined is False"
         )
         seek = following
 
@@ -156,32 +157,32 @@ def _check_encoding(ours: Recognizer, recordings: Sequence[np.ndarray]) -> None:
     together = ours.encode(windows, seconds)
     order = [*range(len(windows))][::-1]
     chosen = together.rows(order)
-    assert list(chosen.seconds) == seconds[::-1], "rows does not reorder the seconds of windows"
+    assert list(chosen.seconds) == seconds[::-1], "Encoded.rows does not reorder seconds"
     if together.states is None:
         return
     for row, index in enumerate(order):
         alone = ours.encode([windows[index]], [seconds[index]])
         found, expected = _states(chosen, row), _states(alone, 0)
         assert found.shape == expected.shape, (
-            f"window {index} has {len(found)} states with others and {len(expected)} alone; "
-            "padding is no state, say so in mask"
+            f"window {index} has {len(found)} states in a batch and {len(expected)} alone; mask "
+            "must be False for states of padding"
         )
         worst = float((found - expected).abs().amax())
         assert worst <= TOLERANCE, (
-            f"states of window {index} differ by {worst:.3g} between alone and with others; encode "
-            "windows of one length together, and pad their states"
+            f"states of window {index} differ by {worst:.3g} between alone and in a batch; encode "
+            "only windows of one length together, and pad their states"
         )
 
 
 def _states(encoded: Encoded, row: int) -> torch.Tensor:
-    """States of one window, without padding, ``(S, H)``."""
+    """Returns the encoder states of one window, without padding, ``(S, H)``."""
     assert encoded.states is not None, "rows lost the states"
     states = encoded.states[row]
     return states if encoded.mask is None else states[encoded.mask[row].bool()]
 
 
 def _decoded(ours: Recognizer, draft: Any, recordings: Sequence[np.ndarray]) -> list[list[int]]:
-    """Tokens of each recording, decoded in one call."""
+    """Decodes recordings in one call, and returns the tokens of each."""
     loop = LongForm(ours, Decoder(draft, seed=0))
     sources = [
         source_of((samples, ours.rate), ours.rate, index)
@@ -204,7 +205,7 @@ def _decoded(ours: Recognizer, draft: Any, recordings: Sequence[np.ndarray]) -> 
 
 
 def _generate(ours: Recognizer) -> Callable[[np.ndarray], Sequence[int]] | None:
-    """Function from the samples of one window to the tokens of ``model.generate``."""
+    """Makes a function from a window's samples to the tokens of ``model.generate``."""
     [first] = ours.features([np.zeros(ours.rate, np.float32)])
     if not isinstance(first, Mapping):
         return None
@@ -233,11 +234,11 @@ def _check_text(ours: Recognizer, tokens: Sequence[int]) -> None:
     text = ours.text(tokens)
     around = [*ours.prompt(None, []), *tokens, *sorted(ours.eos_token_ids), ours.pad]
     assert ours.text(around) == text, (
-        f"the text of a prompt, {text!r} and an end is {ours.text(around)!r}; what is no text is "
-        "left out"
+        f"the text {text!r} becomes {ours.text(around)!r} with prompt and end tokens around it; "
+        "expected that text leaves these out"
     )
     assert ours.joined([tokens]) == text, (
-        f"one segment is {ours.joined([tokens])!r} as a whole transcript and {text!r} by itself"
+        f"joined gives {ours.joined([tokens])!r} for one segment, but text gives {text!r}"
     )
 
 
@@ -246,5 +247,5 @@ def _same(
 ) -> None:
     for index, (ours, other) in enumerate(zip(found, expected, strict=True)):
         assert list(ours) == list(other), (
-            f"recording {index} is {list(ours)} {where}, and {list(other)} {otherwise}"
+            f"recording {index} gives {list(ours)} {where}, but {list(other)} {otherwise}"
         )

@@ -1,13 +1,14 @@
-"""A table model for tests: its logits are an exact function of the unmasked prefix.
+"""`Table`, a model for tests whose logits depend exactly, without rounding, on the prefix.
 
 Logits of a real model differ by rounding between one long pass and many short ones, so drafted and
-undrafted output may differ although the algorithm is right. Here every state is an integer: a hash
-of token and position is written to the engine's cache, each layer sums hashes of all unmasked cache
-slots, modulo 2^64, and hashes the sum, and the last hash gives the logits. A wrong mask, position
-or cache slot changes them; batch size, width of a pass and order of summation do not.
+undrafted output may differ although the algorithm is right. In a table model every state is an
+integer: a hash of token and position is written to the engine's cache; each layer sums the hashes
+in all unmasked cache slots, modulo 2^64, and hashes the sum; the last hash gives the logits. A
+wrong mask, position or cache slot changes the logits; batch size, width of a pass and order of
+summation do not.
 
 `Table.target_logits` computes the same function from a plain list of tokens, in Python integers and
-without the engine: the expected value in tests of distributions.
+without the engine. Tests use it for the expected distribution.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 LAYERS = 2
 NOTHING = 1001
-"""Salt of a branch with transform ``"unconditional"``."""
+"""Value that replaces the salt in a branch with the transform ``"unconditional"``."""
 _BITS = 50  # float64 holds such integers exactly
 _KEEP = (1 << _BITS) - 1
 _WORD = (1 << 64) - 1
@@ -62,26 +63,26 @@ def _signed(x: int) -> int:
 
 
 def _mix_tensor(x: Tensor) -> Tensor:
-    """`_mix` on int64 tensors: products wrap, shifts are made logical."""
+    """Computes `_mix` for int64 tensors, as if they were unsigned."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_FIRST)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_SECOND)
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 class TableLayer(nn.Module):
-    """Attention as a sum of hashes; states are integers below 2^50, stored as float64."""
+    """A layer that sums hashes instead of attending; states are integers below 2^50, in float64."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
         self.index = index
 
     def forward(self, hidden_states: Tensor, mask: Tensor, past: Any) -> Tensor:
-        """Hashed sums of the visible cache slots, ``(R, Q, 1)`` to ``(R, Q, 1)`` float64.
+        """Returns the hashed sums of the visible cache slots, ``(R, Q, 1)`` float64.
 
         Args:
             hidden_states: States of Q new tokens in each of R rows, integers in float64.
             mask: Additive attention mask, ``(R, 1, Q, slots)``: 0 where a slot is visible.
-            past: Cache, whose layer ``index`` the new tokens are written to.
+            past: Cache; the new tokens are written to its layer ``self.index``.
         """
         key = hidden_states[:, None]  # (R, 1, Q, 1)
         value = (_mix_tensor(key.long() + 1) & _KEEP).double()
@@ -92,19 +93,19 @@ class TableLayer(nn.Module):
 
 
 class Table(nn.Module):
-    """A model whose logits are a function of prefix, positions and ``salt``.
+    """A model whose logits are an exact function of tokens, positions and a number, the salt.
 
     Args:
         vocab: Size V of the vocabulary; keep it small.
         seed: Seed of the hashes: another seed is another model.
         sharpness: Logits are between ``-sharpness`` and ``sharpness``, before ``bias``.
-        bias: Added to the logits of single tokens, for example to make the end token more likely.
+        bias: Numbers added to the logits of single tokens, for example of the end token.
         blind: Whether logits depend on positions alone, not on tokens.
         layout: Layout of image codes among the generated tokens, for tests of image models.
 
-    A call may pass ``salt``, int64 ``(B,)``, which the logits also depend on: it stands for the
-    image or audio of a real model. A branch with transform ``"salt"`` adds its option ``by`` to
-    the salt, one with ``"unconditional"`` replaces it by `NOTHING`.
+    A call may pass ``salt``, int64 ``(B,)``: it stands for the image or audio of a real model. A
+    guide's branch, a further pass with a changed input, changes the salt: the transform ``"salt"``
+    adds the branch's option ``by`` to it, ``"unconditional"`` replaces it by `NOTHING`.
     """
 
     dtype = torch.float64
@@ -133,13 +134,13 @@ class Table(nn.Module):
         self._sums = lru_cache(maxsize=None)(self._sums_of)
 
     def embed(self, tokens: Tensor, positions: Tensor, salt: Tensor) -> Tensor:
-        """A hash per token and position, ``(R, Q)`` to ``(R, Q, 1)``."""
+        """Hashes each token with its position and salt, ``(R, Q)`` to ``(R, Q, 1)``."""
         seen = torch.zeros_like(tokens) if self.blind else tokens
         word = _mix_tensor(seen + 1) + _mix_tensor(positions + 1001) + salt[:, None]
         return (_mix_tensor(word + self.seed * 7919) & _KEEP).double()[..., None]
 
     def logits(self, states: Tensor) -> Tensor:
-        """``(..., 1)`` to float32 ``(..., V)``; exact arithmetic only."""
+        """Maps states ``(..., 1)`` to logits ``(..., V)``, float32, in exact arithmetic."""
         tokens = torch.arange(self.vocab, device=states.device)
         word = _mix_tensor(states.long() + _mix_tensor(tokens + 17)) & (_RESOLUTION - 1)
         return (self._scale(word.double()) + self.offsets).float()
@@ -148,7 +149,7 @@ class Table(nn.Module):
         return (word * (2 / _RESOLUTION) - 1) * self.sharpness
 
     def target_logits(self, tokens: Sequence[int], salt: int = 0, layers: int = LAYERS) -> Tensor:
-        """Reference logits ``(V,)`` after a plain list of tokens, without engine or cache.
+        """Computes the logits ``(V,)`` after a plain list of tokens, without engine or cache.
 
         Args:
             tokens: The whole prefix.
@@ -167,11 +168,11 @@ class Table(nn.Module):
         return torch.tensor([self._scale(w) + o for w, o in zip(words, offsets, strict=True)])
 
     def output(self, total: int) -> int:
-        """Output of a layer whose sum over the cache is ``total``, in Python integers."""
+        """Returns the output of a layer whose sum over the cache is ``total``, as an integer."""
         return _mix(total) & _KEEP
 
     def _sums_of(self, tokens: tuple[int, ...], salt: int) -> tuple[int, ...]:
-        """Sum of each layer over the prefix."""
+        """Returns the sum of each layer over the prefix."""
         if not tokens:
             return (0,) * LAYERS
         before = self._sums(tokens[:-1], salt)
@@ -187,13 +188,13 @@ class Table(nn.Module):
 
 
 class TablePast:
-    """The engine's cache, and the salt of each row."""
+    """The engine's key-value cache, together with the salt of each row."""
 
     def __init__(self, cache: RaggedCache, salt: Tensor) -> None:
         self.cache, self.salt = cache, salt
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Writes and returns keys and values, as a layer calls it."""
+        """Writes new keys and values of a layer, and returns all of that layer."""
         return self.cache.update(key, value, layer)
 
     def reorder_cache(self, rows: Tensor) -> None:
@@ -203,7 +204,7 @@ class TablePast:
 
 
 class TableAdapter(Adapter):
-    """Runs a `Table`; prompts are prefilled one by one, so that tests cover joining caches."""
+    """Adapter of `Table`; it prefills prompts one by one, so that tests cover joining caches."""
 
     summary = "the exact table models of mmdecode.testing"
     model_types = ("mmdecode_table",)
@@ -214,7 +215,7 @@ class TableAdapter(Adapter):
         self.model, self.vocab, self.layout = model, model.vocab, model.layout
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """The prompt of a branch, with the salt of each row as its only other input."""
+        """Returns the prompt of a branch, whose only other input is the salt of each row."""
         if spec.transform not in (None, "salt", "unconditional"):
             raise IncompatibleError.between(
                 f"branch {spec.name!r} with transform {spec.transform!r}",
@@ -232,34 +233,34 @@ class TableAdapter(Adapter):
         return replace(prompt, inputs={"salt": salt})
 
     def join(self, pasts: Sequence[TablePast], cache: RaggedCache) -> TablePast:
-        """The joint cache, with the salts of all parts."""
+        """Returns the joined cache with the concatenated salts of its parts."""
         return TablePast(cache, torch.cat([past.salt for past in pasts]))
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> TablePast:
-        """The cache, with the salt of the prompt."""
+        """Returns the cache together with the salts of the prompt."""
         return TablePast(cache, prompt.inputs["salt"])
 
     def forward(self, tokens: Tensor, mask: Any, positions: Tensor, past: TablePast) -> Tensor:
-        """States after the last layer, ``(R, Q, 1)``: integers in float64."""
+        """Returns the states after the last layer, ``(R, Q, 1)``: integers in float64."""
         states = self.model.embed(tokens, positions, past.salt)
         for layer in self.model.decoder_layers:
             states = layer(states, mask, past)
         return states
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits of states, ``(..., 1)`` to ``(..., V)``."""
+        """Maps states ``(..., 1)`` to logits ``(..., V)``."""
         return self.model.logits(hidden)
 
     def node_processors(self) -> NodeProcessors:
-        """Whisper's timestamp rules, so that they are tested with exact logits too."""
+        """Returns Whisper's timestamp rules, so that they are tested with exact logits too."""
         return NODE_PROCESSORS
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """The states unchanged: a table has no final norm."""
+        """Returns the states unchanged: a table has no final norm."""
         return hidden
 
     def layers(self) -> Sequence[nn.Module]:
-        """The layers."""
+        """Returns the layers of the table."""
         return list(self.model.decoder_layers)
 
 
@@ -292,14 +293,14 @@ def decode(
         eos: Tokens that end a row.
         max_new_tokens: Maximum number of new tokens of a row.
         do_sample: Whether to sample.
-        request: Names of the rows, which key their noise.
+        request: Names of the rows, from which their sampling noise is derived.
         inputs: Further keyword arguments of the model, such as ``salt``.
         mm_inputs: Inputs before preprocessing (images, audio), for guides.
         trace: A list to which the rounds of every row are added.
         **config: Further fields of the generation configuration.
 
     Returns:
-        The decoder's result; rows are padded with the id V, which no model emits.
+        The decoder's result; rows are padded with the id V, which is outside the vocabulary.
     """
     length = ids.shape[1] + max_new_tokens
     generation_config = GenerationConfig(
@@ -327,12 +328,15 @@ def decode(
 
 
 def new_tokens(sequences: Tensor, width: int, pad: int) -> list[list[int]]:
-    """The generated tokens of each row, without the padding after its end."""
+    """Returns the generated tokens of each row, without the padding after its end."""
     return [[t for t in row if t != pad] for row in sequences[:, width:].tolist()]
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
-    """Ids ``(B, P)`` and their mask; the default pad is the ordinary token 0, on purpose."""
+    """Pads prompts on the left; returns ids ``(B, P)`` and their mask.
+
+    The default padding id, 0, is also an ordinary token, so that code that reads padding is found.
+    """
     width = max(map(len, prompts))
     ids = [[pad] * (width - len(p)) + list(p) for p in prompts]
     mask = [[False] * (width - len(p)) + [True] * len(p) for p in prompts]
@@ -340,7 +344,7 @@ def left_pad(prompts: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Te
 
 
 def call_of(prompts: Sequence[Sequence[int]], adapter: Any = None, **options: Any) -> Call:
-    """A call before its first round, for ``prompts``; options are those of `Call.of`."""
+    """Makes a `Call` for ``prompts``, before its first round; options are those of `Call.of`."""
     return Call.of(*left_pad(prompts), plan=Plan(adapter=adapter), **options)
 
 
@@ -348,12 +352,12 @@ Choice = Callable[[Tensor, int], int]
 
 
 def greedy(scores: Tensor, position: int) -> int:
-    """The argmax; ties go to the lowest id."""
+    """Returns the id with the highest score; of equal scores the lowest id."""
     return int(scores.argmax())
 
 
 def coupled(seed: int, request: Any) -> Choice:
-    """Sampling as in the undrafted loop: Gumbel-max, with the noise of the row ``request``."""
+    """Makes a function that samples by Gumbel-max, with the engine's noise of row ``request``."""
     noise = Noise.of(seed, [request_key(request, 0)])
 
     def choose(scores: Tensor, position: int) -> int:
@@ -374,16 +378,16 @@ def plain_loop(
     eos: Iterable[int] = (),
     max_new_tokens: int = 12,
 ) -> list[int]:
-    """Reference for tests: generates token by token on plain lists, without the engine.
+    """Generates token by token on plain lists, without the engine; the reference for tests.
 
     Args:
-        distribution: Scores ``(V,)`` after a list of tokens; a `Table`'s ``target_logits``, or a
-            guide's formula.
+        distribution: Function from a list of tokens to next-token scores ``(V,)``, such as
+            `Table.target_logits` or a guide's formula.
         prompt: Prompt without padding.
         choose: Function from processed scores ``(V,)`` and index of the new token to a token.
-        padding: Padding on the left; only processors and criteria see it.
+        padding: Ids left of the prompt, which only processors and criteria get to see.
         processors: Logits processors, called with padding, prompt and new tokens.
-        criteria: Stopping criteria, called with the same.
+        criteria: Stopping criteria, called with the same tokens.
         eos: Tokens that end the row.
         max_new_tokens: Maximum number of new tokens.
 

@@ -1,10 +1,11 @@
-"""Capture and replay without a GPU: a round is recorded operation by operation.
+"""`Tape`: records and replays torch operations like a CUDA graph, without a GPU, for tests.
 
-A CUDA graph replays kernels on fixed addresses and runs no Python. So does a tape: it holds the
-operations of a call with the very tensors that they read, and a replay runs them again and writes
-each result into the first one's tensor. A result that a round keeps in a new tensor, or decides in
-Python, is as wrong here as it is there. A tape refuses operations that no graph supports: reading a
-value on the host, results whose size depends on values, and tensors made from values of Python.
+A CUDA graph replays kernels on fixed addresses and runs no Python. A tape does the same: it records
+the operations of a call with the tensors that they read; a replay runs them again, and writes each
+result into the tensor of the first run. Code that would be wrong in a graph, since it keeps a
+result in a new tensor or decides something in Python, is therefore wrong here too. A tape refuses
+operations that a graph does not support: reading a value on the host, results whose size depends
+on values, and tensors made from Python values.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ REFUSED = frozenset(
 
 
 class Tape(TorchDispatchMode):
-    """Records the operations inside the context.
+    """Records the torch operations inside the context.
 
     Raises:
-        RuntimeError: A CUDA graph could not hold the operation.
+        RuntimeError: An operation is not supported by CUDA graphs.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class Tape(TorchDispatchMode):
         return result
 
     def replay(self) -> None:
-        """Runs all operations again, each into its earlier result."""
+        """Runs all operations again, and writes each result into the tensor of the first run."""
         for func, args, kwargs, outputs in self.calls:
             for output, value in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
                 if output.data_ptr() != value.data_ptr():
@@ -63,7 +64,18 @@ def _tensors(result: Any) -> list[Tensor]:
 def record(
     call: Callable[[], T], device: Any = None, pool: Any = None
 ) -> tuple[T, Callable[[], None], Any]:
-    """Replaces `mmdecode.engine.capture.record`; recording computes, the first replay does not."""
+    """Records a call on a tape; tests use it in place of `mmdecode.engine.capture.record`.
+
+    Recording already computes the result, so the first replay does nothing.
+
+    Args:
+        call: Function whose operations are recorded.
+        device: Not used.
+        pool: Memory pool, which is returned unchanged.
+
+    Returns:
+        Result of the call, function that replays it, and the pool.
+    """
     with Tape() as tape:
         result = call()
     replays: Iterator[Callable[[], None]] = iter([lambda: None])

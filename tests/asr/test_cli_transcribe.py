@@ -279,8 +279,11 @@ def test_options_without_what_they_belong_to_are_refused(run, audio, tmp_path):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--logprob-threshold", -1], "--logprob-threshold: no window is redone"),
-        (["--fallback", "--temperature", 0], "--compression-ratio-threshold: no window is redone"),
+        (["--logprob-threshold", -1], "--logprob-threshold: no window is decoded again"),
+        (
+            ["--fallback", "--temperature", 0],
+            "--compression-ratio-threshold: no window is decoded again",
+        ),
         (["--fallback"], None),
         (["--logprob-threshold", -1, "--no-speech-threshold", 0.6], None),
         ([], None),
@@ -289,7 +292,7 @@ def test_options_without_what_they_belong_to_are_refused(run, audio, tmp_path):
 def test_thresholds_that_redo_nothing_are_pointed_out(run, audio, args, words):
     done = run(audio / "x.wav", *args)
     assert done.exit_code == 0
-    pointed = [line for line in done.stderr.splitlines() if "no window is redone" in line]
+    pointed = [line for line in done.stderr.splitlines() if "no window is decoded again" in line]
     assert [words in line for line in pointed] == [True] * (words is not None)
 
 

@@ -1,4 +1,4 @@
-"""The checks for parts of others find what breaks a promise, and name it."""
+"""The checks for parts of others find what violates a property, and name it."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_a_state_of_a_call_that_is_kept_in_the_drafter_is_found():
     with pytest.raises(Exception) as raised:
         check_draft(OneState)
     lines = [str(raised.value), *getattr(raised.value, "__notes__", ())]
-    assert "one object serves two threads at once" in lines[-1]
+    assert "two threads can use one object at once" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,9 @@ class Learning(drafts.Constant):
 
 
 def test_a_drafter_that_learns_from_calls_has_to_be_checked_as_one():
-    with pytest.raises(AssertionError, match=r"one object serves call after call.*learns=True"):
+    with pytest.raises(
+        AssertionError, match=r"one object can be used for several calls.*learns=True"
+    ):
         check_draft(lambda: Learning(1, 1))
     check_draft(lambda: Learning(1, 1), learns=True)
 
@@ -95,7 +97,7 @@ class Remembers(mm.Guide):
 
 
 def test_a_guide_that_remembers_a_call_is_found():
-    with pytest.raises(AssertionError, match=r"one object serves call after call"):
+    with pytest.raises(AssertionError, match=r"one object can be used for several calls"):
         check_guide(Remembers)
 
 
@@ -116,18 +118,18 @@ class Wrong(mm.AcceptanceRule):
 
 
 def test_a_rule_that_keeps_everything_is_found_and_the_drafter_named():
-    with pytest.raises(AssertionError, match=r"promise broken, in mode greedy with Random"):
+    with pytest.raises(AssertionError, match=r"property violated, in mode greedy with Random"):
         check_accept(Wrong)
 
 
 @pytest.mark.parametrize(
     ("check", "given", "message"),
     [
-        (check_draft, PromptLookup(), r"is no factory; give what makes one: lambda: PromptLookup"),
-        (check_accept, GreedyMatch(), r"is no factory; .*lambda: GreedyMatch"),
+        (check_draft, PromptLookup(), r"is no function; pass a function: lambda: PromptLookup"),
+        (check_accept, GreedyMatch(), r"is no function; .*lambda: GreedyMatch"),
         (check_draft, GreedyMatch, r"is no draft \(no begin\)"),
         (check_guide, PromptLookup, r"is no guide \(no neutral, apply\)"),
-        (check_accept, "greedy", r"'greedy' is no factory"),
+        (check_accept, "greedy", r"'greedy' is no function"),
     ],
 )
 def test_what_makes_no_part_of_the_kind_is_refused(check, given, message):
