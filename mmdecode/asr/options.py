@@ -58,7 +58,7 @@ class TranscribeOptions:
         condition_on_prev_tokens: Whether the decoder prompt of a window contains the text of the
             windows before it.
         prompt: Text in the decoder prompt that sets names, spelling and style, or its ids from
-            ``processor.get_prompt_ids``. As in transformers, without ``condition_on_prev_tokens``
+            ``processor.get_prompt_ids``. Without ``condition_on_prev_tokens``, as in transformers,
             the prompt of every window contains it; with it, the previous text begins with it.
         prompt_condition_type: ``first-segment``: see ``prompt``; ``all-segments``: every window has
             the prompt before the previous text; needs ``condition_on_prev_tokens``.

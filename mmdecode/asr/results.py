@@ -157,7 +157,7 @@ class DecidedWord:
 
     Attributes:
         text: The word.
-        by: Which model chose the word, given the words before it. ``both``: each model ranks it
+        by: Model that chose the word, given the words before it. ``both``: each model ranks it
             first; ``language model``: only the language model does; ``audio``: the language model
             ranks another word first. The recogniser scores only the language model's most likely
             tokens, so a word of ``both`` may be in no hypothesis. If the edit guard refuses the

@@ -72,7 +72,7 @@ def test_prompts_have_the_published_forms():
         ("{others}", OptionError, r"\{best\}"),
         ("{best} {best}", OptionError, "each once"),
         ("{best} {audio}", OptionError, "audio"),
-        ("{best", OptionError, "double braces"),
+        ("{best", OptionError, "double literal braces"),
     ],
 )
 def test_a_template_that_shows_no_hypothesis_is_refused(text, error, says):

@@ -95,7 +95,7 @@ def test_other_hypotheses_may_be_lines(tmp_path):
 
 @pytest.mark.parametrize("hypotheses", [("a", "b. c"), ("a", ""), ("a", "b\nc")])
 def test_what_a_format_cannot_tell_apart_is_refused(hypotheses, tmp_path):
-    with pytest.raises(InputError, match="'u' has hypotheses with full stops"):
+    with pytest.raises(InputError, match="'u' has empty hypotheses or full stops"):
         write_lists([NBestList("u", hypotheses, reference="a")], tmp_path / "a.json", "lora")
     with pytest.raises(InputError, match="'u' has no reference"):
         write_lists([NBestList("u", hypotheses)], tmp_path / "a.json", "generator")
@@ -126,7 +126,7 @@ def test_a_list_without_an_id_is_called_alike_in_any_file_and_order(tmp_path):
         ('{"input": ["a"], "am_score": [NaN]}', "line 1: the row has the scores"),
         ('{"id": "x", "input": ["a"]}\n{"id": "x", "input": ["b"]}', "line 2: .* of line 1"),
         ('{"id": "x", "n_best": null}', "line 1: .* transcribe with --n-best"),
-        ('{"id": "x", "n_best": [[{"texts": "a"}]]}', "line 1: .* no transcriber writes"),
+        ('{"id": "x", "n_best": [[{"texts": "a"}]]}', "line 1: .* has an invalid 'n_best'"),
         ('{"n_best": [[{"text": "a", "score": 0}]]}', "line 1: .* names no recording"),
         ('{"input": ["a"]\n', "line 1 is not JSON"),
         ("", "holds no list"),

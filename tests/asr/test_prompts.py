@@ -90,9 +90,9 @@ def test_the_text_so_far_gives_way_to_what_is_always_shown(processor, kit, kind)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"prompt": "<|de|> yes"}, "prompt holds the special token"),
-        ({"hotwords": "no <|endoftext|>"}, "hotwords holds the special token"),
-        ({"prompt": "a" * 40, "hotwords": "b" * 30}, "have 72 tokens; the model can be shown 59"),
+        ({"prompt": "<|de|> yes"}, "prompt contains the special token"),
+        ({"hotwords": "no <|endoftext|>"}, "hotwords contains the special token"),
+        ({"prompt": "a" * 40, "hotwords": "b" * 30}, "have 72 tokens; expected at most 59"),
     ],
 )
 def test_texts_that_cannot_be_shown_are_refused(roomy, processor, options, words):

@@ -298,7 +298,7 @@ def test_a_language_is_taken_where_the_configuration_names_it(kind):
     for language in ("en", "English", "<|en|>"):
         Transcriber(model, processor, None, TranscribeOptions(language=language))
     with pytest.raises(
-        OptionError, match=r"'de'.*transcribes 'en' alone; leave the language out.*--model"
+        OptionError, match=r"'de'.*transcribes only 'en'; leave the language out.*--model"
     ):
         Transcriber(model, processor, None, TranscribeOptions(language="de"))
 

@@ -276,7 +276,7 @@ def test_what_is_pending_at_the_end_is_committed_without_another_pass():
 def test_a_finished_stream_takes_nothing_more():
     stream = Stream(Hearer())
     stream.finish()
-    with pytest.raises(OptionError, match="is finished; make another"):
+    with pytest.raises(OptionError, match="is finished; make a new"):
         stream.feed(np.zeros(3, np.float32))
 
 

@@ -1,1 +1,1 @@
-"""Correction of N-best lists by language models, alone or fused with the audio."""
+"""Correction of N-best lists by a language model, alone or fused with the recogniser's scores."""

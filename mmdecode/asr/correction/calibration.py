@@ -1,8 +1,10 @@
-"""Temperatures that calibrate the models of a fusion: their confidence equals their accuracy.
+"""Fits temperatures that calibrate the two models of a fusion.
 
-A model is calibrated by one number: its logits are divided by the temperature at which the mean
-probability of its top token equals the share of top tokens that are correct, on text that it was
-not trained on. Both models of a fusion are scored with teacher forcing on the references.
+A fusion combines the next-token distributions of a language model and a recogniser
+(`mmdecode.guide.fusion`). To calibrate a model, its logits are divided by a temperature. It is
+chosen such that the mean probability of the top token equals the share of top tokens that are
+correct, on text that the model was not trained on. The two models are scored with teacher forcing
+on reference texts.
 
 Source: the calibration of Chen et al. 2024, arXiv:2402.05457 (UADF). Differs from its release,
 which fits one position at a time and may not terminate.
@@ -50,19 +52,19 @@ class Temperatures:
 
 
 def confidence(scores: Tensor, temperature: float) -> float:
-    """Mean top probability at a temperature, for logits ``(n, K)``."""
+    """Returns the mean probability of the top choice at a temperature, for logits ``(n, K)``."""
     return float((scores.double() / temperature).softmax(-1).amax(-1).mean())
 
 
 def temperature_for(scores: Tensor, accuracy: float) -> float:
-    """The temperature at which `confidence` is ``accuracy``, by bisection.
+    """Finds the temperature at which `confidence` equals ``accuracy``, by bisection.
 
     Args:
-        scores: Logits ``(n, K)``; ``-inf`` is allowed, but not all over a row.
+        scores: Logits ``(n, K)``; each row must have a value other than ``-inf``.
         accuracy: Share of correct top choices, 0 to 1.
 
     Returns:
-        From `COLDEST` to `HOTTEST`; one of these where none between them fits.
+        The temperature, limited to the range from `COLDEST` to `HOTTEST`.
     """
     low, high = COLDEST, HOTTEST
     if confidence(scores, low) <= accuracy:
@@ -76,11 +78,11 @@ def temperature_for(scores: Tensor, accuracy: float) -> float:
 
 
 def fit_temperature(scores: Tensor, labels: Tensor) -> float:
-    """The temperature that calibrates some scores.
+    """Returns the temperature that calibrates logits, given the correct choices.
 
     Args:
         scores: Logits ``(n, K)``, see `temperature_for`.
-        labels: Index of the correct one, ``(n,)``; -1 where it is not among the K.
+        labels: Index of the correct choice, ``(n,)``; -1 if it is not among the K.
     """
     return temperature_for(scores, float((scores.argmax(-1) == labels).double().mean()))
 
@@ -89,13 +91,14 @@ def fit_temperature(scores: Tensor, labels: Tensor) -> float:
 def calibrate(
     corrector: Corrector, lists: Sequence[NBestList], audio: Sequence[Any]
 ) -> Temperatures:
-    """Fits both temperatures of a corrector's fusion.
+    """Fits the temperatures of the language model and the recogniser in a corrector's fusion.
 
     Args:
-        corrector: A causal language model, with a guide of `mmdecode.guide.fusion`; the guide's own
-            temperatures are ignored.
-        lists: Lists with references that neither model was trained on; those without are skipped.
-        audio: One entry per list, as the corrector takes them.
+        corrector: Corrector with a causal language model and a guide of `mmdecode.guide.fusion`,
+            whose temperatures are ignored.
+        lists: N-best lists with references that neither model was trained on; lists without a
+            reference are skipped.
+        audio: One recording per list, as for a call of the corrector.
 
     Raises:
         InputError: No list has a reference.
@@ -119,7 +122,7 @@ def calibrate(
         acoustic.append(scores[asked])
         indices.append(own[asked])
     if not main:
-        raise InputError("no list has a reference; calibration needs references")
+        raise InputError("no N-best list has a reference; calibration needs reference texts")
     return Temperatures(
         main=fit_temperature(torch.cat(main), torch.cat(right)),
         acoustic=fit_temperature(torch.cat(acoustic), torch.cat(indices)),
@@ -130,7 +133,11 @@ def calibrate(
 def _forced(
     corrector: Corrector, one: NBestList, recording: Any
 ) -> tuple[Tensor, BranchOutput, Tensor]:
-    """Outputs of both models at each token of a reference: ``(n, V)``, scores, labels ``(n,)``."""
+    """Scores a reference by teacher forcing.
+
+    Returns:
+        Logits of the language model ``(n, V)``, scores of the recogniser, and token ids ``(n,)``.
+    """
     assert one.reference is not None and corrector.decoder.guide is not None
     device = corrector.model.device
     answer = corrector.prompts.answer(one.reference)

@@ -1,14 +1,15 @@
 """Generative correction: a language model reads an N-best list and writes the transcript.
 
-START HERE: `Corrector`. Any causal or seq2seq model of transformers is prompted with a `Template`;
-its answer is drafted from the hypotheses themselves, which changes no token
-(`mmdecode.draft.source`), and replaces the first hypothesis only where an `EditGuard` accepts it as
-a transcript of the same recording.
+START HERE: `Corrector`. Any causal or seq2seq model of transformers is prompted with a `Template`.
+Its answer is drafted from the hypotheses themselves, which makes decoding faster and changes no
+token (`mmdecode.draft.source`). The answer replaces the first hypothesis only if an `EditGuard`
+accepts it as a transcript of the same recording.
 
 Sources: Chen et al. 2023, arXiv:2309.15701 (HyPoradise: the N-best and the 1-best prompt); La
 Quatra et al. 2024 (FlanEC: the numbered list); Sun et al. 2021, arXiv:2106.04970 (drafts from the
-input). The forms of the prompts are theirs, the wording is ours: give a published checkpoint the
-exact prompt that it was trained with. Differs from all three in the guard: they use all answers.
+input). The prompts have the form of these papers, but other wording: give a published checkpoint
+the exact prompt that it was trained with. Differs from these papers in the guard: they use every
+answer.
 """
 
 from __future__ import annotations
@@ -55,25 +56,25 @@ if TYPE_CHECKING:
 
 
 HINT = "use a smaller batch_size, or show the model fewer hypotheses"
-"""Hint of the error where one list alone does not fit into memory."""
+"""Hint of the error that is raised if a single list does not fit into memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """Result of correcting one list.
+    """Result of correcting one N-best list.
 
     Attributes:
         id: Id of the list.
         index: Its index in the input.
-        text: Final text: the answer, or the first hypothesis where the answer was refused.
+        text: Final text: the model's answer, or the first hypothesis if the answer was refused.
         best: The first hypothesis.
-        raw: The answer as the model wrote it; empty where the model was not run.
-        refused: Why the answer is not used; ``None``: it is.
-        tokens: Tokens of the answer, the end token included.
-        preference: Log-probability of the answer minus that of the first hypothesis as the answer,
-            in nats; ``None``: not computed.
-        error: Why the list failed; the first hypothesis is then the final text. ``None``: it did
-            not fail.
+        raw: The answer as the model wrote it; empty if the model was not run.
+        refused: Reason why the answer is not used; ``None``: it is used.
+        tokens: Number of tokens of the answer, the end token included.
+        preference: Log-probability of the answer, minus the log-probability that the model gives
+            the first hypothesis as an answer, in nats; ``None``: not computed.
+        error: Message of the error that made the list fail, in which case the final text is the
+            first hypothesis; ``None``: it did not fail.
         kind: Class name of the error.
     """
 
@@ -94,38 +95,38 @@ class Correction:
         return words_of(self.text) != words_of(self.best)
 
     def as_dict(self) -> dict[str, Any]:
-        """Row of a results file."""
+        """Returns the correction as a row of a results file."""
         return {name: value for name, value in asdict(self).items() if name != "index"}
 
 
 class Corrector:
-    """Corrects N-best lists in batches; a list's result does not depend on the others.
+    """Corrects N-best lists in batches; the result of a list does not depend on the batch.
 
     Args:
         model: A causal or seq2seq language model of transformers.
         tokenizer: Its tokenizer.
-        template: A name of `TEMPLATES`, or the text of your own, see `Template`.
+        template: A name of `TEMPLATES`, or a prompt text of your own, see `Template`.
         count: Most hypotheses in the prompt.
         chat: Whether the prompt is a user turn in the tokenizer's chat template.
-        guard: Decides which answers are used; ``None``: all.
-        copy_below: The first hypothesis is kept where the model prefers its answer by less than
-            this, in nats (`Correction.preference`); costs a pass over the lists whose answer
-            differs. ``mmdecode evaluate nbest`` fits it on a development part. ``None``: no
-            threshold; minus infinity: preferences are computed and no answer is refused by them.
-        draft: ``"hypotheses"``: answers are drafted from all hypotheses of their list. Another
-            draft or its name with options, or ``None``; greedy and sampled answers are the same.
+        guard: Decides which answers are used; ``None``: every answer is used.
+        copy_below: Threshold of `Correction.preference`, in nats: answers below it are refused.
+            Costs a forward pass over the lists whose answer differs from the first hypothesis.
+            ``mmdecode evaluate nbest`` fits it on a development set. ``None``: no threshold; minus
+            infinity: preferences are computed, and no answer is refused by them.
+        draft: ``"hypotheses"``: answers are drafted from the hypotheses of their list. Or another
+            drafter, its name with options, or ``None``; none of these changes the answers.
         guide: A guide, or its name with options.
         beams: Beams of transformers' beam search, which uses no draft; 1: no beam search.
-        temperature: Sampling temperature, with noise keyed by the list's id; 0: greedy.
-        batch_size: Lists decoded at once.
-        max_new_tokens: Most tokens of an answer, or fewer where the model has no more positions.
+        temperature: Sampling temperature, 0 for greedy decoding. Noise is derived from a list's id.
+        batch_size: Number of lists decoded at once.
+        max_new_tokens: Most tokens of an answer; fewer if the model has no more positions.
         seed: Seed of the noise that sampling uses.
 
     Attributes:
-        decoder: Decoder, with its ``stats`` and ``trace``; beams are not counted there.
+        decoder: Decoder, with its ``stats`` and ``trace``; beam search is not counted there.
 
     Raises:
-        IncompatibleError: Beams next to a guide, a draft that was asked for, or a temperature.
+        IncompatibleError: Beams are combined with a guide, a draft or a temperature.
         OptionError: A value is out of range.
         InputError: The tokenizer cannot end an answer.
     """
@@ -161,7 +162,7 @@ class Corrector:
             raise IncompatibleError.between(
                 f"beams={beams}",
                 "a draft, a guide or a temperature",
-                "beam search is transformers' own and knows none of them",
+                "beam search is done by transformers, which supports none of them",
                 "use beams=1, or leave them out",
             )
         self.model, self.guard, self.beams = model.eval(), guard, beams
@@ -191,18 +192,18 @@ class Corrector:
         dtype: str | torch.dtype | None = None,
         **options: Any,
     ) -> Corrector:
-        """Loads a model, or an adapter of peft with the model it was trained for.
+        """Loads a model, or a peft adapter together with its base model.
 
         Args:
-            model_id: A folder, a Hub id or ``zoo:NAME``. Template, count and chat are those that
-                the corrector was trained with where its folder says so.
-            device: ``None``: CUDA where there is one.
+            model_id: A folder, a Hub id or ``zoo:NAME``. If it is a corrector trained with this
+                package, its folder sets the defaults of ``template``, ``count`` and ``chat``.
+            device: Device of the model; ``None``: CUDA if available.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
-            **options: Options of the class.
+            **options: Further arguments of `Corrector`.
 
         Raises:
             InputError: The checkpoint cannot be loaded.
-            MissingExtraError: It is an adapter, and peft is not installed.
+            MissingExtraError: The checkpoint is a peft adapter, and peft is not installed.
             OptionError: A value is out of range, or an option does not exist.
         """
         refuse_unknown(options, [*inspect.signature(cls).parameters][2:])
@@ -217,19 +218,19 @@ class Corrector:
     def __call__(
         self, lists: Sequence[NBestList], audio: Sequence[Any] | None = None
     ) -> list[Correction]:
-        """Corrects lists.
+        """Corrects N-best lists.
 
         Args:
             lists: N-best lists.
-            audio: One recording per list, for guides that use the audio: the engine's
+            audio: One recording per list, for guides that use the audio; passed to the decoder as
                 ``mm_inputs["audio"]``.
 
         Returns:
-            One correction per list, in order, with an ``error`` where one failed.
+            One correction per list, in order; a list that failed has an ``error``.
 
         Raises:
-            OptionError: There is not one recording per list.
-            MMDecodeError: A configuration error, by which all lists fail.
+            OptionError: ``audio`` does not have one recording per list.
+            MMDecodeError: A configuration error, which would make every list fail.
         """
         return sorted(self.corrections(lists, audio), key=lambda found: found.index)
 
@@ -240,7 +241,7 @@ class Corrector:
         *,
         watch: Watch | None = None,
     ) -> Iterator[Correction]:
-        """Like a call, but yields corrections as their batches end, shortest prompts first.
+        """Like a call, but yields each correction when its batch is decoded, short prompts first.
 
         Args:
             lists: See a call.
@@ -256,7 +257,7 @@ class Corrector:
         audio: Sequence[Any] | None = None,
         watch: Watch | None = None,
     ) -> Iterator[tuple[Correction, Failed | None]]:
-        """Yields corrections as their batches end, each with its list's failure, if any.
+        """Yields each correction when its batch is decoded, with the failure of its list, if any.
 
         Args:
             lists: See a call.
@@ -265,7 +266,7 @@ class Corrector:
         """
         if audio is not None and len(audio) != len(lists):
             raise OptionError(
-                f"{len(audio)} recordings for {len(lists)} lists; expected one for each"
+                f"{len(audio)} recordings for {len(lists)} lists; expected one recording per list"
             )
         asked: list[tuple[int, list[int]]] = []
         for index, one in enumerate(lists):
@@ -310,7 +311,7 @@ class Corrector:
         lists: Sequence[NBestList],
         audio: Sequence[Any] | None,
     ) -> list[Correction]:
-        """Corrections of a batch, given as indices in the input, each with its prompt."""
+        """Corrects a batch, given as the index and the prompt ids of each list."""
         chosen = [lists[index] for index, _ in batch]
         recordings = None if audio is None else [audio[index] for index, _ in batch]
         answers = self._answers(chosen, [ids for _, ids in batch], recordings)
@@ -328,7 +329,7 @@ class Corrector:
     def _answers(
         self, lists: Sequence[NBestList], prompts: Sequence[list[int]], audio: list[Any] | None
     ) -> list[list[int]]:
-        """Ids that the model generates, up to and with the end token."""
+        """Returns the ids that the model generates for each prompt, end token included."""
         ids, mask = (part.to(self.model.device) for part in self.prompts.padded(prompts))
         given: dict[str, Any] = {
             "input_ids": ids,
@@ -361,7 +362,7 @@ class Corrector:
 
     @torch.no_grad()
     def _preferences(self, lists: Sequence[NBestList], answers: Sequence[list[int]]) -> list[float]:
-        """Log-probability of each answer minus that of the first hypothesis, in nats."""
+        """Returns `Correction.preference` of each answer, in nats."""
         found = [0.0] * len(lists)
         pairs, indices = [], []
         for index, (one, answer) in enumerate(zip(lists, answers, strict=True)):
@@ -424,11 +425,11 @@ def _failure(one: NBestList, index: int, failed: Failed) -> Correction:
 def load(
     model_id: str, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
 ) -> tuple[Any, Any]:
-    """Model and tokenizer of a checkpoint; an adapter of peft is merged into its model.
+    """Loads model and tokenizer of a checkpoint; a peft adapter is merged into its base model.
 
     Raises:
-        InputError: It cannot be loaded, or is neither a causal nor a seq2seq language model.
-        MissingExtraError: It is an adapter, and peft is not installed.
+        InputError: The checkpoint cannot be loaded, or is no causal or seq2seq language model.
+        MissingExtraError: The checkpoint is a peft adapter, and peft is not installed.
         OptionError: The device or dtype does not exist.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -453,13 +454,13 @@ def load(
 
 @contextmanager
 def imported_peft(what: str) -> Iterator[Any]:
-    """Imports peft; inside the context its deprecation warning of transformers is silenced.
+    """Imports peft, and silences the deprecation warning that it causes inside the context.
 
     Args:
-        what: Name of the task that needs it, for the error.
+        what: Name of the task that needs peft, for the error.
 
     Raises:
-        MissingExtraError: It is not installed.
+        MissingExtraError: peft is not installed.
     """
     try:
         import peft

@@ -1,29 +1,30 @@
-"""A recogniser's scores for candidate tokens of a language model, by their text.
+"""Scores candidate tokens of a language model by a recogniser with another vocabulary.
 
-The two models need not share a vocabulary. A candidate is the text so far followed by one more
-token of the language model, and its score is the log-probability, under the recogniser, that a
-transcript begins with this text:
+While a language model corrects a transcript, its most likely next tokens are the candidates. Each
+candidate stands for a text: the text so far, followed by the token. Its score is the
+log-probability, under the recogniser, that a transcript begins with this text:
 
-- Complete words, those followed by white space, are scored by their canonical tokens: those of the
-  recogniser's tokenizer for the word after a space.
-- The incomplete word at the end is scored by the probability mass of all tokens that begin with the
-  last of its canonical ones, and of longer ones that cover several of these.
-- Spelling may differ between the models. A complete word takes the most likely of its casings and
-  of the punctuation that may follow it, the space after it included; the choice is then fixed. An
-  incomplete word takes the most likely of its casings.
-- The end token scores as a complete last word and the end of the transcript.
+- A complete word, which white space follows, is scored by its canonical tokens: the tokens that the
+  recogniser's tokenizer gives for the word with a space before it.
+- The incomplete word at the end is scored by the probability of all token sequences whose text
+  begins with it: its canonical tokens, the last of which may be replaced by a longer token, or
+  several of which by one.
+- Spelling may differ between the models. A complete word is scored in the most likely of its
+  casings, with the most likely punctuation after it; this choice is then fixed. An incomplete word
+  is scored in the most likely of its casings.
+- The end token is scored as a complete last word, followed by the end of the transcript.
 
-So a score depends on the audio and the text alone: not on how the text was split into tokens, on
-drafts, or on the other rows. The acoustic distribution is the softmax of these scores over the
-candidates (`mmdecode.guide.fusion`), in which common terms cancel. Tokens without text (special
-ones, parts of a character) are no candidates.
+So a score depends on nothing but the audio and the text: not on how the text was split into tokens,
+on drafts, or on other rows of the batch. The acoustic distribution is the softmax of these scores
+over the candidates (`mmdecode.guide.fusion`). Tokens without text (special tokens, parts of a
+character) are no candidates.
 
-All texts of a round are scored in one pass of the recogniser's decoder, as a tree of its tokens
-after a cached prefix, all rows together. A further pass is needed only where the recogniser
-prefers another spelling of a complete word than that of the text.
+All texts of a verification round are scored in one pass of the recogniser's decoder, as a tree of
+its tokens after a cached prefix, for all rows together. A further pass is needed only if the
+recogniser prefers another spelling of a complete word than the text has.
 
-Where both vocabularies consist of the same texts (`shared_ids`), the recogniser scores the whole
-vocabulary by mapping ids, which is faster; it then follows the language model's spelling.
+If the tokens of the two vocabularies have the same texts (`shared_ids`), ids are mapped instead and
+the recogniser scores the whole vocabulary. This is faster, and keeps the language model's spelling.
 """
 
 from __future__ import annotations
@@ -65,23 +66,24 @@ from mmdecode.registry import adapter_for
 
 
 class AcousticScorer(BranchRunner):
-    """Branch that scores a language model's most likely tokens as text by a recogniser.
+    """Scores a language model's most likely tokens by a recogniser, as a branch of a guide.
 
-    See `mmdecode.engine.contracts.BranchRunner`; the module's docstring defines the scores. The
-    audio comes with the call, as for `mmdecode.guide.fusion.SecondModel`.
+    A branch is a further source of next-token scores, see `mmdecode.engine.contracts.BranchRunner`.
+    The module's docstring defines the scores. The audio comes with the call, as for
+    `mmdecode.guide.fusion.SecondModel`.
 
     Args:
         call: The call.
         model: A recogniser that the engine has an adapter for.
-        spelling: Its spelling of words.
-        prompt: Ids of its decoder prompt, for a transcript without timestamps.
+        spelling: Maps words to tokens of the recogniser.
+        prompt: Ids of the recogniser's decoder prompt, for a transcript without timestamps.
         tokenizer: The language model's tokenizer.
         pieces: Text of each of the language model's tokens, see `pieces_of`.
         candidates: Number of the language model's most likely tokens that are scored.
 
     Attributes:
-        choices: The token that the language model alone, and those that the recogniser alone would
-            choose, at each position.
+        choices: For each position, the token that the language model alone would choose, and the
+            tokens that the recogniser alone might choose.
     """
 
     stage = 2
@@ -120,7 +122,7 @@ class AcousticScorer(BranchRunner):
     def score(
         self, call: Call, proposal: Proposal, earlier: Mapping[str, BranchOutput]
     ) -> dict[str, BranchOutput]:
-        """Scores the candidates after the root and each node of the proposal."""
+        """Scores the candidates after the last committed token and after each drafted token."""
         for row, ids in enumerate(_generated(call)):
             self.listeners[row].commit(self._decoded(ids))
         return self._answer(call, proposal, earlier)
@@ -160,11 +162,11 @@ class AcousticScorer(BranchRunner):
         return {ACOUSTIC: BranchOutput(logits=scores, candidates=candidates)}
 
     def _likely(self, best: list[list[list[int]]], scores: Tensor) -> list[list[frozenset[int]]]:
-        """Candidates that the recogniser alone might choose, by row and node.
+        """Returns the candidates that the recogniser alone might choose, by row and node.
 
-        They have more than half of the best one's mass. A threshold instead of the maximum, since a
-        text has the mass of all texts that begin with it: the prefix of a token never scores less
-        than the token.
+        These are the candidates with more than half the probability of the best candidate. A
+        threshold is needed since the score of a text covers all texts that begin with it, so that
+        a prefix of a token never scores less than the token.
         """
         likely = scores > scores.amax(-1, keepdim=True) - math.log(2)
         return [
@@ -181,7 +183,7 @@ class AcousticScorer(BranchRunner):
         )
 
     def _asked(self, text: str | None, token: int) -> tuple[str, bool] | None:
-        """Text of a candidate, and whether the transcript ends with it; ``None``: no candidate."""
+        """Returns a candidate's text, and whether the transcript ends there; ``None``: no text."""
         if text is None or text.endswith(_NO_TEXT):
             return None
         if token in self.eos_token_ids:
@@ -190,10 +192,11 @@ class AcousticScorer(BranchRunner):
         return None if piece is None else (text + piece, False)
 
     def weigh(self, asked: Sequence[Sequence[tuple[str, bool] | None]]) -> list[list[float]]:
-        """Scores texts by row.
+        """Scores several texts for each row of the batch.
 
         Args:
-            asked: Texts and whether the transcript ends with them; ``None`` scores ``-inf``.
+            asked: Texts by row, each with whether the transcript ends there; ``None`` gets the
+                score ``-inf``.
         """
         while True:
             found = [
@@ -206,7 +209,7 @@ class AcousticScorer(BranchRunner):
         return [[-math.inf if value is None else value for value in row] for row in found]
 
     def _read(self) -> None:
-        """One decoder pass over the prefixes that the listeners need."""
+        """Runs one decoder pass over the prefixes whose distributions the listeners need."""
         blocks = [listener.block() for listener in self.listeners]
         rows, width = len(blocks), max(len(block.tokens) for block in blocks)
         tokens = np.full((rows, width), -1)
@@ -239,13 +242,13 @@ class AcousticScorer(BranchRunner):
 
 
 def _generated(call: Call) -> list[list[int]]:
-    """The ids that each row has generated."""
+    """Returns the ids that each row has generated."""
     new = call.rows.ids[:, call.prompt_length :].tolist()
     return [ids[:length] for ids, length in zip(new, call.rows.length.tolist(), strict=True)]
 
 
 def _paths(call: Call, proposal: Proposal) -> Iterator[list[list[int] | None]]:
-    """Yields, for each row, the generated ids up to the root and each node; ``None``: unused."""
+    """Yields per row the ids up to the last token and up to each node; ``None``: unused node."""
     parents = proposal.structure()[0].expand(call.batch, -1).tolist()
     tokens = proposal.tokens.tolist()
     for row, committed in enumerate(_generated(call)):
@@ -257,11 +260,11 @@ def _paths(call: Call, proposal: Proposal) -> Iterator[list[list[int] | None]]:
 
 
 def pieces_of(tokenizer: Any, vocab: int) -> list[str | None]:
-    """Text that each token adds after a word; ``None``: none.
+    """Returns the text that each token adds after a word; ``None``: it has no text.
 
     Args:
         tokenizer: Tokenizer of the language model.
-        vocab: Size of its output, which may be larger than the tokenizer's vocabulary.
+        vocab: Size of the model's output, which may be larger than the tokenizer's vocabulary.
     """
     anchor = tokenizer("a", add_special_tokens=False).input_ids[-1:]
     special = set(tokenizer.all_special_ids)
@@ -279,16 +282,17 @@ def pieces_of(tokenizer: Any, vocab: int) -> list[str | None]:
 
 
 def shared_ids(main: Any, acoustic: Spelling, vocab: int) -> Tensor | None:
-    """Maps ids of a language model to a recogniser's, if their vocabularies have the same texts.
+    """Maps a language model's ids to the recogniser's ids, if their tokens have the same texts.
 
     Args:
         main: The language model's tokenizer.
-        acoustic: The recogniser's spelling of words.
+        acoustic: Maps words to tokens of the recogniser.
         vocab: Size of the language model's output.
 
     Returns:
-        ``(vocab,)``, -1 for tokens without a counterpart; end tokens are mapped to each other.
-        ``None``: a text token of one model is missing in the other.
+        Id in the recogniser's vocabulary by id of the language model, ``(vocab,)``; -1 for tokens
+        without a counterpart. End tokens are mapped to each other. ``None``: a text token of one
+        model is missing in the other.
     """
     own = {name: token for token, name in acoustic.name.items()}
     special = set(main.all_special_ids)
@@ -310,8 +314,8 @@ class Acoustic:
     Attributes:
         model: A recogniser that the engine has an adapter for.
         tokenizer: Its tokenizer.
-        prompt: Ids of its decoder prompt, for a transcript without timestamps; needed where the
-            calls do not have one (`mmdecode.guide.fusion.Given`).
+        prompt: Ids of its decoder prompt, for a transcript without timestamps; needed for calls
+            whose audio comes without one (`mmdecode.guide.fusion.Given`).
     """
 
     model: Any
@@ -320,28 +324,28 @@ class Acoustic:
 
     @cached_property
     def spelling(self) -> Spelling:
-        """The recogniser's spelling of words."""
+        """Maps words to tokens of the recogniser."""
         return Spelling(self.tokenizer, token_ids(self.model.generation_config.eos_token_id)[0])
 
     def branch(
         self, tokenizer: Any, vocab: int, candidates: int = 8, route: Route = "auto"
     ) -> BranchSpec:
-        """The acoustic branch of a guide for a language model.
+        """Makes the branch of a guide that gives a language model the recogniser's scores.
 
         Args:
             tokenizer: The language model's tokenizer.
-            vocab: Size of its output.
-            candidates: Number of its most likely tokens that are scored as text.
-            route: ``text`` scores candidates, ``ids`` maps ids to the recogniser's, ``auto`` maps
-                ids where both vocabularies have the same texts, else scores candidates.
+            vocab: Size of the language model's output.
+            candidates: Number of the language model's most likely tokens that are scored as text.
+            route: ``text`` scores candidates by their text, ``ids`` maps ids to the recogniser's
+                ids; ``auto`` is ``ids`` if the two vocabularies have the same texts, else ``text``.
 
         Raises:
-            OptionError: There is no such route, or ids cannot be mapped.
+            OptionError: The route does not exist, or ids cannot be mapped.
         """
         if route not in ("auto", "text", "ids"):
             raise OptionError(f"route={route!r}; expected auto, text or ids")
         if candidates < 2:
-            raise OptionError(f"candidates={candidates}; expected 2 or more, to choose from")
+            raise OptionError(f"candidates={candidates}; expected 2 or more")
         ids = None
         if route != "text":
             ids = shared_ids(tokenizer, self.spelling, vocab)
@@ -349,7 +353,7 @@ class Acoustic:
             return second_model(self.model, self.prompt, ids)
         if route == "ids":
             raise OptionError(
-                "route='ids': the two tokenizers do not write text in the same tokens; use "
+                "route='ids' needs two tokenizers that split text into the same tokens; use "
                 "route='text'"
             )
         build = partial(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"
-"""Thai, Lao, Burmese, Khmer, Kana and Han, which put no spaces between words."""
+"""Characters of Thai, Lao, Burmese, Khmer, Kana and Han, which are written without spaces."""
 
 _WORD = re.compile(rf"[{_SPACELESS}]|[^\W_{_SPACELESS}]+(?:['\u2019][^\W_{_SPACELESS}]+)*")
 
@@ -41,18 +41,19 @@ _TALK = re.compile(
 class EditGuard:
     """Accepts a model's answer as a transcript, or refuses it as too far from the hypotheses.
 
-    Words are compared without case and punctuation; in scripts without spaces, characters are.
+    Words are compared without case and punctuation. In scripts without spaces every character
+    counts as a word.
 
     Attributes:
-        distance: Most word edits from the nearest hypothesis, as a share of its words; one edit is
-            always allowed. Infinity is neutral.
-        shorter, longer: Least and greatest length in characters, relative to that hypothesis. 0 and
-            infinity are neutral.
-        novel: Most words that are in no hypothesis; with 0 an answer can only select and combine
-            words of the hypotheses. Infinity is neutral.
+        distance: Largest word edit distance to the nearest hypothesis, as a share of that
+            hypothesis' words; one edit is always allowed. Infinity: no limit.
+        shorter, longer: Smallest and largest length of the answer in characters, divided by the
+            length of the nearest hypothesis. 0 and infinity: no limits.
+        novel: Most words of the answer that are in no hypothesis; with 0 an answer can only select
+            and combine words of the hypotheses. Infinity: no limit.
 
     Raises:
-        OptionError: A limit is negative, or not ``shorter <= 1 <= longer``.
+        OptionError: A limit is negative, or ``shorter <= 1 <= longer`` does not hold.
     """
 
     distance: float = 0.3
@@ -70,12 +71,12 @@ class EditGuard:
     def __call__(
         self, answer: str, hypotheses: Sequence[str], template: Template | None = None
     ) -> str | None:
-        """Why an answer is refused; ``None``: it is not.
+        """Returns the reason why an answer is refused; ``None``: it is accepted.
 
         Args:
             answer: Answer of the model.
             hypotheses: All hypotheses of the list.
-            template: Template of the prompt: an answer that repeats its text is refused.
+            template: Template of the prompt; an answer that repeats its text is refused.
         """
         reply, texts = answer.strip(), [text.strip() for text in hypotheses]
         if not reply:
@@ -112,12 +113,12 @@ GUARD = EditGuard()
 
 
 def words_of(text: str) -> list[str]:
-    """Words without case and punctuation; characters in scripts without spaces."""
+    """Splits a text into words without case and punctuation; into characters without spaces."""
     return _WORD.findall(text.casefold())
 
 
 def edits_of(left: Sequence[str], right: Sequence[str]) -> int:
-    """Word edit distance: least number of substitutions, deletions and insertions."""
+    """Returns the word edit distance: the fewest substitutions, deletions and insertions."""
     costs = list(range(len(right) + 1))
     for row, word in enumerate(left, 1):
         diagonal, costs[0] = row - 1, row

@@ -1,4 +1,4 @@
-"""Scores of texts under a recogniser, from its next-token distributions after token prefixes."""
+"""`Listener`: scores texts by a recogniser's next-token distributions (see `fusion`)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mmdecode.asr.correction.spelling import (
 
 @dataclass
 class Block:
-    """A tree of tokens of one row, after the cached prefix, that is scored in one decoder pass.
+    """A tree of tokens after a row's cached prefix, to be scored in one decoder pass.
 
     Attributes:
         tokens: Token ids of the nodes; parents come before their children.
         parents: Index of each node's parent; -1: the cached prefix.
         prefixes: Tokens from the beginning of the transcript up to each node.
-        kept: How many of the first nodes stay in the cache.
+        kept: Number of nodes, from the first, that are kept in the cache after the pass.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -42,10 +42,10 @@ class Block:
 
 
 class Listener:
-    """Scores texts of one row, and collects the prefixes whose distributions it needs for that.
+    """Scores texts of one row, and collects the token prefixes that the recogniser has to score.
 
     Args:
-        spelling: The recogniser's spelling of words.
+        spelling: Maps words to tokens of the recogniser.
         first: Log-probabilities of the first token of the transcript, ``(V,)``.
 
     Attributes:
@@ -62,7 +62,7 @@ class Listener:
         self._cached = 0
 
     def fork(self) -> Listener:
-        """An independent copy."""
+        """Returns an independent copy."""
         twin = Listener(self.spelling, self._distributions[self._trunk])
         twin._distributions, twin._masses, twin._paths = (
             dict(self._distributions),
@@ -73,10 +73,14 @@ class Listener:
         return twin
 
     def score(self, text: str, ended: bool = False) -> float | None:
-        """Log-probability that a transcript begins with a text, or, with ``ended``, equals it.
+        """Returns the log-probability that a transcript begins with a text, or equals it.
+
+        Args:
+            text: The text.
+            ended: Whether the transcript has to equal the text.
 
         Returns:
-            The score; ``None`` where distributions are missing, which are then added to `wanted`.
+            The score; ``None``: distributions are missing, whose prefixes are added to `wanted`.
         """
         words, pending = split(text)
         if ended:
@@ -94,7 +98,7 @@ class Listener:
         return None if value is None or own is None else value + own
 
     def commit(self, text: str) -> None:
-        """Fixes the beginning of all further texts, and drops distributions for other ones."""
+        """Fixes the beginning of all later texts, and drops distributions of other beginnings."""
         words, pending = split(text)
         stable = words if pending else words[:-1]  # the last one may yet end the transcript
         trunk, value = self._path(stable)
@@ -107,7 +111,7 @@ class Listener:
         self._masses = {k: mass for k, mass in self._masses.items() if k[0][:size] == trunk}
 
     def block(self) -> Block:
-        """The tree of tokens that gives the distributions in `wanted`."""
+        """Returns the tree of tokens to score so that all prefixes in `wanted` become known."""
         block = Block()
         node = -1
         for end in range(self._cached + 1, len(self._trunk) + 1):
@@ -125,8 +129,8 @@ class Listener:
         """Stores the distributions of a pass.
 
         Args:
-            block: Result of `block`.
-            distributions: Log-probabilities ``(V,)`` by node, at least for those of `unread`.
+            block: Tree that the method `block` returned.
+            distributions: Log-probabilities ``(V,)`` by node, at least for the nodes of `unread`.
         """
         for node, distribution in distributions.items():
             self._distributions[block.prefixes[node]] = distribution
@@ -134,7 +138,7 @@ class Listener:
         self.wanted.clear()
 
     def unread(self, block: Block) -> list[int]:
-        """Nodes of a block whose distributions are not known."""
+        """Returns the nodes of a block whose distributions are not known."""
         known = self._distributions
         return [
             node
@@ -143,10 +147,10 @@ class Listener:
         ]
 
     def _path(self, words: tuple[str, ...]) -> tuple[Tokens, float | None]:
-        """Tokens and score of complete words.
+        """Returns tokens and score of complete words, in their most likely spelling.
 
-        Where distributions are missing, the canonical tokens of the words as they are, and ``None``
-        for the score.
+        If distributions are missing, the tokens are those of the given spelling, and the score is
+        ``None``.
         """
         if words in self._paths:
             return self._paths[words]
@@ -159,9 +163,9 @@ class Listener:
         return self._paths[words]
 
     def _written(self, before: Tokens, word: str, ended: bool) -> tuple[Tokens, float] | None:
-        """Most likely spelling of a complete word after some tokens: its tokens and score.
+        """Returns tokens and score of the most likely spelling of a complete word.
 
-        With ``ended`` the score includes the end token. ``None``: distributions are missing.
+        The score includes the end token if ``ended``. ``None``: distributions are missing.
         """
         ways = [self.spelling.ids(way) for way in spellings(word)]
         if not self._all_known([before + ids for ids in ways]):
@@ -179,16 +183,16 @@ class Listener:
         return best[1:]
 
     def _begun(self, before: Tokens, pending: str) -> float | None:
-        """Log-mass of all words that begin with an incomplete one, in its most likely casing."""
+        """Returns the log-probability of all words that begin with ``pending``, best casing."""
         ways = [self.spelling.ids(way) for way in casings(pending)]
         if not self._all_known([before + ids[:-1] for ids in ways]):
             return None
         return max(self._covered(before, ids) for ids in ways)
 
     def _covered(self, before: Tokens, ids: Tokens) -> float:
-        """Log-mass of all token sequences that begin with the text of ``ids``.
+        """Returns the log-probability of all token sequences that begin with the text of ``ids``.
 
-        These are the first canonical tokens, for each number of them, followed by a token that
+        Such a sequence consists of the first ``n`` of ``ids``, for any ``n``, and one token that
         begins with the rest of the text.
         """
         names = [self.spelling.name[token] for token in ids]
@@ -204,7 +208,7 @@ class Listener:
         return sum(float(self._distributions[before + ids[:step]][ids[step]]) for step in steps)
 
     def _mass(self, before: Tokens, piece: str) -> float:
-        """Log-probability that the next token begins with a piece."""
+        """Returns the log-probability that the next token begins with the text ``piece``."""
         key = before, piece
         if key not in self._masses:
             values = self._distributions[before][self.spelling.beginning(piece)]
@@ -219,7 +223,7 @@ class Listener:
 
 
 def log_sum(values: np.ndarray) -> float:
-    """Log-sum-exp; minus infinity for no values."""
+    """Returns the log-sum-exp of the values; minus infinity if there are none."""
     best = values.max(initial=-np.inf)
     if best == -np.inf:
         return -math.inf

@@ -1,16 +1,18 @@
-"""Reads and writes N-best lists: HyPoradise's two formats, our own, and transcription results.
+"""Reads and writes N-best lists in several formats, and reads them from transcription results.
 
-`FORMS` are the formats that can be written; the format of a row is detected when it is read:
+`FORMS` are the formats that can be written. The format of a row is detected when it is read:
 
-* ``lists``: ``hypotheses``, and where they are known ``id``, ``scores``, ``reference``, ``audio``.
-* ``generator``: ``input``, a list, best first, and ``output``, the reference, as in HyPoradise's
-  published sets (Chen et al., 2023, arXiv:2309.15701); also ``id`` and ``am_score``.
-* ``lora``: ``input1``, the best, ``input2``, the others as one text, and ``output``, as its
-  training scripts read them. These do not specify how the other hypotheses are separated; here each
-  ends with a full stop, as in its authors' later prompts; one per line is read too.
+* ``lists``: this package's format, with ``hypotheses`` and, if known, ``id``, ``scores``,
+  ``reference`` and ``audio``.
+* ``generator``: the format of HyPoradise's published sets (Chen et al., 2023, arXiv:2309.15701),
+  with ``input`` (the hypotheses, best first), ``output`` (the reference), ``id`` and ``am_score``.
+* ``lora``: the format that HyPoradise's training scripts read, with ``input1`` (the best
+  hypothesis), ``input2`` (the other hypotheses as one text) and ``output``. The scripts do not
+  specify how hypotheses are separated; here each ends with a full stop, as in later prompts of the
+  authors. One hypothesis per line is read too.
 
 A row with ``n_best`` is a result of `mmdecode.asr.Transcriber`, or a line of the ``results.jsonl``
-of ``mmdecode transcribe --n-best``: each of its windows is a list.
+of ``mmdecode transcribe --n-best``: each of its windows is one list.
 """
 
 from __future__ import annotations
@@ -41,18 +43,17 @@ REFERENCE = ("reference", "output")
 
 @dataclass(frozen=True)
 class NBestList:
-    """N-best list of a recogniser for a recording, or a window of one.
+    """N-best list of a recogniser for a recording, or for a window of a recording.
 
     Attributes:
-        id: Its name; unique among lists that are used together.
+        id: Name of the list, unique among lists that are used together.
         hypotheses: Texts, the best first; may contain duplicates.
-        scores: Score of each, higher is better: mean log-probability per token; ``None``: not
-            known.
+        scores: Score of each hypothesis, the mean log-probability per token; ``None``: not known.
         reference: Reference text; ``None``: not known.
         audio: The recording; ``None``: not known.
 
     Raises:
-        InputError: There is no hypothesis, or not one score for each.
+        InputError: The list is empty, or the number of scores is wrong.
     """
 
     id: str
@@ -67,7 +68,7 @@ class NBestList:
         if self.scores is not None and len(self.scores) != len(self.hypotheses):
             raise InputError(
                 f"the list {self.id!r} has {len(self.scores)} scores for {len(self.hypotheses)} "
-                "hypotheses; expected one for each, or none"
+                "hypotheses; expected one score per hypothesis, or no scores"
             )
 
     @property
@@ -77,17 +78,18 @@ class NBestList:
 
 
 def read_lists(path: str | os.PathLike[str]) -> list[NBestList]:
-    """Reads lists: JSON lines, or one JSON list, of rows of any of the formats; gzip is unpacked.
+    """Reads N-best lists from JSON lines or one JSON list, with rows in any of the formats.
 
-    A row without an id gets a digest of its hypotheses, so that a list has the same id in any file
-    and order; further equal lists get a number. Failed recordings in transcription results have no
-    list and are left out.
+    A row without an id gets a hash of its hypotheses as id, so that a list has the same id in any
+    file and order; a number is appended for further equal lists. Failed recordings in transcription
+    results have no list and are left out.
 
     Args:
-        path: Its file.
+        path: Path of the file, which may be packed by gzip.
 
     Raises:
-        InputError: The file cannot be read, a row has none of the formats, or two have the same id.
+        InputError: The file cannot be read, a row has none of the formats, or two rows have the
+            same id.
     """
     path = Path(path)
     found: list[NBestList] = []
@@ -104,25 +106,26 @@ def read_lists(path: str | os.PathLike[str]) -> list[NBestList]:
                 one = replace(one, id=f"{one.id}-{repeats[one.id] + 1}")
             if one.id in lines:
                 raise InputError(
-                    f"{path}, line {line}: the id {one.id!r} is that of line {lines[one.id]}; give "
-                    "each list an 'id' of its own"
+                    f"{path}, line {line}: the id {one.id!r} is already the id of line "
+                    f"{lines[one.id]}; give each list a different 'id'"
                 )
             lines[one.id] = line
             found.append(one)
     if not found:
-        raise InputError(f"{path} holds no list; expected one N-best list a line")
+        raise InputError(f"{path} holds no list; expected one N-best list per line")
     return found
 
 
 def write_lists(
     lists: Iterable[NBestList], path: str | os.PathLike[str], form: str = "lists"
 ) -> None:
-    """Writes lists; the file either is complete or does not exist.
+    """Writes N-best lists; if writing fails, no incomplete file is left.
 
     Args:
-        lists: In order.
-        path: ``.json`` is one JSON list, anything else JSON lines; a further ``.gz`` packs it.
-        form: One of `FORMS`.
+        lists: The lists, in order.
+        path: Path of the file: ``.json`` for one JSON list, any other extension for JSON lines; if
+            ``.gz`` follows, the file is packed.
+        form: Format of the rows, one of `FORMS`.
 
     Raises:
         InputError: A list cannot be written in this format.
@@ -142,18 +145,18 @@ def write_lists(
 
 
 def lists_of(transcript: Transcript) -> list[NBestList]:
-    """N-best lists of a recording's windows, in order.
+    """Returns the N-best lists of a transcript's windows, in order.
 
-    Their ids are the recording's name where it has one window, else with the window's number:
-    ``clip.wav#2``.
+    The id of a list is the recording's name; if the recording has several windows, followed by the
+    window's number, as ``clip.wav#2``.
 
     Raises:
-        InputError: It was transcribed without N-best lists.
+        InputError: The recording was transcribed without N-best lists.
     """
     if transcript.n_best is None:
         raise InputError(
-            f"{transcript.source} was transcribed without N-best lists; ask for some, with "
-            "n_best=5 for instance"
+            f"{transcript.source} was transcribed without N-best lists; transcribe it with n_best, "
+            "for instance n_best=5"
         )
     windows = [
         (tuple(h.text for h in window), tuple(h.score for h in window))
@@ -163,11 +166,14 @@ def lists_of(transcript: Transcript) -> list[NBestList]:
 
 
 def split(lists: Sequence[NBestList], share: float) -> tuple[list[NBestList], list[NBestList]]:
-    """Splits off a development part; a list's part depends on its id alone.
+    """Splits lists into a development and a test set, by a hash of each list's id.
 
     Args:
-        lists: Lists; both parts keep their order.
-        share: Approximate share of the lists in the first part, from 0 to 1.
+        lists: N-best lists; the two sets keep their order.
+        share: Approximate share of the lists in the development set, from 0 to 1.
+
+    Returns:
+        The development set and the test set.
     """
     parts: tuple[list[NBestList], list[NBestList]] = ([], [])
     for one in lists:
@@ -176,7 +182,7 @@ def split(lists: Sequence[NBestList], share: float) -> tuple[list[NBestList], li
 
 
 def hash_fraction(name: str) -> float:
-    """Pseudo-random number in [0, 1) from the hash of an id."""
+    """Returns a pseudo-random number in [0, 1) from the hash of an id."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest[:6]) / 2**48  # exact as a float, and below 1
 
@@ -214,7 +220,7 @@ def _lists(row: Mapping[str, Any]) -> Iterator[NBestList]:
 
 
 def _transcribed(row: Mapping[str, Any]) -> list[_Window]:
-    """Texts and scores of each window of a transcript."""
+    """Returns the texts and scores of each window of a transcript."""
     if row["n_best"] is None:
         raise InputError(f"{_ROW} was transcribed without N-best lists; transcribe with --n-best")
     windows: list[_Window] = []
@@ -225,8 +231,8 @@ def _transcribed(row: Mapping[str, Any]) -> list[_Window]:
             windows.append((_texts([h["text"] for h in window]), known))
     except (TypeError, KeyError):
         raise InputError(
-            f"{_ROW} has an 'n_best' that no transcriber writes; expected windows of hypotheses, "
-            "each with 'text' and 'score'"
+            f"{_ROW} has an invalid 'n_best'; expected a list per window, of hypotheses with "
+            "'text' and 'score'"
         ) from None
     return windows
 
@@ -238,7 +244,7 @@ def _of_windows(windows: Sequence[_Window], name: str, audio: str | None) -> Ite
 
 
 def _others(text: str) -> list[str]:
-    """Splits a text of several hypotheses: at line breaks, else at full stops."""
+    """Splits a text of several hypotheses at line breaks, or at full stops if it has one line."""
     parts = text.split("\n") if "\n" in text else f"{text} ".split(". ")
     return [part.strip() for part in parts if part.strip()]
 
@@ -250,7 +256,8 @@ def _row(one: NBestList, form: str) -> dict[str, Any]:
     else:
         if one.reference is None:
             raise InputError(
-                f"the list {one.id!r} has no reference, which {form!r} needs; write 'lists'"
+                f"the list {one.id!r} has no reference, which the format {form!r} needs; choose "
+                "the format 'lists'"
             )
         if form == "generator":
             named |= {"input": one.hypotheses}
@@ -259,8 +266,8 @@ def _row(one: NBestList, form: str) -> dict[str, Any]:
             joined = " ".join(f"{other}." for other in others)
             if _others(joined) != others:
                 raise InputError(
-                    f"the list {one.id!r} has hypotheses with full stops, or empty ones, which "
-                    "'lora' cannot tell apart; write 'generator' or 'lists'"
+                    f"the list {one.id!r} has empty hypotheses or full stops in hypotheses, so "
+                    "that the format 'lora' cannot separate them; choose 'generator' or 'lists'"
                 )
             named |= {"input1": best, "input2": joined}
         named |= {"output": one.reference, "am_score": one.scores}
@@ -272,7 +279,7 @@ def _row(one: NBestList, form: str) -> dict[str, Any]:
 def _texts(values: Sequence[Any]) -> tuple[str, ...]:
     found = [text_of({"hypothesis": value}, ("hypothesis",), _ROW) for value in values]
     if None in found:
-        raise InputError(f"{_ROW} has a hypothesis that is null; expected text")
+        raise InputError(f"{_ROW} has a hypothesis that is null; expected a text")
     return tuple(text or "" for text in found)
 
 

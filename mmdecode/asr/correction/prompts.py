@@ -1,4 +1,4 @@
-"""Prompts with N-best lists for correctors, and templates after published ones."""
+"""Prompts of correctors, which show N-best lists, and templates that follow published ones."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 SETTINGS = "corrector.json"
-"""File in a trained corrector's folder with its `PromptOptions`."""
+"""Name of the file with the `PromptOptions` in a trained corrector's folder."""
 
 
 NO_LABEL = -100
-"""Label that losses ignore."""
+"""Label of positions that the training loss ignores."""
 
 
 TEMPLATES = {
@@ -52,12 +52,12 @@ class Template:
     """A prompt with placeholders for the hypotheses.
 
     Attributes:
-        text: Its text, with ``{best}``, the first hypothesis, and ``{others}``, a line for each
-            further one; or with ``{numbered}``, a numbered line for each. Literal braces are
-            doubled.
+        text: Text of the prompt, in which ``{best}`` stands for the first hypothesis and
+            ``{others}`` for the other hypotheses, one per line; or in which ``{numbered}`` stands
+            for all hypotheses as a numbered list. Literal braces are doubled.
 
     Raises:
-        OptionError: The text has other placeholders than these, or none.
+        OptionError: The text has no placeholder, or an unknown one.
     """
 
     text: str
@@ -66,7 +66,7 @@ class Template:
         try:
             names = [name for _, name, _, _ in Formatter().parse(self.text) if name is not None]
         except ValueError as error:
-            raise OptionError(f"template {self.text!r}: {error}; double braces that stay") from None
+            raise OptionError(f"template {self.text!r}: {error}; double literal braces") from None
         wrong = [name for name in names if name not in PLACEHOLDERS]
         if wrong or not {"best", "numbered"} & {*names} or len(names) > len({*names}):
             raise OptionError(
@@ -76,10 +76,10 @@ class Template:
 
     @classmethod
     def of(cls, given: Template | str) -> Template:
-        """One of `TEMPLATES` by its name, or a template from its text.
+        """Returns one of `TEMPLATES` by its name, or makes a template from its text.
 
         Raises:
-            UnknownNameError: There is none of that name.
+            UnknownNameError: There is no template of that name.
         """
         if isinstance(given, Template):
             return given
@@ -88,7 +88,7 @@ class Template:
         return cls(TEMPLATES.get(given, given))
 
     def prompt(self, hypotheses: Sequence[str]) -> str:
-        """Prompt for a list of hypotheses, in which white space becomes single spaces."""
+        """Returns the prompt for a list of hypotheses, whose white space becomes single spaces."""
         lines = [" ".join(text.split()) for text in hypotheses]
         return self.text.format(
             best=lines[0],
@@ -104,7 +104,7 @@ class Template:
         """
         found = self._pattern.fullmatch(prompt)
         if found is None:
-            raise InputError(f"{prompt[:60]!r} is no prompt of the template {self.text[:60]!r}")
+            raise InputError(f"{prompt[:60]!r} does not match the template {self.text[:60]!r}")
         shown = found.groupdict()
         if "numbered" in shown:
             lines = shown["numbered"].split("\n")
@@ -114,7 +114,7 @@ class Template:
 
     @cached_property
     def own_lines(self) -> list[str]:
-        """Text of the template itself: its lines of several words, and its headings."""
+        """The template's own lines of several words and its headings, without placeholders."""
         literal = "\n".join(part for part, _, _, _ in Formatter().parse(self.text))
         lines = (line.strip() for line in literal.split("\n"))
         return [line for line in lines if line.startswith("#") or len(line.split()) > 2]
@@ -134,7 +134,7 @@ class PromptOptions:
     """Options of a corrector's prompts, saved with a trained corrector.
 
     Attributes:
-        template: A name of `TEMPLATES`, or the text of your own, see `Template`.
+        template: A name of `TEMPLATES`, or a prompt text of your own, see `Template`.
         count: Most hypotheses in the prompt.
         chat: Whether the prompt is a user turn in the tokenizer's chat template.
     """
@@ -154,18 +154,18 @@ class PromptOptions:
 
     @classmethod
     def kept(cls, folder: str) -> dict[str, Any]:
-        """Prompt settings of a model's folder; empty where there are none."""
+        """Reads the prompt options in a model's folder; empty if there are none."""
         file = Path(folder) / SETTINGS
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 class ListPrompts:
-    """Encodes prompts and answers as token ids of one model.
+    """Encodes prompts and answers of a corrector as token ids.
 
     Args:
         tokenizer: The model's tokenizer.
-        seq2seq: Whether the model is an encoder-decoder, which reads the prompt by its encoder;
-            else the answer continues the prompt.
+        seq2seq: Whether the model is an encoder-decoder, whose encoder reads the prompt; for other
+            models the answer continues the prompt.
         options: Options of the prompts.
 
     Raises:
@@ -178,7 +178,7 @@ class ListPrompts:
         if tokenizer.eos_token_id is None:
             raise InputError(
                 f"{type(tokenizer).__name__} has no end-of-sequence token; set "
-                "tokenizer.eos_token to the one that ends an answer"
+                "tokenizer.eos_token to the token that ends an answer"
             )
         if options.chat and not getattr(tokenizer, "chat_template", None):
             raise InputError("the tokenizer has no chat template; leave chat out")
@@ -187,11 +187,11 @@ class ListPrompts:
         self.pad = self.eos if pad is None else int(pad)
 
     def shown(self, hypotheses: Sequence[str]) -> Sequence[str]:
-        """Hypotheses of a list that are in the prompt."""
+        """Returns the hypotheses of a list that the prompt shows."""
         return hypotheses[: self.options.count]
 
     def prompt(self, hypotheses: Sequence[str]) -> list[int]:
-        """Ids of the prompt for a list."""
+        """Returns the ids of the prompt for a list."""
         text = self.template.prompt(self.shown(hypotheses))
         if self.options.chat:
             turn = [{"role": "user", "content": text}]
@@ -204,7 +204,7 @@ class ListPrompts:
         return ids
 
     def answer(self, text: str) -> list[int]:
-        """Target ids, with one end-of-sequence token at the end."""
+        """Encodes an answer, with one end-of-sequence token at the end."""
         if self.seq2seq:
             ids = self.tokenizer(text_target=text)["input_ids"]
         else:
@@ -217,10 +217,11 @@ class ListPrompts:
         return decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
 
     def collated(self, pairs: Sequence[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
-        """Model inputs for prompts with their answers; only answer tokens have labels.
+        """Makes training inputs from pairs of prompt and answer; only answers have labels.
 
-        A seq2seq model gets prompts ``(B, P)`` and ``labels (B, A)``; a causal one rows of prompt
-        and answer ``(B, P + A)`` and labels of the same shape. Rows are padded on the right.
+        A seq2seq model gets prompts ``(B, P)`` and ``labels (B, A)``. A causal model gets prompts
+        followed by answers, ``(B, P + A)``, and labels of the same shape. Rows are padded on the
+        right.
         """
         rows = [prompt if self.seq2seq else prompt + answer for prompt, answer in pairs]
         wanted = [
@@ -239,7 +240,7 @@ class ListPrompts:
         }
 
     def padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Prompts of a batch and their mask, ``(B, P)``; padded on the left for causal models."""
+        """Pads prompts, on the left for causal models; returns ids and mask, ``(B, P)``."""
         width = max(map(len, rows))
         ids = torch.full((len(rows), width), self.pad)
         mask = torch.zeros_like(ids)

@@ -1,7 +1,7 @@
 """Selects one hypothesis of a list: by minimum Bayes risk, a language model, or self-certainty.
 
-Among equally good hypotheses the first is taken. Each method gives the gain over the first
-hypothesis in its own unit, so that a threshold can be applied to it
+Among equally good hypotheses the first is taken. Each method also returns its gain over the first
+hypothesis, in a unit of its own, so that small gains can be refused by a threshold
 (`mmdecode.evaluation.nbest.methods`).
 """
 
@@ -28,11 +28,11 @@ WEIGHTS = ("uniform", "scores")
 
 @dataclass(frozen=True)
 class Choice:
-    """A hypothesis that was chosen.
+    """A selected hypothesis.
 
     Attributes:
         index: Its index in the list, from 0.
-        gain: Improvement over the first hypothesis; 0 for the first itself.
+        gain: Improvement over the first hypothesis; 0 if it is the first hypothesis.
     """
 
     index: int
@@ -40,32 +40,33 @@ class Choice:
 
 
 def highest(values: Sequence[float]) -> Choice:
-    """Chooses the highest value, the first of equals; its gain is the distance to the first value.
+    """Chooses the hypothesis with the highest value; its gain is the difference to the first value.
 
     Args:
-        values: One per hypothesis.
+        values: One value per hypothesis.
     """
     best = max(range(len(values)), key=lambda index: values[index])
     return Choice(best, values[best] - values[0] if best else 0.0)
 
 
 def expected_edits(one: NBestList, weights: Weights = "uniform") -> list[float]:
-    """Expected word errors of each hypothesis: the risk of minimum Bayes risk decoding.
+    """Returns the expected word errors of each hypothesis, the risk of minimum Bayes risk decoding.
 
-    ``sum_j w_j d(h_i, h_j)`` over hypotheses j, for the word edit distance d and weights that sum
-    to 1. Case and punctuation are ignored; duplicates of a hypothesis each count.
+    For hypothesis i this is ``sum_j w_j d(h_i, h_j)`` over all hypotheses j, with the word edit
+    distance d and weights w that sum to 1. Case and punctuation are ignored. Each duplicate of a
+    hypothesis counts.
 
     Source: Stolcke, Konig and Weintraub, 1997, "Explicit word error minimization in N-best list
     rescoring".
 
     Args:
         one: The list.
-        weights: ``uniform``, or ``scores``: their softmax. Scores of the transcriber are means per
-            token, so that these weights are flatter than the model's own posterior.
+        weights: ``uniform``, or ``scores`` for the softmax of the list's scores. Scores of the
+            transcriber are means per token, so this is flatter than the model's posterior.
 
     Raises:
-        InputError: The list has no scores, and they are asked for.
-        OptionError: There are no such weights.
+        InputError: The weights are ``scores``, and the list has no scores.
+        OptionError: ``weights`` has another value.
     """
     if weights not in WEIGHTS:
         raise OptionError(f"weights={weights!r}; expected {' or '.join(WEIGHTS)}")
@@ -83,41 +84,41 @@ def expected_edits(one: NBestList, weights: Weights = "uniform") -> list[float]:
 
 
 def least_risk(one: NBestList, weights: Weights = "uniform") -> Choice:
-    """The hypothesis with the fewest `expected_edits`; its gain is in expected edits."""
+    """Chooses the hypothesis with the fewest `expected_edits`; its gain is in expected edits."""
     return highest([-risk for risk in expected_edits(one, weights)])
 
 
 def scores_of(one: NBestList) -> tuple[float, ...]:
-    """The recogniser's scores.
+    """Returns the recogniser's scores of a list.
 
     Raises:
-        InputError: The list has none.
+        InputError: The list has no scores.
     """
     if one.scores is None:
         raise InputError(
-            f"the list {one.id!r} has no scores; choose without them, or make lists with scores "
-            "(mmdecode transcribe --n-best)"
+            f"the list {one.id!r} has no scores; choose a method without scores, or make lists "
+            "with scores (mmdecode transcribe --n-best)"
         )
     return one.scores
 
 
 def joined_scores(one: NBestList, language: Sequence[float], weight: float) -> list[float]:
-    """Score of the recogniser plus ``weight`` times that of a language model; 0 is neutral.
+    """Adds ``weight`` times a language model's scores to the recogniser's scores.
 
     Args:
         one: The list, with scores.
         language: Scores of a language model, one per hypothesis.
-        weight: Weight of the language model.
+        weight: Weight of the language model; 0 ignores it.
 
     Raises:
         InputError: The list has no scores.
-        ShapeError: There is not one language score for each hypothesis.
+        ShapeError: ``language`` does not have one score per hypothesis.
     """
     own = scores_of(one)
     if len(language) != len(own):
         raise ShapeError(
             f"the list {one.id!r} has {len(own)} hypotheses and {len(language)} scores of a "
-            "language model; expected one for each"
+            "language model; expected one score per hypothesis"
         )
     if weight == 0:
         return list(own)
@@ -125,24 +126,24 @@ def joined_scores(one: NBestList, language: Sequence[float], weight: float) -> l
 
 
 def self_certainty(logits: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Self-certainty of a text: mean of KL(uniform || distribution) over its tokens.
+    """Returns the self-certainty of a text: the mean of KL(uniform || distribution) over tokens.
 
-    ``-1/T sum_t (1/V sum_v log p_t(v) + log V)``, in nats. It needs the recogniser's distribution
-    at each token of each hypothesis, from a teacher-forced pass or from decoding, as raw logits:
-    where a token is suppressed (``-inf``), the divergence is infinite. Lists in files have no
-    distributions, so `mmdecode.evaluation` does not offer it.
+    The formula is ``-1/T sum_t (1/V sum_v log p_t(v) + log V)``, in nats. It needs the recogniser's
+    distribution at each token of the text, from a teacher-forced pass or from decoding. Logits have
+    to be raw: with a suppressed token (``-inf``) the divergence would be infinite. Files of N-best
+    lists hold no distributions, so `mmdecode.evaluation` does not offer this method.
 
     Source: Kang, Zhao and Song, 2025, arXiv:2502.18581.
 
     Args:
-        logits: ``(..., T, V)``, raw.
-        mask: ``(..., T)``, True at tokens that count; ``None``: all do.
+        logits: Raw logits, ``(..., T, V)``.
+        mask: True at tokens that count, ``(..., T)``; ``None``: all tokens count.
 
     Returns:
-        ``(...)``, float32, 0 where every distribution is uniform.
+        Self-certainty, ``(...)``, float32; 0 if every distribution is uniform.
 
     Raises:
-        OptionError: A logit that counts is not finite.
+        OptionError: A logit at a token that counts is not finite.
     """
     keep = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
     keep = keep if mask is None else mask.bool()
@@ -150,14 +151,14 @@ def self_certainty(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     divergence = -distributions.mean(-1) - math.log(logits.shape[-1])
     if not divergence[keep].isfinite().all():
         raise OptionError(
-            "self-certainty of distributions with forbidden tokens is infinite; give raw "
-            "logits, before suppressed tokens are set to -inf"
+            "self-certainty is infinite for logits of -inf; give raw logits, before suppressed "
+            "tokens are set to -inf"
         )
     return torch.where(keep, divergence, 0.0).sum(-1) / keep.sum(-1).clamp_min(1)
 
 
 def most_certain(distributions: Sequence[Tensor]) -> Choice:
-    """The hypothesis with the highest `self_certainty`; its gain is in nats per token.
+    """Chooses the hypothesis with the highest `self_certainty`; its gain is in nats per token.
 
     Args:
         distributions: Raw logits at the tokens of each hypothesis, ``(T, V)``.
@@ -171,7 +172,7 @@ class TextScore:
 
     Attributes:
         total: Log-probability in nats, the end token included.
-        tokens: Tokens that were scored, the end token included.
+        tokens: Number of tokens that were scored, the end token included.
     """
 
     total: float
@@ -184,16 +185,16 @@ class TextScore:
 
 
 class TextScorer:
-    """Log-probabilities of texts by any causal language model of transformers.
+    """Computes log-probabilities of texts by a causal language model of transformers.
 
-    Texts start after ``bos`` (else ``eos``) and end with ``eos`` where the tokenizer has one. Rows
-    are padded on the right, which a causal model does not attend to, so that scores do not depend
-    on the batch, up to rounding.
+    A text is scored after a ``bos`` token, or ``eos`` if there is no ``bos``, and with ``eos`` at
+    its end if the tokenizer has that. Rows are padded on the right, where a causal model does not
+    attend, so scores do not depend on the batch, up to rounding.
 
     Args:
         model: A causal language model.
         tokenizer: Its tokenizer.
-        batch_size: Texts scored at once.
+        batch_size: Number of texts scored at once.
 
     Raises:
         UnsupportedModelError: The model is an encoder-decoder.
@@ -224,16 +225,16 @@ class TextScorer:
         dtype: str | torch.dtype | None = None,
         batch_size: int = 16,
     ) -> TextScorer:
-        """Loads a model.
+        """Loads a model and its tokenizer.
 
         Args:
             model_id: A folder, a Hub id or ``zoo:NAME``.
-            device: ``None``: CUDA where there is one.
+            device: Device of the model; ``None``: CUDA if available.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
-            batch_size: Texts at once.
+            batch_size: Number of texts scored at once.
 
         Raises:
-            InputError: It cannot be loaded.
+            InputError: The checkpoint cannot be loaded.
             OptionError: The device or dtype does not exist.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -259,7 +260,7 @@ class TextScorer:
         return [found[text] for text in texts]
 
     def of_lists(self, lists: Sequence[NBestList]) -> list[list[TextScore]]:
-        """Scores of the hypotheses of each list."""
+        """Returns the scores of all hypotheses, by list."""
         flat = self([text for one in lists for text in one.hypotheses])
         ends = [0, *accumulate(len(one.hypotheses) for one in lists)]
         return [flat[start:end] for start, end in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""A recogniser's tokens for the words of a language model: casing, punctuation, word boundaries."""
+"""Maps words of a text to a recogniser's tokens, in several casings and with punctuation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Route = Literal["auto", "text", "ids"]
 
 
 MARKS = ("", ",", ".", "?", "!")
-"""Punctuation that may follow a word, in addition to that of the text itself."""
+"""Punctuation that may follow a word, whatever punctuation the text itself has."""
 
 _TRAILING = ",.?!;:"
 
@@ -24,10 +24,10 @@ _NO_TEXT = "\ufffd"
 
 
 class Spelling:
-    """Words as tokens of a recogniser's tokenizer.
+    """Maps words to tokens of a recogniser's tokenizer.
 
     Args:
-        tokenizer: A BPE tokenizer with a mark for spaces in its tokens, as Whisper's or
+        tokenizer: A BPE tokenizer with a mark for spaces in its tokens, such as Whisper's or
             Moonshine's; tokens added to its vocabulary do not count as text.
         end: Id of the end token.
     """
@@ -50,7 +50,7 @@ class Spelling:
         self.name = dict(zip(ids, names, strict=True))
 
     def ids(self, word: str) -> Tokens:
-        """Canonical tokens of a word with a space before it."""
+        """Returns the tokens that the tokenizer gives for a word with a space before it."""
         if word not in self._ids:
             ids = _plain_ids(self._tokenizer, f"{self._before_word}{word}")
             # a word may be spelled like a special token, which is not text
@@ -58,7 +58,7 @@ class Spelling:
         return self._ids[word]
 
     def beginning(self, piece: str) -> np.ndarray:
-        """Ids of all text tokens whose bytes begin with those of ``piece``, a token's name."""
+        """Returns the ids of all text tokens whose bytes begin with those of a token ``piece``."""
         first = bisect_left(self._names, piece)
         # names are made of characters that are all below this one
         last = bisect_left(self._names, f"{piece}\U0010ffff")
@@ -70,12 +70,12 @@ def _plain_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def casings(word: str) -> list[str]:
-    """The word as it is, in lower case, capitalised and in upper case, without duplicates."""
+    """Returns the word as it is, in lower case, capitalised and in upper case, each once."""
     return [*dict.fromkeys([word, word.lower(), word[:1].upper() + word[1:], word.upper()])]
 
 
 def spellings(word: str) -> list[str]:
-    """The word as it is, then its casings with each punctuation mark that may follow it."""
+    """Returns the word as it is, then its casings with each punctuation mark of `MARKS`."""
     core = word.rstrip(_TRAILING)
     if not core:
         return [word]
@@ -84,7 +84,7 @@ def spellings(word: str) -> list[str]:
 
 
 def split(text: str) -> tuple[tuple[str, ...], str]:
-    """Complete words of a text, and the incomplete one at its end; empty after white space."""
+    """Splits a text into complete words and a last incomplete word, empty after white space."""
     words = text.split()
     if not words or text[-1].isspace():
         return tuple(words), ""

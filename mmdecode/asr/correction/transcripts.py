@@ -1,10 +1,10 @@
 """Correction methods for transcripts: a language model alone, or fused with the recogniser.
 
-These are the methods of the registry's kind ``correct``: ``llm``, and the fusions ``uadf``,
+These are the methods that ``correct=`` and ``--correct`` name: ``llm``, and the fusions ``uadf``,
 ``static`` and ``shallow``, in which the recogniser scores each token too (`mmdecode.guide.uadf`,
-`mmdecode.guide.fusion`, `mmdecode.asr.correction.fusion`). Each wraps a
-`mmdecode.asr.correction.corrector.Corrector` and also attributes each word to the model that
-decided it. `mmdecode.asr.correction.windows.WindowCorrector` applies one to transcripts.
+`mmdecode.guide.fusion`, `mmdecode.asr.correction.fusion`). Each method wraps a
+`mmdecode.asr.correction.corrector.Corrector`, and also tells for each word which model decided it.
+`mmdecode.asr.correction.windows.WindowCorrector` applies a method to transcripts.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ CARD = "card.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Corrected:
-    """A corrected list.
+    """A corrected N-best list.
 
     Attributes:
-        correction: Result of correcting it.
+        correction: Result of correcting the list.
         words: Words of its final text, each with the model that decided it.
     """
 
@@ -49,10 +49,10 @@ class Corrected:
 
 
 class ListCorrection(ABC):
-    """Corrects lists, and attributes each word to the model that decided it.
+    """Corrects N-best lists, and tells for each word which model decided it; the base class.
 
     Args:
-        corrector: The language model.
+        corrector: Corrector with the language model.
     """
 
     def __init__(self, corrector: Corrector) -> None:
@@ -67,18 +67,19 @@ class ListCorrection(ABC):
     def __call__(
         self, lists: Sequence[NBestList], audio: Sequence[Given] | None = None
     ) -> list[Corrected]:
-        """Corrects lists, in order.
+        """Corrects N-best lists, in order.
 
         Args:
             lists: N-best lists.
-            audio: Encoded audio, one entry for each.
+            audio: Encoded audio, one entry per list.
         """
 
 
 class LanguageModelCorrection(ListCorrection):
-    """Correction by a language model alone, without the audio.
+    """Corrects by a language model alone, without the audio.
 
-    A word that is aligned with an equal word of the first hypothesis counts as decided by both.
+    A word that is aligned with an equal word of the first hypothesis counts as decided by ``both``
+    models, any other word as decided by the language model.
     """
 
     summary = "a language model corrects, without the audio"
@@ -94,13 +95,13 @@ class LanguageModelCorrection(ListCorrection):
         max_new_tokens: int = 256,
         draft: str | None = "hypotheses",
     ) -> LanguageModelCorrection:
-        """From a string.
+        """Makes the method from options in a string, such as ``llm:model=NAME``.
 
         Args:
-            model: A corrector: folder, Hub id or ``zoo:NAME``.
-            recogniser: Recogniser whose device is used; given by the transcriber.
+            model: Language model of the corrector: a folder, a Hub id or ``zoo:NAME``.
+            recogniser: Recogniser whose device is used; the transcriber passes it.
             count: Most hypotheses in the prompt; ``None``: as the corrector was trained.
-            batch_size: Lists corrected at once.
+            batch_size: Number of lists corrected at once.
             max_new_tokens: Most tokens of an answer.
             draft: See `mmdecode.asr.correction.corrector.Corrector`.
         """
@@ -109,7 +110,7 @@ class LanguageModelCorrection(ListCorrection):
     def __call__(
         self, lists: Sequence[NBestList], audio: Sequence[Given] | None = None
     ) -> list[Corrected]:
-        """Corrects lists, in order."""
+        """Corrects N-best lists, in order; ``audio`` is not used."""
         return [
             Corrected(correction=found, words=_words_of_text(found))
             for found in sorted(_all(self.corrector, lists), key=lambda found: found.index)
@@ -117,14 +118,15 @@ class LanguageModelCorrection(ListCorrection):
 
 
 class FusedCorrection(ListCorrection):
-    """Correction by a language model fused with the recogniser's scores at every token.
+    """Corrects by a language model that is fused with the recogniser's scores at every token.
 
     Args:
-        corrector: A causal language model; its guide is set here.
+        corrector: Corrector with a causal language model; its guide is set here.
         recogniser: The recogniser.
-        join: Makes the guide from the acoustic branch: how the two models are fused.
+        join: Function that makes the guide, which fuses the two models, from the branch with the
+            recogniser's scores.
         candidates: Number of the language model's most likely tokens that the recogniser scores.
-        route: How they are scored, see `mmdecode.asr.correction.fusion.Acoustic.branch`.
+        route: Way of scoring them, see `mmdecode.asr.correction.fusion.Acoustic.branch`.
 
     Raises:
         OptionError: The language model is not causal.
@@ -160,11 +162,11 @@ class FusedCorrection(ListCorrection):
     def __call__(
         self, lists: Sequence[NBestList], audio: Sequence[Given] | None = None
     ) -> list[Corrected]:
-        """Corrects lists, in order.
+        """Corrects N-best lists, in order.
 
         Args:
             lists: N-best lists.
-            audio: Encoded audio, one entry for each.
+            audio: Encoded audio, one entry per list; required.
         """
         if audio is None:
             raise OptionError(f"{type(self).__name__} needs the audio; pass one entry per list")
@@ -184,7 +186,7 @@ class FusedCorrection(ListCorrection):
         return sorted(found, key=lambda one: one.correction.index)
 
     def _words_of_tokens(self, scorer: Any, row: int, count: int) -> list[DecidedWord]:
-        """Words of an answer, each with the model that decided its tokens."""
+        """Returns the words of an answer, each with the model that decided its tokens."""
         tokens = scorer.choices.tokens(row)[:count]
         kept = scorer.choices.kept[row][:count]
         marks: list[set[By]] = []
@@ -213,7 +215,7 @@ _RANKED: tuple[By, ...] = ("audio", "language model", "both")
 
 
 def _begins_word(texts: Sequence[str]) -> bool:
-    """Whether the text that the last entry adds to the one before begins with white space."""
+    """Whether the text that the last entry adds to the entry before begins with white space."""
     added = texts[-1][len(texts[-2]) :]
     return added[:1].isspace() or not added
 
@@ -221,7 +223,7 @@ def _begins_word(texts: Sequence[str]) -> bool:
 def _all(
     corrector: Corrector, lists: Sequence[NBestList], audio: Sequence[Given] | None = None
 ) -> Iterator[Correction]:
-    """Corrections of lists; raises the first failure: a recording is corrected as a whole."""
+    """Yields corrections; raises the first failure, since a recording is corrected as a whole."""
     for found, failed in corrector.outcomes(lists, audio):
         if failed is not None:
             raise failed.problem
@@ -229,7 +231,7 @@ def _all(
 
 
 def _words_of_text(one: Correction) -> list[DecidedWord]:
-    """Words of a text that was made without the audio, attributed by the first hypothesis."""
+    """Returns a text's words, as decided by both models if they are in the first hypothesis."""
     words, best = one.text.split(), one.best.split()
     by: list[By] = ["language model"] * len(words)
     for block in SequenceMatcher(None, best, words, autojunk=False).get_matching_blocks():
@@ -261,23 +263,24 @@ class UADFCorrection(FusedCorrection):
         max_new_tokens: int = 256,
         draft: str | None = None,
     ) -> UADFCorrection:
-        """From a string.
+        """Makes the method from options in a string, such as ``uadf:model=NAME``.
 
         Args:
             model: See `LanguageModelCorrection.from_options`.
-            recogniser: The recogniser; given by the transcriber.
+            recogniser: The recogniser; the transcriber passes it.
             beta: See `mmdecode.guide.uadf.UADF`.
-            scale: See there.
-            main_temperature: See there; ``None``: that of the language model's card.
-            acoustic_temperature: Temperature of the recogniser's scores.
+            scale: See `mmdecode.guide.uadf.UADF`.
+            main_temperature: Temperature of the language model; ``None``: that of its model card,
+                else 1.
+            acoustic_temperature: Temperature of the recogniser's scores; ``None``: the same rule.
             candidates: See `FusedCorrection`.
             route: See `FusedCorrection`.
             count: See `LanguageModelCorrection.from_options`.
             batch_size: See `LanguageModelCorrection.from_options`.
             max_new_tokens: See `LanguageModelCorrection.from_options`.
-            draft: Drafter of the language model. It changes no token; every drafted one is listened
-                for, so that it pays where the language model's pass costs much more than the
-                recogniser's.
+            draft: Drafter for the language model; it changes no token. The recogniser also has to
+                score every drafted token, so a drafter saves time only if a pass of the language
+                model costs much more than a pass of the recogniser.
         """
         corrector = load_corrector(model, recogniser, count, batch_size, max_new_tokens, draft)
         heat = temperatures_of(model, main_temperature, acoustic_temperature)
@@ -289,7 +292,7 @@ class UADFCorrection(FusedCorrection):
 
 
 class _Weighted(FusedCorrection):
-    """Corrects by a fusion of one fixed weight."""
+    """Corrects by a fusion that has one fixed weight."""
 
     fusion: ClassVar[type[Static] | type[Shallow]]
 
@@ -308,12 +311,12 @@ class _Weighted(FusedCorrection):
         max_new_tokens: int = 256,
         draft: str | None = None,
     ) -> Self:
-        """From a string.
+        """Makes the method from options in a string, such as ``static:model=NAME``.
 
         Args:
             model: See `LanguageModelCorrection.from_options`.
             recogniser: See `UADFCorrection.from_options`.
-            weight: See the fusion.
+            weight: See `mmdecode.guide.fusion.Static` and `mmdecode.guide.fusion.Shallow`.
             main_temperature: See `UADFCorrection.from_options`.
             acoustic_temperature: See `UADFCorrection.from_options`.
             candidates: See `FusedCorrection`.
@@ -321,9 +324,9 @@ class _Weighted(FusedCorrection):
             count: See `LanguageModelCorrection.from_options`.
             batch_size: See `LanguageModelCorrection.from_options`.
             max_new_tokens: See `LanguageModelCorrection.from_options`.
-            draft: Drafter of the language model. It changes no token; every drafted one is listened
-                for, so that it pays where the language model's pass costs much more than the
-                recogniser's.
+            draft: Drafter for the language model; it changes no token. The recogniser also has to
+                score every drafted token, so a drafter saves time only if a pass of the language
+                model costs much more than a pass of the recogniser.
         """
         corrector = load_corrector(model, recogniser, count, batch_size, max_new_tokens, draft)
         heat = temperatures_of(model, main_temperature, acoustic_temperature)
@@ -335,7 +338,7 @@ class _Weighted(FusedCorrection):
 
 
 class StaticCorrection(_Weighted):
-    """Corrects by late fusion of a fixed weight, see `mmdecode.guide.fusion.Static`."""
+    """Corrects by late fusion with a fixed weight, see `mmdecode.guide.fusion.Static`."""
 
     summary = "a language model corrects, fused with the recogniser by a fixed weight"
     source = "late fusion, the baseline of Chen et al. 2024"
@@ -358,7 +361,7 @@ def load_corrector(
     max_new_tokens: int,
     draft: str | None,
 ) -> Corrector:
-    """A corrector on the recogniser's device."""
+    """Loads a corrector onto the recogniser's device."""
     device = None if recogniser is None else recogniser.model.device
     given: dict[str, Any] = {} if count is None else {"count": count}
     return Corrector.from_pretrained(
@@ -369,7 +372,10 @@ def load_corrector(
 def temperatures_of(
     model: str, main: float | None = None, acoustic: float | None = None
 ) -> tuple[float, float]:
-    """Main and acoustic temperature of a fusion: given, else of a model's card, else 1."""
+    """Returns the temperatures of a fusion's language model and recogniser.
+
+    Each is the given value, else that of the language model's card, else 1.
+    """
     card = Path(local_path(model)) / CARD
     known = json.loads(card.read_text(encoding="utf-8")) if card.is_file() else {}
     fitted = known.get("temperatures", {})

@@ -1,4 +1,4 @@
-"""Correction of long recordings, window by window, with word times kept."""
+"""Correction of the transcripts of long recordings, window by window."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _PAD_S = 0.2  # most padding on either side of a stretch, up to half of the gap 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A stretch of a recording that is decoded again for correction.
+    """A part of a recording that is decoded again for correction.
 
     Attributes:
-        segments: Range of the transcript's segments in it: index of the first, and after the last.
+        segments: Segments of the transcript in it: index of the first, and one after the last.
         start: Index of its first sample.
         end: Index after its last sample.
     """
@@ -47,12 +47,12 @@ class Stretch:
 class WindowCorrector:
     """Corrects transcripts window by window.
 
-    The part of each window that was kept in the transcript is encoded again by itself. Its N-best
-    list is its text in the transcript, then the hypotheses of a beam search. Corrected words go to
-    the segments of the words that they replace.
+    The part of each window that is in the transcript is encoded again by itself. Its N-best list
+    consists of its text in the transcript, followed by the hypotheses of a beam search. Each
+    corrected word is put into the segment of the word that it replaces.
 
     Args:
-        method: Corrects the lists of the windows.
+        method: Correction method for the N-best lists of the windows.
         loop: The transcriber's loop over windows.
     """
 
@@ -71,11 +71,11 @@ class WindowCorrector:
 
     @torch.no_grad()
     def __call__(self, job: Job, transcript: Transcript) -> Transcript:
-        """The transcript with corrected segments and their ``decided`` words.
+        """Returns the transcript with corrected segments and their ``decided`` words.
 
         Args:
-            job: The recording, decoded.
-            transcript: Its transcript.
+            job: The decoded recording.
+            transcript: Transcript of the recording.
         """
         stretches = self._stretches(job.pieces, transcript.segments)
         if not stretches:
@@ -113,7 +113,7 @@ class WindowCorrector:
         )
 
     def _stretches(self, pieces: Sequence[Piece], segments: Sequence[Segment]) -> list[Stretch]:
-        """Stretches of segments of one window each, with text and no longer than a window."""
+        """Returns parts of the recording: the segments with text that came from one window."""
         ours = self.recognizer
         longest = round(ours.window_frames * ours.frame_s * ours.rate)
         found = []
@@ -131,13 +131,13 @@ class WindowCorrector:
         return found
 
     def _given(self, waves: Sequence[Any], prompt: tuple[int, ...]) -> list[Given]:
-        """Encoder inputs of some stretches."""
+        """Returns the encoder inputs of the parts."""
         return [Given(features=one, prompt=prompt) for one in self.recognizer.features(waves)]
 
     def _lists(
         self, transcript: Transcript, stretches: Sequence[Stretch], given: Sequence[Given]
     ) -> list[NBestList]:
-        """N-best list of each stretch: its text, then other hypotheses of a beam search."""
+        """Returns the N-best list of each part: its text, then hypotheses of a beam search."""
         ours = self.recognizer
         seconds = [(one.end - one.start) / ours.rate for one in stretches]
         encoded = ours.encode([one.features for one in given], seconds)
@@ -158,7 +158,7 @@ def shared_out(segments: Sequence[Segment], words: Sequence[DecidedWord]) -> lis
     """Distributes the words of a corrected text over the segments of the words they replace.
 
     Args:
-        segments: Neighbouring segments, whose texts were corrected together.
+        segments: Consecutive segments whose texts were corrected together.
         words: Words of the corrected text, in order.
     """
     owners = [index for index, one in enumerate(segments) for _ in one.text.split()]
@@ -173,7 +173,9 @@ def shared_out(segments: Sequence[Segment], words: Sequence[DecidedWord]) -> lis
 
 
 def aligned_positions(before: Sequence[str], words: Sequence[str]) -> list[int]:
-    """For each word of a text, the index of the word in an earlier text that it is or replaces.
+    """Returns, for each word of a text, the index of the earlier text's word that it replaces.
+
+    A word that is unchanged gets the index of its equal in the earlier text.
 
     Args:
         before: Words of the earlier text, at least one.

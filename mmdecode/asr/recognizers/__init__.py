@@ -1,6 +1,7 @@
 """Recognisers: what differs between families of speech models, behind one interface.
 
-START HERE: `mmdecode.asr.recognizers.base`, the interface; `of_type` finds the class for a model.
+START HERE: `mmdecode.asr.recognizers.base` has the interface, and `of_type`, which returns the
+class for a model type.
 """
 
 from mmdecode.asr.recognizers.base import Recognizer, of_type, refuse_beyond

@@ -1,12 +1,12 @@
-"""`Recognizer`: the interface between the loop over windows and a family of speech models.
+"""`Recognizer`: the interface between the transcription loop and a family of speech models.
 
-The loop over windows (`mmdecode.asr.decoding.long_form`), temperature fallback, streams, jobs and
-evaluation are the same for all families. A recogniser defines what differs: the sampling rate, the
-windows of a recording, the encoder input, the decoder prompt, which ids are text, how many tokens a
-window may have, and what the family can do beyond text.
+The loop over the windows of a recording (`mmdecode.asr.decoding.long_form`), temperature fallback,
+streams, jobs and evaluation are the same for all families. A recogniser defines the differences:
+the sampling rate, the windows of a recording, the encoder input, the decoder prompt, which ids are
+text, how many tokens a window may have, and the capabilities of the family, such as timestamps.
 
-A family of your own is a subclass of this class, or of
-`mmdecode.asr.recognizers.generic.GenericRecognizer`, registered under the entry-point group
+To support another family, write a subclass of this class, or of
+`mmdecode.asr.recognizers.generic.GenericRecognizer`, and register it under the entry-point group
 ``mmdecode.recognizers``; `mmdecode.testing.check_recognizer` checks it.
 """
 
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 
 KEPT_S = 12.0
-"""Seconds of audio that streams keep where windows are cut at pauses: at least two windows."""
+"""Most seconds of audio that a stream buffers, for models whose windows are cut at pauses."""
 
 
 class Recognizer:
-    """A model with its processor, as the loop over windows needs it.
+    """A speech model with its processor, behind the interface that the transcription loop uses.
 
-    A family supplies `load`, `open`, `span`, `read`, `features`, `encode`, `most_tokens`,
-    `generate` and `searched`; with ``audio_transforms`` also `waveform`, and where it `detects`
-    languages `detected`. Everything else has a default.
+    A subclass must define `load`, `open`, `span`, `read`, `features`, `encode`, `most_tokens`,
+    `generate` and `searched`; with the capability ``audio_transforms`` also `waveform`, and if it
+    `detects` languages also `detected`. All other methods have a default.
 
     Args:
         model: The model.
@@ -53,7 +53,7 @@ class Recognizer:
         options: Settings of the transcription.
 
     Attributes:
-        model_types: ``config.model_type`` of the models that the class is for.
+        model_types: Values of ``config.model_type`` that the class is for.
         capabilities: Capabilities of the family.
         tokenizer: The processor's tokenizer.
         config: The checkpoint's ``generation_config``.
@@ -62,11 +62,11 @@ class Recognizer:
         stride: Frames per timestamp step.
         eos_token_ids: Ids that end a transcript.
         pad: Id of the padding token.
-        language: Code of the only language; ``None``: it has several, or they are not known.
+        language: Code of the model's only language; ``None``: it has several, or it is not known.
 
     Raises:
-        UnsupportedModelError: The processor lacks a part, or the checkpoint's settings do.
-        OptionError: The family cannot do what the options ask for.
+        UnsupportedModelError: The processor or the checkpoint's settings are incomplete.
+        OptionError: The family does not support one of the options.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -80,7 +80,7 @@ class Recognizer:
             if getattr(processor, part, None) is None:
                 raise UnsupportedModelError(
                     f"the processor is a {type(processor).__name__} without a "
-                    f"{part.replace('_', ' ')}; expected one with a tokenizer and a feature "
+                    f"{part.replace('_', ' ')}; expected a processor with tokenizer and feature "
                     "extractor: load it with AutoProcessor from the model's folder"
                 )
         self.tokenizer = processor.tokenizer
@@ -109,21 +109,21 @@ class Recognizer:
 
     @classmethod
     def load(cls, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-        """Model and processor of a checkpoint.
+        """Loads the model and the processor of a checkpoint.
 
         Args:
             path: A folder or a Hub id.
-            config: Its configuration.
+            config: Configuration of the model.
             dtype: Data type of the weights.
         """
         raise NotImplementedError
 
     def with_options(self, options: TranscribeOptions) -> Recognizer:
-        """The same model with other settings."""
+        """Returns a recogniser of the same model with other settings."""
         return type(self)(self.model, self.processor, options)
 
     def refuse(self, options: TranscribeOptions) -> None:
-        """Refuses options that the family cannot serve.
+        """Checks that the family supports all options.
 
         Raises:
             OptionError: An option is not supported.
@@ -132,8 +132,8 @@ class Recognizer:
         if not self.capabilities.languages and options.language is not None:
             if self.language is None:
                 raise OptionError(
-                    f"language={options.language!r} is given to {self.name}, which has one and "
-                    f"does not say which; leave it out, or {_INSTEAD[False]}"
+                    f"language={options.language!r} is not supported by {self.name}, whose "
+                    f"language is unknown and fixed; leave it out, or {_INSTEAD[False]}"
                 )
             try:
                 self.language_of_name(options.language)
@@ -141,23 +141,23 @@ class Recognizer:
                 raise OptionError(f"language={options.language!r}: {error}") from error
         if options.window_s is not None and options.window_s > self.window_s:
             raise OptionError(
-                f"window_s={options.window_s}; {self.name} takes at most {self.window_s:g} s at "
-                "once: give as much or less, or leave it out"
+                f"window_s={options.window_s}; expected at most {self.window_s:g} s, the longest "
+                f"window of {self.name}, or leave it out"
             )
 
     def check(self, decoder: Decoder) -> None:
-        """Refuses a draft or guide that the model cannot be decoded with.
+        """Checks that the model can be decoded with the decoder's draft and guide.
 
         Raises:
             IncompatibleError: The engine has no adapter for the model, or the guide changes the
-                waveform and the family cannot read a changed one.
+                waveform and the family does not support that.
         """
         can, guide = self.capabilities, decoder.guide
         if not can.drafts and (guide is not None or not isinstance(decoder.draft, NoDraft)):
             raise IncompatibleError.between(
                 "a draft or a guide",
                 self.name,
-                "the engine has no adapter for this model, which plain generate decodes",
+                "the engine has no adapter for this model, so plain generate decodes it",
                 "leave them out, or register an adapter under the entry-point group "
                 "mmdecode.adapters",
             )
@@ -165,7 +165,7 @@ class Recognizer:
             raise IncompatibleError.between(
                 f"guide {type(guide).__name__}",
                 self.name,
-                "the guide changes the waveform, and this family cannot read a changed one",
+                "the guide changes the waveform, which this model family does not support",
                 f"leave the guide out, or {_INSTEAD[False]}",
             )
 
@@ -183,55 +183,54 @@ class Recognizer:
 
     @property
     def kept_s(self) -> float:
-        """Most seconds of audio that a stream keeps and transcribes again at each step."""
+        """Most seconds of audio that a stream buffers and transcribes again at each step."""
         return min(self.window_s, KEPT_S)
 
     @property
     def window_frames(self) -> int:
-        """Most frames of a window, by ``options.window_s`` or the model."""
+        """Most frames of a window, from ``options.window_s`` or else the model."""
         return round((self.options.window_s or self.window_s) / self.frame_s)
 
     def steps(self, count: int) -> int:
-        """Whole timestamp steps in ``count`` frames."""
+        """Returns the number of whole timestamp steps in ``count`` frames."""
         return count // self.stride
 
     def open(self, source: Source) -> Recording:
-        """Reads a recording once, for its length and hash.
+        """Opens a recording, and reads it once for its length and hash.
 
         Raises:
-            InputError: It cannot be read.
+            InputError: The recording cannot be read.
         """
         raise NotImplementedError
 
     def span(self, recording: Recording, seek: int, seams: Sequence[float]) -> Span:
-        """The window that begins at a frame, in sequential mode.
+        """Returns the length of the window that begins at a frame, and the start of the next one.
 
         Args:
-            recording: The recording; ``seek`` never goes back.
-            seek: First frame of the window.
-            seams: Seconds at which stretches of speech meet, where voice activity detection cut out
-                the silence between them.
+            recording: The recording.
+            seek: First frame of the window; does not decrease from call to call.
+            seams: Times, in seconds, at which voice activity detection cut out silence.
         """
         raise NotImplementedError
 
     def read(self, recording: Recording, seek: int, count: int) -> Any:
-        """Encoder input of a window; ``seek`` never goes back."""
+        """Returns the encoder input of a window; ``seek`` does not decrease from call to call."""
         raise NotImplementedError
 
     def is_silent(self, recording: Recording, seek: int, count: int) -> bool:
-        """Whether a window has no sound at all and is not decoded; called before its `read`."""
+        """Whether a window is silent and is not decoded; called before `read`."""
         return False
 
     def features(self, waves: Sequence[Any]) -> Sequence[Any]:
-        """Encoder inputs of several waveforms ``(T,)``, each processed by itself."""
+        """Returns the encoder inputs of waveforms ``(T,)``, each processed by itself."""
         raise NotImplementedError
 
     def samples(self, recording: Recording, seek: int, count: int) -> Any:
-        """Samples ``(T,)`` of a window, for word times; called right after its `read`."""
+        """Returns the samples ``(T,)`` of a window, for word times; called right after `read`."""
         return None
 
     def waveform(self, recording: Recording, seek: int, count: int) -> Any:
-        """Waveform of a window for guides that change it: `mmdecode.adapters.audio.transforms`."""
+        """Returns a window's waveform for guides (`mmdecode.adapters.audio.transforms`)."""
         raise NotImplementedError
 
     def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
@@ -239,30 +238,30 @@ class Recognizer:
 
         Args:
             windows: Encoder inputs, as `read` returned them.
-            seconds: Length of each window.
+            seconds: Length of each window, in seconds.
         """
         raise NotImplementedError
 
     # ---- languages
 
     def language_of_name(self, name: str) -> int | None:
-        """The token of a language by name; ``None``: the family has none.
+        """Returns the token of a language by name; ``None``: the family has no such tokens.
 
         Raises:
-            ValueError: The model does not support it; the message names what it supports.
+            ValueError: The model does not support the language; the message names those it does.
         """
         if self.language is not None and language_code(name) != self.language:
             raise ValueError(
-                f"{self.name} transcribes {self.language!r} alone; leave the language out, or name "
-                "a model of that language, with --model or model_id"
+                f"{self.name} transcribes only {self.language!r}; leave the language out, or name "
+                "a model for that language, with --model or model_id"
             )
         return None
 
     def language_of(self, source: Source) -> int | None:
-        """The token of a recording's language, its own or that of the options.
+        """Returns the language token of a recording, from the recording or the options.
 
         Raises:
-            InputError: The model does not support it.
+            InputError: The model does not support the language.
         """
         if source.language is None:
             return None
@@ -272,34 +271,34 @@ class Recognizer:
             raise InputError(f"{source.name}: language {source.language!r}: {error}") from error
 
     def code_of(self, token: int | None) -> str | None:
-        """Language code of a language token; ``None``: the model has none, or it is not known."""
+        """Returns the code of a language token; ``None``: there is no token, or it is unknown."""
         return None
 
     @property
     def detects(self) -> bool:
-        """Whether the model detects languages that were not given."""
+        """Whether the model detects the language if none is given."""
         return False
 
     def detected(self, encoded: Encoded) -> list[int]:
-        """The detected language token of each row."""
+        """Returns the detected language token of each row."""
         raise NotImplementedError
 
     # ---- prompts, tokens and lengths
 
     max_context: int = 0
-    """Most tokens of context in a window's prompt."""
+    """Most tokens of previous text in a window's prompt."""
 
     @property
     def initial_context(self) -> list[int]:
-        """Context of the first window."""
+        """Tokens that take the place of the previous text in the first window."""
         return []
 
     def prompt(self, language: int | None, context: Sequence[int]) -> list[int]:
-        """Decoder prompt of a window.
+        """Returns the decoder prompt of a window.
 
         Args:
-            language: Token of the language; ``None``: the family has none.
-            context: Tokens of the text so far, at most `max_context`.
+            language: Token of the language; ``None``: the family has no language tokens.
+            context: Last tokens of the previous text, at most `max_context`.
         """
         start = token_ids(self.config.decoder_start_token_id) or token_ids(self.config.bos_token_id)
         if not start:
@@ -310,11 +309,11 @@ class Recognizer:
         return start[:1]
 
     def is_text(self, token: int) -> bool:
-        """Whether an id is a text token: no timestamp, language, end or other special token."""
+        """Whether an id is a text token, not a timestamp, language, end or other special token."""
         return token not in self._special and token not in self.eos_token_ids and token != self.pad
 
     def text_tokens(self, tokens: Sequence[int]) -> list[Any]:
-        """The text tokens among ``tokens``, unchanged: `Token` objects keep their times."""
+        """Returns the text tokens among ``tokens``; `Token` objects keep their times."""
         return [t for t in tokens if self.is_text(t) and t not in self._special]
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -335,12 +334,12 @@ class Recognizer:
         return (" " if spaced else "").join(text for text in texts if text)
 
     def starts_word(self, token: int) -> bool:
-        """Whether a token begins a word, by its vocabulary's mark for spaces."""
+        """Whether a token begins a word, that is, begins with the vocabulary's mark for a space."""
         name = self.tokenizer.convert_ids_to_tokens(int(token))
         return str(name).startswith((*SPACES, " "))
 
     def split(self, tokens: list[int], whole: int, sequential: bool) -> Split:
-        """Splits the tokens of a window into segments: by default into one.
+        """Splits the tokens of a window into segments; by default all form one segment.
 
         Args:
             tokens: Tokens of the window, without the end token.
@@ -350,11 +349,11 @@ class Recognizer:
         return Split([(0, whole, tokens)] if self.text(tokens) else [])
 
     def most_tokens(self, seconds: float) -> int:
-        """Most tokens of the transcript of a window of ``seconds``."""
+        """Returns the largest number of tokens for a window of ``seconds``."""
         raise NotImplementedError
 
     def generation(self, width: int, most: int) -> GenerationConfig:
-        """Generation settings for a prompt of ``width`` tokens and at most ``most`` new ones."""
+        """Returns generation settings for prompts of ``width`` and at most ``most`` new tokens."""
         return GenerationConfig(
             max_length=width + most, eos_token_id=sorted(self.eos_token_ids), pad_token_id=self.pad
         )
@@ -371,15 +370,15 @@ class Recognizer:
         names: list[str],
         sources: list[list[int]],
     ) -> Any:
-        """Decodes windows; returns the same as ``generate``.
+        """Decodes windows; returns the same as transformers' ``generate``.
 
         Args:
             decoder: Decoder of the windows.
             prompt: Prompts of one length, ``(B, P)``.
-            encoded: The windows.
-            config: Settings of `generation`, with sampling and scores set.
+            encoded: The encoded windows.
+            config: Settings that `generation` returned, with sampling and scores set.
             temperature: Sampling temperature; 0 is greedy.
-            names: Key of the noise of each row.
+            names: One string per row; sampling noise is derived from it and the seed.
             sources: Token ids that a drafter may copy from, per row.
         """
         raise NotImplementedError
@@ -387,21 +386,21 @@ class Recognizer:
     def searched(
         self, prompt: Tensor, encoded: Encoded, config: GenerationConfig, beams: int, keep: int
     ) -> list[list[Scored]]:
-        """The ``keep`` best sequences per window, see `mmdecode.asr.decoding.beams`."""
+        """Returns the ``keep`` best sequences per window, see `mmdecode.asr.decoding.beams`."""
         raise NotImplementedError
 
     def no_speech(self, prompt: Tensor, encoded: Encoded) -> list[float | None]:
-        """No-speech probability of each row; ``None``: the model has none."""
+        """Returns the no-speech probability of each row; ``None``: the model predicts none."""
         return [None] * len(encoded.seconds)
 
     # ---- words
 
     def rules(self, width: int) -> LogitsProcessorList:
-        """Logits processors for a prompt of ``width`` tokens, without a temperature."""
+        """Returns the logits processors for prompts of ``width`` tokens, without temperature."""
         return LogitsProcessorList()
 
     def timer(self) -> Timer | None:
-        """The timer of words; ``None``: words are not timed."""
+        """Returns the object that times words; ``None``: word timestamps are off."""
         return None
 
 
@@ -410,11 +409,11 @@ _INSTEAD = {
     True: f"{_ANOTHER} a Moonshine, as moonshine:tiny-en",
     False: f"{_ANOTHER} a Whisper, as openai/whisper-small",
 }
-"""Hints of errors, by whether the windows of the model have one length."""
+"""Hints of errors, by whether all windows of the refused model have the same length."""
 
 
 def refuse_beyond(can: Capabilities, options: TranscribeOptions, name: str) -> None:
-    """Refuses options that a family cannot serve.
+    """Checks that a family has the capabilities that the options need.
 
     Args:
         can: Capabilities of the family.
@@ -422,31 +421,33 @@ def refuse_beyond(can: Capabilities, options: TranscribeOptions, name: str) -> N
         name: Name of the model, for the error.
 
     Raises:
-        OptionError: The options ask for more.
+        OptionError: An option needs a capability that the family lacks.
     """
     usual = type(options)()
     needs = {
         "word_timestamps": (can.word_times, "it cannot time words"),
         "hallucination_silence_threshold": (can.word_times, "it cannot time words"),
         "task": (can.languages or options.task == "transcribe", "it cannot translate"),
-        "prompt": (can.prompts, "no text can be shown to it"),
-        "hotwords": (can.prompts, "no text can be shown to it"),
-        "condition_on_prev_tokens": (can.prompts, "no text can be shown to it"),
-        "no_speech_threshold": (can.silence, "it gives no probability of silence"),
-        "padding": (can.fixed_windows, "its windows are not filled up"),
+        "prompt": (can.prompts, "its decoder prompt cannot contain text"),
+        "hotwords": (can.prompts, "its decoder prompt cannot contain text"),
+        "condition_on_prev_tokens": (can.prompts, "its decoder prompt cannot contain text"),
+        "no_speech_threshold": (can.silence, "it predicts no no-speech probability"),
+        "padding": (can.fixed_windows, "its windows are not padded"),
         "window_s": (not can.fixed_windows, "the length of its windows is fixed"),
     }
     for option, (able, why) in needs.items():
         given = getattr(options, option)
         if not able and given not in (getattr(usual, option), "auto"):
             raise OptionError(
-                f"{option}={given!r} is given to {name}, and {why}; leave it out, or "
+                f"{option}={given!r} does not work with {name}: {why}; leave it out, or "
                 f"{_INSTEAD[can.fixed_windows]}"
             )
 
 
 def of_type(model_type: str) -> type[Recognizer]:
-    """The recogniser class for a model type: ours, then those of plug-ins, then the generic one.
+    """Returns the recogniser class for a model type.
+
+    Classes of this package come first, then those of plug-ins, then the generic class.
 
     Raises:
         UnsupportedModelError: The type is no speech recogniser of transformers or of a plug-in.
@@ -460,8 +461,8 @@ def of_type(model_type: str) -> type[Recognizer]:
     if generic.fits(model_type):
         return generic
     raise UnsupportedModelError(
-        f"a Transcriber runs speech recognisers with an encoder and a decoder, and this is a "
-        f"{model_type} model; expected one of {', '.join(sorted(known))} or another of "
+        f"a Transcriber needs a speech recogniser with an encoder and a decoder, but this is a "
+        f"{model_type} model; expected one of {', '.join(sorted(known))} or another model of "
         "transformers' AutoModelForSpeechSeq2Seq, or register a recogniser under the entry-point "
         "group mmdecode.recognizers"
     )

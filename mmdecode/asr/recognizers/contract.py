@@ -14,18 +14,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """Capabilities of a family; options that need others are errors.
+    """Capabilities of a model family; an option that needs a missing capability is an error.
 
     Attributes:
-        timestamps: The model predicts timestamps of segments; else segments are windows.
-        languages: The language and the task can be set.
-        prompts: The decoder prompt can have context before a window.
-        silence: The model has a no-speech probability.
-        word_times: Words can be timed.
-        fixed_windows: All windows have one length, and the last one is padded.
-        audio_transforms: Guides may change the waveform, see `Recognizer.waveform`.
-        drafts: The engine has an adapter, so that drafts and guides work; else plain ``generate``
-            decodes.
+        timestamps: Whether the model predicts timestamps of segments; if not, each window is one
+            segment.
+        languages: Whether the language and the task can be set.
+        prompts: Whether the decoder prompt can contain previous text, a prompt and hotwords.
+        silence: Whether the model predicts a no-speech probability.
+        word_times: Whether words can be timed.
+        fixed_windows: Whether all windows have the same length, the last one being padded.
+        audio_transforms: Whether guides may change the waveform, see `Recognizer.waveform`.
+        drafts: Whether the engine has an adapter for the model, so that drafts and guides work; if
+            not, plain ``generate`` decodes.
     """
 
     timestamps: bool = False
@@ -44,7 +45,7 @@ class Span(NamedTuple):
     Attributes:
         frames: Number of its frames.
         following: First frame of the next window; ``None``: this window's tokens determine it.
-        joined: Whether the next window overlaps it, so that their texts are merged.
+        joined: Whether the next window overlaps this window, so that their texts are merged.
     """
 
     frames: int
@@ -53,12 +54,12 @@ class Span(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Segments of a window, in its timestamp steps.
+    """Segments of a window, with times in timestamp steps from the start of the window.
 
     Attributes:
-        segments: Its segments.
-        forward: Steps from the start of the window to that of the next one; ``None``: the next one
-            starts at the end of this one.
+        segments: Start, end and tokens of each segment.
+        forward: Start of the next window, in timestamp steps; ``None``: the next window starts at
+            the end of this one.
         rest: Tokens after the last complete segment, which the next window probably repeats.
     """
 
@@ -69,13 +70,13 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch of encoded windows, a row each.
+    """A batch of encoded windows, one per row.
 
     Attributes:
         inputs: Inputs of the encoder: ``(B, ...)``, or one entry per row.
-        seconds: Length of each window.
+        seconds: Length of each window, in seconds.
         states: Encoder states, ``(B, S, H)``; ``None``: ``generate`` encodes the inputs.
-        mask: True for states that are not padding, bool ``(B, S)``; ``None``: none is.
+        mask: True for states that are not padding, bool ``(B, S)``; ``None``: there is no padding.
         waveforms: Waveforms of the windows for guides that change them; empty if no guide does.
     """
 
@@ -86,7 +87,7 @@ class Encoded:
     waveforms: Sequence[Any] = field(default=())
 
     def rows(self, chosen: Sequence[int]) -> Encoded:
-        """The rows with the given indices, in that order."""
+        """Returns the rows with the given indices, in that order."""
 
         def pick(values: Any) -> Any:
             if values is None:
@@ -98,5 +99,5 @@ class Encoded:
         return Encoded(**{part.name: pick(getattr(self, part.name)) for part in fields(self)})
 
     def repeated(self, count: int) -> Encoded:
-        """Each row repeated ``count`` times."""
+        """Returns the batch with each row repeated ``count`` times."""
         return self.rows([row for row in range(len(self.seconds)) for _ in range(count)])

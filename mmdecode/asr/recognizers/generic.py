@@ -1,13 +1,13 @@
 """Recogniser for any speech-to-text encoder-decoder of transformers.
 
-A recording that fits into one window is decoded as plain ``generate`` decodes it. A longer one is
-cut: at a seam between stretches of speech that ``vad`` found; else at the longest pause of the
-second half of a window; else where the window is full, and then windows overlap by `OVERLAP_S` and
-their texts are merged by the tokens that both have (`mmdecode.asr.decoding.chunks`). Windows are
-encoded alone or with others of their length, so that no padding is encoded; the states are padded.
+A recording that fits into one window is decoded as by plain ``generate``. A longer recording is
+cut where voice activity detection (``vad``) cut out silence; else at the longest pause in the
+second half of a window; else where the window is full. In the last case windows overlap by
+`OVERLAP_S`, and their texts are merged (`mmdecode.asr.decoding.chunks`). Only windows of the same
+length are encoded together, so that no padding is encoded; the encoder states are padded instead.
 
-Models that the engine has an adapter for are drafted and guided; others are decoded by plain
-``generate``, and a draft or guide is refused.
+Drafts and guides work for models that the engine has an adapter for. Other models are decoded by
+plain ``generate``, and a draft or guide is an error.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
     from mmdecode.decoder import Decoder
 
 SHORTEST_S = 0.1
-"""Shorter windows are padded with silence, in seconds."""
+"""Length in seconds below which a window is padded with silence."""
 FAINTEST = 2.0**-14
-"""Amplitude, two steps of 16 bits, up to which a window counts as silent and is not decoded:
-models hallucinate on it."""
+"""Amplitude (two steps of 16-bit audio) up to which a window counts as silent. Silent windows are
+not decoded, since models hallucinate on them."""
 LEAST_S = 0.5
-"""Least rest after a cut in seconds, at most a quarter of a window."""
+"""Least length of the rest of a recording after a cut, in seconds; at most a quarter window."""
 OVERLAP_S = 3.0
-"""Overlap of windows in seconds where no pause was found, at most a third of a window."""
+"""Overlap of windows in seconds if no pause was found; at most a third of a window."""
 
 
 class GenericRecognizer(Recognizer):
-    """A model of ``AutoModelForSpeechSeq2Seq`` with its processor, cut at pauses."""
+    """Recogniser of a model of ``AutoModelForSpeechSeq2Seq``, with windows cut at pauses."""
 
     summary = "other encoder-decoders of AutoModelForSpeechSeq2Seq: windows cut at pauses"
 
@@ -67,7 +67,7 @@ class GenericRecognizer(Recognizer):
 
     @staticmethod
     def fits(model_type: str) -> bool:
-        """Whether the type is in transformers' ``AutoModelForSpeechSeq2Seq``."""
+        """Whether a model type belongs to transformers' ``AutoModelForSpeechSeq2Seq``."""
         from transformers.models.auto.modeling_auto import (
             MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as KNOWN,
         )
@@ -76,10 +76,10 @@ class GenericRecognizer(Recognizer):
 
     @classmethod
     def load(cls, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-        """Model and processor by transformers' Auto classes.
+        """Loads model and processor by transformers' Auto classes.
 
         Raises:
-            InputError: There is no processor, or it lacks a part.
+            InputError: There is no processor, or it lacks a tokenizer or feature extractor.
         """
         from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 
@@ -107,11 +107,11 @@ class GenericRecognizer(Recognizer):
     # ---- windows
 
     def open(self, source: Source) -> Recording:
-        """Reads a recording once, for its length and hash."""
+        """Opens a recording, and reads it once for its length and hash."""
         return Recording(source, self.rate)
 
     def span(self, recording: Recording, seek: int, seams: Sequence[float]) -> Span:
-        """The rest of the recording if it fits, else up to a seam or pause, else a full window."""
+        """Returns the rest of the recording if it fits, or a window cut as the module says."""
         left, whole = recording.frames - seek, self.window_frames
         if left <= whole:
             return Span(left, recording.frames)
@@ -131,12 +131,12 @@ class GenericRecognizer(Recognizer):
         return bool((np.abs(recording.waveform(seek, seek + count)) <= FAINTEST).all())
 
     def read(self, recording: Recording, seek: int, count: int) -> Mapping[str, Tensor]:
-        """Processor output for the samples."""
+        """Returns the processor's output for the samples of a window."""
         [found] = self.features([recording.waveform(seek, seek + count)])
         return found
 
     def features(self, waves: Sequence[Any]) -> Sequence[Mapping[str, Tensor]]:
-        """Encoder inputs of each window by itself, tensors with a batch of 1."""
+        """Returns the encoder inputs of each waveform by itself, tensors with a batch of 1."""
         shortest = round(SHORTEST_S * self.rate)
         found = []
         for wave in waves:
@@ -149,13 +149,13 @@ class GenericRecognizer(Recognizer):
         return found
 
     def _placed(self, value: Tensor) -> Tensor:
-        """Moves to the model's device; NaN, from extractors that normalise silence, becomes 0."""
+        """Moves a tensor to the model's device; NaN, from normalising silence, becomes 0."""
         if not value.is_floating_point():
             return value.to(self.model.device)
         return value.nan_to_num(0.0, 0.0, 0.0).to(self.model.device, self.model.dtype)
 
     def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
-        """Encodes windows, those of one length together; without an adapter does nothing."""
+        """Encodes windows of the same length together; does nothing for models without adapter."""
         if not self.capabilities.drafts:
             return Encoded(windows, seconds)
         return Encoded(windows, seconds, *encode_unpadded(self.model.get_encoder(), windows))
@@ -163,7 +163,7 @@ class GenericRecognizer(Recognizer):
     # ---- lengths
 
     def most_tokens(self, seconds: float) -> int:
-        """Limit of the checkpoint's settings, else the number of the decoder's positions."""
+        """Returns the checkpoint's limit, else the number of the decoder's positions."""
         if self.config.max_new_tokens is not None:
             return int(self.config.max_new_tokens)
         positions = (
@@ -185,7 +185,7 @@ class GenericRecognizer(Recognizer):
         names: list[str],
         sources: list[list[int]],
     ) -> Any:
-        """Decodes windows by the engine, with the processors of the checkpoint's settings."""
+        """Decodes windows with the logits processors of the checkpoint's generation settings."""
         config = self._of_checkpoint(config, temperature)
         if encoded.states is None:
             return self._plain(decoder, prompt, encoded, config, names)
@@ -207,7 +207,7 @@ class GenericRecognizer(Recognizer):
     def searched(
         self, prompt: Tensor, encoded: Encoded, config: GenerationConfig, beams: int, keep: int
     ) -> list[list[Scored]]:
-        """Beam search by transformers, over windows of one length at a time."""
+        """Runs transformers' beam search, on windows of the same length at a time."""
         config = self._of_checkpoint(config, 0.0)
         found: dict[int, list[Scored]] = {}
         for rows in alike(encoded.inputs):
@@ -217,7 +217,7 @@ class GenericRecognizer(Recognizer):
         return [found[row] for row in range(len(prompt))]
 
     def _of_checkpoint(self, given: GenerationConfig, temperature: float) -> GenerationConfig:
-        """The checkpoint's settings with those of the call, without transformers' default top-k."""
+        """Merges settings of checkpoint and call, without transformers' default top-k of 50."""
         config = copy.deepcopy(self.config)
         config.update(**given.to_diff_dict() | {"max_new_tokens": None})
         config.update(
@@ -238,7 +238,7 @@ class GenericRecognizer(Recognizer):
         config: GenerationConfig,
         names: list[str],
     ) -> Any:
-        """Decodes by plain ``generate``, each window alone, with a seed of its own."""
+        """Decodes each window alone by plain ``generate``, with a separate seed."""
         sequences, scores = [], []
         device = self.model.device
         devices = [device] if device.type == "cuda" else []

@@ -1,8 +1,9 @@
 """Finds the pause at which a window is cut, by the energy of frames.
 
 A pause is a stretch of at least `SHORTEST_S` seconds that is much quieter than the speech around
-it: below the share `QUIET` of the range, in decibels, from the window's 10th to its 95th
-percentile. The longest pause after ``earliest`` is taken, and the window ends in its middle.
+it. The range of energies is measured from the 10th to the 95th percentile of the window's frames,
+in decibels; frames in the lowest share `QUIET` of that range are quiet. The window is cut in the
+middle of the longest pause.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import numpy as np
 FRAME_S, STEP_S = 0.025, 0.01
 SHORTEST_S = 0.15
 RANGE_DB = 10.0
-"""Least range from quiet to loud, in decibels, in which pauses can be found."""
+"""Least range of energies, in decibels, at which a window is searched for pauses."""
 QUIET = 0.35
-"""Share of the range from quiet to loud, in decibels, that still is a pause."""
+"""Share of the range of energies, from its lower end, that counts as quiet."""
 
 
 def levels(samples: np.ndarray, rate: int) -> np.ndarray:
-    """Energy in decibels of frames of 25 ms, one every 10 ms, ``(F,)``."""
+    """Returns the energy in decibels of frames of 25 ms, one every 10 ms, ``(F,)``."""
     size, step = round(FRAME_S * rate), round(STEP_S * rate)
     if len(samples) < size:
         return np.zeros(0)
@@ -29,15 +30,15 @@ def levels(samples: np.ndarray, rate: int) -> np.ndarray:
 
 
 def pause_in(samples: np.ndarray, rate: int, earliest: int) -> int | None:
-    """The middle of the longest pause of a window, as a sample.
+    """Finds the middle of the longest pause of a window.
 
     Args:
         samples: Samples of the longest possible window, ``(T,)``.
-        rate: Their sampling rate, in Hz.
-        earliest: Index of the first sample at which a cut is allowed.
+        rate: Sampling rate, in Hz.
+        earliest: Index of the first sample at which the window may be cut.
 
     Returns:
-        Index of a sample, a multiple of `STEP_S`; ``None``: there is no pause.
+        Index of a sample, at a multiple of `STEP_S` seconds; ``None``: there is no pause.
     """
     found = levels(samples, rate)
     if not len(found):

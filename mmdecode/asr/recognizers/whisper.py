@@ -1,7 +1,7 @@
-"""Recogniser for Whisper: log-mel windows of one length, a prompt, timestamp tokens.
+"""Recogniser for Whisper: reads log-mel windows of one length; has prompts and timestamp tokens.
 
-Prompts and processors are in `whisper_prompts`, features in `whisper_features`. The rules follow
-transformers' ``generation_whisper.py``.
+Decoder prompts and logits processors are in `whisper_prompts`, log-mel features in
+`whisper_features`. Decoding follows transformers' ``generation_whisper.py``.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 
 class WhisperRecognizer(Recognizer):
-    """A ``WhisperForConditionalGeneration`` with its ``WhisperProcessor``.
+    """Recogniser of a ``WhisperForConditionalGeneration`` with its ``WhisperProcessor``.
 
     Attributes:
         prompts: Prompt tokens of every window.
         mel: Transform from samples to log-mel features.
 
     Raises:
-        UnsupportedModelError: The processor is that of another model.
+        UnsupportedModelError: The processor belongs to another model.
         OptionError: The model does not support the language or task, or prompt and hotwords are too
             long.
     """
@@ -70,8 +70,8 @@ class WhisperRecognizer(Recognizer):
         self.mel = Mel(extractor, self.stride * model.config.max_source_positions)
         if len(self.mel.filters) != model.config.num_mel_bins:
             raise UnsupportedModelError(
-                f"the feature extractor makes {len(self.mel.filters)} mel bands, the model takes "
-                f"{model.config.num_mel_bins}; load the processor that belongs to the model"
+                f"the feature extractor makes {len(self.mel.filters)} mel bands, but the model "
+                f"reads {model.config.num_mel_bins}; load the processor that belongs to the model"
             )
         self.window_s = self.mel.window_frames * self.frame_s
         self.eos_token_ids, self.pad = frozenset((self.prompts.eos,)), self.prompts.pad
@@ -79,13 +79,13 @@ class WhisperRecognizer(Recognizer):
         given = len(self.prompts.hotwords) + len(self.prompts.prompt)
         if given > self.max_context:
             raise OptionError(
-                f"prompt and hotwords have {given} tokens; the model can be shown "
-                f"{self.max_context}: shorten them"
+                f"prompt and hotwords have {given} tokens; expected at most {self.max_context} "
+                "together: shorten them"
             )
 
     @classmethod
     def load(cls, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-        """Model and processor; for a Whisper-Medusa checkpoint, its target model."""
+        """Loads model and processor; of a Whisper-Medusa checkpoint, the target model."""
         from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
         trust = code_trusted()
@@ -110,50 +110,50 @@ class WhisperRecognizer(Recognizer):
 
     @property
     def stamp_s(self) -> float:
-        """Seconds per timestamp step, which is one encoder state."""
+        """Seconds per timestamp step, which equals one encoder state."""
         return self.stride * self.mel.hop / self.mel.rate
 
     @property
     def kept_s(self) -> float:
-        """Seconds of a window."""
+        """Length of a window in seconds, which a stream buffers."""
         return self.window_s
 
     @property
     def window_frames(self) -> int:
-        """Frames of every window."""
+        """Number of frames of every window."""
         return self.mel.window_frames
 
     def steps(self, count: int) -> int:
-        """Whole timestamp steps in ``count`` frames."""
+        """Returns the number of whole timestamp steps in ``count`` frames."""
         return int(count * self.frame_s / self.stamp_s)
 
     def open(self, source: Source) -> Speech:
-        """Reads a recording once, for its length, hash and loudest value."""
+        """Opens a recording, and reads it once for its length, hash and loudest value."""
         return Speech(source, self.mel, self.options.padding)
 
     def span(self, recording: Any, seek: int, seams: Sequence[float]) -> Span:
-        """A full window; its tokens determine the start of the next one."""
+        """Returns a full window, whose tokens determine the start of the next window."""
         return Span(min(recording.frames - seek, self.window_frames), None)
 
     def read(self, recording: Any, seek: int, count: int) -> Tensor:
-        """Log-mel features, ``(mels, window_frames)``."""
+        """Returns the log-mel features of a window, ``(mels, window_frames)``."""
         return recording.window(seek)
 
     def features(self, waves: Sequence[Any]) -> Any:
-        """Log-mel features as the processor makes them, ``(B, mels, window_frames)``."""
+        """Returns the processor's log-mel features, ``(B, mels, window_frames)``."""
         extractor = self.processor.feature_extractor
         return extractor(list(waves), sampling_rate=self.rate, return_tensors="pt").input_features
 
     def samples(self, recording: Any, seek: int, count: int) -> Any:
-        """Samples of a window, without padding."""
+        """Returns the samples of a window, without padding."""
         return recording.window_samples(seek)
 
     def waveform(self, recording: Any, seek: int, count: int) -> Any:
-        """The window's waveform, a `WindowWaveform`."""
+        """Returns the window's waveform, a `WindowWaveform`."""
         return recording.window_waveform(seek)
 
     def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
-        """Encodes windows, which all have one length."""
+        """Encodes windows, which all have the same length."""
         features = torch.stack(list(windows))
         features = features.to(self.model.device, self.encoder.conv1.weight.dtype)
         return Encoded(features, seconds, self.encoder(features).last_hidden_state)
@@ -161,20 +161,20 @@ class WhisperRecognizer(Recognizer):
     # ---- languages
 
     def language_of(self, source: Source) -> int | None:
-        """The token of a recording's language, its own or that of the options."""
+        """Returns the language token of a recording, from the recording or the options."""
         return self.prompts.language_of(source)
 
     def code_of(self, token: int | None) -> str | None:
-        """Code of a language token."""
+        """Returns the code of a language token."""
         return self.prompts.code_of(token)
 
     @property
     def detects(self) -> bool:
-        """Whether the model has several languages and none was given."""
+        """Whether the model has several languages and the options name none."""
         return bool(self.prompts.languages)
 
     def detected(self, encoded: Encoded) -> list[int]:
-        """The most probable language token of each row."""
+        """Returns the most probable language token of each row."""
         states = _states(encoded)
         start = torch.full((len(states), 1), self.prompts.start, device=states.device)
         logits = self._logits_at_end(start, states)
@@ -185,12 +185,12 @@ class WhisperRecognizer(Recognizer):
 
     @property
     def initial_context(self) -> list[int]:
-        """The prompt of the options, unless it is in the prompt of every window anyway."""
+        """The prompt of the options, or nothing if every window's prompt contains it anyway."""
         everywhere = self.options.prompt_condition_type == "all-segments"
         return [] if everywhere else list(self.prompts.prompt)
 
     def prompt(self, language: int | None, context: Sequence[int]) -> list[int]:
-        """Hotwords, prompt and text so far, then the tokens that start a transcript."""
+        """Returns hotwords, prompt and previous text, then the tokens that start a transcript."""
         head = list(self.prompts.hotwords)
         if self.options.prompt_condition_type == "all-segments":
             head += self.prompts.prompt
@@ -199,7 +199,7 @@ class WhisperRecognizer(Recognizer):
         return [int(self.prompts.previous or 0), *before, *initial] if before else initial
 
     def is_text(self, token: int) -> bool:
-        """Whether an id is below the first timestamp."""
+        """Whether an id is below the first timestamp token."""
         return token < self.prompts.timestamp_begin
 
     def joined(self, parts: Sequence[Sequence[int]]) -> str:
@@ -207,7 +207,7 @@ class WhisperRecognizer(Recognizer):
         return self.text([token for tokens in parts for token in tokens])
 
     def split(self, tokens: list[int], whole: int, sequential: bool) -> Split:
-        """Splits between two consecutive timestamps."""
+        """Splits tokens into segments, wherever two timestamp tokens follow each other."""
         begin = self.prompts.timestamp_begin
         if not self.options.timestamps:
             return Split([(0, whole, tokens)])
@@ -220,11 +220,11 @@ class WhisperRecognizer(Recognizer):
         return Split(segments, forward, moved)
 
     def most_tokens(self, seconds: float) -> int:
-        """Number of the decoder's positions."""
+        """Returns the number of the decoder's positions."""
         return int(self.model.config.max_target_positions)
 
     def generation(self, width: int, most: int) -> GenerationConfig:
-        """Length limit as in transformers' long form, prompt included."""
+        """Returns settings with the limit of transformers' long form, which counts the prompt."""
         limit = self.model.config.max_target_positions
         if self.options.max_new_tokens is not None:
             limit = min(width + self.options.max_new_tokens, limit)
@@ -250,7 +250,7 @@ class WhisperRecognizer(Recognizer):
         names: list[str],
         sources: list[list[int]],
     ) -> Any:
-        """Decodes windows by the engine, with Whisper's processors."""
+        """Decodes windows with Whisper's logits processors."""
         raw: dict[str, Any] = {"input_features": encoded.inputs, "source_ids": sources}
         if encoded.waveforms:
             raw["audio"] = encoded.waveforms
@@ -268,7 +268,7 @@ class WhisperRecognizer(Recognizer):
     def searched(
         self, prompt: Tensor, encoded: Encoded, config: GenerationConfig, beams: int, keep: int
     ) -> list[list[Scored]]:
-        """Beam search by transformers, with timestamp rules and the checkpoint's processors."""
+        """Runs transformers' beam search, with Whisper's and the checkpoint's processors."""
         states = _states(encoded)
         rules = self.rules(prompt.shape[1])
         # generate adds the others itself, from the checkpoint's settings
@@ -280,7 +280,7 @@ class WhisperRecognizer(Recognizer):
         return beam_search(self.model, prompt, inputs, times, config, beams, keep)
 
     def no_speech(self, prompt: Tensor, encoded: Encoded) -> list[float | None]:
-        """The probability of the no-speech token right after the start token."""
+        """Returns the probability of the no-speech token right after the start token."""
         language = self.prompts.language
         if language is None and self.prompts.languages:
             language = self.prompts.languages[0]  # any: only the number of tokens matters
@@ -289,7 +289,7 @@ class WhisperRecognizer(Recognizer):
         return logits.float().softmax(-1)[:, self.prompts.no_speech].tolist()
 
     def _logits_at_end(self, ids: Tensor, states: Tensor) -> Tensor:
-        """Logits ``(B, V)`` after ``ids (B, P)``."""
+        """Returns the logits ``(B, V)`` after ``ids (B, P)``."""
         read = BaseModelOutput(last_hidden_state=states)
         output = self.model(encoder_outputs=read, decoder_input_ids=ids, use_cache=False)
         return output.logits[:, -1]
@@ -297,11 +297,11 @@ class WhisperRecognizer(Recognizer):
     # ---- words
 
     def rules(self, width: int) -> LogitsProcessorList:
-        """Whisper's processors and those of the checkpoint's settings."""
+        """Returns Whisper's logits processors and those of the checkpoint's settings."""
         return processors(self.config, width, self.options, 0.0)
 
     def timer(self) -> Timer | None:
-        """Times words by cross-attention or CTC, see `mmdecode.asr.alignment.cross_attention`."""
+        """Returns the timer of `mmdecode.asr.alignment.cross_attention`, if words are timed."""
         if not self.options.word_timestamps:
             return None
         return Timer(

@@ -1,12 +1,12 @@
-"""Whisper's log-mel features of one recording, window by window, in memory of a few windows.
+"""Computes Whisper's log-mel features window by window, with only a few windows in memory.
 
-Whisper clips its features at eight decades below the *recording's* loudest value, which is found in
-the first pass over the recording (`mmdecode.asr.audio.recording`).
+Whisper clips its features at eight decades below the loudest value of the whole *recording*, which
+is found in a first pass over the recording (`mmdecode.asr.audio.recording`).
 
 The last window is padded in one of two ways. ``zeros``: the features are padded with 0, as in
 transformers' long form. ``silence``: the audio is padded with silence, as in openai/whisper and in
-transformers' processor for short recordings. ``auto`` follows transformers in both: silence if the
-recording fits into one window, else zeros.
+transformers' processor for short recordings. ``auto`` follows transformers: ``silence`` if the
+recording fits into one window, else ``zeros``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Mel:
 
     Args:
         extractor: A ``WhisperFeatureExtractor``.
-        window_frames: Feature frames of the encoder's input.
+        window_frames: Number of feature frames that the encoder reads.
         step: Frames computed at once in the search for the loudest value of a recording.
 
     Attributes:
@@ -64,13 +64,13 @@ class Mel:
         self._hann = torch.hann_window(self.size)
 
     def frames(self, tape: Tape, first: int, count: int) -> Tensor:
-        """log10 mel energies of frames ``first`` to ``first + count``, ``(mels, count)``."""
+        """Returns log10 mel energies of ``count`` frames from ``first`` on, ``(mels, count)``."""
         start = first * self.hop - self.size // 2
         samples = tape.read(start, start + (count - 1) * self.hop + self.size)
         return self.energies(torch.from_numpy(samples))
 
     def energies(self, samples: Tensor) -> Tensor:
-        """log10 mel energies of every whole frame of samples ``(T,)``, ``(mels, count)``."""
+        """Returns log10 mel energies ``(mels, count)`` of all whole frames of samples ``(T,)``."""
         spectrum = torch.stft(
             samples,
             self.size,
@@ -82,17 +82,17 @@ class Mel:
         return (self.filters @ (spectrum.abs() ** 2)).clamp(min=1e-10).log10()
 
     def features(self, energies: Tensor, peak: float) -> Tensor:
-        """Encoder input of a window, padded with zeros, ``(mels, window frames)``.
+        """Returns the encoder input of a window, padded with zeros, ``(mels, window frames)``.
 
         Args:
             energies: log10 mel energies, ``(mels, count)``.
-            peak: Loudest value of the recording; values eight decades below it are clipped.
+            peak: Largest log10 mel energy of the recording; values below ``peak - 8`` are clipped.
         """
         padding = self.window_frames - energies.shape[1]
         return torch.nn.functional.pad((energies.clamp(min=peak - 8.0) + 4.0) / 4.0, (0, padding))
 
     def maximum(self, tape: Tape) -> float:
-        """Largest log10 mel energy of a whole recording."""
+        """Returns the largest log10 mel energy of a whole recording."""
         first, loudest = 0, -10.0
         while True:
             tape.fill((first + self._step) * self.hop + self.size)
@@ -105,7 +105,7 @@ class Mel:
 
 
 class Speech(Recording):
-    """One recording of known length, hash and peak, read as log-mel features window by window.
+    """A recording that is read as log-mel features, window by window.
 
     Args:
         source: Source of the recording.
@@ -117,7 +117,7 @@ class Speech(Recording):
         peak: Its largest log10 mel energy.
 
     Raises:
-        InputError: The recording cannot be read or trusted.
+        InputError: The recording cannot be read, or is damaged.
     """
 
     def __init__(
@@ -139,27 +139,30 @@ class Speech(Recording):
 
     @property
     def frames(self) -> int:
-        """Feature frames to transcribe, without padding."""
+        """Number of feature frames to transcribe, without padding."""
         return max(1, self.samples // self.mel.hop)
 
     def window(self, seek: int) -> Tensor:
-        """Features from frame ``seek`` on, ``(mels, window_frames)``; ``seek`` never goes back."""
+        """Returns the features of the window at frame ``seek``, ``(mels, window_frames)``.
+
+        Calls have to be in order of ``seek``.
+        """
         return self.mel.features(self.mel.frames(self._tape, seek, self._count(seek)), self.peak)
 
     def window_waveform(self, seek: int) -> WindowWaveform:
-        """Waveform of the `window` at frame ``seek``; ``seek`` never goes back."""
+        """Returns the waveform of the window at frame ``seek``; calls have to be in order."""
         mel = self.mel
         start = seek * mel.hop - mel.size // 2
         samples = self._tape.read(start, start + (self._count(seek) - 1) * mel.hop + mel.size)
         return WindowWaveform(torch.from_numpy(samples), mel, self.peak)
 
     def _count(self, seek: int) -> int:
-        """Frames of a window that are not padded with zeros."""
+        """Returns the number of frames of a window that are not padded with zeros."""
         left = self.frames - seek + self._trailing_silence // self.mel.hop
         return min(self.mel.window_frames, left)
 
     def window_samples(self, seek: int) -> np.ndarray:
-        """Samples of the window at ``seek``, ``(T,)``, no padding; called right after `window`."""
+        """Returns the samples ``(T,)`` of a window, no padding; call it right after `window`."""
         mel = self.mel
         count = min(mel.window_frames, self.frames - seek) * mel.hop
         # begins where the window's first frame does: the tape never goes back
@@ -178,8 +181,8 @@ class WindowWaveform:
         samples: Samples ``(T,)``, with half a frame of the recording before and after the window.
         mel: The model's log-mel transform.
         peak: Largest log10 mel energy of the recording.
-        certain: Whether it surely belongs to the features of the call; False where a user gives
-            both separately.
+        certain: Whether it certainly belongs to the features of the call; False if a user passes
+            waveform and features separately.
     """
 
     samples: Tensor
@@ -188,25 +191,25 @@ class WindowWaveform:
     certain: bool = True
 
     def features(self, samples: Tensor) -> Tensor:
-        """Encoder input for changed samples of this window, ``(mels, window frames)``."""
+        """Returns the encoder input for changed samples of this window, ``(mels, frames)``."""
         return self.mel.features(self.mel.energies(samples), self.peak)
 
 
 def window_waveform(samples: np.ndarray, extractor: Any) -> WindowWaveform:
-    """Waveform of a recording of at most one window, for ``mm_inputs["audio"]`` of a call.
+    """Makes the waveform of a recording of at most one window, for ``mm_inputs["audio"]``.
 
     Args:
         samples: Mono samples ``(T,)``, at the extractor's rate.
         extractor: The ``WhisperFeatureExtractor`` that made the call's features.
 
     Raises:
-        InputError: The recording is longer than a window, or cannot be trusted.
+        InputError: The recording is longer than a window, or is damaged.
     """
     mel = Mel(extractor, int(extractor.nb_max_frames))
     speech = Speech(source_of((samples, mel.rate), mel.rate), mel, "silence")
     if speech.frames > mel.window_frames:
         raise InputError(
-            f"the recording has {speech.duration_s:g} s; expected at most one window: cut it, or "
-            "use mmdecode.asr.Transcriber"
+            f"the recording has {speech.duration_s:g} s, which is longer than one window; cut it, "
+            "or use mmdecode.asr.Transcriber"
         )
     return replace(speech.window_waveform(0), certain=False)

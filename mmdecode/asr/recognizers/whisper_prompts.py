@@ -1,4 +1,4 @@
-"""Whisper's decoder prompt and logits processors, from a checkpoint's generation configuration."""
+"""Makes Whisper's decoder prompts and logits processors from a generation configuration."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ if TYPE_CHECKING:
     from mmdecode.asr.options import TranscribeOptions
 
 SHOWN = 20
-"""Most languages that an error lists."""
+"""Most languages that an error message lists."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompt tokens of every window.
+    """Token ids for the decoder prompts of a Whisper model.
 
     Attributes:
         start: Start-of-transcript token.
-        language: Language token; ``None``: there is none, or it is detected.
-        languages: Language tokens to choose from where it is detected, else empty.
+        language: Language token; ``None``: the model has no such tokens, or the language is to be
+            detected.
+        languages: Language tokens to choose from if the language is to be detected, else empty.
         rest: Task token and, without timestamps, the no-timestamps token.
         timestamp_begin: First timestamp token.
-        no_speech: No-speech token; its probability after `start` is the no-speech probability.
-        previous: Token before the context of a window; ``None``: the model has none.
+        no_speech: No-speech token; its probability after ``start`` is the no-speech probability.
+        previous: Start-of-previous token, which precedes previous text; ``None``: the model has no
+            such token.
         hotwords: Ids of the hotwords.
-        prompt: Ids of the prompt, see `TranscribeOptions`.
-        known: Language tokens by name, as ``<|en|>``; empty for models of one language.
+        prompt: Ids of ``TranscribeOptions.prompt``.
+        known: Language tokens by name, such as ``<|en|>``; empty for models of one language.
         eos: End token.
         pad: Padding token.
     """
@@ -56,11 +58,11 @@ class Prompts:
 
     @classmethod
     def of(cls, config: Any, options: TranscribeOptions, tokenizer: Any = None) -> Prompts:
-        """From ``model.generation_config``.
+        """Makes the prompts from ``model.generation_config``.
 
         Args:
             config: The generation configuration.
-            options: Settings.
+            options: Settings of the transcription.
             tokenizer: The model's tokenizer; needed for a prompt or hotwords.
 
         Raises:
@@ -75,7 +77,7 @@ class Prompts:
         if missing:
             raise UnsupportedModelError(
                 f"the checkpoint's generation_config.json has no {', '.join(missing)}; expected "
-                "Whisper's: copy the file of the checkpoint it was trained from"
+                "that of a Whisper: copy the file of the checkpoint it was trained from"
             )
         known = getattr(config, "lang_to_id", None) or {}
         if not getattr(config, "is_multilingual", bool(known)):
@@ -92,11 +94,11 @@ class Prompts:
             if task in tasks:
                 rest.append(tasks[task])
             elif options.task is not None:
-                raise OptionError(f"the model has no task {task!r}; it has {', '.join(tasks)}")
+                raise OptionError(f"the model has no task {task!r}; expected {', '.join(tasks)}")
         elif options.language is not None or options.task is not None:
             raise OptionError(
-                f"language={options.language!r}, task={options.task!r} were given to a model of "
-                "one language; leave them out"
+                f"language={options.language!r} and task={options.task!r} do not work with a model "
+                "of one language; leave them out"
             )
         no_timestamps = int(config.no_timestamps_token_id)
         if not options.timestamps:
@@ -132,7 +134,7 @@ class Prompts:
         )
 
     def language_of(self, source: Source) -> int | None:
-        """Language token of a recording, its own or that of the options; see `language`.
+        """Returns the language token of a recording, from the recording or the options.
 
         Raises:
             InputError: The model does not support the language.
@@ -147,19 +149,19 @@ class Prompts:
             raise InputError(f"{source.name}: {error}") from error
 
     def code_of(self, token: int | None) -> str | None:
-        """Language code of a token; ``None``: the model has one language, or it is not known."""
+        """Returns the code of a language token; ``None``: it is no language token."""
         return next((n.strip("<|>") for n, value in self.known.items() if value == token), None)
 
     def initial(self, language: int | None) -> list[int]:
-        """Tokens between the context and the first generated token."""
+        """Returns the prompt tokens after the previous text, up to the first generated token."""
         return [self.start, *([] if language is None else [language]), *self.rest]
 
 
 def _encode(name: str, text: str | Sequence[int], tokenizer: Any, end: int) -> tuple[int, ...]:
-    """Ids of a text as in transformers' ``get_prompt_ids``, without the token at its beginning.
+    """Encodes a text as transformers' ``get_prompt_ids`` does, but without its first token.
 
     Raises:
-        OptionError: There is a special token among them.
+        OptionError: The ids include a special token.
     """
     if isinstance(text, str):
         text = text.strip()
@@ -167,7 +169,7 @@ def _encode(name: str, text: str | Sequence[int], tokenizer: Any, end: int) -> t
     special = [token for token in text if token >= end]
     if special:
         raise OptionError(
-            f"{name} holds the special token {special[0]}; expected ordinary words only"
+            f"{name} contains the special token {special[0]}; expected ordinary text only"
         )
     return tuple(text)
 
@@ -175,13 +177,13 @@ def _encode(name: str, text: str | Sequence[int], tokenizer: Any, end: int) -> t
 def _language(name: str, known: Mapping[str, int]) -> int:
     token = f"<|{language_code(name)}|>"
     if not known:
-        raise OptionError(f"language={name!r} was given to a model of one language; leave it out")
+        raise OptionError(f"language={name!r} does not work with a model of one language")
     if token not in known:
         codes = [key.strip("<|>") for key in known]
         choice = did_you_mean(name, [*codes, *TO_LANGUAGE_CODE])
         shown = ", ".join(sorted(codes)[:SHOWN]) + ", ..." * (len(codes) > SHOWN)
         raise OptionError(
-            f"the model does not know the language {name!r}{choice}; it knows {shown}"
+            f"the model does not know the language {name!r}{choice}; expected {shown}"
         )
     return known[token]
 
@@ -189,15 +191,15 @@ def _language(name: str, known: Mapping[str, int]) -> int:
 def processors(
     config: Any, begin: int, options: TranscribeOptions, temperature: float
 ) -> LogitsProcessorList:
-    """Logits processors in the order of transformers' Whisper.
+    """Makes the logits processors, in the order of transformers' Whisper.
 
-    At a temperature above 0 they include it and the checkpoint's own top-k and top-p, but not
-    transformers' default top-k of 50.
+    At a temperature above 0 they include the temperature and the checkpoint's own top-k and top-p,
+    but not transformers' default top-k of 50.
 
     Args:
         config: The checkpoint's generation configuration.
         begin: Length of the decoder prompt.
-        options: Settings.
+        options: Settings of the transcription.
         temperature: Sampling temperature; 0 is greedy.
     """
     found = LogitsProcessorList()
