@@ -145,7 +145,7 @@ def test_a_mistake_is_found_and_named(wrong, words, moonshine):
 
 def test_what_generate_says_may_be_given(moonshine):
     ours = lambda options: Short(*moonshine, options)  # noqa: E731
-    with pytest.raises(AssertionError, match=r"is \[.+\] through the loop, and \[5\] by plain"):
+    with pytest.raises(AssertionError, match=r"gives \[.+\] through the loop, but \[5\] by plain"):
         check_recognizer(ours, plain=lambda samples: [5])
 
 

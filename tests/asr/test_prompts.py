@@ -108,7 +108,7 @@ def test_texts_that_cannot_be_shown_are_refused(roomy, processor, options, words
     ],
 )
 def test_a_prompt_for_all_segments_needs_both_other_options(options):
-    with pytest.raises(OptionError, match="set prompt and condition_on_prev_tokens=True too"):
+    with pytest.raises(OptionError, match="needs prompt and condition_on_prev_tokens=True too"):
         TranscribeOptions(**options)
 
 

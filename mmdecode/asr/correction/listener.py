@@ -192,7 +192,7 @@ class Listener:
     def _covered(self, before: Tokens, ids: Tokens) -> float:
         """Returns the log-probability of all token sequences that begin with the text of ``ids``.
 
-        Such a sequence consists of the first ``n`` of ``ids``, for any ``n``, and one token that
+        Each sequence consists of the first ``n`` of ``ids``, for any ``n``, and one token that
         begins with the rest of the text.
         """
         names = [self.spelling.name[token] for token in ids]

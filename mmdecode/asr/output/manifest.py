@@ -146,7 +146,7 @@ def read_manifest(
         seen[entry.id] = line
         entries.append(entry)
     if not entries:
-        raise InputError(f"{path} is empty; expected one recording per line")
+        raise InputError(f"{path} holds no line; expected one recording per line")
     refuse_all(entry.problem for entry in entries)
     if left_out is None:
         return entries
