@@ -205,7 +205,7 @@ def _speech(
     limit: int | None,
     failures: list[dict[str, str]],
 ) -> tuple[Any, list[Case]]:
-    """Loads the model, and makes a case of each window; adds unreadable files to ``failures``."""
+    """Loads the model, and makes a case per window; adds unreadable files to ``failures``."""
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.asr.output.inputs import find_audio
     from mmdecode.asr.transcriber import load
@@ -286,7 +286,7 @@ def speech_cases(
 def _text(
     model: str, data: list[str] | None, device: str | None, dtype: str, limit: int | None
 ) -> tuple[Any, list[Case]]:
-    """Loads the model, and makes a case of each line of the files."""
+    """Loads the model, and makes a case, a named input to audit, of each line of the files."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed

@@ -166,7 +166,7 @@ def test_the_long_recording_is_read_about_as_well_in_both_modes(trained):
         ({"mode": "chunked", "condition_on_prev_tokens": True}, "needs mode='sequential'"),
         ({"mode": "chunked", "timestamps": False}, "needs timestamps=True"),
         ({"mode": "chunked", "overlap_s": -1.0}, "0 or more"),
-        ({"overlap_s": 1.0}, "is for mode='chunked'"),
+        ({"overlap_s": 1.0}, "needs mode='chunked'"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, words):

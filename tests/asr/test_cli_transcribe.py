@@ -171,7 +171,7 @@ def test_misuse_is_explained(run, audio, tmp_path):
         (("--data", empty / "none"), InputError, "as a manifest"),
         ((audio / "x.wav", "--data", manifest), InputError, "called"),
         ((audio, "--max-line-width", 1, "--out", empty), OptionError, "at least 2"),
-        ((audio, "--temperature", 0, "--temperature", 1), OptionError, "none is set"),
+        ((audio, "--temperature", 0, "--temperature", 1), OptionError, "no threshold is set"),
         ((audio / "x.wav", "--out", audio / "notes.txt"), InputError, "is a file"),
     ]:
         done = run(*args)

@@ -81,7 +81,7 @@ def test_a_template_that_shows_no_hypothesis_is_refused(text, error, says):
 
 
 def test_a_text_that_is_no_prompt_is_refused():
-    with pytest.raises(InputError, match="no prompt"):
+    with pytest.raises(InputError, match="does not match the template"):
         Template.of("n_best").hypotheses("something else")
 
 

@@ -36,7 +36,7 @@ def tiny(model, processor):
         ({"temperatures": ()}, "one or more"),
         ({"temperatures": (-0.1,)}, "from 0"),
         ({"temperatures": (0.4, 0.2), "logprob_threshold": -1.0}, "numbers in rising order"),
-        ({"temperatures": (0.0, 0.2)}, "none is set"),
+        ({"temperatures": (0.0, 0.2)}, "no threshold is set"),
         ({"no_speech_threshold": 0.6}, "logprob_threshold, which is not set"),
         ({"no_speech_threshold": 6.0, "logprob_threshold": -1.0}, "probability"),
         ({"logprob_threshold": 1.0}, "0 or less"),

@@ -110,7 +110,7 @@ def test_a_recording_that_cannot_be_read_is_listed_and_the_others_are_audited(tm
 def test_what_makes_no_sense_is_refused(tmp_path):
     with pytest.raises(OptionError, match="needs --sample"):
         run("--temperature", 0.5)
-    with pytest.raises(OptionError, match="leave --draft"):
+    with pytest.raises(OptionError, match="leave out --draft"):
         run("--tokens", tmp_path / "x", "--draft", "medusa")
     with pytest.raises(InputError, match="cannot be loaded"):
         run("--model", tmp_path)

@@ -428,7 +428,7 @@ def test_a_base_name_stands_for_its_path_only_where_it_is_the_only_one(tmp_path)
         ("{", "expected JSON"),
         ('[{"name": "z", "tokens": [1]}]', "z is no input"),
         ('[{"name": "x", "tokens": [1]}, {"name": "x", "tokens": [1]}]', "x is given twice"),
-        ('[{"name": "x", "tokens": "hello"}]', "no list of ids"),
+        ('[{"name": "x", "tokens": "hello"}]', "not a list of token ids"),
         ("[[1], [2], [3]]", "row 3 is no input"),
     ],
 )
