@@ -1,8 +1,8 @@
 """Image generation: classes or prompts in, images out.
 
-START HERE: `ImageGenerator`. It uses `mmdecode.image_ar.raster`, which decodes image tokens in
-raster order with any drafter and rule, or `mmdecode.image_ar.next_scale`, scale by scale. Both
-sample from the distribution of `mmdecode.image_ar.sampling`.
+START HERE: `ImageGenerator`. `mmdecode.image_ar.raster` decodes image tokens in raster order with
+any drafter and acceptance rule; `mmdecode.image_ar.next_scale` generates images scale by scale
+(VAR). Guidance, temperature, top-k and top-p are those in `mmdecode.image_ar.sampling`.
 """
 
 from mmdecode.image_ar.generator import ImageGenerator

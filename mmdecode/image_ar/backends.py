@@ -53,9 +53,9 @@ class Start:
     """An image to complete.
 
     Attributes:
-        image: Its codes, integers ``(rows, columns)``, or its pixels from 0 to 1, ``(3, H, W)``.
-        known: The part of it to keep: a number of codes in raster order, or a mask of cells or
-            pixels, true where it is kept.
+        image: Codes, integers ``(rows, columns)``, or pixels from 0 to 1, ``(3, H, W)``.
+        known: Part of the image to keep: a number of codes in raster order, or a mask of codes or
+            pixels, true where the image is kept.
     """
 
     image: Tensor
@@ -77,9 +77,10 @@ class RasterBackend:
     """Samples images with a `RasterModel` and a decoder.
 
     Args:
-        model: The model with its conditions and preset.
-        decoder: Decoder of its tokens; it is copied, with counters of its own.
-        guidance: Guidance scale; ``None``: the decoder's guide, else the model's scale.
+        model: The model with its default settings.
+        decoder: Decoder of its tokens; a copy with separate counters is used.
+        guidance: Classifier-free guidance scale; ``None``: the decoder's guide, else the model's
+            scale.
         sampling: Sampling settings, applied to guided logits.
 
     Raises:
@@ -106,11 +107,11 @@ class RasterBackend:
         self.guarantee = guarantee_of(self.decoder)
 
     def check(self, condition: Any) -> None:
-        """Checks that an image can be generated from a condition; raises the adapter's error."""
+        """Raises the adapter's error if no image can be generated from a condition."""
         self.adapter.condition(**self.model.given([condition]))
 
     def started(self, start: Start) -> tuple[PartlyKnown, Completion]:
-        """The layout with the given codes, and whether the rest can be sampled exactly."""
+        """Returns the layout with the given codes, and whether the rest is sampled exactly."""
         image = start.image
         codes = codes_of(self.adapter, image) if image.is_floating_point() else image
         layout = partly_known(self.adapter.layout, codes, start.known)
@@ -125,13 +126,13 @@ class RasterBackend:
         start: tuple[PartlyKnown, Completion] | None,
         on_tokens: OnTokens | None,
     ) -> list[SampledImage]:
-        """Samples a batch.
+        """Samples a batch, one image per condition.
 
         Args:
             conditions: Classes or prompts.
-            ordinals: Index of each image among those of its condition.
-            seed: Seed of the noise.
-            start: Given codes, as `started` returns them; ``None``: none.
+            ordinals: Index of each image among the images of the same condition.
+            seed: Seed of the sampling noise.
+            start: Given codes, as `started` returns them; ``None``: no codes are given.
             on_tokens: Called every few passes with the number of new tokens.
         """
         decoder, adapter = self.decoder, self.adapter
@@ -174,7 +175,7 @@ class RasterBackend:
         tokens: Tensor,
         start: tuple[PartlyKnown, Completion] | None,
     ) -> list[float]:
-        """Log-likelihoods of whole images ``(B, layout.length)``; see `GeneratedImage`."""
+        """Returns log-likelihoods of images ``(B, layout.length)``; see `GeneratedImage`."""
         layout, tokens = self.adapter.layout, tokens.to(self.adapter.model.device)
         padded, temperature = pad(tokens, (0, 1)), self.sampling.temperature
         found = torch.zeros(padded.shape, device=tokens.device)
@@ -193,13 +194,13 @@ class RowBackend(RasterBackend):
     """Decodes several rows of codes in parallel, see `mmdecode.image_ar.rows`.
 
     Args:
-        model: The model with its conditions and preset.
-        lead: Number of codes that a row has to be ahead of the next one.
+        model: The model with its default settings.
+        lead: Number of codes by which a row must be ahead of the row below it.
         guidance: Guidance scale; ``None``: the model's.
         sampling: Sampling settings, applied to guided logits.
 
     Raises:
-        OptionError: ``lead`` or ``guidance`` are out of range.
+        OptionError: ``lead`` or ``guidance`` is out of range.
         IncompatibleError: The model has sliding-window attention.
     """
 
@@ -211,15 +212,15 @@ class RowBackend(RasterBackend):
         self.guarantee = self._rows.guarantee
 
     def started(self, start: Start) -> tuple[PartlyKnown, Completion]:
-        """Refuses given codes.
+        """Refuses to complete an image.
 
         Raises:
             IncompatibleError: Always.
         """
         raise IncompatibleError.between(
             f"mode {ROWS!r}",
-            "an image of which a part was given",
-            "rows in parallel begin at the first code",
+            "an image to complete",
+            "this mode generates all codes of an image",
             "use another mode",
         )
 
@@ -256,13 +257,13 @@ class RoundCounts(Stats):
     """Counters of a decoder that also record in which pass each token of a call was decided."""
 
     def watch(self, on_tokens: OnTokens | None) -> None:
-        """Begins a call; ``on_tokens`` is called every few passes with the number of new tokens."""
+        """Starts counting a call; every few passes ``on_tokens`` gets the number of new tokens."""
         self._on_tokens = on_tokens
         self._kept: list[Tensor] = []
         self._reported = 0  # passes
 
     def of_call(self) -> Stats:
-        """Returns itself: it serves one call at a time."""
+        """Returns itself, since it counts one call at a time."""
         return self
 
     def prefilled(self, counts: Tensor) -> None:
@@ -287,11 +288,11 @@ class RoundCounts(Stats):
             self._on_tokens(int(torch.stack(news).sum()))
 
     def ended(self) -> Tensor:
-        """Ends a call.
+        """Ends a call and returns when each token was decided.
 
         Returns:
-            The pass in which each token of the call was decided, ``(B, length)``; 0: prefill. All
-            rows have the same length.
+            Index of the pass in which each token was decided, ``(B, length)``; 0: prefill. All rows
+            have the same length.
         """
         self._report()
         kept = torch.stack(self._kept, 1).cpu()  # (B, rounds)
@@ -300,19 +301,19 @@ class RoundCounts(Stats):
 
 
 Note = Callable[[Tensor, Tensor], None]
-"""Callback for guided logits ``(B, n, V)`` without forbidden tokens, before temperature, top-k and
-top-p, and the indices of the tokens that they decide, ``(B, n)``; the last index is one past the
-image."""
+"""Callback for logits ``(B, n, V)`` and the indices ``(B, n)`` of the tokens that they predict. The
+logits are guided, -inf at tokens that cannot occur, and before temperature, top-k and top-p. An
+index may be the image's length, one past its last token."""
 
 
 def reread(adapter: Any, guide: Any, tokens: Tensor, note: Note, given: Mapping[str, Any]) -> None:
-    """Scores images of given tokens: passes the guided logits of every token to ``note``.
+    """Runs the model over given images and passes the guided logits of every token to ``note``.
 
     Args:
         adapter: Adapter of the model.
         guide: The guide, or ``None``.
         tokens: The generated tokens, forced ones included, ``(B, layout.length)``.
-        note: Called with every index once.
+        note: Callback that gets the logits of every index once.
         given: Conditions, as arguments of the adapter's ``condition``.
     """
     layout, device = adapter.layout, adapter.model.device
@@ -338,23 +339,23 @@ class _Noted(LogitsProcessor):
         self._note, self._length = note, length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores ``(B, V)`` of the token after ``input_ids (B, P)``."""
+        """Passes on scores ``(B, V)`` of the token after ``input_ids (B, P)``."""
         self._note(scores[:, None], torch.full_like(input_ids[:, :1], input_ids.shape[1]))
         return scores
 
     def at_nodes(self, scores: Tensor, nodes: Nodes) -> Tensor:
-        """Scores ``(B, N + 1, V)`` of all nodes, also of a node past the image."""
+        """Passes on scores ``(B, N + 1, V)`` of all draft nodes, also past the end of the image."""
         self._note(scores, nodes.prefix_length.clamp_max(self._length))
         return scores
 
 
 def _name(condition: int | str) -> bytes:
-    """Name of a condition for keyed noise: an adapter's name of a class, or a prompt's text."""
+    """Returns a condition's part of the key that seeds its noise: the class, or the prompt."""
     return b"class %d" % condition if isinstance(condition, int) else condition.encode()
 
 
 def _requests(conditions: Sequence[Any], ordinals: Sequence[int]) -> list[bytes]:
-    """Names of the rows for keyed noise."""
+    """Returns the keys that seed each row's noise: its ordinal and its condition."""
     return [
         b"%d %s" % (ordinal, _name(condition))
         for condition, ordinal in zip(conditions, ordinals, strict=True)

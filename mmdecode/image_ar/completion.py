@@ -1,14 +1,14 @@
-"""Completion of images of which some codes are given: continuation and inpainting.
+"""Completion of images some of whose codes are given: continuation and inpainting.
 
-Given codes are forced at their positions, like the newline tokens of other models: drafters propose
-them, and the grammar allows no other token there.
+Given codes are forced tokens: drafters propose them, and the token mask allows no other token at
+their positions, as with the newline tokens that some models put after each row.
 
-If exactly the first codes in raster order are given, the rest has exactly the model's distribution
-given them, and with the same seed it is what the model samples there itself. Any other mask is
-*locally constrained*: a code depends on the codes before it alone and not on given ones after it,
-since the distribution is renormalised position by position and not over images. In next-scale
-models the given part is *laid over* the image after every scale, and the next scale reads the
-result; this is not the model's distribution either.
+If the given codes are the first in raster order, the rest is sampled exactly from the model's
+conditional distribution (*continued*). With any other mask the result is *locally constrained*: a
+code depends on all codes before it, but not on given codes after it, since the distribution is
+renormalised at each position and not over whole images. In next-scale models the given part is
+*laid over* the image after every scale, and the next scale reads the result; this is not the
+model's conditional distribution either.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class PartlyKnown(Layout):
     """A layout some of whose codes are given.
 
     Args:
-        known: The given token at each position, -1 where it is free, ``(length,)``; or by row,
-            ``(B, length)``, and then indices have a leading batch axis.
+        known: The given token at each position, -1 where none is given, ``(length,)``; or one such
+            row per image, ``(B, length)``: then indices need a leading batch axis.
     """
 
     known: Tensor
@@ -46,7 +46,7 @@ class PartlyKnown(Layout):
         return True
 
     def forced(self, index: Tensor) -> Tensor:
-        """The forced token at each index, -1 where the position is free; any shape."""
+        """Returns the forced token at each index, -1 where any code may follow; any shape."""
         known = self.known.to(index.device)
         position = index.clamp(0, self.length - 1)
         if known.ndim == 1:
@@ -58,17 +58,16 @@ class PartlyKnown(Layout):
 
 
 def partly_known(layout: Layout, codes: Tensor, known: int | Tensor) -> PartlyKnown:
-    """A layout with given codes.
+    """Returns a layout in which some codes of an image are given.
 
     Args:
         layout: Layout of the model's image tokens.
-        codes: Codes of the image to complete, ``(rows, columns)``; codes that are not known are
-            ignored.
+        codes: Codes of the image to complete, ``(rows, columns)``; only the codes to keep are read.
         known: Number of codes to keep in raster order, or a mask of the codes to keep, bool
             ``(rows, columns)``.
 
     Raises:
-        ShapeError: Codes or mask have another shape than the grid.
+        ShapeError: The shape of the codes or of the mask does not fit the grid.
         OptionError: A code does not exist, or there is nothing left to generate.
     """
     grid = (layout.rows, layout.columns)
@@ -85,18 +84,18 @@ def partly_known(layout: Layout, codes: Tensor, known: int | Tensor) -> PartlyKn
 
 
 def holding(layout: Layout, tokens: Tensor) -> PartlyKnown:
-    """The layout with given tokens, ``(length,)`` or ``(B, length)``; -1: free."""
+    """Returns a layout with given tokens, ``(length,)`` or ``(B, length)``; -1: not given."""
     return PartlyKnown(
         layout.rows, layout.columns, layout.ids, layout.newline, layout.tail, known=tokens
     )
 
 
 def kept_cells(known: int | Tensor, rows: int, columns: int) -> Tensor:
-    """Mask of the codes to keep, bool ``(rows, columns)``.
+    """Returns the mask of the codes to keep, bool ``(rows, columns)``.
 
     Args:
-        known: A number of codes in raster order, or a mask of cells or pixels: a cell is kept if
-            all its pixels are.
+        known: A number of codes in raster order, or a mask of codes or of pixels; with pixels, a
+            code is kept if all pixels of its patch are.
         rows: Rows of the grid.
         columns: Columns of the grid.
 
@@ -116,15 +115,15 @@ def kept_cells(known: int | Tensor, rows: int, columns: int) -> Tensor:
         blocks = known.cpu().bool().view(rows, tall, columns, wide)
         stays = blocks.all(3).all(1)
         if bool(stays.all()):
-            raise OptionError("the mask keeps every code; mark what is to be drawn again")
+            raise OptionError("the mask keeps every code; leave the part to generate unmarked")
         return stays
     if not 0 <= known < cells:
-        raise OptionError(f"known={known}; expected 0 to {cells - 1} codes that stay")
+        raise OptionError(f"known={known}; expected 0 to {cells - 1} codes to keep")
     return (torch.arange(cells) < known).view(rows, columns)
 
 
 def completion_of(layout: PartlyKnown) -> Completion:
-    """Whether the completion has the model's distribution given the known codes."""
+    """Returns ``continued`` if the known codes are the first ones, else ``locally constrained``."""
     given = layout.known[layout.cell_indices().flatten()] >= 0
     first_free = int((~given).long().argmax())
     return "locally constrained" if bool(given[first_free:].any()) else "continued"
@@ -148,7 +147,7 @@ def codes_of(adapter: Any, pixels: Tensor) -> Tensor:
         raise IncompatibleError.between(
             "an image to start from",
             adapter.name,
-            "its tokenizer is not at hand for reading images",
+            "no image tokenizer that encodes pixels was loaded",
             "give the codes of the image, (rows, columns)",
         )
     factor = 1 if grey else vq.config.factor
@@ -165,14 +164,14 @@ def codes_of(adapter: Any, pixels: Tensor) -> Tensor:
 
 
 class Given(Drafter):
-    """Drafts the given codes that come next, and nothing else: a run of them takes one pass.
+    """Drafts only given codes, so that consecutive given codes take one pass of the model.
 
-    Used with decoding without a drafter; windows insert given codes themselves.
+    It replaces `NoDraft` when an image is completed; Jacobi windows insert given codes themselves.
+    The drafter is lossless under every rule that accepts deterministic proposals, and proposes
+    nothing if no codes are given.
 
     Args:
         most: Maximum number of tokens of a proposal.
-
-    Lossless under every rule that takes deterministic proposals; neutral if no codes are given.
     """
 
     capabilities = DrafterCapabilities(graph_safe=True)
@@ -193,7 +192,7 @@ class GivenSession(DraftSession):
         self.most = most
 
     def propose(self, budget: int) -> Proposal:
-        """The given codes up to the next free position."""
+        """Proposes the given codes up to the next position without one."""
         call = self.call
         order = torch.arange(min(self.most, budget), device=call.device)
         tokens = call.plan.adapter.layout.forced(call.rows.length[:, None] + order)

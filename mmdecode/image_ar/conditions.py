@@ -1,4 +1,4 @@
-"""Conditions of images: classes by number or by name, or prompts."""
+"""Resolves what images are generated from: class numbers, class names, or prompts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MAX_LISTED = 40
 
 
 class Conditions:
-    """Resolves the conditions of a model: classes by number or name, or prompts.
+    """Resolves class numbers, class names or prompts to the conditions of one model.
 
     Args:
         classes: Number of classes; 0: the model takes prompts.
-        labels: Names of classes, as far as they are known.
+        labels: Class names by number; empty if the model's configuration has none.
     """
 
     def __init__(self, classes: int, labels: Mapping[int, str]) -> None:
@@ -35,12 +35,12 @@ class Conditions:
     def requests(
         self, conditions: Any, n: int
     ) -> tuple[list[ImageRequest], dict[int | str, Exception | None]]:
-        """Requests of a call, and the errors of conditions that are not known."""
+        """Returns the requests of a call, and the errors of invalid conditions."""
         if n < 1:
             raise OptionError(f"n={n}; expected at least 1 image")
         listed = list(conditions) if is_list(conditions) else [conditions]
         if not listed:
-            raise OptionError("nothing to draw; give a class or a prompt")
+            raise OptionError("nothing to generate; give a class or a prompt")
         seen: Counter[int | str] = Counter()
         found: list[ImageRequest] = []
         wrong: dict[int | str, Exception | None] = {}
@@ -57,7 +57,7 @@ class Conditions:
         return found, wrong
 
     def find(self, given: int | str) -> int | str:
-        """Resolves a condition: the number of a class, or a prompt.
+        """Returns the number of a class given by number or name, or a checked prompt.
 
         Raises:
             OptionError: ``given`` is no class or prompt of the model.
@@ -66,12 +66,12 @@ class Conditions:
         if not self.classes:
             if isinstance(given, str):
                 return utf8(given)
-            raise OptionError(f"this model draws of prompts, and {given!r} is none; give a text")
+            raise OptionError(f"this model takes prompts, and {given!r} is none; give a text")
         every = f"expected 0 to {self.classes - 1}"
         if not isinstance(given, str):
             number = _number(given)
             if number is None:
-                raise OptionError(f"{given!r} is neither number nor name of a class; {every}")
+                raise OptionError(f"{given!r} is neither a class number nor a class name; {every}")
             if not 0 <= number < self.classes:
                 raise OptionError(f"class {number} does not exist; {every}")
             return number
@@ -79,8 +79,8 @@ class Conditions:
             return self._by_name[given.strip().casefold()]
         if not self.labels:
             raise OptionError(
-                f"this model draws of classes, whose names its configuration does not say; {every},"
-                f" got {given!r}"
+                f"this model takes class numbers, and its configuration has no class names; {every}"
+                f", got {given!r}"
             )
         if self.classes <= _MAX_LISTED:
             raise UnknownNameError.of("class", given, self.labels.values())
@@ -89,13 +89,13 @@ class Conditions:
 
 
 def is_list(conditions: Any) -> bool:
-    """Whether ``conditions`` holds several conditions rather than one."""
+    """Returns whether ``conditions`` holds several conditions rather than a single one."""
     several = isinstance(conditions, Iterable) and not isinstance(conditions, str)
     return several and getattr(conditions, "ndim", 1) != 0
 
 
 def _number(given: Any) -> int | None:
-    """An integer of Python, NumPy or torch as ``int``; ``None`` for anything else."""
+    """Returns an integer of Python, NumPy or torch as ``int``; ``None`` for anything else."""
     if isinstance(given, bool) or getattr(given, "dtype", None) == torch.bool:
         return None
     try:
@@ -105,16 +105,16 @@ def _number(given: Any) -> int | None:
 
 
 def utf8(text: str) -> str:
-    """Returns a text that can be written in UTF-8.
+    """Returns a text unchanged after checking that it can be encoded in UTF-8.
 
     Raises:
-        OptionError: It cannot.
+        OptionError: The text has a lone surrogate.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise OptionError(
-            f"the prompt {text!r} cannot be written in UTF-8 ({error.reason}); give it as text "
-            "that was decoded rightly"
+            f"the prompt {text!r} cannot be encoded in UTF-8 ({error.reason}); decode it with the "
+            "right encoding"
         ) from None
     return text

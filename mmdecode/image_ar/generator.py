@@ -1,8 +1,9 @@
 """START HERE for images: `ImageGenerator`, classes or prompts in, images out.
 
 Samples in batches with raster or next-scale models and returns codes, pixels and the pass in which
-each code was decided. A row's noise is keyed by the seed, the condition and its ordinal among equal
-conditions: the same seed gives the same image with and without an exact drafter, in any batch.
+each code was decided. The seed, the condition and the image's ordinal among those of its condition
+seed its sampling noise, so that an image does not depend on its batch. With the acceptance rule
+``coupled`` a drafter does not change it either.
 """
 
 from __future__ import annotations
@@ -45,26 +46,29 @@ class ImageGenerator:
 
     Args:
         model: A `RasterModel`, see `mmdecode.image_ar.loading.load`, or a `NextScale`.
-        decoder: Decoder of a raster model; ``None``: without a drafter.
-        guidance: Scale s of ``u + s (c - u)``; 1 switches guidance off. For next-scale models, the
-            scale at the last resolution, 1 + t for the published t. ``None``: the model's.
-        sampling: Sampling settings; ``None``: the model's.
-        temperature, top_k, top_p: Override those of ``sampling``.
-        negative_prompt: Text that guidance leads away from; only for models that take prompts.
-        lead: Decode rows of codes in parallel (ZipAR, lossy), each so many codes ahead of the
-            next; only for raster models without a decoder. ``None``: one code after another.
-        seed: Seed of the noise.
-        batch: Images sampled at once; no image depends on it.
+        decoder: Decoder of a raster model; ``None``: a decoder without a drafter.
+        guidance: Classifier-free guidance scale s of ``u + s (c - u)``; 1 switches guidance off.
+            For next-scale models it is the scale at the last resolution, 1 + t for VAR's published
+            t. ``None``: the model's own.
+        sampling: Sampling settings; ``None``: the model's own.
+        temperature, top_k, top_p: Replace these values of ``sampling``; ``None``: keep them.
+        negative_prompt: Prompt of the unconditional branch, which guidance leads away from; only
+            for models that take prompts.
+        lead: Number of codes by which a row must be ahead of the row below it when rows are decoded
+            in parallel (ZipAR, lossy); only for raster models, and without ``decoder``. ``None``:
+            codes are decoded one after another.
+        seed: Seed of the sampling noise.
+        batch: Images sampled at once; it does not change the images.
 
     Attributes:
-        guarantee: Guarantee for whole images, see `GeneratedImage`.
+        guarantee: Whether images have the model's distribution, see `GeneratedImage`.
         classes: Number of classes; 0: the model takes prompts.
-        labels: Names of classes, as far as they are known.
+        labels: Class names by number; empty if the model's configuration has none.
         tokens: Number of tokens of an image.
-        grid: Rows and columns of codes; for next-scale models, of the last scale.
+        grid: Rows and columns of codes; for next-scale models, at the last scale.
 
     Raises:
-        OptionError: A number is out of range, or does not suit the model.
+        OptionError: A value is out of range, or the model does not support an option.
     """
 
     def __init__(
@@ -90,8 +94,8 @@ class ImageGenerator:
         if isinstance(model, NextScale):
             if negative_prompt is not None or lead is not None:
                 raise OptionError(
-                    f"negative_prompt={negative_prompt!r}, lead={lead}; a next-scale model draws "
-                    "of classes, scale by scale: leave both out"
+                    f"negative_prompt={negative_prompt!r}, lead={lead}; a next-scale model takes "
+                    "classes and has no raster order: leave out negative_prompt and lead"
                 )
             if decoder is not None:
                 raise OptionError(
@@ -112,7 +116,7 @@ class ImageGenerator:
             elif decoder is None:
                 self._backend = RowBackend(model, lead, guidance, settings)
             else:
-                raise OptionError(f"lead={lead}: rows in parallel take no decoder; drop one")
+                raise OptionError(f"lead={lead} cannot be used with a decoder; leave out either")
             if negative_prompt is not None and self._backend.guidance == 1:
                 raise OptionError(
                     "a negative prompt does nothing without guidance; give guidance above 1"
@@ -146,27 +150,26 @@ class ImageGenerator:
 
         Args:
             model_id: A folder, a Hub id, a short name such as ``janus-pro-1b``, or ``zoo:NAME``.
-            draft: A drafter, or its name with options.
-            accept: See `mmdecode.Decoder`.
-            mode: A drafter and a rule under one name, see `mmdecode.image_ar.modes`: ``ar``,
-                ``exact``, ``fast`` or ``relaxed``, or ``zipar`` with its ``window``; the last two
-                are lossy.
-            device: ``None``: CUDA if there is one.
+            draft: A drafter, or the name of a drafter with its options (``name:key=value``).
+            accept: The acceptance rule, or its name; see `mmdecode.Decoder`.
+            mode: Name of a combination of drafter and rule, see `mmdecode.image_ar.modes`: ``ar``,
+                ``exact``, ``fast``, ``relaxed`` (lossy), or ``zipar:window=8`` (lossy).
+            device: Device of the model; ``None``: CUDA if available, else the CPU.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
             compile: See `mmdecode.Decoder`.
-            grid: Rows and columns of codes, for families whose images have no size of their own.
-            refiner: A smaller next-scale model that writes the last scales (CoDe).
-            drafted: Number of scales that the model itself writes in that case.
+            grid: Rows and columns of codes, for model families whose images may have any size.
+            refiner: A smaller next-scale model that generates the last scales (CoDe).
+            drafted: Number of scales that ``model_id`` generates before the refiner.
             template: See `mmdecode.image_ar.loading.load`.
             trust_remote_code: Run Python files that come with the model; read them first.
             **how: Guidance, sampling and the other arguments of `ImageGenerator`.
 
         Raises:
             InputError: The checkpoint cannot be loaded.
-            IncompatibleError: Its parts do not fit each other, or draft and rule do not.
-            OptionError: An option does not suit the model, or a value is out of range.
-            UnknownNameError: A mode, a draft or a rule is not known.
-            UnsupportedModelError: No adapter knows how the model writes images.
+            IncompatibleError: Parts of the checkpoint, or drafter and rule, do not fit each other.
+            OptionError: The model does not support an option, or a value is out of range.
+            UnknownNameError: A mode, drafter or rule is unknown.
+            UnsupportedModelError: No adapter supports image generation with this model.
         """
         check_mode(mode, draft, accept)
         name = full_name(str(model_id))
@@ -182,8 +185,8 @@ class ImageGenerator:
             for option, value in given.items():
                 if value is not None:
                     raise OptionError(
-                        f"{option}={value!r} is for models that write in raster order, and {name} "
-                        f"writes scale by scale; leave {option} out"
+                        f"{option}={value!r} is for models in raster order, and {name} generates "
+                        f"images scale by scale; leave {option} out"
                     )
             stages = _next_scale(name, refiner, drafted, device)
             if published_drawing(stages) is next_scale.VAR:
@@ -194,14 +197,14 @@ class ImageGenerator:
             return cls(stages, **how)
         if refiner is not None or drafted is not None:
             raise OptionError(
-                f"a refiner is for next-scale models, and {name} writes in raster order; draft "
-                "with draft='assistant:model=...'"
+                f"a refiner is for next-scale models, and {name} generates in raster order; to "
+                "draft with a smaller model, use draft='assistant:model=...'"
             )
         model = load(name, device, dtype, grid, template)
         lead = lead_of(mode)
         if lead is not None:
             if compile:
-                raise OptionError(f"mode {mode!r} is a loop of its own; leave out compile")
+                raise OptionError(f"mode {mode!r} cannot be compiled; leave out compile")
             return cls(model, lead=lead, **how)
         decoder = decoder_of(
             mode,
@@ -248,25 +251,24 @@ class ImageGenerator:
             n: Images per condition; ``None``: one.
             on_error: ``raise`` the first error, or ``return`` an image that holds its error;
                 ``None``: raise for a single condition, return for a list.
-            seed: Overrides the generator's.
+            seed: Seed of the sampling noise; ``None``: the generator's.
             start: An image to complete: its codes, integers ``(rows, columns)``, or its pixels from
                 0 to 1, ``(3, H, W)``.
-            known: The part of it to keep: a number of codes in raster order, or a mask of codes or
-                pixels, true where it is kept. If the first codes are kept, the rest is sampled
-                exactly. For other masks raster models sample *locally constrained*: a code does
-                not depend on kept ones after it. Next-scale models fill masks scale by scale.
+            known: Part of ``start`` to keep: a number of codes in raster order, or a mask of codes
+                or pixels, true where the image is kept. If the first codes are kept, the rest is
+                sampled exactly; for other masks see `mmdecode.image_ar.completion`.
             on_tokens: Called every few passes with the number of tokens added to the batch.
-            likelihood: Whether images get a log-likelihood, which takes another pass over them.
+            likelihood: Whether images get a log-likelihood, which takes another forward pass.
 
         Returns:
-            A `GeneratedImage` for a single condition without ``n``; else a list by condition, then
-            ordinal, with an ``error`` for each image that failed.
+            A `GeneratedImage` for a single condition without ``n``; otherwise a list, the images of
+            each condition together, with an ``error`` for each image that failed.
 
         Raises:
-            UnknownNameError: A single class has no such name.
-            OptionError: ``n`` is less than 1; a single class is out of range, or a single prompt
-                too long; or ``start`` and ``known`` do not come together.
-            ShapeError: ``start`` or ``known`` have the wrong shape.
+            UnknownNameError: A single condition is the name of no class.
+            OptionError: ``n`` is less than 1; a single class is out of range; a single prompt is
+                too long; or only one of ``start`` and ``known`` is given.
+            ShapeError: ``start`` or ``known`` has the wrong shape.
             IncompatibleError: Guidance, rule or drafter do not fit the model.
         """
         single = not is_list(conditions)
@@ -286,11 +288,11 @@ class ImageGenerator:
     def requests(
         self, conditions: int | str | Sequence[int | str], n: int = 1
     ) -> list[ImageRequest]:
-        """Requests of a call: ``n`` images of each condition, in order.
+        """Returns the requests of a call: ``n`` images of each condition, in order.
 
         Raises:
-            UnknownNameError: A class has no such name.
-            OptionError: ``n`` is less than 1, there is no condition, or one of the wrong kind.
+            UnknownNameError: No class has a given name.
+            OptionError: ``n`` is less than 1, no condition is given, or a condition is invalid.
         """
         found, wrong = self._conditions.requests(conditions, n)
         for error in filter(None, wrong.values()):
@@ -308,21 +310,21 @@ class ImageGenerator:
         likelihood: bool = False,
         watch: Watch | None = None,
     ) -> Iterator[GeneratedImage]:
-        """Like a call, but yields images as their batches end; failed ones have an ``error``.
+        """Yields images as soon as their batch is generated; a failed image has an ``error``.
 
-        Any error of one image makes that image fail; the others are generated.
+        If one image fails, the others are generated all the same.
 
         Args:
             requests: Requests as `requests` returns them.
-            seed: See `__call__`, also for the other arguments.
+            seed: See `__call__`, also for the next four arguments.
             start: An image to complete.
-            known: The part of it to keep.
+            known: Part of ``start`` to keep.
             on_tokens: Called every few passes.
             likelihood: Whether images get a log-likelihood.
-            watch: Watch of a job that calls several times; see `mmdecode.runs.items`.
+            watch: Error state that several calls of one job share; see `mmdecode.runs.items`.
 
         Raises:
-            MMDecodeError: An error of the configuration, by which all images fail.
+            MMDecodeError: The configuration is wrong, so that all images fail.
         """
         watch = Watch() if watch is None else watch
         yield from watch.released(
@@ -340,7 +342,7 @@ class ImageGenerator:
         on_tokens: OnTokens | None,
         likelihood: bool,
     ) -> Iterator[tuple[GeneratedImage, Failed | None]]:
-        """See `images`; ``checked``: errors of conditions that were checked before, or ``None``."""
+        """See `images`; ``checked`` has the error, or ``None``, of conditions already checked."""
         if (start is None) != (known is None):
             raise OptionError("start and known belong together; give both, or neither")
         begun = None
@@ -416,7 +418,7 @@ class ImageGenerator:
         on_tokens: OnTokens | None,
         likelihood: bool,
     ) -> tuple[list[SampledImage], Sequence[float | None], float]:
-        """Samples a batch: images, their log-likelihoods, and seconds per image."""
+        """Samples a batch; returns images, their log-likelihoods, and seconds per image."""
         conditions: list[Any] = [request.condition for request in requests]
         ordinals = [request.ordinal for request in requests]
         began = time.perf_counter()
@@ -428,12 +430,12 @@ class ImageGenerator:
         return sampled, self._backend.log_likelihood(conditions, tokens, start), seconds
 
     def _wrong(self, condition: int | str) -> Exception | None:
-        """The error of a condition; ``None``: images can be generated from it."""
+        """Returns the error of a condition; ``None``: images can be generated from it."""
         found = tried(lambda: self._backend.check(condition), _MEMORY_HINT)
         return found.problem if isinstance(found, Failed) else None
 
     def not_attempted(self, request: ImageRequest, problem: str) -> GeneratedImage:
-        """Result of an image that is not attempted, with ``problem`` as its error."""
+        """Returns the result of a request that is not run, with ``problem`` as its error."""
         return self._failed(request, self.seed, Failed.of(InputError(problem), _MEMORY_HINT))
 
     def _failed(self, request: ImageRequest, seed: int, failed: Failed) -> GeneratedImage:
@@ -459,8 +461,8 @@ def _next_scale(
 ) -> NextScale:
     if (refiner is None) != (drafted is None):
         raise OptionError(
-            f"refiner={refiner!r}, drafted={drafted}; give both: drafted is the number of scales "
-            "that the large model writes"
+            f"refiner={refiner!r}, drafted={drafted}; give refiner and drafted together: drafted "
+            "is the number of scales that the large model generates"
         )
     if refiner is None or drafted is None:
         return NextScale.from_pretrained(name, device)

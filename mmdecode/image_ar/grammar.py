@@ -1,6 +1,6 @@
-"""The grammar of image tokens and the sampling pipeline, as logits processors of a decoder.
+"""Logits processors for images: one masks tokens that cannot occur, one applies sampling settings.
 
-Both process all nodes of a draft at once (``at_nodes``), without synchronising with the device.
+Each processes all draft nodes at once (``at_nodes``), without synchronising with the device.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mmdecode.models.image_layout import Layout
 
 
 class Grammar(LogitsProcessor):
-    """Allows the image's codes at free positions, and the forced token alone at others.
+    """Masks all tokens but the image's codes or, where the layout forces a token, all but that.
 
     Args:
         layout: Layout of the image.
-        prompt_length: Number of ids before the first generated one.
+        prompt_length: Number of prompt tokens in ``input_ids``.
     """
 
     def __init__(self, layout: Layout, prompt_length: int = 0) -> None:
@@ -31,7 +31,7 @@ class Grammar(LogitsProcessor):
         return self._mask(scores, index)
 
     def at_nodes(self, scores: Tensor, nodes: Nodes) -> Tensor:
-        """Masks the root and all nodes, ``(B, N + 1, V)``."""
+        """Masks logits after the last committed token and each draft node, ``(B, N + 1, V)``."""
         return self._mask(scores, nodes.prefix_length - self.prompt_length)
 
     def _mask(self, scores: Tensor, index: Tensor) -> Tensor:
@@ -48,9 +48,9 @@ class Warp(LogitsProcessor):
         self.sampling = sampling
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Warped scores, ``(B, V)``."""
+        """Returns warped scores, ``(B, V)``."""
         return self.sampling.warp(scores)
 
     def at_nodes(self, scores: Tensor, nodes: Nodes) -> Tensor:
-        """Warped scores of the root and all nodes, ``(B, N + 1, V)``."""
+        """Returns warped scores after the last committed token and each node, ``(B, N + 1, V)``."""
         return self.sampling.warp(scores)

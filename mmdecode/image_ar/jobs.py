@@ -1,10 +1,10 @@
-"""A folder of images that is resumed after interruptions.
+"""A folder of generated images that is resumed after interruptions.
 
-Each image is a PNG with its settings as text metadata, and a line of `RESULTS`; the PNG is written
-first, so that every line has its image. The file `mmdecode.runs.files.RUN` holds the settings. A
-run is resumed only on request and only under the same settings; failed images are tried again. At
-the end of a run the lines are sorted in the order of the requests, so that nothing in the folder
-depends on when a run was interrupted.
+Each image is a PNG with its settings as text metadata, and has a JSON line in the file `RESULTS`;
+the PNG is written first, so that every line has its image. The file `mmdecode.runs.files.RUN` holds
+the settings. A run is resumed only on request and only under the same settings; failed images are
+tried again. At the end of a run the lines are sorted in the order of the requests, so that an
+interrupted and resumed run leaves the same folder.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from mmdecode.image_ar.results import GeneratedImage, ImageRequest
 
 BATCHES = ".decoding"
-"""File in the folder that records the images in progress, and those that ended a process."""
+"""File in the folder with the names of images in progress, and of images that ended a process."""
 
 MEMORY_HINT = "draw smaller images, or on another device"
-"""Hint for errors where an image needs more memory than there is."""
+"""Hint in error messages when an image needs too much memory."""
 RESULTS = "results.jsonl"
 GRID = "grid.png"
 CODES = "codes"
@@ -68,17 +68,17 @@ class ImageFolder:
     Args:
         folder: The folder; created if it does not exist.
         settings: Settings that may change an image.
-        resume: Continue the existing folder.
-        overwrite: Replace files that are not ours and, without ``resume``, earlier results, which
-            are deleted when the first image is written.
+        resume: Whether an existing folder is continued.
+        overwrite: Whether to replace files that this package did not write and, without
+            ``resume``, earlier results, which are deleted when the first image is written.
 
     Attributes:
-        batches: Record of the images that are being generated; set by `todo`.
+        batches: File with the images being generated, in case one ends the process; set by `todo`.
 
     Raises:
-        OptionError: The folder holds images and ``resume`` is not set, or holds images of other
-            settings, or another run is writing there.
-        InputError: It cannot be read or written.
+        OptionError: The folder holds images and ``resume`` is not set; the images belong to other
+            settings; or another run is writing there.
+        InputError: The folder cannot be read or written.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ImageFolder:
         self._closing.close()
 
     def _open_lines(self) -> BinaryIO:
-        """Opens the file of lines to append, after deleting what it replaces."""
+        """Opens a new file of lines after deleting the old one."""
         self._results.unlink(missing_ok=True)
         note_settings(self.folder, self._settings, self._overwrite)
         file = open_append(self._results)
@@ -124,7 +124,7 @@ class ImageFolder:
         self._labels, self._texts = labels, texts
 
     def name(self, request: ImageRequest | GeneratedImage) -> str:
-        """Name of an image, and of its file without the ending."""
+        """Returns the name of an image, which is also the stem of its file."""
         condition = request.condition
         if isinstance(condition, int):
             label = self._labels.get(condition, "class").partition(",")[0]
@@ -135,14 +135,14 @@ class ImageFolder:
         return f"{what}-{request.ordinal:03d}"
 
     def todo(self, requests: Sequence[ImageRequest], grid: bool = False) -> list[ImageRequest]:
-        """Requests whose images do not exist yet.
+        """Returns the requests whose images do not exist yet.
 
         Args:
             requests: All requests.
             grid: Whether the file `GRID` will be written too.
 
         Raises:
-            OptionError: Files that are not ours would be replaced.
+            OptionError: Files that this package did not write would be replaced.
         """
         found = [
             request
@@ -162,7 +162,7 @@ class ImageFolder:
         """Writes an image and its line, and flushes both.
 
         Returns:
-            The line, with an ``error`` also if the pixels cannot be decoded or written.
+            The line; it has an ``error`` if generating, decoding or writing the image failed.
 
         Raises:
             InputError: The folder cannot be written.
@@ -186,7 +186,7 @@ class ImageFolder:
         return line
 
     def line(self, image: GeneratedImage) -> dict[str, Any]:
-        """Metadata of an image, without timings: the same in every run."""
+        """Returns the line of an image; it has no timings, so that every run writes the same."""
         name = self.name(image)
         line: dict[str, Any] = {
             "id": name,
@@ -205,11 +205,11 @@ class ImageFolder:
         return line
 
     def finish(self, requests: Sequence[ImageRequest], grid: bool) -> None:
-        """Sorts the lines; of several for one image, that of a generated image is kept.
+        """Sorts the lines and keeps one per image: its result, else its last error.
 
         Args:
             requests: All requests, in order.
-            grid: Also write all images as one, a row for each condition, into `GRID`.
+            grid: Whether to write the file `GRID`, which shows all images, a row per condition.
         """
         order = {self.name(request): index for index, request in enumerate(requests)}
         lines: dict[str, tuple[bytes, bool]] = {}
@@ -231,21 +231,21 @@ class ImageFolder:
                 )
 
     def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
-        """Yields complete lines and their content; a line truncated by a crash is skipped."""
+        """Yields each line and its JSON object; skips a last line that a crash cut off."""
         for number, line in enumerate(complete_lines(self._results), 1):
             try:
                 found = json.loads(line)
                 _ = found["id"], found["condition"]
             except (ValueError, KeyError, TypeError):
                 raise InputError(
-                    f"{self._results}, line {number} is of no image; remove the line, and "
-                    "--resume draws that image again"
+                    f"{self._results}, line {number} is no result; remove the line, and "
+                    "--resume generates that image again"
                 ) from None
             yield line, found
 
 
 def read_prompts(path: Path) -> list[tuple[str, str | InputError]]:
-    """Non-empty lines of a file: where each is, and its text or the error of reading it.
+    """Reads a file of prompts; returns ``FILE, line N`` and text (or error) of each filled line.
 
     Raises:
         InputError: The file cannot be read, or is empty.
@@ -272,7 +272,7 @@ def read_prompts(path: Path) -> list[tuple[str, str | InputError]]:
 
 
 def as_png(image: GeneratedImage, texts: Mapping[str, Any]) -> bytes:
-    """Encodes an image as PNG with texts and its codes as metadata."""
+    """Encodes an image as PNG; its metadata hold ``texts`` and the image's codes."""
     from PIL.PngImagePlugin import PngInfo
 
     info = PngInfo()
@@ -289,11 +289,11 @@ def codes_in(path: Path, model: str) -> Tensor | None:
 
     Args:
         path: The file.
-        model: Model that the codes must come from, as it was named when the image was generated.
+        model: Name of the model that the codes must come from, as the PNG has it.
 
     Returns:
-        The codes; ``None`` if there are none, if they are of another model, or if the pixels were
-        changed since.
+        The codes; ``None`` if the file has none, if another model generated them, or if the pixels
+        have been changed.
     """
     try:
         from PIL import Image
@@ -313,7 +313,7 @@ def codes_in(path: Path, model: str) -> Tensor | None:
 
 
 def laid_out(rows: Sequence[Sequence[Path]]) -> Image:
-    """Composes images in rows; those that do not exist are white."""
+    """Pastes image files into one image, row by row; missing files stay white."""
     from PIL import Image
 
     sizes = []

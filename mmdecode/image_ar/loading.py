@@ -1,11 +1,11 @@
 """Loads checkpoints of image models, by the ``model_type`` of their configuration.
 
-A LlamaGen folder has its image tokenizer under ``vq``; one for captions has its text encoder under
-``text_encoder`` and the files of the text tokenizer next to the model's own. A Chameleon folder may
-have a decoder to pixels under ``vq``. Names of classes come from ``id2label`` in the configuration.
-``generation_config.json`` of a LlamaGen or a VAR may set the default ``guidance_scale`` (of a VAR,
-that of the last scale), ``temperature``, ``top_k`` and ``top_p``; it overrides the defaults of the
-family.
+A LlamaGen folder has its image tokenizer under ``vq``; a caption-conditional LlamaGen also has its
+text encoder under ``text_encoder`` and the files of the text tokenizer next to the model's files. A
+Chameleon folder may have a decoder to pixels under ``vq``. Class names come from ``id2label`` in
+the configuration. ``generation_config.json`` of a LlamaGen or VAR model may set the default
+``guidance_scale`` (for VAR at the last scale), ``temperature``, ``top_k`` and ``top_p``; it
+overrides the defaults of the model family.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from mmdecode.models.vq import VQModel
 if TYPE_CHECKING:
     from mmdecode.adapters.images.base import ImageAdapter, Preset
 
-_OF_A_CHAT = ("janus",)  # published with prompts as chat turns; others use templates for text only
+_OF_A_CHAT = ("janus",)  # families whose published code puts image prompts into the chat template
 
 
 @dataclass(frozen=True, kw_only=True)
 class RasterModel:
-    """A model of image tokens in raster order, with its conditions and default settings.
+    """A model of image tokens in raster order, with its input functions and default settings.
 
     Attributes:
         adapter: Adapter of the model.
         given: Turns classes or prompts, one per image, into arguments of the adapter's
             ``condition``.
         classes: Number of classes; 0: the model takes prompts.
-        labels: Names of classes, as far as they are known.
+        labels: Class names by number; empty if the configuration has none.
         preset: Default guidance and sampling.
         steered: Turns a negative prompt into arguments of the adapter's ``condition``; ``None``:
-            the model takes none.
+            the model takes no negative prompt.
     """
 
     adapter: ImageAdapter
@@ -59,22 +59,22 @@ class RasterModel:
     steered: Callable[[str], Mapping[str, Any]] | None = None
 
     def away_from(self, text: str) -> RasterModel:
-        """The same model with a negative prompt.
+        """Returns a copy of the model whose unconditional branch reads a negative prompt.
 
         Raises:
             OptionError: The model takes no negative prompt.
         """
         if self.steered is None:
             raise OptionError(
-                f"negative_prompt={text!r}: {self.adapter.name} has a learned input for no "
-                "condition, and reads no text in its place; leave the negative prompt out"
+                f"negative_prompt={text!r}: the unconditional input of {self.adapter.name} is "
+                "learned and cannot be a text; leave the negative prompt out"
             )
         given, more = self.given, self.steered(text)
         return replace(self, given=lambda conditions: {**given(conditions), **more})
 
 
 def config_of(model_id: str) -> Any:
-    """Configuration of a checkpoint; ``model_type`` is its type.
+    """Returns the transformers configuration of a checkpoint.
 
     Raises:
         InputError: The configuration cannot be read, or ``model_id`` is a file.
@@ -103,30 +103,31 @@ def load(
 
     Args:
         model_id: A folder, a Hub id or ``zoo:NAME``.
-        device: ``None``: CUDA if there is one.
+        device: Device of the model; ``None``: CUDA if available, else the CPU.
         dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
-        grid: Rows and columns of codes, for families whose images have no fixed size.
-        template: Put prompts into the processor's chat template, for families that were published
-            with one (Janus); ``False``: prompts are complete as they are.
+        grid: Rows and columns of codes, for model families whose images may have any size.
+        template: Whether prompts are put into the processor's chat template, for families whose
+            published code does so (Janus); ``False``: the model reads prompts unchanged.
 
     Raises:
-        InputError: The checkpoint cannot be loaded, or lacks a part that its type needs.
+        InputError: The checkpoint cannot be loaded, or a part is missing.
         IncompatibleError: The image tokenizer has another codebook than the model.
-        OptionError: Device or dtype do not exist, or the family takes no grid, or needs one.
+        OptionError: Device or dtype do not exist; the model needs a grid, or has a fixed one.
         UnsupportedModelError: No adapter supports the model.
     """
     if config_of(model_id).model_type == llamagen.LlamaGenConfig.model_type:
         if grid is not None:
-            raise OptionError(f"{model_id} draws images of one size; leave out the grid")
+            raise OptionError(f"{model_id} generates images of one size; leave out the grid")
         return _llamagen(model_id, device, dtype)
     return _of_transformers(model_id, device, dtype, grid, template)
 
 
 def whole(cls: Any, model_id: str, subfolder: str = "", **options: Any) -> Any:
-    """Loads a model of ours and checks that the checkpoint has all of its weights.
+    """Loads a model of this package and checks that the checkpoint has exactly its weights.
 
     Raises:
-        InputError: It cannot be loaded; weights are missing, unknown or of another shape.
+        InputError: The checkpoint cannot be loaded, or weights are missing, unknown or of another
+            shape.
     """
     with loading(model_id):
         model, found = cls.from_pretrained(
@@ -148,15 +149,15 @@ def whole(cls: Any, model_id: str, subfolder: str = "", **options: Any) -> Any:
     ]
     if wrong:
         raise InputError(
-            f"{model_id}{'/' * bool(subfolder)}{subfolder} is no {cls.__name__} as its config.json "
-            f"says: {'; '.join(wrong)}; give the configuration it was trained with, or make the "
-            "folder again with load_published and save_pretrained"
+            f"{model_id}{'/' * bool(subfolder)}{subfolder} is no {cls.__name__} as configured in "
+            f"its config.json: {'; '.join(wrong)}; give the configuration it was trained with, or "
+            "convert the checkpoint again with load_published and save_pretrained"
         )
     return model.eval()
 
 
 def labels_of(config: Any, classes: int) -> dict[int, str]:
-    """Names of classes, without transformers' default names."""
+    """Returns class names by number; empty if the configuration has only default names."""
     found = {int(label): name for label, name in (config.id2label or {}).items()}
     if len(found) != classes or found == {label: f"LABEL_{label}" for label in found}:
         return {}
@@ -164,7 +165,7 @@ def labels_of(config: Any, classes: int) -> dict[int, str]:
 
 
 def generation_settings(model_id: str) -> dict[str, Any]:
-    """``guidance`` and sampling settings that ``generation_config.json`` sets."""
+    """Returns the guidance and sampling settings in ``generation_config.json``, if any."""
     from transformers import GenerationConfig
 
     try:
@@ -177,7 +178,7 @@ def generation_settings(model_id: str) -> dict[str, Any]:
 
 
 def with_generation_settings(model_id: str, preset: Preset) -> Preset:
-    """The preset, overridden by the checkpoint's ``generation_config.json``."""
+    """Returns the preset, overridden by the checkpoint's ``generation_config.json``."""
     settings = generation_settings(model_id)
     return replace(
         preset,
@@ -213,8 +214,8 @@ def _captions(model_id: str, model: Any) -> Callable[[Sequence[str]], Mapping[st
 
     if not _holds(model_id, "text_encoder"):
         raise InputError(
-            f"{model_id} draws of captions and holds no text_encoder; save the T5EncoderModel it "
-            "was trained with there, and the files of its tokenizer beside the model's own"
+            f"{model_id} is caption-conditional and has no folder text_encoder; save the "
+            "T5EncoderModel it was trained with there, and its tokenizer next to the model"
         )
     encoder = placed(
         whole(T5EncoderModel, model_id, "text_encoder", dtype=model.dtype), model.device
@@ -224,7 +225,7 @@ def _captions(model_id: str, model: Any) -> Callable[[Sequence[str]], Mapping[st
         raise IncompatibleError.between(
             f"{model_id}/text_encoder",
             model_id,
-            f"its states have {width} numbers, the model reads {wanted}",
+            f"its states have width {width}, and the model reads width {wanted}",
             "give the text encoder that the model was trained with",
         )
     with loading(model_id):
@@ -257,7 +258,7 @@ def _of_transformers(
     grid: tuple[int, int] | None,
     template: bool,
 ) -> RasterModel:
-    """Loads a family of transformers; prompts are read by its processor, if it has one."""
+    """Loads an image model of transformers, with its processor unless it is unconditional."""
     import transformers
 
     config = config_of(model_id)
@@ -273,8 +274,8 @@ def _of_transformers(
         options["grid"] = grid
     elif config.model_type == "emu3":
         raise OptionError(
-            f"{model_id} draws images of any size; say how many codes, with grid=(rows, columns) "
-            "or --codes ROWSxCOLUMNS, such as 90x90"
+            f"{model_id} generates images of any size; give the number of codes with grid=(rows, "
+            "columns) or --codes ROWSxCOLUMNS, such as 90x90"
         )
     if config.model_type == "chameleon" and _holds(model_id, "vq"):
         options["vq"] = placed(whole(ChameleonVQDecoder, model_id, "vq"), device)
@@ -311,7 +312,7 @@ def _of_transformers(
 
 
 def _clusters(path: str) -> Any:
-    """Colours of ImageGPT's tokens, if the image processor can be loaded."""
+    """Returns the colours of ImageGPT's tokens from ``preprocessor_config.json``, if it exists."""
     from transformers.utils import cached_file
 
     try:
@@ -322,7 +323,7 @@ def _clusters(path: str) -> Any:
 
 
 def _holds(model_id: str, subfolder: str) -> bool:
-    """Whether a checkpoint has a part in a subfolder."""
+    """Returns whether a subfolder of a checkpoint has a ``config.json``."""
     from transformers.utils import cached_file
 
     try:

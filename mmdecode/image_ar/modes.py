@@ -1,12 +1,12 @@
-"""Named modes of decoding in raster order: presets of a drafter and a rule.
+"""Named modes of decoding in raster order: combinations of a drafter and an acceptance rule.
 
 * ``ar``: token by token, without a drafter.
-* ``exact``: a Jacobi window under the coupled rule: the image of ``ar`` with the same seed.
-* ``fast``: a Jacobi window under the rejection rule: another image of the same distribution.
-* ``relaxed``: a Jacobi window under LANTERN++, or under Cool-SD if the model has no codebook:
-  another image, of another distribution. Lossy.
-* ``zipar``, or ``zipar:window=8``: several rows of codes in parallel, see `mmdecode.image_ar.rows`;
-  a loop of its own, without drafter and rule. Lossy.
+* ``exact``: a Jacobi window with the coupled rule, which gives the image of ``ar`` with that seed.
+* ``fast``: a Jacobi window with speculative sampling (rejection); the images differ from those of
+  ``ar`` with the same seed, but have the same distribution.
+* ``relaxed``: a Jacobi window with LANTERN++, or with Cool-SD if the model has no codebook. Lossy.
+* ``zipar``, or ``zipar:window=8``: several rows of codes in parallel, without drafter and rule; see
+  `mmdecode.image_ar.rows`. Lossy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mmdecode.engine.contracts import AcceptanceRule, Drafter
 
 WINDOW = 32
-"""Default window of modes; smaller for smaller images."""
+"""Jacobi window of the modes, in tokens; images with fewer tokens have a smaller window."""
 
 ROWS = "zipar"
 """The mode that decodes rows in parallel."""
@@ -36,9 +36,9 @@ class Mode:
     """A preset of drafter and rule.
 
     Attributes:
-        drafts: Whether a Jacobi window drafts.
-        accept: The rule.
-        without_codebook: The rule for models without a codebook; ``None``: the same.
+        drafts: Whether tokens are drafted by a Jacobi window.
+        accept: Name of the acceptance rule, with its options.
+        without_codebook: The rule for models without a codebook; ``None``: ``accept``.
     """
 
     drafts: bool = True
@@ -46,7 +46,7 @@ class Mode:
     without_codebook: str | None = None
 
     def rule(self, codebook: bool) -> str:
-        """The rule for a model with or without a codebook."""
+        """Returns the rule for a model with or without a codebook."""
         return self.accept if codebook else self.without_codebook or self.accept
 
 
@@ -63,14 +63,14 @@ def check_mode(mode: str | None, draft: Any, accept: Any) -> None:
 
     Raises:
         UnknownNameError: There is no such mode.
-        OptionError: The mode sets what was also given.
+        OptionError: The mode already sets the drafter or the rule.
     """
     if mode is None:
         return
     if lead_of(mode) is not None:
         if draft is not None or accept != "auto":
             raise OptionError(
-                f"mode {mode!r} is a loop of its own; leave out draft and rule, or the mode"
+                f"mode {mode!r} uses no drafter and no rule; leave out draft and rule, or the mode"
             )
         return
     if mode not in MODES:
@@ -85,10 +85,10 @@ def check_mode(mode: str | None, draft: Any, accept: Any) -> None:
 
 
 def lead_of(mode: str | None) -> int | None:
-    """Number of codes that a row has to be ahead of the next; ``None``: another mode.
+    """Returns the ``window`` of mode ``zipar``, in codes; ``None`` for any other mode.
 
     Raises:
-        OptionError: ``window`` is no number of codes, or there is another option.
+        OptionError: ``window`` is no positive integer, or there is another option.
     """
     if mode is None or mode.partition(":")[0] != ROWS:
         return None
@@ -112,12 +112,12 @@ def decoder_of(
     """Builds a decoder from a mode, or from a drafter and a rule.
 
     Args:
-        mode: One of `MODES`; ``None``: none.
-        draft: Drafter that replaces the mode's window.
-        accept: The rule, if there is no mode.
+        mode: A name in `MODES`; ``None``: use ``draft`` and ``accept``.
+        draft: Drafter, or its name with options; it replaces the mode's Jacobi window.
+        accept: The acceptance rule; used without a mode.
         adapter: Adapter of the model.
         compile: See `Decoder`.
-        **at_hand: Arguments for drafters that are named, see `mmdecode.registry.create`.
+        **at_hand: Objects that a drafter's constructor may take, see `mmdecode.registry.create`.
 
     Raises:
         UnknownNameError: A name is not registered.
@@ -134,7 +134,7 @@ def decoder_of(
 
 
 def guarantee_of(decoder: Decoder) -> str:
-    """``exact`` or ``heuristic``: whether images have the distribution of the model."""
+    """Returns ``exact`` if images have the model's distribution, ``heuristic`` if they do not."""
     if isinstance(decoder.accept, str):  # auto and fastest choose exact rules
         return "exact"
     return "heuristic" if decoder.accept.guarantee == "lossy" else "exact"

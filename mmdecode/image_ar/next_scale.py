@@ -1,18 +1,17 @@
-"""Next-scale models: images scale by scale, by one model (VAR) or by two (CoDe).
+"""Next-scale models: one model (VAR) or two (CoDe) generate images scale by scale.
 
 START HERE: `NextScale.generate`. At each scale the model reads the image so far and returns the
-distributions of all codes of the scale at once; they are sampled and added to the image. A stage is
-a run of scales by one model: VAR has one stage. CoDe has two: the drafter generates the first N
-scales, whose codes are few but decide most, then its cache is freed and a smaller refiner reads
-them in one pass and generates the rest, where most of the tokens are.
+distributions of all codes of the scale at once; the codes are sampled and added to the image. A
+stage is a sequence of scales that one model generates. VAR has one stage. CoDe has two: a large
+drafter generates the first N scales, which have few codes but decide most of the image; then its
+cache is freed, and a smaller refiner reads these scales in one pass and generates the others.
 
-The noise of a code is keyed by request and by the code's index over all scales: an image depends
-neither on its batch nor on which model of equal weights generated which scale. This is a loop of
-its own without a token tree: drafters and rules of the engine do not apply.
+The request and the code's index over all scales seed the sampling noise of a code, so that an image
+does not depend on its batch. Drafters and acceptance rules are not used.
 
-Source: VAR, Tian et al. 2024, arXiv:2404.02905; CoDe, Chen et al. 2024, arXiv:2411.17787. CoDe's
-distribution is a hybrid: that of the drafter for the first scales, of the refiner for the others;
-it is exactly VAR's if both are one model.
+Source: VAR, Tian et al. 2024, arXiv:2404.02905; CoDe, Chen et al. 2024, arXiv:2411.17787. CoDe
+samples the first scales from the drafter's distribution and the others from the refiner's; it is
+exactly VAR if drafter and refiner are the same model.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ class Drawing:
     """Guidance and sampling of the codes.
 
     Attributes:
-        guidance: The published strength t: scale k of K is guided by ``1 + t k / (K - 1)``, so the
-            first one is not and the last one most; ``0`` is neutral and reads no unconditional
-            input.
-        sampling: Sampling settings of all scales, or one for each.
-        greedy: Whether the most likely code of the guided logits is taken everywhere.
+        guidance: The published strength t: the guidance scale at scale k of K is
+            ``1 + t k / (K - 1)`` and grows from 1 (off) at the first scale; ``0`` is neutral and
+            runs no unconditional rows.
+        sampling: Sampling settings of all scales, or a tuple with the settings of each scale.
+        greedy: Whether to take the most likely code by guided logits instead of sampling.
 
     Raises:
         OptionError: ``guidance`` is negative or not finite.
@@ -59,11 +58,11 @@ class Drawing:
             raise OptionError(f"guidance must be 0 (off) or more, got {self.guidance}")
 
     def strength(self, scale: int, scales: int) -> float:
-        """Guidance scale ``s`` of ``u + s (c - u)`` at a scale; 1 is neutral."""
+        """Returns the guidance scale s of ``u + s (c - u)`` at an image scale; 1 is neutral."""
         return 1 + self.guidance * scale / max(scales - 1, 1)
 
     def sampling_of(self, scale: int) -> Sampling:
-        """Sampling settings of a scale."""
+        """Returns the sampling settings of a scale."""
         return self.sampling if isinstance(self.sampling, Sampling) else self.sampling[scale]
 
 
@@ -75,12 +74,12 @@ CODE = Drawing(
     sampling=(Sampling(temperature=1.1, top_k=600, top_p=0.95, order=_LAST),) * 7
     + (Sampling(top_k=600, top_p=0.95, order=_LAST),) * 3,
 )
-"""Stages of the published CoDe, for ten scales."""
+"""Guidance and sampling of the published CoDe, for ten scales."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of scales by one model.
+    """Consecutive scales that one model generates.
 
     Attributes:
         model: Model of the stage.
@@ -94,10 +93,10 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport:
-    """Cost of a stage.
+    """Forward passes and memory of a stage.
 
     Attributes:
-        first, end: Its scales.
+        first, end: Scales of the stage, ``end`` excluded.
         fed: Tokens per row that the model read in each pass.
         cache_bytes: Size of the keys and values of all rows at the end of the stage.
         device_bytes: Maximum CUDA memory allocated after any pass, minus that at the start of the
@@ -116,10 +115,10 @@ class NextScaleOutput:
     """Result of `NextScale.generate`.
 
     Attributes:
-        codes: Codes of all scales, small ones first, ``(B, L)``. In a known region they are those
-            that the model sampled.
-        f_hat: Sum of the scales' latents, with the known region, ``(B, D, side, side)``.
-        stages: Cost of each stage.
+        codes: Sampled codes of all scales, small scales first, ``(B, L)``; in a kept part of an
+            image too.
+        f_hat: Sum of the scales' latents, with the kept part put in, ``(B, D, side, side)``.
+        stages: Passes and memory of each stage.
         tokenizer: Tokenizer of the model.
     """
 
@@ -155,7 +154,7 @@ class Known:
     @classmethod
     @torch.no_grad()
     def of(cls, tokenizer: MultiScaleVQ, images: Tensor, keep: Tensor) -> Known:
-        """Encodes images and a mask.
+        """Encodes the images and reduces the mask to latents.
 
         Args:
             tokenizer: Tokenizer of the model.
@@ -164,29 +163,29 @@ class Known:
                 a latent is kept if all its pixels are.
 
         Raises:
-            ShapeError: Images or mask have another shape, or differ in number.
+            ShapeError: Images or masks have the wrong shape, or their numbers differ.
         """
         grid, pixels = tokenizer.config.patch_nums[-1], tokenizer.config.side
         if keep.ndim != 3 or tuple(keep.shape[1:]) not in ((grid, grid), (pixels, pixels)):
             raise ShapeError(
-                f"the mask of what stays has shape {tuple(keep.shape)}; expected (batch, {pixels}, "
+                f"the mask to keep has shape {tuple(keep.shape)}; expected (batch, {pixels}, "
                 f"{pixels}) in pixels or (batch, {grid}, {grid}) in latents"
             )
         if 1 not in (len(keep), len(images)) and len(keep) != len(images):
             raise ShapeError(
-                f"{len(images)} images and {len(keep)} masks; give as many, or one for all"
+                f"{len(images)} images and {len(keep)} masks; give one mask per image, or one mask"
             )
         share = resized(keep[:, None].float().to(tokenizer.device), grid)
         latents = tokenizer.encode(images.to(tokenizer.device, tokenizer.dtype) * 2 - 1)
         return cls(running=tokenizer.quantize(latents).running, keep=share == 1)
 
     def over(self, f_hat: Tensor, scale: int) -> Tensor:
-        """``f_hat`` after a scale, with the kept part replaced by the given image's."""
+        """Returns ``f_hat`` after a scale, with the given image's latents in the kept part."""
         return torch.where(self.keep, self.running[:, scale], f_hat)
 
 
 def class_requests(classes: Sequence[int]) -> list[int]:
-    """Default keys of the rows' noise: class and ordinal among equal classes."""
+    """Returns keys that seed the rows' noise by default: class and ordinal among equal classes."""
     seen: Counter[int] = Counter()
     keys = []
     for label in classes:
@@ -238,16 +237,16 @@ class NextScale:
         Args:
             classes: Class numbers from 0, ``(B,)``.
             drawing: Guidance and sampling.
-            seed: Seed of the noise.
-            requests: Keys of the rows' noise; default: `class_requests`.
+            seed: Seed of the sampling noise.
+            requests: One key per row, which seeds its noise; ``None``: `class_requests`.
             known: Part of the images to keep.
-            on_scale: Called after each scale with its index and the latents so far; for progress
-                and previews.
+            on_scale: Called after each scale with its index and ``f_hat``; for progress bars and
+                previews.
 
         Raises:
             OptionError: A class is out of range, guidance is used with a model that has no
-                unconditional input, or the number of samplings is not that of the scales.
-            ShapeError: ``known`` or ``requests`` have another number of rows.
+                unconditional input, or the sampling settings are not one per scale.
+            ShapeError: ``known`` or ``requests`` has another number of rows than ``classes``.
         """
         labels = self._checked(classes, drawing)
         if requests is None:
@@ -313,9 +312,10 @@ class NextScale:
     def score(
         self, classes: Sequence[int] | Tensor, codes: Tensor, *, drawing: Drawing = VAR
     ) -> Tensor:
-        """Guided logits of given codes ``(B, L)``, each from the scales before it, ``(B, L, V)``.
+        """Returns the guided logits ``(B, L, V)`` of given codes ``(B, L)``, in one pass per stage.
 
-        Takes one pass per stage. `generate` samples from these up to rounding.
+        Each code's logits depend on the codes of earlier scales. Up to rounding, they are the
+        logits that `generate` samples from.
         """
         labels = self._checked(classes, drawing)
         starts = self.tokenizer.starts
@@ -354,12 +354,12 @@ class Collaborative(NextScale):
         drafter: The large model.
         refiner: The small model.
         tokenizer: Tokenizer of both.
-        drafted: Number N of scales that the drafter generates; 0: the drafter is not run; all: the
-            refiner is not run.
+        drafted: Number N of scales that the drafter generates. With 0 the drafter is not run, with
+            all scales the refiner is not run.
 
     Raises:
-        IncompatibleError: A model and the tokenizer differ in codes or scales, or the models in
-            classes.
+        IncompatibleError: A model and the tokenizer differ in codes or scales, or the two models
+            differ in their number of classes.
         OptionError: ``drafted`` is negative or above the number of scales.
     """
 
@@ -377,8 +377,8 @@ class Collaborative(NextScale):
             raise IncompatibleError.between(
                 "the drafter",
                 "the refiner",
-                f"they know {classes[0]} and {classes[1]} classes",
-                "give models of one training set",
+                f"they have {classes[0]} and {classes[1]} classes",
+                "give models that were trained on the same classes",
             )
         if not 0 <= drafted <= self.scales:
             raise OptionError(
@@ -399,7 +399,7 @@ class Collaborative(NextScale):
         """Loads both models and their tokenizer; see `load`.
 
         Raises:
-            IncompatibleError: The models do not fit, as the class says, or have different
+            IncompatibleError: The models differ in codes, scales or classes, or have different
                 tokenizers.
         """
         large, tokenizer = load(drafter, device, dtype)
@@ -409,8 +409,8 @@ class Collaborative(NextScale):
             raise IncompatibleError.between(
                 f"drafter {str(drafter)!r}",
                 f"refiner {str(refiner)!r}",
-                "their tokenizers differ, so the codes of one are noise to the other",
-                "give models that were trained on one tokenizer",
+                "their tokenizers differ, so neither model can read the other's codes",
+                "give models that were trained with the same tokenizer",
             )
         return cls(large, small, tokenizer, drafted)
 
@@ -427,20 +427,20 @@ def load(
 
     Args:
         name: A folder, a Hub id or ``zoo:NAME``.
-        device: ``None``: CUDA if there is one.
-        dtype: Data type of the transformer; the tokenizer is always in float32, for its running
-            sums.
+        device: Device of model and tokenizer; ``None``: CUDA if available, else the CPU.
+        dtype: Data type of the transformer; the tokenizer is always in float32, since it sums the
+            latents of all scales.
 
     Raises:
-        InputError: There is no such model, weights are missing, or the configuration does not name
-            the tokenizer.
+        InputError: The model does not exist, weights are missing, or the configuration does not
+            name the tokenizer.
         OptionError: The device or the dtype does not exist.
     """
     model = whole(VarForImageGeneration, str(name), dtype=dtype_of(dtype, name, device))
     if not model.config.tokenizer:
         raise InputError(
-            f"{name} does not name its tokenizer; write its folder into config.json as "
-            "'tokenizer', or load both apart and give them to NextScale"
+            f"{name} does not name its tokenizer; write the tokenizer's folder into config.json as "
+            "'tokenizer', or load model and tokenizer separately and pass them to NextScale"
         )
     folder = Path(local_path(name)) / model.config.tokenizer
     source = str(folder) if folder.is_dir() else model.config.tokenizer
@@ -459,7 +459,7 @@ def _check_pair(role: str, model: VarForImageGeneration, tokenizer: MultiScaleVQ
                 role,
                 "the tokenizer",
                 f"{what}: {left} and {right}",
-                "give the one it was trained on",
+                "give the tokenizer that it was trained with",
             )
 
 
@@ -469,19 +469,19 @@ def _check_rows(rows: int, requests: Sequence[int], known: Known | None) -> None
     for part in () if known is None else (known.running, known.keep):
         if len(part) not in (1, rows):
             raise ShapeError(
-                f"known is of {len(part)} pictures for {rows} classes; give as many, or one"
+                f"known has {len(part)} images for {rows} classes; give one per class, or only one"
             )
 
 
 def _with_null_class(model: VarForImageGeneration, labels: Tensor, drawing: Drawing) -> Tensor:
-    """Classes of all rows: conditional ones, then with guidance as many unconditional ones."""
+    """Returns the classes of the conditional rows and, with guidance, of the unconditional rows."""
     if drawing.guidance == 0:
         return labels
     return torch.cat([labels, torch.full_like(labels, model.null_class)])
 
 
 def _for_rows(inputs: Sequence[Tensor], rows: int) -> Tensor | None:
-    """Concatenates inputs and repeats them for the unconditional rows, if there are any."""
+    """Concatenates inputs along the sequence and repeats them for any unconditional rows."""
     if not inputs:
         return None
     joined = torch.cat(list(inputs), 1)
@@ -489,7 +489,7 @@ def _for_rows(inputs: Sequence[Tensor], rows: int) -> Tensor | None:
 
 
 def _guided(logits: Tensor, rows: int, strength: float) -> Tensor:
-    """Guided logits ``(B, n, V)`` from those of conditional rows, then unconditional ones."""
+    """Returns guided logits ``(B, n, V)`` from conditional rows, followed by unconditional rows."""
     if len(logits) == rows:
         return logits
     return guided(logits[:rows], logits[rows:], strength)

@@ -1,4 +1,4 @@
-"""Samples batches of images with a next-scale model: VAR, or CoDe."""
+"""Backend of `ImageGenerator` for next-scale models: VAR or CoDe."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mmdecode.image_ar.sampling import Sampling
 
 
 class NextScaleBackend:
-    """Backend of next-scale models.
+    """Samples batches of images with a next-scale model.
 
     Args:
         model: The model with its tokenizer.
         drawing: Guidance and sampling.
-        labels: Names of classes.
+        labels: Class names by number; ``None``: no names.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class NextScaleBackend:
         self.stats = RoundCounts()
 
     def check(self, condition: Any) -> None:
-        """Checks that an image can be generated from a condition.
+        """Checks that the model has a class.
 
         Raises:
             OptionError: The class does not exist.
@@ -53,12 +53,12 @@ class NextScaleBackend:
         """Encodes the part of an image to keep, for every scale.
 
         Raises:
-            ShapeError: The image is not given as pixels.
+            ShapeError: The image is given as codes instead of pixels.
         """
         if not start.image.is_floating_point():
             raise ShapeError(
-                f"the image to start from has shape {tuple(start.image.shape)} and no pixels; a "
-                "next-scale model takes pixels from 0 to 1, (3, H, W)"
+                f"the image to start from has shape {tuple(start.image.shape)} and holds integers; "
+                "a next-scale model takes pixels as floats from 0 to 1, (3, H, W)"
             )
         side = self.model.tokenizer.config.patch_nums[-1]
         keep = kept_cells(start.known, side, side)
@@ -119,17 +119,17 @@ class NextScaleBackend:
         tokens: Tensor,
         start: tuple[Known, Completion] | None,
     ) -> list[float]:
-        """Log-likelihoods of whole images ``(B, L)``; see `GeneratedImage`.
+        """Returns log-likelihoods of images ``(B, L)``; see `GeneratedImage`.
 
         Raises:
-            IncompatibleError: A part of the image was given, which the model did not generate.
+            IncompatibleError: A part of the image was given.
         """
         if start is not None:
             raise IncompatibleError.between(
                 "likelihood",
-                "an image of which a part was given",
-                "a next-scale model writes a whole image, and the given part is laid over it",
-                "ask for one of them",
+                "an image to complete",
+                "the given part replaces codes that a next-scale model sampled",
+                "leave out either",
             )
         codes = tokens.to(self.model.tokenizer.device)
         logits = self.model.score(conditions, codes, drawing=self.drawing)
@@ -148,7 +148,13 @@ def drawing_of(
     sampling: Sampling | None,
     changed: dict[str, Any],
 ) -> Drawing:
-    """Guidance and sampling of a next-scale model; the published ones are the default.
+    """Returns the guidance and sampling of a next-scale model; by default the published settings.
+
+    Args:
+        model: The model.
+        guidance: Guidance scale at the last scale; ``None``: the published one.
+        sampling: Sampling settings of all scales; ``None``: the published ones.
+        changed: Fields of `Sampling` to replace.
 
     Raises:
         OptionError: ``guidance`` is below 1.
@@ -170,7 +176,7 @@ def drawing_of(
 
 
 def published_drawing(model: NextScale) -> Drawing:
-    """Published guidance and sampling of this kind of model."""
+    """Returns CoDe's published settings for a CoDe model of ten scales, else VAR's."""
     code = next_scale.CODE
     samplings = code.sampling
     assert not isinstance(samplings, Sampling), "one for each scale"

@@ -1,8 +1,9 @@
 """START HERE for images in raster order: `generate`.
 
 ``mmdecode.generate(model, mode="image", ...)`` calls it. It finds the model's adapter, turns the
-conditions into model inputs, and runs the decoder on an empty prompt with the grammar and the
-sampling pipeline as logits processors: loop, drafters and rules are those of text.
+conditions into model inputs, and runs the same decoder as for text, with the same drafters and
+acceptance rules. Logits processors mask tokens that are no image codes and apply the sampling
+settings.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from mmdecode.image_ar.sampling import Sampling
 
 @dataclass(frozen=True, eq=False)
 class ImageTokens:
-    """Whole images as tokens.
+    """Result of `generate`: whole images as tokens.
 
     Attributes:
         tokens: Generated tokens, forced ones included, ``(B, layout.length)``.
@@ -46,10 +47,10 @@ class ImageTokens:
     adapter: Any
 
     def pixels(self) -> Tensor:
-        """The images, float32 in 0..1, ``(B, 3, H, W)``.
+        """Decodes the codes to pixels, float32 from 0 to 1, ``(B, 3, H, W)``.
 
         Raises:
-            IncompatibleError: The decoder from codes to pixels was not given.
+            IncompatibleError: The adapter has no decoder from codes to pixels.
         """
         return self.adapter.decode(self.codes)
 
@@ -73,23 +74,23 @@ def generate(
 
     Args:
         model: A model that `mmdecode.registry.image_adapter_for` supports.
-        decoder: The decoder; ``None``: without a drafter.
-        adapter: Adapter of the model; ``None``: looked up.
-        guidance: Guidance scale s of ``u + s (c - u)``, or a `Guidance`; ``None``: the decoder's
-            guide, else the family's published scale. 1 is neutral and does not run the
-            unconditional branch.
-        sampling: Sampling settings; ``None``: the family's published ones.
-        do_sample: ``False``: take the most likely token everywhere.
-        seed: Seed of the noise; ``None``: the decoder's.
-        request: Names of the rows for keyed noise; default: each row's condition and its ordinal
-            among equal ones, so that an image does not depend on its batch.
+        decoder: The decoder; ``None``: a decoder without a drafter.
+        adapter: Adapter of the model; ``None``: the registered adapter of its type.
+        guidance: Classifier-free guidance scale s of ``u + s (c - u)``, or a `Guidance`; ``None``:
+            the decoder's guide, else the model family's published scale. 1 is neutral and does not
+            run the unconditional branch.
+        sampling: Sampling settings; ``None``: the model family's published settings.
+        do_sample: Whether to sample; ``False``: greedy decoding.
+        seed: Seed of the sampling noise; ``None``: the decoder's.
+        request: One key per row, which seeds its noise; ``None``: the row's condition and its
+            ordinal among equal conditions, so that an image does not depend on its batch.
         streamer: Streamer of tokens, for a batch of one row.
         trace: A list to which the rounds of every image are appended.
         **given: Conditions of the images, see the adapter's ``condition``; and, without
             ``adapter``, its options, such as ``vq`` or ``grid``.
 
     Raises:
-        OptionError: A condition or option does not suit the model.
+        OptionError: The model does not support a condition or an option.
         IncompatibleError: Both ``guidance`` and a decoder's guide are given, or the model has no
             unconditional input.
     """
@@ -127,7 +128,12 @@ def generate(
 
 
 def guide_of(decoder: Decoder, guidance: float | Guidance | None, published: float) -> Any:
-    """The decoder's guide, else guidance of the given scale, else of the published one.
+    """Returns the decoder's guide, else classifier-free guidance.
+
+    Args:
+        decoder: The decoder.
+        guidance: Guidance, or its scale; ``None``: ``published``.
+        published: Published scale of the model family.
 
     Raises:
         IncompatibleError: Both ``guidance`` and a decoder's guide are given.
@@ -139,8 +145,8 @@ def guide_of(decoder: Decoder, guidance: float | Guidance | None, published: flo
         raise IncompatibleError.between(
             f"guidance={guidance!r}",
             f"guide {type(decoder.guide).__name__}",
-            "both want to set the distribution",
-            "drop one of them",
+            "each would set the distribution",
+            "leave out either",
         )
     return decoder.guide
 

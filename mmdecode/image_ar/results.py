@@ -23,9 +23,10 @@ class ImageRequest:
     """One image to generate.
 
     Attributes:
-        index: Its index among the requests.
-        condition: A class, or a prompt.
-        ordinal: Its index among the requests of its condition; it keys the noise.
+        index: Index of the request among all requests.
+        condition: A class number, or a prompt.
+        ordinal: Index among the requests of the same condition; it seeds the sampling noise,
+            together with condition and seed.
     """
 
     index: int
@@ -38,28 +39,29 @@ class GeneratedImage:
     """One image as tokens, and how it was generated.
 
     Attributes:
-        index: Its index among the requests.
-        condition: The class, or the prompt.
-        label: The class's name; ``None``: it has none.
-        ordinal: Its index among the images of its condition.
-        seed: Seed of the noise.
-        guarantee: ``exact``: sampled from the target distribution; ``heuristic``: a relaxed rule
-            changes the distribution; ``hybrid of two models``: CoDe; ``locally constrained``: an
-            exact rule, but codes do not depend on given ones after them.
-        completion: How an image with a given part was completed. ``continued``: exactly, after the
-            given codes; ``locally constrained`` and ``laid over`` are no samples of the model, see
-            `mmdecode.image_ar.completion`; ``None``: nothing was given.
-        codes: Codes of the image tokenizer, ``(rows, columns)``; for next-scale models those of all
-            scales, ``(L,)``.
-        tokens: The generated tokens, forced ones included.
-        commits: The pass in which each of ``codes`` was decided; 0: prefill, -1: given. For
-            next-scale models, the scale.
-        passes: Scoring passes after prefill.
+        index: Index of the request among all requests.
+        condition: The class number, or the prompt.
+        label: Name of the class; ``None``: unknown, or a prompt was given.
+        ordinal: Index among the images of the same condition.
+        seed: Seed of the sampling noise.
+        guarantee: ``exact``: sampled from the model's distribution; ``heuristic``: lossy decoding
+            changes the distribution; ``hybrid of two models``: CoDe; ``locally constrained``: the
+            decoding is exact, but codes do not depend on given codes after them.
+        completion: How a partly given image was completed. ``continued``: the first codes were
+            given, and the rest was sampled exactly; ``locally constrained`` and ``laid over``: the
+            result does not have the model's conditional distribution, see
+            `mmdecode.image_ar.completion`; ``None``: no part was given.
+        codes: Codes of the image tokenizer, ``(rows, columns)``; for next-scale models the codes of
+            all scales, ``(L,)``.
+        tokens: The generated tokens, with forced tokens such as newlines.
+        commits: Index of the pass in which each of ``codes`` was decided; 0: prefill, -1: given.
+            For next-scale models, the index of the scale.
+        passes: Forward passes of the model, without the prefill.
         seconds: Seconds of its batch without decoding pixels, divided by the batch size.
-        log_likelihood: Log-likelihood of the sampled codes in nats, under the guided distribution
-            at the temperature, before top-k and top-p; ``None``: not requested.
-        error: The problem, what was expected and what to do; ``None``: no error.
-        kind: Name of the error's class.
+        log_likelihood: Log-likelihood of the sampled codes in nats, by the guided logits divided by
+            the temperature, before top-k and top-p; ``None``: not requested.
+        error: The problem, the expected input and how to fix it; ``None``: no error.
+        kind: Name of the error's class; ``None``: no error.
     """
 
     index: int
@@ -80,11 +82,11 @@ class GeneratedImage:
     _pixels: Callable[[], Tensor] | None = field(default=None, repr=False)
 
     def pixels(self) -> Tensor:
-        """Pixels, float32 from 0 to 1, ``(3, H, W)``.
+        """Decodes the codes to pixels, float32 from 0 to 1, ``(3, H, W)``.
 
         Raises:
             InputError: The image could not be generated.
-            IncompatibleError: The decoder of the image tokenizer was not given.
+            IncompatibleError: No decoder of the image tokenizer was loaded.
         """
         if self._pixels is None:
             raise InputError(self.error or "this image was not generated")
@@ -106,5 +108,5 @@ class GeneratedImage:
 
 
 def request_name(image: ImageRequest | GeneratedImage) -> str:
-    """Name of an image in the record of images in progress."""
+    """Returns the name of an image in the file of images in progress: condition and ordinal."""
     return f"{image.condition} {image.ordinal}"

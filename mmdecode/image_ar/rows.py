@@ -4,21 +4,20 @@ START HERE: `ZipAR.generate`. A code depends mostly on codes near it, so a row m
 the row above is a few codes ahead: the cell (i, j) is decided once row i - 1 has its cells up to
 j + window - 1, or has ended. Each pass decides one cell in every row that has begun; h rows of w
 cells take ``w + (h - 1) min(window, w)`` passes. Every cell is decided once, from the model's
-distribution at its position in raster order, over a context in which the ends of the rows above are
-missing.
+distribution at its position in raster order; undecided cells at the ends of the rows above are
+masked.
 
-Attention follows raster order, not the order of decoding, and undecided cells are masked. The first
-code of a row has no left neighbour, and the token before it in raster order may not be decided yet.
-A newline is known, since its position forces it; otherwise the latest code of the row above takes
-its place in this pass, and is removed from the cache afterwards.
+The first code of a row is predicted from the last token of the row above, which may be undecided. A
+newline is known in advance; without newlines the model reads the latest decided code of the row
+above in its position for this pass, and that code is then removed from the cache.
 
-This is a loop of its own without a token tree: drafters and rules of the engine do not apply. Noise
-is keyed by position, so that a window of a whole row gives the image of plain decoding token for
-token. The output has the model's distribution if a code depends on no code of the row above that is
+Drafters and acceptance rules are not used. The sampling noise of a code depends on its position
+only, so that with a window of a whole row the image equals that of plain decoding token for token.
+The output has the model's distribution if a code depends on no code of the row above that is
 ``window`` or more cells to its right, and another distribution otherwise.
 
-Source: He et al. 2024 (ZipAR), arXiv:2412.04062. Differs from the published code, whose mask shows
-empty slots of the cache; the paper's adaptive window size with rejection is not implemented.
+Source: He et al. 2024 (ZipAR), arXiv:2412.04062. Differs from the published code, whose mask lets
+tokens attend to empty slots of the cache; the paper's adaptive window size is not implemented.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class RowTokens(ImageTokens):
     """Result of `ZipAR.generate`.
 
     Attributes:
-        passes: Passes of the model, the one over the prompt included.
-        commits: The pass in which each cell was decided, from 0, ``(rows, columns)``.
+        passes: Forward passes of the model, with the prefill.
+        commits: Index from 0 of the pass in which each cell was decided, ``(rows, columns)``.
     """
 
     passes: int
@@ -62,11 +61,11 @@ class ZipAR:
 
     Args:
         adapter: Adapter of a model of image tokens, see `mmdecode.registry.image_adapter_for`.
-        window: Number of cells that a row has to be ahead of the next one. From the width of the
-            grid on it is neutral: plain raster order.
-        guidance: Guidance scale s of ``u + s (c - u)``, or a `Guidance`; ``None``: the family's
-            published scale.
-        sampling: Sampling settings; ``None``: the family's published ones.
+        window: Number of cells by which a row must be ahead of the row below it. The width of the
+            grid, or more, gives plain raster order.
+        guidance: Classifier-free guidance scale s of ``u + s (c - u)``, or a `Guidance`; ``None``:
+            the model family's published scale.
+        sampling: Sampling settings; ``None``: the model family's published settings.
 
     Raises:
         OptionError: ``window`` is below 1.
@@ -84,20 +83,20 @@ class ZipAR:
     ) -> None:
         if window < 1:
             raise OptionError(
-                f"window must be 1 or more, got {window}; the width of the grid is plain decoding"
+                f"window must be 1 or more, got {window}; the width of the grid gives raster order"
             )
         if adapter.layout is None:
             raise IncompatibleError.between(
                 "ZipAR",
                 adapter.name,
-                "rows are decoded side by side, and this model writes no grid of image codes",
-                "use a model of image tokens in raster order, or another way of decoding",
+                "it decodes rows of image codes in parallel, and this model has no grid of codes",
+                "use a model of image tokens in raster order, or decode without ZipAR",
             )
         if any(adapter.windows.values()):
             raise IncompatibleError.between(
                 "ZipAR",
                 adapter.name,
-                "some of its layers see the latest tokens alone, which out of order are not those "
+                "its sliding-window attention would read the tokens decoded last instead of those "
                 "before a cell",
                 "use a Jacobi window: --draft jacobi",
             )
@@ -119,14 +118,14 @@ class ZipAR:
         """Generates one image per row of the batch.
 
         Args:
-            do_sample: ``False``: take the most likely token everywhere.
-            seed: Seed of the noise; ``None``: one is drawn from torch's global generator.
-            request: Names of the rows for keyed noise, see `mmdecode.image_ar.raster.generate`.
+            do_sample: Whether to sample; ``False``: greedy decoding.
+            seed: Seed of the sampling noise; ``None``: drawn from torch's global generator.
+            request: Keys that seed each row's noise, see `mmdecode.image_ar.raster.generate`.
             on_tokens: Called after each pass with the number of tokens it adds to the batch.
             **given: Conditions of the images, see the adapter's ``condition``.
 
         Raises:
-            OptionError: A condition or option does not suit the model, or ``request`` the batch.
+            OptionError: A condition is invalid, or ``request`` has the wrong length.
             IncompatibleError: Guidance is used with a model that has no unconditional input.
         """
         layout, guide = self.adapter.layout, self.guidance
@@ -172,7 +171,7 @@ class ZipAR:
         request = ordinals(names) if request is None else request
         if len(request) != len(names):
             raise OptionError(
-                f"request names {len(request)} images of {len(names)}; give one name for each"
+                f"request has {len(request)} keys for {len(names)} images; give one key per image"
             )
         if seed is None:
             seed = int(torch.randint(2**62, ()))
@@ -189,7 +188,7 @@ class ZipAR:
         )
 
     def _decided(self, call: Call, cells: Tensor, branches: Mapping[str, Tensor]) -> Tensor:
-        """Tokens of ``cells (n,)``, ``(B, n)``, from each branch's logits ``(B, n, V)``."""
+        """Returns tokens ``(B, n)`` for ``cells (n,)`` from each branch's logits ``(B, n, V)``."""
         indices = cells.expand(call.batch, -1)
         logits = branches["main"]
         if not self.guidance.neutral:  # each cell is passed to it as the root of a separate row
@@ -209,7 +208,7 @@ class ZipAR:
 
 
 def schedule(layout: Layout, window: int) -> list[list[int]]:
-    """Indices of the tokens that each pass decides; the first pass is the one over the prompt."""
+    """Returns the indices of the tokens that each pass decides; the first pass is the prefill."""
     lead = min(window, layout.columns)
     waves: list[list[int]] = [[] for _ in range(layout.columns + (layout.rows - 1) * lead)]
     for row in range(layout.rows):
@@ -219,7 +218,7 @@ def schedule(layout: Layout, window: int) -> list[list[int]]:
 
 
 class Frontier(ModelRunner):
-    """Runs branches over generated tokens out of order, at the same indices in all rows."""
+    """Runs the model on generated tokens out of raster order, at the same indices in all rows."""
 
     def prefill(self, call: Call, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
         """See `ModelRunner.prefill`."""
@@ -235,10 +234,10 @@ class Frontier(ModelRunner):
         """Feeds generated tokens and returns the logits after each.
 
         Args:
-            tokens: ``(B, Q)``.
-            indices: Index of each among the generated tokens, in rising order.
-            real: Whether the token belongs to that index. A token for which this is false is
-                attended to only by itself, and by no later pass.
+            tokens: Tokens, ``(B, Q)``.
+            indices: Index of each token in raster order, rising.
+            real: Whether each token is the decided token at its index. A token that only stands in
+                for an undecided token is attended to by no other token and no later pass.
 
         Returns:
             Logits of the token after each, ``(B, Q, V)``, by branch.
@@ -262,17 +261,18 @@ class Frontier(ModelRunner):
 def raster_mask(
     ends: Tensor, pads: Tensor, held: Tensor, at: Tensor, visible: int, dtype: torch.dtype
 ) -> Tensor:
-    """Additive attention mask ``(R, 1, Q, visible)`` of tokens that are fed out of order.
+    """Returns the additive attention mask ``(R, 1, Q, visible)`` of tokens fed out of raster order.
 
-    A token attends to the prompt, to every token of its own index or a lower one, and to itself.
+    A token attends to the prompt, to itself, and to tokens whose index in raster order is not
+    higher than its own.
 
     Args:
-        ends: Number of slots of each row's prompt, padding included, ``(R,)``.
+        ends: Number of cache slots of each row's prompt, padding included, ``(R,)``.
         pads: Number of padding slots on the left, ``(R,)``.
-        held: Index of the token in each slot after the prompt, -1: hidden; the last Q slots are
-            those of the tokens themselves, ``(n,)``.
-        at: Indices of the tokens, ``(Q,)``.
-        visible: Number of slots that attention covers.
+        held: Raster index of the token in each cache slot after the prompt, -1 for a masked slot,
+            ``(n,)``; the last Q slots hold the tokens that are fed.
+        at: Raster indices of the tokens that are fed, ``(Q,)``.
+        visible: Number of cache slots that the mask covers.
         dtype: Data type of the mask.
     """
     slots = torch.arange(visible, device=ends.device)

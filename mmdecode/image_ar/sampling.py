@@ -1,11 +1,11 @@
-"""Sampling of image tokens: from raw logits to their distribution, in one pure function.
+"""Sampling settings of image tokens: temperature, top-k, top-p and classifier-free guidance.
 
-Guidance is applied to raw logits first, then the grammar's mask, then temperature, top-k and top-p
-in the order of the family's preset. Plain and parallel decoding, next-scale loops and row schedules
-all use it, so that their distributions differ by the context alone.
+Guidance is applied to raw logits first; then tokens that cannot occur are masked; then temperature,
+top-k and top-p are applied in the order of the model family's preset. All ways of decoding images
+(raster order, parallel rows, next-scale) use these functions.
 
-Source: published sampling code of the families, normalised to ``u + s (c - u)``; models that state
-a strength t with ``(1 + t) c - t u`` have s = 1 + t.
+Source: published sampling code of the model families. Guidance is ``u + s (c - u)``; models that
+publish a strength t of ``(1 + t) c - t u`` have s = 1 + t.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Sampling:
             neutral.
         top_p: Probability mass to keep: the most likely tokens up to the one that reaches it,
             included; ``1`` is neutral.
-        order: Order in which the three are applied.
+        order: Order in which temperature, top-k and top-p are applied.
 
     Raises:
-        OptionError: A number is out of range, or ``order`` does not name each of them once.
+        OptionError: A number is out of range, or ``order`` does not name each setting once.
     """
 
     temperature: float = 1.0
@@ -55,7 +55,7 @@ class Sampling:
             raise OptionError(f"order must name each of {', '.join(WARPERS)} once: {self.order}")
 
     def warp(self, logits: Tensor) -> Tensor:
-        """Warped logits ``(..., V)``; minus infinity for tokens that are excluded."""
+        """Returns warped logits ``(..., V)``, -inf for excluded tokens."""
         steps: dict[Warper, Callable[[Tensor], Tensor]] = {
             "temperature": lambda x: x if self.temperature == 1 else x / self.temperature,
             "top_k": lambda x: top_k(x, self.top_k),
@@ -67,7 +67,7 @@ class Sampling:
 
 
 def guided(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
-    """Classifier-free guidance, ``u + s (c - u)``; ``s = 1`` returns ``conditional`` itself."""
+    """Returns guided logits ``u + s (c - u)``; with ``s = 1``, ``conditional`` itself."""
     if isinstance(scale, float | int) and scale == 1:
         return conditional
     return unconditional + scale * (conditional - unconditional)

@@ -44,7 +44,7 @@ MEMORY_HINT = (
 
 _MOST_TIMES = 100
 """Maximum length of a prompt, as a multiple of the length that a model was made for."""
-_LONGER = 32  # a question so many times longer begins a batch, to limit padding
+_LONGER = 32  # a question this many times longer than its batch's first begins a new batch
 
 
 class Answerer:
@@ -53,11 +53,11 @@ class Answerer:
     Args:
         model: A vision-language model of transformers.
         processor: Its processor.
-        decoder: Decoder of the answers; ``None``: without a drafter or a guide.
+        decoder: Decoder of the answers; ``None``: a decoder without a drafter or a guide.
 
     Attributes:
-        max_positions: Most tokens of a prompt and its answer; ``None``: no limit is known.
-        made_for: Length that the model was made for; ``None``: not known.
+        max_positions: Maximum total tokens of a prompt and its answer; ``None``: no known limit.
+        made_for: The model's ``max_position_embeddings``, in tokens; ``None``: not in its config.
 
     Raises:
         UnsupportedModelError: The processor reads no images.
@@ -93,18 +93,18 @@ class Answerer:
 
         Args:
             model_id: A folder, a Hub id, a short name such as ``llava-1.5-7b``, or ``zoo:NAME``.
-            draft: A drafter, or its name with options.
-            guide: A guide, or its name with options.
-            accept: See `mmdecode.Decoder`.
-            device: ``None``: CUDA if there is one.
+            draft: A drafter, or the name of a drafter with its options (``name:key=value``).
+            guide: A guide, or the name of a guide with its options.
+            accept: The acceptance rule, or its name; see `mmdecode.Decoder`.
+            device: Device of the model; ``None``: CUDA if available, else the CPU.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
-            seed: Seed of the noise that sampling uses.
+            seed: Seed of the random numbers that sampling uses.
             trust_remote_code: Run Python files that come with the model; read them first.
 
         Raises:
             InputError: The checkpoint cannot be loaded.
             OptionError: The device or dtype does not exist.
-            UnsupportedModelError: It is no vision-language model.
+            UnsupportedModelError: The checkpoint is no vision-language model.
         """
         name = full_name(str(model_id))
         model, processor = load(name, device, dtype)
@@ -135,20 +135,20 @@ class Answerer:
             images: One image, or a list with an entry per question: an image, a list of images
                 that are asked about together (the frames of a video, for example), or ``None``.
                 See `mmdecode.vlm.images`.
-            questions: One question, or a list. One is asked about each entry of ``images``, and
-                one image is asked about in each question.
-            ids: Ids of the requests, which also key their noise when sampling. Without ids,
-                question and images key it, so that equal requests get equal answers.
+            questions: One question, or a list. A single question is asked about every entry of
+                ``images``; a single image is used for every question.
+            ids: One id per request. When sampling, a request's id seeds its random numbers; without
+                ids, its question and images do, so that equal requests get equal answers.
             on_error: ``raise`` the first error, or ``return`` an answer that holds its error;
-                ``None``: raise for a single question about a single entry, return for lists.
+                ``None``: ``raise`` if ``questions`` and ``images`` are single, else ``return``.
             **options: Fields of `AnswerOptions`.
 
         Returns:
-            An `Answer` for one question about one entry; where either is a list, a list in its
-            order, with an empty answer and an ``error`` for each question that failed.
+            An `Answer` if ``questions`` and ``images`` are single; otherwise a list of answers in
+            the order of the input. A question that failed has an empty text and an ``error``.
 
         Raises:
-            OptionError: Images, questions and ids do not pair up, or an option is wrong.
+            OptionError: The numbers of images, questions and ids differ, or an option is wrong.
             InputError: A single question cannot be answered.
         """
         asked = requests_of(images, questions, ids)
@@ -158,17 +158,17 @@ class Answerer:
     def answers(
         self, requests: Sequence[AnswerRequest], watch: Watch | None = None, **options: Any
     ) -> Iterator[Answer]:
-        """Like a call, but yields answers as their batches end, in batches of similar length.
+        """Yields answers as their batches are decoded; a batch has questions of similar length.
 
-        Any error of one question makes that question fail; the others are answered.
+        If one question fails, its answer holds the error, and the others are answered.
 
         Args:
             requests: Requests as `requests_of` returns them.
-            watch: Watch of a job that calls several times; see `mmdecode.runs.items`.
+            watch: Error state that several calls of one job share; see `mmdecode.runs.items`.
             **options: Fields of `AnswerOptions`.
 
         Raises:
-            MMDecodeError: An error of the configuration, by which all questions fail.
+            MMDecodeError: The configuration is wrong, so that all questions fail.
         """
         watch = Watch() if watch is None else watch
         yield from watch.released(self._outcomes(requests, make_options(options), watch))
@@ -204,7 +204,7 @@ class Answerer:
                     yield found, None
 
     def _length(self, request: AnswerRequest) -> tuple[int, int]:
-        """Number of images and of tokens of a question."""
+        """Returns the number of images and the number of text tokens of a question."""
         if request.problem is not None:
             raise InputError(request.problem)
         return len(request.images), len(self.processor.tokenizer.tokenize(request.text))
@@ -217,7 +217,7 @@ class Answerer:
         """
         images = [source.read() for source in request.images]
         question = self.prompts.question(request.text, images, text_only=settings.text_only)
-        self._refuse_beyond(tokens, settings)  # before a batch is built of it
+        self._refuse_beyond(tokens, settings)  # before a batch is built from it
         return question
 
     def stream(
@@ -228,11 +228,13 @@ class Answerer:
         Args:
             image: One image, a list of images that are asked about together, or ``None``.
             question: The question.
-            id: Id of the request, which keys its noise when sampling; see ``ids`` of a call.
+            id: Id of the request; it seeds the random numbers when sampling. ``None``: the question
+                and its images do.
             **options: Fields of `AnswerOptions`.
 
         Raises:
-            InputError: The image cannot be read, or does not go with the question.
+            InputError: An image cannot be read, or the question has another number of placeholders
+                than images.
         """
         from transformers import StoppingCriteriaList, TextIteratorStreamer
 
@@ -260,7 +262,7 @@ class Answerer:
                     streamer=streamer,
                     stopping_criteria=StoppingCriteriaList([lambda ids, scores: left.is_set()]),
                 )
-            except BaseException as problem:  # raised where the pieces are asked for
+            except BaseException as problem:  # raised in the thread that reads the pieces
                 problems.append(problem)
                 streamer.end()
 
@@ -299,27 +301,27 @@ class Answerer:
         ]
 
     def _inputs(self, questions: Sequence[Question], settings: AnswerOptions) -> dict[str, Tensor]:
-        """Model inputs with room for an answer.
+        """Returns the model inputs of questions, after checking that an answer fits.
 
         Raises:
-            InputError: The processor refuses them, or a prompt fills the model's positions.
+            InputError: The processor refuses the questions, or a prompt is too long.
         """
         inputs = self.prompts.build(questions)
         self._refuse_beyond(int(inputs["attention_mask"].sum(1).max()), settings)
         return inputs
 
     def _refuse_beyond(self, tokens: int, settings: AnswerOptions) -> None:
-        """Refuses a prompt that leaves no room for an answer, or would take hours for none.
+        """Refuses a prompt that leaves no room for an answer or is far too long for the model.
 
         Raises:
-            InputError: It fills the model's positions, or is far beyond what it was made for.
+            InputError: The prompt exceeds ``max_positions`` or a multiple of ``made_for``.
         """
         if self.made_for is not None and tokens > _MOST_TIMES * self.made_for:
             raise InputError(
                 f"the question and its images make a prompt of {tokens} tokens; "
                 f"{type(self.model).__name__} was made for {self.made_for} "
-                f"(max_position_embeddings), and more than {_MOST_TIMES} times that is no text for "
-                "it: shorten the question"
+                f"(max_position_embeddings), and a prompt may have at most {_MOST_TIMES} times as "
+                "many: shorten the question"
             )
         if self.max_positions is not None and tokens + settings.max_new_tokens > self.max_positions:
             raise InputError(
@@ -337,7 +339,7 @@ class Answerer:
         settings: AnswerOptions,
         **options: Any,
     ) -> list[dict[str, Any]]:
-        """Fields of each row's `Answer`: new tokens up to the end, and what was requested."""
+        """Decodes a batch; returns each row's tokens, margins, logits and trace as requested."""
         asked = settings.margins and all(yes_no_ids(self.processor.tokenizer))
         names = None
         if settings.do_sample:
@@ -387,7 +389,7 @@ def _size(length: tuple[int, int] | Failed) -> tuple[int, int]:
 def _batches(
     ordered: Sequence[tuple[AnswerRequest, tuple[int, int] | Failed]], size: int
 ) -> Iterator[list[tuple[AnswerRequest, tuple[int, int] | Failed]]]:
-    """Batches of questions by length; one much longer than those before it begins a batch."""
+    """Yields batches; a question much longer than the first of its batch begins a new batch."""
     batch: list[tuple[AnswerRequest, tuple[int, int] | Failed]] = []
     for one in ordered:
         longest = _LONGER * (_size(batch[0][1])[1] + _LONGER) if batch else math.inf

@@ -20,16 +20,19 @@ try:
 except MMDecodeError:
     pass
 """
-"""Program that decodes the image that is passed to it."""
+"""Program that decodes the image file whose path is its argument."""
 
 
 def watched(source: ImageSource, journal: InFlight, *, code: str = READ) -> ImageSource:
-    """A source that is recorded while it is read; a suspected one is first read in a subprocess.
+    """Wraps a source so that an image that may have crashed an earlier run cannot crash this one.
+
+    The image's name is recorded while the image is read. If an earlier run died while reading it,
+    the image is first read in a subprocess, whose crash is an ordinary error.
 
     Args:
-        source: Source of the file.
-        journal: Record of the image that is being read.
-        code: Program that reads a suspected image.
+        source: Source of the image.
+        journal: File with the name of the image being read, and of images that ended earlier runs.
+        code: Program that the subprocess runs.
     """
 
     def read() -> Image:

@@ -1,11 +1,10 @@
 """Reads images of any kind as processors expect them: PIL images in RGB, upright, 8 bits a channel.
 
-An image is read as a viewer shows it on a white page: transparency is blended over white, palettes
-and CMYK are converted to RGB, the EXIF orientation is applied, 16 bits are scaled to 8, and grey
-levels without a fixed scale are stretched from the darkest to the brightest. The first frame of an
-animation and the first page of a document are used, with a warning. Refused are truncated or
-damaged files, files that are no images, and images with more pixels than
-``PIL.Image.MAX_IMAGE_PIXELS``. Nothing is downloaded.
+Transparency is blended over white, palettes and CMYK are converted to RGB, the EXIF orientation is
+applied, 16-bit channels are scaled to 8 bits, and grey levels without a fixed scale are stretched
+so that the darkest becomes 0 and the brightest 255. The first frame of an animation and the first
+page of a document are used, with a warning. Truncated or damaged files, files that are no images,
+and images with more pixels than ``PIL.Image.MAX_IMAGE_PIXELS`` are refused. Nothing is downloaded.
 
 Arrays are accepted too: ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or 4 channels,
 integers from 0 to 255, 16-bit unsigned integers, or floats from 0 to 1.
@@ -38,12 +37,12 @@ SUFFIXES = frozenset(
     ".png .jpg .jpeg .jpe .jfif .webp .gif .bmp .tif .tiff .ppm .pgm .pbm .pnm .avif .jp2 .ico "
     ".tga".split()
 )
-"""File endings of images in folders; a file that is named itself is read whatever its ending."""
+"""Suffixes of files that are read from a folder; a file given by its own path may have any."""
 
 _FRAMES = "give its frames as several images of one question"
 _OTHERS = (
     (4, rb"ftyp(?:hei[cfmsx]|hev[cx]|mif1|msf1)", "HEIC, which Pillow does not read", ""),
-    (4, rb"ftyp(?!avif|avis)", "a video (mp4 or its kin)", _FRAMES),
+    (4, rb"ftyp(?!avif|avis)", "a video (mp4 or a similar format)", _FRAMES),
     (0, rb"\x1a\x45\xdf\xa3", "a video (mkv or webm)", _FRAMES),
     (0, rb"RIFF....AVI ", "a video (avi)", _FRAMES),
     (0, rb"\x00\x00\x01[\xb3\xba]", "a video (mpeg)", _FRAMES),
@@ -72,7 +71,7 @@ class ImageSource:
 
 
 def image_source(item: Any, name: str) -> ImageSource:
-    """Turns a user's argument into a source; does not open files yet.
+    """Makes an `ImageSource` from a user's argument; opens no file yet.
 
     Args:
         item: A path, the bytes of a file, an open file, a PIL image, an array or a tensor, or an
@@ -87,14 +86,15 @@ def image_source(item: Any, name: str) -> ImageSource:
 
 
 def read_image(item: Any, name: str | None = None) -> Image:
-    """Reads an image in RGB, upright; see the module's description.
+    """Reads an image and converts it to upright 8-bit RGB; the module's docstring has the rules.
 
     Args:
         item: A path, the bytes of a file, an open file, a PIL image, an array or a tensor.
-        name: Name in errors; ``None``: its path.
+        name: Name of the image in errors; ``None``: its path.
 
     Raises:
-        InputError: The image cannot be read or trusted; the message starts with its name.
+        InputError: The image cannot be read or has too many pixels; the message starts with its
+            name.
         MissingExtraError: Pillow is not installed.
     """
     try:
@@ -119,7 +119,7 @@ def read_image(item: Any, name: str | None = None) -> Image:
 
 
 def digest(image: Image) -> str:
-    """Hash of an image's pixels; it does not depend on the file format."""
+    """Returns a hash of an image's pixels, size and mode, independent of the file format."""
     content = hashlib.blake2b(image.tobytes(), digest_size=8)
     content.update(repr((image.mode, image.size)).encode())
     return content.hexdigest()
@@ -170,7 +170,7 @@ def _decoded(data: bytes, name: str) -> Image:
         _load(image)
     if frames > 1:
         warnings.warn(
-            f"{name}: has {frames} frames or pages, and only the first is looked at; to show "
+            f"{name}: has {frames} frames or pages, and only the first is used; to ask about "
             "several, give them as several images of one question",
             stacklevel=2,
         )
@@ -197,7 +197,7 @@ def _refuse_others(data: bytes) -> None:
 
 
 def _frames(image: Any) -> int:
-    """Number of frames or pages; a photograph with an embedded preview counts as one."""
+    """Returns the number of frames or pages; embedded previews and icon sizes do not count."""
     if image.format in ("MPO", "PSD", "ICO", "ICNS"):
         return 1
     return int(getattr(image, "n_frames", 1))
@@ -212,7 +212,7 @@ def _upright(image: Any, name: str) -> Image:
     try:
         image = ImageOps.exif_transpose(image)
     except Exception:  # damaged EXIF data do not affect the pixels
-        warnings.warn(f"{name}: its EXIF data is damaged; it may lie on its side", stacklevel=2)
+        warnings.warn(f"{name}: its EXIF data is damaged; it may be rotated", stacklevel=2)
     if image.mode.startswith(("I", "F")):
         return Image.fromarray(_eight_bits(np.asarray(image), image.mode)).convert("RGB")
     try:
@@ -223,13 +223,13 @@ def _upright(image: Any, name: str) -> Image:
         return image.convert("RGB")
     except ValueError as error:
         raise InputError(
-            f"is in the colours {image.mode!r}, which Pillow does not turn into RGB; convert it "
+            f"has the colour mode {image.mode!r}, which Pillow cannot convert to RGB; convert it "
             "with another program"
         ) from error
 
 
 def _eight_bits(levels: np.ndarray, mode: str) -> np.ndarray:
-    """Scales grey levels of 16 bits to 8, and stretches 32-bit and float ones from their range."""
+    """Scales grey levels to 8 bits: from 0..65535, from 0..1, or else from their own range."""
     levels = levels.astype(np.float64)
     if not np.isfinite(levels).all():
         raise InputError(
@@ -275,7 +275,7 @@ def _of_array(item: Any, name: str) -> Image:
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
-    """Converts values to 0..255."""
+    """Converts booleans, integers or floats from 0 to 1 to 8-bit levels from 0 to 255."""
     if array.dtype == bool:
         return array.astype(np.uint8) * 255
     if array.dtype == np.uint16:

@@ -1,11 +1,11 @@
 """A file of answers that is resumed after interruptions.
 
-Each answer is a JSON line, appended and flushed as its batch ends; a file next to it, whose name
-ends in ``run.json``, holds the settings. A run is resumed only on request, only under the same
-settings, and only if the ids still have the same questions; failed questions are tried again. At
-the end of a run the lines are sorted in the order of the input, one per question, so that nothing
-depends on when a run was interrupted. A line repeats ``id``, ``images`` and ``question``, so that
-the file can itself be used as a table of questions.
+Each answer is a JSON line, appended and flushed as soon as its batch is decoded; a file next to it,
+whose name ends in ``run.json``, holds the settings. A run is resumed only on request, only under
+the same settings, and only if the ids still have the same questions; failed questions are tried
+again. At the end of a run the lines are sorted in the order of the input, one per question, so that
+an interrupted and resumed run leaves the same file. A line repeats ``id``, ``images`` and
+``question``, so that the file can itself be used as a table of questions.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ class AnswerFile:
     Args:
         path: Path of the file; created if it does not exist.
         settings: Settings that may change an answer.
-        resume: Continue the existing file.
-        requests: Requests in order.
-        overwrite: Replace files that are not ours and, without ``resume``, earlier results, which
-            are deleted when the first answer is written.
+        resume: Whether an existing file is continued.
+        requests: All requests of the run, in the order of the input.
+        overwrite: Whether to replace files that this package did not write and, without
+            ``resume``, earlier results, which are deleted when the first answer is written.
 
     Attributes:
         done: Ids of the requests that have an answer.
-        changed: Ids of requests whose image files changed since; they are asked again.
-        journal: Records the image that is being read.
-        batches: Record of the questions that are being decoded.
+        changed: Ids of answered requests whose image files have changed; they are answered again.
+        journal: File with the name of the image being read, in case reading it ends the process.
+        batches: File with the ids of the questions being decoded, for the same reason.
 
     Raises:
-        OptionError: The file holds answers and ``resume`` is not set, or holds answers of other
-            settings or to other questions, or another run is writing to it.
-        InputError: It cannot be read or written.
+        OptionError: The file holds answers and ``resume`` is not set; the answers belong to other
+            settings or questions; or another run is writing to the file.
+        InputError: The file cannot be read or written.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class AnswerFile:
                 raise
 
     def noted(self, request: AnswerRequest) -> AnswerRequest:
-        """A request whose image files are hashed before they are first read."""
+        """Returns a copy of a request that hashes each image file before first reading it."""
         contents: dict[str, dict[str, Any] | None] = {}
 
         def watched(source: ImageSource) -> ImageSource:
@@ -125,7 +125,7 @@ class AnswerFile:
         """Appends an answer to the file and flushes it.
 
         Args:
-            answer: Answer to one of the requests; requests with images must have been `noted`.
+            answer: Answer to a request; if it has images, to the copy that `noted` returned.
 
         Raises:
             InputError: The file cannot be written.
@@ -141,7 +141,7 @@ class AnswerFile:
             self.batches.cleared(answer.id)
 
     def finish(self) -> None:
-        """Sorts the lines; of several for one question an answer is kept, else the last error."""
+        """Sorts the lines and keeps one per question: its answer, else its last error."""
         order = {request.id: index for index, request in enumerate(self._requests)}
         lines: dict[str, tuple[bytes, bool]] = {}
         for line, found in _lines(self.path):
@@ -161,7 +161,7 @@ class AnswerFile:
         self.batches.close()
 
     def _check_questions(self) -> None:
-        """Checks that the answers in the file are to the questions that now have their ids."""
+        """Checks that each answer's id has the same question and images in the input."""
         given = {request.id: request for request in self._requests}
         for _, found in _lines(self.path):
             request = given.get(found["id"])
@@ -172,9 +172,9 @@ class AnswerFile:
             if differing:
                 shown = "; ".join(f"{n} was {found[n]!r}, is {now[n]!r}" for n in differing)
                 raise OptionError(
-                    f"{self.path} holds an answer under the id {request.id!r}, and that is another "
-                    f"question now ({shown}); start where the run was begun, with the same input, "
-                    "or choose another --out"
+                    f"{self.path} holds an answer under the id {request.id!r}, but that id has "
+                    f"another question now ({shown}); run in the same folder with the same input "
+                    "as before, or choose another --out"
                 )
             sizes, digests = found.get("sizes", []), found.get("digests", [])
             if any(
@@ -212,7 +212,7 @@ class AnswerFile:
 
 
 def as_line(answer: Answer) -> dict[str, Any]:
-    """Content of a line: the request, and the answer or the error."""
+    """Returns the JSON object of a line: the request with its answer or its error."""
     line: dict[str, Any] = {
         "id": answer.id,
         "images": [os.path.abspath(name) for name in answer.images],
@@ -228,12 +228,12 @@ def _paths(images: Sequence[Any]) -> list[str]:
 
 
 def _as_read(value: Any) -> Any:
-    """Restores text read from a line, where names that are not UTF-8 are escaped."""
+    """Returns a value as it is after writing it to a line and reading it back."""
     return json.loads(to_json(value))
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yields complete lines and their content; a line that was truncated by a crash is skipped."""
+    """Yields each line and its JSON object; skips a last line that a crash cut off."""
     for number, line in enumerate(complete_lines(path), 1):
         try:
             found = json.loads(line)

@@ -13,10 +13,10 @@ from mmdecode.errors import MissingExtraError, MMDecodeError, UnsupportedModelEr
 def load(
     model_id: str, device: str | torch.device | None, dtype: str | torch.dtype | None
 ) -> tuple[Any, Any]:
-    """Loads model and processor of a vision-language checkpoint.
+    """Loads a vision-language checkpoint; returns the model and its processor.
 
     Raises:
-        InputError: It cannot be loaded.
+        InputError: The checkpoint cannot be loaded.
         MissingExtraError: Its processor needs a library that is not installed.
         OptionError: The device or dtype does not exist.
         UnsupportedModelError: The checkpoint is no vision-language model.
@@ -35,8 +35,8 @@ def load(
             config = AutoConfig.from_pretrained(path, trust_remote_code=code_trusted())
             if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
                 raise UnsupportedModelError(
-                    f"{model_id} is a {config.model_type} model; an Answerer runs vision-language "
-                    "models, those of transformers' AutoModelForImageTextToText"
+                    f"{model_id} is a {config.model_type} model; expected a vision-language model, "
+                    "one that transformers' AutoModelForImageTextToText loads"
                 )
             processor = AutoProcessor.from_pretrained(path, trust_remote_code=code_trusted())
             model = AutoModelForImageTextToText.from_pretrained(
@@ -44,9 +44,9 @@ def load(
             )
     except MMDecodeError:
         raise
-    except ImportError as error:  # some processors exist for torchvision alone
+    except ImportError as error:  # some processors need torchvision
         reason = " ".join(str(error).split())
         raise MissingExtraError(
-            f"loading {model_id!r} needs more ({reason})", extra="vlm"
+            f"loading {model_id!r} needs a library ({reason})", extra="vlm"
         ) from error
     return placed(model, device), processor

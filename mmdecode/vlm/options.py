@@ -10,7 +10,7 @@ from typing import Any
 from mmdecode.errors import OptionError, refuse_unknown
 
 WARPERS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Settings of ``generate`` that warp logits when sampling, next to those of `AnswerOptions`."""
+"""Sampling settings of ``generate`` that `AnswerOptions` does not have and switches off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,18 +19,19 @@ class AnswerOptions:
 
     Attributes:
         max_new_tokens: Maximum number of tokens of an answer.
-        do_sample: Sample tokens; else the most likely one is taken.
+        do_sample: Whether tokens are sampled; otherwise decoding is greedy.
         temperature: Divisor of the logits; 1 is neutral.
         top_p: Sample from the most likely tokens that reach this total probability; 1 is neutral.
-        top_k: Sample from the k most likely tokens; 0 is neutral, and the default whatever the
-            checkpoint says.
+        top_k: Sample from the k most likely tokens; 0 is neutral. The checkpoint's own ``top_k`` is
+            not used.
         batch_size: Questions decoded at once.
-        text_only: Allow questions without an image.
-        margins: Whether answers get a yes/no margin; it costs the memory of each token's logits.
-        trace: Whether answers get a trace, and, with ``margins``, the margins of each branch; it
-            costs a synchronisation per round.
-        first_logits: Whether answers get the logits that their first token was decided from; it
-            costs as much memory as margins do.
+        text_only: Whether questions without an image are allowed.
+        margins: Whether `Answer.margin` is computed; the logits of all new tokens then stay in
+            memory.
+        trace: Whether answers record their decoding rounds and, with ``margins``, a margin for each
+            branch of the guide; each round then waits for the device.
+        first_logits: Whether answers hold the final logits of their first token; the logits of all
+            new tokens then stay in memory.
 
     Raises:
         OptionError: A value is out of range.
@@ -53,8 +54,8 @@ class AnswerOptions:
                 raise OptionError(f"{name}={getattr(self, name)}; expected at least 1")
         if not 0 < self.temperature < math.inf:
             raise OptionError(
-                f"temperature={self.temperature}; expected more than 0: leave do_sample out for "
-                "the most likely tokens"
+                f"temperature={self.temperature}; expected more than 0: for greedy decoding, leave "
+                "do_sample and temperature out"
             )
         if not 0 < self.top_p <= 1:
             raise OptionError(f"top_p={self.top_p}; expected more than 0 and at most 1")
@@ -67,9 +68,10 @@ class AnswerOptions:
             )
 
     def generation(self) -> dict[str, Any]:
-        """Arguments of ``generate``; they override the checkpoint's own sampling settings.
+        """Returns arguments of ``generate`` that override the checkpoint's own sampling settings.
 
-        Its penalties stay, such as ``repetition_penalty``: they affect its greedy answers too.
+        The checkpoint's penalties, such as ``repetition_penalty``, still apply: they are part of
+        its greedy decoding too.
         """
         given: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "num_beams": 1}
         given |= dict.fromkeys(WARPERS)
@@ -80,7 +82,7 @@ class AnswerOptions:
 
 
 def make_options(options: Mapping[str, Any]) -> AnswerOptions:
-    """`AnswerOptions` from keyword arguments.
+    """Builds `AnswerOptions` from keyword arguments.
 
     Raises:
         OptionError: A name is unknown, or a value is out of range.

@@ -1,9 +1,9 @@
 """Questions about images, and their model inputs.
 
-The prompt is made by the processor's chat template; without one, by the family's usual format, see
-`PLAIN_PROMPTS`. Images are inserted where the text has ``<image>`` (or the processor's own
-placeholder), once per image; without placeholders they come before the text. A video is passed as
-several images, its frames.
+The processor's chat template makes the prompt; for a processor without a template, `PLAIN_PROMPTS`
+has the usual format of the model family. Images are inserted where the text has ``<image>`` (or the
+processor's own placeholder), once per image; without placeholders they come before the text. A
+video is passed as several images, its frames.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ PLAIN_PROMPTS = {
     "paligemma": "{images}{question}",
     "chameleon": "{question}{images}",
 }
-"""Prompts of families without a chat template, by model type; default: images, then the text."""
+"""Prompt formats without a chat template, by model type; other types: images, then the text."""
 
 _ONE_IMAGE = ("instructblip",)
-"""Families that read one image, which their processor puts before the text."""
+"""Model types that read exactly one image, which their processor puts before the text."""
 
 _BY_TOKEN = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"))
 """Names of model inputs with one value per prompt token."""
@@ -42,17 +42,17 @@ _BY_TOKEN = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_toke
 
 @dataclass(frozen=True)
 class Question:
-    """A question before it is processed.
+    """A question and its images, before the processor makes model inputs.
 
-    A guide whose branch changes the question or its images calls
+    A contrastive guide whose second branch reads another question or image calls
     ``dataclasses.replace(question, text=..., images=...)``, and then ``build``.
 
     Attributes:
         text: The question, without the template around it.
-        images: RGB images; none for a question of text alone.
+        images: RGB images; empty for a question without an image.
         build: Turns questions into model inputs, one row each: ``input_ids`` and
-            ``attention_mask``, padded on the left, ``pixel_values``, and whatever else the model's
-            processor makes. On the model's device, in its dtype.
+            ``attention_mask``, padded on the left, ``pixel_values``, and any others that the
+            processor makes. They are on the model's device, floats in its dtype.
         tokenizer: The processor's tokenizer.
     """
 
@@ -63,7 +63,7 @@ class Question:
 
 
 class Prompts:
-    """Makes questions, and turns them into model inputs.
+    """Checks questions and turns them into prompts and model inputs.
 
     Args:
         model: A vision-language model.
@@ -91,15 +91,16 @@ class Prompts:
     def question(
         self, text: str, images: Sequence[Image] = (), *, text_only: bool = False
     ) -> Question:
-        """Checks a question and its images.
+        """Returns a `Question` after checking its text and the number of its images.
 
         Args:
             text: Text with one placeholder per image, or without any.
             images: Images, as `mmdecode.vlm.images.read_image` returns them.
-            text_only: Allow a question without an image.
+            text_only: Whether a question without an image is allowed.
 
         Raises:
-            InputError: The text is empty, or text and images do not belong together.
+            InputError: The text is empty or has control characters, an image is missing, or the
+                number of placeholders is not that of the images.
         """
         if not isinstance(text, str) or not text.strip():
             raise InputError(f"the question is {text!r}; expected a text")
@@ -118,13 +119,13 @@ class Prompts:
             more = "images than placeholders" if marks < len(images) else "placeholders than images"
             raise InputError(
                 f"the question {text[:60]!r} has {len(images)} images and {marks} placeholders, "
-                f"more {more}; write {PLACEHOLDER} once per image, or nowhere: then all images "
-                "stand before the text"
+                f"more {more}; write {PLACEHOLDER} once per image, or leave it out, which puts all "
+                "images before the text"
             )
         return Question(text, tuple(images), self.build, self.processor.tokenizer)
 
     def prompt(self, question: Question) -> str:
-        """The tokenizer's input: the filled template, with the processor's placeholder per image.
+        """Returns the prompt: the filled-in template with one placeholder per image.
 
         Raises:
             InputError: The chat template drops images, or cannot be filled in.
@@ -133,8 +134,8 @@ class Prompts:
         if self._kind in _ONE_IMAGE:
             if count != 1:
                 raise InputError(
-                    f"{type(self._model).__name__} reads one image with each question, and there "
-                    f"are {count}; ask about one image at a time"
+                    f"{type(self._model).__name__} reads exactly one image per question, and this "
+                    f"one has {count}; ask about one image at a time"
                 )
             return self._marks.sub("", text).strip()
         if getattr(self.processor, "chat_template", None):
@@ -177,7 +178,7 @@ class Prompts:
             ) from error
 
     def read(self, requests: Sequence[AnswerRequest]) -> dict[str, Tensor]:
-        """Reads the images of requests and makes model inputs.
+        """Reads the images of requests and returns model inputs, one row per request.
 
         Raises:
             InputError: An image cannot be read, or the processor refuses one.
@@ -190,10 +191,10 @@ class Prompts:
         )
 
     def build(self, questions: Sequence[Question]) -> dict[str, Tensor]:
-        """Model inputs, one row per question; see `Question`.
+        """Returns model inputs, one row per question; see the attribute ``build`` of `Question`.
 
         Raises:
-            InputError: The processor refuses them.
+            InputError: The processor refuses the questions or their images.
         """
         prompts = [self.prompt(question) for question in questions]
         tokenizer = self.processor.tokenizer
@@ -214,22 +215,22 @@ class Prompts:
         except Exception as error:  # processors refuse sizes and counts each in their own way
             raise InputError(
                 f"{type(self.processor).__name__} refuses the question and its images: "
-                f"{' '.join(str(error).split())}; give other images: of another size, or number"
+                f"{' '.join(str(error).split())}; try images of another size, or more or fewer"
             ) from error
         built.pop("labels", None)  # some processors return labels for training
         order = built["attention_mask"].argsort(dim=1, stable=True)
-        for name in _BY_TOKEN & built.keys():  # some insert images before a padded text
+        for name in _BY_TOKEN & built.keys():  # some put image tokens before the padding
             built[name] = built[name].gather(1, order)
         return dict(built.to(self._model.device, dtype=self._model.dtype))
 
 
 def noise_of_id(name: str) -> str:
-    """Key of the noise of a request with a given id."""
+    """Returns the string that seeds the sampling of a request with a given id."""
     return f"id {name}"
 
 
 def noise_name(request: AnswerRequest, question: Question) -> str:
-    """Key of a request's noise: the id that the user gave, else question and images."""
+    """Returns the string that seeds a request's sampling: the user's id, else text and images."""
     if request.named:
         return noise_of_id(request.id)
     return "\n".join(["asked", question.text, *map(digest, question.images)])

@@ -1,4 +1,4 @@
-"""Requests of an `Answerer`: from a call, from paths, and from tables; images are read later.
+"""Makes the requests of an `Answerer` from a call, from paths or from a table; reads no images.
 
 A table is JSON lines, a JSON list, csv or tsv (`mmdecode.runs.tables`). `QUESTION`, `IMAGE`,
 `IMAGES` and `ID` are the accepted names of the columns with the question, one image, a list of
@@ -30,7 +30,7 @@ class AnswerRequest:
     """A question before its images are read.
 
     Attributes:
-        id: Id of the request; it keys the noise if the user gave it.
+        id: Id of the request; if the user gave it, it seeds the sampling of the answer.
         index: Index in the input.
         text: The question.
         images: Images, not read yet.
@@ -49,7 +49,7 @@ class AnswerRequest:
 def requests_of(
     images: Any, questions: str | Sequence[str], ids: Sequence[str] | None = None
 ) -> list[AnswerRequest]:
-    """Pairs images and questions; see `Answerer.__call__`.
+    """Pairs images and questions; the arguments are those of `Answerer.__call__`.
 
     Raises:
         InputError: The questions are neither a text nor a list.
@@ -100,10 +100,10 @@ def read_requests(
     Args:
         path: File of the table.
         limit: Maximum number of questions; ``None``: all.
-        folder: Folder that relative image paths start at; ``None``: that of the table.
-        failing: Return invalid lines as requests with a ``problem`` instead of raising. The
-            first of several lines with the same id keeps it; in the others, ``#`` and the line
-            number are appended to the id.
+        folder: Folder that relative image paths start at; ``None``: the table's folder.
+        failing: Whether an invalid line becomes a request with a ``problem`` instead of an error.
+            If several lines have the same id, the first keeps it; the ids of the others get ``#``
+            and the line number appended.
 
     Raises:
         InputError: The file cannot be read, a line has no question, or two lines have the same id;
@@ -151,7 +151,7 @@ def _request(row: Mapping[str, Any], where: str, base: Path, index: int) -> Answ
 def _unasked(
     row: Mapping[str, Any], line: int, index: int, problem: str, taken: Container[str]
 ) -> AnswerRequest:
-    """Request of an invalid line, with the problem."""
+    """Returns the request of an invalid line, with the problem."""
     text, name = first_of(row, QUESTION), first_of(row, ID)
     asked = text if isinstance(text, str) else ""
     given = str(name) if isinstance(name, (str, int)) else asked
@@ -161,10 +161,10 @@ def _unasked(
 def asked_of(
     paths: Sequence[str], questions: Sequence[str], together: bool = False
 ) -> list[AnswerRequest]:
-    """Requests that ask each question about each image, or about all images together.
+    """Makes requests that ask each question about each image, or about all images together.
 
     Args:
-        paths: Paths or addresses of images; none: questions without an image.
+        paths: Paths of images; empty: questions without an image.
         questions: The questions.
         together: Whether all images belong to each question.
 
@@ -182,7 +182,7 @@ def asked_of(
 
 
 def described(images: Sequence[str], text: str) -> str:
-    """Default id of a request: its images and its question."""
+    """Returns the default id of a request, ``image: image: question``."""
     return ": ".join([*images, text])
 
 
@@ -204,5 +204,5 @@ def _images(row: Mapping[str, Any], where: str) -> list[str]:
 
 
 def is_list(value: Any) -> bool:
-    """Whether a value is a list of images; an array with a batch axis is one."""
+    """Returns whether a value holds several images: a list, a tuple, or an array of four axes."""
     return isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 4

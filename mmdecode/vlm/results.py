@@ -25,20 +25,22 @@ class Answer:
         question: The question, as it was asked.
         text: The answer; empty if there is an error.
         token_ids: The answer as ids, its end token included.
-        margin: Margin of yes over no as the first word, see `yes_no_margin`, from the logits of the
-            main branch: without processors, and without a guide unless it edits or replaces that
-            branch. ``None``: the tokenizer has no such words, or margins were not requested.
-        margins: The same by branch: ``main`` is ``margin``; ``guided`` is that of the guided
-            logits before a plausibility cut, infinite if the guide leaves only one of the words.
-            ``None``: as for ``margin``, or no trace was requested.
+        margin: Log-odds of a first word yes over no (see `yes_no_margin`) by the model's own
+            logits, before logits processors and a contrastive guide. ``None``: the tokenizer has no
+            such words, or margins were not requested.
+        margins: The same margin for each branch of the guide. ``main`` equals ``margin``;
+            ``guided`` is computed from the guided logits before a plausibility cut, and is infinite
+            if the guide leaves only one of the words. ``None``: as for ``margin``, or no trace was
+            requested.
         first_logits: Logits that the first token was decided from, after guide and processors,
             ``(V,)``; ``None``: not requested.
         prompt: The question as it was passed to the processor; empty if there is an error.
-        seconds: Seconds of its batch divided by the batch size, without reading images.
-        passes: Scoring passes of its batch after prefill.
+        seconds: Seconds that decoding its batch took, divided by the batch size; reading images is
+            not counted.
+        passes: Forward passes of the model over its batch, without the prefill.
         trace: Its rounds, see `mmdecode.engine.trace.Round`; ``None``: not requested.
-        error: The problem, what was expected and what to do; ``None``: no error.
-        kind: Name of the error's class.
+        error: The problem, the expected input and how to fix it; ``None``: no error.
+        kind: Name of the error's class; ``None``: no error.
     """
 
     id: str
@@ -58,14 +60,14 @@ class Answer:
     kind: str | None = None
 
     def changed(self, tokens: int | None = None) -> int | None:
-        """Number of tokens that the guide changed, compared with the model alone.
+        """Counts tokens at which the guided most likely token differs from the model's own.
 
         Args:
-            tokens: Count only the first so many tokens; ``None``: all.
+            tokens: Number of tokens to count in, from the first; ``None``: all.
 
         Returns:
-            The number; ``None``: no trace was requested, there was no guide, or its trace cannot
-            tell (see `mmdecode.engine.trace.Step`).
+            The number; ``None``: no trace was requested, there was no guide, or the guide edits or
+            replaces the model's own logits (see `mmdecode.engine.trace.Step`).
         """
         steps = [step for one in self.trace or () for step in one.steps]
         known = [step.changed for step in steps[:tokens] if step.changed is not None]
@@ -73,7 +75,7 @@ class Answer:
 
 
 def failed_answer(request: AnswerRequest, failed: Failed) -> Answer:
-    """An answer without a text, with the error of its request."""
+    """Returns an answer without a text, with the error of its request."""
     return Answer(
         id=request.id,
         index=request.index,

@@ -90,7 +90,7 @@ def test_texts_are_read_as_ids(family):
         generate(image_model(family), prompt="cat", **options)
     with pytest.raises(OptionError, match="give one of them"):
         generate(image_model(family), prompt="cat", tokenizer=words, **rows_of_ids(ids), **options)
-    with pytest.raises(OptionError, match="nothing to draw"):
+    with pytest.raises(OptionError, match="nothing to generate"):
         generate(image_model(family), **options)
 
 
@@ -185,7 +185,7 @@ def test_a_window_is_no_larger_than_the_image():
 
 
 def test_parts_that_do_not_fit_image_mode_are_refused():
-    with pytest.raises(IncompatibleError, match="both want to set the distribution"):
+    with pytest.raises(IncompatibleError, match="each would set the distribution"):
         draw("llamagen", Decoder(guide="guidance:scale=2"), guidance=3.0)
     with pytest.raises(IncompatibleError, match="use guide 'guidance'"):
         draw("llamagen", Decoder(guide="cfg:scale=2"), guidance=None)

@@ -346,7 +346,7 @@ def test_what_cannot_be_written_or_resumed_is_reported(run, tmp_path):
     (tmp_path / "out" / "results.jsonl").write_text("{}\n")
     done = run("--class", "ring", "--resume")
     assert isinstance(done.exception, InputError)
-    assert "line 1 is of no image; remove the line" in str(done.exception)
+    assert "line 1 is no result; remove the line" in str(done.exception)
 
 
 # What is refused
@@ -382,7 +382,7 @@ def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(run, monkeypatc
     [
         (("--class", "rign"), UnknownNameError, "did you mean 'ring'"),
         (("--class-id", 4), OptionError, "class 4 does not exist; expected 0 to 3"),
-        (("--class", "ring", "--negative-prompt", "x"), OptionError, "reads no text in its place"),
+        (("--class", "ring", "--negative-prompt", "x"), OptionError, "cannot be a text"),
         (("--prompt", "a ring"), OptionError, "this model draws of classes; give --class"),
         (("--class", "ring", "--draft", "jacobi:window=26"), OptionError, "larger than the image"),
         (("--class", "ring", "--draft", "jacobi:widow=2"), OptionError, "did you mean 'window'"),

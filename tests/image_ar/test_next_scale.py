@@ -374,7 +374,7 @@ def test_wrong_masks_are_refused(large, tokenizer, image):
     with pytest.raises(ShapeError, match=r"expected \(batch, 3, 8, 8\)"):
         Known.of(tokenizer, image[..., :6], torch.ones(1, 4, 4, dtype=torch.bool))
     two = Known.of(tokenizer, image, torch.ones(2, 4, 4, dtype=torch.bool))
-    with pytest.raises(ShapeError, match="known is of 2 pictures for 4 classes"):
+    with pytest.raises(ShapeError, match="known has 2 images for 4 classes"):
         NextScale(large, tokenizer).generate(CLASSES, known=two)
 
 

@@ -323,7 +323,7 @@ def test_what_cannot_be_decoded_in_rows_is_refused():
         ZipAR(adapter, 0)
     with pytest.raises(IncompatibleError, match=r"ZipAR does not fit Table.*no grid"):
         ZipAR(TableAdapter(Table(4)), 2)
-    with pytest.raises(OptionError, match="request names 3 images of 1"):
+    with pytest.raises(OptionError, match="request has 3 keys for 1 images"):
         ZipAR(adapter, 2).generate(classes=[0], request=range(3))
     with pytest.raises(OptionError, match="class 99 does not exist"):
         ZipAR(adapter, 2).generate(classes=[99])
