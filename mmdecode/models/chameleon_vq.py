@@ -1,4 +1,4 @@
-"""The decoder of Chameleon's image tokenizer, which transformers leaves out.
+"""Decoder of Chameleon's image tokenizer, which transformers does not have.
 
 In transformers, Chameleon reads images but does not generate them, so its checkpoints hold the
 encoder alone; the published ``vqgan.ckpt`` holds both halves, and `load_published` takes the
@@ -7,7 +7,7 @@ layout and the arithmetic, on random weights.
 
 Source: Chameleon 2024, arXiv:2405.09818; the tokenizer is a VQGAN, Esser et al. 2021,
 arXiv:2012.09841, with attention in the middle only; layout of facebookresearch/chameleon
-``chameleon/inference/vqgan.py``. Codes are decoded as they are stored, not brought to length one.
+``chameleon/inference/vqgan.py``. Rows of the codebook are decoded as stored, without normalisation.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ class ChameleonVQConfig(PreTrainedConfig):
     """Shape of the decoder, named as in `mmdecode.models.vqgan.PixelDecoder`.
 
     Attributes:
-        codebook_size, codebook_dim: Number of codes and their width. channels: Width of the finest
-        level. channel_multipliers: Width of each level as a multiple of it, finest first.
+        codebook_size, codebook_dim: Number of codes and their width.
+        channels: Width of the finest level.
+        channel_multipliers: Width of each level as a multiple of ``channels``, finest first.
         residual_blocks: Residual blocks per level of the encoder; the decoder has one more.
-            latent_channels: Channels between codebook and decoder. norm_groups: Groups of every
-                GroupNorm. attends: Whether the
-        coarsest level has attention, besides the middle.
+        latent_channels: Channels between codebook and decoder.
+        norm_groups: Groups of every GroupNorm.
+        attends: Whether the coarsest level has attention too, in addition to the middle block.
     """
 
     model_type = "chameleon_vq_decoder"
@@ -51,7 +52,7 @@ class ChameleonVQConfig(PreTrainedConfig):
 
 
 class ChameleonVQDecoder(CodeDecoder):
-    """Codes to images."""
+    """Decodes codes to images."""
 
     config_class = ChameleonVQConfig
     main_input_name = "codes"
@@ -73,7 +74,7 @@ class ChameleonVQDecoder(CodeDecoder):
 
     @property
     def codes(self) -> Tensor:
-        """The codebook as it is decoded, ``(C, D)``."""
+        """Returns the codebook, ``(C, D)``."""
         return self.embedding.weight
 
     def forward(self, codes: Tensor) -> Tensor:
@@ -82,10 +83,10 @@ class ChameleonVQDecoder(CodeDecoder):
 
 
 def load_published(file: str | Path, *, codebook_size: int | None = None) -> ChameleonVQDecoder:
-    """The decoder of a published ``vqgan.ckpt``, in float32 and evaluation mode.
+    """Loads the decoder of a published ``vqgan.ckpt``, in float32 and evaluation mode.
 
     Args:
-        file: With the weights under ``state_dict``, or bare.
+        file: Checkpoint that holds the weights under ``state_dict``, or nothing but the weights.
         codebook_size: Size that the transformer expects; ``None``: any.
 
     Raises:
@@ -117,7 +118,7 @@ def load_published(file: str | Path, *, codebook_size: int | None = None) -> Cha
 
 
 def _renamed(name: str, levels: int) -> str:
-    """Levels are stored finest first there, and coarsest first here."""
+    """Renames a published weight; there levels count from the finest, here from the coarsest."""
     name = name.removeprefix("quantize.")
     name = re.sub(r"\.up\.(\d+)\.", lambda m: f".conv_blocks.{levels - 1 - int(m[1])}.", name)
     name = re.sub(r"\.block\.(\d+)\.", r".res.\1.", name)

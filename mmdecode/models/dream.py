@@ -1,15 +1,16 @@
-"""DREAM: three blocks, of which the middle one cross-attends to the states of the target.
+"""DREAM: a drafter of three blocks; the middle block cross-attends to the target's hidden states.
 
-Block 0 attends over embeddings alone, block 1 cross-attends from its output to the target's states
-after the final norm, through two gates that are zero at first, block 2 attends once more, and a
-norm makes the state. A row holds a token's embedding and the state of the token before it, so one
-mask serves for attention to rows and to states, also in a tree. The first token's row has no state.
+Block 0 is self-attention over token embeddings. Block 1 cross-attends from them to the target's
+states after the final norm, through two gates that are initialised to zero. Block 2 is
+self-attention, followed by a norm. An input row holds a token's embedding and the target's state of
+the token before it, so that self-attention and cross-attention use the same mask, also in a tree.
+The first token's row has no state.
 
 Source: Hu et al. 2025 (DREAM), arXiv:2505.19201, section 3; checked against SAI-Lab-NYU/DREAM.
-Differs from it: nodes of a tree attend to the states of their own path alone, there also to those
-of siblings. Published weights expect that the first row, which has no state to attend to, gets the
-mean over all, later ones included; ``"first_row": "zero"`` of the configuration gives it zeros
-instead, and then a row depends on earlier ones alone.
+Differs from it: nodes of a tree attend only to states of their own path; in the published code also
+to states of siblings. Published weights expect that the first row, which has no state to attend to,
+gets the mean over the states of all rows, later rows included. With ``"first_row": "zero"`` in the
+configuration it gets zeros instead, so that no row depends on later rows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FIRST_ROWS = ("uniform", "zero")
 
 
 class CrossAttention(nn.Module):
-    """From a drafter's rows to the target's states, normed by head and without positions."""
+    """Cross-attention from the drafter's rows to the target's states, without positions."""
 
     def __init__(self, config: Mapping[str, Any], index: int, uniform: bool) -> None:
         super().__init__()
@@ -44,7 +45,11 @@ class CrossAttention(nn.Module):
         self.q_norm, self.k_norm = norm_of(config, self.dim), norm_of(config, self.dim)
 
     def forward(self, states: Tensor, features: Tensor, mask: Tensor, past: Any) -> Tensor:
-        """``(B, Q, H)`` twice to the same; the first slot that a query may read has no feature."""
+        """Attends from ``states (B, Q, H)`` to cached and new ``features (B, Q, H)``.
+
+        The first slot that ``mask`` lets a query read belongs to the row without a state, and is
+        masked.
+        """
         query, key, value = (
             part(given).unflatten(-1, (-1, self.dim)).transpose(1, 2)
             for part, given in (
@@ -65,7 +70,7 @@ class CrossAttention(nn.Module):
         return self.o_proj(found.transpose(1, 2).flatten(2))
 
     def _instead(self, value: Tensor, seen: Tensor) -> Tensor:
-        """Output of a query without keys: 0, or the mean over the keys that any other query has."""
+        """Returns the output of a query without keys: 0, or the mean value of all visible keys."""
         if not self.uniform:
             return value.new_zeros(())
         there = seen.any(2).to(value.dtype)  # (B, 1, K)
@@ -75,7 +80,10 @@ class CrossAttention(nn.Module):
 
 
 class CrossBlock(nn.Module):
-    """``x + tanh(g_a) attention``, then ``x + tanh(g_m) MLP``; both gates are zero at first."""
+    """Gated cross-attention and MLP: ``x + tanh(g_a) attention``, then ``x + tanh(g_m) MLP``.
+
+    The gates ``g_a`` and ``g_m`` are initialised to zero.
+    """
 
     def __init__(self, config: Mapping[str, Any], index: int, uniform: bool) -> None:
         super().__init__()
@@ -87,7 +95,7 @@ class CrossBlock(nn.Module):
         self.post_attention_layernorm = norm_of(config)
 
     def forward(self, states: Tensor, features: Tensor, mask: Tensor, past: Any) -> Tensor:
-        """``(B, Q, H)`` twice to the same."""
+        """Computes states ``(B, Q, H)`` from states and features ``(B, Q, H)``."""
         found = self.cross_attn(self.input_layernorm(states), features, mask, past)
         states = states + self.cross_attn_attn_gate.tanh() * found
         made = self.mlp(self.post_attention_layernorm(states))
@@ -95,7 +103,7 @@ class CrossBlock(nn.Module):
 
 
 class DreamModel(FeatureDrafter):
-    """DREAM's three blocks over embeddings and the target's last states, and the target's head."""
+    """DREAM's drafter: three blocks over embeddings and target states; uses the target's head."""
 
     kind: ClassVar[str] = "dream"
     marker: ClassVar[str] = "layers.1.cross_attn."
@@ -120,11 +128,11 @@ class DreamModel(FeatureDrafter):
         self.norm = norm_of(config)
 
     def levels(self, num_layers: int) -> tuple[Level, ...]:
-        """The states after the final norm."""
+        """Returns the level of the target's states after the final norm."""
         return ("last",)
 
     def stages(self, rows: Rows, mask: Tensor, past: Any) -> list[Tensor]:
-        """States after each block and after the norm, ``(B, Q, H)`` four times."""
+        """Returns the states after each of the three blocks and after the norm, ``(B, Q, H)``."""
         rotation = self.rotary(rows.positions, rows.embeds.dtype)
         first = self.layers[0](rows.embeds, rotation, mask, past)
         crossed = self.layers[1](first, rows.features, mask, past)
@@ -137,12 +145,13 @@ class DreamModel(FeatureDrafter):
 
 
 def most_received(weights: Tensor, images: Tensor, share: float) -> Tensor:
-    """The image tokens that are kept, bool ``(B, P)``.
+    """Returns the mask of the image tokens with the most attention, bool ``(B, P)``.
 
     Args:
         weights: Attention that each token receives on average, ``(B, P)``.
-        images: Image tokens, ``(B, P)`` bool.
-        share: Share of a row's image tokens, rounded down, but at least one; 1 keeps all.
+        images: Mask of the image tokens, bool ``(B, P)``.
+        share: Share of a row's image tokens to keep, rounded down, but at least one token; 1 keeps
+            all.
     """
     count = (images.sum(1).double() * share).long().clamp_min(1)
     order = weights.masked_fill(~images, -torch.inf).argsort(dim=1, descending=True, stable=True)
@@ -150,21 +159,22 @@ def most_received(weights: Tensor, images: Tensor, share: float) -> Tensor:
 
 
 def entropies(weights: Tensor) -> Tensor:
-    """Entropy of attention in nats, mean over heads, ``(B, heads, Q, K)`` to ``(B, Q)``."""
+    """Returns the entropy ``(B, Q)`` in nats of attention ``(B, heads, Q, K)``, mean over heads."""
     return torch.special.entr(weights).sum(-1).mean(1)
 
 
 def early_layers(num_layers: int, share: float = 0.4) -> range:
-    """Layers whose inputs may be used in training: those of the first ``share`` but the ends."""
+    """Returns the layers among the first ``share`` of the target, without its first and last."""
     return range(1, int(num_layers * share) - 1)
 
 
 def least_entropy(states: Tensor, uncertain: Tensor) -> Tensor:
-    """State of each token at the layer whose attention is most concentrated.
+    """Returns each token's state at the layer with the lowest attention entropy, ``(B, Q, H)``.
 
     Args:
         states: Inputs of layers, ``(layers, B, Q, H)``.
-        uncertain: `entropies` of the same layers, ``(layers, B, Q)``; of equals the first counts.
+        uncertain: `entropies` of the same layers, ``(layers, B, Q)``; on ties the first layer is
+            taken.
     """
     chosen = uncertain.argmin(0)[None, ..., None].expand(-1, -1, -1, states.shape[-1])
     return states.gather(0, chosen)[0]

@@ -1,8 +1,8 @@
-"""EAGLE's drafters: a layer over the target's last states, or over three levels of them.
+"""EAGLE's drafters: a decoder layer that reads the target's states of one layer, or of three.
 
-`EagleModel` reads the states after the final norm and uses the target's own head; `Eagle3Model`
-fuses states of three layers, norms both inputs, and has a head over a vocabulary of its own, which
-may be a part of the target's. Both load the published layouts, key by key.
+`EagleModel` (EAGLE, EAGLE-2 and FSPAD) reads the states after the final norm and uses the target's
+output head. `Eagle3Model` fuses states of three layers, norms embeddings and features, and has its
+own head, whose vocabulary may be a part of the target's. The weights have the published names.
 
 Sources: Li et al. 2024, arXiv:2401.15077, section 3 (EAGLE); arXiv:2406.16858 (EAGLE-2, the same
 weights); 2025, arXiv:2503.01840, section 3 (EAGLE-3); checked against SafeAILab/EAGLE. Differs from
@@ -32,12 +32,12 @@ from mmdecode.models.feature_drafter import (
 
 
 class EagleLayer(nn.Module):
-    """A Llama layer; the first of a drafter has no norm before its attention.
+    """A Llama layer; a drafter's first layer has no norm before its attention.
 
     Args:
-        config: Sizes.
+        config: Sizes, as in ``config.json``.
         index: Index of the layer.
-        copies: Number of states that it computes for each row, concatenated.
+        copies: Number of states that the layer computes for each row, concatenated.
     """
 
     def __init__(self, config: Mapping[str, Any], index: int, copies: int = 1) -> None:
@@ -52,7 +52,7 @@ class EagleLayer(nn.Module):
     def forward(
         self, states: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, past: Any
     ) -> Tensor:
-        """``(B, Q, H)`` to ``(B, Q, copies * H)``."""
+        """Computes states ``(B, Q, copies * H)`` from states ``(B, Q, H)``."""
         normed = self.input_layernorm(states) if self.self_attn.index else states
         states = states + self.self_attn(normed, rotation, mask, past)
         made = self.mlp(self.post_attention_layernorm(states))
@@ -74,18 +74,19 @@ class Sampled(nn.Module):
         self.post_attention_layernorm = norm_of(config)
 
     def forward(self, both: Tensor) -> Tensor:
-        """Embedding and feature, concatenated, ``(B, Q, 2 H)``, to ``(B, Q, H)``."""
+        """Combines concatenated embedding and feature, ``(B, Q, 2 H)``, to ``(B, Q, H)``."""
         states = self.fc(both)
         embeds = both[..., : states.shape[-1]]
         return states + self.mlp(self.post_attention_layernorm(states), gate=embeds)
 
 
 class EagleModel(FeatureDrafter):
-    """EAGLE and EAGLE-2: ``layers(W [e; h] + b)`` over the target's last states, and its head.
+    """Drafter of EAGLE and EAGLE-2: ``layers(W [e; h] + b)``, then the target's head.
 
-    With ``feature_sampling`` in the configuration it is FSPAD's: `Sampled` comes before the layers,
-    and the last of them computes two states for each row. Logits are read from the first, and the
-    second is the feature of the next row; it alone is trained to be near the target's (partial
+    Here e is a token's embedding and h the target's last state. With ``feature_sampling`` in the
+    configuration it is FSPAD's drafter: `Sampled` replaces ``W [e; h] + b``, and the last layer
+    computes two states for each row. Logits are computed from the first state; the second is the
+    feature of the next row, and only the second is trained to match the target's state (partial
     alignment).
     """
 
@@ -106,11 +107,11 @@ class EagleModel(FeatureDrafter):
         )
 
     def levels(self, num_layers: int) -> tuple[Level, ...]:
-        """The states after the final norm."""
+        """Returns the level of the target's states after the final norm."""
         return ("last",)
 
     def read(self, rows: Rows) -> Tensor:
-        """Input of the first layer, ``(B, Q, H)``."""
+        """Returns the input of the first layer, ``(B, Q, H)``."""
         return self.fc(torch.cat([rows.embeds, rows.features], -1))
 
     def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
@@ -122,25 +123,25 @@ class EagleModel(FeatureDrafter):
         return states
 
     def feature(self, states: Tensor) -> Tensor:
-        """Part of a row's states that is the feature of the next, ``(..., H)``."""
+        """Returns the part of a row's states that is the next row's feature, ``(..., H)``."""
         return states[..., -self.width :]
 
     def logits(self, states: Tensor, adapter: Any) -> Tensor:
-        """Logits by the target's head."""
+        """Computes logits with the target's head."""
         return adapter.head(states[..., : self.width])
 
     @classmethod
     def from_weights(
         cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], name: str | Path
     ) -> FeatureDrafter:
-        """The module of a checkpoint; in published ones only the weights show feature sampling."""
+        """Builds the module of a checkpoint, with feature sampling if the weights have its keys."""
         if "fc.fc.weight" in weights:
             config = {**config, "feature_sampling": True}
         return super().from_weights(config, weights, name)
 
 
 class Eagle3Layer(nn.Module):
-    """Attention over both inputs, normed and concatenated; the residual is the feature alone."""
+    """A layer that reads embedding and feature, each normed; its residual is the feature."""
 
     def __init__(self, config: Mapping[str, Any], embedding: int) -> None:
         super().__init__()
@@ -153,18 +154,18 @@ class Eagle3Layer(nn.Module):
     def forward(
         self, rows: Rows, rotation: tuple[Tensor, Tensor], mask: Tensor, past: Any
     ) -> Tensor:
-        """States ``(B, Q, H)``."""
+        """Computes states ``(B, Q, H)``."""
         both = torch.cat([self.input_layernorm(rows.embeds), self.hidden_norm(rows.features)], -1)
         states = rows.features + self.self_attn(both, rotation, mask, past)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class Eagle3Model(FeatureDrafter):
-    """EAGLE-3: three levels of the target's states, a norm and a head of its own.
+    """Drafter of EAGLE-3: reads the target's states at three layers, and has its own norm and head.
 
-    The inputs of layers 2, n // 2 and n - 3 of n are read unless the configuration names others:
-    ``eagle_aux_hidden_state_layer_ids`` at the top counts them so too, inside ``eagle_config`` it
-    counts layers whose outputs are read.
+    By default the features are the inputs of layers 2, n // 2 and n - 3 of n. The configuration may
+    set ``eagle_aux_hidden_state_layer_ids`` to other layers: at the top level the ids name layers
+    whose inputs are read, inside ``eagle_config`` layers whose outputs are read.
     """
 
     kind: ClassVar[str] = "eagle3"
@@ -184,19 +185,19 @@ class Eagle3Model(FeatureDrafter):
         self.d2t: Tensor | None
         self.t2d: Tensor | None
         part = size != config["vocab_size"]
-        # offset from each of the drafter's ids to the target's, and which of the target's it has
+        # d2t: offset from each drafter id to the target's; t2d: mask of the ids the drafter has
         self.register_buffer("d2t", torch.zeros(size, dtype=torch.long) if part else None)
         known = torch.arange(config["vocab_size"]) < size
         self.register_buffer("t2d", known if part else None)
 
     def levels(self, num_layers: int) -> tuple[Level, ...]:
-        """Low, middle and high; of a target with few layers they coincide."""
+        """Returns the low, middle and high level; in a target with few layers they coincide."""
         if self._named:
             return self._named
         return min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Fuses the levels by one matrix."""
+        """Projects the concatenated states of the three levels to the drafter's width."""
         return self.fc(features)
 
     def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
@@ -205,20 +206,20 @@ class Eagle3Model(FeatureDrafter):
         return self.midlayer(rows, rotation, mask, past)
 
     def logits(self, states: Tensor, adapter: Any) -> Tensor:
-        """Logits by its own norm and head."""
+        """Computes logits with the drafter's own norm and head."""
         return self.lm_head(self.norm(states))
 
     def target_ids(self) -> Tensor | None:
-        """The target's id of each of the drafter's ids: the id plus its offset."""
+        """Returns the target's id of each of the drafter's ids: the id plus its offset."""
         if self.d2t is None:
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     @staticmethod
     def ignored(key: str) -> bool:
-        """Whether a tensor is not needed: rotary tables, and maps of a whole vocabulary."""
+        """Returns whether a tensor is not loaded: rotary tables, id maps of a full vocabulary."""
         return key.endswith("rotary_emb.inv_freq") or key in ("d2t", "t2d")
 
 
 KINDS: dict[str, type[FeatureDrafter]] = {"eagle3": Eagle3Model, "eagle": EagleModel}
-"""Layouts by name, those with more tensors of their own first."""
+"""Drafter classes by name, in the order in which their weights are looked for."""

@@ -1,11 +1,10 @@
-"""Base of feature drafters: small models that draft from the states of a large one.
+"""Base of feature drafters (EAGLE and others): small models that read a target's hidden states.
 
-Row t of such a model pairs the state of token t, as the target computed it, with the embedding of
-token t + 1, and computes from both a state that predicts token t + 2. This state replaces the
-target's in the next row, so that drafting can continue without the target. A method is a subclass
-of `FeatureDrafter`: it defines which states are read, what is done with rows of images, the forward
-pass, and the logits. `mmdecode.draft.features` drafts with any of them,
-`mmdecode.train.drafters.trainer` trains them.
+Input row t pairs the target's state of token t with the embedding of token t + 1; from these the
+drafter computes a state that predicts token t + 2. The drafter's state replaces the target's in the
+next row, so that it can draft several tokens without the target. A subclass of `FeatureDrafter`
+defines which states are read, how rows of images are processed, the forward pass and the logits.
+`mmdecode.draft.features` drafts with any subclass, and `mmdecode.train.drafters.trainer` trains it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from mmdecode.errors import InputError, UnsupportedModelError
 from mmdecode.runs.files import write_file, write_folder
 
 Level = int | str
-"""Key of `mmdecode.engine.contracts.BranchOutput.hidden`."""
+"""Layer whose states are read, a key of `mmdecode.engine.contracts.BranchOutput.hidden`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +34,15 @@ class Rows:
     """Input rows of a drafter in one pass.
 
     Attributes:
-        embeds: Embedding of the token after each row's own, ``(B, Q, E)``.
-        features: State of the row's token: the target's, fused by the drafter, or the drafter's
-            own, ``(B, Q, H)``.
+        embeds: Embedding of the token after the row's token, ``(B, Q, E)``.
+        features: State of the row's token, ``(B, Q, H)``: the target's state after `fuse`, or the
+            drafter's own.
         positions: Position of the row's token, ``(B, Q)``, or in time, height and width, ``(B, 3,
             Q)``.
-        kept: Rows that are no padding and that later rows may attend to, ``(B, Q)``; ``None``: all.
-        images: Image that the row's embedding is a part of, counted from 1, ``(B, Q)``; 0 for
-            none. ``None``: none of any.
+        kept: Mask of the rows that are no padding and that later rows may attend to, ``(B, Q)``;
+            ``None``: all rows.
+        images: Number, from 1, of the image that the row's embedding belongs to, ``(B, Q)``; 0:
+            text. ``None``: all rows are text.
         carried: Prompt summary that the drafter keeps for later rows, ``(B, 1 or Q, C)``.
     """
 
@@ -55,7 +55,7 @@ class Rows:
 
     @classmethod
     def stacked(cls, parts: Sequence[Rows]) -> Rows:
-        """Rows of the prompts of several branches, in order, padded on the left to the widest."""
+        """Stacks prompts of several guide branches, row by row, padded on the left to one width."""
         width = max(part.embeds.shape[1] for part in parts)
 
         def rows(name: str, *after: int) -> Tensor:
@@ -74,9 +74,9 @@ class Rows:
         )
 
     def packed(self) -> tuple[Rows, Tensor]:
-        """The kept rows, right-aligned, and the number of empty slots before them, ``(B,)``.
+        """Returns the kept rows, right-aligned, and the padding slots before them, ``(B,)``.
 
-        Asks for the largest number of kept rows on the host.
+        Synchronises with the device to read the largest number of kept rows.
         """
         assert self.kept is not None and self.images is not None
         count = self.kept.sum(1)
@@ -105,13 +105,13 @@ class Rows:
 
 
 class Rotary:
-    """Rotary cosines and sines in the form that a configuration names.
+    """Computes rotary cosines and sines of the type that a configuration names.
 
-    With sections in time, height and width (M-RoPE of Qwen2-VL), each frequency turns by one of
-    three positions.
+    With M-RoPE (Qwen2-VL), each frequency uses one of three positions: time, height or width.
 
     Raises:
-        UnsupportedModelError: Frequencies depend on the length, or sections are interleaved.
+        UnsupportedModelError: Frequencies depend on the length of the input, or the sections of
+            M-RoPE are interleaved.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ class Rotary:
         self._frequencies = {torch.device("cpu"): inner.inv_freq.float()}
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``(B, Q)`` or ``(B, 3, Q)`` to two ``(B, Q, D)``."""
+        """Returns cosines and sines, ``(B, Q, D)``, of positions ``(B, Q)`` or ``(B, 3, Q)``."""
         device = positions.device
         if device not in self._frequencies:
             self._frequencies[device] = self._frequencies[torch.device("cpu")].to(device)
@@ -154,10 +154,10 @@ class Rotary:
 
 
 class Attention(nn.Module):
-    """Self-attention through one layer of a cache, with grouped keys and values.
+    """Grouped-query self-attention with a cache.
 
     Args:
-        config: Sizes.
+        config: Sizes, as in ``config.json``.
         index: Index of the layer in the cache.
         inputs: Width of the input; ``None``: the hidden size.
     """
@@ -178,7 +178,7 @@ class Attention(nn.Module):
     def forward(
         self, states: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, past: Any
     ) -> Tensor:
-        """``(B, Q, inputs)`` to ``(B, Q, H)``; ``mask`` is additive, ``(B, 1, Q, K)``."""
+        """Maps ``(B, Q, inputs)`` to ``(B, Q, H)``; ``mask`` is additive, ``(B, 1, Q, K)``."""
         query, key, value = (
             part(states).unflatten(-1, (-1, self.dim)).transpose(1, 2)
             for part in (self.q_proj, self.k_proj, self.v_proj)
@@ -195,7 +195,7 @@ class MLP(nn.Module):
     """Llama's gated feed-forward part.
 
     Args:
-        config: Sizes.
+        config: Sizes, as in ``config.json``.
         outputs: Width of the output; ``None``: the hidden size.
     """
 
@@ -207,42 +207,45 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, outputs or width, bias=False)
 
     def forward(self, states: Tensor, gate: Tensor | None = None) -> Tensor:
-        """``(..., H)`` to ``(..., outputs)``; the gate is computed from ``gate``, if given."""
+        """Maps ``(..., H)`` to ``(..., outputs)``; the gate is computed from ``gate``, if given."""
         gate = states if gate is None else gate
         return self.down_proj(F.silu(self.gate_proj(gate)) * self.up_proj(states))
 
 
 class Norm(nn.RMSNorm):
-    """Root-mean-square norm in the precision of its weight, also under autocast."""
+    """Root-mean-square norm in the dtype of its weight, also under autocast."""
 
     def forward(self, states: Tensor) -> Tensor:
-        """``(..., H)`` to the same."""
+        """Normalises states ``(..., H)``."""
         return super().forward(states.to(self.weight.dtype))
 
 
 def norm_of(config: Mapping[str, Any], width: int | None = None) -> nn.RMSNorm:
-    """The root-mean-square norm of a configuration."""
+    """Makes a root-mean-square norm; ``width`` is by default the hidden size."""
     return Norm(width or config["hidden_size"], eps=config.get("rms_norm_eps", 1e-6))
 
 
 class FeatureDrafter(nn.Module):
-    """A small model over the states of a large one; what methods override.
+    """Base class of a drafter that reads a target's hidden states.
 
     Args:
-        config: Content of ``config.json``: the sizes of a Llama, and fields of the method. Fields
-            of the target is checked: ``target_hidden_size``, ``target_num_layers``, ``vocab_size``.
-        own_embedding: Whether it has its own embedding table; else the target's is used.
+        config: Content of ``config.json``: sizes of a Llama, and fields of the drafting method.
+            Three fields must match the target: ``target_hidden_size``, ``target_num_layers`` and
+            ``vocab_size``.
+        own_embedding: Whether the drafter has its own embedding table; otherwise the target's is
+            used.
 
     Raises:
-        UnsupportedModelError: The configuration asks for a window or an unknown rotary form.
+        UnsupportedModelError: The configuration has sliding-window attention, an activation other
+            than silu, or an unknown rotary type.
     """
 
     kind: ClassVar[str]
-    """Its name in ``config.json`` and in training."""
+    """Name of the drafter class in ``config.json`` and in training options."""
     marker: ClassVar[str]
-    """Prefix of a key that published checkpoints of this kind have."""
+    """Prefix of a key by which published checkpoints of this class are recognised."""
     reads_first: ClassVar[bool] = False
-    """Whether it also has a row for the first token, which has no state before it."""
+    """Whether the first token, which has no state before it, has a row too."""
     cache_layers: int = 1
 
     def __init__(self, config: Mapping[str, Any], own_embedding: bool = False) -> None:
@@ -269,14 +272,14 @@ class FeatureDrafter(nn.Module):
         return self.config.get("target_hidden_size") or self.width
 
     def levels(self, num_layers: int) -> tuple[Level, ...]:
-        """Levels whose states make a feature, in order, for a target with ``num_layers`` layers."""
+        """Returns the levels whose states a feature concatenates, for a target of that depth."""
         raise NotImplementedError
 
     def embed(self, ids: Tensor, adapter: Any) -> Tensor:
-        """Embeddings of the target's ids, by its own table if it has one."""
+        """Embeds the target's ids, with the drafter's own table if it has one."""
         if self.embed_tokens is None:
             return embedded(ids, adapter)
-        # a placeholder of an image may have an id of its own after the vocabulary
+        # the id of an image placeholder may lie outside the vocabulary
         return self.embed_tokens(ids.clamp_max(self.embed_tokens.num_embeddings - 1))
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -284,32 +287,33 @@ class FeatureDrafter(nn.Module):
         return features
 
     def prepare(self, rows: Rows) -> Rows:
-        """Processes the prompt's rows; rows with ``kept`` unset are left out."""
+        """Processes the prompt's rows; rows whose ``kept`` is false afterwards are dropped."""
         return rows
 
     def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
-        """States ``(B, Q, H)``, which are features for the rows after.
+        """Computes states ``(B, Q, H)``, which are the features of the rows after.
 
         Args:
             rows: Input rows.
-            mask: Additive, ``(B, 1, Q, K)``.
+            mask: Additive attention mask, ``(B, 1, Q, K)``.
             past: A cache with ``update(keys, values, layer)``.
         """
         raise NotImplementedError
 
     def logits(self, states: Tensor, adapter: Any) -> Tensor:
-        """Logits over the drafter's vocabulary, ``(..., H)`` to ``(..., D)``."""
+        """Computes logits over the drafter's vocabulary, ``(..., H)`` to ``(..., D)``."""
         return adapter.head(states)
 
     def target_ids(self) -> Tensor | None:
-        """The target's id of each of the drafter's ids, ``(D,)``; ``None``: they are the same."""
+        """Returns the target's id of each drafter id, ``(D,)``; ``None``: the ids are the same."""
         return None
 
     def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> None:
         """Writes ``config.json`` and half-precision weights with the published keys.
 
         Raises:
-            OptionError: A file that is not ours is there, and ``overwrite`` is not set.
+            OptionError: The folder has a file that this package did not write, and ``overwrite`` is
+                not set.
         """
         save_drafter(self, self.config | {"drafter": self.kind}, folder, overwrite)
 
@@ -317,7 +321,7 @@ class FeatureDrafter(nn.Module):
     def from_weights(
         cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], name: str | Path
     ) -> FeatureDrafter:
-        """The module of a checkpoint, in float32 and evaluation mode.
+        """Builds the module of a checkpoint, in float32 and evaluation mode.
 
         Raises:
             InputError: A weight is missing, unknown or of another shape.
@@ -329,12 +333,12 @@ class FeatureDrafter(nn.Module):
 
     @staticmethod
     def ignored(key: str) -> bool:
-        """Whether a tensor of a checkpoint is not needed, as tables that follow from others."""
+        """Returns whether a tensor of a checkpoint is not loaded: rotary tables, and the head."""
         return key.endswith("rotary_emb.inv_freq") or key == "lm_head.weight"
 
 
 def embedded(ids: Tensor, adapter: Any) -> Tensor:
-    """Embeddings of the target's ids, by the target's table."""
+    """Embeds the target's ids with the target's table."""
     return adapter.embed(ids)
 
 
@@ -357,14 +361,15 @@ def save_drafter(
 
 
 def load_drafter(name: str | Path, kinds: Mapping[str, type[FeatureDrafter]]) -> FeatureDrafter:
-    """A drafter in our layout or a published one.
+    """Loads a drafter that this package saved, or a published checkpoint.
 
     Args:
         name: A folder, a Hub id or ``zoo:NAME``.
-        kinds: Possible kinds by name; of published layouts the first whose marker is found.
+        kinds: Possible drafter classes by name. A published checkpoint is loaded as the first class
+            whose ``marker`` is among its keys.
 
     Raises:
-        InputError: The checkpoint holds none of these.
+        InputError: The checkpoint holds no drafter of these classes.
     """
     config, weights = read_weights(local_path(name))
     weights = {key.removeprefix("model."): value for key, value in weights.items()}

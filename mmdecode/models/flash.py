@@ -1,8 +1,9 @@
-"""FLASH: a drafter that reads an image as a few latents and makes several states in one pass.
+"""FLASH: a drafter that reads an image as a few latents and drafts several tokens in one pass.
 
-Rows of A attend to the target's states of an image, ``softmax(A H^T) H``; the results take the last
-positions of the image, whose other rows are left out, so positions have a gap. One layer of
-attention and a wide linear layer compute the states of tokens t + 1 to t + K from row t.
+Learned queries A attend to the target's states H of an image, ``softmax(A H^T) H``. The resulting
+latents replace the last rows of the image and keep their positions; the image's other rows are
+dropped. One layer of attention and a wide linear layer compute the states of tokens t + 1 to t + K
+from row t.
 
 Source: Wang et al. 2025 (FLASH), arXiv:2505.12728, from the formulas: the released class cannot run
 (ZihuaEvan/FlashSD, flash/model/llama_sar.py). Differs from it: heads share keys in groups, where it
@@ -23,7 +24,7 @@ from mmdecode.models.image_rows import at_last_rows, members_of
 
 
 class Head(Attention):
-    """Attention, and a linear layer that computes ``k`` states for each row."""
+    """Attention, followed by a linear layer that computes ``k`` states for each row."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__({"attention_bias": True, **config})
@@ -34,10 +35,10 @@ class Head(Attention):
 
 
 class FlashModel(FeatureDrafter):
-    """FLASH: ``k`` states per row, concatenated, and the target's head for each.
+    """FLASH's drafter: computes ``k`` states per row; the target's head reads each of them.
 
-    ``k`` and ``compress_len`` (rows of A) are read from the configuration. With ``k = 1`` it
-    predicts the same as EAGLE.
+    ``k`` and ``compress_len`` (the number of queries A) are read from the configuration. With
+    ``k = 1`` it predicts the same token as EAGLE.
     """
 
     kind: ClassVar[str] = "flash"
@@ -51,11 +52,11 @@ class FlashModel(FeatureDrafter):
         self.layers = Head(config)
 
     def levels(self, num_layers: int) -> tuple[Level, ...]:
-        """The states after the final norm."""
+        """Returns the level of the target's states after the final norm."""
         return ("last",)
 
     def prepare(self, rows: Rows) -> Rows:
-        """Replaces the last rows of each image by latents, and leaves out the rows before."""
+        """Replaces the last rows of each image by its latents, and drops its other rows."""
         assert rows.images is not None and rows.kept is not None
         images = rows.images * rows.kept
         members = members_of(images)
@@ -70,20 +71,20 @@ class FlashModel(FeatureDrafter):
         return replace(rows, embeds=embeds, kept=kept, images=images * stays)
 
     def read(self, rows: Rows) -> Tensor:
-        """``W [e; h]`` of text, latents as they are."""
+        """Returns the layer's input: ``W [e; h]`` for text, and latents unchanged."""
         states = self.fc(torch.cat([rows.embeds, rows.features], -1))
         if rows.images is None:
             return states
         return torch.where((rows.images > 0)[..., None], rows.embeds, states)
 
     def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
-        """States of the ``k`` tokens after each row's token, ``(B, Q, k * H)``."""
+        """Computes states of the ``k`` tokens after each row's token, ``(B, Q, k * H)``."""
         states = self.read(rows)
         rotation = self.rotary(rows.positions, states.dtype)
         return self.layers.ar_proj(states + self.layers(states, rotation, mask, past))
 
     def logits(self, states: Tensor, adapter: Any) -> Tensor:
-        """Logits of each state, ``(..., n * H)`` to ``(..., n, V)``; of one ``(..., V)``."""
+        """Computes logits of n states, ``(..., n * H)`` to ``(..., n, V)``; n = 1: ``(..., V)``."""
         if states.shape[-1] == self.width:
             return adapter.head(states)
         return adapter.head(states.unflatten(-1, (-1, self.width)))

@@ -1,11 +1,13 @@
-"""Hydra heads: heads on the model's last state that also read the tokens drafted so far.
+"""Hydra heads: Medusa-like heads that also read the tokens drafted so far.
 
-Head k, counted from 1, reads the state that decided the root x_1 and the embeddings of x_1 to x_k
-and predicts x_(k+1); so children of two siblings may differ, unlike those of Medusa's heads.
+Head k, counted from 1, reads the target's last state, which decided the last committed token x_1,
+and the embeddings of x_1 to x_k, and predicts x_(k+1). Unlike with Medusa, the children of two
+sibling nodes may therefore differ.
 
 Source: Ankner et al. 2024 (Hydra), arXiv:2402.05109, section 3; checked against the reference's
 ``mlp`` heads as hemingkx/Spec-Bench has them. Differs from it: heads share the target's output
-matrix unless a checkpoint brings one for each, and begin as that head alone, as Medusa's do.
+matrix unless a checkpoint has one for each head, and are initialised to the target's own
+prediction, as Medusa's heads are.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from mmdecode.models.feature_drafter import embedded, save_drafter
 
 
 class Block(nn.Module):
-    """``x + silu(A x + b)``, with ``R x + r`` instead of x if the width changes.
+    """Residual block ``x + silu(A x + b)``; if the width changes, ``R x + r`` replaces the first x.
 
     Args:
         inputs: Width of x.
@@ -42,17 +44,17 @@ class Block(nn.Module):
                 parameter.copy_(torch.as_tensor(kept).expand_as(parameter))
 
     def forward(self, states: Tensor) -> Tensor:
-        """``(..., inputs)`` to ``(..., width)``."""
+        """Maps ``(..., inputs)`` to ``(..., width)``."""
         return self.res_connection(states) + nn.functional.silu(self.linear(states))
 
 
 class HydraHeads(nn.Module):
-    """K heads; the parameters have the published names.
+    """K Hydra heads; the parameters have the published names.
 
     Args:
         config: ``hidden_size``, ``vocab_size``, ``hydra_num_heads``, ``hydra_num_layers`` (blocks
-            of a head, default 1) and ``hydra_own_outputs`` (whether each head has an output matrix
-            of its own, default no); fields about the target are checked, as for
+            per head, default 1) and ``hydra_own_outputs`` (whether each head has its own output
+            matrix, default no). Fields about the target must match it, as for
             `mmdecode.models.feature_drafter.FeatureDrafter`.
     """
 
@@ -80,15 +82,15 @@ class HydraHeads(nn.Module):
 
     @property
     def target_width(self) -> int:
-        """Width of the target's states."""
+        """Returns the width of the target's states."""
         return self.width
 
     def embed(self, ids: Tensor, adapter: Any) -> Tensor:
-        """Embeddings of tokens, by the target's table."""
+        """Embeds tokens with the target's table."""
         return embedded(ids, adapter)
 
     def logits(self, head: int, read: Tensor, adapter: Any) -> Tensor:
-        """Logits of one head, ``(..., (2 + head) H)`` to ``(..., V)``; heads count from 0 here."""
+        """Computes logits of a head, counted from 0, ``(..., (2 + head) H)`` to ``(..., V)``."""
         states = self.hydra_mlp[head](read)
         return self.hydra_lm_head[head](states) if self.hydra_lm_head else adapter.head(states)
 
@@ -96,18 +98,19 @@ class HydraHeads(nn.Module):
         """Writes ``config.json`` and half-precision weights with the published keys.
 
         Raises:
-            OptionError: A file that is not ours is there, and ``overwrite`` is not set.
+            OptionError: The folder has a file that this package did not write, and ``overwrite`` is
+                not set.
         """
         save_drafter(self, self.config | {"drafter": self.kind}, folder, overwrite)
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> HydraHeads:
-        """Loads heads in our layout or the published one.
+        """Loads heads that this package saved, or a published checkpoint.
 
         Raises:
             InputError: The checkpoint holds no Hydra heads.
-            UnsupportedModelError: It holds them in another form: Hydra++ with its layer of
-                attention, or heads that read no token.
+            UnsupportedModelError: The heads have another structure: Hydra++, with a layer of
+                attention, or heads that read no drafted token.
         """
         config, weights = read_weights(local_path(name))
         heads = {key for key in weights if key.startswith("hydra_mlp.")}
@@ -121,9 +124,9 @@ class HydraHeads(nn.Module):
         width = first.shape[0]
         if strange or first.shape[1] != 2 * width:
             raise UnsupportedModelError(
-                f"{name} holds heads of another form ({', '.join(strange[:3]) or 'ungrounded'}); "
-                "expected Hydra's, whose head k reads a state and k embeddings: Hydra++ and others "
-                "are not known"
+                f"{name} holds other heads ({', '.join(strange[:3]) or 'reading no tokens'}); "
+                "expected Hydra heads, where head k reads a state and k embeddings: Hydra++ and "
+                "other variants are not supported"
             )
         paths = [key.split(".") for key in heads]
         inferred = {

@@ -1,7 +1,8 @@
-"""A classifier trained independently of the image models, to evaluate their images.
+"""A classifier to evaluate generated images; it is trained independently of the image models.
 
-``zoo:scene-classifier`` knows the scenes of the zoo; any folder that timm reads serves for other
-classes. The distances of `mmdecode.evaluation.images.samples` use its penultimate features.
+``zoo:scene-classifier``, a shipped model, classifies the synthetic scenes that the shipped image
+models generate; for other classes, give any folder that timm reads. Distances between sets of
+images (`mmdecode.evaluation.images.samples`) use the features of its last layer but one.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Judged:
     """Output of a classifier for images.
 
     Attributes:
-        features: States of the layer before the last, ``(n, d)``.
-        probabilities: ``(n, classes)``.
+        features: States before the last layer, ``(n, d)``.
+        probabilities: Probabilities of the classes, ``(n, classes)``.
     """
 
     features: np.ndarray
@@ -39,10 +40,10 @@ class Classifier:
     """A timm model that classifies images.
 
     Args:
-        network: The model, which takes pixels from -1 to 1.
-        classes: Names, in the order of its outputs.
-        side: Pixels of the images it was trained on, to which others are resized.
-        name: Its name in reports.
+        network: The timm model, which takes pixels from -1 to 1.
+        classes: Class names, in the order of the model's outputs.
+        side: Height and width in pixels that images are resized to, as in the model's training.
+        name: Name of the classifier in reports.
     """
 
     def __init__(
@@ -53,13 +54,13 @@ class Classifier:
 
     @classmethod
     def from_pretrained(cls, name: str | Path = ZOO_CLASSIFIER) -> Classifier:
-        """Loads a folder as timm writes it.
+        """Loads a classifier from a folder that timm saved.
 
         Args:
             name: A folder or ``zoo:NAME``.
 
         Raises:
-            InputError: timm cannot read it.
+            InputError: timm cannot read the folder.
             MissingExtraError: timm is not installed.
         """
         timm, path = import_timm(), local_path(name)
@@ -76,10 +77,10 @@ class Classifier:
 
     @torch.no_grad()
     def judge(self, pixels: Iterable[Tensor]) -> Judged:
-        """Features and probabilities of images.
+        """Computes features and probabilities of images.
 
         Args:
-            pixels: Batches ``(B, 3, H, W)`` from 0 to 1.
+            pixels: Batches of pixels from 0 to 1, ``(B, 3, H, W)`` each.
         """
         features, probabilities = [], []
         for batch in pixels:
@@ -98,10 +99,10 @@ class Classifier:
 
 
 def import_timm() -> Any:
-    """The library timm.
+    """Imports the library timm.
 
     Raises:
-        MissingExtraError: It is not installed.
+        MissingExtraError: timm is not installed.
     """
     try:
         import timm

@@ -1,9 +1,9 @@
 """Positions of the codes of an image among the generated tokens of a raster model.
 
-The generated part is ``rows`` rows of ``columns`` codes, each row perhaps followed by a newline
-token, the last one perhaps by a fixed tail. These tokens are forced: their position decides them.
-Index 0 is the first generated token; tokens that a model reads before the codes (sizes, the token
-that opens an image) belong to its prompt.
+A model generates ``rows`` rows of ``columns`` codes. Depending on the model, a newline token
+follows each row, and a fixed sequence of tokens (the tail) follows the last row. Newlines and tail
+are called forced: their index alone determines them. Index 0 is the first generated token; tokens
+that a model reads before the codes (image size, begin-of-image token) belong to its prompt.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mmdecode.errors import OptionError, ShapeError
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A grid of codes and the tokens around it.
+    """Order of the codes and forced tokens of an image.
 
     Args:
         rows: Rows of codes, h.
         columns: Codes per row, w.
-        ids: Id in the model's vocabulary of each code, ``(C,)``.
-        newline: Id after every row; ``None``: no token.
-        tail: Ids after the last row.
+        ids: Token id of each code in the model's vocabulary, ``(C,)``.
+        newline: Id of the token after every row; ``None``: there is no such token.
+        tail: Ids of the tokens after the last row.
 
     Raises:
-        OptionError: The grid has no cell.
+        OptionError: ``rows`` or ``columns`` is less than 1.
     """
 
     rows: int
@@ -49,21 +49,21 @@ class Layout:
 
     @property
     def stride(self) -> int:
-        """Generated tokens from a code to the one below it."""
+        """Returns the number of tokens from a code to the code below it."""
         return self.columns + (self.newline is not None)
 
     @property
     def length(self) -> int:
-        """Generated tokens of a whole image, forced ones included."""
+        """Returns the number of tokens of a whole image, forced tokens included."""
         return self.rows * self.stride + len(self.tail)
 
     @property
     def has_forced(self) -> bool:
-        """Whether any token is forced."""
+        """Returns whether any token is forced."""
         return self.newline is not None or bool(self.tail)
 
     def forced(self, index: Tensor) -> Tensor:
-        """The token that is forced at each index, -1 if none is; any shape."""
+        """Returns the token that is forced at each index, -1 if none is; any shape."""
         result = torch.full_like(index, -1)
         if self.newline is not None:
             result = result.masked_fill(index % self.stride == self.columns, self.newline)
@@ -73,17 +73,17 @@ class Layout:
         return result.masked_fill(index >= self.length, self.tail[-1]) if self.tail else result
 
     def left(self, index: Tensor) -> Tensor:
-        """Index of the code to the left, -1 in the first column and for forced tokens."""
+        """Returns the index of the code to the left, -1 in column 0 and at forced tokens."""
         free = self.forced(index) < 0
         return torch.where(free & (index % self.stride > 0), index - 1, -1)
 
     def above(self, index: Tensor) -> Tensor:
-        """Index of the code one row up, -1 in the first row and for forced tokens."""
+        """Returns the index of the code one row up, -1 in row 0 and at forced tokens."""
         free = self.forced(index) < 0
         return torch.where(free & (index >= self.stride), index - self.stride, -1)
 
     def allowed(self, index: Tensor, vocab: int) -> Tensor:
-        """Tokens that the grammar allows at each index, bool ``(..., V)``."""
+        """Returns the mask of tokens that can occur at each index, bool ``(..., V)``."""
         codes = self._is_code(vocab, index.device)
         if not self.has_forced:
             return codes.expand(*index.shape, vocab)
@@ -92,18 +92,18 @@ class Layout:
         return torch.where(forced >= 0, tokens == forced, codes)
 
     def binds(self, vocab: int) -> bool:
-        """Whether the grammar leaves any token out."""
+        """Returns whether `allowed` excludes any token at any index."""
         return self.has_forced or len(self.ids) < vocab
 
     def _is_code(self, vocab: int, device: torch.device) -> Tensor:
-        """Tokens that are codes, bool ``(V,)``; made once, since a captured round cannot."""
+        """Returns the mask of tokens that are codes, bool ``(V,)``; cached for CUDA graphs."""
         if (vocab, device) not in self._masks:
             tokens = torch.arange(vocab, device=device)
             self._masks[vocab, device] = torch.isin(tokens, self.ids.to(device))
         return self._masks[vocab, device]
 
     def codes_of(self, vocab: int, device: torch.device) -> Tensor:
-        """The code of each token, -1 where it is none, ``(V,)``; made once, as `_is_code`."""
+        """Returns the code of each token, -1 if the token is no code, ``(V,)``; cached."""
         if (vocab, device) not in self._codes:
             ids = self.ids.to(device)
             codes = torch.full((vocab,), -1, device=device)
@@ -113,15 +113,15 @@ class Layout:
         return self._codes[vocab, device]
 
     def cell_indices(self) -> Tensor:
-        """Index of every code among the generated tokens, ``(rows, columns)``."""
+        """Returns the index of every code among the generated tokens, ``(rows, columns)``."""
         first = torch.arange(self.rows)[:, None] * self.stride
         return first + torch.arange(self.columns)
 
     def codes(self, tokens: Tensor) -> Tensor:
-        """Codes of whole images, ``(B, length)`` to ``(B, rows, columns)``.
+        """Extracts the codes of whole images, ``(B, length)`` to ``(B, rows, columns)``.
 
         Raises:
-            ShapeError: The images are not whole, or hold a token that is no code.
+            ShapeError: The number of tokens is wrong, or a token at a code's index is no code.
         """
         if tokens.shape[-1] < self.rows * self.stride - (self.newline is not None):
             raise ShapeError(

@@ -1,4 +1,4 @@
-"""Rows of images in a drafter's input: which image each belongs to, and replacing them by fewer."""
+"""Helpers for the image tokens in a drafter's input, which some drafters replace by fewer rows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.nn.functional import pad
 
 
 def numbered(images: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-    """Index of each token's image in its row, counted from 1, ``(B, L)``; 0 for none.
+    """Returns the number of each token's image in its row, from 1, ``(B, L)``; 0: no image.
 
     Args:
-        images: Tokens of images, ``(B, L)`` bool.
-        sizes: Tokens of each image, row by row; ``None``, or if they do not add up to the tokens of
-            a row: adjacent tokens are one image.
+        images: Mask of image tokens, bool ``(B, L)``.
+        sizes: Number of tokens of each image, row by row. If ``None``, or if the sizes do not add
+            up to the image tokens of every row, adjacent image tokens count as one image.
     """
     ends = {0, *itertools.accumulate(sizes or ())}
     if not ends.issuperset(images.sum(1).cumsum(0).tolist()) or max(ends) != int(images.sum()):
@@ -29,25 +29,25 @@ def numbered(images: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
 
 
 def members_of(images: Tensor) -> Tensor:
-    """The rows of each image, ``(B, I, L)`` bool, from the image of each row, counted from 1.
+    """Converts image numbers ``(B, L)``, see `numbered`, to a mask per image, bool ``(B, I, L)``.
 
-    Asks for the largest number of images on the host.
+    Synchronises with the device to read the largest number of images.
     """
     count = int(images.max()) if images.numel() else 0
     return images[:, None] == torch.arange(1, count + 1, device=images.device)[:, None]
 
 
 def at_last_rows(made: Tensor, members: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Replaces the last rows of each image by the vectors computed for it.
+    """Replaces the last rows of each image by vectors that were computed for the image.
 
     Args:
-        made: Vectors for each image, ``(B, I, S, H)``; an image with fewer rows takes the last of
-            them.
-        members: See `members_of`, with at least one image.
-        rows: ``(B, L, H)``.
+        made: S vectors per image, ``(B, I, S, H)``; an image with fewer than S rows gets the last
+            of them.
+        members: Mask per image, see `members_of`, with at least one image.
+        rows: Input rows, ``(B, L, H)``.
 
     Returns:
-        The rows, and which of them were replaced, ``(B, L)`` bool.
+        The new rows, and the mask of the replaced rows, bool ``(B, L)``.
     """
     each = made.shape[2]
     # rows of the same image from each row on, itself included; 0 where there is no image

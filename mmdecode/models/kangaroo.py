@@ -1,4 +1,4 @@
-"""Kangaroo's adapter: one attention and two norms between an early layer and the model's head.
+"""Kangaroo's adapter: one attention layer and two norms between an early layer and the head.
 
 Row t reads the state of token t after the target's first ``exit_layer`` layers and predicts the
 token after it, through the target's own head. It uses the target's rotary positions.
@@ -28,12 +28,15 @@ class KangarooLayer(nn.Module):
     def forward(
         self, states: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, past: Any
     ) -> Tensor:
-        """``(B, Q, H)`` to the same."""
+        """Computes states ``(B, Q, H)`` from states ``(B, Q, H)``."""
         return states + self.self_attn(self.input_layernorm(states), rotation, mask, past)
 
 
 class KangarooModel(FeatureDrafter):
-    """The adapter of a target's first ``exit_layer`` layers (of the configuration; default 2)."""
+    """Drafts from the states after the target's first ``exit_layer`` layers.
+
+    The configuration sets ``exit_layer``; the default is 2.
+    """
 
     kind: ClassVar[str] = "kangaroo"
     marker: ClassVar[str] = "layers.0.self_attn."
@@ -45,43 +48,43 @@ class KangarooModel(FeatureDrafter):
         self.norm = norm_of(config)
 
     def levels(self, num_layers: int) -> tuple[Level, ...]:
-        """States that the next layer of the target reads."""
+        """Returns the level of the states after the first ``exit_layer`` layers."""
         return (self.exit_layer,)
 
     def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
-        """From features alone; see `FeatureDrafter.forward`."""
+        """Computes states from features, without embeddings; see `FeatureDrafter.forward`."""
         rotation = self.rotary(rows.positions, rows.features.dtype)
         return self.norm(self.layers[0](rows.features, rotation, mask, past))
 
     def after_layer(self, states: Tensor, mask: Tensor, rotation: Any, past: Any) -> Tensor:
-        """States ``(B, Q, H)`` before the last norm, run right after a layer of the target.
+        """Computes states ``(B, Q, H)`` before the last norm, right after a layer of the target.
 
         Args:
-            states: States that the layer made, ``(B, Q, H)``.
-            mask: Additive, the layer's own.
-            rotation: Cosines and sines of the target, ``(B, Q, D)`` each.
-            past: Cache like the target's, whose layer ``exit_layer`` is free.
+            states: Output of the layer, ``(B, Q, H)``.
+            mask: The layer's additive attention mask.
+            rotation: Rotary cosines and sines of the target, ``(B, Q, D)`` each.
+            past: A cache that is indexed like the target's; its layer ``exit_layer`` is used here.
         """
         return self.layers[0](states, rotation, mask, _Shifted(past, self.exit_layer))
 
 
 class _Shifted:
-    """A cache without its first layers."""
+    """View of a cache that skips its first layers."""
 
     def __init__(self, past: Any, first: int) -> None:
         self._past, self._first = past, first
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Stores keys and values of a layer; called as transformers does."""
+        """Stores keys and values of a layer, with the arguments that transformers uses."""
         return self._past.update(keys, values, self._first + layer)
 
 
 class Exit(nn.Module):
-    """The last layer of a view of the target, with the adapter after it.
+    """The last of the target's first layers, followed by the adapter.
 
     Args:
         layer: Layer of the target.
-        adapter: The adapter, run with the layer's arguments.
+        adapter: The adapter; it gets the layer's mask, rotary tables and cache.
     """
 
     def __init__(self, layer: nn.Module, adapter: KangarooModel) -> None:
@@ -97,7 +100,7 @@ class Exit(nn.Module):
         past_key_values: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Runs like a decoder layer of transformers."""
+        """Computes states; the arguments are those of a transformers decoder layer."""
         made = self.layer(
             hidden_states,
             attention_mask=attention_mask,
@@ -112,7 +115,7 @@ class Exit(nn.Module):
 
 
 def rope_of(config: Any) -> dict[str, Any]:
-    """Fields of a target's configuration that define its rotary positions."""
+    """Returns the fields of a target's configuration that define its rotary positions."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     sizes = {"rope_parameters": rope} if rope else {}
     if (dim := getattr(config, "head_dim", None)) is not None:

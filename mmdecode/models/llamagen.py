@@ -1,15 +1,15 @@
 """LlamaGen's transformer: a Llama over image codes in raster order, after a class or a caption.
 
-The sequence is the condition's slots (one for a class, many for a caption), then the codes row by
-row; position i's logits are those of code i + 1 - slots. Positions are rotated by row and column;
-for those of the condition cosine and sine are both zero, so that their queries and keys vanish. A
-condition is therefore attended to evenly, whatever it is, and acts through its values only.
+The sequence begins with the condition's slots (one for a class, many for a caption), followed by
+the codes row by row; position i predicts code i + 1 - slots. Rotary positions are 2-D (row and
+column). At the condition's slots cosine and sine are zero, and with them queries and keys, so that
+all slots get the same attention and a condition acts through its values only.
 
-Modules are named as transformers names those of Llama; `load_published` renames.
+Modules have the names of transformers' Llama; `load_published` renames published weights.
 
 Source: Sun et al. 2024, arXiv:2406.06525; layout of FoundationVision/LlamaGen
-``autoregressive/models/gpt.py``. Differs from it in: no dropout, no grouped queries, and a caption
-has as many slots as the configuration says.
+``autoregressive/models/gpt.py``. Differs from it: it has no dropout and no grouped-query attention,
+and the configuration sets the number of slots of a caption.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
 PUBLISHED_HEADS = {768: 12, 1024: 16, 1280: 20, 1536: 24, 2048: 32, 2560: 40, 3200: 32, 4096: 32}
-"""Heads of the published sizes by their width: B, L, XL, XXL, 1B, XXXL, 3B, 7B."""
+"""Number of attention heads by hidden size, for the sizes B, L, XL, XXL, 1B, XXXL, 3B, 7B."""
 
 
 class LlamaGenConfig(PreTrainedConfig):
     """Shape of a transformer.
 
     Attributes:
-        vocab_size: Codes, the size of the tokenizer's codebook.
+        vocab_size: Number of codes in the image tokenizer's codebook.
         hidden_size, intermediate_size: Width of states and of the feed-forward part.
-        num_hidden_layers, num_attention_heads: The width of a head is a multiple of four.
-        grid_size: Codes in each of the image's rows and columns.
-        num_classes: Classes, the null class not counted; 0 for a caption-conditional model.
-        caption_slots, caption_size: For a caption-conditional model: number of text features before
-        the image, and their width; 0 for classes. grey: Whether codes are grey levels from black to
-        white, so that there is no tokenizer.
+        num_hidden_layers, num_attention_heads: The width of a head must be a multiple of four.
+        grid_size: Number of rows, and of columns, of codes in an image.
+        num_classes: Number of classes without the null class; 0: a caption-conditional model.
+        caption_slots, caption_size: Number and width of the text features before the image; 0 for a
+            class-conditional model.
+        grey: Whether codes are grey levels from black to white, without an image tokenizer.
     """
 
     model_type = "llamagen"
@@ -80,12 +80,12 @@ class LlamaGenConfig(PreTrainedConfig):
 
     @property
     def slots(self) -> int:
-        """Positions before the first code."""
+        """Number of positions before the first code."""
         return self.caption_slots or 1
 
     @property
     def image_tokens(self) -> int:
-        """Codes of an image."""
+        """Number of codes of an image."""
         return self.grid_size**2
 
     @property
@@ -95,10 +95,10 @@ class LlamaGenConfig(PreTrainedConfig):
 
 
 def rotary_table(config: LlamaGenConfig) -> Tensor:
-    """Cosines and sines of all positions, ``(slots + grid ** 2, head_dim / 2, 2)`` float32.
+    """Returns cosines and sines, ``(slots + grid ** 2, head_dim / 2, 2)`` float32.
 
-    The first half of the pairs turns with the row, the second with the column; those of the slots
-    are zero.
+    The first half of the frequencies is rotated by the row, the second by the column; the values
+    of the condition's slots are zero.
     """
     half = config.head_dim // 2
     quarter = half // 2
@@ -113,7 +113,7 @@ def rotary_table(config: LlamaGenConfig) -> Tensor:
 
 
 class GridRotary(nn.Module):
-    """Looks positions up in ``tables``, one per device, in float32 whatever the model's dtype."""
+    """Looks positions up in `rotary_table`, in float32 for any dtype of the model."""
 
     def __init__(self, config: LlamaGenConfig) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class GridRotary(nn.Module):
         self.tables: dict[torch.device, Tensor] = {}
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """Rotary factors for ``(B or 1, Q)``, complex ``(B or 1, Q, 1, 1, head_dim / 2)``."""
+        """Maps positions ``(B or 1, Q)`` to complex factors ``(B or 1, Q, 1, 1, head_dim / 2)``."""
         device = position_ids.device
         if device not in self.tables:
             self.tables[device] = rotary_table(self.config).to(device)
@@ -129,7 +129,7 @@ class GridRotary(nn.Module):
 
 
 def rotate(states: Tensor, turns: Tensor) -> Tensor:
-    """Turns neighbouring pairs of ``(B, Q, 2, H, D)``, computed in float32."""
+    """Applies rotary factors to neighbouring pairs of ``(B, Q, 2, H, D)``, in float32."""
     pairs = torch.view_as_complex(states.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2).to(states.dtype)
 
@@ -143,7 +143,7 @@ def eager_attention(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by its formula; states ``(B, H, L, D)`` to ``(B, Q, H, D)`` and its weights."""
+    """Computes attention without a kernel; returns states ``(B, Q, H, D)`` and the weights."""
     scores = query @ key.mT * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
@@ -171,7 +171,7 @@ class LlamaGenAttention(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> Tensor:
-        """Residual of the layer, ``(B, Q, hidden)``."""
+        """Computes the attention output, ``(B, Q, hidden)``, without the residual sum."""
         split = self.qkv_proj(hidden_states).unflatten(-1, (3, -1, self.config.head_dim))
         turned = rotate(split[:, :, :2], position_embeddings)  # queries and keys
         query, key = turned.permute(2, 0, 3, 1, 4)
@@ -195,7 +195,7 @@ class LlamaGenMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """SwiGLU feed-forward, ``(B, Q, hidden)`` to the same shape, without the residual sum."""
+        """Computes SwiGLU of ``(B, Q, hidden)``, in the same shape, without the residual sum."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -210,7 +210,7 @@ class LlamaGenLayer(nn.Module):
         self.mlp = LlamaGenMLP(config)
 
     def forward(self, hidden_states: Tensor, **attention: Any) -> Tensor:
-        """States after the layer, ``(B, Q, hidden)``."""
+        """Computes the states after the layer, ``(B, Q, hidden)``."""
         hidden_states = hidden_states + self.self_attn(
             self.input_layernorm(hidden_states), **attention
         )
@@ -226,7 +226,7 @@ class ClassCondition(nn.Module):
         self.embedding = nn.Embedding(config.num_classes + 1, config.hidden_size)
 
     def forward(self, condition: Tensor) -> Tensor:
-        """Class ids ``(B,)`` to ``(B, 1, hidden)``."""
+        """Embeds class ids ``(B,)`` as ``(B, 1, hidden)``."""
         if condition.ndim != 1 or condition.is_floating_point():
             raise ShapeError(
                 f"the condition is {condition.dtype} of shape {tuple(condition.shape)}; expected "
@@ -236,7 +236,7 @@ class ClassCondition(nn.Module):
         return self.embedding(condition)[:, None]
 
     def unconditional(self, condition: Tensor) -> Tensor:
-        """The null class for each image, ``(B,)``, for classifier-free guidance."""
+        """Returns the null class for each image, ``(B,)``, for classifier-free guidance."""
         return torch.full_like(condition, self.num_classes)
 
 
@@ -250,7 +250,7 @@ class CaptionCondition(nn.Module):
         self.uncond_embedding = nn.Parameter(torch.empty(config.caption_slots, config.caption_size))
 
     def forward(self, condition: Tensor) -> Tensor:
-        """Features ``(B, caption_slots, caption_size)`` to ``(B, caption_slots, hidden)``."""
+        """Projects ``(B, caption_slots, caption_size)`` to ``(B, caption_slots, hidden)``."""
         expected = tuple(self.uncond_embedding.shape)
         if condition.shape[1:] != expected:
             raise ShapeError(
@@ -260,12 +260,12 @@ class CaptionCondition(nn.Module):
         return self.fc2(F.gelu(self.fc1(condition), approximate="tanh"))
 
     def unconditional(self, condition: Tensor) -> Tensor:
-        """Learned features that stand for no caption, for each image, in the input's shape."""
+        """Returns the learned features of an empty caption for each image, in the input's shape."""
         return self.uncond_embedding.to(condition.dtype).expand_as(condition)
 
 
 class LlamaGenPreTrainedModel(PreTrainedModel):
-    """Base of `LlamaGenModel` and the model with an output matrix."""
+    """Base of `LlamaGenModel` and `LlamaGenForImageGeneration`."""
 
     config_class = LlamaGenConfig
     base_model_prefix = "model"
@@ -283,11 +283,11 @@ class LlamaGenPreTrainedModel(PreTrainedModel):
 
 
 class LlamaGenModel(LlamaGenPreTrainedModel):
-    """The decoder without output matrix: codes or embeddings to states after the final norm.
+    """LlamaGen without its output matrix: codes or embeddings to states after the final norm.
 
     Raises:
-        OptionError: The width of a head is not a multiple of four, or both or neither of classes
-            and captions are configured.
+        OptionError: The width of a head is not a multiple of four, or the configuration sets
+            ``num_classes`` and ``caption_slots`` both to 0 or both above 0.
     """
 
     def __init__(self, config: LlamaGenConfig) -> None:
@@ -313,7 +313,7 @@ class LlamaGenModel(LlamaGenPreTrainedModel):
         self.post_init()
 
     def embed_condition(self, condition: Tensor) -> Tensor:
-        """Vectors of the condition, ``(B, slots, hidden)``, which precede the image's codes.
+        """Returns the condition's vectors, ``(B, slots, hidden)``, which precede the codes.
 
         Args:
             condition: Class ids ``(B,)``, or caption features ``(B, caption_slots, caption_size)``.
@@ -324,7 +324,7 @@ class LlamaGenModel(LlamaGenPreTrainedModel):
         return self.condition(condition)
 
     def unconditional(self, condition: Tensor) -> Tensor:
-        """The null condition: the null class, or learned features."""
+        """Returns the null condition: the null class, or learned features."""
         return self.condition.unconditional(condition)
 
     def forward(
@@ -336,16 +336,16 @@ class LlamaGenModel(LlamaGenPreTrainedModel):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
     ) -> BaseModelOutputWithPast:
-        """States after the final norm.
+        """Computes the states after the final norm.
 
         Args:
             input_ids: Codes, ``(B, Q)``.
-            inputs_embeds: Their embeddings, ``(B, Q, hidden)``; slots come from
-                `embed_condition`.
+            inputs_embeds: Embeddings instead of codes, ``(B, Q, hidden)``; the slots' embeddings
+                come from `embed_condition`.
             attention_mask: Additive float or bool ``(B, 1, Q, K)``; ``None``: causal.
-            position_ids: Positions in slots and grid, ``(B or 1, Q)``; ``None``: after the cache.
+            position_ids: Index in the sequence, ``(B or 1, Q)``; ``None``: follows the cache.
             past_key_values: Cache of keys and values, which is extended.
-            use_cache: Whether to make a cache where none is given.
+            use_cache: Whether to make a cache if none is given.
 
         Raises:
             ShapeError: Not exactly one of ``input_ids`` and ``inputs_embeds`` is given.
@@ -385,11 +385,11 @@ class LlamaGenModel(LlamaGenPreTrainedModel):
 
 
 class LlamaGenForImageGeneration(LlamaGenPreTrainedModel):
-    """The stack and its head.
+    """LlamaGen with its output matrix.
 
-    A saved folder may hold more than this class loads: ``vq`` with the tokenizer's
-    `mmdecode.models.vq.VQModel`, and for captions ``text_encoder`` with a ``T5EncoderModel`` next
-    to the files of its tokenizer.
+    A saved folder may hold more than this class loads: the image tokenizer
+    (`mmdecode.models.vq.VQModel`) under ``vq`` and, for captions, a ``T5EncoderModel`` under
+    ``text_encoder`` and the files of its text tokenizer.
     """
 
     def __init__(self, config: LlamaGenConfig) -> None:
@@ -407,7 +407,7 @@ class LlamaGenForImageGeneration(LlamaGenPreTrainedModel):
         return self.model.unconditional(condition)
 
     def forward(self, input_ids: Tensor | None = None, **inputs: Any) -> CausalLMOutputWithPast:
-        """Logits ``(B, Q, V)``; arguments as of `LlamaGenModel.forward`."""
+        """Computes logits ``(B, Q, V)``; the arguments are those of `LlamaGenModel.forward`."""
         output = self.model(input_ids, **inputs)
         return CausalLMOutputWithPast(
             logits=self.lm_head(output.last_hidden_state), past_key_values=output.past_key_values
@@ -416,12 +416,12 @@ class LlamaGenForImageGeneration(LlamaGenPreTrainedModel):
     def code_logits(
         self, condition: Tensor, codes: Tensor, slot_mask: Tensor | None = None
     ) -> Tensor:
-        """The logits of every code given those before it, in one uncached pass.
+        """Computes the logits of every code from the codes before it, in one uncached pass.
 
         Args:
-            condition: Same as in `embed_condition`.
-            codes: In raster order, ``(B, n)``; the last one's own logits do not depend on it.
-            slot_mask: Slots that are no padding, bool ``(B, slots)``; ``None``: all.
+            condition: Class ids or caption features, see `embed_condition`.
+            codes: Codes in raster order, ``(B, n)``.
+            slot_mask: Mask of slots that are no padding, bool ``(B, slots)``; ``None``: all.
 
         Returns:
             Logits ``(B, n, V)``.
@@ -434,13 +434,13 @@ class LlamaGenForImageGeneration(LlamaGenPreTrainedModel):
 
 
 def padding_mask(slot_mask: Tensor, length: int) -> Tensor:
-    """Causal attention that leaves padded slots out, bool ``(B, 1, length, length)``.
+    """Returns a causal mask without padded slots, bool ``(B, 1, length, length)``.
 
     A padded slot attends to itself, since it would otherwise have no keys.
 
     Args:
-        slot_mask: Slots that are no padding, bool ``(B, slots)``.
-        length: Number of slots and codes.
+        slot_mask: Mask of slots that are no padding, bool ``(B, slots)``.
+        length: Total number of slots and codes.
     """
     keys = F.pad(slot_mask, (0, length - slot_mask.shape[1]), value=True)
     square = torch.ones(length, length, dtype=torch.bool, device=keys.device)
@@ -448,14 +448,14 @@ def padding_mask(slot_mask: Tensor, length: int) -> Tensor:
 
 
 def left_padded(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Caption features with their padding on the left and zero, as the model was trained.
+    """Moves the padding of caption features to the left and sets it to zero, as in training.
 
     Args:
         features: Padded on the right, ``(B, slots, caption_size)``.
         mask: True where not padding, bool or integer ``(B, slots)``.
 
     Returns:
-        Features and mask, bool, both moved.
+        Features and bool mask, padded on the left.
     """
     kept = mask.bool()
     order = kept.int().argsort(dim=1, stable=True)
@@ -492,18 +492,18 @@ def load_published(
     rms_norm_eps: float = 1e-5,
     rope_theta: float = 10000.0,
 ) -> LlamaGenForImageGeneration:
-    """A transformer from a published ``.pt`` file, in float32 and evaluation mode.
+    """Loads a transformer from a published ``.pt`` file, in float32 and evaluation mode.
 
     Args:
-        file: With the weights under ``model``, ``module`` or ``state_dict``, or bare.
-        grid_size: Codes per row: the image's side over the tokenizer's factor, as 24 for 384 pixels
-            and 16. ``None``: that of the table of rotations, where one is stored.
-        num_heads: ``None``: as published for the width.
-        rms_norm_eps: Epsilon of the norms, which the weights do not show.
-        rope_theta: Base of the rotary frequencies, which the weights do not show.
+        file: Checkpoint with the weights under ``model``, ``module`` or ``state_dict``, or bare.
+        grid_size: Codes per row: the image's width over the tokenizer's factor, for example
+            384 / 16 = 24. ``None``: inferred from the table of rotations, if the file has one.
+        num_heads: Number of attention heads; ``None``: `PUBLISHED_HEADS` of the width.
+        rms_norm_eps: Epsilon of the norms, which is not stored with the weights.
+        rope_theta: Base of the rotary frequencies, which is not stored with the weights.
 
     Raises:
-        InputError: The file has another layout, or does not say what was left open.
+        InputError: The file has another layout, or an argument is missing and cannot be inferred.
     """
     weights = published_weights(file, marker="tok_embeddings.weight")
     table = weights.pop(_TABLE, None)
@@ -518,7 +518,7 @@ def load_published(
     caption = weights.get("cls_embedding.uncond_embedding")
     if (classes is None) == (caption is None):
         raise InputError(
-            f"{file} has neither a table of classes nor an embedding of no caption, or both; "
+            f"{file} has neither a table of classes nor an embedding of no caption, or has both; "
             "expected 'cls_embedding.embedding_table.weight' or 'cls_embedding.uncond_embedding': "
             "give a class- or caption-conditional LlamaGen"
         )

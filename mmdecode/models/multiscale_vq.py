@@ -1,13 +1,13 @@
-"""VAR's image tokenizer: one codebook on grids of growing size, each coding the residual so far.
+"""VAR's image tokenizer: one codebook, used on grids of growing size that code the residual.
 
-The latents f of an image are approximated by a sum over scales: the residual of f is averaged onto
-a grid of ``side * side`` positions, each position takes its nearest code, the codes are enlarged to
-the full grid, pass a convolution and are added to the running sum f_hat. A transformer that
-generates the codes scale by scale reads f_hat averaged onto the next grid.
+The latents f of an image are approximated by a sum over scales. At each scale the residual of f is
+averaged onto a grid of ``side * side`` positions, and each position takes its nearest code; the
+codes are enlarged to the full grid, pass a convolution and are added to the running sum f_hat. The
+transformer of VAR, which generates codes scale by scale, reads f_hat averaged onto the next grid.
 
 Source: Tian et al. 2024, arXiv:2404.02905, algorithms 1 and 2; layout of FoundationVision/VAR
-``models/vqvae.py`` and ``models/quant.py``, read by `load_published`. Differs from it in: codes are
-compared by distance alone, its option to compare directions is left out; scales share convolutions.
+``models/vqvae.py`` and ``models/quant.py``, read by `load_published`. Differs from it: codes are
+compared by distance only (not by cosine), and only its shared convolutions are implemented.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class MultiScaleVQConfig(PreTrainedConfig):
     """Shape of a tokenizer.
 
     Attributes:
-        codebook_size, codebook_dim: Number of codes and their width. patch_nums: Side of each
-        scale's grid, ascending; the last is that of the latents. channels: Width of the finest
-        level of encoder and decoder. channel_multipliers: Width of each level as a multiple of it;
-        an image is halved between
-            levels, so five levels make a latent of 16 x 16 pixels.
+        codebook_size, codebook_dim: Number of codes and their width.
+        patch_nums: Side of each scale's grid, ascending; the last is the side of the latents.
+        channels: Width of the finest level of encoder and decoder.
+        channel_multipliers: Width of each level as a multiple of ``channels``; an image is halved
+            between levels, so that with five levels a latent covers 16 x 16 pixels.
         residual_blocks: Residual blocks per level of the encoder; the decoder has one more.
         norm_groups: Groups of every normalisation; divides all widths.
         kernel: Side of the convolutions between encoder, codebook and decoder.
-        residual_convolutions: How many convolutions the scales share among them.
-        residual_share: Weight of a convolution added to its input.
+        residual_convolutions: Number of convolutions, which the scales share.
+        residual_share: Weight s of a convolution in ``(1 - s) x + s conv(x)``.
     """
 
     model_type = "multiscale_vq"
@@ -64,7 +64,7 @@ class MultiScaleVQConfig(PreTrainedConfig):
 
     @property
     def factor(self) -> int:
-        """Pixels per latent in either direction."""
+        """Height and width in pixels of the patch of a latent."""
         return int(2 ** (len(self.channel_multipliers) - 1))
 
     @property
@@ -74,21 +74,21 @@ class MultiScaleVQConfig(PreTrainedConfig):
 
 
 def token_counts(patch_nums: Sequence[int]) -> tuple[int, ...]:
-    """Tokens of each scale."""
+    """Returns the number of tokens of each scale."""
     return tuple(side * side for side in patch_nums)
 
 
 def scale_starts(patch_nums: Sequence[int]) -> tuple[int, ...]:
-    """Index of each scale's first token when all are laid one after the other, then their sum."""
+    """Returns the index of each scale's first token in the whole sequence, then its length."""
     return (0, *accumulate(token_counts(patch_nums)))
 
 
 def convolution_of_scale(scales: int, convolutions: int) -> tuple[int, ...]:
-    """Index of the shared convolution of each scale: the one whose tick is nearest to it.
+    """Returns the index of the shared convolution that each scale uses, as in the published code.
 
-    Scales are spaced evenly from 0 to 1. The ticks of four convolutions lie from 1/12 to 11/12,
-    those of any other number at the middle of equal parts; ties go by rounding, as in the published
-    code.
+    Scales are spaced evenly from 0 to 1, and use the convolution whose tick is nearest. The ticks
+    of four convolutions are spaced evenly from 1/12 to 11/12; any other number of ticks lies at the
+    centres of equal intervals.
     """
     margin = 1 / (3 if convolutions == 4 else 2) / convolutions
     ticks = np.linspace(margin, 1 - margin, convolutions)
@@ -98,10 +98,10 @@ def convolution_of_scale(scales: int, convolutions: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """An image in codes.
+    """Result of `MultiScaleVQ.quantize`.
 
     Attributes:
-        codes: Codes of all scales, small ones first, int64 ``(B, L)``.
+        codes: Codes of all scales, small scales first, int64 ``(B, L)``.
         running: f_hat after each scale, ``(B, K, D, side, side)``.
     """
 
@@ -110,7 +110,7 @@ class Quantized:
 
 
 class MultiScaleVQ(ConvolutionalModel):
-    """Images to codes of all scales and back."""
+    """Encodes images to codes of all scales, and decodes them."""
 
     config_class = MultiScaleVQConfig
     main_input_name = "pixels"
@@ -135,7 +135,7 @@ class MultiScaleVQ(ConvolutionalModel):
         return scale_starts(self.config.patch_nums)
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Latents f ``(B, D, side, side)`` of pixels from -1 to 1.
+        """Computes latents f ``(B, D, side, side)`` of pixels from -1 to 1.
 
         Raises:
             ShapeError: The pixels are not ``(B, 3, config.side, config.side)``.
@@ -149,13 +149,13 @@ class MultiScaleVQ(ConvolutionalModel):
         return self.quant_conv(self.encoder(pixels))
 
     def nearest(self, features: Tensor) -> Tensor:
-        """The codes nearest to ``(..., D)``, int64."""
+        """Returns the codes nearest to features ``(..., D)``, int64."""
         rows = self.codebook.weight
         products = features @ rows.T
         return (rows.square().sum(1) - 2 * products).argmin(-1)
 
     def quantize(self, latents: Tensor) -> Quantized:
-        """Codes of latents ``(B, D, side, side)``; gradients reach codebook and convolutions."""
+        """Quantises latents ``(B, D, side, side)``; gradients reach codebook and convolutions."""
         target = latents.detach()
         f_hat = torch.zeros_like(target)
         codes, running = [], []
@@ -167,10 +167,10 @@ class MultiScaleVQ(ConvolutionalModel):
         return Quantized(codes=torch.cat(codes, 1), running=torch.stack(running, 1))
 
     def add_scale(self, f_hat: Tensor, codes: Tensor, scale: int) -> Tensor:
-        """The running sum with one more scale.
+        """Returns the running sum with one more scale added.
 
         Args:
-            f_hat: The sum so far, ``(B, D, side, side)``.
+            f_hat: Sum of the earlier scales, ``(B, D, side, side)``.
             codes: Codes of this scale, ``(B, side_k * side_k)``.
             scale: Index k from 0.
         """
@@ -184,17 +184,18 @@ class MultiScaleVQ(ConvolutionalModel):
         return f_hat + (1 - share) * grid + share * self.residual[chosen](grid)
 
     def scale_input(self, f_hat: Tensor, scale: int) -> Tensor:
-        """Input of a transformer at a scale: the sum so far on its grid, ``(B, n_k, D)``."""
+        """Returns VAR's input at a scale: f_hat averaged onto its grid, ``(B, n_k, D)``."""
         return resized(f_hat, self.config.patch_nums[scale]).flatten(2).mT
 
     def inputs_of(self, codes: Tensor) -> Tensor:
-        """Inputs at the scales after the first when these codes are given.
+        """Returns VAR's inputs at all scales after the first, computed from given codes.
 
         Args:
-            codes: Codes of all scales ``(B, L)``, or of the first ones.
+            codes: Codes of all scales, ``(B, L)``, or of the first scales only.
 
         Returns:
-            ``(B, n_1 + n_2 + ..., D)``, one scale further than the codes where there is one.
+            Inputs ``(B, n_1 + n_2 + ..., D)``; they include the scale after the given codes, unless
+            that was the last.
         """
         pieces = []
         for scale, f_hat in enumerate(self._sums(codes), 1):
@@ -203,7 +204,7 @@ class MultiScaleVQ(ConvolutionalModel):
         return torch.cat(pieces, 1)
 
     def f_hat_of(self, codes: Tensor) -> Tensor:
-        """The sum over all the scales that are given, ``(B, D, side, side)``."""
+        """Returns the sum over the scales whose codes are given, ``(B, D, side, side)``."""
         return self._sums(codes)[-1]
 
     def _sums(self, codes: Tensor) -> list[Tensor]:
@@ -222,20 +223,20 @@ class MultiScaleVQ(ConvolutionalModel):
         return sums
 
     def decode(self, f_hat: Tensor) -> Tensor:
-        """Pixels from -1 to 1 of a sum ``(B, D, side, side)``, unclamped as in training."""
+        """Decodes a sum ``(B, D, side, side)`` to pixels from -1 to 1, not clamped."""
         return self.decoder(self.post_quant_conv(f_hat))
 
     def image(self, f_hat: Tensor) -> Tensor:
-        """Pixels from 0 to 1, float32 ``(B, 3, H, W)``."""
+        """Decodes a sum to pixels from 0 to 1, float32 ``(B, 3, H, W)``."""
         return self.decode(f_hat).float().clamp(-1, 1) / 2 + 0.5
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Reconstructed pixels, unclamped."""
+        """Encodes, quantises and decodes pixels; the result is not clamped."""
         return self.decode(self.quantize(self.encode(pixels)).running[:, -1])
 
 
 def resized(features: Tensor, side: int) -> Tensor:
-    """Features ``(B, D, H, W)`` averaged onto a smaller square grid."""
+    """Averages features ``(B, D, H, W)`` onto a smaller square grid."""
     if features.shape[-1] == side:
         return features
     return F.interpolate(features, size=(side, side), mode="area")
@@ -256,12 +257,12 @@ _NAMES = (
 def load_published(
     file: str | Path, *, patch_nums: Sequence[int] = PATCH_NUMS, residual_share: float = 0.5
 ) -> MultiScaleVQ:
-    """A tokenizer from a published ``vae_*.pth``, in float32 and evaluation mode.
+    """Loads a tokenizer from a published ``vae_*.pth``, in float32 and evaluation mode.
 
     Args:
         file: The weights; most of the configuration is inferred from their shapes.
-        patch_nums: Side of each scale's grid, which the weights do not show.
-        residual_share: ``quant_resi`` of the published code, which the weights do not show either.
+        patch_nums: Side of each scale's grid, which cannot be inferred.
+        residual_share: ``quant_resi`` of the published code, which cannot be inferred.
 
     Raises:
         InputError: The file has another layout, or another number of scales.

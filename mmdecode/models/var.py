@@ -1,16 +1,15 @@
 """VAR's transformer: predicts all codes of a scale from all scales before it, given a class.
 
-The sequence is the class, then the scales, small ones first: the first scale reads the class
-itself, every later one the image so far on its grid (`MultiScaleVQ.scale_input`). A position's
-logits are those of the code at its own position. A position attends to its whole scale and all
-before it, so that the codes of a scale are sampled together, and keys and values of finished scales
-are kept.
+The sequence is made of scales, small scales first. The first scale reads the class; every later
+scale reads the image so far, averaged onto its grid (`MultiScaleVQ.scale_input`). A position
+predicts the code at its own position, and attends to its whole scale and all earlier scales. The
+codes of a scale are therefore sampled together, and keys and values of earlier scales are cached.
 
 Parameters are named as in the published checkpoints, which `load_published` reads.
 
 Source: Tian et al. 2024, arXiv:2404.02905; layout of FoundationVision/VAR ``models/var.py`` and
-``models/basic_var.py``. Differs from it in: buffers that follow from the configuration (levels,
-mask, the keys' zero bias) are not stored with the weights; labels are never dropped here.
+``models/basic_var.py``. Differs from it: buffers that follow from the configuration (levels, mask,
+the keys' zero bias) are not stored with the weights, and classes are not dropped in training.
 """
 
 from __future__ import annotations
@@ -40,14 +39,16 @@ class VarConfig(PreTrainedConfig):
     """Shape of a transformer.
 
     Attributes:
-        vocab_size, codebook_dim: Number of the tokenizer's codes and their width. patch_nums: Side
-        of each scale's grid, ascending. num_classes: Number of classes, without the null class.
+        vocab_size, codebook_dim: Number of the tokenizer's codes and their width.
+        patch_nums: Side of each scale's grid, ascending.
+        num_classes: Number of classes, without the null class.
         unconditional: Whether there is a null class, ``num_classes``, which guidance needs.
         hidden_size, intermediate_size: Width of states and of the feed-forward part.
-        num_hidden_layers, num_attention_heads: Sizes of the blocks. attn_l2_norm: Whether queries
-        and keys are normalised to length one, with a learned scale for each head, at most 100.
-        shared_adaln: Whether one projection of the class serves all blocks, with a learned offset
-            in each, as in the model for 512 pixels; otherwise each block has its own.
+        num_hidden_layers, num_attention_heads: Number of blocks, and of attention heads in each.
+        attn_l2_norm: Whether queries and keys are normalised to length one, with a learned scale of
+            at most 100 for each head.
+        shared_adaln: Whether all blocks share one projection of the class, with a learned offset in
+            each block (the 512-pixel model); otherwise each block has its own projection.
         norm_eps: Epsilon of every normalisation.
         tokenizer: Folder of the `MultiScaleVQ`, relative to this model's folder; empty: not known.
     """
@@ -69,17 +70,17 @@ class VarConfig(PreTrainedConfig):
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Index of each scale's first token, then the number of all."""
+        """Index of each scale's first token, then the total number of tokens."""
         return scale_starts(self.patch_nums)
 
 
 class ScaleCache:
-    """Keys and values of every layer, in storage that is allocated at the start.
+    """Preallocated cache of the keys and values of every layer.
 
     Args:
         config: Configuration of the model.
-        rows: Number of rows, conditional and unconditional ones together.
-        tokens: Largest number of tokens to hold.
+        rows: Number of rows, conditional and unconditional together.
+        tokens: Capacity in tokens.
         device, dtype: Device and data type of keys and values.
     """
 
@@ -102,7 +103,7 @@ class ScaleCache:
         return self.room.nbytes
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values ``(R, heads, n, width)`` of a layer; returns all of that layer."""
+        """Appends a layer's keys and values ``(R, heads, n, width)``; returns all of that layer."""
         stop = self.length + key.shape[2]
         self.room[layer, 0, :, :, self.length : stop] = key
         self.room[layer, 1, :, :, self.length : stop] = value
@@ -110,7 +111,7 @@ class ScaleCache:
 
 
 class Attention(nn.Module):
-    """Attention with queries and keys of length one, or scaled down."""
+    """Self-attention; queries and keys have length one with ``attn_l2_norm``, else are scaled."""
 
     def __init__(self, config: VarConfig) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None, cache: ScaleCache | None, layer: int
     ) -> Tensor:
-        """``(R, n, W)`` to the same; ``mask`` ``(n, cached + n)`` is true for visible keys."""
+        """Computes ``(R, n, W)``; ``mask``, ``(n, cached + n)``, is true for visible keys."""
         bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         joint = F.linear(x, self.mat_qkv.weight, bias).unflatten(2, (3, self.heads, -1))
         query, key, value = joint.permute(2, 0, 3, 1, 4)  # each (R, heads, n, width)
@@ -156,12 +157,12 @@ class FeedForward(nn.Module):
 
 
 def modulation(width: int, parts: int) -> nn.Sequential:
-    """Layers that map a class's embedding to the factors and offsets of a block."""
+    """Makes the layers that map a class embedding to ``parts`` scales and shifts of a block."""
     return nn.Sequential(nn.SiLU(), nn.Linear(width, parts * width))
 
 
 class Block(nn.Module):
-    """Attention and feed-forward part, each normalised, scaled and shifted by the class."""
+    """Attention and feed-forward part, each with adaptive layer norm (AdaLN) by the class."""
 
     def __init__(self, config: VarConfig) -> None:
         super().__init__()
@@ -182,12 +183,12 @@ class Block(nn.Module):
         cache: ScaleCache | None,
         layer: int,
     ) -> Tensor:
-        """``(R, n, W)`` to the same.
+        """Computes states ``(R, n, W)``.
 
         Args:
-            x: States.
-            condition: The class's embedding ``(R, W)``, or what all blocks share of it
-                ``(R, 6 W)``.
+            x: States, ``(R, n, W)``.
+            condition: Class embedding ``(R, W)`` or, with ``shared_adaln``, the shared projection
+                of it, ``(R, 6 W)``.
             mask: See `Attention`.
             cache: Cache of the model.
             layer: Index of the block.
@@ -202,7 +203,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last normalisation, scaled and shifted by the class."""
+    """The last layer norm, scaled and shifted by the class."""
 
     def __init__(self, config: VarConfig) -> None:
         super().__init__()
@@ -216,7 +217,7 @@ class Head(nn.Module):
 
 
 class VarForImageGeneration(PreTrainedModel):
-    """VAR: logits of codes from classes and the image so far."""
+    """VAR's transformer, which predicts codes from a class and the image so far."""
 
     config_class = VarConfig
     main_input_name = "classes"
@@ -236,7 +237,7 @@ class VarForImageGeneration(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Narrow normals; factors from the class start at zero, so that blocks change nothing."""
+        """Initialises with narrow normals, and AdaLN with zeros: each block is the identity."""
         deviation = math.sqrt(1 / (3 * self.config.hidden_size))
         if isinstance(module, VarForImageGeneration):
             for table in (module.pos_start, module.pos_1LC):
@@ -253,10 +254,10 @@ class VarForImageGeneration(PreTrainedModel):
 
     @property
     def null_class(self) -> int:
-        """The class of the unconditional input.
+        """Id of the class that stands for no class.
 
         Raises:
-            OptionError: The model has none.
+            OptionError: The model has no null class.
         """
         if not self.config.unconditional:
             raise OptionError(
@@ -268,17 +269,17 @@ class VarForImageGeneration(PreTrainedModel):
     def forward(
         self, classes: Tensor, inputs: Tensor | None = None, cache: ScaleCache | None = None
     ) -> Tensor:
-        """Logits of the scales that are fed, ``(R, n, vocab_size)`` float32.
+        """Computes the logits of the scales that are fed, ``(R, n, vocab_size)`` float32.
 
         Args:
-            classes: One per row, ``(R,)``.
+            classes: One class per row, ``(R,)``.
             inputs: The image so far at each position of the scales to feed, ``(R, m,
-                codebook_dim)``. Without a filled cache the first scale, which reads the class,
-                comes before them.
-            cache: Cache of the scales before; takes the new keys and values.
+                codebook_dim)``. If the cache is empty, the first scale, which reads the class, is
+                fed before them.
+            cache: Cache of the earlier scales, to which the new keys and values are appended.
 
         Raises:
-            ShapeError: The tokens fed do not end with a scale.
+            ShapeError: The last scale that is fed is not complete.
         """
         starts = self.config.starts
         begin = 0 if cache is None else cache.length
@@ -307,13 +308,13 @@ class VarForImageGeneration(PreTrainedModel):
         return self.head(self.head_nm(x, condition)).float()
 
     def _levels(self, device: torch.device) -> Tensor:
-        """The scale of every token, ``(L,)``."""
+        """Returns the scale of every token, ``(L,)``."""
         counts = torch.tensor(token_counts(self.config.patch_nums))
         return torch.arange(len(counts)).repeat_interleave(counts).to(device)
 
 
 def visible(levels: Tensor, begin: int) -> Tensor:
-    """Mask ``(n, L)`` of the tokens from ``begin`` on: their own scale and all before it."""
+    """Returns the mask ``(n, L)`` of tokens from ``begin`` on: their scale and earlier scales."""
     return levels[begin:, None] >= levels
 
 
@@ -323,15 +324,16 @@ _DERIVED = ("lvl_1L", "attn_bias_for_masking")
 def load_published(
     file: str | Path, *, patch_nums: Sequence[int] | None = None, num_heads: int | None = None
 ) -> VarForImageGeneration:
-    """A transformer from a published ``var_d*.pth``, in float32 and evaluation mode.
+    """Loads a transformer from a published ``var_d*.pth``, in float32 and evaluation mode.
 
     Args:
         file: The weights; most of the configuration is inferred from their shapes.
-        patch_nums: Side of each scale's grid; ``None``: as the file's buffer ``lvl_1L`` has it.
-        num_heads: ``None``: as many as there are learned scales; without these, as many as blocks.
+        patch_nums: Side of each scale's grid; ``None``: inferred from the file's ``lvl_1L``.
+        num_heads: Number of attention heads; ``None``: inferred from the learned scale of each head
+            or, without these, the number of blocks.
 
     Raises:
-        InputError: The file has another layout, or other scales.
+        InputError: The file has another layout, or other scales than ``patch_nums``.
     """
     weights = published_weights(file, marker="pos_1LC")
     derived = {name: weights.pop(name) for name in _DERIVED if name in weights}

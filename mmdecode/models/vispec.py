@@ -1,13 +1,13 @@
-"""ViSpec: a drafter that reads each image as a few summaries and one vector for all text after it.
+"""ViSpec: a drafter that reads an image as a few summary vectors and one global vector.
 
-Learned queries attend to the embeddings of an image. All outputs but the last replace the image in
-the drafter's input: they take the image's last positions, and its other positions are left out. The
-last output is the image's global vector, which is mixed into the feature of every later text token,
-until the next image.
+Learned queries attend to the embeddings of an image. All their outputs but the last are the
+summaries, which replace the last rows of the image in the drafter's input; its other rows are
+dropped. The last output is the global vector, which is mixed into the feature of every text token
+after the image, up to the next image.
 
 Source: Kang et al. 2025 (ViSpec), arXiv:2509.15235, section 3; checked against KangJialiang/ViSpec.
-Differs from it: rows of a batch may differ, and images may be anywhere, also next to each other. An
-image with fewer tokens than summaries keeps the last of them.
+Differs from it: rows of a batch may have different images, at any positions, also next to each
+other. An image with fewer tokens than summaries gets the last of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mmdecode.models.image_rows import at_last_rows, members_of
 
 
 class Adaptor(nn.Module):
-    """Learned queries over the embeddings of an image, without residual, norm or positions."""
+    """Cross-attention from learned queries to an image, without residual, norm or positions."""
 
     def __init__(self, config: Mapping[str, Any], queries: int) -> None:
         super().__init__()
@@ -40,11 +40,11 @@ class Adaptor(nn.Module):
         self.o_proj = nn.Linear(heads * self.dim, width, bias=bool(config.get("attention_bias")))
 
     def forward(self, embeds: Tensor, members: Tensor) -> Tensor:
-        """Outputs of the queries on each image, ``(B, I, queries, H)``.
+        """Computes the output of each query on each image, ``(B, I, queries, H)``.
 
         Args:
             embeds: Embeddings of the input, ``(B, L, H)``.
-            members: Positions of each of I images, ``(B, I, L)`` bool.
+            members: Mask of the tokens of each of I images, bool ``(B, I, L)``.
         """
         key, value = (
             part(embeds).unflatten(-1, (-1, self.dim)) for part in (self.k_proj, self.v_proj)
@@ -56,12 +56,12 @@ class Adaptor(nn.Module):
 
 
 class ViSpecModel(EagleModel):
-    """EAGLE with `Adaptor` for images, and ``W_g [h; g]`` instead of the feature h of text.
+    """ViSpec's drafter: EAGLE with `Adaptor` for images and ``W_g [h; g]`` as the feature of text.
 
-    Here g is the global vector of the latest image; ``num_queries`` of the configuration includes
-    its query. ``W_g`` is initialised as the identity on h and zero on g, so EAGLE's weights can be
-    used unchanged. Positions count tokens, also where the target has positions in time, height and
-    width (M-RoPE).
+    Here h is EAGLE's feature and g the global vector of the latest image; ``num_queries`` in the
+    configuration includes the query of g. ``W_g`` is initialised to the identity on h and zero on
+    g, so that training can start from EAGLE's weights. Positions are 1-D token indices, also if the
+    target has positions in time, height and width (M-RoPE).
     """
 
     kind: ClassVar[str] = "vispec"
@@ -113,7 +113,7 @@ class ViSpecModel(EagleModel):
         )
 
     def read(self, rows: Rows) -> Tensor:
-        """Input of the layers: ``W [e; W_g [h; g]]`` for text, summaries unchanged."""
+        """Returns the layers' input: ``W [e; W_g [h; g]]`` for text, and summaries unchanged."""
         vector = rows.carried
         if vector is None or not vector.shape[1]:
             vector = rows.features.new_zeros(())

@@ -1,14 +1,14 @@
 """LlamaGen's image tokenizer: a convolutional autoencoder with one codebook.
 
-Codes are compared and decoded by their direction alone: rows of the codebook and the encoder's
-output are normalised to length one. The stored rows are not, so distances between codes (as in
-LANTERN) have to be computed from `VQModel.codes`.
+Codebook rows and the encoder's output are normalised to length one before they are compared or
+decoded. The stored rows are not normalised, so distances between codes (as in LANTERN) must be
+computed from `VQModel.codes`.
 
 Parameters are named as in the published checkpoints, which `load_published` reads.
 
 Source: Sun et al. 2024, arXiv:2406.06525, section 2.1; layout of FoundationVision/LlamaGen
-``tokenizer/tokenizer_image/vq_model.py``. Differs from it in: the width of the first level and the
-groups of norms are part of the configuration, and the training-only ``codebook_used`` is left out.
+``tokenizer/tokenizer_image/vq_model.py``. Differs from it: the configuration sets the width of the
+first level and the groups of norms, and the buffer ``codebook_used`` for training is left out.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class VQConfig(PreTrainedConfig):
     """Shape of a tokenizer.
 
     Attributes:
-        codebook_size, codebook_dim: Number of codes and their width. channels: Width of the first
-        level. channel_multipliers: Width of each level as a multiple of it; an image is halved
-        between
-            levels, so three levels make a code of 4 x 4 pixels.
+        codebook_size, codebook_dim: Number of codes and their width.
+        channels: Width of the first level.
+        channel_multipliers: Width of each level as a multiple of ``channels``; an image is halved
+            between levels, so that with three levels a code covers 4 x 4 pixels.
         residual_blocks: Residual blocks per level of the encoder; the decoder has one more.
         latent_channels: Channels between encoder and codebook.
-        norm_groups: Groups of every GroupNorm; divides the width of each level. One group for each
-            channel would remove the brightness from a narrow model's images.
+        norm_groups: Groups of every GroupNorm; divides the width of each level. In narrow models
+            one group per channel would lose the brightness of an image.
     """
 
     model_type = "llamagen_vq"
@@ -53,7 +53,7 @@ class VQConfig(PreTrainedConfig):
 
     @property
     def factor(self) -> int:
-        """Pixels per code in either direction."""
+        """Height and width in pixels of the patch of a code."""
         return int(2 ** (len(self.channel_multipliers) - 1))
 
 
@@ -66,7 +66,7 @@ class Quantizer(nn.Module):
 
 
 class VQModel(CodeDecoder):
-    """Images to codes and back."""
+    """Encodes images to codes, and decodes them."""
 
     config_class = VQConfig
     main_input_name = "pixels"
@@ -89,14 +89,14 @@ class VQModel(CodeDecoder):
 
     @property
     def codes(self) -> Tensor:
-        """The codebook as it is compared and decoded: rows of length one, ``(V, D)``."""
+        """Returns the codebook with rows normalised to length one, ``(V, D)``."""
         return F.normalize(self.quantize.embedding.weight, dim=-1)
 
     def latents(self, pixels: Tensor) -> Tensor:
-        """Vectors looked up in the codebook, ``(B, D, h, w)``, not of length one.
+        """Computes the encoder's output before quantisation, ``(B, D, h, w)``, not normalised.
 
         Args:
-            pixels: From -1 to 1, ``(B, 3, H, W)``.
+            pixels: Pixels from -1 to 1, ``(B, 3, H, W)``.
 
         Raises:
             ShapeError: Height or width is no multiple of the factor.
@@ -110,21 +110,21 @@ class VQModel(CodeDecoder):
         return self.quant_conv(self.encoder(pixels))
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Codes of images ``(B, 3, H, W)`` from -1 to 1: the nearest ones, int64 ``(B, h, w)``."""
+        """Encodes images ``(B, 3, H, W)``, pixels from -1 to 1, to codes, int64 ``(B, h, w)``."""
         latents = F.normalize(self.latents(pixels), dim=1)
         # all of length one, so the nearest has the largest product
         return torch.einsum("bdhw,vd->bhwv", latents, self.codes).argmax(-1)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Reconstructed images."""
+        """Encodes images to codes and decodes them again."""
         return self.decode_codes(self.encode(pixels))
 
 
 def load_published(file: str | Path, *, codebook_size: int | None = None) -> VQModel:
-    """A tokenizer from a published ``.pt`` file, in float32 and evaluation mode.
+    """Loads a tokenizer from a published ``.pt`` file, in float32 and evaluation mode.
 
     Args:
-        file: With the weights under ``model``, ``module`` or ``state_dict``, or bare.
+        file: Checkpoint with the weights under ``model``, ``module`` or ``state_dict``, or bare.
         codebook_size: Size that the transformer expects; ``None``: any.
 
     Raises:
@@ -142,7 +142,7 @@ def load_published(file: str | Path, *, codebook_size: int | None = None) -> VQM
 
 
 def _config_of(weights: dict[str, Tensor]) -> VQConfig:
-    """The configuration of a published tokenizer, from its weights, which do not show groups."""
+    """Infers a published tokenizer's configuration from its weights, except ``norm_groups``."""
     size, dim = weights["quantize.embedding.weight"].shape
     channels = len(weights["encoder.conv_in.weight"])
     multipliers: list[int] = []

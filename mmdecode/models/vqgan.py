@@ -1,7 +1,7 @@
-"""Convolutional encoder and decoder of the VQGAN family, shared by its tokenizers.
+"""Convolutional encoder and decoder of VQGAN, which several image tokenizers share.
 
-Parameters are named as in LlamaGen's checkpoints; a layout that names the same tensors otherwise
-is renamed by its converter. Source: taming-transformers, Esser et al. 2021, arXiv:2012.09841.
+Parameters have the names of LlamaGen's checkpoints; the loaders of other tokenizers rename theirs.
+Source: taming-transformers, Esser et al. 2021, arXiv:2012.09841.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GROUPS = 32  # of every published checkpoint
 
 
 def normed(channels: int, groups: int = GROUPS) -> nn.GroupNorm:
-    """Group normalisation with the family's settings."""
+    """Makes a group normalisation with VQGAN's epsilon."""
     return nn.GroupNorm(groups, channels, eps=1e-6)
 
 
@@ -36,13 +36,13 @@ class ResidualBlock(nn.Module):
         self.nin_shortcut = nn.Identity() if same else nn.Conv2d(channels, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
+        """Computes the block's output, ``(B, C', H, W)``."""
         hidden = self.conv1(F.silu(self.norm1(x)))
         return self.nin_shortcut(x) + self.conv2(F.silu(self.norm2(hidden)))
 
 
 class AttentionBlock(nn.Module):
-    """One head of attention over all positions of an image."""
+    """Single-head attention over all positions of an image."""
 
     def __init__(self, channels: int, groups: int = GROUPS) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Encoder(nn.Module):
         self.conv_out = nn.Conv2d(widths[-1], z_channels, 3, padding=1)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Latents of pixels."""
+        """Computes latents from pixels."""
         x = self.conv_in(pixels)
         for block in (*self.conv_blocks, *self.mid):
             x = block(x)
@@ -164,7 +164,9 @@ class Encoder(nn.Module):
 
 
 class PixelDecoder(nn.Module):
-    """Latents ``(B, z_channels, h, w)`` to pixels ``(B, 3, h f, w f)``; a block more per level.
+    """Latents ``(B, z_channels, h, w)`` to pixels ``(B, 3, h f, w f)``.
+
+    Each level has one residual block more than the encoder's.
 
     Args:
         channels: Channels of the finest level.
@@ -197,7 +199,7 @@ class PixelDecoder(nn.Module):
         self.conv_out = nn.Conv2d(widths[-1], 3, 3, padding=1)
 
     def forward(self, latents: Tensor) -> Tensor:
-        """Pixels of latents, unclamped."""
+        """Computes pixels from latents, not clamped."""
         x = self.conv_in(latents)
         for block in (*self.mid, *self.conv_blocks):
             x = block(x)
@@ -205,27 +207,27 @@ class PixelDecoder(nn.Module):
 
 
 class ConvolutionalModel(PreTrainedModel):
-    """Base of tokenizers of the family, initialised as torch initialises their layers."""
+    """Base of image tokenizers, whose layers keep torch's own initialisation."""
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialises like torch: transformers' narrow normal starves a convolutional network."""
+        """Initialises like torch; the normal of transformers is too narrow for convolutions."""
         if isinstance(module, (nn.Conv2d, nn.GroupNorm, nn.Embedding)):
             module.reset_parameters()
 
 
 class CodeDecoder(ConvolutionalModel):
-    """Codes to images, by one codebook.
+    """Base of tokenizers that decode codes of one codebook to images.
 
     A subclass has the modules ``decoder`` and ``post_quant_conv``, and defines `codes`.
     """
 
     @property
     def codes(self) -> Tensor:
-        """The codebook as it is decoded, ``(C, D)``."""
+        """Returns the codebook, ``(C, D)``."""
         raise NotImplementedError
 
     def lookup(self, codes: Tensor) -> Tensor:
-        """Rows of the codebook for codes ``(B, h, w)``, ``(B, D, h, w)``.
+        """Looks up codes ``(B, h, w)`` in the codebook; returns ``(B, D, h, w)``.
 
         Raises:
             ShapeError: ``codes`` has no height and width.
@@ -238,16 +240,16 @@ class CodeDecoder(ConvolutionalModel):
         return F.embedding(codes, self.codes).permute(0, 3, 1, 2)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images of rows ``(B, D, h, w)``, nominally from -1 to 1, not clamped."""
+        """Decodes codebook rows ``(B, D, h, w)`` to pixels, nominally -1 to 1, not clamped."""
         return self.decoder(self.post_quant_conv(latents))
 
     def decode_codes(self, codes: Tensor) -> Tensor:
-        """Images of codes ``(B, h, w)``: `lookup`, then `decode`."""
+        """Decodes codes ``(B, h, w)`` to pixels: `lookup`, then `decode`."""
         return self.decode(self.lookup(codes))
 
 
 def split_joint_projection(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Splits ``qkv`` convolutions of a layout into queries, keys and values."""
+    """Splits joint ``qkv`` weights into separate weights of queries, keys and values."""
     found: dict[str, Tensor] = {}
     for name, value in weights.items():
         if ".qkv." in name:

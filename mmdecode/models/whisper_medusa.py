@@ -1,9 +1,9 @@
-"""Targets from checkpoints in the layout of aiola-lab/whisper-medusa.
+"""Loads the target model of checkpoints in the layout of aiola-lab/whisper-medusa.
 
-A checkpoint of kind *block* contains an unchanged Whisper. In one of kind *linear*, head 0 replaces
-the base output: the target distribution is that of the Whisper with head 0 before the output
-matrix. Both are loaded here as a ``WhisperForConditionalGeneration`` that ``generate`` and every
-decoder can use; the remaining heads are loaded as a drafter, `mmdecode.draft.medusa`.
+A checkpoint of kind *block* contains an unchanged Whisper. In a checkpoint of kind *linear* head 0
+replaces the base output: the target distribution is computed by Whisper with head 0 before the
+output matrix. Either target is loaded here as a ``WhisperForConditionalGeneration`` that
+``generate`` and every decoder can use; the other heads are a drafter, see `mmdecode.draft.medusa`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class HeadedProjection(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The output matrix, tied to the embedding."""
+        """Returns the output matrix, which is tied to the embedding."""
         return self.projection.weight  # type: ignore[return-value]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits of final hidden states, ``(..., H)`` to ``(..., V)``."""
+        """Computes logits of final hidden states, ``(..., H)`` to ``(..., V)``."""
         for block in self.blocks:
             hidden = hidden + nn.functional.silu(block(hidden))
         return self.projection(hidden)
 
 
 def load_target(name: str | Path) -> WhisperForConditionalGeneration:
-    """Loads the Whisper that the checkpoint decodes with, in float32 and evaluation mode.
+    """Loads the target of a Whisper-Medusa checkpoint, in float32 and evaluation mode.
 
     Raises:
         InputError: The checkpoint has another layout.

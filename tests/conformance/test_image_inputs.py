@@ -90,7 +90,7 @@ def test_texts_are_read_as_ids(family):
         generate(image_model(family), prompt="cat", **options)
     with pytest.raises(OptionError, match="give one of them"):
         generate(image_model(family), prompt="cat", tokenizer=words, **rows_of_ids(ids), **options)
-    with pytest.raises(OptionError, match="nothing to generate"):
+    with pytest.raises(OptionError, match="nothing to draw"):
         generate(image_model(family), **options)
 
 

@@ -439,7 +439,7 @@ def test_guidance_leads_away_from_a_negative_prompt(janus, model, scales):
         draw(negative_prompt="<s>" + "bad" * 50)
     with pytest.raises(OptionError, match="cannot be a text; leave the negative"):
         ImageGenerator(model, negative_prompt="bad")
-    with pytest.raises(OptionError, match="leave both out"):
+    with pytest.raises(OptionError, match="leave out negative_prompt and lead"):
         ImageGenerator.from_pretrained(scales, device="cpu", negative_prompt="bad")
 
 
@@ -476,9 +476,9 @@ def test_rows_side_by_side_have_a_door(classes, model, scales):
         with pytest.raises(OptionError, match=message):
             draw(wrong)
     for options in ({"draft": "jacobi"}, {"accept": "coupled"}, {"compile": True}):
-        with pytest.raises(OptionError, match="a loop of its own; leave out"):
+        with pytest.raises(OptionError, match=r"cannot be compiled|uses no drafter and no rule"):
             draw("zipar", **options)
-    with pytest.raises(IncompatibleError, match="of which a part was given"):
+    with pytest.raises(IncompatibleError, match="an image to complete"):
         generator([0], start=images[0].codes, known=5)
     with pytest.raises(OptionError, match="take no decoder"):
         ImageGenerator(model, Decoder(), lead=2)
@@ -631,7 +631,7 @@ def test_names_of_classes_have_synonyms_or_do_not_exist(model):
     unnamed = RasterModel(
         adapter=model.adapter, given=model.given, preset=model.preset, classes=model.classes
     )
-    with pytest.raises(OptionError, match="whose names its configuration does not say; expected 0"):
+    with pytest.raises(OptionError, match="configuration has no class names; expected 0"):
         ImageGenerator(unnamed)("ring")
     many = RasterModel(
         adapter=model.adapter,

@@ -319,7 +319,7 @@ def test_a_field_tells_a_wrong_loop(name, monkeypatch):
 
 def test_what_cannot_be_decoded_in_rows_is_refused():
     adapter = registry.image_adapter_for(image_model("llamagen"))
-    with pytest.raises(OptionError, match=r"window must be 1 or more, got 0.*plain decoding"):
+    with pytest.raises(OptionError, match=r"window must be 1 or more, got 0.*raster order"):
         ZipAR(adapter, 0)
     with pytest.raises(IncompatibleError, match=r"ZipAR does not fit Table.*no grid"):
         ZipAR(TableAdapter(Table(4)), 2)

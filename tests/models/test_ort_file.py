@@ -96,7 +96,7 @@ def test_graphs_without_end_inside_of_each_other_are_refused():
     graph = {0: []}
     for _ in range(9):
         graph = {2: [{5: "If", 10: [{7: graph}]}]}
-    with pytest.raises(InputError, match="more than 8 graphs inside of each other"):
+    with pytest.raises(InputError, match="graphs are nested more than 8 deep"):
         read(bytes(Writer({1: {7: graph}}).data))
 
 

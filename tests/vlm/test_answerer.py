@@ -455,7 +455,7 @@ def test_options_out_of_range_are_refused(answerer, images, options, message):
 
 
 def test_checkpoints_that_cannot_answer_are_refused(folder, tmp_path, monkeypatch):
-    with pytest.raises(UnsupportedModelError, match="is a whisper model; an Answerer runs vision"):
+    with pytest.raises(UnsupportedModelError, match="is a whisper model; expected a vision-lang"):
         Answerer.from_pretrained("zoo:whisper-synth")
     with pytest.raises(InputError, match="does not exist; give a folder"):
         Answerer.from_pretrained(tmp_path / "gone")

@@ -236,9 +236,7 @@ def test_answers_to_other_questions_are_not_continued(run, table, tmp_path):
     run("--data", table, "--out", out, "--limit", 2)
     table.write_text(table.read_text().replace("star 1", "ring 1"))
     done = run("--data", table, "--out", out, "--resume")
-    assert "an answer under the id '1', but that id has another question now" in str(
-        done.exception
-    )
+    assert "an answer under the id '1', but that id has another question now" in str(done.exception)
 
 
 def test_what_cannot_be_written_or_resumed_is_reported(run, table, tmp_path, images):

@@ -200,7 +200,7 @@ def test_what_a_processor_refuses_is_an_input_error(kit, model, images, monkeypa
 
     monkeypatch.setattr(type(processor.image_processor), "__call__", narrow)
     with pytest.raises(
-        InputError, match=r"LlavaProcessor refuses .*smaller than 200, got 300; give"
+        InputError, match=r"LlavaProcessor refuses .*smaller than 200, got 300; try"
     ):
         prompts.build([prompts.question("What?", images[:1])])
 
@@ -347,5 +347,5 @@ def test_instructblip_takes_one_image_which_its_processor_inserts(processor, kit
     kept = [ids[m].tolist() for ids, m in zip(found["input_ids"], mask.bool(), strict=True)]
     assert kept == alone
     assert len(alone[0]) != len(alone[1])
-    with pytest.raises(InputError, match="reads one image with each question, and there are 2"):
+    with pytest.raises(InputError, match="exactly one image per question, and this one has 2"):
         prompts.build([prompts.question("What?", images)])

@@ -18,12 +18,12 @@ from mmdecode.models.moonshine.ort_file import Graph, read_graph
 from mmdecode.models.moonshine.tokenizer import read_pieces, tokenizer_config, tokenizer_json
 
 MOST_TOKENS = 194
-"""Tokens of the longest text, its start token included."""
+"""Maximum number of tokens of a text, its start token included."""
 NUM_TENSORS, NUM_PARAMETERS = 160, 27_092_736
 ENCODER, DECODER, TOKENIZER = "encoder_model.ort", "decoder_model_merged.ort", "tokenizer.bin"
 
 LINEAR = {"DynamicQuantizeMatMul": (1, 2, 3), "MatMulIntegerToFloat": (1, 3, 5)}
-"""Operators of linear layers, with the indices of their inputs weight, scale and zero point."""
+"""Operators of linear layers, and which of their inputs are weight, scale and zero point."""
 
 CONFIG = {
     "architectures": ["MoonshineForConditionalGeneration"],
@@ -55,8 +55,8 @@ CONFIG = {
     "initializer_range": 0.02,
     "use_cache": True,
 }
-"""Configuration of tiny-en. The number of positions is in none of its files, and was recalled. The
-graphs pad heads from 36 to 40 values; that this is to a multiple of 8 was recalled too, and does
+"""Configuration of tiny-en. Two values are in none of its files and come from memory: the number of
+positions, and that heads are padded to a multiple of 8 (the graphs pad 36 values to 40), which does
 not change results."""
 
 GENERATION = {
@@ -81,13 +81,13 @@ FEATURES = {
 
 
 def converted(folder: Path) -> dict[str, bytes]:
-    """The files of a checkpoint, without its card, by name.
+    """Returns the files of a checkpoint by name, without its model card.
 
     Args:
         folder: Folder with `ENCODER`, `DECODER` and `TOKENIZER`.
 
     Raises:
-        InputError: A file is damaged or of another model.
+        InputError: A file is damaged or belongs to another model.
     """
     from safetensors.numpy import save
 
@@ -103,10 +103,10 @@ def converted(folder: Path) -> dict[str, bytes]:
 
 
 def read_weights(folder: Path) -> dict[str, np.ndarray]:
-    """All weights in float32, by transformers' names.
+    """Reads all weights in float32, by the names that transformers has for them.
 
     Raises:
-        InputError: A graph is damaged, or lacks what a layer needs.
+        InputError: A graph is damaged, or a weight is missing.
     """
     weights: dict[str, np.ndarray] = {}
     for name, prefix in ((ENCODER, "model.encoder."), (DECODER, "")):
@@ -129,7 +129,7 @@ def read_weights(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _plain(graph: Graph) -> Mapping[str, np.ndarray]:
-    """Norms, biases and convolutions, which are stored as they are."""
+    """Returns norms, biases and convolutions, which are stored in float32."""
     names = {
         name: re.sub(r"(_add_tensor|_merged_\d+)$", "", name)
         for name, tensor in graph.tensors.items()
@@ -143,7 +143,7 @@ def _plain(graph: Graph) -> Mapping[str, np.ndarray]:
 
 
 def _restored(graph: Graph) -> Iterator[tuple[str, np.ndarray]]:
-    """Linear layers, the embedding, and the group norm, which is written as a product and a sum."""
+    """Returns linear layers, the embedding, and the group norm (a product and a sum there)."""
     for node in graph.nodes:
         module = node.name.strip("/").replace("/", ".")
         if node.kind in LINEAR:

@@ -1,9 +1,9 @@
 """Reads weights and nodes of a model in onnxruntime's own format (``.ort``), without running it.
 
-The format is a flatbuffer. A table begins with the distance to its vtable, which has, for each
-field of the schema, its offset from the start of the table; zero: the field is absent. Strings,
-vectors and inner tables are referenced by offsets relative to the offset's own position. Positions
-outside of the file are an `InputError`.
+The format is a flatbuffer. A table begins with the distance to its vtable, which lists for each
+field of the schema the offset from the start of the table, or zero if the field is absent. Strings,
+vectors and inner tables are referenced by offsets relative to the offset's own position. An offset
+that points outside the file raises `InputError`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from mmdecode.errors import InputError
 
 MARK = b"ORTM"
-"""Bytes 4 to 8 of every such file."""
+"""Bytes 4 to 8 of every ``.ort`` file."""
 
 # field numbers of the schema
 SESSION_MODEL, MODEL_GRAPH = 1, 7
@@ -52,11 +52,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """Content of a file, branches included.
+    """Weights and operations of a file, nested graphs included.
 
     Attributes:
         tensors: Stored arrays by name, read-only views of the file.
-        nodes: Operations; those of a nested graph follow those of the graph around it.
+        nodes: Operations; a nested graph's operations follow the operation that contains it.
     """
 
     tensors: dict[str, np.ndarray]
@@ -64,10 +64,10 @@ class Graph:
 
 
 def read_graph(file: Path) -> Graph:
-    """The stored tensors and the nodes of a file.
+    """Reads the tensors and operations of a file.
 
     Raises:
-        InputError: The file cannot be read, has another format, or has an offset outside itself.
+        InputError: The file cannot be read, has another format, or is damaged.
     """
     try:
         data = file.read_bytes()
@@ -77,14 +77,14 @@ def read_graph(file: Path) -> Graph:
 
 
 def graph_of(data: bytes, file: str) -> Graph:
-    """The stored tensors and the nodes in the content of a file.
+    """Parses the tensors and operations in the content of a file.
 
     Args:
         data: Content of the file.
-        file: Its name, for errors.
+        file: Name of the file, for errors.
 
     Raises:
-        InputError: It is of another format, or leads out of itself.
+        InputError: The content has another format or is damaged.
     """
     if data[4:8] != MARK:
         raise InputError(
@@ -98,15 +98,13 @@ def graph_of(data: bytes, file: str) -> Graph:
             raise _DamagedError("it holds no graph")
         return Graph(*_read(graph, 0))
     except _DamagedError as error:
-        raise InputError(
-            f"{file} is damaged: {error}; get the file again from where it came"
-        ) from error
+        raise InputError(f"{file} is damaged: {error}; get the file again") from error
 
 
 def _read(graph: _Table, depth: int) -> tuple[dict[str, np.ndarray], list[Node]]:
-    """Tensors and nodes of a graph and those inside of it."""
+    """Returns the tensors and operations of a graph and of the graphs nested in it."""
     if depth == MOST_NESTED:
-        raise _DamagedError(f"more than {MOST_NESTED} graphs inside of each other")
+        raise _DamagedError(f"graphs are nested more than {MOST_NESTED} deep")
     tensors, nodes = {}, []
     for tensor in graph.tables(GRAPH_TENSORS):
         array = _array(tensor)
@@ -137,22 +135,22 @@ def _array(tensor: _Table) -> np.ndarray | None:
 
 
 class _DamagedError(Exception):
-    """A position is outside of the file, or the file is inconsistent."""
+    """An offset points outside the file, or the file is inconsistent."""
 
 
 def _unpack(data: bytes, kind: str, position: int) -> int:
-    """A number at a position, in bytes from the start of the file.
+    """Reads a number at a position, in bytes from the start of the file.
 
     Raises:
-        _DamagedError: The position is outside of the file.
+        _DamagedError: The position is outside the file.
     """
     if not 0 <= position <= len(data) - struct.calcsize(kind):
-        raise _DamagedError(f"it leads to byte {position} of {len(data)}")
+        raise _DamagedError(f"it refers to byte {position} of {len(data)}")
     return struct.unpack_from(kind, data, position)[0]
 
 
 def _offset(data: bytes, position: int) -> int:
-    """The position that the offset stored at ``position`` refers to."""
+    """Returns the position that the offset stored at ``position`` refers to."""
     return position + _unpack(data, "<I", position)
 
 
@@ -164,7 +162,7 @@ class _Table:
     position: int
 
     def _field(self, number: int) -> int | None:
-        """Position of a field; ``None``: it is absent."""
+        """Returns the position of a field; ``None``: the field is absent."""
         vtable = self.position - _unpack(self.data, "<i", self.position)
         entry = 4 + 2 * number
         if entry >= _unpack(self.data, "<H", vtable):
@@ -181,7 +179,7 @@ class _Table:
         return None if position is None else _Table(self.data, _offset(self.data, position))
 
     def vector(self, field: int, dtype: str) -> np.ndarray:
-        """A read-only view of a vector of numbers; empty if the field is absent."""
+        """Returns a read-only view of a vector of numbers; empty if the field is absent."""
         position = self._field(field)
         if position is None:
             return np.zeros(0, dtype)
@@ -192,7 +190,7 @@ class _Table:
         return np.frombuffer(self.data, dtype, count, begin + 4)
 
     def _inner(self, field: int) -> Iterator[int]:
-        """Positions that a vector of offsets refers to."""
+        """Returns the positions that a vector of offsets refers to."""
         position = self._field(field)
         if position is not None:
             begin = _offset(self.data, position) + 4

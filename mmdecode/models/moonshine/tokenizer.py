@@ -1,9 +1,9 @@
 """Converts Moonshine's ``tokenizer.bin`` to a tokenizer of the library ``tokenizers``.
 
-Pieces are in the order of their ids, each after its length in bytes: one byte, or, from 128 on,
-two, the second of which counts multiples of 128. Ids 0 to 2 are the unknown, start and end tokens,
-3 to 258 the bytes, and those from 32,000 on ``<<ST_0>>`` to ``<<ST_767>>``, which are not used in
-texts.
+The file lists pieces in the order of their ids, each preceded by its length in bytes. A length is
+one byte or, from 128 on, two bytes, the second of which counts multiples of 128. Ids 0 to 2 are the
+unknown, start and end tokens, ids 3 to 258 the 256 bytes, and ids from 32,000 on are ``<<ST_0>>``
+to ``<<ST_767>>``, which do not occur in texts.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mmdecode.errors import InputError
 FIRST_BYTE, AFTER_BYTES, FIRST_SPECIAL = 3, 259, 32_000
 UNKNOWN, START, END = "<unk>", "<s>", "</s>"
 SPACE = "\u2581"
-"""The space in pieces; also put before every text."""
+"""Character that stands for a space in pieces; every text also begins with it."""
 
 
 def read_pieces(data: bytes) -> list[bytes]:
-    """The pieces of a ``tokenizer.bin``, in the order of their ids.
+    """Reads the pieces of a ``tokenizer.bin``, in the order of their ids.
 
     Raises:
-        InputError: It ends within a piece.
+        InputError: The file ends within a piece.
     """
     pieces: list[bytes] = []
     position = 0
@@ -43,14 +43,14 @@ def read_pieces(data: bytes) -> list[bytes]:
 
 
 def tokenizer_json(pieces: list[bytes]) -> str:
-    """The text of a ``tokenizer.json``: byte-pair encoding that falls back to bytes.
+    """Makes the text of a ``tokenizer.json``: byte-pair encoding with byte fallback.
 
-    ``tokenizer.bin`` has no merges. They are derived from the ids, which in SentencePiece's
-    byte-pair encoding are in the order of the merges: all pairs of pieces that make up a piece, in
-    the order of the pieces' ids. The tokenizer adds neither start nor end token.
+    ``tokenizer.bin`` has no merges. They are derived from the ids, since SentencePiece numbers
+    pieces in the order of their merges: for each piece by id, all pairs of pieces that make it up.
+    The tokenizer adds neither start nor end token.
 
     Raises:
-        InputError: The pieces are not those of such a tokenizer.
+        InputError: The first pieces are not the unknown, start and end token.
     """
     if pieces[:FIRST_BYTE] != [UNKNOWN.encode(), START.encode(), END.encode()]:
         raise InputError(
@@ -102,7 +102,7 @@ def _added(number: int, name: str) -> dict[str, object]:
 
 
 def _merges(names: list[str], ids: dict[str, int]) -> list[list[str]]:
-    """Pairs of pieces that make a piece, in the order of their ids."""
+    """Returns all pairs of pieces whose concatenation is a piece, ordered by that piece's id."""
     merges = []
     for name in names:
         pairs = [(name[:cut], name[cut:]) for cut in range(1, len(name))]
@@ -112,10 +112,10 @@ def _merges(names: list[str], ids: dict[str, int]) -> list[list[str]]:
 
 
 def tokenizer_config(longest: int) -> dict[str, object]:
-    """Content of ``tokenizer_config.json``.
+    """Makes the content of ``tokenizer_config.json``.
 
     Args:
-        longest: Tokens of the longest text that the model writes.
+        longest: Maximum number of tokens of a text.
     """
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

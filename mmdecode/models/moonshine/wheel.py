@@ -1,7 +1,7 @@
-"""``moonshine:tiny-en``: the files of the wheel ``moonshine-voice``, converted once into the cache.
+"""``moonshine:tiny-en``: a model converted from the Python wheel ``moonshine-voice``, and cached.
 
-The wheel is located without importing it, and its files are read as data. They are accepted only
-with the content that the conversion was verified with (`SHA256`).
+The wheel is located without importing it, and its files are read as data. Only files with the
+hashes `SHA256`, for which the conversion was verified, are accepted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIZES = {
 """Sizes of the files, in bytes."""
 
 FORMAT = 2
-"""Version of the converted files; raised when they change, so that no older cache is used."""
+"""Version of the converted files; it is raised when they change, which invalidates the cache."""
 
 CARD: dict[str, Any] = {
     "mib": 105.0,
@@ -49,7 +49,7 @@ CARD: dict[str, Any] = {
 
 
 class MoonshineWheel(CheckpointScheme):
-    """Moonshine's recogniser for English, from its Python wheel or a folder of the same files."""
+    """Moonshine's recogniser for English, from its Python wheel or a folder with the same files."""
 
     summary = "moonshine:tiny-en, a published recogniser from a Python wheel"
     source = "Jeffries et al. 2024"
@@ -100,13 +100,13 @@ def _is_path(name: str) -> bool:
 
 
 def converted_folder() -> Path:
-    """Cache folder of the converted checkpoint, named by `FORMAT` and the files' hashes."""
+    """Returns the cache folder of the converted checkpoint, named by `FORMAT` and the hashes."""
     digest = "".join(value[:4] for value in SHA256.values())
     return cache_folder() / f"moonshine-tiny-en-{FORMAT}-{digest}"
 
 
 def assets() -> Path | None:
-    """The folder of the files in the installed wheel."""
+    """Returns the folder of the files in the installed wheel; ``None``: it is not installed."""
     found = importlib.util.find_spec(PACKAGE)  # imports nothing for a top-level package
     for location in (found and found.submodule_search_locations) or ():
         folder = Path(location) / "assets" / "tiny-en"
@@ -128,7 +128,7 @@ def _check(folder: Path) -> None:
     """Checks that the folder has the files that the conversion was verified with.
 
     Raises:
-        InputError: One is missing, cut off, or of another version.
+        InputError: A file is missing, truncated, or of another version.
     """
     for name in SHA256:
         file = folder / name
@@ -150,7 +150,7 @@ def _check(folder: Path) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _digest(file: Path, size: int, changed: int) -> str:
-    """The sha256 of a file, cached by its size and modification time."""
+    """Returns the sha256 of a file, cached by its size and modification time."""
     import hashlib
 
     try:
@@ -161,10 +161,10 @@ def _digest(file: Path, size: int, changed: int) -> str:
 
 
 def _cached(source: Path) -> Path:
-    """Cache folder of the converted checkpoint; converts the files in ``source`` if needed.
+    """Returns the folder of the converted checkpoint; converts the files in ``source`` if needed.
 
     Raises:
-        InputError: It cannot be written, or an existing one is incomplete.
+        InputError: The folder cannot be written, or exists and is incomplete.
     """
     folder = converted_folder()
     if not _is_complete(folder):
@@ -201,7 +201,7 @@ def _made(source: Path) -> dict[str, bytes]:
 
 
 def _page(weights: str) -> str:
-    """The model card.
+    """Returns the text of the model card.
 
     Args:
         weights: The sha256 of the converted weights.
