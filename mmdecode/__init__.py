@@ -1,9 +1,10 @@
 """mmdecode: faster and truer decoding for speech and vision-language models.
 
-One decoding loop with three exchangeable parts: a drafter (``mmdecode.draft``), a
-guide (``mmdecode.guide``) and an acceptance rule (``mmdecode.accept``).
+It has one decoding loop with three exchangeable parts. A drafter (``mmdecode.draft``) proposes
+tokens for speculative decoding, a guide (``mmdecode.guide``) changes the distribution (contrastive
+decoding, guidance), and a rule (``mmdecode.accept``) decides which drafted tokens to accept.
 
-Importing this package imports neither torch nor transformers: names are loaded on first use.
+Importing this package imports neither torch nor transformers; its names are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m mmdecode``, which launchers of several processes need."""
+"""Runs the command line as ``python -m mmdecode``, for example from ``accelerate launch``."""
 
 from mmdecode.cli.app import main
 

@@ -1,4 +1,4 @@
-"""Uses of private names of transformers and torch, all in this file; seen in 5.17 and 5.23."""
+"""All uses of private names of transformers and torch; checked with transformers 5.17 and 5.23."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 
 
 def _codes(function: Any) -> Iterator[CodeType]:
-    """Code of a function's decorators, outer ones first, and its own."""
+    """Yields the code objects of a function's decorators, the outermost first, then its own."""
     while function is not None:
         yield function.__code__
         function = getattr(function, "__wrapped__", None)
@@ -26,14 +26,14 @@ def _codes(function: Any) -> Iterator[CodeType]:
 
 
 def arguments_of_generate(model: Any) -> dict[str, Any]:
-    """Arguments of the enclosing ``generate`` call that it does not pass to a custom callable.
+    """Returns arguments of the enclosing ``generate`` that are hidden from ``custom_generate``.
 
-    transformers drops ``streamer``, ``assistant_model`` and ``synced_gpus`` where it is handed a
-    callable, and takes ``tokenizer`` out before; whoever reads the streamer would wait for ever.
-    They are still in the frame of the call, and the tokenizer in the frame of its decorator.
+    If ``custom_generate`` is a callable, transformers drops ``streamer``, ``assistant_model``,
+    ``synced_gpus`` and the tokenizers; a reader of the streamer would then wait for ever. These
+    arguments are read from the stack frames of ``generate`` and its decorator.
 
     Returns:
-        The arguments that were given; empty outside a call of ``model.generate``.
+        The arguments that were given, by name; empty outside a call of ``model.generate``.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -56,15 +56,16 @@ _TAKEN_OUT = ("tokenizer", "assistant_tokenizer")
 
 @lru_cache
 def caps_logits(model_class: Any) -> bool:
-    """Whether a model applies its text model's ``final_logit_softcapping``.
+    """Returns whether a model applies its text model's ``final_logit_softcapping``.
 
-    PaliGemma does in 5.23 but not in 5.17, so the model's code is inspected, not its family.
+    The source of its forward pass is inspected, since this depends on the version of transformers:
+    PaliGemma applies it in 5.23, but not in 5.17.
     """
     return "final_logit_softcapping" in inspect.getsource(model_class.forward)
 
 
 def attention_implementation(config: Any) -> str | None:
-    """Attention implementation that a config names: ``sdpa``, ``eager``, ...; ``None``: none."""
+    """Returns the attention implementation that a config names, such as ``sdpa``, or ``None``."""
     return getattr(config, "_attn_implementation", None)
 
 
@@ -72,8 +73,9 @@ def attention_implementation(config: Any) -> str | None:
 def attention_configs(model: Any, name: str) -> Iterator[None]:
     """Sets the attention implementation of all parts of a model to ``name``; restores it on exit.
 
-    Contexts may overlap, also across threads: the first records what each config named, the last
-    restores it. ``set_attn_implementation`` cannot restore a model that mixes implementations.
+    Contexts may overlap, also across threads: the first one entered records the implementation of
+    each config, and the last one left restores it. ``set_attn_implementation`` of transformers
+    cannot restore a model whose parts have different implementations.
     """
     parts = [m.config for m in model.modules() if getattr(m, "config", None) is not None]
     configs = [c for c in {id(c): c for c in parts}.values() if attention_implementation(c)]
@@ -96,29 +98,29 @@ def attention_configs(model: Any, name: str) -> Iterator[None]:
 
 
 def stock_attention(config: Any) -> str:
-    """Attention implementation of a config before `attention_configs`, by default ``sdpa``."""
+    """Returns a config's attention implementation outside `attention_configs`, else ``sdpa``."""
     noted = _stock.get(id(config))
     return str(noted[0]) if noted else "sdpa"
 
 
 _lock = threading.Lock()
 _stock: dict[int, list[Any]] = {}
-"""Implementation and number of calls that hold it, by id of the config."""
+"""Original implementation, and number of open `attention_configs`, by id of the config."""
 
 
 def detects_timestamps_from_logprob(processor: Any) -> bool:
-    """Whether Whisper's timestamp processor compares the sum of timestamps with the best text."""
+    """Returns whether Whisper's timestamp processor may force a timestamp by log-probabilities."""
     return bool(getattr(processor, "_detect_timestamp_from_logprob", True))
 
 
 KINDS_OF_SHAPES = 64
-"""Limit of recompilations of the forward pass, for all models together."""
+"""Maximum number of recompilations of the forward pass, for all models together."""
 
 
 def compiled(function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
-    """``torch.compile`` of a whole function, with a higher limit of recompilations than torch's.
+    """Compiles a whole function with ``torch.compile``, with a higher limit of recompilations.
 
-    torch counts recompilations per function, 8 by default, and all models here share one function.
+    torch allows 8 recompilations per function by default, and all models here share one function.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, KINDS_OF_SHAPES)

@@ -1,9 +1,10 @@
-"""`generate` and `attach`: ``model.generate`` with a decoder that also reads the raw inputs.
+"""`generate` and `attach`: run ``model.generate`` with a decoder that also gets the raw inputs.
 
-Given a callable, transformers drops ``assistant_model`` and the tokenizer for a config's
-``stop_strings``, and whoever reads a ``streamer`` waits for ever if preparation fails. `generate`
-passes them on to the decoder, together with the raw inputs that some guides and drafters need.
-`attach` does the latter for plain ``model.generate`` and for pipelines.
+``model.generate(custom_generate=decoder)`` drops some arguments: ``assistant_model``, and the
+tokenizer of a config's ``stop_strings``; and if it fails early, a reader of the ``streamer`` waits
+for ever. `generate` passes these arguments to the decoder, with the raw inputs (pixels, audio) that
+some guides and drafters need. `attach` adds the raw inputs to plain ``model.generate`` and to
+pipelines.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from mmdecode.engine.trace import Round
 from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
 
 _MODES = {"image": "mmdecode.image_ar.raster"}
-"""Modes with their own loop around the decoder; imported on use, since they import this module.
-"""
+"""Modules whose ``generate`` runs other modes than text; they are imported on use."""
 
 _RAW = (
     "pixel_values",
@@ -60,26 +60,28 @@ def generate(
 
     Args:
         model: A model of transformers.
-        *args: Passed on.
-        mode: ``"text"``, or ``"image"`` for image tokens: see `mmdecode.image_ar.raster.generate`,
-            which takes the other arguments but for ``stop_strings`` and returns another output.
-        decoder: The decoder; ``None`` decodes without a draft.
-        streamer: A transformers streamer; batch 1 only.
-        stop_strings: Texts that end a row; need ``tokenizer``.
-        tokenizer: For ``stop_strings``.
-        draft_model: Shorthand for ``Decoder(draft=Assistant(draft_model))``; ``assistant_model``,
-            as transformers names it, is the same.
-        request: Names of the rows for keyed noise; default: a hash of their content.
-        trace: A list to which the rounds of every row are added: tokens drafted and kept.
-        **kwargs: Passed on.
+        *args: Passed to ``model.generate``.
+        mode: ``"text"``, or ``"image"`` to generate image tokens with
+            `mmdecode.image_ar.raster.generate`, which does not take ``stop_strings``.
+        decoder: The decoder; ``None``: a decoder without a drafter.
+        streamer: A transformers streamer, for a batch of one row.
+        stop_strings: Texts that end a row; they need ``tokenizer``.
+        tokenizer: Tokenizer of ``stop_strings``.
+        draft_model: Shorthand for ``Decoder(draft=Assistant(draft_model))``; transformers' name
+            ``assistant_model`` is accepted too.
+        request: One name per row, which seeds its sampling noise; ``None``: a hash of its content.
+        trace: A list, to which one list of decoding rounds (drafted and committed tokens) per row
+            is appended.
+        **kwargs: Passed to ``model.generate``.
 
     Returns:
-        The result of ``model.generate``.
+        The result of ``model.generate``; in image mode an `mmdecode.image_ar.raster.ImageTokens`.
 
     Raises:
-        OptionError: ``stop_strings`` without a tokenizer, or in image mode.
-        UnknownNameError: There is no such mode.
-        IncompatibleError: A streamer with several rows, or a draft model together with a draft.
+        OptionError: ``stop_strings`` are given without a tokenizer, or in image mode.
+        UnknownNameError: ``mode`` is unknown.
+        IncompatibleError: A streamer is given for several rows, or ``draft_model`` for a decoder
+            that has a drafter.
     """
     decoder = decoder or Decoder()
     draft_model = draft_model or kwargs.pop("assistant_model", None)
@@ -88,15 +90,15 @@ def generate(
             raise IncompatibleError.between(
                 "draft_model",
                 f"draft {type(decoder.draft).__name__}",
-                "a decoder has one draft",
-                "drop one of them",
+                "a decoder has one drafter",
+                "leave out either",
             )
         decoder = replace(decoder, draft=Assistant(draft_model))
     if mode != "text":
         if args or stop_strings is not None:
             raise OptionError(
-                f"mode={mode!r} takes no stop_strings, and no arguments without a name: name what "
-                "to draw"
+                f"mode={mode!r} takes no stop_strings and no positional arguments; pass conditions "
+                "by keyword, such as classes=[1]"
             )
         if tokenizer is not None:
             kwargs["tokenizer"] = tokenizer
@@ -119,17 +121,18 @@ def generate(
 
 
 def _of_config(model: Any, kwargs: dict[str, Any]) -> str | list[str] | None:
-    """The stop strings of the call's ``generation_config``, taken out of it.
+    """Removes the stop strings from the call's ``generation_config``, and returns them.
 
-    ``generate`` looks for their tokenizer before a decoder is asked, and has dropped it by then.
+    Left there, they would make ``generate`` fail: it drops the tokenizer before it builds their
+    stopping criterion.
 
     Raises:
-        OptionError: They stand in the model's own config, which only the caller may change.
+        OptionError: The model's own config holds stop strings; only the caller may change that.
     """
     if getattr(getattr(model, "generation_config", None), "stop_strings", None) is not None:
         raise OptionError(
-            "model.generation_config holds stop_strings, for which generate finds no tokenizer "
-            "once a decoder is given; set model.generation_config.stop_strings = None and pass "
+            "model.generation_config holds stop_strings, and with a decoder model.generate loses "
+            "their tokenizer; set model.generation_config.stop_strings = None and pass "
             "stop_strings=... and tokenizer=... to mmdecode.generate"
         )
     config = kwargs.get("generation_config")
@@ -147,24 +150,24 @@ def _of_mode(mode: str) -> Callable[..., Any]:
 
 
 def _ended(streamer: Any, call: Callable[[], Any]) -> Any:
-    """Runs ``call``, then ends the streamer."""
+    """Runs ``call``, then ends the streamer, also after an error."""
     try:
         return call()
     finally:
         if streamer is not None:
-            streamer.end()  # also after an error: somebody may be waiting for it
+            streamer.end()  # a thread may be waiting for its next text
 
 
 @contextmanager
 def attach(model: Any) -> Iterator[Any]:
-    """Lets decoders see raw images and audio in plain ``model.generate`` and in pipelines.
+    """Passes raw images and audio to decoders in plain ``model.generate`` and in pipelines.
 
-    transformers encodes them before a decoder starts. Inside the ``with`` block, every call of
-    ``model.generate`` with a `Decoder` as ``custom_generate`` hands it the raw inputs too, as
-    `generate` here does. Afterwards the model is as it was.
+    transformers encodes images and audio before a decoder starts. Inside the ``with`` block, every
+    ``model.generate`` with a `Decoder` as ``custom_generate`` also passes it the raw inputs. The
+    original ``model.generate`` is restored afterwards.
 
     Args:
-        model: A model of transformers; of a pipeline, its ``model``.
+        model: A model of transformers; for a pipeline, its attribute ``model``.
 
     Yields:
         The model.
@@ -189,7 +192,7 @@ def attach(model: Any) -> Iterator[Any]:
 
 
 def _raw(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Raw inputs among the arguments of ``generate``; the caller's ``mm_inputs`` come first."""
+    """Returns the raw inputs among the arguments of ``generate``; ``mm_inputs`` override them."""
     raw = {name: kwargs[name] for name in _RAW if kwargs.get(name) is not None}
     if args and model.main_input_name in _RAW:
         raw[model.main_input_name] = args[0]

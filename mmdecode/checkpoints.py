@@ -1,7 +1,7 @@
 """Finds checkpoints by name: a folder, a Hub id or its short name, ``zoo:NAME`` or ``SCHEME:NAME``.
 
-Models of the zoo ship with the package. A scheme, as in ``moonshine:tiny-en``, is a class of the
-kind ``checkpoints`` in the registry, so that a plug-in can add one.
+``zoo:NAME`` is a model that ships with the package. A scheme, such as ``moonshine`` in
+``moonshine:tiny-en``, is a registered class of the kind ``checkpoints``; plug-ins can add schemes.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ NAMES = "a folder, a Hub id, zoo:NAME or moonshine:tiny-en"
 """Ways to name a checkpoint, for messages."""
 
 HUB_TIMEOUT_S = 2.0
-"""How long the Hub may take to answer whether it has a model."""
+"""Seconds to wait for the Hub's answer whether it has a model."""
 
 _CODE_TRUSTED: ContextVar[bool] = ContextVar("code_trusted", default=False)
 
 
 def code_trusted() -> bool:
-    """Whether Python files of a checkpoint may be run: only inside `trusting_code`.
+    """Returns whether Python files of a checkpoint may be run: only inside `trusting_code`.
 
-    Everything that loads with transformers passes this as ``trust_remote_code``: left out, it asks
-    on standard input, where a recording or a list of paths may come in.
+    Every ``from_pretrained`` gets this value as ``trust_remote_code``; without the argument
+    transformers would ask on standard input, which commands may read data from.
     """
     return _CODE_TRUSTED.get()
 
 
 @contextmanager
 def trusting_code(trust: bool = True) -> Iterator[None]:
-    """Lets checkpoints that are loaded inside run their own Python files.
+    """Allows checkpoints that are loaded inside the context to run their own Python files.
 
     Args:
-        trust: ``False`` changes nothing: what an outer block allows stays allowed.
+        trust: Whether to allow it; ``False`` changes nothing, also in an outer context that allows.
     """
     before = _CODE_TRUSTED.set(trust or _CODE_TRUSTED.get())
     try:
@@ -70,7 +70,7 @@ def trusting_code(trust: bool = True) -> Iterator[None]:
 
 
 def trusting_as_asked(load: Callable[Arguments, Loaded]) -> Callable[Arguments, Loaded]:
-    """Decorates a loader: runs in `trusting_code` if its argument ``trust_remote_code`` is set."""
+    """Decorates a loader to run in `trusting_code` if it gets ``trust_remote_code=True``."""
 
     @functools.wraps(load)
     def loads(*args: Arguments.args, **given: Arguments.kwargs) -> Loaded:
@@ -81,17 +81,17 @@ def trusting_as_asked(load: Callable[Arguments, Loaded]) -> Callable[Arguments, 
 
 
 def zoo_names() -> list[str]:
-    """Names of the shipped models, without the ``zoo:`` prefix."""
+    """Returns the names of the shipped models, without the prefix ``zoo:``."""
     return sorted(p.parent.name for p in ZOO.glob("*/config.json"))
 
 
 def cache_folder() -> Path:
-    """The user's cache folder, for files that are made once and reused by later runs.
+    """Returns the cache folder, for files that are made once and reused by later runs.
 
-    ``MMDECODE_CACHE``, else ``mmdecode`` in ``XDG_CACHE_HOME``, else ``~/.cache/mmdecode``.
+    It is ``MMDECODE_CACHE``, else ``mmdecode`` in ``XDG_CACHE_HOME``, else ``~/.cache/mmdecode``.
 
     Raises:
-        InputError: None of them is set, and the user has no home.
+        InputError: Neither variable is set, and the user has no home folder.
     """
     own, shared = os.environ.get("MMDECODE_CACHE"), os.environ.get("XDG_CACHE_HOME")
     folder = Path(own) if own else Path(shared or "~/.cache") / "mmdecode"
@@ -99,67 +99,67 @@ def cache_folder() -> Path:
         return folder.expanduser()
     except RuntimeError as error:
         raise InputError(
-            f"no folder for a cache: this user has no home ({folder}); set MMDECODE_CACHE to one"
+            f"no cache folder: this user has no home folder ({folder}); set MMDECODE_CACHE to one"
         ) from error
 
 
 class CheckpointScheme:
-    """Base of classes that find the checkpoints named ``SCHEME:NAME``.
+    """Base of classes that find or make the checkpoints named ``SCHEME:NAME``.
 
-    Its module is imported when such a name is given or listed, and must not load large libraries.
+    The subclass's module is imported to resolve or list names; it must not import large libraries.
 
     Attributes:
-        names: Names of the checkpoints it knows, without the scheme.
+        names: Names of the scheme's checkpoints, without ``SCHEME:``.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def folder(cls, name: str) -> Path:
-        """A folder that transformers can load; created if it does not exist.
+        """Returns a folder that transformers can load; creates it if it does not exist.
 
         Raises:
-            UnknownNameError: There is no checkpoint of that name.
-            InputError: The files it is made of are not installed, or damaged.
+            UnknownNameError: The scheme has no checkpoint of that name.
+            InputError: Files that the checkpoint is made from are not installed, or are damaged.
         """
         raise NotImplementedError
 
     @classmethod
     def is_installed(cls, name: str) -> bool:
-        """Whether `folder` will find the files that it needs; fast, loads nothing."""
+        """Returns whether the files that `folder` needs are installed; must be fast."""
         return False
 
     @classmethod
     def holds(cls, folder: Path) -> bool:
-        """Whether a folder has the files that a checkpoint is made of: ``SCHEME:FOLDER``."""
+        """Returns whether a folder has the files for a checkpoint, so that it can be ``NAME``."""
         return False
 
     @classmethod
     def card(cls, name: str) -> dict[str, Any]:
-        """One row of ``mmdecode zoo``.
+        """Returns the facts that ``mmdecode zoo`` shows.
 
         Returns:
             ``what``, ``measured``, ``licence``, ``origin``, ``notice``, ``install`` (a command) and
-            ``mib``, the size of its folder.
+            ``mib``, the size of the checkpoint's folder.
         """
         return {}
 
 
 def scheme_names() -> list[str]:
-    """All checkpoints of schemes, as ``SCHEME:NAME``."""
+    """Returns the names of all checkpoints of all schemes, as ``SCHEME:NAME``."""
     return [
         f"{scheme}:{name}" for scheme, cls in registry.classes("checkpoints") for name in cls.names
     ]
 
 
 def scheme_card(name: str) -> dict[str, Any]:
-    """Card of ``SCHEME:NAME`` by `CheckpointScheme.card`, with whether it is ``installed``."""
+    """Returns the card of ``SCHEME:NAME``, see `CheckpointScheme.card`, and a key ``installed``."""
     scheme, rest = _scheme_of(name)
     return {} if scheme is None else scheme.card(rest) | {"installed": scheme.is_installed(rest)}
 
 
 def is_installed(name: str) -> bool:
-    """Whether a checkpoint can be loaded without installing or downloading anything.
+    """Returns whether a checkpoint can be loaded without installing or downloading anything.
 
     Args:
         name: ``SCHEME:NAME``, ``zoo:NAME`` or a folder; ``False`` for every Hub id.
@@ -171,7 +171,7 @@ def is_installed(name: str) -> bool:
 
 
 def _scheme_of(name: str) -> tuple[Any, str]:
-    """The class of a name's scheme, and the rest of the name; ``None``: the name has no scheme."""
+    """Returns the class of a name's scheme (``None``: no scheme), and the rest of the name."""
     scheme, colon, rest = name.partition(":")
     if not (colon and re.fullmatch(r"\w[\w.-]+", scheme)):
         return None, rest
@@ -180,7 +180,7 @@ def _scheme_of(name: str) -> tuple[Any, str]:
 
 
 def _prepared(folder: Path) -> Path:
-    """A folder that transformers can load; made from the files of a scheme, if it holds those."""
+    """Returns a folder that transformers can load; converts it if it has files of a scheme."""
     if not (folder / "config.json").exists():
         for _, scheme in registry.classes("checkpoints"):
             if scheme.holds(folder):
@@ -189,19 +189,19 @@ def _prepared(folder: Path) -> Path:
 
 
 def paired(model_id: str | None, what: str) -> str | None:
-    """``zoo:NAME-WHAT``, the companion of a shipped model; ``None``: it is not shipped."""
+    """Returns ``zoo:NAME-WHAT``, such as a shipped model's drafter; ``None``: it does not exist."""
     name = f"{model_id}-{what}"
     return name if name.startswith("zoo:") and name[4:] in zoo_names() else None
 
 
 def local_path(name: str | Path) -> str:
-    """Resolves a name for ``from_pretrained``: to a folder, or to a Hub id that exists.
+    """Resolves a name to an argument of ``from_pretrained``: a folder, or an existing Hub id.
 
-    Where the Hub cannot be reached, a Hub id resolves to the folder of its files in the cache.
+    If the Hub cannot be reached, a Hub id resolves to the folder of its files in the cache.
 
     Args:
         name: A folder, a Hub id, a short name of `mmdecode.model_names`, ``zoo:NAME`` or a name of
-            `scheme_names`. A folder that exists comes before a short name.
+            `scheme_names`. An existing folder takes precedence over a short name.
 
     Raises:
         UnknownNameError: ``zoo:NAME`` is not shipped, or a scheme has no such checkpoint.
@@ -225,10 +225,10 @@ def local_path(name: str | Path) -> str:
 
 
 def _hub_path(name: str) -> str:
-    """The Hub id, or the folder of its files in the cache where the Hub cannot be reached.
+    """Returns a Hub id or, if the Hub cannot be reached, the cached folder of its files.
 
     Raises:
-        InputError: There is no such model, or the Hub cannot be asked and the cache lacks it.
+        InputError: The model does not exist, or the Hub cannot be reached and the cache lacks it.
     """
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -250,14 +250,14 @@ def _hub_path(name: str) -> str:
 
 @functools.cache
 def _ask_hub(name: str) -> None:
-    """Asks the Hub once, briefly, whether it has a model.
+    """Asks the Hub whether it has a model, and waits at most `HUB_TIMEOUT_S` for the answer.
 
-    The Hub's client itself retries an unreachable Hub for 20 s and more, and then reports that
-    there is no such model.
+    Without this check, transformers retries an unreachable Hub for more than 20 s, and then reports
+    that the model does not exist.
 
     Raises:
-        InputError: It has no such model, or does not give it to this user.
-        ConnectionError: It cannot be asked.
+        InputError: The Hub has no such model, or this user has no access to it.
+        ConnectionError: The Hub cannot be reached.
     """
     import huggingface_hub
     from huggingface_hub.errors import (
@@ -276,7 +276,7 @@ def _ask_hub(name: str) -> None:
         return  # a model without a config.json
     except GatedRepoError as error:
         raise InputError(
-            f"model {name!r} cannot be loaded: its authors give access on request; ask for it at "
+            f"model {name!r} cannot be loaded: access must be requested; request it at "
             f"https://huggingface.co/{name} and log in with 'hf auth login'"
         ) from error
     except (HFValidationError, RepositoryNotFoundError) as error:
@@ -285,7 +285,7 @@ def _ask_hub(name: str) -> None:
             f"Hub{_meant(name)}; give {NAMES}; for a private model log in with 'hf auth login'"
         ) from error
     except OfflineModeIsEnabled as error:
-        raise ConnectionError("HF_HUB_OFFLINE forbids to ask the Hub") from error
+        raise ConnectionError("HF_HUB_OFFLINE is set, so the Hub is not asked") from error
     except HfHubHTTPError as error:
         code = error.response.status_code
         raise ConnectionError(f"the Hub answers with an error ({code})") from error
@@ -295,7 +295,7 @@ def _ask_hub(name: str) -> None:
 
 
 def _meant(name: str) -> str:
-    """A suggestion of similar names; empty if the name is a known one."""
+    """Returns a suggestion of similar names for a message; empty if the name is known."""
     shipped = (f"zoo:{one}" for one in zoo_names())
     known = {*SHORT, *SHORT.values(), *shipped, *scheme_names()}
     return "" if name in known else did_you_mean(name, known)
@@ -303,7 +303,7 @@ def _meant(name: str) -> str:
 
 AUTO = "auto"
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""Short names of floating dtypes, and torch's."""
+"""Names of floating dtypes in torch, by short name."""
 
 
 def dtype_of(
@@ -315,13 +315,13 @@ def dtype_of(
 
     Args:
         name: ``auto``, one of `DTYPES`, torch's own name, or a dtype; ``None``: float32. ``auto``
-            is float32 on a CPU and for ``zoo:`` models; on CUDA what the checkpoint has, if that is
-            half precision, else bfloat16, or float16 on a card without that.
-        model_id: The checkpoint, for ``auto``.
-        device: Where it will run, for ``auto``.
+            is float32 on a CPU and for ``zoo:`` models; on CUDA it is float16 for a checkpoint in
+            float16, else bfloat16, or float16 on a GPU without bfloat16.
+        model_id: Name of the checkpoint, for ``auto``.
+        device: Device that the model will run on, for ``auto``.
 
     Raises:
-        OptionError: No floating dtype has that name.
+        OptionError: ``name`` is no floating dtype.
     """
     import torch
 
@@ -341,7 +341,7 @@ def dtype_of(
 
 
 def _chosen_dtype(model_id: str, device: torch.device) -> torch.dtype:
-    """The dtype that ``auto`` stands for."""
+    """Returns the dtype that ``auto`` stands for; see `dtype_of`."""
     import torch
 
     if device.type != "cuda" or model_id.startswith("zoo:") or not model_id:
@@ -350,7 +350,7 @@ def _chosen_dtype(model_id: str, device: torch.device) -> torch.dtype:
         config = config_of(local_path(model_id))
     if config.model_type == "var":  # its running sums need float32
         return torch.float32
-    # of a composite model, the text model's dtype counts
+    # a composite config may name the dtype only in its text model's config
     own = [getattr(part, "dtype", None) for part in (config, config.get_text_config())]
     found = next((kind for kind in own if kind is not None), None)
     half = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
@@ -361,10 +361,10 @@ def device_of(name: str | torch.device | None) -> torch.device:
     """Resolves the name of a device, and checks that it can be used.
 
     Args:
-        name: A name of torch; ``None`` and ``auto``: CUDA where there is one, else the CPU.
+        name: A device name of torch; ``None`` and ``auto``: CUDA if available, else the CPU.
 
     Raises:
-        OptionError: It cannot be used.
+        OptionError: The device does not exist on this machine.
     """
     import torch
 
@@ -384,13 +384,13 @@ def device_of(name: str | torch.device | None) -> torch.device:
     if count is not None and (device.index or 0) >= count:
         raise OptionError(
             f"device {str(name)!r} cannot be used: this machine has {count} of type "
-            f"{device.type}; give auto, cpu or one that is there"
+            f"{device.type}; give auto, cpu or an existing device"
         )
     return device
 
 
 def placed(model: Any, device: str | torch.device | None) -> Any:
-    """Moves a model to a device; ``None`` and ``auto``: CUDA where there is one, else the CPU.
+    """Moves a model to a device; ``None`` and ``auto``: CUDA if available, else the CPU.
 
     Raises:
         OptionError: The device cannot be used.
@@ -403,10 +403,10 @@ def placed(model: Any, device: str | torch.device | None) -> Any:
 
 @contextmanager
 def loading(model_id: str) -> Iterator[None]:
-    """Turns errors of transformers about a checkpoint that it cannot read into an `InputError`.
+    """Turns errors that transformers raises while it loads a checkpoint into `InputError`.
 
     Raises:
-        InputError: It cannot be loaded.
+        InputError: The checkpoint cannot be loaded.
     """
     try:
         yield
@@ -415,35 +415,35 @@ def loading(model_id: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             raise InputError(
-                f"model {model_id!r} cannot be loaded: it brings Python code of its own, which is "
-                "not run unasked; read its .py files, and if you trust them give "
+                f"model {model_id!r} cannot be loaded: it needs its own Python files, which are "
+                "not run by default; read its .py files, and if you trust them give "
                 "--trust-remote-code, in Python trust_remote_code=True"
             ) from error
         refuse_unfinished(model_id)
         raise InputError(
             f"model {model_id!r} cannot be loaded: {' '.join(str(error).split())[:300]}; give "
-            f"{NAMES}; a Hub id must be one that can be reached"
+            f"{NAMES}; a Hub id must exist and be accessible"
         ) from error
 
 
 def refuse_unfinished(path: str) -> None:
-    """Refuses the folder of an unfinished training, which holds its state but no weights yet.
+    """Refuses the folder of an unfinished training, which has a state but no final weights.
 
     Raises:
-        InputError: It is one.
+        InputError: ``path`` is such a folder.
     """
     if (Path(path) / "state").is_dir() and not (Path(path) / "config.json").exists():
         raise InputError(
             f"{path} holds the state of a training that is not finished, and no weights yet; run "
-            "the same 'mmdecode train' command again, which goes on where it was"
+            "the same 'mmdecode train' command again, which continues the training"
         )
 
 
 def config_of(path: str) -> Any:
-    """The model configuration of a checkpoint.
+    """Returns the transformers configuration of a checkpoint.
 
     Raises:
-        InputError: It cannot be read.
+        InputError: The configuration cannot be read.
     """
     from transformers import AutoConfig
 
@@ -452,7 +452,7 @@ def config_of(path: str) -> Any:
 
 
 def read_weights(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``config.json`` and all tensors of a checkpoint; pickles are read as weights only.
+    """Reads ``config.json`` and all tensors of a checkpoint; pickles with ``weights_only=True``.
 
     Args:
         path: A folder, or a Hub id whose files are in the local cache or can be downloaded.
@@ -485,10 +485,10 @@ def read_weights(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def read_tensors(file: Path) -> dict[str, Any]:
-    """Reads one file of weights: tensors by name; a pickle may hold them under a further key.
+    """Reads a file of weights; returns tensors by name (a pickle may nest them under a key).
 
     Raises:
-        InputError: It is not there, or neither safetensors nor a pickle of tensors alone.
+        InputError: The file is missing, or neither safetensors nor a pickle of tensors only.
     """
     import torch
     from safetensors.torch import load_file
@@ -500,23 +500,23 @@ def read_tensors(file: Path) -> dict[str, Any]:
     except Exception as error:  # each reader has errors of its own
         raise InputError(
             f"{file} cannot be read as weights ({type(error).__name__}: {error}); expected "
-            "safetensors, or a pickle of tensors alone"
+            "safetensors, or a pickle of tensors only"
         ) from error
 
 
 WRAPPER_KEYS = ("model", "module", "state_dict")
-"""Keys under which training frameworks put weights: DDP, DeepSpeed and others."""
+"""Keys under which training code puts the weights in a checkpoint."""
 
 
 def published_weights(file: str | Path, marker: str) -> dict[str, Any]:
-    """Weights of a research checkpoint: under one of `WRAPPER_KEYS`, or bare.
+    """Reads the weights of a published checkpoint, under one of `WRAPPER_KEYS` or at the top.
 
     Args:
-        file: ``.pt``, ``.pth``, ``.bin`` or ``.safetensors``.
-        marker: A parameter that the architecture always has.
+        file: Checkpoint, ``.pt``, ``.pth``, ``.bin`` or ``.safetensors``.
+        marker: Name of a parameter that the architecture always has, to recognise the weights.
 
     Raises:
-        InputError: The parameter is under none of these keys, or the file cannot be read.
+        InputError: The parameter is not found, or the file cannot be read.
     """
     found = read_tensors(Path(file))
     for key in WRAPPER_KEYS:
@@ -535,10 +535,10 @@ def published_weights(file: str | Path, marker: str) -> dict[str, Any]:
 def unlike(
     wanted: Mapping[str, Any], given: Mapping[str, Any]
 ) -> list[tuple[str, str | None, str | None]]:
-    """Weights that are missing, unknown or of another shape, by name.
+    """Lists the weights that are missing, unknown or of another shape, sorted by name.
 
     Returns:
-        Name, wanted shape and given shape of each; ``None``: no such tensor.
+        Name, wanted shape and given shape of each weight; ``None``: the weight does not exist.
     """
     here, there = (
         {name: str(tuple(value.shape)) for name, value in weights.items()}
@@ -570,5 +570,5 @@ def fill(model: Model, weights: dict[str, Any], source: str | Path) -> Model:
 
 
 def default_recogniser() -> str:
-    """Name of the default recogniser: Moonshine where it is installed, else the zoo's Whisper."""
+    """Returns the default recogniser: Moonshine if it is installed, else the shipped Whisper."""
     return REAL if is_installed(REAL) else SYNTHETIC

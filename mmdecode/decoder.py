@@ -1,7 +1,7 @@
-"""`Decoder`: a drafter, a guide and an acceptance rule, as a callable for ``generate``.
+"""`Decoder`: a drafter, a guide and an acceptance rule, as ``custom_generate`` of transformers.
 
-transformers prepares inputs, processors and stopping criteria; `Decoder` finds the adapter of the
-model, resolves the parts of the call, refuses what does not fit, and runs the loop of
+``model.generate`` prepares inputs, logits processors and stopping criteria. `Decoder` then finds
+the adapter of the model, checks that model, options and parts fit, and runs the decoding loop of
 `mmdecode.engine.loop`.
 """
 
@@ -50,30 +50,30 @@ MODES = ("auto", "fastest")
 class Decoder:
     """A drafter, a guide and an acceptance rule, as a callable for ``generate``.
 
+    A decoder is immutable and may be used by several threads at once;
+    ``dataclasses.replace(decoder, draft=...)`` makes another decoder, with all checks.
+
     Args:
-        draft: A `Drafter`, or its name with options (``"lookup:length=8"``); ``None``: no draft.
+        draft: A `Drafter`, or its name with options (``"lookup:length=8"``); ``None``: no drafting.
         guide: A `Guide`, or its name with options (``"cfg:scale=3"``); ``None``: the model's own
             distribution.
-        accept: A rule, its name, ``"auto"`` or ``"fastest"``. ``auto`` resolves per call: greedy
-            generation keeps exact matches, sampling uses the coupled rule, whose tokens for one
-            seed are the same with any draft and in any batch. ``fastest`` samples with the exact
-            rule that accepts most of what the draft proposes.
-        seed: Seed of the keyed noise; ``None`` draws one per call from torch's global generator.
-        compile: On CUDA, capture rounds in graphs and replay them; elsewhere, compile the forward
+        accept: A rule, its name, ``"auto"`` or ``"fastest"``. With ``auto``, greedy decoding
+            accepts exact matches, and sampling uses the coupled rule: for one seed it gives the
+            same tokens with any drafter and in any batch. With ``fastest``, sampling uses an exact
+            rule that accepts more tokens, such as speculative sampling (rejection).
+        seed: Seed of the sampling noise; ``None``: drawn per call from torch's global generator.
+        compile: On CUDA, capture decoding rounds in CUDA graphs; elsewhere, compile the forward
             pass, which takes up to a minute per shape. A part that cannot be captured or compiled
-            is run as usual, with a warning that says why. See `mmdecode.engine.capture`.
-        draft_guided: Whether drafters that can follow a guide draft from the guided distribution;
-            ``None``: if the model generates image tokens. See `docs/guided_drafts.md`.
-        stats: Counters, to which every finished call adds its own; ``None``: new ones. Decoders
-            made by ``dataclasses.replace`` share them.
-
-    A decoder never changes: ``dataclasses.replace(decoder, draft=...)`` makes another, with all
-    checks. It may serve several threads at once.
+            runs as usual, with a warning that says why. See `mmdecode.engine.capture`.
+        draft_guided: Whether drafters that support it draft from the guided distribution instead
+            of the model's; ``None``: only for image tokens. See `docs/guided_drafts.md`.
+        stats: Counters, to which every finished call adds its own; ``None``: new counters.
+            Decoders made by ``dataclasses.replace`` share them.
 
     Raises:
         UnknownNameError: A name is not registered.
-        IncompatibleError: The rule cannot judge what the draft proposes, or the guide needs scores
-            that a verification round does not provide (of earlier or later positions).
+        IncompatibleError: The rule cannot verify this drafter's kind of proposals, or the guide
+            needs logits of other positions than the current one.
     """
 
     draft: Drafter
@@ -133,36 +133,36 @@ class Decoder:
         token_healing: bool | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Decodes; called by ``generate``, see transformers' documentation of custom_generate.
+        """Decodes a batch; ``generate`` calls it as its ``custom_generate``.
 
         Args:
-            model: The model that ``generate`` was called on.
+            model: The model that decodes.
             input_ids: Prompt, padded on the left, ``(B, P)``.
-            logits_processor: The caller's processors and warpers.
-            stopping_criteria: The caller's.
-            generation_config: The call's.
-            mm_inputs: Raw inputs for guides and drafts, by name: one entry per row, or, of pixels,
-                per image.
-            mm_request: Names of the rows for keyed noise; default: a hash of their content.
-            mm_streamer: A streamer for the one row of the batch; the caller ends it. One that was
-                given to ``generate`` as ``streamer`` is found, fed and ended here.
+            logits_processor: Logits processors and warpers of the call.
+            stopping_criteria: Stopping criteria of the call.
+            generation_config: Generation config of the call.
+            mm_inputs: Raw inputs for guides and drafters, by name, with one entry per row or, for
+                pixels, per image.
+            mm_request: One name per row, which seeds its noise; ``None``: a hash of its content.
+            mm_streamer: A streamer, for a batch of one row; the caller ends it. The argument
+                ``streamer`` of ``generate`` is also found, and ended here.
             mm_model: The model that ``generate`` was called on, if ``model`` is a submodel of it.
             mm_adapter: An adapter to use instead of the registered one. It builds prompts itself,
-                so ``input_ids`` may be empty, ``(B, 0)``, as for a model whose output vocabulary is
-                not the one that it reads.
-            mm_trace: Is given one list of `mmdecode.engine.trace.Round` per row: what was drafted
-                and kept. Costs a synchronisation per round.
-            stop_strings: Texts that end a row, by the ``tokenizer`` that ``generate`` was given.
-            token_healing: Refused; see `mmdecode.engine.checks`.
+                so that ``input_ids`` may be empty, ``(B, 0)``, for example for a model whose output
+                vocabulary is not its input vocabulary.
+            mm_trace: A list, to which a list of `mmdecode.engine.trace.Round` per row is appended;
+                each round then waits for the device.
+            stop_strings: Texts that end a row; they need ``tokenizer`` of ``generate``.
+            token_healing: Not supported; raises an error if it is set.
             **model_kwargs: Inputs that ``generate`` prepared.
 
         Returns:
-            Ids ``(B, P + new)``, or an output object where ``return_dict_in_generate`` is set.
+            Ids ``(B, P + new)``, or an output object if ``return_dict_in_generate`` is set.
 
         Raises:
-            IncompatibleError: Beams, or other requests a drafted loop cannot honour: see
+            IncompatibleError: Beam search, or another setting that is not supported: see
                 `mmdecode.engine.checks.SETTINGS`.
-            OptionError: Stop strings without a tokenizer.
+            OptionError: Stop strings are given without a tokenizer.
         """
         given = arguments_of_generate(model)
         streamer = given.get("streamer")
@@ -189,7 +189,7 @@ class Decoder:
             )
         finally:
             if streamer is not None:
-                streamer.end()  # also after an error: somebody may be waiting for it
+                streamer.end()  # also after an error: a thread may be waiting for its next text
 
     def _decode(
         self,
@@ -208,7 +208,7 @@ class Decoder:
         streamer: Any,
         greets: bool,
     ) -> Any:
-        """Same as `__call__`; ``greets``: the prompt goes into the streamer first."""
+        """See `__call__`; with ``greets``, the streamer gets the prompt first."""
         checks.refuse_settings(config)
         checks.refuse_inputs(input_ids, model_kwargs, own_prompt=mm_adapter is not None)
         checks.refuse_training(model)
@@ -245,7 +245,7 @@ class Decoder:
             drafter_invariant=rule.capabilities.drafter_invariant,
             draft_target=self._draft_target(guide, processors, mm_adapter is not None),
         )
-        # columns after the last token are scratch for blocks
+        # columns after the last token are scratch space for the tokens of a round
         room = asked.max_new_tokens + MAX_NODES + 1
         rows = Rows.of(input_ids, room, pad_id=request.pad_id(config))
         call = Call(request=asked, plan=plan, rows=rows)
@@ -286,9 +286,9 @@ class Decoder:
     def _draft_target(
         self, guide: Guide | None, processors: LogitsProcessorList, images: bool
     ) -> DraftTarget:
-        """The distribution to draft from: the guide, and the processors that read scores only.
+        """Returns the distribution to draft from: guide, and processors that ignore the prefix.
 
-        Both are left out for drafters of text that do not follow a guide.
+        Guide and processors are left out for text drafters that do not follow a guide.
         """
         asked = images if self.draft_guided is None else self.draft_guided
         followed = guide if asked and self.draft.capabilities.follows_target else None
@@ -296,7 +296,7 @@ class Decoder:
         return DraftTarget(guide=followed, warp=prefix_free(processors) if warped else None)
 
     def resolve_rule(self, do_sample: bool) -> tuple[AcceptanceRule, Kind]:
-        """The rule of this call and the kind of proposal it gets."""
+        """Returns the acceptance rule of a call, and the kind of proposals that it verifies."""
         if not isinstance(self.accept, str):
             checks.refuse_mode(self.accept, do_sample)
             return self.accept, checks.agreed_kind(self.accept, self.draft)
@@ -317,10 +317,14 @@ class Decoder:
 def take_over_guidance(
     processors: LogitsProcessorList, guide: Guide | None
 ) -> tuple[LogitsProcessorList, Guide | None]:
-    """Replaces the stateful guidance processor of transformers by a branch.
+    """Replaces transformers' processor for classifier-free guidance by the guide ``cfg``.
 
-    It keeps a cache that advances by one token per call and cannot be rolled back, so under
-    drafting it silently changes the text; as a branch it is a pure function of each node's prefix.
+    The processor has a cache that advances by one token per call and cannot be rolled back, so that
+    with drafting it would silently change the text. The guide depends only on each node's prefix.
+    Returns the other processors, and the guide.
+
+    Raises:
+        IncompatibleError: A guide is given too, or a processor watermarks with SynthID.
     """
     kept = LogitsProcessorList()
     for processor in processors:
@@ -336,8 +340,8 @@ def take_over_guidance(
             raise IncompatibleError.between(
                 f"guidance_scale={processor.guidance_scale}",
                 f"guide {type(guide).__name__}",
-                "both want to set the distribution",
-                "drop one of them",
+                "each would set the distribution",
+                "leave out either",
             )
         context = processor.unconditional_context
         guide = registry.create(
@@ -351,7 +355,7 @@ def take_over_guidance(
 
 
 def _looks_inside(guide: Guide | None, needs: Requirements) -> bool:
-    """Whether attention is edited or read in this call."""
+    """Returns whether attention weights are edited or read in this call."""
     if needs.attention or needs.text_attention:
         return True
     return any(isinstance(edit, AttentionEdit) for edit in (guide.edits if guide else ()))

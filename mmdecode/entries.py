@@ -1,6 +1,6 @@
-"""Entries of the registry: where each class is and how it describes itself; entries of plug-ins.
+"""Entries of the registry: the location and the description of each registered class.
 
-Classes of this package are not imported for that: their descriptions are read from their source.
+Classes of this package are not imported to describe them; their source is parsed instead.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ class Entry:
     Attributes:
         kind: One of `mmdecode.registry.KINDS`.
         name: Name that a user types.
-        target: Where the class is, as ``module:Attr``.
-        summary: One line.
-        guarantee: Distribution that a rule's output follows: ``exact`` (the guided distribution),
-            ``exact for ...`` (another, which is named) or ``lossy`` (none); of a drafter ``as the
-            rule``; of others ``-``.
-        source: The paper.
-        plugin: The distribution an entry point came from; empty for our own.
+        target: Location of the class, as ``module:Attr``.
+        summary: One line about what the class does.
+        guarantee: Distribution of an acceptance rule's output: ``exact`` (the guided distribution),
+            ``exact for ...`` (another distribution, which is named) or ``lossy`` (neither). For
+            drafters it is ``as the rule``, for other kinds ``-``.
+        source: The paper that the class implements.
+        plugin: Name of the Python distribution that registers the class by an entry point; empty
+            for classes of this package.
     """
 
     kind: str
@@ -70,7 +71,7 @@ class Entry:
             ) from error
 
     def described(self) -> Entry:
-        """This entry with its class's summary, source and guarantee; imports a plug-in for that."""
+        """Returns the entry with its class's summary, source and guarantee; imports a plug-in."""
         attributes = (
             _attributes_of(self.load()) if self.plugin else _attributes_in_source(self.target)
         )
@@ -79,7 +80,7 @@ class Entry:
 
 
 def plugins(kind: str, taken: Iterable[str]) -> dict[str, Entry]:
-    """Plug-ins registered for a kind, by name; loads none.
+    """Returns the plug-ins registered for a kind, by name, without loading them.
 
     Args:
         kind: One of `mmdecode.registry.KINDS`.
@@ -89,7 +90,7 @@ def plugins(kind: str, taken: Iterable[str]) -> dict[str, Entry]:
 
 
 def loadable(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """The plug-ins whose class can be loaded; warns about the others."""
+    """Yields the plug-ins whose class can be loaded; warns about the others."""
     for entry in entries:
         try:
             entry.load()
@@ -108,7 +109,7 @@ def _scan(kind: str, taken: tuple[str, ...], path: tuple[str, ...]) -> dict[str,
         if point.name in taken or point.name in found:
             warnings.warn(
                 f"{plugin} registers {kind} {point.name!r}, which exists already, and is ignored; "
-                "its author has to choose another name",
+                "choose another name in its entry points",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -124,7 +125,7 @@ def _attributes_of(cls: type) -> dict[str, str]:
 
 
 def _attributes_in_source(target: str) -> dict[str, str]:
-    """Summary, source and guarantee of a class of this package, read from its source."""
+    """Parses summary, source and guarantee of a class of this package from its source code."""
     module, _, name = target.partition(":")
     package, _, path = module.partition(".")
     text = (pkgutil.get_data(package, path.replace(".", "/") + ".py") or b"").decode()

@@ -1,7 +1,7 @@
 """The error classes.
 
-Every message says what was given, what was expected and what to do. Each class is also the built-in
-exception a caller would expect, so that ordinary ``except`` clauses work.
+Every message says what was given, what was expected and how to fix it. Each class is also a
+built-in exception, such as ``ValueError``, so that ordinary ``except`` clauses work.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ class MMDecodeError(Exception):
 
 
 class OptionError(MMDecodeError, ValueError):
-    """A value or a combination of values of one part's options is not allowed."""
+    """The value of an option, or a combination of options, is not allowed."""
 
 
 class IncompatibleError(MMDecodeError, ValueError):
-    """Two parts do not fit each other; the message names both sides."""
+    """Two parts, such as a drafter and an acceptance rule, do not fit each other."""
 
     @classmethod
     def between(cls, left: str, right: str, because: str, hint: str) -> IncompatibleError:
-        """Builds the error from its four parts.
+        """Builds the error with the message ``left does not fit right: because; hint``.
 
         Args:
-            left: One side, for example ``accept 'rejection'``.
-            right: The other side, for example ``draft 'lookup'``.
-            because: Reason: the need of the one and the state of the other, without a full stop.
-            hint: The way out, in the imperative.
+            left: One part, for example ``accept 'rejection'``.
+            right: The other part, for example ``draft 'lookup'``.
+            because: Reason why they do not fit, without a full stop.
+            hint: How to fix it, in the imperative.
         """
         return cls(f"{left} does not fit {right}: {because}; {hint}")
 
 
 class ShapeError(MMDecodeError, ValueError):
-    """Tensors disagree in shape; the message shows the shapes."""
+    """A tensor has the wrong shape; the message shows the given and the expected shape."""
 
 
 class InputError(MMDecodeError, ValueError):
@@ -63,19 +63,19 @@ class InputError(MMDecodeError, ValueError):
 
 
 class UnsupportedModelError(MMDecodeError, TypeError):
-    """No adapter, or a method that cannot work with this model."""
+    """The model has no adapter, or a method cannot work with it."""
 
 
 class UnknownNameError(MMDecodeError, KeyError):
-    """A name that is not registered, with the nearest known names."""
+    """A name is not known; the message suggests the nearest known names."""
 
     @classmethod
     def of(cls, kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
-        """Builds the message with suggestions.
+        """Builds the error, whose message has suggestions.
 
         Args:
             kind: Kind of name that was looked up, for example ``draft``.
-            name: The name that was asked for.
+            name: The unknown name.
             known: All names that exist.
         """
         known = sorted(known)
@@ -93,8 +93,8 @@ class MissingExtraError(MMDecodeError, ImportError):
     Args:
         message: The missing package and its use, for example
             ``reading audio files needs librosa``.
-        extra: The extra that provides it: ``asr``, ``vlm``, ``image``, ``train``, ``eval``, ``vad``
-            or ``media``.
+        extra: Extra of this package that installs it: ``asr``, ``vlm``, ``image``, ``train``,
+            ``eval``, ``vad`` or ``media``.
     """
 
     def __init__(self, message: str, *, extra: str) -> None:
@@ -109,10 +109,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def refuse_unknown(options: Iterable[str], known: Sequence[str], what: str = "option") -> None:
-    """Raises for the first option that is not in ``known``; ``what`` is its kind, for the message.
+    """Raises an error for the first option that is not in ``known``.
+
+    Args:
+        options: Names to check.
+        known: Names that are allowed.
+        what: Kind of the names, for the message.
 
     Raises:
-        OptionError: One is not known.
+        OptionError: A name is not in ``known``.
     """
     for name in options:
         if name not in known:
@@ -122,7 +127,7 @@ def refuse_unknown(options: Iterable[str], known: Sequence[str], what: str = "op
 
 
 def one_line(error: Exception) -> str:
-    """Text of an error for users; marks an unforeseen one as such."""
+    """Returns an error's message on one line; says so if the error was not expected."""
     text = " ".join(str(error).split())
     if isinstance(error, MMDecodeError):
         return text

@@ -1,4 +1,4 @@
-"""`load`: a model and its processor, by any name that the commands accept."""
+"""`load`: loads a model and its processor by any name that the commands accept."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     import torch
 
 _AUTOS = ("ImageTextToText", "SpeechSeq2Seq", "CausalLM", "Seq2SeqLM")
-"""Ends of the names of transformers' Auto classes, in the order in which they are tried."""
+"""Auto classes of transformers in the order in which they are tried, without ``AutoModelFor``."""
 
 
 PROCESSOR_FILES = (
     *("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"),
     *("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"),
 )
-"""Files of processors and tokenizers; a checkpoint with one of them has a processor."""
+"""Files of processors and tokenizers; a checkpoint with any of these files has a processor."""
 
 
 @trusting_as_asked
@@ -43,27 +43,27 @@ def load(
 ) -> tuple[Any, Any]:
     """Loads a model and its processor, ready for ``model.generate`` and `mmdecode.generate`.
 
-    The class is the one that the checkpoint's configuration names: a Whisper (Whisper-Medusa too),
-    a vision-language model, another model of speech, a causal or an encoder-decoder language
-    model, or a model of image tokens.
+    The checkpoint's configuration determines the class: a Whisper (also in the layout of
+    Whisper-Medusa), a vision-language model, another speech model, a causal or an encoder-decoder
+    language model, or a model of image tokens.
 
     Args:
-        name: A folder, a Hub id, a short name as ``large-v3``, ``zoo:NAME``, or another that
-            ``mmdecode zoo`` lists, as ``moonshine:tiny-en``.
-        device: ``None``: CUDA where there is one.
+        name: A folder, a Hub id, a short name such as ``large-v3``, ``zoo:NAME``, or another name
+            that ``mmdecode zoo`` lists, such as ``moonshine:tiny-en``.
+        device: Device of the model; ``None``: CUDA if available, else the CPU.
         dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
         trust_remote_code: Run Python files that come with the model: read them first.
 
     Returns:
-        The model in evaluation mode, and its processor, which is the tokenizer for a language
-        model, and ``None`` where the checkpoint holds none and for models of images by class
-        (LlamaGen, VAR and ImageGPT; `mmdecode.image_ar.ImageGenerator` runs those).
+        The model in evaluation mode, and its processor. For a language model the processor is the
+        tokenizer. It is ``None`` if the checkpoint has none, and for LlamaGen, VAR and ImageGPT,
+        which `mmdecode.image_ar.ImageGenerator` runs.
 
     Raises:
-        InputError: It cannot be loaded, or is a drafter.
+        InputError: The checkpoint cannot be loaded, or is a drafter.
         MissingExtraError: Its processor needs a library that is not installed.
         OptionError: The device or dtype does not exist.
-        UnsupportedModelError: The model does not generate, or its family is not known.
+        UnsupportedModelError: The model does not generate, or its type is not supported.
     """
     full = full_name(str(name))
     path = local_path(full)
@@ -90,10 +90,10 @@ def load(
 
 
 def _refuse_drafter(name: str, path: str) -> None:
-    """Refuses the checkpoint of a drafter, whatever class its configuration names.
+    """Refuses the checkpoint of a drafter.
 
     Raises:
-        InputError: It is a drafter, or its configuration cannot be read.
+        InputError: The checkpoint is a drafter, or its configuration cannot be read.
     """
     from transformers import PreTrainedConfig
 
@@ -103,23 +103,23 @@ def _refuse_drafter(name: str, path: str) -> None:
     kind = config.get("drafter", heads)
     if kind is not None:
         raise InputError(
-            f"{name} is a drafter and no model; give it to "
+            f"{name} is a drafter, and cannot decode without its target; use it as "
             f"mmdecode.Decoder(draft='{kind}:path={name}')"
         )
 
 
 def _holds_any(path: str, names: Sequence[str]) -> bool:
-    """Whether a checkpoint has one of these files."""
+    """Returns whether a checkpoint has any of these files."""
     from transformers.utils import has_file
 
     return any(has_file(path, name) for name in names)
 
 
 def _of_transformers(name: str, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Loads by the first Auto class that knows the configuration or has code in the checkpoint.
+    """Loads with the first Auto class that supports the configuration, or that it maps to code.
 
     Raises:
-        UnsupportedModelError: No Auto class does.
+        UnsupportedModelError: No Auto class supports the configuration.
     """
     import transformers
 
@@ -135,7 +135,7 @@ def _of_transformers(name: str, path: str, config: Any, dtype: torch.dtype) -> t
             )
             return model, processor
     raise UnsupportedModelError(
-        f"{name} is a {config.model_type} model; expected one that generates: of "
+        f"{name} is a {config.model_type} model; expected a model that generates: one of "
         f"{', '.join(f'AutoModelFor{family}' for family in _AUTOS)}, Whisper, LlamaGen, VAR or "
         "ImageGPT"
     )

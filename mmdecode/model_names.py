@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 REAL, SYNTHETIC = "moonshine:tiny-en", "zoo:whisper-synth"
-"""Recognisers that need no download: for real speech, and for 489 synthesised words."""
+"""Speech recognisers that need no download: for real English, and for 489 synthesised words."""
 
 _WHISPER = {
     name: f"openai/whisper-{name}"
@@ -47,5 +47,5 @@ SHORT = {
 
 
 def full_name(name: str) -> str:
-    """The Hub id that a short name stands for; other names and folders are returned as they are."""
+    """Returns the Hub id of a short name; folders and other names are returned unchanged."""
     return name if Path(name).is_dir() else SHORT.get(name.lower(), name)

@@ -1,4 +1,4 @@
-"""Options in a string, ``name:key=value,key=value``, and objects that are built with them."""
+"""Parses strings such as ``name:key=value,key=value``, and builds objects with these options."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["build", "read"]
 
 
 def read(kind: str, text: str) -> tuple[str, dict[str, Any]]:
-    """Reads the name and the options in a string.
+    """Parses a string to a name and options.
 
     Args:
-        kind: Kind of the named thing, for errors.
-        text: ``name`` or ``name:key=value,key=value``. Values are read as int, float, ``true`` or
-            ``false``, ``none``, else as text.
+        kind: Kind of the named class, such as ``draft``, for errors.
+        text: ``name`` or ``name:key=value,key=value``. Values are parsed as ``true``, ``false``,
+            ``none``, int or float; any other value is a string.
 
     Raises:
         OptionError: A part is not ``key=value``, or a key is given twice.
@@ -43,17 +43,18 @@ def read(kind: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def build(kind: str, name: str, cls: type, options: dict[str, Any], context: dict[str, Any]) -> Any:
-    """Builds an object of a class by its ``from_options``, where it has one, or its constructor.
+    """Builds an object with the class's ``from_options`` or, without that, its constructor.
 
     Args:
-        kind: Kind of the class, for errors.
-        name: Its name for users, for errors.
+        kind: Kind of the class, such as ``draft``, for errors.
+        name: Registered name of the class, for errors.
         cls: The class.
         options: Options that the user gave.
-        context: Objects for parameters of the same name; an option of that name takes precedence.
+        context: Objects, such as the target model, for parameters of the same name; an option of
+            that name takes precedence.
 
     Raises:
-        OptionError: It does not take an option, or its value, or lacks one that it needs.
+        OptionError: An option is unknown, has the wrong type, or is missing.
     """
     make: Callable[..., Any] = getattr(cls, "from_options", cls)
     parameters = inspect.signature(make).parameters.values()
@@ -84,7 +85,7 @@ def build(kind: str, name: str, cls: type, options: dict[str, Any], context: dic
 def _check_kind(
     kind: str, name: str, parameter: inspect.Parameter, options: dict[str, Any]
 ) -> None:
-    """Raises if an option is not the number or whole number that its parameter's type asks for."""
+    """Raises an error if a parameter is annotated as int, float or bool and its option is not."""
     if parameter.name not in options:
         return
     value, wanted = options[parameter.name], str(parameter.annotation)

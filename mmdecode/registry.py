@@ -1,17 +1,17 @@
 """Registry: names of drafters, rules, guides, correctors, adapters and checkpoints to classes.
 
-A method in a string is ``name`` or ``name:key=value,key=value``; guides compose with ``+``. Nothing
-here imports torch: a method's module is imported when the method is asked for, and what a class
-says of itself is read from its source.
+Strings name a class as ``name`` or ``name:key=value,key=value``; several guides are composed with
+``+``. This module does not import torch: a class is imported only when it is needed, and the
+descriptions that ``mmdecode methods`` lists are parsed from the source.
 
 Other packages register their classes with an entry point:
 
     [project.entry-points."mmdecode.draft"]
     mydraft = "mypackage.draft:MyDraft"
 
-The groups are ``mmdecode.`` and one of `KINDS`. A class says what it does in ``summary``, which
-paper it follows in ``source`` and, an acceptance rule, what it promises in ``guarantee``: class
-attributes that ``mmdecode methods`` shows.
+The group is ``mmdecode.`` followed by one of `KINDS`. ``mmdecode methods`` shows three class
+attributes: ``summary`` (what the class does), ``source`` (its paper) and, for acceptance rules,
+``guarantee`` (see `mmdecode.entries.Entry`).
 """
 
 from __future__ import annotations
@@ -151,30 +151,30 @@ KINDS = tuple(_BUILTIN)
 
 
 def names(kind: str) -> list[str]:
-    """Returns the names of one kind, our own first; loads no method."""
+    """Returns the names of a kind, plug-ins last, without importing the classes."""
     return list(_entries(kind))
 
 
 def describe(kind: str) -> list[Entry]:
-    """Returns the entries of one kind.
+    """Returns the entries of a kind with their descriptions.
 
-    Summaries of our own classes are read from their source; plug-ins are loaded, and one
-    that fails to load is left out with a warning that names it.
+    Classes of this package are not imported. Plug-ins are imported, and a plug-in that fails to
+    load is left out with a warning.
     """
     ours = [entry.described() for entry in _ours(kind).values()]
     return ours + [entry.described() for entry in loadable(_others(kind).values())]
 
 
 def parse(kind: str, spec: str) -> list[tuple[str, dict[str, Any]]]:
-    """Splits a string into names and options; imports nothing.
+    """Parses a string to names and options; imports nothing.
 
     Args:
         kind: One of ``KINDS``.
-        spec: ``name`` or ``name:key=value,key=value``, see `mmdecode.options.read`. For guides,
-            ``+`` separates several; a ``+`` before a digit belongs to a number.
+        spec: ``name`` or ``name:key=value,key=value``, see `mmdecode.options.read`. ``+`` separates
+            guides, unless a digit or a point follows, as in ``1e+3``.
 
     Returns:
-        One (name, options) per method, in the order given.
+        One (name, options) per named class, in the order given.
 
     Raises:
         OptionError: A part is not ``key=value``, or a key is given twice.
@@ -184,7 +184,7 @@ def parse(kind: str, spec: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def resolve_all(kind: str, spec: str) -> list[tuple[type, dict[str, Any]]]:
-    """Like ``resolve``, for strings in which several guides are composed with ``+``."""
+    """Returns class and options of each part of a string that may compose guides with ``+``."""
     known = _entries(kind)
     found = []
     for name, options in parse(kind, spec):
@@ -195,17 +195,17 @@ def resolve_all(kind: str, spec: str) -> list[tuple[type, dict[str, Any]]]:
 
 
 def resolve(kind: str, spec: str) -> tuple[type, dict[str, Any]]:
-    """Turns a string into a class and its options.
+    """Returns the class that a string names, and its options.
 
     Raises:
-        UnknownNameError: No method of this kind has the name.
+        UnknownNameError: No class of this kind has the name.
         OptionError: The string cannot be read, or names several guides.
     """
     return _only(kind, spec, resolve_all(kind, spec))
 
 
 def create_all(kind: str, spec: str, **context: Any) -> list[Any]:
-    """Like ``create``, for strings in which several guides are composed with ``+``."""
+    """Builds the objects that a string names, which may compose guides with ``+``; see `create`."""
     named = [name for name, _ in parse(kind, spec)]
     return [
         build(kind, name, cls, options, context)
@@ -214,21 +214,21 @@ def create_all(kind: str, spec: str, **context: Any) -> list[Any]:
 
 
 def create(kind: str, spec: str, **context: Any) -> Any:
-    """Builds the one method a string names.
+    """Builds the object that a string names, such as a drafter or a guide.
 
     Args:
         kind: One of ``KINDS``.
         spec: ``name`` or ``name:key=value,key=value``.
-        **context: Objects, such as a model, for parameters of the same name; an option in the
-            string takes precedence.
+        **context: Objects, such as the target model, for constructor parameters of the same name;
+            an option in the string takes precedence.
 
     Returns:
-        The result of the class method ``from_options`` where the class has one, else an instance.
+        The result of the class method ``from_options`` if the class has one, else an instance.
 
     Raises:
-        UnknownNameError: No method of this kind has the name.
-        OptionError: The string cannot be read, names several guides, or has a key the method does
-            not take or lacks one it needs.
+        UnknownNameError: No class of this kind has the name.
+        OptionError: The string cannot be read, names several guides, has an unknown option, or
+            lacks a required option.
     """
     return _only(kind, spec, create_all(kind, spec, **context))
 
@@ -240,20 +240,20 @@ def _only(kind: str, spec: str, found: list[Any]) -> Any:
 
 
 def classes(kind: str) -> Iterator[tuple[str, Any]]:
-    """Loads the classes of a kind one by one, with their names.
+    """Imports the classes of a kind one by one, and yields their names and the classes.
 
-    Our own come first; plug-ins are searched for only after them, and one that fails to load is
-    left out with a warning that names it.
+    Plug-ins are searched for only after all classes of this package; a plug-in that fails to load
+    is left out with a warning.
     """
     yield from ((entry.name, entry.load()) for entry in _ours(kind).values())
     yield from ((entry.name, entry.load()) for entry in loadable(_others(kind).values()))
 
 
 def adapter_class(model_type: str) -> Any:
-    """The adapter class of a model type; our own take precedence over those of plug-ins.
+    """Returns the adapter class of a model type; plug-ins are searched last.
 
     Raises:
-        UnsupportedModelError: No registered adapter names the type.
+        UnsupportedModelError: No registered adapter supports the type.
     """
     return _adapter_that("model_types", model_type, "decode it with plain generate, or ")
 
@@ -263,12 +263,13 @@ def adapter_for(model: Any, around: Any = None) -> Any:
 
     Args:
         model: The model that decodes.
-        around: The model that ``generate`` was called on, where that is known. If it passes only
-            its submodel ``model`` to decoders, and its adapter declares so by a static method
-            ``inner(around) -> model``, that adapter is built, for ``around``.
+        around: The model that ``generate`` was called on, if known. Some models pass only a
+            submodel, ``model``, to decoders; the static method ``inner(around)`` of their adapter
+            returns that submodel, and the adapter is then built for ``around``.
 
     Raises:
-        UnsupportedModelError: The model has no adapter of its own and the default one does not fit.
+        UnsupportedModelError: No adapter lists the model's type, and the default adapter does not
+            fit the model.
     """
     cls: Any
     if around is not None and around is not model:
@@ -286,7 +287,7 @@ def adapter_for(model: Any, around: Any = None) -> Any:
 
 
 def image_adapter_class(model: Any) -> Any:
-    """The adapter class of a model that generates image tokens, by its ``image_types``.
+    """Returns the adapter class whose ``image_types`` list a model that generates image tokens.
 
     Raises:
         UnsupportedModelError: No registered adapter lists the type.
@@ -299,11 +300,11 @@ def image_adapter_for(model: Any, **options: Any) -> Any:
 
     Args:
         model: The model.
-        **options: Options of the family's adapter.
+        **options: Options of the adapter, such as ``vq`` or ``grid``.
 
     Raises:
         UnsupportedModelError: No adapter is registered for the model.
-        OptionError: The adapter takes no such option.
+        OptionError: The adapter does not take an option.
     """
     cls = image_adapter_class(model)
     refuse_unknown(options, [n for n in inspect.signature(cls).parameters if n != "model"])
@@ -312,7 +313,7 @@ def image_adapter_for(model: Any, **options: Any) -> Any:
 
 @functools.cache
 def _adapter_that(lists: str, model_type: str, hint: str) -> Any:
-    """The first adapter class whose attribute named ``lists`` contains the type."""
+    """Returns the first adapter class whose attribute named ``lists`` contains the type."""
     known: list[str] = []
     for _, cls in classes("adapters"):
         types = getattr(cls, lists, ())

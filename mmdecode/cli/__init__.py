@@ -1,1 +1,1 @@
-"""The command line; one file per sub-command, ``app`` is the entry."""
+"""The command line: one module per sub-command; `app` has the ``mmdecode`` command."""

@@ -1,16 +1,16 @@
-"""The ``mmdecode`` command: a table of sub-commands, each imported only when it runs.
+"""The ``mmdecode`` command, which imports a sub-command only when it runs.
 
-A sub-command lives in ``mmdecode/cli/<module>.py`` and offers one of two things:
+The module ``mmdecode/cli/<name>.py`` of a sub-command defines one of:
 
-* ``def command(...)`` with typer annotations, or
-* ``app = typer.Typer(...)``, for a command that has sub-commands of its own.
+* ``def command(...)`` with typer annotations;
+* ``app = typer.Typer(...)``, if the command has sub-commands.
 
-Its line in ``COMMANDS`` gives the help shown by ``mmdecode --help``, so that this needs no import
-of torch; a command whose file does not exist is not listed. Every command takes ``--json``
-(``output.JsonFlag``) and ends with ``output.emit_json`` when it is set; options and checks that
-commands share are added by ``shared`` and, for those that load models, ``models``. Errors are
-raised as classes of ``mmdecode.errors``; ``main`` prints them and exits with code 2. Code 1 is for
-a command that finished with failures among its items (``raise typer.Exit(1)``).
+``COMMANDS`` has the one-line help of each command, so that ``mmdecode --help`` does not import
+torch; a command whose module does not exist is not listed. Every command takes ``--json``
+(``output.JsonFlag``), and then ends with ``output.emit_json``. `mmdecode.cli.shared` adds the
+options and checks of all commands, `mmdecode.cli.models` those of commands that load a model.
+Errors are raised as classes of ``mmdecode.errors``; ``main`` prints them and exits with code 2. A
+command exits with code 1 if it finished but some of its items failed (``raise typer.Exit(1)``).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from mmdecode.runs.console import console, print_line
 __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS = {
-    "demo": "Transcribe shipped speech, ask about shipped images, and draw, with shipped models.",
+    "demo": "Transcribe speech, answer questions about images, generate images: shipped examples.",
     "transcribe": "Transcribe audio files.",
     "ask": "Ask questions about images.",
-    "generate-image": "Draw images of classes or prompts.",
-    "stream": "Transcribe while the audio still comes.",
-    "evaluate": "Score models on speech or on images, or transcripts made elsewhere.",
-    "train": "Train heads, correctors or zoo models.",
-    "audit": "Prove that drafting leaves the output of your model as it is.",
-    "bench": "Measure speed against plain decoding.",
+    "generate-image": "Generate images from classes or prompts.",
+    "stream": "Transcribe audio while it is being recorded.",
+    "evaluate": "Score models on speech or images, or score existing transcripts.",
+    "train": "Train drafters, transcript correctors or the shipped tiny models.",
+    "audit": "Check that drafters do not change the output of your model.",
+    "bench": "Measure the speed of drafters against decoding without a drafter.",
     "zoo": "List the tiny models that ship with the package.",
     "methods": "List drafters, acceptance rules, guides and adapters.",
     "env": "Show versions and devices, for bug reports.",
@@ -51,7 +51,7 @@ COMMANDS = {
 
 
 class LazyGroup(Group):
-    """A group that knows its commands' names and help, and imports one when it is chosen."""
+    """A command group that lists names and help, and imports a command only to run it."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -60,7 +60,7 @@ class LazyGroup(Group):
                 self.commands[name] = TyperCommand(name, help=text)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Finds the command as usual, then puts the real one in the place of the stub."""
+        """Finds a command by name, and returns the imported command instead of its stub."""
         name, command, rest = super().resolve_command(ctx, args)
         if name in COMMANDS:
             command = _load(name)

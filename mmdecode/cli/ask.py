@@ -1,4 +1,4 @@
-"""``mmdecode ask``: images and questions in, answers out."""
+"""``mmdecode ask``: answers questions about images."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def command(
     ] = None,
     images: Annotated[
         str | None,
-        typer.Option(help="Folder that the table's relative paths start at; default: its own."),
+        typer.Option(help="Folder of the table's relative paths. [default: the table's folder]"),
     ] = None,
     model: Annotated[
         str,
@@ -68,21 +68,21 @@ def command(
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Drafter: lookup, or eagle:path=... with one that was trained for the model; see "
-            "'mmdecode methods draft'. Answers do not change."
+            help="Drafter for speed: lookup, or eagle:path=... with a drafter trained for the "
+            "model; see 'mmdecode methods draft'. With --accept auto answers do not change."
         ),
     ] = None,
     accept: Annotated[
-        str, typer.Option(help="Acceptance rule; auto keeps answers as without a drafter.")
+        str, typer.Option(help="Acceptance rule; with auto a drafter does not change answers.")
     ] = "auto",
     output: Annotated[
         Path | None,
         typer.Option(
-            "--out", help="Folder for results.jsonl, the answers; without it they are printed."
+            "--out", help="Folder for the answers, in results.jsonl. [default: print them]"
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue in --out; same settings only.")
+        bool, typer.Option("--resume", help="Continue the run in --out, with the same settings.")
     ] = False,
     overwrite: Overwrite = False,
     stream: Annotated[
@@ -137,7 +137,7 @@ def command(
     if table is None:
         refuse_without("--data", ["images"], context)
     if stream and (output or json):
-        raise OptionError("--stream prints answers as they come; leave out --out and --json")
+        raise OptionError("--stream prints pieces of answers; leave out --out and --json")
     options = AnswerOptions(
         max_new_tokens=max_new_tokens,
         do_sample=sample,
@@ -152,7 +152,9 @@ def command(
     if table is None:
         requests = _asked(paths, questions, together, text_only)[:limit]
     elif paths or questions or together:
-        raise OptionError("--data has images and questions of its own; leave out the others")
+        raise OptionError(
+            "--data already has images and questions; leave out IMAGE, --question and --together"
+        )
     else:
         requests = read_requests(table, limit, images, failing=True)
     load: dict[str, Any] = {
@@ -214,7 +216,7 @@ def command(
 
 @dataclass
 class _Tally:
-    """Summary of the run."""
+    """Counts, answers and failures of the run, for its summary."""
 
     done_before: int
     changed: int = 0
@@ -227,7 +229,7 @@ class _Tally:
 def _asked(
     paths: list[str] | None, questions: list[str] | None, together: bool, text_only: bool
 ) -> list[AnswerRequest]:
-    """Requests from images and questions on the command line, in order."""
+    """Makes requests from the images and questions on the command line, in order."""
     from mmdecode.errors import OptionError
     from mmdecode.runs.files import find_files
     from mmdecode.vlm.images import SUFFIXES
@@ -239,7 +241,7 @@ def _asked(
         raise OptionError(
             "--text-only asks without an image; leave out the images"
             if paths
-            else "no image to ask about; give one, or --text-only to ask without"
+            else "no image to ask about; give one, or --text-only for a question without an image"
         )
     with warnings_shown("always"):  # of links that are skipped
         files = find_files(paths or (), SUFFIXES, "image")
@@ -252,7 +254,7 @@ def _with_bar(
     options: dict[str, Any],
     file: AnswerFile | None,
 ) -> Iterator[Answer]:
-    """Yields answers as their batches end; questions that ended a process come last, one by one."""
+    """Yields answers batch by batch; questions that crashed an earlier run come last, singly."""
     from mmdecode.runs.crashes import in_groups
     from mmdecode.runs.items import Watch
 
@@ -282,7 +284,7 @@ def _streamed(
 def _pieced(
     answerer: Answerer, requests: list[AnswerRequest], options: dict[str, Any], show: _Shown
 ) -> Iterator[tuple[Answer, Failed | None]]:
-    """See `_streamed`; an error of one question is that question's failure."""
+    """See `_streamed`; if a question fails, its answer holds the error."""
     from mmdecode.errors import InputError
     from mmdecode.runs.items import Failed, tried
     from mmdecode.vlm.answerer import MEMORY_HINT
@@ -312,14 +314,14 @@ def _pieced(
 
 
 class _Shown:
-    """Prints answers with a heading that distinguishes them."""
+    """Heading of each printed answer: its images and question, where answers differ in them."""
 
     def __init__(self, requests: list[AnswerRequest]) -> None:
         self.images = len({tuple(i.name for i in request.images) for request in requests}) > 1
         self.questions = len({request.text for request in requests}) > 1
 
     def before(self, answer: Answer) -> str:
-        """Heading that precedes an answer."""
+        """Returns the heading of an answer, which ends with a space if it is not empty."""
         parts = [", ".join(answer.images) + ":"] if self.images else []
         parts += [answer.question] if self.questions else []
         # names of files need not be UTF-8

@@ -1,4 +1,4 @@
-"""``mmdecode bench``: speed of drafters against decoding without one, on this model and machine."""
+"""``mmdecode bench``: compares the speed of drafters with decoding without a drafter."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from mmdecode.runs.files import explained, marked_json, refuse_foreign, write_fi
 if TYPE_CHECKING:
     from mmdecode.evaluation.speed.draft_speed import Speed
 
-app = typer.Typer(help="Measure speed against plain decoding.", cls=Group)
+app = typer.Typer(help="Measure the speed of drafters.", cls=Group)
 SCENES = "zoo:scenes"
 RESULTS = "results.json"
 
 
 @app.callback()
 def group() -> None:
-    """Measure speed against plain decoding."""
+    """Measure the speed of drafters against decoding without a drafter."""
 
 
 @app.command("vlm")
@@ -69,7 +69,7 @@ def vlm(
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of questions.")] = 16,
     repeats: Annotated[int, typer.Option(min=1, help="Number of timed runs.")] = 1,
     peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Time transformers' own loop too.")
+        bool, typer.Option("--peers/--no-peers", help="Also time transformers' own generate.")
     ] = True,
     out_dir: Annotated[
         Path | None,
@@ -81,11 +81,11 @@ def vlm(
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Time drafters on your own model, images and machine, against the same loop without one.
+    """Time drafters on your own model, images and machine, against decoding without a drafter.
 
-    All decoders get the same prompts, interleaved. The loop without a drafter is timed twice: the
-    difference of its two rows is the noise of the measurement. Close other programs; the system
-    load is reported.
+    All decoders get the same prompts, in turns. Decoding without a drafter is timed twice: the
+    difference between these two rows is the noise of the measurement. Close other programs; the
+    system load is reported.
 
     For example:
 
@@ -114,7 +114,7 @@ def vlm(
     facts = machine(answerer.model.device, dtype)
     if facts["load_at_start"] > 0.7:
         console.print(
-            f"load {facts['load_at_start']}: others are at work, times are not to be told"
+            f"system load {facts['load_at_start']}: other programs run, and times are unreliable"
         )
     cases: list[dict[str, Any]] = []
     for size in batch_size or [1]:
@@ -170,10 +170,16 @@ def vlm(
 
 
 def prompts_of(answerer: Any, data: str, limit: int, size: int) -> list[dict[str, Any]]:
-    """Model inputs of whole batches.
+    """Returns the model inputs of each full batch; a last smaller batch is left out.
+
+    Args:
+        answerer: Answerer of the model, whose processor makes the inputs.
+        data: Table of questions, or ``zoo:scenes``.
+        limit: Maximum number of questions.
+        size: Questions per batch.
 
     Raises:
-        OptionError: There are fewer questions than a batch has.
+        OptionError: There are fewer questions than ``size``.
     """
     from mmdecode.vlm.requests import read_requests
     from mmdecode.zoo.scene_sets import descriptions
@@ -186,7 +192,7 @@ def prompts_of(answerer: Any, data: str, limit: int, size: int) -> list[dict[str
 
 
 def table_of(found: Sequence[Speed], title: str, failed: Mapping[str, str]) -> Table:
-    """Table for the terminal, with the reasons of decoders that could not be timed below it."""
+    """Makes the table of speeds; its caption says which decoders could not be timed, and why."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("way", overflow="fold")
     for name in ("tokens\na pass", "draft's\nshare", "first\nms", "ms a\ntoken"):

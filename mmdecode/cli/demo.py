@@ -1,4 +1,4 @@
-"""``mmdecode demo``: demonstrations with the models that ship."""
+"""``mmdecode demo``: demonstrations with models and data that ship with the package."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ def command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model of the named demo, else of speech, for example openai/whisper-small: a "
-            "folder, a Hub id, a short name or zoo:NAME. Default: a shipped one, and for "
-            "recordings of people moonshine:tiny-en if it is installed.",
+            help="Model of the named demo or, if all are run, of the speech demo, for example "
+            "openai/whisper-small: a folder, a Hub id, a short name or zoo:NAME. Default: a "
+            "shipped model, and for recordings of people moonshine:tiny-en if it is installed.",
         ),
     ] = None,
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Speech: Medusa heads for the model (a folder, a Hub id or zoo:NAME), or any "
-            "draft of 'mmdecode methods draft' as name or name:key=value,...; by default "
-            "the shipped heads, and recycling for a model that does not ship."
+            help="For speech: Medusa heads for the model (a folder, a Hub id or zoo:NAME), or a "
+            "drafter of 'mmdecode methods draft' as name or name:key=value,... Default: "
+            "the shipped heads, or recycling for a model that does not ship."
         ),
     ] = None,
     guides: Annotated[
         list[str] | None,
         typer.Option(
             "--guide",
-            help="Questions: a guide of 'mmdecode methods guide' as name or name:key=value,...; "
-            f"repeatable; {', '.join(GUIDES)} by default.",
+            help="For vlm: a guide of 'mmdecode methods guide' as name or name:key=value,...; "
+            f"repeatable. Default: {', '.join(GUIDES)}.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             "--out",
-            help="Output folder; of all demos, a folder with one for each. Default: "
+            help="Output folder; if all demos are run, it gets a subfolder for each. Default: "
             f"{', '.join(f'{FOLDER}/{name}' for name in DEMOS)}.",
         ),
     ] = None,
@@ -68,30 +68,31 @@ def command(
         int | None,
         typer.Option(
             min=1,
-            help="Maximum number of clips, without the long recording, or of images.",
+            help="Maximum number of images, or of clips (the long recording is not counted).",
         ),
     ] = None,
     repeats: Annotated[
         int,
-        typer.Option(min=1, help="Speech: timed runs per clip and decoder; the median is taken."),
+        typer.Option(min=1, help="For speech: timed runs per clip and decoder; the median counts."),
     ] = 3,
     overwrite: Overwrite = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     seed: Annotated[
         int,
-        typer.Option(help="Seed of images, intervals and guides that sample; text is greedy."),
+        typer.Option(help="Seed of images, confidence intervals and guides; text is greedy."),
     ] = 0,
     json: JsonFlag = False,
 ) -> None:
     """Transcribe speech, answer questions about images and generate images, with shipped models.
 
-    Recordings of people come first, by moonshine:tiny-en if it is installed. Synthetic speech is
-    transcribed without and with a drafter: the text must not change, the time should. Questions
-    about images are answered without and with guides, side by side: the answers may change.
-    Captions are decoded again with a drafter: the same tokens in fewer passes. Images are generated
-    token by token, exactly in parallel, and relaxed, which changes the distribution. Each demo
-    writes a page, report.html. The exit code is 1 if drafting changed a token.
+    Recordings of people are transcribed by moonshine:tiny-en, if it is installed. Synthetic speech
+    is transcribed without and with a drafter, which must not change the text and should be faster.
+    Questions about images are answered without and with guides, whose answers may differ. Captions
+    are decoded with a drafter too: the same tokens in fewer passes. Images are generated token by
+    token, then in parallel with the same result, then with a relaxed rule, which changes the
+    distribution. Each demo writes a page, report.html. The exit code is 1 if drafting changed a
+    token.
     """
     if what is not None and what not in DEMOS:
         raise UnknownNameError.of("demo", what, DEMOS)

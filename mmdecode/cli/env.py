@@ -1,4 +1,4 @@
-"""``mmdecode env``: versions and devices, for bug reports."""
+"""``mmdecode env``: shows versions and devices, for bug reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import mmdecode
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.runs.console import out
 
-# distribution -> the extras that install it; empty: always installed
+# extras that install each distribution; empty: always installed
 PACKAGES = {
     "torch": "",
     "transformers": "",

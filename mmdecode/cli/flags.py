@@ -13,13 +13,13 @@ from mmdecode.model_names import REAL, SYNTHETIC
 
 
 def model_help(what: str, example: str) -> str:
-    """Help of an option that names a model.
+    """Returns the help of an option that names a model.
 
     Args:
         what: Kind of model, for example ``A Whisper model``.
-        example: Hub id of an example.
+        example: Hub id of such a model.
     """
-    return f"{what}, as {example}: a folder, a Hub id, its short name or zoo:NAME."
+    return f"{what}, such as {example}: a folder, a Hub id, its short name or zoo:NAME."
 
 
 Recogniser = Annotated[
@@ -28,41 +28,43 @@ Recogniser = Annotated[
         "--model",
         help=model_help("A speech recogniser", "openai/whisper-small"),
         default_factory=default_recogniser,
-        show_default=f"{REAL} where it is installed, else {SYNTHETIC}, which knows 489 words",
+        show_default=f"{REAL} if it is installed, else {SYNTHETIC}, which knows 489 words",
     ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue in --out; same settings only.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue the run in --out, with the same settings.")
+]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace files that mmdecode did not write, or results.")
+    bool, typer.Option("--overwrite", help="Replace earlier results, and files of other programs.")
 ]
 Language = Annotated[
-    str | None, typer.Option(help="For example en; else the model's own, else detected.")
+    str | None, typer.Option(help="Language, such as en. Default: the model's, else detected.")
 ]
 Task = Annotated[str | None, typer.Option(help="transcribe or translate.")]
 Timestamps = Annotated[
     bool, typer.Option("--timestamps/--no-timestamps", help="Let the model predict times.")
 ]
 MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Maximum tokens per window.")]
-Device = Annotated[str, typer.Option(help="auto (cuda if there is one), cpu, cuda, cuda:N or mps.")]
+Device = Annotated[str, typer.Option(help="auto (cuda if available), cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[
     str,
     typer.Option(
-        help="auto, fp32, fp16 or bf16. On CUDA auto is the checkpoint's if that is half, else "
-        "bf16, or fp16 on cards without it; on a CPU and for zoo models it is fp32."
+        help="auto, fp32, fp16 or bf16. On CUDA auto is fp16 for a checkpoint in fp16, else bf16, "
+        "or fp16 on GPUs without bf16; on a CPU and for zoo models auto is fp32."
     ),
 ]
 
 
 def refuse_without(needed: str, options: Collection[str], context: typer.Context) -> None:
-    """Refuses options that have no effect without another one, which was not given.
+    """Refuses options that have no effect, because an option that they need was not given.
 
     Args:
-        needed: The other option, as on the command line.
-        options: Names of the parameters that need it.
+        needed: The missing option, as on the command line.
+        options: Parameter names of the options that need it.
         context: Context of the command.
 
     Raises:
-        OptionError: One of them was given.
+        OptionError: One of ``options`` was given.
     """
     for parameter in context.command.params:
         if parameter.name in options:

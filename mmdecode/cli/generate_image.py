@@ -1,4 +1,4 @@
-"""``mmdecode generate-image``: classes or prompts in, images out."""
+"""``mmdecode generate-image``: generates images from classes or prompts."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def command(
     ] = None,
     negative_prompt: Annotated[
         str | None,
-        typer.Option(help="Negative prompt for guidance, for models that take prompts."),
+        typer.Option(help="Prompt that guidance leads away from; for models that take prompts."),
     ] = None,
     raw_prompt: Annotated[
         bool,
         typer.Option(
             "--raw-prompt",
-            help="Pass prompts to the model unchanged; otherwise Janus gets them in its chat "
+            help="Pass prompts to the model unchanged; by default Janus gets them in its chat "
             "template.",
         ),
     ] = False,
@@ -66,9 +66,8 @@ def command(
         str | None,
         typer.Option(
             help="ar: token by token; exact: the same images in fewer passes; fast: other images "
-            "of the same distribution, by rejection sampling; relaxed: another distribution "
-            "(heuristic); zipar:window=8: several rows in parallel, another distribution "
-            "(heuristic)."
+            "of the same distribution, by speculative sampling; relaxed: fewer passes, but another "
+            "distribution; zipar:window=8: several rows in parallel, but another distribution."
         ),
     ] = None,
     draft: Annotated[
@@ -81,7 +80,7 @@ def command(
     accept: Annotated[
         str,
         typer.Option(
-            help="Acceptance rule; auto keeps images as without a drafter, lantern:lambda_=2 "
+            help="Acceptance rule. With auto a drafter does not change images; lantern:lambda_=2 "
             "and others change the distribution; see 'mmdecode methods accept'."
         ),
     ] = "auto",
@@ -103,36 +102,36 @@ def command(
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same images.")] = 0,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Images generated at once; no image depends on it.")
+        int, typer.Option(min=1, help="Images generated at once; it does not change them.")
     ] = 8,
     start: Annotated[
         Path | None,
         typer.Option(
-            help="An image to complete, of the model's size; the codes of one that was generated "
-            "here are taken from its metadata."
+            help="An image to complete, of the model's size; for an image that mmdecode generated, "
+            "the codes in its metadata are used."
         ),
     ] = None,
     mask: Annotated[
         Path | None,
         typer.Option(
-            help="With --start: a mask image, white where it is to be generated again. In raster "
-            "order, codes do not depend on kept ones after them (locally constrained)."
+            help="With --start: a mask image, white where the image is generated again. In raster "
+            "order, codes do not depend on kept codes after them (locally constrained)."
         ),
     ] = None,
     keep_rows: Annotated[
         int | None,
-        typer.Option(help="With --start: rows of codes to keep; the rest is continued exactly."),
+        typer.Option(help="With --start: rows of codes to keep; the rest is sampled exactly."),
     ] = None,
     refiner: Annotated[
         str | None,
-        typer.Option(help="Next-scale models: a smaller one for the last scales (CoDe)."),
+        typer.Option(help="For next-scale models: a smaller model for the last scales (CoDe)."),
     ] = None,
     drafted: Annotated[
-        int | None, typer.Option(help="With --refiner: scales that the model itself generates.")
+        int | None, typer.Option(help="With --refiner: number of scales that --model generates.")
     ] = None,
     codes: Annotated[
         str | None,
-        typer.Option(help="ROWSxCOLUMNS of codes, for models without a fixed image size (Emu3)."),
+        typer.Option(help="ROWSxCOLUMNS of codes, for models whose image size is free (Emu3)."),
     ] = None,
     grid: Annotated[
         bool, typer.Option("--grid", help="Also write all images as one, grid.png.")
@@ -140,7 +139,7 @@ def command(
     likelihood: Annotated[
         bool,
         typer.Option(
-            "--likelihood", help="Compute the log-likelihood of each image, with another pass."
+            "--likelihood", help="Compute the log-likelihood of each image in another pass."
         ),
     ] = False,
     output: Annotated[
@@ -219,7 +218,7 @@ def command(
         given = _conditions(generator, names, numbers, prompts)
         read, failures = _drawable(generator, lines)
         if failures and not given and not read:
-            raise InputError(f"{failures[0]['error']}; and no other line is better")
+            raise InputError(f"{failures[0]['error']}; no line of the file is valid")
         requests = generator.requests([*given, *read], n)
         folder.begin(generator.labels, _metadata(generator, load))
         todo = folder.todo(requests, grid)
@@ -243,7 +242,7 @@ def command(
 
 @dataclass
 class _Tally:
-    """Summary of the run, from lines of the results."""
+    """Counts, and result lines of images and failures of the run, for its summary."""
 
     done_before: int
     images: list[dict[str, Any]] = field(default_factory=list)
@@ -253,7 +252,7 @@ class _Tally:
 
 
 def _metadata(generator: ImageGenerator, load: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata of PNGs on how they were generated, with the model's own settings."""
+    """Returns the settings that are written into every PNG, the model's defaults included."""
     import mmdecode
 
     names = (
@@ -273,7 +272,7 @@ def _with_bar(
     options: dict[str, Any],
     batches: Batches,
 ) -> Iterator[GeneratedImage]:
-    """Yields images as their batches end; those that ended a process come last, one by one."""
+    """Yields images batch by batch; images that crashed an earlier run come last, singly."""
     from mmdecode.image_ar.results import request_name
     from mmdecode.runs.crashes import in_groups
     from mmdecode.runs.items import Watch
@@ -308,7 +307,7 @@ def _conditions(
     numbers: list[int] | None,
     prompts: list[str] | None,
 ) -> list[int | str]:
-    """Conditions on the command line: classes or prompts, whichever the model takes.
+    """Returns the classes or prompts on the command line, whichever the model takes.
 
     Raises:
         OptionError: Prompts are given to a model of classes, or classes to a model of prompts.
@@ -316,16 +315,16 @@ def _conditions(
     from mmdecode.errors import OptionError
 
     if generator.classes and prompts:
-        raise OptionError("this model draws of classes; give --class or --class-id, no --prompt")
+        raise OptionError("this model takes classes; give --class or --class-id, no --prompt")
     if not generator.classes and (names or numbers):
-        raise OptionError("this model draws of prompts; give --prompt, no --class or --class-id")
+        raise OptionError("this model takes prompts; give --prompt, no --class or --class-id")
     return [*(names or ()), *(numbers or ()), *(prompts or ())]
 
 
 def _drawable(
     generator: ImageGenerator, lines: Sequence[tuple[str, str | InputError]]
 ) -> tuple[list[int | str], list[dict[str, Any]]]:
-    """Conditions in the lines of a file, and failures of invalid lines."""
+    """Returns the conditions in the valid lines of a file, and failures of its invalid lines."""
     from mmdecode.errors import InputError, MMDecodeError
 
     found: list[int | str] = []
@@ -346,7 +345,7 @@ def _drawable(
 
 
 def _grid_of(codes: str | None) -> tuple[int, int] | None:
-    """Rows and columns from the value of ``--codes``."""
+    """Parses the value of ``--codes`` to rows and columns."""
     from mmdecode.errors import OptionError
 
     if codes is None:
@@ -358,7 +357,7 @@ def _grid_of(codes: str | None) -> tuple[int, int] | None:
 
 
 def _digest(path: Path) -> str:
-    """Checksum of a file's content."""
+    """Returns a checksum of a file's content."""
     from mmdecode.errors import InputError
 
     try:
@@ -374,10 +373,10 @@ def _started(
     mask: Path | None,
     keep_rows: int | None,
 ) -> dict[str, Any]:
-    """The image to complete and the part to keep, as arguments of the generator.
+    """Reads the image to complete and the part to keep, as arguments of the generator.
 
     Raises:
-        InputError: A file is no image.
+        InputError: ``start`` or ``mask`` is no image.
         OptionError: ``keep_rows`` is out of range.
     """
     import torch

@@ -1,4 +1,4 @@
-"""``mmdecode methods``: lists drafters, rules, guides and other registered parts."""
+"""``mmdecode methods``: lists drafters, acceptance rules, guides and other registered classes."""
 
 from __future__ import annotations
 

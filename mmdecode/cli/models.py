@@ -1,10 +1,8 @@
-"""Options of every command that loads a model, added where commands are imported.
+"""Additions to every command that loads a model, made when the command is imported.
 
-* ``--trust-remote-code``, the only way to let a checkpoint run its own Python files;
-* short names of models are replaced by their Hub ids, in output and hashes too;
-* a note if a shipped toy model is run on the user's own files.
-
-`default_recogniser` is the default model of commands on speech.
+* The option ``--trust-remote-code``, without which no Python file of a checkpoint is run.
+* Short names of models are replaced by their Hub ids, also in output and in hashed settings.
+* A note is printed if a shipped toy model is run on the user's own files.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ INSTEAD = {
     "var": "a VAR that was published, read by load_published of mmdecode.models.var",
     "lm": "a corrector that 'mmdecode train corrector' made for your recogniser",
 }
-"""Hint which model to use instead of a shipped one, by the beginning of its name."""
+"""Models to recommend instead of a shipped model, by the first word of its name."""
 
 
 def with_models(command: Any) -> Any:
-    """Adds these options and notes to the commands that load models."""
+    """Adds option, short names and note to a command, or a group's commands, that load models."""
     for inner in getattr(command, "commands", {}).values():
         with_models(inner)
     if any(parameter.name in MODELS for parameter in command.params):
@@ -53,7 +51,7 @@ def with_models(command: Any) -> Any:
 
 
 def _trust_option() -> Any:
-    """The option as typer makes it."""
+    """Returns the option ``--trust-remote-code``, made by typer."""
 
     def trust(context: typer.Context, value: bool) -> bool:
         if value:
@@ -98,10 +96,13 @@ def _prepared(run: Any) -> Any:
 
 
 def toy_note(given: dict[str, Any]) -> str | None:
-    """Note if a shipped model is run on the user's own files, or on real recordings.
+    """Returns a note if a shipped toy model is run on the user's own files or real recordings.
 
     Args:
         given: A command's parameters by name.
+
+    Returns:
+        The note, which recommends other models; ``None``: no note is needed.
     """
     from mmdecode.checkpoints import is_installed, scheme_card, zoo_names
 
@@ -133,7 +134,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _is_own(value: str) -> bool:
-    """Whether a value names data of the user, which no shipped model was trained for."""
+    """Returns whether a value names data of the user, or real recordings."""
     if value in ("-", "zoo:real-clips"):
         return True
     path = Path(value)

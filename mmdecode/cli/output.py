@@ -1,6 +1,6 @@
-"""Output of commands: text on consoles for people, or one JSON line for programs.
+"""Output of commands: text for people, or one line of JSON for programs.
 
-Results for people go to ``out`` (stdout); progress, warnings and errors go to ``console`` (stderr).
+Results as text go to ``out`` (stdout); progress, warnings and errors go to ``console`` (stderr).
 With ``--json`` a command writes nothing to stdout but the line of ``emit_json``.
 """
 
@@ -27,16 +27,16 @@ JsonFlag = Annotated[
 
 
 def emit_json(obj: Any) -> None:
-    """Prints one JSON object on one line of stdout.
+    """Prints an object as one line of JSON on stdout.
 
-    Dataclasses, paths, arrays and scalars of numpy and torch are written as plain values; numbers
-    that JSON cannot hold (NaN, infinities) as null.
+    Dataclasses, paths, and arrays and scalars of numpy and torch are converted to plain values;
+    NaN and infinities become null.
     """
     print(json.dumps(_plain(obj), allow_nan=False), flush=True)
 
 
 def show_tables(tables: Iterable[Sequence[Mapping[str, str]]]) -> None:
-    """Prints tables of rows by column; as Markdown if stdout is no terminal."""
+    """Prints tables, lists of rows that map columns to text; as Markdown unless on a terminal."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def progress_bar(*more: ProgressColumn) -> Progress:
-    """A bar on a terminal's stderr, removed at its end; ``more`` columns precede the time."""
+    """Returns a bar on stderr that is removed when done; ``more`` columns come before the time."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -40,7 +40,7 @@ def progress_bar(*more: ProgressColumn) -> Progress:
 
 
 def tell_changed(journal: Journal[Any]) -> None:
-    """Prints how many files changed since the run that is resumed."""
+    """Prints how many files have changed since the run that is resumed."""
     if journal.changed:
         text = f"{len(journal.changed)} changed since and done again"
         console.print(text, style="yellow", highlight=False)
@@ -57,17 +57,18 @@ def recorded(
     begin: Callable[[], None] | None = None,
     **how: Any,
 ) -> list[Sample]:
-    """Records samples of all modes with a progress bar, in a folder if one is given.
+    """Transcribes recordings in all modes with a progress bar, and returns the samples.
 
     Args:
         what: Text of the bar.
         transcribers: Transcribers by the name of their mode.
         entries: Recordings.
-        conditions: Conditions of the run; to be resumed, all but the load must be the same.
-        out_dir: Folder of the journal; ``None``: none.
+        conditions: Settings and machine of the run; a resumed run must have the same, except
+            ``load_average``.
+        out_dir: Folder where samples are saved, to resume the run; ``None``: not saved.
         resume: Whether to continue the folder's run.
         overwrite: Whether to replace the folder's content.
-        begin: Called after the folder was checked, before the first recording is read.
+        begin: Called after the folder is checked and before the first recording is read.
         **how: See `mmdecode.evaluation.speech.runs.record`.
     """
     from mmdecode.evaluation.speech.runs import journal_of, record

@@ -1,13 +1,14 @@
-"""Shared parts of all commands: options and checks of options.
+"""Options and checks that all commands share.
 
-* ``--options FILE.yaml`` sets any of the command's options; the command line overrides it. Values
-  become click's defaults, so that settings and their hash include them.
+* ``--options FILE.yaml`` sets any options of the command; the command line overrides them. The
+  values become click's defaults, so that recorded settings and their hash include them.
 * ``--quiet`` and ``--verbose`` set how much is written to stderr.
-* ``--out`` is a folder.
+* ``--out`` must be a folder.
 * ``auto`` as device or dtype is resolved before the command runs.
-* ``none`` as draft or guide is plain decoding, which comparisons include anyway.
-* A long help is split into panels: ``PANELS`` of the command's module.
-* A group without a command shows its help and exits with code 0.
+* ``none`` as drafter or guide means decoding without; in lists it is dropped, since comparisons
+  include decoding without drafter and guide anyway.
+* A long help is split into the panels that ``PANELS`` of the command's module defines.
+* A command group without arguments shows its help and exits with code 0.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ PANEL = "Every command"
 
 NONE = "none"
 PARTS = ("draft", "guide", "guides", "correct")
-"""Parameters whose value may be `NONE`, alone or in a list: plain decoding."""
+"""Parameters whose value may be `NONE`, alone or in a list."""
 
 COUNTS = ("limit", "batch_size", "steps", "epochs", "heads", "rank")
-"""Integer parameters that are at least 1; others are at least 0."""
+"""Integer parameters that must be at least 1; all others must be at least 0."""
 
 FILES = frozenset(
     ".csv .gif .gz .htm .html .ipynb .jpeg .jpg .json .jsonl .log .md .npy .npz .pdf .png .pt .pth "
     ".safetensors .srt .svg .tar .trn .tsv .txt .vtt .wav .webp .yaml .yml .zip".split()
 )
-"""File endings that mark a value of ``--out`` as a file."""
+"""Suffixes by which a value of ``--out`` is taken for a file and refused."""
 
 
 class Group(TyperGroup):
-    """A group that shows its help without arguments, with exit code 0."""
+    """A command group that, without arguments, shows its help and exits with code 0."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses as click does; an empty command line shows the help."""
+        """Parses arguments as click does; without arguments, as if ``--help`` were given."""
         return super().parse_args(ctx, args if args or ctx.resilient_parsing else ["--help"])
 
 
@@ -71,7 +72,7 @@ def with_shared(command: Any) -> Any:
 
 
 def _with_numbers_checked(run: Any, options: Iterable[Any]) -> Any:
-    """Wraps a command to check that numbers are finite and integers in range."""
+    """Wraps a command with checks that numbers are finite and integers in range."""
     flags = {option.name: option.opts[-1] for option in options}
 
     @functools.wraps(run)
@@ -85,7 +86,7 @@ def _with_numbers_checked(run: Any, options: Iterable[Any]) -> Any:
                     and not (isinstance(one, float) and math.isfinite(one))
                 ):
                     raise OptionError(
-                        f"{flags.get(name, name)} {one}: expected a finite number of usual size"
+                        f"{flags.get(name, name)} {one}: expected a finite number below 2 ** 63"
                     )
                 least = 1 if name in COUNTS else 0
                 if whole and not isinstance(one, bool) and one < least:
@@ -96,11 +97,11 @@ def _with_numbers_checked(run: Any, options: Iterable[Any]) -> Any:
 
 
 def in_panels(command: Any, panels: Mapping[str, str]) -> Any:
-    """Sorts a command's options into panels of its help.
+    """Sorts a command's options into panels of its help; returns the command.
 
     Args:
         command: Command that typer made.
-        panels: Names of parameters by the panel's title, in order.
+        panels: Parameter names, separated by spaces, by the title of their panel, in order.
     """
     panel_of = {name: title for title, names in panels.items() for name in names.split()}
     for option in command.params:
@@ -112,9 +113,9 @@ def in_panels(command: Any, panels: Mapping[str, str]) -> Any:
 
 
 def with_devices(command: Any) -> Any:
-    """Resolves ``auto`` as device or dtype before a command or a group's commands run.
+    """Makes a command, or a group's commands, resolve ``auto`` as device or dtype before they run.
 
-    The choice is printed, and replaces ``auto`` in settings and their hash too.
+    The resolved values are printed, and replace ``auto`` in recorded settings and their hash too.
     """
     for inner in getattr(command, "commands", {}).values():
         with_devices(inner)
@@ -149,11 +150,11 @@ def _resolved(run: Any) -> Any:
 
 
 def refuse_file(out: Path | None) -> Path | None:
-    """Refuses a value of ``--out`` that names a file.
+    """Returns a value of ``--out`` unless it names a file.
 
     Raises:
-        OptionError: The name ends like that of a file.
-        InputError: It is an existing file.
+        OptionError: The name has a suffix in `FILES`, and is no existing folder.
+        InputError: The name is an existing file.
     """
     if out is None or out.is_dir():
         return out
@@ -161,8 +162,8 @@ def refuse_file(out: Path | None) -> Path | None:
         raise InputError(f"--out {out} is a file; choose another --out, a folder or a new name")
     if out.suffix.lower() in FILES:
         raise OptionError(
-            f"--out {out} ends like a file, and --out is a folder in every command; give --out "
-            f"{out.with_suffix('')}, which the files are written into"
+            f"--out {out} looks like a file, and --out is a folder in every command; give --out "
+            f"{out.with_suffix('')}, and the files are written into that folder"
         )
     return out
 
@@ -172,7 +173,7 @@ def _checked_out(context: typer.Context, option: Any, out: Path | None) -> Path 
 
 
 def _options() -> list[Any]:
-    """The shared options as typer makes them."""
+    """Returns the shared options, made by typer."""
     app = typer.Typer(add_completion=False)
 
     @app.command()
@@ -183,7 +184,7 @@ def _options() -> list[Any]:
                 callback=_read_options,
                 is_eager=True,
                 metavar="FILE.yaml",
-                help="Options by name; the command line overrides them.",
+                help="File with options by name; the command line overrides them.",
                 rich_help_panel=PANEL,
             ),
         ] = None,
@@ -203,7 +204,7 @@ def _options() -> list[Any]:
                 "--verbose",
                 callback=_tell_more,
                 is_eager=True,
-                help="Warnings of all libraries, and where an error was raised.",
+                help="Show warnings of all libraries, and tracebacks of errors.",
                 rich_help_panel=PANEL,
             ),
         ] = False,
@@ -222,16 +223,15 @@ def _read_options(context: typer.Context, value: Path | None) -> Path | None:
 
 
 def given_in(file: Path, command: Any) -> dict[str, Any]:
-    """Reads options from a file: values by parameter name, as on a command line.
+    """Reads options from a file; returns values by parameter name, as a command line would give.
 
     Args:
-        file: YAML or JSON: values by the names of options, with hyphens or underscores between
-            words.
-        command: Command of the options.
+        file: YAML or JSON that maps option names, with hyphens or underscores, to values.
+        command: The command whose options the file may set.
 
     Raises:
-        InputError: The file cannot be read, or holds something else.
-        OptionError: There is no such option, or it takes no such value.
+        InputError: The file cannot be read, or is no mapping.
+        OptionError: The command has no such option, or the option takes no such value.
     """
     import yaml
 
@@ -268,7 +268,7 @@ def given_in(file: Path, command: Any) -> dict[str, Any]:
 
 
 def _as_given(value: Any, option: Any, where: str) -> Any:
-    """Converts a value to text, as on the command line, so that it is parsed in the same way."""
+    """Converts a value to text, so that it is parsed as if from the command line."""
     if option.is_flag:
         if not isinstance(value, bool):
             raise OptionError(f"{where}: {value!r}; expected true or false")
@@ -280,8 +280,8 @@ def _as_given(value: Any, option: Any, where: str) -> Any:
     for one in values:
         if not isinstance(one, (str, int, float)) or isinstance(one, bool):
             raise OptionError(
-                f"{where}: {one!r} is no text and no number; write a text that YAML reads as "
-                "something else in quotes"
+                f"{where}: {one!r} is no text and no number; put a text such as no or off, which "
+                "YAML reads as another type, in quotes"
             )
     return [str(one) for one in values] if option.multiple else str(value)
 
@@ -314,7 +314,7 @@ def _refuse_both(context: typer.Context, name: str) -> None:
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Context without warnings, log lines and progress bars of any library."""
+    """Suppresses warnings, log lines and progress bars of all libraries inside the context."""
     before = logging.root.manager.disable
     with warnings.catch_warnings(), _environment({"HF_HUB_DISABLE_PROGRESS_BARS": "1"}):
         warnings.simplefilter("ignore")
@@ -327,7 +327,7 @@ def _silenced() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Context with environment variables that libraries read when they are imported."""
+    """Sets environment variables inside the context; libraries read them when imported."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

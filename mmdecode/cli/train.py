@@ -1,4 +1,4 @@
-"""``mmdecode train``: drafters and correctors, or the zoo's models from scratch."""
+"""``mmdecode train``: trains drafters, transcript correctors, or the shipped models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RESULTS = {
     "var-scenes": "models",
     "scene-classifier": "model",
 }
-"""Zoo models, and the folder below --work of each."""
+"""Subfolder of --work for each zoo model, by the model's name."""
 TrainingDtype = Annotated[
     str,
     typer.Option(help="auto, fp32, fp16 or bf16 of the target; trained weights stay in fp32."),
@@ -40,32 +40,33 @@ app = typer.Typer(cls=Group, help="Train drafters, correctors or zoo models.")
 def medusa(
     model: Annotated[
         str,
-        typer.Option(help=model_help("The target, as a rule a Whisper", "openai/whisper-small")),
+        typer.Option(help=model_help("The target, usually a Whisper", "openai/whisper-small")),
     ],
     data: Annotated[
         Path,
         typer.Option(
-            help="Table with a 'path' per recording, or folder of audio; for other models, a table "
-            "of questions.",
+            help="Table with a 'path' per recording, or folder of audio; if the target is no "
+            "Whisper, a table of questions.",
             exists=True,
         ),
     ],
     out: Annotated[Path, typer.Option(help="Output folder of the heads.")],
-    kind: Annotated[str, typer.Option(help="'block' or 'linear'.")] = "block",
-    heads: Annotated[int, typer.Option(help="Tokens proposed per round.")] = 5,
+    kind: Annotated[str, typer.Option(help="Layout of the heads: 'block' or 'linear'.")] = "block",
+    heads: Annotated[int, typer.Option(help="Number of heads, one per drafted token.")] = 5,
     epochs: Annotated[int, typer.Option(help="Passes over the samples.")] = 12,
-    nodes: Annotated[int, typer.Option(help="Tree size; 0 keeps a chain.")] = 12,
+    nodes: Annotated[int, typer.Option(help="Nodes of the draft tree; 0: draft a chain.")] = 12,
     limit: Annotated[int | None, typer.Option(help="Maximum number of recordings.")] = None,
     language: Annotated[str, typer.Option(help="Language code of the recordings.")] = "en",
     device: Device = "auto",
     dtype: TrainingDtype = "auto",
     overwrite: Overwrite = False,
-    seed: Annotated[int, typer.Option(help="Seed of order and split.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sample order and held-out split.")] = 0,
     json: JsonFlag = False,
 ) -> None:
     """Train Medusa heads on a Whisper's own transcripts; run again to resume.
 
-    On other models this is 'mmdecode train drafter --kind medusa', which has options of its own.
+    For a target that is no Whisper this runs 'mmdecode train drafter --kind medusa', which has more
+    options.
     """
     from mmdecode.checkpoints import config_of, loading, local_path
     from mmdecode.runs.files import overwriting, refuse_foreign_in
@@ -117,19 +118,19 @@ def drafter(
         str,
         typer.Option(help=model_help("The target", "llava-hf/llava-1.5-7b-hf")),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the drafter; state lies in it too.")],
+    out: Annotated[Path, typer.Option(help="Folder for the drafter and the training state.")],
     data: Annotated[
         str,
         typer.Option(
-            help="Table of questions, with or without images, or of prompts; or zoo:scenes, also "
-            "for a class-conditional image model."
+            help="Table of questions (with or without images) or of prompts, or zoo:scenes. "
+            "For a class-conditional image model leave it at zoo:scenes: its classes are used."
         ),
     ] = "zoo:scenes",
     kind: Annotated[
         str,
         typer.Option(
-            help="'eagle', 'eagle3', 'vispec', 'dream', 'flash', 'hydra', 'kangaroo', 'medusa' or "
-            "'text'."
+            help="Kind of drafter: 'eagle', 'eagle3', 'vispec', 'dream', 'flash', 'hydra', "
+            "'kangaroo', 'medusa' or 'text'."
         ),
     ] = "eagle",
     steps: Annotated[int | None, typer.Option(help="Maximum number of steps.")] = None,
@@ -137,7 +138,7 @@ def drafter(
     rate: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
     passes: Annotated[
         int | None,
-        typer.Option(help="Passes per step; those after the first feed the drafter's own states."),
+        typer.Option(help="Passes per step; from the second on, the drafter reads its own states."),
     ] = None,
     length: Annotated[int, typer.Option(help="Length of the drafted chain in evaluations.")] = 4,
     held_out: Annotated[
@@ -145,30 +146,30 @@ def drafter(
     ] = 32,
     tested: Annotated[
         int,
-        typer.Option(help="Further held-out requests for the card's numbers; 0: use the others."),
+        typer.Option(help="More held-out requests for the reported numbers; 0: use --held-out."),
     ] = 64,
     temperature: Annotated[
         float, typer.Option(help="Temperature of the target's text answers; 0: greedy.")
     ] = 0.0,
     vocabulary: Annotated[
-        int | None, typer.Option(help="Vocabulary size of eagle3's head; default: all.")
+        int | None, typer.Option(help="Vocabulary size of eagle3's head. Default: the target's.")
     ] = None,
     queries: Annotated[
-        int | None, typer.Option(help="Queries per image: of vispec (2), latents of flash (64).")
+        int | None, typer.Option(help="Queries per image. Default: 2 for vispec, 64 for flash.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens per pass of flash.")] = 5,
-    heads: Annotated[int, typer.Option(help="Heads of medusa and hydra.")] = 4,
+    tokens: Annotated[int, typer.Option(help="For flash: drafted tokens per pass.")] = 5,
+    heads: Annotated[int, typer.Option(help="For medusa and hydra: number of heads.")] = 4,
     feature_sampling: Annotated[
-        bool, typer.Option(help="FSPAD's variant of eagle and vispec: embeddings gate features.")
+        bool, typer.Option(help="For eagle and vispec: FSPAD, where embeddings gate features.")
     ] = False,
     exit_layer: Annotated[
-        int, typer.Option(help="Number of the target's first layers that kangaroo drafts with.")
+        int, typer.Option(help="For kangaroo: number of the target's layers to draft with.")
     ] = 2,
     limit: Annotated[int | None, typer.Option(help="Maximum number of requests.")] = None,
     start: Annotated[
         str | None,
         typer.Option(
-            "--from", help="A drafter of this kind to start from; for vispec also one of eagle."
+            "--from", help="Drafter to start from, of the same kind; for vispec also an eagle."
         ),
     ] = None,
     device: Device = "auto",
@@ -180,7 +181,7 @@ def drafter(
     private: Annotated[
         bool | None, typer.Option(help="Whether --push creates a private repository.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random choices.")] = 0,
     json: JsonFlag = False,
 ) -> None:
     """Train a drafter on a decoder-only model's own states and answers; run again to resume.
@@ -216,7 +217,7 @@ def drafter(
     if push is not None:
         hub.check_push(push)
     elif private is not None:
-        raise OptionError("--private and --no-private are about --push; give USER/NAME with it")
+        raise OptionError("--private and --no-private need --push; give --push USER/NAME too")
     with overwriting(overwrite):
         card = recipe.train_from(
             model,
@@ -231,9 +232,9 @@ def drafter(
     if not card:  # not the leading process
         return
     console.print(
-        f"drafter in [bold]{out}[/bold]; with a chain of {length} a pass commits "
-        f"{card['tokens_per_pass']} tokens of answers kept from training, whose distribution has "
-        f"{card['entropy_bits_per_token']} bits a token"
+        f"drafter in [bold]{out}[/bold]; with a chain of {length}, a pass commits "
+        f"{card['tokens_per_pass']} tokens of held-out answers; the target's distribution has an "
+        f"entropy of {card['entropy_bits_per_token']} bits per token"
     )
     if push is not None:
         console.print(f"pushed to {hub.push(out, push, private)}")
@@ -250,25 +251,25 @@ def alignment_heads(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Table with a 'path' per recording, or folder of audio; default: the zoo's "
-            "training sentences, spoken by espeak-ng.",
+            help="Table with a 'path' per recording, or folder of audio. Default: sentences of the "
+            "shipped models' training, spoken by espeak-ng.",
             exists=True,
         ),
     ] = None,
     method: Annotated[
-        str, typer.Option(help="Forced alignment to learn from: ctc or ctc:model=NAME.")
+        str, typer.Option(help="Forced aligner whose times are the reference: ctc[:model=NAME].")
     ] = "ctc",
     limit: Annotated[int, typer.Option(help="Number of recordings.")] = 80,
-    most: Annotated[int, typer.Option(help="Maximum number of heads.")] = 10,
+    most: Annotated[int, typer.Option(help="Maximum number of attention heads.")] = 10,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder whose generation_config.json is updated; default: none."),
+        typer.Option(help="Model folder whose generation_config.json gets the heads."),
     ] = None,
     device: Device = "auto",
     overwrite: Overwrite = False,
     json: JsonFlag = False,
 ) -> None:
-    """Find the cross-attention heads that follow the speech, for word timestamps."""
+    """Find the cross-attention heads that align text with audio, for word timestamps."""
     from mmdecode.asr.transcriber import load
     from mmdecode.runs.files import overwriting
     from mmdecode.train import alignment_heads as recipe
@@ -283,7 +284,7 @@ def alignment_heads(
         if out is not None:
             recipe.write_heads(out, report["alignment_heads"])
     console.print(
-        f"alignment_heads {report['alignment_heads']}, median error in seconds by their number "
+        f"alignment_heads {report['alignment_heads']}, median error in seconds by number of heads "
         f"{report['median_error_s_by_heads']}"
     )
     if json:
@@ -296,31 +297,32 @@ def corrector(
         list[Path],
         typer.Option(help="N-best lists with references; repeatable.", exists=True),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the result; state lies in it too.")],
+    out: Annotated[Path, typer.Option(help="Folder for the corrector and the training state.")],
     model: Annotated[
         str | None,
         typer.Option(help="Causal or seq2seq model, as google/flan-t5-base: a folder or a Hub id."),
     ] = None,
     method: Annotated[
-        str, typer.Option(help="'lora', 'full', or 'scratch', which needs no model.")
+        str, typer.Option(help="'lora', 'full' (all weights), or 'scratch' (without --model).")
     ] = "lora",
     template: Annotated[
-        str | None, typer.Option(help="n_best, 1_best, flanec or a text with {best}, {others}.")
+        str | None,
+        typer.Option(help="Prompt: n_best, 1_best, flanec or a text with {best}, {others}."),
     ] = None,
     n_best: Annotated[int | None, typer.Option(help="Maximum hypotheses in a prompt.")] = None,
     steps: Annotated[int | None, typer.Option(help="Maximum number of steps.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Lists per step.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="N-best lists per step.")] = None,
     rate: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
     rank: Annotated[int, typer.Option(help="Rank of the LoRA adapters.")] = 16,
     targets: Annotated[
-        str, typer.Option(help="Layers with adapters: attention or all-linear.")
+        str, typer.Option(help="Layers with LoRA adapters: attention or all-linear.")
     ] = "attention",
     device: Device = "auto",
     overwrite: Overwrite = False,
-    seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random choices.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Train a corrector of N-best lists; run again to resume. A fifth is left for the test."""
+    """Train a corrector of N-best lists; run again to resume. A fifth of the lists is held out."""
     from dataclasses import replace
 
     from mmdecode.asr.correction.n_best_lists import read_lists
@@ -342,8 +344,8 @@ def corrector(
         card = recipe.train_from_lists(model, lists, out, options, device)
     found = card["development_decoded"]
     console.print(
-        f"corrector in [bold]{out}[/bold]; of {found['lists']} held-out lists the best hypothesis "
-        f"has a WER of {found['wer_best']:.2%}, corrected {found['wer_corrected']:.2%}"
+        f"corrector in [bold]{out}[/bold]; on {found['lists']} held-out lists the WER is "
+        f"{found['wer_best']:.2%} for the best hypothesis, {found['wer_corrected']:.2%} corrected"
     )
     if json:
         emit_json(card)
@@ -363,13 +365,13 @@ def zoo(
     ] = None,
     overwrite: Overwrite = False,
     minutes: Annotated[
-        float, typer.Option(help="Minutes of whisper-synth's training, without synthesis.")
+        float, typer.Option(help="Minutes of training for whisper-synth, without synthesis.")
     ] = 80.0,
     base: Annotated[
-        str, typer.Option(help="The Whisper that heads or aligner are for.")
+        str, typer.Option(help="For Medusa heads and the aligner: the Whisper they are made for.")
     ] = "zoo:whisper-synth",
     device: Annotated[
-        str, typer.Option(help="cpu, or cuda with more steps, for llamagen and var.")
+        str, typer.Option(help="cpu, or for llamagen and var cuda, which trains for more steps.")
     ] = "cpu",
     json: JsonFlag = False,
 ) -> None:
@@ -381,8 +383,8 @@ def zoo(
         raise UnknownNameError.of("zoo recipe", name, RESULTS)
     if device != "cpu" and name not in ON_CUDA:
         raise OptionError(
-            f"--device {device} for {name}, which learns on the CPU; leave it out, or rebuild one "
-            f"that can learn elsewhere: {', '.join(ON_CUDA)}"
+            f"--device {device} for {name}, which is trained on the CPU; leave it out, or retrain "
+            f"a model that can be trained on CUDA: {', '.join(ON_CUDA)}"
         )
     folder = out or work / RESULTS[name]
     with overwriting(overwrite):

@@ -1,4 +1,4 @@
-"""``mmdecode zoo``: what ships with the package, and published checkpoints with a short name."""
+"""``mmdecode zoo``: lists shipped models and recordings, and convertible published checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmdecode.runs.console import out
 
 
 def command(json: JsonFlag = False) -> None:
-    """List the tiny models and recordings that ship, and published models that have a name."""
+    """List the tiny models and recordings that ship, and models such as moonshine:tiny-en."""
     from mmdecode.asr.output.manifest import shipped_manifests
 
     folders = {name: ZOO / name for name in zoo_names()}
@@ -38,7 +38,7 @@ def command(json: JsonFlag = False) -> None:
 
 
 def _published(card: dict[str, Any]) -> Table:
-    """Table of a checkpoint that does not ship."""
+    """Makes the table of a checkpoint that does not ship."""
     table = Table("", "", title=card["name"], title_justify="left", show_header=False)
     installed = "yes" if card["installed"] else f"no; {card.get('install', '')}"
     facts = {"installed": installed, "MiB": card.get("mib", "")}

@@ -127,7 +127,7 @@ def test_a_line_that_names_nothing_fails_alone(run, tmp_path, captions):
 def test_a_file_without_a_valid_line_is_refused(run, tmp_path, content):
     file = tmp_path / "wanted.txt"
     file.write_bytes(content)
-    with pytest.raises(InputError, match=r"wanted\.txt, line 1.*no other line is (better|valid)"):
+    with pytest.raises(InputError, match=r"wanted\.txt, line 1.*no line of the file is valid"):
         raise run("--prompts", file).exception
     assert run("--prompts", file, "--class", "star").exit_code == 1
 
@@ -383,7 +383,7 @@ def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(run, monkeypatc
         (("--class", "rign"), UnknownNameError, "did you mean 'ring'"),
         (("--class-id", 4), OptionError, "class 4 does not exist; expected 0 to 3"),
         (("--class", "ring", "--negative-prompt", "x"), OptionError, "cannot be a text"),
-        (("--prompt", "a ring"), OptionError, "this model draws of classes; give --class"),
+        (("--prompt", "a ring"), OptionError, "this model takes classes; give --class"),
         (("--class", "ring", "--draft", "jacobi:window=26"), OptionError, "larger than the image"),
         (("--class", "ring", "--draft", "jacobi:widow=2"), OptionError, "did you mean 'window'"),
     ],
@@ -409,7 +409,7 @@ def test_files_to_start_from_are_looked_at(run, tmp_path, captions):
         done = run("--class", "ring", *words, out=tmp_path / "other")
         assert message in str(done.exception), words
     done = run("--class", "ring", model=captions, out=tmp_path / "texts")
-    assert "this model draws of prompts; give --prompt" in str(done.exception)
+    assert "this model takes prompts; give --prompt" in str(done.exception)
 
 
 def test_the_commands_of_the_page_run_as_they_stand(scenes, tmp_path, monkeypatch):

@@ -223,7 +223,7 @@ def test_a_recipe_of_the_cpu_alone_refuses_another_device(tmp_path, monkeypatch)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     command = ["train", "zoo", "joined-words", "--work", str(tmp_path), "--device", "cuda"]
     result = invoke(*command)
-    assert "--device cuda for joined-words, which learns on the CPU" in str(result.exception)
+    assert "--device cuda for joined-words, which is trained on the CPU" in str(result.exception)
 
 
 def test_steps_do_not_depend_on_who_renders(made, tmp_path):
