@@ -175,7 +175,7 @@ def test_the_answer_of_the_hub_decides_the_message(hub):
     )
     assert (there, bare) == ("some/model", "bare/model")
     assert "no such model on the Hub; did you mean" in missing
-    assert "give access on request" in gated
+    assert "access must be requested" in gated
     assert "an error (503)" in broken
 
 

@@ -1,4 +1,4 @@
-"""Image generation: classes or prompts in, images out.
+"""Image generation from classes or prompts.
 
 START HERE: `ImageGenerator`. `mmdecode.image_ar.raster` decodes image tokens in raster order with
 any drafter and acceptance rule; `mmdecode.image_ar.next_scale` generates images scale by scale

@@ -85,7 +85,7 @@ class Conditions:
         if self.classes <= _MAX_LISTED:
             raise UnknownNameError.of("class", given, self.labels.values())
         near = did_you_mean(given.casefold(), self._by_name)
-        raise UnknownNameError(f"no class named {given!r}{near}; or {every}, by number")
+        raise UnknownNameError(f"no class named {given!r}{near}; as a number, {every}")
 
 
 def is_list(conditions: Any) -> bool:

@@ -1,4 +1,4 @@
-"""START HERE for images: `ImageGenerator`, classes or prompts in, images out.
+"""START HERE for images: `ImageGenerator`, which generates images from classes or prompts.
 
 Samples in batches with raster or next-scale models and returns codes, pixels and the pass in which
 each code was decided. The seed, the condition and the image's ordinal among those of its condition

@@ -115,9 +115,9 @@ class NextScaleOutput:
     """Result of `NextScale.generate`.
 
     Attributes:
-        codes: Sampled codes of all scales, small scales first, ``(B, L)``; in a kept part of an
-            image too.
-        f_hat: Sum of the scales' latents, with the kept part put in, ``(B, D, side, side)``.
+        codes: Codes that were sampled at all scales, small scales first, ``(B, L)``.
+        f_hat: Sum of the scales' latents, ``(B, D, side, side)``; in the kept part of an image, the
+            latents of the given image.
         stages: Passes and memory of each stage.
         tokenizer: Tokenizer of the model.
     """
@@ -341,8 +341,8 @@ class NextScale:
                 raise OptionError(f"class {label} does not exist; expected 0 to {known - 1}")
         if not isinstance(drawing.sampling, Sampling) and len(drawing.sampling) != self.scales:
             raise OptionError(
-                f"{len(drawing.sampling)} samplings for {self.scales} scales; give one for each, "
-                "or one for all"
+                f"{len(drawing.sampling)} sampling settings for {self.scales} scales; give one for "
+                "each scale, or a single one for all"
             )
         return labels
 

@@ -1,14 +1,14 @@
 """DREAM: a drafter of three blocks; the middle block cross-attends to the target's hidden states.
 
-Block 0 is self-attention over token embeddings. Block 1 cross-attends from them to the target's
-states after the final norm, through two gates that are initialised to zero. Block 2 is
+Block 0 is self-attention over token embeddings. Block 1 cross-attends from its output to the
+target's states after the final norm, with two gates that are initialised to zero. Block 2 is
 self-attention, followed by a norm. An input row holds a token's embedding and the target's state of
 the token before it, so that self-attention and cross-attention use the same mask, also in a tree.
 The first token's row has no state.
 
 Source: Hu et al. 2025 (DREAM), arXiv:2505.19201, section 3; checked against SAI-Lab-NYU/DREAM.
-Differs from it: nodes of a tree attend only to states of their own path; in the published code also
-to states of siblings. Published weights expect that the first row, which has no state to attend to,
+Differs from it: nodes of a tree attend only to states of their own path, while the published code
+adds those of siblings. Published weights expect that the first row, which has no state to read,
 gets the mean over the states of all rows, later rows included. With ``"first_row": "zero"`` in the
 configuration it gets zeros instead, so that no row depends on later rows.
 """

@@ -119,8 +119,8 @@ class Rotary:
         sections = given.get("mrope_section")
         if given.get("mrope_interleaved"):
             raise UnsupportedModelError(
-                "the drafter interleaves its sections of M-RoPE, and only sections that follow one "
-                "another are known; use a drafter with 1-D positions"
+                "the drafter interleaves its sections of M-RoPE, and only consecutive sections are "
+                "supported; use a drafter with 1-D positions"
             )
         self.sections = None if sections is None else tuple(sections)
         names = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
@@ -252,7 +252,7 @@ class FeatureDrafter(nn.Module):
         super().__init__()
         if config.get("use_sliding_window"):
             raise UnsupportedModelError(
-                "the drafter has layers that see a window; expected full attention: use another "
+                "the drafter has sliding-window attention; expected full attention: use another "
                 "drafter"
             )
         if config.get("hidden_act", "silu") != "silu":

@@ -38,7 +38,7 @@ class FlashModel(FeatureDrafter):
     """FLASH's drafter: computes ``k`` states per row; the target's head reads each of them.
 
     ``k`` and ``compress_len`` (the number of queries A) are read from the configuration. With
-    ``k = 1`` it predicts the same token as EAGLE.
+    ``k = 1`` each row predicts the token at the same position as in EAGLE.
     """
 
     kind: ClassVar[str] = "flash"

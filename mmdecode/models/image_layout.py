@@ -132,5 +132,5 @@ class Layout:
         code_of = self.codes_of(int(self.ids.max()) + 2, tokens.device)
         codes = code_of[cells.clamp(0, len(code_of) - 1)]
         if bool((codes < 0).any()):
-            raise ShapeError("a cell of the image holds a token that is no image code")
+            raise ShapeError("a token at the index of a code is no image code")
         return codes.view(-1, self.rows, self.columns)

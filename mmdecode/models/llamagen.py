@@ -512,7 +512,7 @@ def load_published(
     if heads is None:
         raise InputError(
             f"{file} has states of width {width}, which no published LlamaGen has, and the number "
-            "of heads is not visible in weights; give num_heads"
+            "of heads cannot be inferred; give num_heads"
         )
     classes = weights.get("cls_embedding.embedding_table.weight")
     caption = weights.get("cls_embedding.uncond_embedding")

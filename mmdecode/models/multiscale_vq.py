@@ -7,7 +7,7 @@ transformer of VAR, which generates codes scale by scale, reads f_hat averaged o
 
 Source: Tian et al. 2024, arXiv:2404.02905, algorithms 1 and 2; layout of FoundationVision/VAR
 ``models/vqvae.py`` and ``models/quant.py``, read by `load_published`. Differs from it: codes are
-compared by distance only (not by cosine), and only its shared convolutions are implemented.
+compared by distance only (not by cosine), and the scales always share convolutions.
 """
 
 from __future__ import annotations

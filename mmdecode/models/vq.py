@@ -58,7 +58,7 @@ class VQConfig(PreTrainedConfig):
 
 
 class Quantizer(nn.Module):
-    """The codebook."""
+    """Module that holds the codebook."""
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Vision-language: images and questions in, answers out.
+"""Vision-language models: answers to questions about images.
 
 START HERE: `Answerer`. `mmdecode.vlm.images` reads images, and `mmdecode.vlm.questions` turns
 questions into model inputs.

@@ -1,4 +1,4 @@
-"""`Answerer`: images and questions in, answers out."""
+"""`Answerer`: answers questions about images with a vision-language model."""
 
 from __future__ import annotations
 

@@ -425,7 +425,7 @@ def test_wrong_requests_are_refused(large, tokenizer):
         maker.generate([])
     with pytest.raises(ShapeError, match="1 requests for 2 classes"):
         maker.generate([0, 1], requests=[3])
-    with pytest.raises(OptionError, match="10 samplings for 4 scales"):
+    with pytest.raises(OptionError, match="10 sampling settings for 4 scales"):
         maker.generate([0], drawing=CODE)
     with pytest.raises(OptionError, match="guidance must be 0"):
         Drawing(guidance=-0.5)
