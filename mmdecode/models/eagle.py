@@ -163,7 +163,7 @@ class Eagle3Layer(nn.Module):
 class Eagle3Model(FeatureDrafter):
     """Drafter of EAGLE-3: reads the target's states at three layers, and has its own norm and head.
 
-    By default the features are the inputs of layers 2, n // 2 and n - 3 of n. The configuration may
+    The default features are the inputs of layers 2, n // 2 and n - 3 of n. The configuration may
     set ``eagle_aux_hidden_state_layer_ids`` to other layers: at the top level the ids name layers
     whose inputs are read, inside ``eagle_config`` layers whose outputs are read.
     """

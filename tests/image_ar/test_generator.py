@@ -480,7 +480,7 @@ def test_rows_side_by_side_have_a_door(classes, model, scales):
             draw("zipar", **options)
     with pytest.raises(IncompatibleError, match="an image to complete"):
         generator([0], start=images[0].codes, known=5)
-    with pytest.raises(OptionError, match="take no decoder"):
+    with pytest.raises(OptionError, match="cannot be used with a decoder"):
         ImageGenerator(model, Decoder(), lead=2)
     with pytest.raises(OptionError, match="is for models in raster order"):
         ImageGenerator.from_pretrained(scales, device="cpu", mode="zipar")
@@ -641,7 +641,7 @@ def test_names_of_classes_have_synonyms_or_do_not_exist(model):
         labels={n: f"thing {n}" for n in range(99)},
     )
     with pytest.raises(
-        UnknownNameError, match=r"did you mean 'thing 7.*or expected 0 to 98"
+        UnknownNameError, match=r"did you mean 'thing 7.*as a number, expected 0 to 98"
     ) as info:
         ImageGenerator(many)("thing 7x")
     assert len(str(info.value)) < 150

@@ -271,7 +271,7 @@ def test_what_cannot_be_written_or_resumed_is_reported(run, table, tmp_path, ima
         (("-q", "What?"), "no image to ask about; give one, or --text-only"),
         (("a.png", "-q", "What?", "--text-only"), "leave out the images"),
         (("a.png", "a.png", "-q", "Is?", "-q", "Is?"), "is given twice"),
-        (("a.png", "-q", "What?", "--data", "q.jsonl"), "--data has images and questions"),
+        (("a.png", "-q", "What?", "--data", "q.jsonl"), "--data already has images and questions"),
         (("--data", "gone.jsonl"), "gone.jsonl cannot be read"),
         (("a.png", "-q", "What?", "--temperature", "0.5"), "--temperature does nothing without"),
         (("a.png", "-q", "What?", "--sample", "--temperature", "0"), "temperature=0.0; expected"),
