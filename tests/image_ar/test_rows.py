@@ -329,7 +329,7 @@ def test_what_cannot_be_decoded_in_rows_is_refused():
         ZipAR(adapter, 2).generate(classes=[99])
     narrow = FieldAdapter(Field((0, -1)), 2, 3)
     narrow.windows = {"sliding_attention": 4}
-    with pytest.raises(IncompatibleError, match=r"ZipAR does not fit Field.*sliding-window attention"):
+    with pytest.raises(IncompatibleError, match=r"ZipAR does not fit Field.*sliding-window"):
         ZipAR(narrow, 2)
 
 
