@@ -279,7 +279,7 @@ def _with_bar(
 
     watch = Watch(batches.decoding)
     first, *single = in_groups(requests, batches.alone, request_name)
-    with progress_bar(TextColumn("tokens, {task.fields[drawn]} images")) as bar:
+    with progress_bar(TextColumn("tokens, {task.fields[generated]} images")) as bar:
         total = len(requests) * generator.tokens
         task = bar.add_task("drawing", total=total, generated=0)
 
