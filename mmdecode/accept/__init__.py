@@ -1,4 +1,4 @@
-"""Acceptance rules, one family a file: how much of a proposal is kept, and the token after it."""
+"""Acceptance rules: each decides which drafted tokens are kept, and the token after them."""
 
 from mmdecode.accept.cool_sd import CoolSD
 from mmdecode.accept.ensemble import Ensemble

@@ -1,13 +1,14 @@
-"""Cool-SD: acceptance odds are raised by a factor that decays with depth. Lossy.
+"""Cool-SD, a lossy rule: rejection sampling with a factor on the odds that decays with depth.
 
 The i-th drafted token is kept with probability min(1, w_i p(x) / q(x)), where
-``w_i = max(1, delta exp(-nu i - mu))``, i = 0 for the first. A rejected one is replaced by a sample
-from norm(max(p - q f, 0)), f the probability of being kept: the residual that leaves the output
-nearest to p. Since f is never below the exact min(1, p / q), that is the exact rule's residual:
-where p < q both are zero, elsewhere f = 1. So nothing but the test differs.
+``w_i = max(1, delta exp(-nu i - mu))`` and i is 0 for the first drafted token. After a rejection,
+the next token is sampled from norm(max(p - q f, 0)), where f is the probability of being kept. This
+residual keeps the output distribution nearest to p, and equals the residual norm(max(p - q, 0)) of
+exact rejection sampling, since f is at least min(1, p / q): both are zero where p < q, and f is 1
+elsewhere. Only the acceptance test differs from exact rejection sampling.
 
-Source: arXiv:2601.09212. Published runs have ``delta`` 1.1 to 2 and ``nu`` 0.7; the factor is never
-below 1 here, where a draft would be kept less often than by the exact rule.
+Source: arXiv:2601.09212. Published runs have ``delta`` 1.1 to 2 and ``nu`` 0.7. Differs from the
+paper: the factor is never below 1, so no token is kept less often than by exact rejection sampling.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ class CoolSD(Relaxed):
     """Rejection sampling with odds raised by ``max(1, delta exp(-nu i - mu))``.
 
     Args:
-        delta: Factor of the first drafted token at ``mu=0``, from 1 on. ``1`` is neutral: the
-            rejection rule.
-        nu: How fast it falls with each further token, from 0 on; ``0``: the same for all.
-        mu: Lowers the logarithm of all factors, from 0 on.
+        delta: Factor of the first drafted token if ``mu`` is 0; at least 1. ``1`` is exact
+            rejection sampling.
+        nu: Decrease of the logarithm of the factor with each further token; at least 0. With ``0``
+            all tokens have the same factor.
+        mu: Amount by which the logarithms of all factors are lowered; at least 0.
 
-    Guarantee: lossy. Needs no codebook, and never keeps what has no probability.
+    Guarantee: lossy. The rule needs no codebook of image tokens, and never keeps a token whose
+    target probability is 0.
 
     Raises:
         OptionError: A number is out of range.
@@ -48,7 +51,7 @@ class CoolSD(Relaxed):
         self.delta, self.nu, self.mu = delta, nu, mu
 
     def odds(self, candidate: Candidate) -> tuple[Tensor, Tensor]:
-        """Numerator and denominator of the test: w p(x), and q(x)."""
+        """Returns the numerator w p(x) and the denominator q(x) of the acceptance test."""
         p_x, q_x = super().odds(candidate)
         factor = self.delta * (-self.nu * candidate.depth.to(p_x.dtype) - self.mu).exp()
         return factor.clamp_min(1) * p_x, q_x

@@ -1,9 +1,10 @@
-"""Ensemble rule: where something was drafted, the distribution is a mixture of target and draft.
+"""Ensemble rule: drafted positions follow a mixture of the target and draft distributions.
 
-At a drafted position it is v = w p + (1 - w) q, everywhere else (the prompt's first token, the
-token after a wholly accepted draft, rows that drafted nothing) it is p. Exact for v; since v
-depends on the drafter and on where it drafted, the output is not that of the model. It is accepted
-more often than under plain rejection, with probability 1 - w TV(p, q) for one draft.
+A drafted position follows v = w p + (1 - w) q, with the target's distribution p and the drafter's
+q. All other positions follow p: the first generated token, the token after a fully accepted draft,
+and rows without a draft. The rule is exact for these distributions, but v depends on the drafter
+and on which positions were drafted, so the output is not distributed like the target model's. One
+drafted token is accepted with probability 1 - w TV(p, q), in exact rejection sampling 1 - TV(p, q).
 
 Source: the mixture target of cascades and assisted ensembles, Narasimhan et al. 2024,
 arXiv:2405.19261, section 3; the same distribution as ``assistant_ensemble_weight`` of transformers.
@@ -21,9 +22,10 @@ class Ensemble(Rejection):
     """Rejection sampling against ``weight * p + (1 - weight) * q``.
 
     Args:
-        weight: Share of the target, above 0 and up to 1. ``1`` is neutral: the rejection rule.
+        weight: Weight w of the target's distribution p, above 0 and at most 1. ``1`` is exact
+            rejection sampling.
 
-    Guarantee: exact for the mixture v, see above; not lossless.
+    Guarantee: exact for the mixture, not for the target's distribution.
     """
 
     summary = "rejection sampling against a mixture of target and draft"
@@ -32,9 +34,9 @@ class Ensemble(Rejection):
 
     def __init__(self, weight: float = 0.8) -> None:
         if not 0 < weight <= 1:
-            raise OptionError(f"weight must be above 0 and at most 1, got {weight}; 1 is neutral")
+            raise OptionError(f"weight must be above 0 and at most 1, got {weight}; 1 is exact")
         self.weight = weight
 
     def followed(self, p: Tensor, q: Tensor) -> Tensor:
-        """The mixture, ``(B, V)``."""
+        """Returns the mixture of p and q, ``(B, V)``."""
         return p if self.weight == 1 else self.weight * p + (1 - self.weight) * q

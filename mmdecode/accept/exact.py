@@ -1,8 +1,8 @@
-"""Exact rules: the output follows the model's guided distribution, whatever is proposed.
+"""Exact rules that choose the target's token and keep drafted tokens that equal it.
 
-The target's token is chosen first, and drafted tokens are kept while they equal it, so any proposal
-is accepted as input. Rules that divide by q, the distribution that drafted tokens are sampled from,
-are in `mmdecode.accept.rejection`.
+The output follows the target's (guided) distribution for any proposal, because a drafted token
+never influences the target's choice. Rules that need q, the distribution that drafted tokens were
+sampled from, are in `mmdecode.accept.rejection`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class GreedyMatch(AcceptanceRule):
     capabilities = RuleCapabilities(drafter_invariant=True)
 
     def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
-        """See `mmdecode.engine.contracts.AcceptanceRule`."""
+        """Applies the rule to a proposal; see `mmdecode.engine.contracts.AcceptanceRule`."""
         return follow(proposal, target, call, best)
 
 
 class Coupled(AcceptanceRule):
     """Keeps a drafted token if it is argmax(log pi + G), with Gumbel noise G keyed by position.
 
-    Here pi is the target's distribution. The noise belongs to the position, not to the round, so
-    the same seed gives the same sequence as without drafting, for any draft and in any batch.
+    Here pi is the target's distribution. The noise depends on the seed and the position, not on the
+    round, so a seed gives the same sequence with any draft, without drafts and in any batch.
 
     Guarantee: exact, for any proposal. A coupled draft (argmax log q + the same G) is accepted with
     probability at least (1 - TV) / (1 + TV).
@@ -58,18 +58,18 @@ class Coupled(AcceptanceRule):
     capabilities = RuleCapabilities(drafter_invariant=True)
 
     def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
-        """See `mmdecode.engine.contracts.AcceptanceRule`."""
+        """Applies the rule to a proposal; see `mmdecode.engine.contracts.AcceptanceRule`."""
         return follow(proposal, target, call, keyed(proposal, call, Role.TARGET))
 
 
 class SampleMatch(AcceptanceRule):
     """Samples each token from the target, and keeps a drafted token if it equals the sample.
 
-    If the sample was not drafted, it ends the round as its last token. In distribution and in
-    probability of acceptance this equals rejection sampling with a one-hot q for each drafted
-    candidate: a position is accepted with the target's total probability of its candidates.
+    A sample that was not drafted becomes the last token of the round. This equals rejection
+    sampling with a one-hot q for each drafted token, in the output distribution and in the
+    probability of acceptance: the sum of the target's probabilities of the tokens drafted there.
 
-    Guarantee: exact, for any proposal whose tokens do not depend on the acceptance noise.
+    Guarantee: exact, for any proposal whose tokens do not depend on the rule's random numbers.
     Source: Leviathan et al. 2023, arXiv:2211.17192, with a one-hot q.
     """
 
@@ -80,7 +80,7 @@ class SampleMatch(AcceptanceRule):
     modes = frozenset({"sample"})
 
     def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
-        """See `mmdecode.engine.contracts.AcceptanceRule`."""
+        """Applies the rule to a proposal; see `mmdecode.engine.contracts.AcceptanceRule`."""
         choose = keyed(proposal, call, Role.ACCEPT, trial=call.rows.rounds)
         outcome = follow(proposal, target, call, choose)
         return replace(outcome, choices=None)  # made by noise that decides this round alone

@@ -1,6 +1,6 @@
-"""Paths through a tree of drafted tokens: functions that the rules share.
+"""Functions that acceptance rules share: they find the accepted path in a tree of drafted tokens.
 
-Not a rule itself.
+A node is a drafted token in the tree. The root is the last committed token; it is not a node.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 
 def deepest_path(accepted: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor, Tensor]:
-    """The longest path of accepted nodes; the first of equals.
+    """Finds the longest path of accepted nodes from the root; of equally long ones the first.
 
     Args:
-        accepted: Nodes that pass on their own, ``(B, N)``; a path needs all its nodes to pass.
-        proposal: The tree.
+        accepted: Whether each node passes the test, ``(B, N)``; all nodes of a path must pass.
+        proposal: The tree of drafted tokens.
 
     Returns:
-        ``path (B, D)`` -1 padded, ``num_accepted (B,)``, and the score row of its end, ``(B,)``.
+        Indices of the path's nodes, ``(B, D)``, padded with -1; their number, ``(B,)``; and the
+        index into the scores ``(B, N + 1, V)`` of the path's last node, ``(B,)``, 0 for the root.
     """
     batch, nodes = accepted.shape
     if proposal.is_chain or not nodes:
@@ -51,16 +52,16 @@ def deepest_path(accepted: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor, 
 
 
 Choose = Callable[["Tensor", "Tensor"], "Tensor"]
-"""From scores ``(B, R, V)`` and the depths of their rows, ``(1 or B, R)``, to tokens ``(B, R)``."""
+"""Maps scores ``(B, R, V)`` and the depths of their nodes ``(1 or B, R)`` to tokens ``(B, R)``."""
 
 
 def best(scores: Tensor, depths: Tensor) -> Tensor:
-    """The target's own choice in greedy generation; ties go to the lowest id."""
+    """Returns the argmax of the scores, the target's token in greedy decoding; ties: lowest id."""
     return scores.argmax(-1)
 
 
 def keyed(proposal: Proposal, call: Call, role: Role, trial: Tensor | None = None) -> Choose:
-    """The target's own choice in sampling: a Gumbel-max sample with noise keyed by position."""
+    """Returns a function that draws Gumbel-max samples with noise that depends on the position."""
 
     def choose(scores: Tensor, depths: Tensor) -> Tensor:
         positions = call.rows.length[:, None] + depths
@@ -77,7 +78,7 @@ def keyed(proposal: Proposal, call: Call, role: Role, trial: Tensor | None = Non
 
 
 def follow(proposal: Proposal, target: TargetLogits, call: Call, choose: Choose) -> Outcome:
-    """Keeps nodes while they are what the target itself chooses; the next choice ends the block."""
+    """Keeps drafted tokens while they equal the target's choice; that choice is the next token."""
     if not target.vectorised:
         return _follow_lazily(proposal, target, call, choose)
     if not proposal.size:
@@ -123,17 +124,17 @@ def keep_likely(
     choose: Choose,
     test: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Outcome:
-    """Keeps the longest path whose tokens all pass on their own, the more likely one of equals.
+    """Keeps the longest path whose tokens all pass a test; of equally long ones the most likely.
 
     Args:
-        proposal: The tree.
-        target: The target distribution at its nodes; processors of unknown type run after passing
-            nodes alone.
-        call: The rows.
-        choose: Decides the token after the path.
-        test: From the unnormalised log-probabilities before each node ``(B, R, V)``, the node's
-            token ``(B, R)`` and the depth of its parent ``(B, R)`` to whether it passes,
-            ``(B, R)``.
+        proposal: The tree of drafted tokens.
+        target: The target distribution at the nodes. Logits processors of an unknown type are run
+            only after nodes that pass.
+        call: The generation call.
+        choose: Function that chooses the token after the path.
+        test: Function of the unnormalised log-probabilities before each node ``(B, R, V)``, the
+            node's token ``(B, R)`` and the depth of its parent ``(B, R)``; returns whether the node
+            passes, ``(B, R)``.
     """
     parents, depths, ancestors = proposal.structure()
     parents, depths = parents.expand(call.batch, -1), depths.expand(call.batch, -1)

@@ -1,14 +1,14 @@
-"""Grouped speculative decoding: the test compares a token's group, not the token. Lossy.
+"""Grouped speculative decoding, a lossy rule that compares groups of similar tokens.
 
-The group C of a drafted x holds the tokens next to it in the order of p whose probability and code
-are close to its own. x is kept with the better of the two odds, min(1, p(x) / q(x)) and min(1, p(C)
-/ q(C)); after a rejection the next token is sampled from max(p
-- q, 0).
+The group C of a drafted token x holds x and the tokens that are close to x in three ways: in the
+order of the target's probabilities p, in p itself, and in the embedding of their image code. The
+token x is kept with probability min(1, p(x) / q(x)) or min(1, p(C) / q(C)), whichever is larger;
+after a rejection the next token is sampled from max(p - q, 0), normalised.
 
-Source: So et al. 2025 (GSD), arXiv:2508.07747. Differs from the published code: groups overlap, so
-that grouped odds alone may be worse than plain ones; here the better of both counts. A group holds
-tokens with probability only, so that nothing outside the distribution is kept. There, any error
-silently falls back to the plain test.
+Source: So et al. 2025 (GSD), arXiv:2508.07747. Differs from the published code, which uses only
+p(C) / q(C): groups overlap, so this ratio may be smaller than p(x) / q(x). Tokens with probability
+0 are in no group, so none is kept. Errors are raised; the published code falls back to the test of
+the single token without a message.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from mmdecode.errors import OptionError
 
 
 class GSD(Relaxed):
-    """Rejection sampling with the odds of the drafted token's group where these are better.
+    """Rejection sampling with the odds of the drafted token's group where they are larger.
 
     Args:
-        size: Most tokens of a group, G: up to G // 2 on either side of x in the order of p. ``1``
-            is neutral: the rejection rule. The published code has 15, the paper 3 to 50.
-        gap: Probabilities of a group differ from p(x) by less than this.
-        distance: Largest distance of a group's codes, as they are decoded, from that of x;
-            ``None``: no limit, and no codebook is needed.
+        size: Largest number G of tokens in a group: up to G // 2 that precede the drafted token x
+            in the order of p, and as many that follow. ``1`` is exact rejection sampling. The
+            published code has 15, the paper 3 to 50.
+        gap: Tokens of a group have probabilities that differ from p(x) by less than this.
+        distance: Largest distance between the embedding of a code in the group and that of x, as
+            the image decoder receives them; ``None``: no limit, and no codebook is needed.
 
-    Guarantee: lossy. Positions of forced tokens and tokens that are no codes are tested exactly.
+    Guarantee: lossy. Tokens that are no image codes, and positions where the image layout forces a
+    token (such as the end of a row), are tested exactly.
 
     Raises:
         OptionError: A number is out of range.
@@ -55,7 +57,7 @@ class GSD(Relaxed):
         self.neutral = size == 1
 
     def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
-        """See `mmdecode.engine.contracts.AcceptanceRule`.
+        """Applies the rule to a proposal; see `mmdecode.engine.contracts.AcceptanceRule`.
 
         Raises:
             IncompatibleError: The model has no codebook, and ``distance`` is given.
@@ -67,7 +69,7 @@ class GSD(Relaxed):
         return super().__call__(proposal, target, call)
 
     def odds(self, candidate: Candidate) -> tuple[Tensor, Tensor]:
-        """Numerator and denominator of the test: p and q of the token, or of its group."""
+        """Returns p and q, the two sides of the acceptance test, of the token or of its group."""
         p_x, q_x = super().odds(candidate)
         if self.neutral:
             return p_x, q_x
@@ -79,7 +81,7 @@ class GSD(Relaxed):
         return torch.where(better, p_group, p_x), torch.where(better, q_group, q_x)
 
     def _group(self, candidate: Candidate, p_x: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens next to x in the order of p, ``(..., M)``, and which of them are its group."""
+        """Returns x and its neighbours in the order of p, ``(..., M)``, and which are in C."""
         p, x = candidate.p, candidate.token[..., None]
         side = min(self.size // 2, p.shape[-1])
         _, code_of, relaxed = codes_at(candidate)

@@ -1,9 +1,10 @@
-"""LANTERN and LANTERN++: similar codes add their probability to that of the drafted one. Lossy.
+"""LANTERN and LANTERN++, lossy rules for image tokens that pool the probability of similar codes.
 
 Distributions of image tokens are flat, because many codes look alike: an exact test often rejects
 a drafted code x although its neighbours in the codebook have a high probability. Here x is kept
-with probability min(1, (p(x) + p(A)) / q(x)). A holds the codes nearest to x, as many as have a
-total probability p(A) within a budget: ``delta`` (LANTERN), or ``(lambda - 1) p(x)`` (LANTERN++).
+with probability min(1, (p(x) + p(A)) / q(x)). The set A holds the codes nearest to x, as many as
+keep their total probability p(A) within a budget: ``delta`` (LANTERN), or ``(lambda - 1) p(x)``
+(LANTERN++).
 After a rejection the next token is sampled from max(p - q, 0), normalised.
 
 ``delta`` bounds the probability p(A) that is added in one test, not the distance of the output
@@ -11,9 +12,9 @@ distribution from p.
 
 Sources: Jang et al. 2024 (LANTERN), arXiv:2410.03355; Park et al. 2025 (LANTERN++),
 arXiv:2502.06352. Differs from the published code, which is not exact at delta = 0: the residual
-after a rejection is that of p, without changes for the neighbours; delta and lambda are two
-arguments; distances are between the embeddings that the image decoder receives, which LlamaGen
-normalises (the published table of neighbours is of embeddings that are not normalised).
+after a rejection is computed from p alone, without changes for the neighbours. Delta and lambda are
+two separate arguments. Distances are between the embeddings that the image decoder receives;
+LlamaGen normalises them, while the published table of neighbours was computed without that.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class LANTERN(Relaxed):
 
     Args:
         delta: Maximum probability that the nearest codes add, 0 to 1. ``0``: exact rejection.
-        lambda_: Maximum factor by which they increase p(x), 1 or more. ``1``: exact rejection.
+        lambda_: Maximum ratio of p(x) + p(A) to p(x), 1 or more. ``1``: exact rejection.
         k: Maximum number of nearest codes that are considered.
         neighbours: Nearest codes of each code without itself, nearest first, ``(C, K)``; ``None``:
             computed once for each model, from its codebook.
@@ -72,8 +73,8 @@ class LANTERN(Relaxed):
     ) -> None:
         if (delta is None) == (lambda_ is None):
             raise OptionError(
-                f"delta={delta}, lambda_={lambda_}; give one of them: delta=0.1 lends a draft up "
-                "to that probability, lambda_=5 up to four times its own"
+                f"delta={delta}, lambda_={lambda_}; give one of them: delta=0.1 adds at most "
+                "that probability to a drafted token's, lambda_=5 at most four times its own"
             )
         if delta is not None and not 0 <= delta <= 1:
             raise OptionError(
@@ -88,7 +89,7 @@ class LANTERN(Relaxed):
         self.neutral = self.delta == 0 and self.lambda_ == 1
 
     def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
-        """See `mmdecode.engine.contracts.AcceptanceRule`.
+        """Applies the rule to a proposal; see `mmdecode.engine.contracts.AcceptanceRule`.
 
         Raises:
             IncompatibleError: The model has no codebook.
@@ -98,7 +99,7 @@ class LANTERN(Relaxed):
         return super().__call__(proposal, target, call)
 
     def odds(self, candidate: Candidate) -> tuple[Tensor, Tensor]:
-        """Numerator and denominator of the acceptance test: p(x) + p(A), and q(x)."""
+        """Returns p(x) + p(A) and q(x), the numerator and denominator of the acceptance test."""
         p_x, q_x = super().odds(candidate)
         if self.neutral:
             return p_x, q_x
@@ -109,7 +110,7 @@ class LANTERN(Relaxed):
         return p_x + torch.where(relaxed, lent, 0.0), q_x
 
     def _table(self, adapter: Any) -> Tensor:
-        """The neighbours of each code, ``(C, up to k)``."""
+        """Returns the nearest codes of each code, at most k, nearest first, ``(C, k)``."""
         if self.neighbours is not None:
             return self.neighbours[:, : self.k]
         tables = _TABLES.setdefault(adapter, {})
@@ -124,7 +125,7 @@ class LANTERN(Relaxed):
 
 
 def borrowed(near: Tensor, budget: Tensor) -> Tensor:
-    """Probability that the nearest codes add in the test, ``(...)``.
+    """Returns the probability p(A) that the nearest codes add in the test, ``(...)``.
 
     Args:
         near: Probabilities of the k nearest codes, nearest first, ``(..., k)``.
@@ -135,14 +136,14 @@ def borrowed(near: Tensor, budget: Tensor) -> Tensor:
 
 
 def nearest(codes: Tensor, count: int) -> Tensor:
-    """Indices of the ``count`` nearest other codes of each code, nearest first.
+    """Finds the ``count`` nearest other codes of each code, nearest first.
 
     Args:
         codes: Embeddings, ``(C, d)``.
         count: Number of neighbours; at most C - 1 are returned.
 
     Returns:
-        ``(C, count)`` int32.
+        Indices of codes, ``(C, count)`` int32.
     """
     count = min(count, len(codes) - 1)
     rows = []
@@ -155,7 +156,7 @@ def nearest(codes: Tensor, count: int) -> Tensor:
 
 
 def codebook_of(rule: Relaxed, adapter: Any) -> Tensor:
-    """Embeddings of the codes as the image decoder receives them, ``(C, d)`` float32.
+    """Returns the embeddings of the codes that the image decoder receives, ``(C, d)`` float32.
 
     Raises:
         IncompatibleError: The model has no codebook.
@@ -172,12 +173,12 @@ def codebook_of(rule: Relaxed, adapter: Any) -> Tensor:
 
 
 def codes_at(candidate: Candidate) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of drafted tokens, for a rule that compares codes.
+    """Returns what a rule needs to compare the image codes of drafted tokens.
 
     Returns:
-        The token of each code, ``(C,)``; the code of each token, -1 for none, ``(V,)``; and
-        whether a drafted token may be compared, ``(...)`` bool: it is a code, and the token at its
-        position is not forced.
+        The token id of each code, ``(C,)``; the code of each token id, -1 if it has none, ``(V,)``;
+        and whether each drafted token may be compared with others, ``(...)`` bool: it must be a
+        code, and the image layout must not force the token at its position.
     """
     vocab, device = candidate.p.shape[-1], candidate.p.device
     layout = candidate.adapter.layout if candidate.adapter is not None else None

@@ -1,15 +1,15 @@
-"""Rejection sampling of sampled drafts: exact for chains and trees, with one draft or several.
+"""Rejection sampling of drafted chains and trees, which is exact for tokens sampled from q.
 
-At a node the children are tested in the order in which they were sampled: x is kept with
-probability min(1, p(x) / q(x)); else p becomes the residual norm(max(p - q, 0)) and, for siblings
-sampled without replacement, q loses x. When no child is left, the token is sampled from the current
-p.
+The children of a node are tested in the order in which they were sampled. A child x is kept with
+probability min(1, p(x) / q(x)). If it is rejected, p becomes the residual norm(max(p - q, 0)), and,
+for siblings sampled without replacement, x is removed from q. When all children are rejected, the
+next token is sampled from the current p.
 
 Sources: Leviathan et al. 2023, arXiv:2211.17192, algorithm 1 (p target, q draft); several
 independent siblings: Miao et al. 2023 (SpecInfer), arXiv:2305.09781, algorithm 2; siblings without
 replacement: Jeon et al. 2024 (RSD), arXiv:2402.14160, and Chen et al. 2024 (Sequoia),
-arXiv:2402.12374. Differs from common code: the test is ``u q < p``, so that a token of probability
-zero is never accepted, and a residual that vanishes by rounding falls back to p.
+arXiv:2402.12374. Differs from common code: the test is ``u q < p`` with u uniform in (0, 1), so a
+token with p = 0 is never accepted; and a residual that is zero by rounding is replaced by p.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from mmdecode.engine.target_logits import TargetLogits
 
 
 class Rejection(AcceptanceRule):
-    """Keeps a drafted token with probability min(1, p / q); else goes on with the residual.
+    """Keeps a drafted token with probability min(1, p / q); otherwise samples from the residual.
 
-    Guarantee: exact, if every token was really sampled from its ``log_q``, siblings in their order
-    and, where the kind is ``iid``, independently: a repeated draw stays in the proposal. One draft
-    is accepted with probability 1 - TV(p, q), the best possible.
+    Guarantee: exact, if every token was sampled from the proposal's ``log_q`` and siblings are in
+    the order of sampling. Siblings of kind ``iid`` must be independent, so repeated samples must
+    stay in the proposal. A single drafted token is accepted with the best possible probability,
+    1 - TV(p, q).
     """
 
     summary = "rejection sampling of sampled chains and trees, with the residual distribution"
@@ -45,15 +46,15 @@ class Rejection(AcceptanceRule):
     modes = frozenset({"sample"})
 
     def followed(self, p: Tensor, q: Tensor) -> Tensor:
-        """The distribution to follow where q drafted, both ``(..., V)``: the model's own."""
+        """Returns the distribution that drafted positions follow, ``(..., V)``: the target's p."""
         return p
 
     def odds(self, candidate: Candidate) -> tuple[Tensor, Tensor]:
-        """Numerator and denominator of the test, ``(...)``: keeps if ``u * second < first``."""
+        """Returns both sides of the test, ``(...)`` each; it passes if ``u * second < first``."""
         return at_token(candidate.p, candidate.token), at_token(candidate.q, candidate.token)
 
     def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
-        """See `mmdecode.engine.contracts.AcceptanceRule`."""
+        """Applies the rule to a proposal; see `mmdecode.engine.contracts.AcceptanceRule`."""
         walk = self._chain if proposal.is_chain and target.vectorised else self._tree
         path, count, p = walk(proposal, target, call)
         gumbel = call.request.noise.gumbel(
@@ -65,7 +66,7 @@ class Rejection(AcceptanceRule):
     def _chain(
         self, proposal: Proposal, target: TargetLogits, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """All tests at once: path, its length, and the distribution of the token after it."""
+        """Tests a chain at once; returns the path, its length and the next distribution."""
         rows = target.all().softmax(-1)  # (B, N + 1, V)
         size = proposal.size
         order = torch.arange(size, device=call.device)
@@ -94,7 +95,7 @@ class Rejection(AcceptanceRule):
     def _tree(
         self, proposal: Proposal, target: TargetLogits, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tests child after child; processors of unknown type run at kept nodes alone."""
+        """Tests a tree child by child; unknown logits processors run only after kept nodes."""
         parents, depths, _ = proposal.structure()
         tests = _tests(proposal.tree, proposal.size, call.device)
         draws = self._draws(call, len(tests))
@@ -137,35 +138,35 @@ class Rejection(AcceptanceRule):
 
     @staticmethod
     def _draws(call: Call, count: int) -> Tensor:
-        """Gumbel draws, one a test, ``(B, count)``."""
+        """Returns one Gumbel sample for each of ``count`` tests, ``(B, count)``."""
         positions = call.rows.length[:, None] + torch.arange(count, device=call.device)
         return call.request.noise.gumbel(positions, Role.ACCEPT, 1, trial=call.rows.rounds)[..., 0]
 
     @staticmethod
     def _sampled_from(proposal: Proposal, node: Tensor | None = None) -> Tensor:
-        """The distribution q of all nodes, ``(B, N, V)``, or of one per row, ``(B, V)``."""
+        """Returns q at all nodes, ``(B, N, V)``, or at one node per row, ``(B, V)``."""
         assert proposal.log_q is not None
         rows = proposal.log_q if node is None else _at(proposal.log_q, node)
         return rows.softmax(-1)
 
 
 class Relaxed(Rejection):
-    """A test that keeps more than the exact one; a subclass overrides `odds`.
+    """Base of lossy rules that accept more often than exact rejection; subclasses override `odds`.
 
-    After a rejection the next token is sampled from the residual of the exact rule. If every token
-    is kept at least as often as by the exact test, no choice of residual brings the output
-    distribution closer to p: its total variation equals the excess mass of the accepted tokens.
+    After a rejection the next token is sampled from norm(max(p - q, 0)), as in exact rejection
+    sampling. If every token is kept at least as often as by the exact test, no other residual
+    brings the output distribution closer to p in total variation.
 
-    Guarantee: lossy; the output moves from the model's distribution towards the draft's. Tokens
-    that were not sampled are taken too: q is then one-hot, and the exact test keeps x with
-    probability p(x).
+    Guarantee: lossy; the output moves from the target's distribution towards the draft's. Drafted
+    tokens that were not sampled are accepted as input too: their q is one-hot, so the exact test
+    keeps a token x with probability p(x).
     """
 
     guarantee = "lossy"
     kinds: tuple[Kind, ...] = ("without_replacement", "iid", "deterministic")
 
     def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
-        """See `mmdecode.engine.contracts.AcceptanceRule`."""
+        """Applies the rule to a proposal; see `mmdecode.engine.contracts.AcceptanceRule`."""
         if proposal.log_q is None:
             tokens = proposal.tokens.clamp_min(0)[..., None]
             vocab = target.raw().shape[-1]
@@ -176,15 +177,16 @@ class Relaxed(Rejection):
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Inputs of an acceptance test.
+    """Inputs of the acceptance test of drafted tokens.
 
     Attributes:
-        p: The distribution to follow, after earlier siblings were rejected, ``(..., V)``.
-        q: The distribution that the token was sampled from, without earlier siblings, ``(..., V)``.
-        token: The token, ``(...)``.
-        depth: Nodes between the root and the token, ``(...)``: 0 for the first drafted one.
-        position: Index of the token among the generated ones of its row, ``(...)``.
-        adapter: Adapter of the main model, for the codes and the grid of an image.
+        p: The target distribution, or its residual after rejected siblings, ``(..., V)``.
+        q: The distribution that the token was sampled from, ``(..., V)``; siblings that were
+            sampled before it without replacement have probability 0.
+        token: The drafted token, ``(...)``.
+        depth: Number of drafted tokens before it on its path, ``(...)``.
+        position: Index of the token among the generated tokens of its row, ``(...)``.
+        adapter: Adapter of the target model, which knows the codes and the grid of an image.
     """
 
     p: Tensor
@@ -196,17 +198,17 @@ class Candidate:
 
 
 def at_token(probs: Tensor, token: Tensor) -> Tensor:
-    """Probabilities ``(..., V)`` at one token each, ``(...)``."""
+    """Returns the probabilities of one token per distribution: ``(..., V)`` to ``(...)``."""
     return probs.gather(-1, token[..., None])[..., 0]
 
 
 def _at(rows: Tensor, node: Tensor) -> Tensor:
-    """``(B, N, V)`` at one node per row, ``(B, V)``."""
+    """Selects one node per row: ``(B, N, V)`` to ``(B, V)``."""
     return rows.gather(1, node[:, None, None].expand(-1, 1, rows.shape[-1]))[:, 0]
 
 
 def _aligned(steps: list[Tensor], proposal: Proposal) -> tuple[Tensor, Tensor]:
-    """Kept nodes in order, left-aligned, padded with -1; and how many: a test may keep none."""
+    """Returns the nodes kept by the tests, left-aligned and padded with -1, and their number."""
     if not steps:
         return proposal.tokens, proposal.tokens.new_zeros(len(proposal.tokens))
     kept = torch.stack(steps, 1)  # (B, tests), rising where not -1
@@ -218,10 +220,11 @@ def _aligned(steps: list[Tensor], proposal: Proposal) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=256)
 def _tests(tree: Tree | None, size: int, device: torch.device) -> list[Tensor]:
-    """Nodes in the order of the tests; each test has at most one node on a row's path.
+    """Groups the nodes of a tree into tests that are run one after the other.
 
-    In a shared tree these are the first children of all nodes of a depth, then the second ones, and
-    so on. Where rows have different trees, nodes are tested one after the other.
+    If all rows share the tree, a test contains the first children of all nodes at one depth, or all
+    second children, and so on: at most one of them has its parent on the row's path. If rows have
+    different trees (``tree`` is ``None``), every node is a test.
     """
     if tree is None:
         return [torch.tensor([node], device=device) for node in range(size)]

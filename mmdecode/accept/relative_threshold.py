@@ -1,10 +1,10 @@
-"""Relative threshold: keep tokens that are nearly as likely as the model's most likely one.
+"""Relative threshold, a lossy rule that keeps tokens nearly as likely as the most likely one.
 
-Lossy. A drafted token that is not the target's own choice is kept where its probability exceeds
-a share of the largest one; the target's own choice (argmax, or the keyed sample) is always kept.
+A drafted token is kept if its target probability exceeds a given share of the largest probability.
+The token that the target itself chooses (the argmax, or a sample) is always kept.
 
 Source: in the spirit of Bachmann et al. 2025 (Judge Decoding), arXiv:2501.19309, who accept what a
-trained judge or the standard test accepts; here a threshold decides, which needs no training.
+trained judge or the standard test accepts; here a threshold replaces the trained judge.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class RelativeThreshold(AcceptanceRule):
     """Keeps a drafted token if ``p(x) > share * max p``, or if it is the target's own choice.
 
     Args:
-        share: 0..1; lower keeps more. ``1`` is neutral: the greedy and the coupled rule.
+        share: Threshold as a share of the largest probability, 0 to 1; lower values keep more.
+            ``1`` is exact: the rule is then `GreedyMatch` or, for sampling, `Coupled`.
 
-    Guarantee: lossy; no closed form. Do not call its output lossless.
+    Guarantee: lossy; the output distribution has no closed form.
     """
 
     summary = "keeps drafted tokens nearly as likely as the most likely one"
@@ -39,11 +40,11 @@ class RelativeThreshold(AcceptanceRule):
 
     def __init__(self, share: float = 0.3) -> None:
         if not 0 <= share <= 1:
-            raise OptionError(f"share must be in 0..1, got {share}; 1 is neutral")
+            raise OptionError(f"share must be in 0..1, got {share}; 1 is exact")
         self.share = share
 
     def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
-        """See `mmdecode.engine.contracts.AcceptanceRule`."""
+        """Applies the rule to a proposal; see `mmdecode.engine.contracts.AcceptanceRule`."""
         choose = keyed(proposal, call, Role.TARGET) if call.request.do_sample else best
 
         floor = math.log(self.share) if self.share else -math.inf

@@ -1,10 +1,11 @@
-"""Typical acceptance: keep what is likely enough for the entropy of the distribution. Lossy.
+"""Typical acceptance, a lossy rule whose threshold depends on the entropy of the distribution.
 
-Source: Cai et al. 2024 (Medusa), arXiv:2401.10774, section 3.3: keep x while
-``p(x) > min(epsilon, delta * exp(-H(p)))``. The longest path wins, then the more likely one.
-The token after the path is the target's own choice (argmax, or the keyed sample). The reference
-swaps the defaults of epsilon and delta between two functions; these are the ones its generation
-uses.
+A drafted token x is kept if ``p(x) > min(epsilon, delta * exp(-H(p)))``. The longest path of such
+tokens is accepted, the most likely of equally long paths. The token after it is the target's own
+choice (the argmax, or a sample).
+
+Source: Cai et al. 2024 (Medusa), arXiv:2401.10774, section 3.3. The reference swaps the defaults of
+epsilon and delta between two functions; here are the defaults that its generation uses.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ class Typical(AcceptanceRule):
     """Keeps a drafted token if its probability exceeds ``min(epsilon, delta * exp(-entropy))``.
 
     Args:
-        epsilon: Hard threshold, 0..1. ``1`` with a large ``delta`` is neutral: nothing is kept.
-        delta: Scale of the entropy-dependent threshold, >= 0.
+        epsilon: Upper limit of the threshold, 0 to 1. With ``1`` and a large ``delta`` no drafted
+            token is kept.
+        delta: Scale of the entropy-dependent threshold; at least 0.
 
-    Guarantee: lossy; no closed form. Do not call its output lossless.
+    Guarantee: lossy; the output distribution has no closed form.
     """
 
     summary = "keeps drafted tokens that are likely enough for the distribution's entropy"
@@ -44,7 +46,7 @@ class Typical(AcceptanceRule):
         self.epsilon, self.delta = epsilon, delta
 
     def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
-        """See `mmdecode.engine.contracts.AcceptanceRule`."""
+        """Applies the rule to a proposal; see `mmdecode.engine.contracts.AcceptanceRule`."""
 
         def test(scores: Tensor, tokens: Tensor, depths: Tensor) -> Tensor:
             log_p = scores.log_softmax(-1)
@@ -56,6 +58,6 @@ class Typical(AcceptanceRule):
 
 
 def threshold(log_p: Tensor, epsilon: float, delta: float) -> Tensor:
-    """``min(epsilon, delta * exp(-H))`` over the last axis of normalised log-probabilities."""
+    """Returns ``min(epsilon, delta * exp(-H))`` for log-probabilities ``(..., V)`` of entropy H."""
     entropy = -(log_p.exp() * log_p.clamp_min(-1e4)).sum(-1)
     return (delta * (-entropy).exp()).clamp_max(epsilon)

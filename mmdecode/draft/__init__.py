@@ -1,4 +1,4 @@
-"""Drafters, one a file. A drafter proposes tokens; it changes speed, never their distribution."""
+"""Drafters, which propose tokens for the target model to verify; each has a module of its own."""
 
 from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.amateur import Amateur

@@ -1,14 +1,16 @@
-"""Draft-length control: limit another drafter to the depth that measured fastest, or switch it off.
+"""Draft-length control: limits another drafter to the depth that measured fastest.
 
-Each call runs with one depth. Tokens and seconds are counted over the whole call, including the
-drafter's work once per call. The next call takes the depth with the highest optimistic speed: the
-measured speed plus a share of it that falls with the root of n, the number of calls measured.
-Measurements fade, so that n falls too and every depth is tried again, a slow one seldom: texts and
-loads change. At depth 0 the drafter does nothing, so that one that would lose costs only trials.
+Each generation call uses one depth, the maximum number of levels in the draft tree. Tokens and
+seconds are measured over the whole call, including what the drafter does once per call. The next
+call uses the depth with the highest upper confidence bound: the measured speed v in tokens per
+second plus v * exploration / sqrt(n), with n the number of calls measured at that depth. Old
+measurements decay exponentially, n included, so every depth is tried again from time to time,
+because texts and machine loads change; slow depths are tried rarely. At depth 0 nothing is drafted,
+so a drafter that would slow decoding down is only used in these trials.
 
-Sources: goodput in place of acceptance, as in Liu et al. 2024 (SmartSpec), arXiv:2406.14066,
-section 4, by measurement alone and without its model of step times; the choice is discounted UCB,
-Garivier and Moulines 2011, arXiv:0805.3415, with the root of n alone in the bonus.
+Sources: Liu et al. 2024 (SmartSpec), arXiv:2406.14066, section 4, for goodput as the objective
+instead of acceptance; here it is measured, not predicted by a model of step times. The choice is
+discounted UCB, Garivier and Moulines 2011, arXiv:0805.3415, with 1 / sqrt(n) alone as the bonus.
 """
 
 from __future__ import annotations
@@ -39,18 +41,19 @@ from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
 
 STALL = 4.0
-"""A round longer than this many median rounds is cut to it: something else held it up."""
+"""Rounds longer than this many median rounds count as this long: other work delayed them."""
 
 
 @dataclass
 class Depth:
-    """Measurements at one depth; all but ``levels`` fade.
+    """Measurements at one depth; all except ``levels`` decay from call to call.
 
     Attributes:
-        levels: Levels that the drafter may propose; ``None``: no limit.
-        calls: Calls in which it was measured; a call without a scoring pass does not count.
-        tokens: Tokens per row in these calls, without the first of a call, which costs no pass.
-        seconds: Duration of these calls.
+        levels: Maximum number of tree levels that the drafter may propose; ``None``: no limit.
+        calls: Number of calls measured; calls without a verification pass do not count.
+        tokens: Tokens per row in these calls, without each call's first token, which the prompt's
+            pass yields.
+        seconds: Total duration of these calls.
     """
 
     levels: int | None
@@ -60,7 +63,7 @@ class Depth:
 
     @property
     def speed(self) -> float:
-        """Tokens per row and second; 0 before anything was measured."""
+        """Returns tokens per row and second; 0 before anything was measured."""
         return self.tokens / self.seconds if self.calls else 0.0
 
 
@@ -69,19 +72,19 @@ class Adaptive(Drafter):
 
     Args:
         draft: The drafter, or its name with options.
-        depths: Numbers of levels to choose from; ``None`` sets no limit, 0 switches drafting off.
-            ``(None,)`` is neutral.
-        memory: Calls after which a measurement has faded to about a third.
-        exploration: Share by which the speed of a depth measured in one call may be off. Larger
-            values try other depths more often; at 0 the fastest so far stays until it is slower.
-        any_rule: Choose depths under every rule. Off by default, because only the greedy and the
-            coupled rule generate the same tokens whatever is drafted; under others the sample for a
-            seed, though not its distribution, would depend on measured times.
+        depths: Maximum numbers of tree levels to choose from; ``None`` sets no limit, 0 switches
+            drafting off. With ``(None,)`` the wrapped drafter is never limited.
+        memory: Number of calls after which the weight of a measurement has decayed to 1/e.
+        exploration: Width of the confidence bound after one call, as a share of the speed. Larger
+            values try other depths more often; with 0 the fastest depth is always chosen.
+        any_rule: Whether depths are chosen under every acceptance rule. Off by default: only the
+            greedy and the coupled rule generate the same tokens with any draft; under others the
+            sample for a seed, though not its distribution, would depend on measured times.
 
-    Lossless under every exact rule. Nothing is read from the device during a call. Calls should
-    have similar inputs. Batch sizes are grouped by the next power of two, since the cost of a wider
-    pass depends on the number of rows. The clock is read in each round, so that whole rounds are
-    not captured, even if the drafter is ``graph_safe``.
+    Lossless under every exact acceptance rule. Measuring does not synchronise with the device.
+    Calls should have similar inputs. Batch sizes are grouped by the next power of two, since the
+    cost of a wider pass depends on the number of rows. The host's clock is read in each round, so
+    rounds are not captured as CUDA graphs, even if the wrapped drafter would allow it.
     """
 
     summary = "another drafter, cut to the depth that measured fastest, or switched off"
@@ -119,20 +122,21 @@ class Adaptive(Drafter):
     def from_options(
         cls, draft: str, memory: int = 100, model_id: str | None = None, target: Any = None
     ) -> Adaptive:
-        """From a string: ``adaptive:draft=medusa``; ``model_id`` and ``target`` go to the draft.
+        """Builds the drafter from a string's options, for example ``adaptive:draft=medusa``.
 
-        The draft may have one option, as in ``adaptive:draft=lookup:length=8``, since a comma
-        begins an option of this one; with more, build the draft and wrap it in Python.
+        The wrapped drafter may have one option, as in ``adaptive:draft=lookup:length=8``: a comma
+        begins the next option of ``adaptive``. To set more, build the wrapped drafter in Python.
+        ``model_id`` and ``target`` are passed to the wrapped drafter.
         """
         inner = registry.create("draft", draft, model_id=model_id, target=target)
         return cls(inner, memory=memory)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """Internals that the drafter needs."""
+        """Returns the model internals that the wrapped drafter needs."""
         return self.draft.needs(adapter)
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """Chooses the depth of this call."""
+        """Chooses the depth of this call and opens a session of the wrapped drafter."""
         began, depth = time.perf_counter(), None
         if self.any_rule or call.plan.drafter_invariant:
             depth = self._choose(call.batch)
@@ -142,18 +146,18 @@ class Adaptive(Drafter):
 
     @property
     def measured(self) -> list[Depth]:
-        """Measurements of each depth at the last call's batch size, including that call."""
+        """Returns the measurements of each depth at the batch size of the last call."""
         with self._lock:
             self._read()
             return self._of_size(self._size)
 
     def _of_size(self, rows: int) -> list[Depth]:
-        """Measurements for a batch of ``rows`` rows, grouped by the next power of two."""
+        """Returns the measurements for ``rows`` rows, grouped by the next power of two."""
         size = 1 << (rows - 1).bit_length()
         return self._by_size.setdefault(size, [Depth(levels) for levels in self._depths])
 
     def _note(self, call: Measured) -> None:
-        """Keeps a call's times; they are evaluated when the next call begins."""
+        """Stores the times of a call; they are evaluated when the next call begins."""
         with self._lock:
             if self._warm and call.depth is not None:
                 self._unread.append(call)
@@ -173,7 +177,7 @@ class Adaptive(Drafter):
         self._unread = []
 
     def _choose(self, rows: int) -> Depth:
-        """The depth with the highest optimistic speed; depths never measured come first."""
+        """Returns the depth with the highest confidence bound; unmeasured depths come first."""
         kept = 1 - 1 / self.memory
 
         def hope(depth: Depth) -> float:
@@ -191,13 +195,13 @@ class Adaptive(Drafter):
 
 
 class Measured(NamedTuple):
-    """The times of a call.
+    """Clock times, tokens and rounds of one generation call.
 
     Attributes:
-        depth: Depth of the call; ``None``: it was not chosen by measurement.
-        length: Tokens of its rows, ``(B,)``.
-        rounds: Rounds of its rows, ``(B,)``.
-        times: Clock at its start, at every round and at its end, in seconds.
+        depth: Depth of the call; ``None``: no depth was chosen, the drafter was not limited.
+        length: Number of generated tokens of each row, ``(B,)``.
+        rounds: Number of rounds of each row, ``(B,)``.
+        times: Clock times in seconds: at the start, after every round and at the end.
     """
 
     depth: Depth | None
@@ -210,11 +214,11 @@ class AdaptiveSession(DraftSession):
     """A session of another drafter, limited to one depth and timed.
 
     Args:
-        call: The call.
-        inner: Session of the drafter.
+        call: The generation call.
+        inner: Session of the wrapped drafter.
         depth: The chosen depth; ``None``: no limit.
-        began: Clock when it was opened.
-        note: Called with the times at the end.
+        began: Clock time at which the session was opened, in seconds.
+        note: Function that is called with the measurements when the call ends.
     """
 
     def __init__(
@@ -231,7 +235,7 @@ class AdaptiveSession(DraftSession):
         self.times = [began]
 
     def propose(self, budget: int) -> Proposal:
-        """The drafter's proposal, without levels beyond the depth."""
+        """Returns the wrapped drafter's proposal, without levels beyond the chosen depth."""
         if self.depth is None or self.depth.levels is None:
             return self.inner.propose(budget)
         levels = min(budget, self.depth.levels)
@@ -239,12 +243,12 @@ class AdaptiveSession(DraftSession):
         return proposal.masked(proposal.structure()[1] <= levels)
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Notes the time, and passes the round on."""
+        """Records the clock time, and passes the round to the wrapped session."""
         self.times.append(time.perf_counter())
         self.inner.observe(proposal, output, block)
 
     def close(self) -> None:
-        """Reports the times."""
+        """Closes the wrapped session and reports the measured times."""
         times, rows = [*self.times, time.perf_counter()], self.call.rows
         self.inner.close()
         if len(times) > 2:

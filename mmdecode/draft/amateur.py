@@ -1,12 +1,13 @@
-"""The model itself drafts from less input: without the image, or from the end of the prompt alone.
+"""Drafting by the target model itself from less input, for example without the image.
 
-The amateur branch of contrastive decoding also drafts, as in speculative contrastive decoding. This
-is exact with respect to the guided distribution, because the rule tests drafts by that distribution
-alone. A pass of the amateur costs as much as a pass of the model, less the attention to the missing
-input, so it pays where drafts are cheap to score and the image is most of the prompt.
+The amateur, the same model with reduced input, is the negative branch of contrastive decoding; in
+speculative contrastive decoding it drafts too. With an exact acceptance rule the output follows the
+guided distribution, whatever is drafted. A pass of the amateur costs as much as a pass of the
+model, except for the attention to the missing input, so this drafter only pays if the image is most
+of the prompt.
 
-Source: Yuan et al. 2024, arXiv:2311.08981 (which lets the amateur share the contrast's scores; here
-it keeps a cache of its own, one token short).
+Source: Yuan et al. 2024, arXiv:2311.08981. Differs from the paper, where drafting and contrast
+share the amateur's scores: here the drafter runs the amateur with a cache of its own.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ class Amateur(Assistant):
     """Drafts ``length`` tokens with the target model itself.
 
     Args:
-        length: Tokens per round; 0 is neutral.
-        transform: Change to the inputs of the drafting branch, see
+        length: Number of tokens drafted per round; 0 drafts nothing.
+        transform: Name of the change to the model's inputs for drafting, see
             `mmdecode.adapters.vision.transforms`; ``None``: no change.
-        prompt: Prompt of the branch, as in `mmdecode.engine.adapter.BranchSpec`.
+        prompt: Prompt for drafting: ``"same"`` as the target's, its ``"last_token"``, or ids; see
+            `mmdecode.engine.adapter.BranchSpec`.
         transform_options: Arguments of the transform.
 
     Raises:
-        IncompatibleError: When decoding begins, of a model that has no such transform.
+        IncompatibleError: When decoding begins, if the model has no such transform.
     """
 
     summary = "the model itself drafts, without the image"
@@ -60,11 +62,11 @@ class Amateur(Assistant):
     def from_options(  # type: ignore[override]
         cls, length: int = 3, transform: str = "no_image", prompt: str | None = None
     ) -> Amateur:
-        """Builds it from a string; ``prompt=last_token`` is for models without images."""
+        """Builds the drafter from options; ``prompt=last_token`` is for models without images."""
         return cls(length, transform) if prompt is None else cls(length, None, prompt)  # type: ignore[arg-type]
 
     def begin(self, call: Call, prefill: BranchOutput) -> AssistantSession:
-        """Reads the branch's prompt."""
+        """Opens a session, in which the model reads the reduced prompt."""
         branch = ModelRunner(call.plan.adapter, [self.spec])
         branch.prefill(call, {})
         return AssistantSession(call, branch, warp_alone(call), self.length)

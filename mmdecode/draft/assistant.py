@@ -1,11 +1,11 @@
-"""A smaller model with the same vocabulary drafts a chain, one token after the other.
+"""Drafting by a smaller model with the same vocabulary, one token after the other.
 
-The drafter's cache stays one token short on purpose: each round begins by reading the last two
-committed tokens again, which overwrites the cache entries of rejected tokens and covers the token
-that a fully accepted draft never read. Rows therefore need no case distinction.
+Each round begins with a pass of the drafting model over the last two committed tokens. This pass
+overwrites the cache entries of rejected tokens, and adds the last token of a fully accepted draft,
+which the drafting model has not read yet. All rows are therefore treated alike.
 
-A text-only drafter for a vision-language model reads only the text tokens of the prompt, numbered
-by themselves; its drafts do not depend on the image.
+A text-only drafter for a vision-language model reads only the text tokens of the prompt, at
+consecutive positions; its drafts do not depend on the image.
 
 Sources: Leviathan et al. 2023, arXiv:2211.17192; Gagrani et al. 2024, arXiv:2404.08856 (a language
 model drafts for a vision-language model). A Whisper assistant reads the target's encoder states
@@ -38,22 +38,24 @@ from mmdecode.errors import IncompatibleError, InputError, MMDecodeError, Option
 
 
 class Assistant(Drafter):
-    """Drafts ``length`` tokens with ``model``.
+    """Drafts ``length`` tokens per round with a second, smaller model.
 
     Args:
-        model: A model with the target's vocabulary.
-        length: Tokens per round; 0 is neutral.
-        guide: Guide for the drafts, with branches run by the drafting model; ``None``: the call's
-            guide. It must not edit the inside of the model.
-        warp: Change to the draft's logits before a token is chosen; ``None``: the call's warpers.
-        text_only: Leave image tokens out of the prompt; ``None``: if the target reads images and
-            ``model`` does not.
-        max_rejection_probability: Largest estimated probability that a row's draft contains a
-            rejected token; the token that exceeds it is the row's last in the round. 1 is neutral.
-            See `Going`.
+        model: The drafting model, with the target's vocabulary.
+        length: Number of tokens drafted per round; 0 drafts nothing.
+        guide: Guide applied to the draft's logits; the drafting model runs its branches. ``None``:
+            the call's guide. It must not edit attention or hidden states of the model.
+        warp: Change to the draft's logits before a token is chosen, such as a temperature;
+            ``None``: the logits warpers of the call.
+        text_only: Whether image tokens are left out of the prompt; ``None``: they are if the target
+            reads images and ``model`` does not.
+        max_rejection_probability: Drafting ends in a row after the token at which the estimated
+            probability that any drafted token is rejected exceeds this value; see `Going`. With 1
+            all ``length`` tokens are drafted.
 
-    Proposes argmax tokens (``deterministic``), samples (``iid``, with their distribution), or
-    argmax of log q plus the target's own Gumbel noise (``coupled``), as the rule prefers.
+    The acceptance rule decides the kind of proposal: argmax tokens (``deterministic``), samples
+    with their distribution (``iid``), or the argmax of log q plus the target's own Gumbel noise
+    (``coupled``).
     """
 
     summary = "a smaller model drafts a chain"
@@ -90,13 +92,13 @@ class Assistant(Drafter):
         text_only: bool | None = None,
         max_rejection_probability: float = 1.0,
     ) -> Assistant:
-        """Builds it from a string; ``model`` is a folder, a Hub name or an object from the context.
+        """Builds the drafter from options; ``model`` is a folder, a Hub id or a model.
 
-        A named model is loaded when decoding begins, since the target decides its class, device
-        and dtype.
+        A model that is given by name is loaded when decoding begins, with the target's device and
+        dtype, and with the target's class if the model types agree.
 
         Raises:
-            InputError: There is no checkpoint of that name.
+            InputError: There is no checkpoint with that name.
         """
         if isinstance(model, str):
             model = local_path(model)
@@ -106,7 +108,7 @@ class Assistant(Drafter):
         )
 
     def begin(self, call: Call, prefill: BranchOutput) -> AssistantSession:
-        """Reads the prompt with the drafting model."""
+        """Opens a session, in which the drafting model reads the prompt."""
         adapter = self._adapter(call, prefill)
         text_only, target_reads_images = self.text_only, _reads_images(call.plan.adapter)
         if text_only is None:
@@ -132,7 +134,7 @@ class Assistant(Drafter):
         target: DraftTarget,
         unguided: str | None,
     ) -> AssistantSession:
-        """A session that has read the prompt, or only its text if ``words`` is set."""
+        """Opens a session and reads the prompt, or only its text if ``words`` is set."""
         main = _words(call) if words else MAIN
         branch = ModelRunner(adapter, [main, *branches_of(target)[1:]])
         outputs = branch.prefill(call, {})
@@ -145,10 +147,10 @@ class Assistant(Drafter):
         return AssistantSession(call, branch, followed, self.length, self.max_rejection_probability)
 
     def _adapter(self, call: Call, prefill: BranchOutput) -> Any:
-        """The adapter of the drafting model.
+        """Returns the adapter of the drafting model.
 
         Raises:
-            IncompatibleError: The model has another vocabulary than the target.
+            IncompatibleError: The vocabularies of drafting model and target differ in size.
         """
         model = self._loaded_for(call) if isinstance(self.model, str) else self.model
         adapter = adapter_like(call.plan.adapter, model)
@@ -163,7 +165,7 @@ class Assistant(Drafter):
         return adapter
 
     def _loaded_for(self, call: Call) -> Any:
-        """The named model, on the target's device and in its dtype."""
+        """Returns the model given by name, on the target's device and in its dtype."""
         target = call.plan.adapter.model
         key = type(target), call.device, target.dtype
         with self._lock:
@@ -174,17 +176,18 @@ class Assistant(Drafter):
 
 
 class AssistantSession(DraftSession):
-    """A session of an `Assistant`, or of another drafter whose branch drafts a chain.
+    """Session of an `Assistant`, or of another drafter in which a model drafts a chain.
 
     Args:
-        call: The call.
-        branch: Runner of the drafting model, which has read the prompt.
-        target: Distribution that drafts follow.
-        length: Tokens per round.
-        max_rejection_probability: See `Assistant`.
+        call: The generation call.
+        branch: Runner of the drafting model's passes, which has read the prompt.
+        target: Guide and warpers that turn the drafting model's logits into the distribution to
+            draft from.
+        length: Number of tokens drafted per round.
+        max_rejection_probability: Threshold that ends drafting early, see `Assistant`.
 
     Attributes:
-        lag: Number of committed tokens that each round reads again.
+        lag: Number of last committed tokens that the first pass of each round reads.
     """
 
     lag = 2
@@ -203,7 +206,7 @@ class AssistantSession(DraftSession):
         self.unguided = target.unguided
 
     def propose(self, budget: int) -> Proposal:
-        """A chain per row."""
+        """Drafts a chain of up to ``length`` tokens per row."""
         call, branch, kind = self.call, self.branch, self.call.plan.kind
         length = min(self.length, budget)
         if length <= 0:
@@ -234,34 +237,36 @@ class AssistantSession(DraftSession):
         return Proposal(tokens=torch.stack(tokens, 1), kind=kind, log_q=log_q)
 
     def going(self) -> Going:
-        """The stop condition of a round."""
+        """Returns the stop condition of a round."""
         return Going(self.max_rejection_probability, self.call)
 
     def read_again(self) -> int:
-        """`lag`, or as many tokens as there are: one at first, if the prompt has no ids."""
+        """Returns how many committed tokens a round reads first: `lag`, or all if fewer."""
         return min(self.lag, self.call.prompt_length + self.call.rows.cur_len + 1)
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Moves the write position to the first of the tokens that are read again."""
+        """Moves the cache's write position back to the first token that the next round reads."""
         start = self.branch.width + self.call.rows.length - self.read_again()
         self.branch.cache.set_start(start.repeat(len(self.branch.specs)))
 
 
 class Going:
-    """Stop condition per row: drafting ends once a rejection is likely enough.
+    """Stop condition per row: drafting ends once a rejection is too likely.
 
-    A token is proposed whatever its own probability is, and may end its row after it. So a stop
-    depends only on tokens that the rule will test, and sampled drafts stay exact. Tokens after a
-    stop are unused. The host reads the condition only on the CPU, where that is free; on other
-    devices all steps are run, and only their verification is saved.
+    The token at which the threshold is exceeded is still proposed, so whether a row stops depends
+    only on proposed tokens, and the acceptance of sampled drafts stays exact. Later tokens of the
+    row are not proposed. On a CPU the loop over tokens ends when all rows have stopped. On other
+    devices reading the condition would need a synchronisation, so all steps are run, and only the
+    verification of the later tokens is avoided.
 
     Args:
-        max_rejection_probability: See `Assistant`.
-        call: The call.
+        max_rejection_probability: The threshold, see `Assistant`.
+        call: The generation call.
 
     Source: Huang et al. 2024 (SpecDec++), arXiv:2405.19715, section 3: stop where one minus the
-    product of acceptance probabilities exceeds a threshold. Differs: these are not predicted by a
-    trained head but taken from the distribution that each token was sampled from.
+    product of acceptance probabilities exceeds a threshold. Differs from the paper: a token's
+    acceptance probability is not predicted by a trained head, but is the probability that the
+    drafting model gives it.
     """
 
     def __init__(self, max_rejection_probability: float, call: Call) -> None:
@@ -270,7 +275,7 @@ class Going:
         self.kept = call.rows.active.float()  # probability that no token so far is rejected
 
     def submitted(self, token: Tensor) -> Tensor:
-        """Token to propose, ``(B,)``, -1 in rows that have stopped."""
+        """Returns the tokens to propose, ``(B,)``: ``token``, but -1 in rows that have stopped."""
         return (
             token
             if self.max_rejection_probability >= 1
@@ -278,47 +283,47 @@ class Going:
         )
 
     def ended(self, logits: Tensor, token: Tensor) -> bool:
-        """Notes a token ``(B,)`` of logits ``(B, V)``; returns whether all rows stop."""
+        """Adds tokens ``(B,)`` drafted from logits ``(B, V)``; returns whether all rows stop."""
         if self.max_rejection_probability >= 1:
             return False
         self.kept *= self.chance(logits.softmax(-1), token)
         return self.may_sync and bool((1 - self.kept > self.max_rejection_probability).all())
 
     def chance(self, probs: Tensor, token: Tensor) -> Tensor:
-        """Estimated probability that a token ``(B,)`` of ``probs (B, V)`` is accepted."""
+        """Estimates the acceptance probability of tokens ``(B,)`` drafted from ``probs (B, V)``."""
         return probs.gather(1, token[:, None])[:, 0]
 
 
 def adapter_like(adapter: Any, model: Any) -> Any:
-    """The adapter of a drafting model, given its target's."""
+    """Returns the adapter of a drafting model, given the adapter of its target."""
     # an image model's adapter shares the layout of its images
     return adapter.companion(model) or registry.adapter_for(model)
 
 
 def _unguided(guide: Guide | None, adapter: Any, words: bool) -> str | None:
-    """Why a drafting model cannot follow a guide; ``None``: it probably can.
+    """Returns why a drafting model cannot apply a guide; ``None`` if no reason is known.
 
     Args:
         guide: Guide of the call.
         adapter: Adapter of the drafting model.
-        words: Whether it reads the text of the prompt alone.
+        words: Whether the drafting model reads only the text of the prompt.
     """
     if guide is None:
         return None
     if words:
         return "the drafting model reads the words of the prompt alone"
     if guide.edits:
-        return f"guide {type(guide).__name__} changes what happens inside the model"
+        return f"guide {type(guide).__name__} edits attention or hidden states of the model"
     return why_unguided(guide, adapter)
 
 
 def _reads_images(adapter: Any) -> bool:
-    """Whether a model reads images."""
+    """Whether the model of an adapter reads images."""
     return "image" in adapter.inputs
 
 
 def _words(call: Call) -> BranchSpec:
-    """The prompt without its image tokens.
+    """Returns the prompt without its image tokens.
 
     The last token is always kept, since the first round reads it again.
     """
@@ -334,8 +339,8 @@ def _loaded(path: str, target: Any) -> Any:
     """Loads a checkpoint with the target's class if the model types match, else by an Auto class.
 
     Raises:
-        IncompatibleError: Transformers has no class for it that generates text.
-        InputError: It cannot be loaded.
+        IncompatibleError: Transformers has no class that generates text with this checkpoint.
+        InputError: The checkpoint cannot be loaded.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSpeechSeq2Seq
 
@@ -354,16 +359,16 @@ def _loaded(path: str, target: Any) -> Any:
             raise IncompatibleError.between(
                 f"assistant {path!r}",
                 type(target).__name__,
-                f"its type is {found!r}, which transformers does not load as a model of text",
-                "use one of the target's type, or give a loaded model",
+                f"transformers cannot load its model type {found!r} as a model that generates text",
+                "use an assistant of the target's model type, or give a loaded model",
             ) from error
 
 
 def _type_of(path: str) -> str:
-    """Model type of a checkpoint, from its configuration.
+    """Returns the model type of a checkpoint, from its configuration.
 
     Raises:
-        InputError: There is no configuration, or it names no type.
+        InputError: There is no configuration, or it has no ``model_type``.
     """
     with loading(path):
         found = PreTrainedConfig.get_config_dict(path)[0].get("model_type")

@@ -1,7 +1,4 @@
-"""Helper of drafters that wrap other drafters.
-
-Not a drafter itself.
-"""
+"""Helper function of drafters that wrap other drafters."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from mmdecode.engine.contracts import Drafter
 
 
 def drafter_of(given: Drafter | str) -> Drafter:
-    """A drafter, given itself or its name with options.
+    """Returns the given drafter, or builds one from a string such as ``lookup:length=8``.
 
     Raises:
-        OptionError: The object is not a drafter.
+        OptionError: The given object is not a drafter.
         UnknownNameError: The name is not registered.
     """
     found: Drafter = registry.create("draft", given) if isinstance(given, str) else given

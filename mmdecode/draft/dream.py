@@ -1,11 +1,12 @@
-"""DREAM: three blocks that cross-attend to the model's states draft trees, with part of the image.
+"""DREAM: drafts trees with three blocks that cross-attend to hidden states of the target model.
 
-The model is in `mmdecode.models.dream`, how a tree is grown in `mmdecode.draft.growing`.
+The drafter may read only the image tokens that the prompt's text attends to most. The drafter's
+model is in `mmdecode.models.dream`; `mmdecode.draft.growing` grows the trees.
 
-Source: Hu et al. 2025, arXiv:2505.19201, section 3.3 for the image. Differs from the reference,
-whose call is commented out: the attention that counts is that of the prompt's words in the last
-layer, which the engine computes without the matrix of all tokens, and leaving out a token also
-leaves out the state next to it.
+Source: Hu et al. 2025, arXiv:2505.19201; section 3.3 selects image tokens. The released code
+contains this selection, but its call is commented out. Differs from that code: tokens are
+ranked by the attention of the prompt's text tokens in the last layer, which is computed without the
+full attention matrix; and a token is left out together with the hidden state that belongs to it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,9 @@ class Dream(FeatureDraft):
     """Drafts with a DREAM model.
 
     Args:
-        drafter: The model.
-        share: Share of each prompt's image tokens that the drafter reads: those that the text
-            attends to most in the last layer. 1, the neutral setting, reads all; the paper uses
-            0.75.
+        drafter: The trained DREAM model.
+        share: Share of each prompt's image tokens that the drafter reads: the ones that the
+            prompt's text attends to most in the last layer. 1 reads all; the paper uses 0.75.
         **options: Options of `FeatureDraft`.
 
     Raises:
@@ -65,7 +65,7 @@ class Dream(FeatureDraft):
         min_expected_gain: float | None = None,
         share: float = 1.0,
     ) -> Self:
-        """Builds it from a string; see `FeatureDraft.from_options`."""
+        """Builds the drafter from the options of a string; see `FeatureDraft.from_options`."""
         path = path or shipped(cls.modules, model_id)
         options = {
             "images": images,
@@ -76,22 +76,22 @@ class Dream(FeatureDraft):
         return cls.shaped(path, length, depth, top_k, nodes, **options)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """The same as `FeatureDraft`; with fewer image tokens, the text's attention too."""
+        """Returns the needs of `FeatureDraft`, and the text's attention if ``share`` is below 1."""
         thinned = self.share < 1 and "image" in adapter.inputs
         return super().needs(adapter).union(Requirements(text_attention=thinned))
 
     def begin(self, call: Call, prefill: BranchOutput) -> DreamSession:
-        """Reads the prompt."""
+        """Opens a session, in which the drafter reads the prompt."""
         return DreamSession(self, call, prefill)
 
 
 class DreamSession(FeatureSession):
-    """A session of a `Dream`: image tokens that the text attends to least are left out."""
+    """Session of a `Dream` drafter; leaves out image tokens that the text attends to least."""
 
     draft: Dream
 
     def visible_rows(self, rows: Rows, prefill: BranchOutput) -> Rows:
-        """The prompt's rows, without image tokens that are left out."""
+        """Returns the drafter's inputs for the prompt, without the image tokens to leave out."""
         rows = super().visible_rows(rows, prefill)
         if self.draft.share == 1 or not prefill.text_attention:
             return rows
@@ -105,7 +105,7 @@ class DreamSession(FeatureSession):
 
 
 def _last_layer(output: BranchOutput, width: int) -> Tensor:
-    """The text's attention in the last layer, ``(B, width)``; prompts end in the last column."""
+    """Returns the text's mean attention in the last layer, ``(B, width)``, aligned at the right."""
     _, weights = max(output.text_attention.items())
     weights = weights.mean(1)[:, -width:]
     return torch.nn.functional.pad(weights, (width - weights.shape[1], 0))

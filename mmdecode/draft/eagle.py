@@ -1,11 +1,11 @@
-"""EAGLE: a small layer over the target's own states drafts chains or trees.
+"""EAGLE: drafts chains or trees with a small layer on the target model's hidden states.
 
-EAGLE-1 and EAGLE-2 have the same weights and differ in the tree; EAGLE-3 reads three levels of
-states and has a head over a part of the vocabulary. How a tree is grown and how the drafter's cache
-is kept is in `mmdecode.draft.features`, the models are in `mmdecode.models.eagle`.
+EAGLE-1 and EAGLE-2 have the same weights and differ in the tree. EAGLE-3 reads hidden states of
+three layers and predicts a part of the vocabulary. `mmdecode.draft.features` grows the trees and
+keeps the drafter's cache; the models are in `mmdecode.models.eagle`. With a vision-language model,
+the drafter reads the image as the target's input embeddings at the image tokens.
 
-Sources: Li et al. 2024, arXiv:2401.15077; 2024, arXiv:2406.16858; 2025, arXiv:2503.01840. The image
-of a vision-language model is read as the target's merged embeddings.
+Sources: Li et al. 2024, arXiv:2401.15077; 2024, arXiv:2406.16858; 2025, arXiv:2503.01840.
 """
 
 from __future__ import annotations

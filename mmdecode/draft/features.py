@@ -1,11 +1,13 @@
-"""Drafting from the target's states: chains and trees of a `FeatureDrafter`, in ragged batches.
+"""Base of drafters with a small trained model on the target's hidden states, such as EAGLE.
 
-The drafter's cache holds one row per committed token but the last, on the accepted path alone; the
-states that verification made anyway are its input, so a round costs one pass over the new rows and
-one for each further level. How a tree is grown is in `mmdecode.draft.growing`.
+The small model is a `FeatureDrafter`. Each of its inputs, called rows, combines a token's embedding
+and the target's hidden state at the token before it, known from verification. Its cache has one
+entry per committed token except the last (the root of the draft tree). A round costs one pass of
+the small model over the newly committed tokens, and one for each further level of the tree, which
+`mmdecode.draft.growing` grows.
 
-Source: Li et al. 2024 (EAGLE-2), arXiv:2406.16858, section 4. Differs from the reference: batches,
-with rows of any length.
+Source: Li et al. 2024 (EAGLE-2), arXiv:2406.16858, section 4. Differs from the reference: batches
+whose rows have different lengths.
 """
 
 from __future__ import annotations
@@ -44,31 +46,32 @@ IMAGES = ("all", "hidden")
 
 
 class FeatureDraft(Drafter):
-    """Drafts with a model over the target's states.
+    """Drafts chains or trees with a small model on the target's hidden states.
 
     Args:
-        drafter: The model.
-        depth: Tokens on the longest path; the references count one less. 0 is neutral.
-        top_k: Children of a node, and nodes of a level that go on; 1 drafts a chain.
-        nodes: Nodes that are kept, the root not counted; the references count it.
+        drafter: The trained small model.
+        depth: Number of tokens on the longest path, one more than in the references. 0 drafts
+            nothing.
+        top_k: Number of children per expanded node, and of nodes per level that are expanded; 1
+            drafts a chain.
+        nodes: Number of nodes that are proposed, without the root, which the references count.
         images: ``hidden`` leaves the prompt's image tokens out of the drafter's input, as a
-            control.
-        sampled: Whether rules that test a token against its distribution get tokens that were
-            sampled, without replacement from log q, and not the most likely ones; ``None``: where
-            the drafter was made for a model of image tokens, whose distributions are flat, and the
-            tree fits into ``nodes``, since none that was sampled may be left out.
-        min_expected_gain: A row's tree ends after the level that adds no more than this to the
-            number of drafted tokens that the drafter expects to be accepted; ``None``, the neutral
-            setting: at ``depth``. With ``top_k`` as many as ``nodes`` this is OPT-Tree; see
-            `mmdecode.draft.growing.Worth`.
+            control experiment; ``all`` keeps them.
+        sampled: Whether rejection sampling gets nodes that were sampled without replacement from
+            the drafter's distribution q, instead of the most likely ones. All sampled nodes must be
+            proposed, so the whole tree must fit into ``nodes``. ``None``: sampled if the drafter
+            was trained for image tokens, whose distributions are flat, and the tree fits.
+        min_expected_gain: Minimum number of expected accepted tokens that a level of the tree must
+            add for the next level to be grown; ``None``: all ``depth`` levels are grown. With
+            ``top_k`` equal to ``nodes`` this is OPT-Tree; see `mmdecode.draft.growing.Worth`.
 
-    Proposes deterministic trees, or sampled ones with their distributions. With the coupled rule,
-    children are the top of log q plus the noise that decides their position, while paths are
-    ranked by log q. Tokens outside the drafter's vocabulary are never proposed. Lossless with every
-    exact rule, whatever is drafted.
+    Proposes the most likely nodes, or sampled nodes with their distributions. With the coupled
+    rule, the children of a node are the top k of log q plus the Gumbel noise that the rule uses at
+    their position, and paths are ranked by log q. Tokens outside the drafter's vocabulary are never
+    proposed. Lossless under every exact acceptance rule, whatever is drafted.
 
-    If a guide has other branches, the drafter runs on the states of each, and drafts from the
-    guided distribution, as LANTERN does; see `mmdecode.draft.target`.
+    With a guide that has several branches, the drafter runs on the hidden states of each branch and
+    drafts from the guided distribution; see `mmdecode.draft.target`.
 
     Raises:
         OptionError: An option is out of range, or a sampled tree has too many nodes.
@@ -105,8 +108,8 @@ class FeatureDraft(Drafter):
         if sampled and grown > nodes:
             raise OptionError(
                 f"a sampled tree of depth {depth} and top_k {top_k} has {grown} nodes, of which "
-                f"{nodes} would be kept, by what was sampled; expected nodes={grown} or more, a "
-                "smaller tree, a chain (length=...), or sampled=false"
+                f"only {nodes} would be proposed; give nodes={grown} or more, a smaller tree, a "
+                "chain (length=...), or sampled=false"
             )
         if sampled is None:
             sampled = bool(drafter.config.get("draws_images")) and grown <= nodes
@@ -126,7 +129,7 @@ class FeatureDraft(Drafter):
             **options: Options of the class.
 
         Raises:
-            InputError: The checkpoint holds no such drafter.
+            InputError: The checkpoint is of no drafter that this class loads.
         """
         return cls(load_drafter(name, cls.modules), **options)
 
@@ -143,9 +146,9 @@ class FeatureDraft(Drafter):
         sampled: bool | None = None,
         min_expected_gain: float | None = None,
     ) -> Self:
-        """Builds it from a string; ``length`` drafts a chain of so many tokens instead of a tree.
+        """Builds the drafter from a string's options; ``length=n`` drafts a chain of n tokens.
 
-        Without ``path``, the drafter that is shipped for the model at hand.
+        Without ``path``, loads the drafter that this library ships for the target ``model_id``.
         """
         path = path or shipped(cls.modules, model_id)
         own = {"images": images, "sampled": sampled, "min_expected_gain": min_expected_gain}
@@ -155,36 +158,36 @@ class FeatureDraft(Drafter):
     def shaped(
         cls, path: str, length: int | None, depth: int, top_k: int, nodes: int, **options: Any
     ) -> Self:
-        """A drafter of chains of ``length`` tokens; of trees if ``length`` is ``None``."""
+        """Loads a drafter of chains of ``length`` tokens, or of trees if ``length`` is ``None``."""
         if length is not None:
             depth, top_k, nodes = length, 1, max(length, 1)
         return cls.from_pretrained(path, depth=depth, top_k=top_k, nodes=nodes, **options)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """The states that make a feature; for a model with images, its input embeddings too.
+        """Returns the hidden states that the drafter reads; with images, the input embeddings too.
 
         Raises:
-            IncompatibleError: The drafter was made for another target.
+            IncompatibleError: The drafter was trained for another target.
         """
         return feature_needs(self.drafter, adapter)
 
     def begin(self, call: Call, prefill: BranchOutput) -> FeatureSession:
-        """Reads the prompt."""
+        """Opens a session, in which the drafter reads the prompt."""
         return FeatureSession(self, call, prefill)
 
 
 class FeatureSession(DraftSession):
-    """A call of a `FeatureDraft`: the drafter's cache and its last states.
+    """Session of a `FeatureDraft`: the small model's cache and its last states.
 
-    Begins by reading all prompt rows but the last: round 0 has only now decided its next token.
+    On opening, the small model reads the prompt except the last token: a row needs the next token.
 
     Args:
         draft: The drafter.
-        call: The call.
-        prefill: Outputs after the prompt, with the states of the whole prompt.
+        call: The generation call.
+        prefill: Outputs of the prompt's pass, with the hidden states of the whole prompt.
 
     Raises:
-        IncompatibleError: The drafter was made for another target.
+        IncompatibleError: The drafter was trained for another target.
     """
 
     def __init__(self, draft: FeatureDraft, call: Call, prefill: BranchOutput) -> None:
@@ -227,7 +230,7 @@ class FeatureSession(DraftSession):
         self.cache.set_start(torch.full_like(self._pads, width))
 
     def visible_rows(self, rows: Rows, prefill: BranchOutput) -> Rows:
-        """The prompt's rows that the drafter reads."""
+        """Marks the prompt rows that the drafter reads: all, or the ones without image tokens."""
         if self.draft.images == "all":
             return rows
         assert rows.kept is not None and rows.images is not None
@@ -238,14 +241,14 @@ class FeatureSession(DraftSession):
         return self.drafter(rows, mask, self.cache)
 
     def positions(self, slots: Tensor) -> Tensor:
-        """Positions after the prompt, of slots ``(B, Q)``."""
+        """Returns the token positions that belong to cache slots ``(B, Q)``."""
         positions = turned(self.drafter, self.call.plan.adapter, slots + self._base[:, None])
         return positions if self._offsets is None else positions + self._offsets
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Reads the accepted path: the state of each token, with the token after it.
+        """Runs the small model over the accepted path: each state with the token after it.
 
-        Rows after the path's end are read too, and overwritten in the next round.
+        Entries after the end of the path are computed too, and overwritten in the next round.
         """
         call, each = self.call, self.target.each
         levels = _levels(self.drafter, call.plan.adapter)
@@ -270,7 +273,7 @@ class FeatureSession(DraftSession):
         self._reach = self._width + min(call.rows.cur_len + width, call.request.max_new_tokens)
 
     def propose(self, budget: int) -> Proposal:
-        """The most likely paths after the last token."""
+        """Grows a tree of the most likely continuations of the last committed token."""
         levels = min(self.draft.depth, budget)
         if levels <= 0:
             return super().propose(budget)
@@ -278,9 +281,9 @@ class FeatureSession(DraftSession):
         return grown_proposal(self.target, shape, *self.reader(levels), self.drafter.target_ids())
 
     def reader(self, levels: int) -> tuple[Tensor, Callable[[int, Tensor, Tensor], Tensor]]:
-        """Logits after the root, and ``step`` of `grow`, which reads the nodes of a level.
+        """Returns the drafter's logits after the root, and the function ``step`` of `grow`.
 
-        Both give logits of all branches, ``(M * B, k, D)``; nodes are given once per row.
+        The logits are of all M branches, ``(M * B, k, D)``; ``step`` takes nodes once per row.
         """
         assert self.state is not None, "observe was not called"
         drafter, own, adapter = self.drafter, self.drafter.target_ids(), self.call.plan.adapter
@@ -308,15 +311,15 @@ class FeatureSession(DraftSession):
         return logits, step
 
     def slots(self, levels: int, vocab: int) -> int:
-        """Slots that attention covers while levels are grown; ``vocab`` is the drafter's."""
+        """Returns how many cache slots attention covers while ``levels`` levels are grown."""
         return bucket(self._reach + (levels - 1) * min(self.draft.top_k, vocab))
 
 
 def shipped(kinds: Iterable[str], model_id: str | None) -> str:
-    """The drafter that ships with a model, as ``zoo:NAME``; of several kinds the first one shipped.
+    """Returns ``zoo:NAME`` of the drafter that ships with a model, of the first kind available.
 
     Raises:
-        OptionError: None is shipped.
+        OptionError: No drafter of these kinds ships with the model.
     """
     kinds = list(kinds)
     for kind in kinds:
@@ -329,10 +332,10 @@ def shipped(kinds: Iterable[str], model_id: str | None) -> str:
 
 
 def feature_needs(drafter: FeatureDrafter, adapter: Any) -> Requirements:
-    """Internals that a drafter needs from the target's passes; see `FeatureDraft.needs`.
+    """Returns the hidden states that a drafter needs from the target; see `FeatureDraft.needs`.
 
     Raises:
-        IncompatibleError: The drafter was made for another target.
+        IncompatibleError: The drafter was trained for another target.
     """
     refuse_encoder(drafter, adapter)
     image_levels = {0} if "image" in adapter.inputs else set()
@@ -346,18 +349,19 @@ def prompt_rows(
     prefill: Mapping[str, BranchOutput],
     specs: Sequence[BranchSpec] = (MAIN,),
 ) -> Rows:
-    """Inputs of a drafter for a prompt: all its tokens but the last, each with the one after it.
+    """Returns the drafter's inputs for a prompt: the state of each token with the next token.
 
     Args:
         drafter: The drafter's model.
-        call: The call.
-        prefill: Outputs by branch, with the states of the whole prompt that `feature_needs` names.
-        specs: Branches whose prompts are read, the main one first; their rows follow each other.
+        call: The generation call.
+        prefill: Outputs by branch, with the hidden states that `feature_needs` asks for.
+        specs: The M branches whose prompts are read, the main one first; their rows are
+            concatenated branch by branch.
 
     Returns:
-        Rows whose features are not fused yet, ``(M * B, P - 1, levels * E)``. A drafter with a row
-        for the first token has P rows: the first feature is 0, and positions are those of the
-        embeddings.
+        Inputs whose states of several layers are concatenated but not yet projected, ``(M * B,
+        P - 1, levels * E)``. If ``drafter.reads_first`` is set, there are P: the first token is
+        paired with a state of zeros, and positions are those of the tokens.
     """
     parts = [_branch_rows(drafter, call, prefill[spec.name].prompt_hidden, spec) for spec in specs]
     return parts[0] if len(parts) == 1 else Rows.stacked(parts)
@@ -396,9 +400,9 @@ def _branch_rows(
 
 
 def turned(drafter: FeatureDrafter, adapter: Any, positions: Tensor) -> Tensor:
-    """Positions ``(B, Q)`` for a drafter's rotary embedding; with rotary sections, ``(B, 3, Q)``.
+    """Returns rotary positions for token positions ``(B, Q)``; with rotary sections ``(B, 3, Q)``.
 
-    Where the target generates an image on a grid, these are positions on the grid.
+    For a target that generates an image on a grid, the three are time, row and column.
     """
     if drafter.rotary.sections is None:
         return positions
@@ -408,7 +412,7 @@ def turned(drafter: FeatureDrafter, adapter: Any, positions: Tensor) -> Tensor:
 
 
 def refuse_encoder(drafter: FeatureDrafter | HydraHeads, adapter: Adapter) -> None:
-    """Refuses an encoder-decoder model: its prompt is read by the encoder.
+    """Raises an error for an encoder-decoder model, whose encoder reads the prompt.
 
     Raises:
         IncompatibleError: The model is an encoder-decoder.
@@ -418,8 +422,8 @@ def refuse_encoder(drafter: FeatureDrafter | HydraHeads, adapter: Adapter) -> No
         raise IncompatibleError.between(
             f"draft {type(drafter).__name__}",
             adapter.name,
-            "the drafter reads the prompt of a decoder-only model, this one's decoder looks at "
-            "what an encoder read",
+            "the drafter reads the prompt's states in a decoder-only model, and this model's "
+            "prompt is read by an encoder",
             "use medusa with heads that were trained for this model, or lookup",
         )
 
@@ -427,10 +431,10 @@ def refuse_encoder(drafter: FeatureDrafter | HydraHeads, adapter: Adapter) -> No
 def refuse_foreign(
     drafter: FeatureDrafter | HydraHeads, adapter: Any, prefill: BranchOutput
 ) -> None:
-    """Refuses a drafter that was made for a target of another width, vocabulary or depth.
+    """Raises an error if the drafter's target has another width, vocabulary or number of layers.
 
     Raises:
-        IncompatibleError: The drafter was made for another target.
+        IncompatibleError: The drafter was trained for another target.
     """
     config = drafter.config
     sizes = {
@@ -449,7 +453,7 @@ def refuse_foreign(
 
 
 def _levels(drafter: FeatureDrafter, adapter: Any) -> tuple[int | str, ...]:
-    """Keys of the states that make a feature of this target."""
+    """Returns the keys of the target's hidden states that the drafter reads."""
     levels = drafter.levels(adapter.num_layers)
     highest = max((level for level in levels if isinstance(level, int)), default=0)
     if highest >= adapter.num_layers:
@@ -464,7 +468,7 @@ def _levels(drafter: FeatureDrafter, adapter: Any) -> tuple[int | str, ...]:
 
 
 def _offsets(drafter: FeatureDrafter, call: Call, specs: Sequence[BranchSpec]) -> Tensor | None:
-    """Offsets from a generated token's index to its three rotary positions, ``(M * B, 3, 1)``."""
+    """Returns the rotary positions of generated tokens minus their indices, ``(M * B, 3, 1)``."""
     if drafter.rotary.sections is None:
         return None
     found = [branch_prompt(call, spec).inputs.get("offsets") for spec in specs]

@@ -1,7 +1,8 @@
-"""Two drafters in order: the second proposes in the rows where the first has nothing.
+"""Two drafters in order: the second proposes in rows where the first proposes nothing.
 
-The first is cheap and often right where it applies, such as copying a text; the second always
-proposes. Both observe every round, so that the second is up to date when it is used.
+Typically the first is cheap and often right when it proposes something, such as copying from a
+text, and the second always proposes something. Both drafters are given the result of every round,
+so the second one is up to date when it is used.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from mmdecode.errors import IncompatibleError
 
 
 class FirstOf(Drafter):
-    """Proposes the tokens of ``first``; in rows where it has none, those of ``second``.
+    """Proposes the tokens of ``first``; in rows where it proposes none, the tokens of ``second``.
 
     Args:
-        first: Drafter with deterministic proposals, or its name with options.
-        second: Second drafter with deterministic proposals, or its name with options.
+        first: The preferred drafter, or its name with options, such as ``lookup:length=8``. It must
+            offer deterministic proposals.
+        second: The fallback drafter, in the same form.
 
-    Lossless under every exact rule.
+    Lossless under every exact acceptance rule.
 
     Raises:
         IncompatibleError: A drafter has no deterministic proposals, or cannot continue after tokens
@@ -66,12 +68,12 @@ class FirstOf(Drafter):
     def from_options(
         cls, second: str, length: int = 16, model_id: str | None = None, target: Any = None
     ) -> FirstOf:
-        """Makes the drafter from options, as in ``first_of:second=medusa``; `Source` is first.
+        """Builds the drafter from options, as in ``first_of:second=medusa``; the first is `Source`.
 
         Args:
             second: Name of the second drafter, with its options.
-            length: Tokens that `Source` copies, where the last two tokens (or all, if there are
-                fewer) occur in its text.
+            length: Maximum number of tokens that `Source` copies; it copies where the last two
+                output tokens (or all, if there are fewer) occur in its source text.
             model_id: Passed to the second drafter.
             target: Passed to the second drafter.
         """
@@ -79,11 +81,11 @@ class FirstOf(Drafter):
         return cls(Source(length, least=2), fallback)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """Internals of the model that one of the two drafters needs."""
+        """Returns the model internals that either drafter needs."""
         return self.first.needs(adapter).union(self.second.needs(adapter))
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """Begins a session of each drafter."""
+        """Opens a session of each drafter."""
         first, second = self.first.begin(call, prefill), self.second.begin(call, prefill)
         return FirstOfSession(call, first, second)
 
@@ -106,7 +108,7 @@ class FirstOfSession(DraftSession):
         self.unguided = first.unguided or second.unguided
 
     def propose(self, budget: int) -> Proposal:
-        """The joint proposal; if the two have different trees, each row has its own tree."""
+        """Merges both proposals by row; if their trees differ, each row has its own tree."""
         first, second = self.first.propose(budget), self.second.propose(budget)
         if not first.size or not second.size:
             return first if first.size else second
@@ -127,7 +129,7 @@ class FirstOfSession(DraftSession):
         return Proposal(tokens=tokens, kind="deterministic", parents=parents)
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Passes the round to both sessions, whichever proposed its tokens."""
+        """Passes the result of the round to both sessions, also to the one that was not used."""
         self.first.observe(proposal, output, block)
         self.second.observe(proposal, output, block)
 

@@ -1,13 +1,13 @@
-"""FLASH: a drafter that reads latents instead of images, and drafts several tokens a pass.
+"""FLASH: drafts several tokens per pass, and reads a few latent vectors instead of each image.
 
-The first K levels of a tree come from the states at the last committed row. Then one pass reads the
-nodes of all K levels, each with the state that was predicted for it, and so on. Within K levels a
-node's children do not depend on the node, only the probability of its path does. The model is in
-`mmdecode.models.flash`.
+A pass predicts K states, one for each of the next K levels of the draft tree. The first pass reads
+the last committed tokens; each further pass reads the nodes of the K levels before, each with the
+state that was predicted for its level. Within K levels, all nodes of a level therefore get children
+from the same distribution. The model is in `mmdecode.models.flash`.
 
-Source: Wang et al. 2025, arXiv:2505.12728. Differs from it: there is no released routine for
-drafting; a pass reads all tokens drafted since the last one and not the last alone, so that the
-drafter's cache has no holes, at the price of a wider pass.
+Source: Wang et al. 2025, arXiv:2505.12728. There is no released drafting code. Differs from the
+paper: a pass reads all tokens that were drafted since the previous pass, not only the last one, so
+the drafter's cache has an entry for every token; the passes are wider.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from mmdecode.models.flash import FlashModel
 
 
 class Flash(FeatureDraft):
-    """Drafts with a FLASH model; see `FeatureDraft` for the options."""
+    """Drafts with a FLASH model; the options are those of `FeatureDraft`."""
 
     summary = "a layer that drafts several tokens a pass and reads latents of each image"
     source = "FLASH, Wang et al. 2025"
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {FlashModel.kind: FlashModel}
 
     def begin(self, call: Call, prefill: BranchOutput) -> FlashSession:
-        """Reads the prompt."""
+        """Opens a session, in which the drafter reads the prompt."""
         return FlashSession(self, call, prefill)
 
 
 class FlashSession(FeatureSession):
-    """A call of a `Flash`: a pass reads the nodes of all levels since the last one."""
+    """Session of a `Flash` drafter: a pass reads all nodes drafted since the previous pass."""
 
     def reader(self, levels: int) -> tuple[Tensor, Callable[[int, Tensor, Tensor], Tensor]]:
-        """Same as in `FeatureSession`, but only every ``drafter.steps`` levels take a pass."""
+        """Same as in `FeatureSession`, but with one pass per ``drafter.steps`` levels."""
         assert self.state is not None, "observe was not called"
         drafter, adapter = self.drafter, self.call.plan.adapter
         assert isinstance(drafter, FlashModel)

@@ -1,13 +1,14 @@
-"""Growing a tree level by level, for drafters with a distribution at every node.
+"""Growing a draft tree level by level, for drafters that predict a distribution at every node.
 
-Each node of the frontier gets its most likely children; of these, the ones with the most likely
-paths form the next frontier. In the end the most likely of all nodes are kept. A node is never more
-likely than its parent, so the kept nodes are a tree.
+The frontier is the set of nodes of the last level that get children. Each gets its ``top_k`` most
+likely children, and the ``top_k`` children with the most likely paths form the next frontier. In
+the end the nodes with the most likely paths are kept. A path is never more likely than its
+beginning, so the kept nodes form a tree.
 
 Sources: Li et al. 2024 (EAGLE-2), arXiv:2406.16858, section 4; Wang et al. 2025 (OPT-Tree),
 arXiv:2406.17276, for the depth (see `Worth`). Differs from the references: no loop over nodes and
-no synchronisation within a round, ties go to the earlier node, and a tree may be coupled to the
-target's noise.
+no synchronisation within a round, ties go to the earlier node, and children may be chosen with the
+target's Gumbel noise added (coupled drafts).
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ class Shape:
     """Size of a tree to grow.
 
     Attributes:
-        levels: Tokens on the longest path.
-        top_k: Children of a node, and nodes of a level that go on; 1 makes a chain.
-        nodes: Nodes to keep, if none was sampled; a chain keeps all.
-        min_expected_gain: See `mmdecode.draft.features.FeatureDraft`.
+        levels: Number of tokens on the longest path.
+        top_k: Number of children per expanded node, and of expanded nodes per level; 1: a chain.
+        nodes: Number of nodes to keep; chains and sampled trees keep all.
+        min_expected_gain: Gain that a level must exceed, see
+            `mmdecode.draft.features.FeatureDraft`.
 
     Raises:
         OptionError: The expected gain is negative.
@@ -51,22 +53,22 @@ class Shape:
 
 
 class Worth:
-    """Stop condition per row: a tree ends once a level adds too few expected tokens.
+    """Stop condition per row: a tree ends once a level adds too few expected accepted tokens.
 
-    A path is expected to be accepted with the probability that the drafter gives it. The expected
-    number of accepted tokens is the sum of these over the ``nodes`` nodes that are kept, so the
-    most likely nodes are the best tree. If a level adds nothing, no later one can. The host reads
-    the condition only on the CPU, where that is free; elsewhere all levels are grown, and nodes
-    after a row's end are unused.
+    A node is assumed to be accepted with the probability that the drafter gives to its path. The
+    expected number of accepted tokens is then the sum of these probabilities over the ``nodes``
+    most likely nodes. If a level adds nothing to this sum, no later level can. On a CPU growing
+    stops when all rows have ended. On other devices reading the condition would need a
+    synchronisation, so all levels are grown, and later nodes of ended rows are not proposed.
 
     Args:
-        min_expected_gain: Expected tokens that a level must add more than for another to follow;
-            the level that fails is kept.
+        min_expected_gain: A further level is grown if the last one added more than this to the
+            expected number of accepted tokens; the last level is kept in any case.
         nodes: Number of nodes that a tree keeps.
-        call: The call.
+        call: The generation call.
 
-    Source: Wang et al. 2025 (OPT-Tree), arXiv:2406.17276, section 3. Differs from its code, which
-    leaves the level it has just grown out of the sum.
+    Source: Wang et al. 2025 (OPT-Tree), arXiv:2406.17276, section 3. Differs from its code, whose
+    sum does not include the level that was grown last.
     """
 
     def __init__(self, min_expected_gain: float, nodes: int, call: Call) -> None:
@@ -77,12 +79,12 @@ class Worth:
         self._expected = torch.zeros(call.batch, 1, device=call.device)
 
     def masked(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and scores of a level, ``(B, n)``, unused in rows that have ended."""
+        """Marks tokens and scores of a level, ``(B, n)``, as unused in rows that have ended."""
         ended = ~self.going
         return tokens.masked_fill(ended, -1), scores.masked_fill(ended, -torch.inf)
 
     def ended(self, scores: Tensor) -> bool:
-        """Takes the scores of a level into account; returns whether all rows are known to end."""
+        """Adds the scores of a level; returns whether growing can stop (only on a CPU)."""
         both = torch.cat([self._best, scores.exp()], 1)
         self._best = both.topk(min(self.nodes, both.shape[1]), dim=1).values
         expected = self._best.sum(1, keepdim=True)
@@ -95,11 +97,12 @@ class Worth:
 
 @dataclass(frozen=True, kw_only=True)
 class Grown:
-    """Nodes of a tree for each row, parents before children.
+    """The nodes of a draft tree for each row, parents before children.
 
     Attributes:
-        tokens: ``(B, M)``, ids of the drafter, -1 where unused.
-        parents: ``(B, M)``, -1 for children of the root.
+        tokens: Token ids in the drafter's vocabulary, ``(B, M)``; -1 where unused.
+        parents: Index of each node's parent, ``(B, M)``; -1 for children of the root, which is the
+            last committed token.
         scores: Log-probability of each node's path, ``(B, M)``.
     """
 
@@ -108,7 +111,7 @@ class Grown:
     scores: Tensor
 
     def best(self, nodes: int) -> Grown:
-        """The most likely nodes, in order; ties go to the earlier one, so parents are kept."""
+        """Keeps the most likely nodes; ties go to the earlier node, so that parents stay."""
         size = self.tokens.shape[1]
         if nodes >= size:
             return self
@@ -133,17 +136,18 @@ def grow(
     noise: Callable[[int], Tensor | None] = lambda level: None,
     worth: Worth | None = None,
 ) -> Grown:
-    """All nodes of a tree of ``levels`` levels, ``top_k + (levels - 1) * top_k ** 2`` of them.
+    """Grows a tree of ``levels`` levels with ``top_k + (levels - 1) * top_k ** 2`` nodes.
 
     Args:
         root: Logits after the last committed token, ``(B, 1, D)``.
-        step: From a level, counted from 0, the tokens of its frontier ``(B, k)`` and the index of
-            each one's parent in the previous frontier, to logits after them, ``(B, k, D)``.
-        levels: Tokens on the longest path.
-        top_k: Children of a node, and nodes of a level that go on.
-        noise: From a level to noise ``(B, 1, D)``, added to log q to choose children, not to rank;
-            ``None``: the most likely are chosen.
-        worth: Stop condition of rows; ``None``: all grow to ``levels``.
+        step: Function of a level, counted from 0, the tokens of its frontier ``(B, k)``, and the
+            index of each token's parent in the previous frontier ``(B, k)``; returns the logits
+            after these tokens, ``(B, k, D)``.
+        levels: Number of tokens on the longest path.
+        top_k: Number of children per frontier node, and of frontier nodes per level.
+        noise: Function of a level; returns noise ``(B, 1, D)`` that is added to log q when children
+            are chosen, but not when paths are ranked. ``None``: the most likely are chosen.
+        worth: Stop condition of rows; ``None``: all rows grow to ``levels``.
     """
     batch = len(root)
     tokens, parents, scores = [], [], []
@@ -182,14 +186,15 @@ def grown_proposal(
     step: Callable[[int, Tensor, Tensor], Tensor],
     own: Tensor | None = None,
 ) -> Proposal:
-    """A tree of a call's kind: the most likely nodes, or all that were sampled.
+    """Grows a tree and makes it a proposal: of its most likely nodes, or of all sampled nodes.
 
     Args:
-        target: Makes the distribution of logits.
+        target: Turns logits into the distribution to draft from.
         shape: Size of the tree.
-        root: Logits after the last committed token, of all branches, ``(M * B, 1, D)``.
-        step: See `grow`; returns logits of all branches.
-        own: The target's id of each of the drafter's, ``(D,)``; ``None``: they are the same.
+        root: Logits after the last committed token, of all M branches, ``(M * B, 1, D)``.
+        step: Function that reads a level, see `grow`; returns logits of all branches.
+        own: The target's id of each token of the drafter's vocabulary, ``(D,)``; ``None``: both
+            vocabularies are the same.
     """
     call, kind = target.call, target.call.plan.kind
     vocab, top_k = call.plan.adapter.vocab, min(shape.top_k, root.shape[-1])
@@ -227,14 +232,15 @@ def grown_proposal(
 def tree_mask(
     begin: Tensor, pads: Tensor, attended: Tensor, visible: int, dtype: torch.dtype
 ) -> Tensor:
-    """Additive mask of a tree's level: slots that each node may attend to, ``(B, 1, k, visible)``.
+    """Returns the additive attention mask of one level of a tree, ``(B, 1, k, visible)``.
 
     Args:
-        begin: Slot after the committed rows, where the tree's first level lies, ``(B,)``.
-        pads: Slots at the left of each row that hold nothing, ``(B,)``.
-        attended: Nodes so far that each node may attend to, itself included, ``(B, k, W)`` bool.
-        visible: Slots that attention covers.
-        dtype: The model's.
+        begin: Cache slot of the tree's first node, after the committed entries, ``(B,)``.
+        pads: Number of unused cache slots at the left of each row, ``(B,)``.
+        attended: Whether each node may attend to each of the W nodes so far, itself included,
+            ``(B, k, W)`` bool.
+        visible: Number of cache slots that attention covers.
+        dtype: The dtype of the mask, which is the model's.
     """
     slots = torch.arange(visible, device=begin.device)
     relative = slots - begin[:, None]
@@ -248,7 +254,7 @@ def tree_mask(
 
 
 def extended(attended: Tensor | None, above: Tensor) -> Tensor:
-    """Nodes that a level's nodes may attend to: those that their parents do, and themselves."""
+    """Returns the nodes that a level's nodes may attend to: their ancestors and themselves."""
     batch, width = above.shape
     itself = torch.eye(width, dtype=torch.bool, device=above.device).expand(batch, -1, -1)
     if attended is None:

@@ -1,11 +1,11 @@
-"""Hydra: heads on the model's last state draft a tree, each reading what was drafted before it.
+"""Hydra: drafts a tree with heads that read the last hidden state and the tokens drafted so far.
 
-The heads are in `mmdecode.models.hydra`. A tree is grown level by level as in
-`mmdecode.draft.growing`, so a head predicts different tokens after different siblings; there is no
-cache, and a round costs a few matrices.
+The heads are in `mmdecode.models.hydra`. `mmdecode.draft.growing` grows the tree level by level; a
+head predicts different tokens after different siblings. The heads have no cache, and a round costs
+a few matrix products.
 
-Source: Ankner et al. 2024, arXiv:2402.05109, section 3. Differs from the reference: any batch, and
-the tree follows the heads' probabilities, where the reference has a fixed one.
+Source: Ankner et al. 2024, arXiv:2402.05109, section 3. Differs from the reference: batches of any
+size, and the shape of the tree follows the heads' probabilities instead of being fixed.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from mmdecode.models.hydra import HydraHeads
 
 
 class Hydra(Drafter):
-    """Drafts with Hydra heads.
+    """Drafts trees with Hydra heads.
 
     Args:
-        heads: The model; head k proposes the k-th token after the root.
-        depth: Tokens on the longest path; ``None``: as many as heads. 0 is neutral.
-        top_k: Children of a node, and nodes of a level that go on; 1 drafts a chain.
-        nodes: Nodes that are kept.
-        min_expected_gain: See `mmdecode.draft.features.FeatureDraft`.
+        heads: The trained heads; head k proposes the k-th token after the last committed one.
+        depth: Number of tokens on the longest path; ``None``: the number of heads. 0 drafts
+            nothing.
+        top_k: Number of children per expanded node, and of expanded nodes per level; 1: a chain.
+        nodes: Number of nodes that are proposed.
+        min_expected_gain: Minimum gain of a level, see `mmdecode.draft.features.FeatureDraft`.
 
     Proposes deterministic or coupled trees, as `mmdecode.draft.features.FeatureDraft` does.
-    Lossless under every exact rule, whatever the heads predict. If a guide has other branches, the
-    heads run on the states of each, see `mmdecode.draft.target`.
+    Lossless under every exact acceptance rule, whatever the heads predict. With a guide that has
+    several branches, the heads run on the states of each; see `mmdecode.draft.target`.
 
     Raises:
         OptionError: An option is out of range.
-        IncompatibleError: At the call: the heads were made for another model.
+        IncompatibleError: When decoding begins: the heads were trained for another model.
     """
 
     summary = "heads on the model's last hidden state that also read the tokens drafted before"
@@ -80,7 +81,7 @@ class Hydra(Drafter):
         nodes: int = 31,
         min_expected_gain: float | None = None,
     ) -> Hydra:
-        """Loads heads in our layout or the published one: a folder, a Hub id or ``zoo:NAME``."""
+        """Loads heads from a folder, a Hub id or ``zoo:NAME``, also in the published layout."""
         return cls(HydraHeads.from_pretrained(name), depth, top_k, nodes, min_expected_gain)
 
     @classmethod
@@ -94,9 +95,9 @@ class Hydra(Drafter):
         nodes: int = 31,
         min_expected_gain: float | None = None,
     ) -> Hydra:
-        """Builds it from a string; ``length`` drafts a chain of so many tokens instead of a tree.
+        """Builds the drafter from a string's options; ``length=n`` drafts a chain of n tokens.
 
-        Without ``path``, the heads that are shipped for the model at hand.
+        Without ``path``, loads the heads that this library ships for the target ``model_id``.
         """
         if length is not None:
             depth, top_k = length, 1
@@ -104,7 +105,7 @@ class Hydra(Drafter):
         return cls.from_pretrained(path, depth, top_k, nodes, min_expected_gain)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """The model's last states.
+        """Returns what the heads need: the target's hidden states after the final norm.
 
         Raises:
             IncompatibleError: The model is an encoder-decoder.
@@ -113,20 +114,20 @@ class Hydra(Drafter):
         return Requirements(hidden=frozenset({"last"}))
 
     def begin(self, call: Call, prefill: BranchOutput) -> HydraSession:
-        """Opens a session on the device of the states."""
+        """Opens a session, with the heads on the device of the target's states."""
         return HydraSession(self, call, prefill)
 
 
 class HydraSession(DraftSession):
-    """A call of a `Hydra`: the states that decided the last tokens.
+    """Session of a `Hydra` drafter: keeps the states that the last committed tokens came from.
 
     Args:
         draft: The drafter.
-        call: The call.
-        prefill: Outputs after the prompt.
+        call: The generation call.
+        prefill: Outputs of the prompt's pass.
 
     Raises:
-        IncompatibleError: The heads were made for another model.
+        IncompatibleError: The heads were trained for another model.
     """
 
     def __init__(self, draft: Hydra, call: Call, prefill: BranchOutput) -> None:
@@ -139,7 +140,7 @@ class HydraSession(DraftSession):
         self.state: Tensor | None = None  # decided the root, in each branch, (M * B, 1, H)
 
     def propose(self, budget: int) -> Proposal:
-        """The most likely paths after the last token."""
+        """Grows a tree of the most likely continuations of the last committed token."""
         levels = min(self.draft.depth, budget)
         if levels <= 0:
             return super().propose(budget)

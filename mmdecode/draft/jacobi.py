@@ -1,17 +1,18 @@
 """Jacobi windows: the guesses of one pass are the drafts of the next.
 
-No training and no second model. A window of guesses after the last committed token is scored in one
-pass, and the rule accepts a prefix of it. The positions after the first rejection get new guesses
-from the scores of that pass (`mmdecode.engine.window`), and the positions that are new to the
-window are filled from their neighbours or at random. Guesses are right early only if a token's
-distribution depends little on the exact tokens just before it: this holds for image tokens, but
-hardly for text.
+Jacobi decoding needs no training and no second model. A window of guessed tokens after the last
+committed token is scored in one pass, and the acceptance rule accepts a prefix of it. Positions
+after the first rejection get new guesses from the scores of that pass (`mmdecode.engine.window`).
+Positions that are new to the window get the token of a neighbour in the image, or a random one.
+Guesses are only right early if a token's distribution depends little on the tokens just before it,
+which holds for image tokens, but hardly for text.
 
 Sources: Teng et al. 2024 (SJD), arXiv:2410.01699, section 4, with its initialisations; SJD-PAC,
 arXiv:2603.18599, for ``adaptive`` and ``siblings``; arXiv:2510.24211 for coupled guesses. Differs
-from the published code: the q of random guesses is the uniform distribution they were sampled from
-(both are exact, this is accepted more often), forced tokens are set at their positions, rows of a
-batch accept different numbers of tokens, and the window shrinks at the end of the image.
+from the published code: the q of random guesses is the uniform distribution they were sampled from,
+which is also exact and accepted more often; tokens that the image layout forces (such as the end of
+a row) are set at their positions; rows of a batch accept different numbers of tokens; and the
+window shrinks at the end of the image.
 """
 
 from __future__ import annotations
@@ -36,22 +37,25 @@ CONTINUATIONS = ("adaptive", "redraw", "shared")
 
 
 class Jacobi(Drafter):
-    """Drafts a window of guesses that every pass scores together and improves.
+    """Drafts a window of guessed tokens, which every pass scores together and improves.
 
     Args:
-        window: Tokens of a pass, L: the last committed one and L - 1 guesses. 1: no guesses.
-        start: Guesses at positions that are new to the window. ``random``: uniform over the image's
-            codes; ``left`` and ``above``: the neighbour's token; ``left_law`` and ``above_law``: a
-            sample from the neighbour's last distribution. Positions without that neighbour,
-            and all positions of models without a grid, are random.
-        continuation: How guesses after the first rejection are replaced, under rejection rules:
-            ``adaptive``, each is tested and kept or resampled; ``redraw``, each is sampled again,
-            as in SJD; ``shared``, each is sampled with noise that belongs to its position. In
-            greedy decoding and under the coupled rule, guesses are the target's own choices.
-        siblings: Guesses per position, in the first ``levels`` positions of the window; 1: a chain.
-        levels: Number of positions with siblings.
+        window: Number of tokens per pass: the last committed token and ``window - 1`` guesses. 1
+            drafts nothing.
+        start: How positions that are new to the window are guessed. ``random``: uniformly among the
+            image's codes; ``left`` and ``above``: the token of that neighbour in the image;
+            ``left_law`` and ``above_law``: a sample from the last distribution at that neighbour.
+            Positions without the neighbour, and models without an image grid, use ``random``.
+        continuation: How guesses after the first rejection are replaced under rejection sampling.
+            ``adaptive``: each guess is tested, and kept or resampled; ``redraw``: each is sampled
+            again, as in SJD; ``shared``: each is sampled with noise that depends on its position
+            alone. In greedy decoding and under the coupled rule, each guess becomes the token that
+            the target chooses at its position.
+        siblings: Number of guesses per position, in the first ``levels`` positions of the window;
+            1 drafts a chain.
+        levels: Number of positions that have ``siblings`` guesses.
 
-    Lossless under every exact rule.
+    Lossless under every exact acceptance rule.
 
     Raises:
         OptionError: A number or a name is out of range.
@@ -96,11 +100,11 @@ class Jacobi(Drafter):
         self._modes = modes
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """How guesses after a rejection are replaced, by kind of proposal."""
+        """Returns how guesses after a rejection are replaced, for each kind of proposal."""
         return Requirements(window_modes=self._modes)
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """Starts with a window of guesses for each row.
+        """Opens a session with a window of guesses for each row.
 
         Raises:
             OptionError: The window is larger than the image.
@@ -116,12 +120,12 @@ class Jacobi(Drafter):
 
 
 class JacobiSession(DraftSession):
-    """The windows of all rows of a call.
+    """Session of a `Jacobi` drafter: the windows of all rows of a call.
 
     Args:
-        call: The call.
-        drafter: The drafter, for its options.
-        layout: Layout of the image; ``None``: there is no grid.
+        call: The generation call.
+        drafter: The drafter, whose options are used.
+        layout: Layout of the image; ``None``: the model does not generate an image on a grid.
         vocab: Size of the target's vocabulary.
     """
 
@@ -153,7 +157,7 @@ class JacobiSession(DraftSession):
         )
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Stores the rest of the window, and the distribution that each guess was sampled from."""
+        """Stores the new guesses of the window, and the distributions they were sampled from."""
         window, length = block.window, self.call.rows.length
         assert window is not None, "the loop refills it"
         positions = length[:, None] + torch.arange(window.tokens.shape[1], device=length.device)
@@ -164,7 +168,7 @@ class JacobiSession(DraftSession):
         self.known.copy_(length + (window.tokens >= 0).sum(1))
 
     def propose(self, budget: int) -> Proposal:
-        """The rest of the window, then new guesses."""
+        """Proposes the stored guesses of the window, then guesses at new positions."""
         call, layout = self.call, self.layout
         if self.window == 1:
             return Proposal.empty(call.batch, call.device)
@@ -189,12 +193,12 @@ class JacobiSession(DraftSession):
         return self._with_siblings(self.tree, positions, tokens, log_q)
 
     def _ring(self, positions: Tensor) -> Tensor:
-        """Index in ``log_q`` of the distributions at ``positions (B, N)``, ``(B, N, 1)``."""
+        """Returns the indices in ``log_q`` of ``positions (B, N)``, ``(B, N, 1)``."""
         assert self.log_q is not None
         return (positions % self.log_q.shape[1])[..., None]
 
     def _begun(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Initial guesses at ``positions (B, N)``, random or from neighbours, and their log q."""
+        """Returns first guesses at ``positions (B, N)``, and the log q they were sampled from."""
         call, log_q = self.call, self.uniform.expand(*positions.shape, -1)
         source = self._source(positions)
         if source is None:
@@ -212,7 +216,7 @@ class JacobiSession(DraftSession):
         return tokens, torch.where(found, one_hot(neighbour, log_q), log_q)
 
     def _source(self, positions: Tensor) -> Tensor | None:
-        """Position of the neighbour that each of ``positions (B, N)`` starts from, -1: none."""
+        """Returns the neighbour that each of ``positions (B, N)`` is guessed from; -1 if none."""
         layout = self.layout
         if self.start == "random" or layout is None:
             return None
@@ -225,7 +229,7 @@ class JacobiSession(DraftSession):
         return torch.where(nearest >= positions - positions % layout.stride, nearest, -1)
 
     def _sampled(self, positions: Tensor, log_q: Tensor) -> Tensor:
-        """A token from each ``log_q (B, N, V)``, by noise that suits the kind of proposal."""
+        """Samples a token from each ``log_q (B, N, V)``, with noise for the kind of proposal."""
         call, noise, vocab = self.call, self.call.request.noise, log_q.shape[-1]
         trial = None if self.shared else call.rows.rounds
         if not self.start.endswith("_law"):  # uniform, where coupling would gain next to nothing
@@ -240,7 +244,7 @@ class JacobiSession(DraftSession):
     def _with_siblings(
         self, tree: Tree, positions: Tensor, tokens: Tensor, log_q: Tensor
     ) -> Proposal:
-        """The chain with further samples at its first positions, without replacement."""
+        """Adds siblings, sampled without replacement, at the first positions of the chain."""
         call, front = self.call, log_q[:, : self.levels]
         if call.request.do_sample:
             coupled = self.kind == "coupled"
@@ -265,16 +269,17 @@ class JacobiSession(DraftSession):
 
 
 def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
-    """One-hot log-probabilities ``(B, N, V)`` of tokens ``(B, N)`` that were not sampled."""
+    """Returns log-probabilities ``(B, N, V)`` that are one-hot at tokens ``(B, N)``."""
     certain = torch.full_like(like, -torch.inf)
     return certain.scatter(2, tokens.clamp_min(0)[..., None], 0.0)
 
 
 def front_tree(length: int, siblings: int, levels: int) -> tuple[Tree, list[tuple[int, ...]]]:
-    """A chain of ``length`` nodes whose first ``levels`` positions have ``siblings`` guesses each.
+    """Builds a chain of ``length`` nodes with siblings at its first ``levels`` positions.
 
     Returns:
-        The tree, and each node's rank path; first siblings lead on.
+        The tree, and each node's path as a tuple of sibling indices; after ``levels``, only the
+        path of first siblings continues.
     """
     paths = [
         path

@@ -1,13 +1,12 @@
-"""Kangaroo: the model's first layers and a trained adapter draft a chain while confident.
+"""Kangaroo: drafts a chain with the target's first layers and a trained adapter after them.
 
-A view of the model runs its first layers, the adapter after them, and the model's own head; the
-adapter's keys and values are stored in the view's cache as those of the next layer. Drafting ends
-after a token whose distribution has a low top probability. The adapter is in
-`mmdecode.models.kangaroo`.
+The drafting model consists of the target's first layers, the adapter, and the target's head, with a
+cache of its own. Drafting ends after a token whose distribution has a low top probability. The
+adapter is in `mmdecode.models.kangaroo`.
 
 Source: Liu et al. 2024, arXiv:2404.18911, section 3, with its defaults. Differs from the reference:
-any batch and any rule; the first layers read the prompt and the last two committed tokens again,
-where the reference's verification continues from their states made while drafting.
+batches of any size and every acceptance rule; and drafting and verification each run the first
+layers, whereas the reference's verification continues from the states computed while drafting.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from mmdecode.models.kangaroo import Exit, KangarooModel
 
 
 class Kangaroo(LayerSkip):
-    """Drafts with an adapter after the model's first layers.
+    """Drafts with a trained adapter after the target's first layers.
 
     Args:
-        drafter: The adapter; its configuration says after which layer.
-        length: Tokens per round at most; 0 is neutral.
-        confidence_threshold: Probability that the most likely token must have for a row to go on
-            after it; 0: always to ``length``. Published 0.6.
+        drafter: The adapter; its configuration names the layer that it follows.
+        length: Maximum number of tokens drafted per round; 0 drafts nothing.
+        confidence_threshold: Drafting ends in a row after a token if the top probability of its
+            distribution is below this value; 0: never before ``length``. The paper has 0.6.
 
-    Proposes what `mmdecode.draft.assistant.Assistant` does: argmax, sampled or coupled chains.
-    Lossless under every exact rule: what ends a chain is the distribution of a token that is
-    submitted.
+    Proposes argmax, sampled or coupled chains, as `mmdecode.draft.assistant.Assistant` does.
+    Lossless under every exact acceptance rule, since whether a chain ends depends only on tokens
+    that are proposed.
 
     Raises:
         OptionError: An option is out of range.
-        IncompatibleError: At the call: the adapter was made for another model, or layers of the
-            model attend to a window or have no rotary positions.
+        IncompatibleError: When decoding begins: the adapter was trained for another model, or the
+            model has sliding-window layers or no rotary positions.
     """
 
     summary = "the model's first layers and a trained adapter draft a chain until they are in doubt"
@@ -68,10 +67,10 @@ class Kangaroo(LayerSkip):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **options: Any) -> Kangaroo:
-        """Loads an adapter: a folder, a Hub id or ``zoo:NAME``; options as of the class.
+        """Loads an adapter from a folder, a Hub id or ``zoo:NAME``; takes the class's options.
 
         Raises:
-            InputError: The checkpoint holds no such adapter.
+            InputError: The checkpoint contains no Kangaroo adapter.
         """
         drafter = load_drafter(name, cls.modules)
         assert isinstance(drafter, KangarooModel)
@@ -85,16 +84,16 @@ class Kangaroo(LayerSkip):
         length: int = 6,
         confidence_threshold: float = 0.6,
     ) -> Kangaroo:
-        """Makes the drafter from options; without ``path``, with the model's shipped adapter."""
+        """Builds the drafter from options; without ``path``, with the model's shipped adapter."""
         path = path or shipped(cls.modules, model_id)
         return cls.from_pretrained(path, length=length, confidence_threshold=confidence_threshold)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """Final hidden states, whose width and dtype the adapter must have."""
+        """Returns the final hidden states, whose width and dtype the adapter must have."""
         return Requirements(hidden=frozenset({"last"}))
 
     def begin(self, call: Call, prefill: BranchOutput) -> AssistantSession:
-        """Makes the drafting model, first layers and adapter, and prefills it with the prompt."""
+        """Builds the drafting model from first layers and adapter, and runs it on the prompt."""
         adapter = call.plan.adapter
         refuse_foreign(self.drafter, adapter, prefill)
         own = self.placed.like(prefill.hidden["last"])
@@ -107,7 +106,7 @@ class Kangaroo(LayerSkip):
         )
 
     def _view(self, adapter: Any, own: KangarooModel) -> Any:
-        """The model's first layers with the drafter ``own`` after them."""
+        """Returns a model of the target's first layers with the adapter ``own`` after them."""
         first, count = own.exit_layer, len(adapter.layers())
         if not 1 <= first <= count:
             raise IncompatibleError.between(
@@ -127,10 +126,10 @@ class Kangaroo(LayerSkip):
 
 
 def refuse_unsuited(adapter: Any) -> None:
-    """Refuses a model that the adapter cannot be run in.
+    """Raises an error if the adapter cannot be run in a model.
 
     Raises:
-        IncompatibleError: Its layers attend to a window, or have no rotary positions.
+        IncompatibleError: The model has sliding-window layers, or no rotary positions.
     """
     decoder = adapter.model.get_decoder() if hasattr(adapter.model, "get_decoder") else None
     plain = all(window is None for window in adapter.windows.values())
@@ -138,8 +137,8 @@ def refuse_unsuited(adapter: Any) -> None:
         raise IncompatibleError.between(
             "draft Kangaroo",
             adapter.name,
-            "the adapter goes after layers that see all tokens at rotary positions, with a norm "
-            "before the head",
+            "the adapter needs layers that attend to all tokens with rotary positions, and a "
+            "norm before the head",
             "use layer_skip",
         )
 
@@ -148,11 +147,11 @@ class KangarooSession(AssistantSession):
     """One call of a `Kangaroo`.
 
     Args:
-        call: The call.
+        call: The generation call.
         branch: Runner of the model's first layers and the adapter, which has read the prompt.
-        target: Distribution that drafts follow.
-        length: Tokens per round at most.
-        confidence_threshold: See `Kangaroo`.
+        target: Warpers that turn the logits into the distribution to draft from.
+        length: Maximum number of tokens drafted per round.
+        confidence_threshold: Minimum top probability to continue, see `Kangaroo`.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class KangarooSession(AssistantSession):
         self.confidence_threshold = confidence_threshold
 
     def going(self) -> Going:
-        """Rows stop after a token with a low top probability."""
+        """Returns the stop condition: rows stop after a token with a low top probability."""
         return _GoingConfident(self.confidence_threshold, self.call)
 
 
@@ -179,5 +178,5 @@ class _GoingConfident(Going):
         self.confidence_threshold = confidence_threshold
 
     def chance(self, probs: Tensor, token: Tensor) -> Tensor:
-        """1 where the top probability reaches the threshold, else 0."""
+        """Returns 1 where the top probability reaches the threshold, else 0."""
         return (probs.amax(-1) >= self.confidence_threshold).float()

@@ -1,10 +1,10 @@
-"""Two methods that search for layers to skip during decoding.
+"""SWIFT and CLaSp: drafting with the target model, without layers that a search chose to skip.
 
-`Swift` tries sets of attention and MLP sublayers on the most recent tokens, and keeps the set
-without which the model predicts most of them. `Clasp` chooses whole layers by a dynamic programme
-over the hidden states of the last token. Both draft on a copy of the model's keys and values (see
-`mmdecode.draft.mirror`). All rows of a batch share one set, so the drafts of a row depend on the
-other rows; the output does not.
+The search runs during decoding. `Swift` tries sets of attention and MLP sublayers on the latest
+tokens, and keeps the set without which the model predicts most of them. `Clasp` chooses whole
+layers by a dynamic programme over the hidden states of the last token. Both draft with a copy of
+the target's keys and values (see `mmdecode.draft.mirror`). All rows of a batch share one set, so
+the drafts of a row depend on the other rows; the output does not.
 
 Sources: Xia et al. 2024 (SWIFT), arXiv:2410.06916; Chen et al. 2025 (CLaSp), arXiv:2505.24196.
 """
@@ -34,8 +34,8 @@ from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError, OptionError
 
 Unit = tuple[int, str]
-"""A unit that may be skipped: a layer's index, with ``"attention"``, ``"mlp"`` or ``"layer"`` (all
-of it)."""
+"""A unit that may be skipped: a layer's index, and ``"attention"``, ``"mlp"`` or ``"layer"``, the
+whole layer."""
 
 ENOUGH = 0.95
 """Share of predicted tokens at which the search ends, as in SWIFT."""
@@ -51,13 +51,13 @@ class LayerSearch(CacheCopyDrafter):
         every: Number of rounds after which the search is run again.
         max_rejection_probability: See `mmdecode.draft.assistant.Assistant`.
 
-    Proposals are deterministic or coupled, not sampled. Lossless under every exact rule; under
-    ``sample_match`` a seed's tokens (not their distribution) depend on the other rows of the batch.
-    A round with a search needs one more transfer to the host.
+    Proposals are deterministic or coupled, not sampled. Lossless under every exact acceptance rule.
+    The tokens that ``sample_match`` samples for a seed (not their distribution) depend on the other
+    rows of the batch. A round with a search needs one more transfer to the host.
 
     Raises:
-        IncompatibleError: At the call: the layers of the model have different attention windows,
-            by their index.
+        IncompatibleError: When decoding begins: the model's layers have different attention
+            windows.
     """
 
     kinds: tuple[Kind, ...] = ("deterministic", "coupled")
@@ -82,7 +82,7 @@ class LayerSearch(CacheCopyDrafter):
         every: int = 4,
         max_rejection_probability: float = 1.0,
     ) -> LayerSearch:
-        """Makes the drafter from the options of a string, such as ``clasp:share=0.5,length=6``."""
+        """Builds the drafter from the options of a string, such as ``clasp:share=0.5,length=6``."""
         return cls(share, length, every, max_rejection_probability)
 
     def _refuse(self, call: Call) -> None:
@@ -97,12 +97,10 @@ class LayerSearch(CacheCopyDrafter):
 
 
 class SearchSession(CopySession):
-    """One call of a `LayerSearch`.
-
-    Nothing is skipped before the first search.
+    """Session of a `LayerSearch` drafter.
 
     Attributes:
-        skipped: Units that are skipped when drafting.
+        skipped: Units that are skipped when drafting; empty before the first search.
     """
 
     def __init__(self, call: Call, prefill: BranchOutput, drafter: LayerSearch) -> None:
@@ -114,7 +112,7 @@ class SearchSession(CopySession):
         self._views: dict[frozenset[Unit], Any] = {}
 
     def propose(self, budget: int) -> Proposal:
-        """Drafts a chain per row; every ``every`` rounds, a search is run before."""
+        """Drafts a chain per row; every ``every`` rounds, a search is run first."""
         if min(self.length, budget) > 0:
             if self._proposals % self.every == 0 and self.share:
                 self.search()
@@ -123,11 +121,11 @@ class SearchSession(CopySession):
         return super().propose(budget)
 
     def search(self) -> None:
-        """Sets `skipped`; committed slots of the cache and its write positions do not change."""
+        """Sets `skipped`; the cache's committed entries and write positions stay the same."""
         raise NotImplementedError
 
     def view(self, skip: frozenset[Unit]) -> Any:
-        """Adapter of the model without the units ``skip``."""
+        """Returns an adapter of the model that skips the units ``skip``."""
         if not skip:
             return self._whole
         if skip not in self._views:
@@ -136,7 +134,7 @@ class SearchSession(CopySession):
 
 
 class Swift(LayerSearch):
-    """Skips the set of sublayers that a random search finds to matter least.
+    """SWIFT: skips the set of sublayers that a random search finds to matter least.
 
     A candidate is a random set of ``share`` of the sublayers between the first and the last layer.
     Its score, from one pass over the last ``window`` tokens, is the share of tokens that the model
@@ -178,12 +176,12 @@ class Swift(LayerSearch):
         self._lock = Lock()
 
     def begin(self, call: Call, prefill: BranchOutput) -> SwiftSession:
-        """Starts from the best set found so far for a model with the same units."""
+        """Opens a session with the best set found so far for a model with the same units."""
         self._refuse(call)
         return SwiftSession(call, prefill, self)
 
     def found(self, units: Sequence[Unit]) -> Found:
-        """Search results for models with these units."""
+        """Returns the state of the search for models with these units."""
         with self._lock:
             return self._found.setdefault(tuple(units), Found(units, self.share, self.seed))
 
@@ -209,7 +207,7 @@ class Found:
         self._lock = Lock()
 
     def candidate(self) -> frozenset[Unit]:
-        """A random set of units, as many as in ``skipped``."""
+        """Returns a random set of units, as many as in ``skipped``."""
         with self._lock:
             return frozenset(self._dice.sample(self.units, len(self.skipped)))
 
@@ -230,7 +228,7 @@ class Found:
 
 
 class SwiftSession(SearchSession):
-    """One call of a `Swift`."""
+    """Session of a `Swift` drafter."""
 
     def __init__(self, call: Call, prefill: BranchOutput, drafter: Swift) -> None:
         super().__init__(call, prefill, drafter)
@@ -249,7 +247,7 @@ class SwiftSession(SearchSession):
         self.skipped = found.skipped
 
     def matches(self, skip: frozenset[Unit], window: int) -> Tensor:
-        """Share of the last ``window`` tokens that the model without ``skip`` predicts."""
+        """Returns the share of the last ``window`` tokens that the reduced model predicts."""
         call, branch = self.call, self.branch
         start = branch.cache.start.clone()
         tokens = call.last(window + 1)
@@ -268,7 +266,7 @@ class SwiftSession(SearchSession):
 
 
 class Clasp(LayerSearch):
-    """Skips a set of layers that changes the last token's hidden state least.
+    """CLaSp: skips the set of layers whose removal changes the last token's hidden state least.
 
     A dynamic programme chooses the set. Let X_i be the whole model's state after layer i, and g(i,
     j) the best state after i layers of which j were skipped. Then g(i, j) is g(i-1, j-1), or layer
@@ -289,13 +287,13 @@ class Clasp(LayerSearch):
     source = "CLaSp, Chen et al. 2025"
 
     def begin(self, call: Call, prefill: BranchOutput) -> ClaspSession:
-        """Copies what the model keeps of the prompt."""
+        """Opens a session with a copy of the prompt's keys and values."""
         self._refuse(call)
         return ClaspSession(call, prefill, self)
 
 
 class ClaspSession(SearchSession):
-    """One call of a `Clasp`."""
+    """Session of a `Clasp` drafter."""
 
     def search(self) -> None:
         """Chooses the layers to skip by running the dynamic programme on the last token."""
@@ -319,9 +317,10 @@ class ClaspSession(SearchSession):
 
 
 class Programme:
-    """The dynamic programme of `Clasp`, in one pass over candidates j = 0..count as queries.
+    """The dynamic programme of `Clasp`, run in one pass of the model over ``count + 1`` candidates.
 
-    Candidate j is the best state so far with j skipped layers.
+    Candidate j, from 0 to ``count``, is the best state so far with j skipped layers. The candidates
+    are queries at the same position.
 
     Args:
         count: Number of layers to skip.
@@ -333,7 +332,7 @@ class Programme:
         self.choices: list[Tensor] = []  # by layer: which candidates j skip it, (count + 1,)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Forward hook of each layer: the step of the dynamic programme for that layer.
+        """Runs the dynamic programme's step for one layer; a forward hook of that layer.
 
         Candidate j gets the layer's output, or skips the layer and gets the input of candidate
         j - 1, whichever is nearer to the whole model's state.
@@ -350,12 +349,12 @@ class Programme:
         return (states, *output[1:]) if isinstance(output, tuple) else states
 
     def _cosine(self, states: Tensor, ran: Tensor) -> Tensor:
-        """Cosine with the whole model's state, summed over rows, ``(count + 1,)``."""
+        """Returns cosines with the whole model's state, summed over rows, ``(count + 1,)``."""
         near = cosine_similarity(states.float(), ran[:, :1].float(), dim=-1)
         return (near * self.rows[:, None]).sum(0)
 
     def skipped(self) -> list[int]:
-        """Indices of the layers that the final candidate, j = ``count``, skipped."""
+        """Returns the indices of the layers that the final candidate, j = ``count``, skipped."""
         choices, j, found = torch.stack(self.choices).tolist(), self.count, []
         for layer in reversed(range(len(choices))):
             if choices[layer][j]:
@@ -379,13 +378,13 @@ class Nothing(nn.Module):
         self.pair = attention and returned not in (Tensor, "Tensor")
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Zeros in the shape of the input; for attention with ``None`` as weights."""
+        """Returns zeros in the shape of the input; for attention also ``None`` as weights."""
         zeros = torch.zeros_like(hidden_states)
         return (zeros, None) if self.pair else zeros
 
 
 def units_of(adapter: Any) -> list[Unit]:
-    """Units that may be skipped: attention and MLP of each layer, or whole layers.
+    """Lists the units that may be skipped: attention and MLP of each layer, or whole layers.
 
     The first and the last layer are never skipped.
     """
@@ -398,7 +397,7 @@ def units_of(adapter: Any) -> list[Unit]:
 
 
 def partial(adapter: Any, skip: Collection[Unit]) -> Any:
-    """Adapter of the model without the units ``skip``; weights are shared with the model."""
+    """Returns the model without the units ``skip``, with shared weights."""
     parts: dict[int, set[str]] = {}
     for index, part in skip:
         parts.setdefault(index, set()).update(("attention", "mlp") if part == "layer" else (part,))

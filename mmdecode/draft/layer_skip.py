@@ -1,13 +1,14 @@
-"""Layer skipping: the model drafts for itself with some of its own layers.
+"""Layer skipping: drafts a chain with the target model itself, using some of its layers.
 
-A shallow view of the model shares every weight and runs a subset of its layers; it drafts a chain
-like an assistant, with a small cache of its own. The first layers alone are an early exit through
-the model's own last norm and head. No parameters; how well it drafts depends on the model, since
-ordinary models were not trained to be cut short.
+The drafting model is a shallow copy of the target that shares every weight and runs a subset of the
+layers, then the target's final norm and head. It drafts like an assistant model, with a cache of
+its own. No parameters are added. Running only the first layers (early exit) works best with models
+that were trained for it.
 
 Sources: Zhang et al. 2023 (Draft & Verify), arXiv:2309.08168; Elhoushi et al. 2024 (LayerSkip),
-arXiv:2404.16710, section 4.3. Differs from both: the layers to skip are given, not searched for (as
-in `mmdecode.draft.layer_search`), and verification does not reuse the draft's keys and values.
+arXiv:2404.16710, section 4.3. Differs from the papers: the layers to skip are given, not searched
+for (`mmdecode.draft.layer_search` does that), and verification does not reuse the keys and values
+computed while drafting.
 """
 
 from __future__ import annotations
@@ -32,20 +33,19 @@ from mmdecode.errors import IncompatibleError, OptionError
 
 
 class LayerSkip(Drafter):
-    """Drafts ``length`` tokens with a subset of the target's layers.
+    """Drafts ``length`` tokens per round with a subset of the target's layers.
 
     Args:
-        exit_layer: Number of first layers to run; the number of all layers is the whole model. Give
-            this or ``skip``.
-        skip: Indices of layers to leave out, from 0; ``()`` is the whole model.
-        length: Tokens per round; 0 is neutral.
+        exit_layer: Number of first layers to run. Give either this or ``skip``.
+        skip: Indices of the layers to leave out, counted from 0; ``()`` runs the whole model.
+        length: Number of tokens drafted per round; 0 drafts nothing.
 
-    Proposes what `mmdecode.draft.assistant.Assistant` does: argmax, sampled or coupled chains.
-    Lossless under every exact rule.
+    Proposes argmax, sampled or coupled chains, as `mmdecode.draft.assistant.Assistant` does.
+    Lossless under every exact acceptance rule.
 
     Raises:
-        OptionError: At the call: the model has no such layers.
-        IncompatibleError: At the call: the model's adapter offers no view of some of its layers.
+        OptionError: When decoding begins: the model does not have the given layers.
+        IncompatibleError: When decoding begins: the model cannot be run with some of its layers.
     """
 
     summary = "some of the model's own layers draft a chain"
@@ -70,15 +70,15 @@ class LayerSkip(Drafter):
     def from_options(
         cls, exit_layer: int | None = None, skip: int | str | None = None, length: int = 4
     ) -> LayerSkip:
-        """Builds it from a string; layers to skip are joined by a slash: ``skip=3/5/7``."""
+        """Builds the drafter from options; slashes separate layers to skip: ``skip=3/5/7``."""
         try:
             layers = None if skip is None else [int(part) for part in str(skip).split("/")]
         except ValueError as error:
-            raise OptionError(f"skip={skip!r} lists no layers; write skip=3/5/7") from error
+            raise OptionError(f"skip={skip!r} lists no indices; write skip=3/5/7") from error
         return cls(exit_layer, layers, length)
 
     def begin(self, call: Call, prefill: BranchOutput) -> AssistantSession:
-        """Makes the view, and lets it read the prompt."""
+        """Builds the drafting model, and runs it on the prompt."""
         adapter = call.plan.adapter
         count = len(adapter.layers())
         if self.exit_layer is not None:
@@ -90,7 +90,7 @@ class LayerSkip(Drafter):
                 raise IncompatibleError.between(
                     "draft LayerSkip with skip",
                     type(adapter).__name__,
-                    "what a layer attends to depends on its index in the model",
+                    "the attention window of a layer depends on its index in the model",
                     "use exit_layer, which keeps the index of every layer",
                 )
         asked = keep if self.exit_layer is not None else [*(self.skip or ())]
@@ -108,15 +108,15 @@ class LayerSkip(Drafter):
 def shallow(
     adapter: Any, keep: Sequence[int], change: Callable[[int, nn.Module], nn.Module] | None = None
 ) -> Any:
-    """The adapter's model with the layers ``keep`` alone; it shares every weight with the model.
+    """Returns a copy of the adapter's model with only the layers ``keep``, and shared weights.
 
-    ``change(index, layer)`` returns what to run instead of a layer that is kept.
+    If given, ``change(index, layer)`` returns the module to run instead of a kept layer.
 
     Only the modules between the model and its list of layers are copied. Layers know their own
-    index in a cache, so a cache of the full depth serves the view, and skipped layers stay empty in
-    it. A copied module runs the ``forward`` of its class: one that was put on the original as an
-    attribute (accelerate does so) is bound to the original, and would run all its layers. Hooks of
-    the original are not taken along.
+    index in a cache, so the copy needs a cache with an entry for every layer of the model; the
+    entries of skipped layers stay empty. A copied module runs the ``forward`` of its class, since a
+    ``forward`` set as an attribute (as accelerate does) is bound to the original and would run all
+    its layers. Hooks of the original modules are not copied.
 
     Raises:
         IncompatibleError: The layers are in no ``ModuleList`` of the model.
@@ -147,7 +147,7 @@ def shallow(
 
 
 def without_hooks(module: Any) -> Any:
-    """A copy of a module that shares its parts, and has none of its hooks or wrappers."""
+    """Copies a module, with shared submodules and without hooks and wrappers."""
     module = copy.copy(module)
     module._modules = dict(module._modules)
     own = vars(module)

@@ -1,15 +1,17 @@
-"""Lookahead: drafts n-grams from the model's own guesses for later positions.
+"""Lookahead decoding: drafts n-grams that the model itself guessed for later positions.
 
-With the candidates, every pass scores a window of guesses for the positions ahead. Column i of the
-window holds what Jacobi iterations of the last rounds made of position i and those after it, so
-that a column and the token that the model puts after it are an n-gram of the model's own. N-grams
-go into a pool per row; those that begin with the last committed token are the next candidates.
-Window and candidates are one tree: the first row of the window is a chain below the root, each
-column hangs below its token of that chain. No parameters, no second model; the passes are wide.
+Every pass scores two things: candidate n-grams, and a window of guesses for later positions. Column
+i of the window holds the guesses of the last rounds (Jacobi iterations) for position i and the
+positions after it. A column together with the model's prediction after it is an n-gram. N-grams are
+stored in a pool per row; stored n-grams that begin with the last committed token are the candidates
+of the next round. The window and the candidates are scored as one tree: the first guesses of all
+columns form a chain after the last committed token, and the rest of each column is attached to its
+first guess. No parameters and no second model are needed, but the passes are wide.
 
 Source: Fu et al. 2024 (Lookahead Decoding), arXiv:2402.02057, sections 3.1 to 3.3. Differs from the
-reference: the window begins with the most likely tokens after the prompt, not with random ones; its
-guesses are candidates too; a batch has a pool per row, which forgets the oldest.
+reference: the window starts with the most likely tokens after the prompt instead of random ones;
+guesses of the window may be accepted too; each row of a batch has its own pool, in which new
+n-grams replace the oldest.
 """
 
 from __future__ import annotations
@@ -26,19 +28,20 @@ from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.errors import OptionError
 
 POOL = 512
-"""N-grams that a row remembers."""
+"""Number of n-grams in the pool of a row."""
 
 
 class Lookahead(Drafter):
-    """Drafts n-grams of the model's own trajectory.
+    """Drafts n-grams of the model's own guesses (Jacobi trajectory).
 
     Args:
-        window: Columns of the window, W.
-        ngram: Tokens of an n-gram, the one that it is found by included: N.
-        guesses: N-grams that are candidates at once, G. With ``window=0`` neutral.
+        window: Number W of columns of the window; 0 drafts nothing.
+        ngram: Number N of tokens of an n-gram, including the first, by which it is looked up.
+        guesses: Maximum number G of candidate n-grams per pass.
 
-    A pass scores ``(W + G) * (N - 1)`` nodes and the root; the reference's example is W = G = 7
-    and N = 5. Siblings may repeat one another. Lossless under every exact rule.
+    A pass scores ``(W + G) * (N - 1)`` drafted tokens and the last committed token; the reference's
+    example is W = G = 7 and N = 5. Siblings in the tree may have the same token. Lossless under
+    every exact acceptance rule.
     """
 
     summary = "n-grams of the model's own guesses for the positions ahead"
@@ -55,7 +58,7 @@ class Lookahead(Drafter):
         self.window, self.ngram, self.guesses = window, ngram, guesses
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """The first guesses are what is most likely after the prompt."""
+        """Opens a session whose first guesses are the most likely tokens after the prompt."""
         vocab = prefill.logits.shape[-1]
         best = prefill.logits[:, -1].topk(min(self.window, vocab)).indices
         order = torch.arange(self.window, device=call.device) % max(best.shape[1], 1)
@@ -63,13 +66,13 @@ class Lookahead(Drafter):
 
 
 class LookaheadSession(DraftSession):
-    """The window of each row, and its pool of n-grams.
+    """Session of a `Lookahead` drafter: the window and the pool of n-grams of each row.
 
     Args:
-        call: The call.
-        guesses: The window's first row, ``(B, W)``.
-        ngram: See `Lookahead`.
-        most: N-grams that are candidates at once.
+        call: The generation call.
+        guesses: First guess of each column of the window, ``(B, W)``.
+        ngram: Number of tokens of an n-gram.
+        most: Maximum number of candidate n-grams per pass.
     """
 
     def __init__(self, call: Call, guesses: Tensor, ngram: int, most: int) -> None:
@@ -81,7 +84,7 @@ class LookaheadSession(DraftSession):
         self.next = 0  # index for the next n-grams
 
     def propose(self, budget: int) -> Proposal:
-        """N-grams that begin with the root, newest first, then the window."""
+        """Proposes n-grams that begin with the last token, newest first, and the window."""
         call = self.call
         if budget <= 0 or not self.window:
             return Proposal.empty(call.batch, call.device)
@@ -96,7 +99,7 @@ class LookaheadSession(DraftSession):
         return Proposal(tokens=tokens, kind="deterministic", tree=tree)
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Guesses again after every column, and notes the n-grams of full ones."""
+        """Extends every column by a new guess, and stores the n-grams of complete columns."""
         first = self.most * (self.ngram - 1)
         if proposal.size < first + len(self.rows) * self.window or not self.window:
             return  # the prompt's round, or one at the end that was cut short
@@ -117,7 +120,7 @@ class LookaheadSession(DraftSession):
 
 @lru_cache
 def _tree(guesses: int, length: int, window: int, rows: int) -> Tree:
-    """Chains below the root, then a window whose first row is a chain and whose columns hang."""
+    """Builds the tree of candidate chains, then of the window's first row and its columns."""
     parents = [node - 1 if node % length else -1 for node in range(guesses * length)]
     first = len(parents)
     parents += [first + node - 1 if node else -1 for node in range(window)]

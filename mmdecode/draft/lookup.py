@@ -1,9 +1,9 @@
-"""Prompt lookup: propose what followed the last tokens where they occurred before.
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the last tokens.
 
-No parameters and no model pass; gains where the output repeats its prompt or itself. Padding is
-never matched, nor are ids that the model reads and never generates. Differs from transformers'
-prompt lookup, which takes the leftmost match: here the longest match wins, and among equals the
-most recent.
+It needs no parameters and no model pass, and gains where the output repeats its prompt or itself.
+Padding is never matched, nor are ids that the model reads but never generates, such as image
+placeholders. Differs from the prompt lookup of transformers, which takes the leftmost match: here
+the longest match is taken, and the most recent of equally long ones.
 
 Source: Saxena 2023, prompt lookup decoding.
 """
@@ -25,10 +25,10 @@ class PromptLookup(Drafter):
     """Copies ``length`` tokens that follow the longest earlier match of at most ``ngram`` tokens.
 
     Args:
-        length: Most tokens proposed per round.
-        ngram: Longest suffix that is looked up; shorter ones are tried down to one token.
+        length: Maximum number of tokens proposed per round; 0 drafts nothing.
+        ngram: Maximum number of last tokens that are looked up; fewer are tried down to one.
 
-    Lossless under every exact rule. Neutral: ``length=0`` proposes nothing.
+    Lossless under every exact acceptance rule.
     """
 
     summary = "copies what followed the last tokens where they occurred before"
@@ -43,19 +43,19 @@ class PromptLookup(Drafter):
         self.length, self.ngram = length, ngram
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """Opens a call of V tokens; a prompt may hold ids beyond these, never generated."""
+        """Opens a session; prompt ids outside the generated vocabulary are never matched."""
         return LookupSession(call, self.length, self.ngram, prefill.logits.shape[-1])
 
 
 class LookupSession(DraftSession):
-    """Looks up the last tokens of each row in its own text; for options see `PromptLookup`."""
+    """Session of a `PromptLookup` drafter: looks up the last tokens of each row in that row."""
 
     def __init__(self, call: Call, length: int, ngram: int, vocab: int) -> None:
         super().__init__(call)
         self.length, self.ngram, self.vocab = length, ngram, vocab
 
     def propose(self, budget: int) -> Proposal:
-        """A chain per row, or nothing where nothing matches."""
+        """Proposes a chain per row; nothing in rows without a match."""
         call, length = self.call, min(self.length, budget)
         if length <= 0:
             return Proposal.empty(call.batch, call.device)
@@ -77,15 +77,15 @@ class LookupSession(DraftSession):
 
 
 def suffix_matches(ids: Tensor, real: Tensor, tail: Tensor) -> Tensor:
-    """How many tokens before each column equal the last tokens of the row.
+    """Counts how many tokens before each column equal the last tokens of the row.
 
     Args:
         ids: Tokens to search, ``(B, W)``.
-        real: Tokens that may be matched, ``(B, W)`` bool.
+        real: Whether each token may be matched, ``(B, W)`` bool.
         tail: The last n tokens of each row, ``(B, n)``.
 
     Returns:
-        0 to n, ``(B, W)``; a column's own token does not count.
+        Length of the match that ends just before each column, 0 to n, ``(B, W)``.
     """
     width, size = ids.shape[1], tail.shape[1]
     longest = torch.zeros_like(ids)

@@ -1,15 +1,17 @@
-"""Medusa heads: extra heads on the model's last hidden state propose the next tokens at once.
+"""Medusa: drafts a tree with extra heads on the target model's last hidden state.
 
-Head k, a stack of ``x + SiLU(W x + b)`` blocks before an output matrix, looks at the state that
-decided the root and predicts the k-th token after it; the ranks of all heads, joined along a fixed
-tree, are one proposal. In the block form one more decoder layer, with a cache of its own, runs on
-the accepted states first. Verification and the next round's states are one pass of the target, and
-the token after the accepted path is kept, so n accepted tokens cost one pass for n + 1; the
-reference of Whisper-Medusa needs two and drops that token.
+Head k is a stack of ``x + SiLU(W x + b)`` blocks before an output matrix. It reads the hidden state
+that predicted the root (the last committed token), and predicts the k-th token after the root. The
+most likely tokens of the heads are arranged in a fixed tree, the proposal. The block variant of
+Whisper-Medusa first runs the states of the accepted tokens through one more decoder layer, with a
+cache of its own. A round needs one pass of the target, which verifies the draft, yields the token
+after the accepted path, and computes the states for the next round; the Whisper-Medusa reference
+needs two passes and drops that token.
 
 Sources: Cai et al. 2024 (Medusa), arXiv:2401.10774, section 3.1; Segal-Feldman et al. 2024
-(Whisper-Medusa), arXiv:2409.15869. Differs from the references: unused nodes are -1 (token 0 is an
-ordinary token of Whisper), siblings do not attend to each other, any batch size.
+(Whisper-Medusa), arXiv:2409.15869. Differs from the references: unused nodes are marked with -1,
+since token 0 is an ordinary token of Whisper; siblings do not attend to each other; batches may
+have any size.
 """
 
 from __future__ import annotations
@@ -51,17 +53,18 @@ from mmdecode.errors import (
 from mmdecode.runs.files import write_file, write_folder
 
 MANY_ROWS = 8
-"""Rows from which a pass on a CPU is bound by arithmetic even without a draft."""
+"""Number of rows from which a pass on a CPU is compute-bound even without a draft."""
 
 
 class MedusaHeads(nn.Module):
-    """K heads of L residual blocks each, stored stacked so that one product serves all heads.
+    """K heads of L residual blocks each, stacked so that one matrix product serves all heads.
 
     Args:
-        num_heads: K.
-        num_layers: L.
-        width: Hidden size H.
-        vocab: Size of the heads' own output matrices; ``None``: they share the target's.
+        num_heads: Number K of heads.
+        num_layers: Number L of residual blocks per head.
+        width: Hidden size H of the target.
+        vocab: Vocabulary size of the heads' own output matrices; ``None``: all heads use the
+            target's output matrix.
     """
 
     def __init__(
@@ -73,24 +76,25 @@ class MedusaHeads(nn.Module):
         self.out = None if vocab is None else nn.Parameter(torch.zeros(num_heads, vocab, width))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``(B, H)`` to ``(K, B, H)``."""
+        """Computes the states of all heads, ``(K, B, H)``, from hidden states ``(B, H)``."""
         states = hidden.to(self.weight.dtype).expand(self.weight.shape[1], -1, -1)
         for weight, bias in zip(self.weight, self.bias, strict=True):
             states = states + nn.functional.silu(torch.baddbmm(bias, states, weight.mT))
         return states
 
     def logits(self, hidden: Tensor, adapter: Any) -> Tensor:
-        """``(B, H)`` to ``(K, B, V)``, through the heads' own or the target's output matrix."""
+        """Computes logits of all heads, ``(K, B, V)``, from hidden states ``(B, H)``."""
         states = self(hidden)
         return adapter.unembed(states) if self.out is None else states @ self.out.mT
 
     @classmethod
     def from_layout(cls, weights: dict[str, Tensor], first: int = 0) -> MedusaHeads:
-        """From ``<head>.<layer>.linear.{weight,bias}`` and, for own outputs, ``<head>.<L>.weight``.
+        """Builds heads from keys ``<head>.<layer>.linear.{weight,bias}`` and ``<head>.<L>.weight``.
 
         Args:
-            weights: Weights by key; all heads have the same shapes.
-            first: Heads before this one are left out (head 0 of Medusa-Linear is the target's).
+            weights: Weights by key; all heads have the same shapes. The key ``<head>.<L>.weight``
+                is only there if heads have their own output matrices.
+            first: Index of the first head to use. Head 0 of Medusa-Linear belongs to the target.
         """
         keys = [key.split(".") for key in weights]
         heads = sorted({int(key[0]) for key in keys})[first:]
@@ -109,7 +113,7 @@ class MedusaHeads(nn.Module):
         return module
 
     def to_layout(self) -> dict[str, Tensor]:
-        """The published keys, heads numbered from 0."""
+        """Returns the weights under the published keys, with heads numbered from 0."""
         layers, heads = self.weight.shape[:2]
         weights = {}
         for head, layer in itertools.product(range(heads), range(layers)):
@@ -122,7 +126,7 @@ class MedusaHeads(nn.Module):
 
 @dataclass(frozen=True)
 class HeadTree:
-    """A tree with, for each node, its head and its rank among that head's tokens."""
+    """A draft tree that names, for each node, a head and the rank of a token in its logits."""
 
     tree: Tree
     levels: Tensor
@@ -131,7 +135,7 @@ class HeadTree:
 
     @classmethod
     def of(cls, paths: list[tuple[int, ...]], device: torch.device) -> HeadTree:
-        """The tree of rank paths."""
+        """Builds the tree from rank paths, see `Medusa`."""
         tree, order = Tree.from_paths(paths)
         last = [path[-1] for path in order]
         levels = torch.tensor(tree.depths, device=device) - 1
@@ -139,19 +143,22 @@ class HeadTree:
 
 
 class Medusa(Drafter):
-    """Drafts with Medusa heads.
+    """Drafts a fixed tree with Medusa heads.
 
     Args:
-        heads: The heads; head k proposes the k-th token after the root.
-        block: A decoder layer of the target's family that runs before the heads, or ``None``.
-        paths: Rank paths of the tree, the most useful first: ``(0, 1)`` is the second choice of
-            head 2 below the first choice of head 1. ``None``: the chain of first choices.
-        nodes: Use the first so many nodes of the tree; ``None``: all.
-        cpu_nodes: The same on a CPU, where a pass is soon bound by arithmetic, for fewer than 8
-            rows; half as many for more. A checkpoint may carry what was measured for its model.
+        heads: The heads; head k proposes the k-th token after the last committed token.
+        block: A decoder layer of the target's architecture that runs before the heads, or ``None``.
+        paths: Rank paths of the tree, the most useful first: the path ``(0, 1)`` means the second
+            most likely token of head 2 after the most likely token of head 1. ``None``: a chain of
+            the most likely tokens.
+        nodes: Number of nodes of the tree that are used, the first in ``paths``; ``None``: all.
+        cpu_nodes: The same on a CPU, if ``nodes`` is ``None``, for fewer than 8 rows; half as many
+            for more rows. On a CPU wide passes are soon compute-bound. A checkpoint may contain a
+            number that was measured for its model.
 
-    Proposes deterministic trees. Lossless under every exact rule, whatever the heads predict. If a
-    guide has other branches, the heads run on the states of each, see `mmdecode.draft.target`.
+    Proposes deterministic trees. Lossless under every exact acceptance rule, whatever the heads
+    predict. With a guide that has several branches, the heads run on the states of each; see
+    `mmdecode.draft.target`.
     """
 
     summary = "extra heads on the model's own last hidden state draft a tree"
@@ -183,15 +190,15 @@ class Medusa(Drafter):
     def from_pretrained(
         cls, name: str | Path, paths: list[tuple[int, ...]] | None = None
     ) -> Medusa:
-        """Loads heads in our layout or a published one.
+        """Loads heads in this library's layout or a published one.
 
         Args:
-            name: A folder, a Hub id or ``zoo:NAME``. Layouts: ours, aiola-lab/whisper-medusa
-                (linear and block), FasterDecoding/Medusa (heads alone, or together with a Llama).
-            paths: Overrides the tree of the checkpoint.
+            name: A folder, a Hub id or ``zoo:NAME``. Published layouts: aiola-lab/whisper-medusa
+                (linear and block), FasterDecoding/Medusa (heads alone, or with a Llama model).
+            paths: Rank paths to use instead of the checkpoint's tree.
 
         Raises:
-            InputError: The checkpoint holds no Medusa heads.
+            InputError: The checkpoint contains no Medusa heads.
         """
         path = local_path(name)
         config, weights = read_weights(path)
@@ -229,8 +236,8 @@ class Medusa(Drafter):
             layer = adapter.extra_layer(family)
             if layer is None:
                 raise UnsupportedModelError(
-                    f"{name} brings a block for {target['model_type']!r}, whose adapter has none; "
-                    "use heads without a block"
+                    f"{name} has a decoder block for {target['model_type']!r}, whose adapter "
+                    "cannot run one; use heads without a block"
                 )
             layer.load_state_dict({key: value.float() for key, value in block.items()})
         cpu_nodes = None if paths else config.get("cpu_nodes")
@@ -245,9 +252,10 @@ class Medusa(Drafter):
         chain: bool = False,
         nodes: int | None = None,
     ) -> Medusa:
-        """Builds it from a string; without ``path``, the heads that belong to the model at hand.
+        """Builds the drafter from the options of a string.
 
-        These are a zoo model's own, or those inside a Whisper-Medusa checkpoint.
+        Without ``path``, loads the heads that belong to the target ``model_id``: the heads that
+        ship with a ``zoo:`` model, or the heads in the target's own (Whisper-Medusa) checkpoint.
         """
         if path is None and model_id is not None and model_id.startswith("zoo:"):
             path = paired(model_id, "medusa")
@@ -265,10 +273,10 @@ class Medusa(Drafter):
     def save_pretrained(
         self, folder: str | Path, target_config: dict[str, Any], overwrite: bool = False
     ) -> None:
-        """Writes our layout, in half precision and with the published keys.
+        """Saves the heads to a folder, in half precision and with the published keys.
 
         Raises:
-            OptionError: A file that is not ours is there, and ``overwrite`` is not set.
+            OptionError: The folder has files of another origin, and ``overwrite`` is not set.
         """
         from safetensors.torch import save_file
 
@@ -294,26 +302,26 @@ class Medusa(Drafter):
         write_folder(Path(folder), fill, overwrite)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """The model's last states; with a block, those of the whole prompt too.
+        """Returns what the heads need: final hidden states; with a block, of the whole prompt too.
 
         Raises:
-            IncompatibleError: The heads come with a block, and the model cannot run one.
+            IncompatibleError: The heads have a block, which the target's adapter cannot run.
         """
         if self.block is not None and type(adapter).extra_layer is Adapter.extra_layer:
             raise IncompatibleError.between(
                 "draft Medusa",
                 adapter.name,
-                "the heads read the states of one more decoder layer of Whisper's",
+                "the heads read the states of an additional Whisper decoder layer",
                 "use heads without a block, trained for this model",
             )
         return Requirements(hidden=frozenset({"last"}), prompt_hidden=self.block is not None)
 
     def begin(self, call: Call, prefill: BranchOutput) -> MedusaSession:
-        """Opens a session on the device of the states."""
+        """Opens a session, with the heads on the device of the target's states."""
         return MedusaSession(self, call, prefill)
 
     def shape(self, call: Call) -> HeadTree:
-        """The tree that a call drafts."""
+        """Returns the tree that is drafted in a call."""
         nodes = len(self.paths)
         if self.nodes is not None:
             nodes = min(nodes, self.nodes)
@@ -328,17 +336,17 @@ class Medusa(Drafter):
 
 
 class MedusaSession(DraftSession):
-    """A call of a `Medusa`: the states that decided the last tokens, and the block's cache.
+    """Session of a `Medusa` drafter: the states that the last tokens came from, and the block.
 
-    With a block, begins by running it over all prompt rows but the last.
+    If there is a block, opening runs it over the whole prompt except the last token.
 
     Args:
         draft: The drafter.
-        call: The call.
-        prefill: Outputs after the prompt; with a block, with the states of the whole prompt.
+        call: The generation call.
+        prefill: Outputs of the prompt's pass; with a block, the states of the whole prompt too.
 
     Raises:
-        IncompatibleError: The heads were made for another model.
+        IncompatibleError: The heads were trained for another model.
     """
 
     def __init__(self, draft: Medusa, call: Call, prefill: BranchOutput) -> None:
@@ -356,7 +364,7 @@ class MedusaSession(DraftSession):
             self.block = BlockRunner(layer, call, self.target.specs, outputs)
 
     def propose(self, budget: int) -> Proposal:
-        """The tree of the heads' ranks."""
+        """Proposes a tree of the most likely tokens of the heads."""
         assert self.state is not None, "observe was not called"
         tree = self.tree
         logits = self._followed(self.heads.logits(self.state, self.call.plan.adapter))
@@ -368,7 +376,7 @@ class MedusaSession(DraftSession):
         return Proposal(tokens=tokens.T.contiguous(), kind="deterministic", tree=tree.tree)
 
     def _followed(self, logits: Tensor) -> Tensor:
-        """Logits that rank tokens, from the heads' logits in all branches, ``(K, M * B, V)``."""
+        """Applies guide and warpers to the heads' logits in all branches, ``(K, M * B, V)``."""
         if self.target.plain:
             return logits
         first = self.call.rows.length[:, None]
@@ -385,13 +393,13 @@ class MedusaSession(DraftSession):
 
 
 class BlockRunner:
-    """Runs the block over committed states, with a cache of its own.
+    """Runs the extra decoder layer (block) over committed states, with a cache of its own.
 
     Args:
-        layer: The block.
-        call: The call.
-        specs: Branches whose states it reads; rows go branch by branch.
-        outputs: Outputs of these branches after the prompt, with the states of the whole prompt.
+        layer: The extra decoder layer.
+        call: The generation call.
+        specs: Branches whose states it reads; rows are ordered branch by branch.
+        outputs: Outputs of these branches for the prompt, with the states of the whole prompt.
     """
 
     def __init__(
@@ -414,7 +422,7 @@ class BlockRunner:
             self.cache.set_start(torch.full_like(self._pads, width - 1))
 
     def __call__(self, states: Tensor) -> Tensor:
-        """States of root and accepted path, ``(M * B, D + 1, H)``; commits them to the cache."""
+        """Runs the layer on root and accepted path, ``(M * B, D + 1, H)``; updates the cache."""
         call = self.call
         visible = bucket(call.prompt_length + call.rows.cur_len + states.shape[1])
         states = self._run(states, visible)
@@ -430,10 +438,10 @@ class BlockRunner:
 
 
 def _refuse_foreign(heads: MedusaHeads, call: Call, prefill: BranchOutput) -> None:
-    """Refuses heads that were made for a model of another width or vocabulary.
+    """Raises an error if the heads' model has another hidden size or vocabulary.
 
     Raises:
-        IncompatibleError: The heads were made for another model.
+        IncompatibleError: The heads were trained for another model.
     """
     vocab = None if heads.out is None else heads.out.shape[1]
     sizes = {
@@ -451,7 +459,7 @@ def _refuse_foreign(heads: MedusaHeads, call: Call, prefill: BranchOutput) -> No
 
 
 def paths_of_choices(choices: Any) -> list[tuple[int, ...]] | None:
-    """Rank paths of a checkpoint's tree, from paths or counts per level, base token first."""
+    """Returns rank paths of a checkpoint's tree, given as paths or as numbers per level."""
     if not choices:
         return None
     if isinstance(choices[0], int):

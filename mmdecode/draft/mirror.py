@@ -1,9 +1,9 @@
-"""Drafting by the model itself on a copy of the keys and values that it has already computed.
+"""Base of drafters that run the target model on a copy of its own key-value cache.
 
-The drafter does not prefill the prompt: its cache starts as a copy of the main branch's cache, or
-of a part of it, and keys and values of the tokens committed in each round are copied from there. So
-its cache contains all committed tokens but the last, whichever drafter proposed them, and no
-rejected ones. The cost is the memory of the copy.
+The drafter does not run on the prompt: its cache starts as a copy of the target's cache (or of a
+part of it), and after each round the keys and values of the committed tokens are copied from there.
+So the drafter's cache contains all committed tokens except the last, also if another drafter
+proposed them, and no rejected tokens. The cost is the memory of the copy.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mmdecode.errors import IncompatibleError
 
 
 class CacheCopyDrafter(Assistant):
-    """Base of drafters that run the model on a copy of its own cache.
+    """Base class of drafters that run the target model on a copy of its own cache.
 
     Args:
         length: Drafted tokens per round; 0 drafts nothing.
         max_rejection_probability: See `mmdecode.draft.assistant.Assistant`.
 
-    This class itself runs the whole model on the whole cache, so every drafted token is accepted;
-    subclasses skip layers or cache entries.
+    This class itself runs the whole model on the whole cache, so every drafted token is accepted.
+    Subclasses skip layers or cache entries to draft faster.
 
     Raises:
-        IncompatibleError: At the call: the main branch has no cache that can be copied, or the
+        IncompatibleError: When decoding begins: the target has no cache that can be copied, or its
             adapter gives no access to the model's layers.
     """
 
@@ -45,7 +45,7 @@ class CacheCopyDrafter(Assistant):
         super().__init__(None, length, max_rejection_probability=max_rejection_probability)
 
     def begin(self, call: Call, prefill: BranchOutput) -> CopySession:
-        """Copies the prompt's keys and values."""
+        """Opens a session with a copy of the prompt's keys and values."""
         self._refuse(call)
         return CopySession(call, prefill, self)
 
@@ -68,17 +68,17 @@ class CacheCopyDrafter(Assistant):
 
 
 class CopySession(AssistantSession):
-    """One call of a `CacheCopyDrafter`.
+    """Session of a `CacheCopyDrafter`.
 
     Args:
-        call: The call.
-        prefill: The main branch's output at the prompt.
-        drafter: The drafter, for its options.
+        call: The generation call.
+        prefill: The target's outputs of the prompt's pass.
+        drafter: The drafter, whose options are used.
 
     Attributes:
-        main: Runner of the main branch, whose cache is copied.
-        rows: Rows of the main branch in that cache.
-        prompt: Slots of its prompt, ``(B,)``.
+        main: Runner of the target's main branch, whose cache is copied.
+        rows: Indices of the main branch's rows in that cache.
+        prompt: Number of cache slots of the prompt in each row, ``(B,)``.
     """
 
     lag = 1  # all committed tokens but the root are in the cache
@@ -101,11 +101,11 @@ class CopySession(AssistantSession):
         branch.left_out = tokens - kept
 
     def chosen(self, prefill: BranchOutput) -> tuple[Sequence[Tensor], Tensor]:
-        """Cache slots of the prompt to copy; here all of them.
+        """Chooses the cache slots of the prompt to copy; here all of them.
 
         Returns:
-            Slots of each layer, ``(B, heads or 1, n)``; and how many of the n are valid in each
-            row, ``(B,)``, counted from the right.
+            For each layer, indices of slots ``(B, heads or 1, n)``; and the number of valid indices
+            in each row, ``(B,)``: the last ones of the n, the others are padding.
         """
         width = self.main.width
         # a narrower prompt that was joined with a wider one lies at the left
@@ -114,7 +114,7 @@ class CopySession(AssistantSession):
         return [slots] * len(self.main.cache.layers), self.prompt - self.main.pads[self.rows]
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        """Copies the round's tokens; rejected ones are overwritten before they are attended to."""
+        """Copies the round's entries; rejected ones are overwritten before they are attended to."""
         self.copy(self.branch.cache.start - self.branch.width, proposal.size + 1)
         super().observe(proposal, output, block)
 

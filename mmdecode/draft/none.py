@@ -1,4 +1,4 @@
-"""No draft: one token per row and round, the loop's own floor."""
+"""Decoding without a draft: one token per row and round."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from mmdecode.engine.contracts import BranchOutput, Drafter, DraftSession
 
 
 class NoDraft(Drafter):
-    """Proposes nothing."""
+    """A drafter that proposes nothing."""
 
     capabilities = DrafterCapabilities(graph_safe=True)
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """A session that drafts nothing."""
+        """Opens a session that proposes nothing."""
         return DraftSession(call)

@@ -1,4 +1,4 @@
-"""A drafter's weights on the device and in the precision of a model's states."""
+"""Copies of a drafter's weights on the device and in the precision of the target model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Module = TypeVar("Module", bound=nn.Module)
 class Placed(Generic[Module]):
     """Copies of a module by device and precision, made once and shared by all calls and threads.
 
-    They are copies because half precision must not round the original.
+    Copies are made because converting the original to half precision would round its weights.
 
     Args:
-        module: The original, which is used itself where it already fits.
+        module: The original, which is used without a copy if device and precision already match.
     """
 
     def __init__(self, module: Module) -> None:
@@ -27,7 +27,7 @@ class Placed(Generic[Module]):
         self._lock = Lock()
 
     def like(self, states: Tensor) -> Module:
-        """The module on the device and in the precision of ``states``."""
+        """Returns the module on the device and in the precision of ``states``."""
         key = (states.device, states.dtype)
         own = next(self.module.parameters())
         if (own.device, own.dtype) == key:

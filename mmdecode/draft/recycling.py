@@ -28,24 +28,26 @@ from mmdecode.errors import OptionError
 
 @lru_cache
 def default_paths(nodes: int = 40, ranks: int = 8) -> tuple[Path, ...]:
-    """The best tree of five levels if rank r is right in a share of 0.5 * 0.4^r of cases."""
+    """Returns the best tree of five levels if rank r is right with probability 0.5 * 0.4^r."""
     rates = [[0.5 * 0.4**rank for rank in range(ranks)]] * 5
     return tuple(plan(rates, nodes))
 
 
 class Recycling(Drafter):
-    """Drafts a tree of the candidates that the model had after the same tokens before.
+    """Drafts a tree of the tokens that the model found most likely after the same tokens before.
 
     Args:
         nodes: Number of nodes of the default tree; 0 drafts nothing. Not used with ``paths``.
-        ranks: Number k of candidates stored per token.
-        paths: Rank paths of another tree, see `mmdecode.draft.trees`.
-        keep: Keep one table from call to call, shared by all rows, so that it is filled from the
-            first token on. With ``sample_match``, a seed's tokens (not their distribution) then
-            depend on the other rows and on earlier calls; with greedy and coupled they do not.
+        ranks: Number k of candidates (most likely next tokens) stored per token.
+        paths: Rank paths of another tree, see `mmdecode.draft.trees`; ``None``: the default tree.
+        keep: Whether one table, shared by all rows, is kept from call to call, so that it has
+            candidates from the first token on. The tokens that ``sample_match`` samples for a seed
+            (not their distribution) then depend on the other rows and on earlier calls; with the
+            greedy and the coupled rule they do not.
 
-    Proposals are deterministic trees. A table is ``(V, k)`` int32 per row, filled from the logits
-    of the main branch, before any guide. Lossless under every exact rule, whatever it contains.
+    Proposals are deterministic trees. A row's table is ``(V, k)`` int32, filled from the logits of
+    the main branch, before any guide. Lossless under every exact acceptance rule, whatever the
+    table contains.
     """
 
     summary = "a tree of the model's earlier candidates after the same tokens"
@@ -75,7 +77,7 @@ class Recycling(Drafter):
         self._lock = Lock()
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """Starts with an empty table per row, or with the table kept from earlier calls."""
+        """Opens a session with empty tables, or with the table kept from earlier calls."""
         vocab = prefill.logits.shape[-1]
         # entry V is scratch: what must not be written goes there
         shape = (1 if self.keep else call.batch, vocab + 1, min(self.ranks, vocab))
@@ -90,11 +92,11 @@ class Recycling(Drafter):
 
 
 class RecyclingSession(DraftSession):
-    """Builds trees from a table of candidates, and updates the table.
+    """Session of a `Recycling` drafter: builds trees from tables of candidates and updates these.
 
     Args:
-        call: The call.
-        tree: Shape of the draft.
+        call: The generation call.
+        tree: Shape of the draft tree.
         ranks: Rank of each node's token among the candidates.
         table: Candidates by token, ``(B or 1, V + 1, k)`` int32, -1 where unknown;
             written in place.
@@ -141,7 +143,7 @@ class RecyclingSession(DraftSession):
 
 @lru_cache(maxsize=64)
 def _levels(tree: Tree, ranks: tuple[int, ...], width: int, device: torch.device) -> list[Tensor]:
-    """Index of each node's token among the candidates of the level above, by depth."""
+    """Returns where each node's token is among the candidates of all nodes above, by depth."""
     result, first = [], -1
     for depth in range(1, tree.depth + 1):
         nodes = [u for u, d in enumerate(tree.depths) if d == depth]

@@ -1,17 +1,18 @@
-"""Input-guided drafting: proposes the tokens that come next in a source text.
+"""Drafting from a source text that the output mostly copies: proposes its next tokens.
 
-For outputs that mostly copy a text that is at hand: a recogniser's hypotheses under correction, the
-last partial transcript of a stream, a sentence to be edited. The draft continues in the source
-after the position that matches the last committed tokens best. Where several match equally well,
-the one nearest to the row's position wins, counted as if it had copied token by token since its
-last match; so a substituted word costs one round, and repeated words do not lead astray. A row may
-have several texts, each with its own position: the draft goes on in the one that matches best; ties
-go to the one that has agreed with most of the output, then to the first.
+Examples of source texts are a recogniser's hypotheses that a model corrects, the last partial
+transcript of a stream, and a sentence to be edited. The draft continues the source after the
+position whose preceding tokens have the longest match with the last committed tokens. If several
+positions match equally well, the one nearest to the expected position is chosen: the last matched
+position plus the number of tokens generated since. So a substituted word costs one round, and
+repeated words are not confused. A row may have several source texts, each with its own expected
+position; the text with the longest match is continued, and ties go to the text that has agreed with
+most output tokens, then to the first text.
 
 Source: Sun et al. 2021, arXiv:2106.04970 (aggressive decoding), section 3; Yang et al. 2023,
-arXiv:2304.04487 (inference with reference). Differs from both: after a mismatch without any match
-the draft goes on as if one token had been replaced, where they decode token by token; and a row may
-have several texts.
+arXiv:2304.04487 (inference with reference). Both decode token by token while nothing matches; here
+the draft then continues as if one token of the source had been replaced. They also use a
+single source text.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import InputError, OptionError
 
 _MANY = 1 << 20
-"""More than a text has tokens."""
+"""Larger than the number of tokens in any text."""
 
 
 class Source(Drafter):
-    """Copies ``length`` tokens from a source text, after the best match of at most ``ngram``.
+    """Copies ``length`` tokens from a source text, after the longest match with the output.
 
     Args:
-        length: Most tokens proposed per round; 0 is neutral.
-        ngram: Longest suffix of the output that is looked up in the source.
-        least: Tokens that have to match before anything is proposed; all, while there are fewer. 0
-            also goes on after a mismatch, as if one token had been replaced, for outputs that copy
-            nearly all of the source.
-        ids: Token ids of the source, one sequence per row or one for all, or instead of a sequence
-            a list of several; ``None``: the call gives them as ``mm_inputs["source_ids"]``.
+        length: Maximum number of tokens proposed per round; 0 drafts nothing.
+        ngram: Maximum number of last output tokens that are looked up in the source.
+        least: Minimum number of last output tokens that must match; if fewer tokens were generated,
+            all of them must match. With 0 the draft also continues after a mismatch, as if one
+            token had been replaced, which suits outputs that copy nearly all of the source.
+        ids: Token ids of the source: one sequence per row, or a single one for all rows. An entry
+            may be a list of several sequences. ``None``: ``mm_inputs["source_ids"]`` of the call.
 
-    Lossless under every exact rule, whatever the source contains.
+    Lossless under every exact acceptance rule, whatever the source contains.
 
     Raises:
-        InputError: No source was given, or not one entry per row, or an id is not of the
+        InputError: No source was given, or not one entry per row, or an id is outside the
             vocabulary.
     """
 
@@ -72,11 +73,11 @@ class Source(Drafter):
 
     @classmethod
     def from_options(cls, length: int = 16, ngram: int = 3, least: int = 0) -> Source:
-        """Builds it from a string; the source comes with the call."""
+        """Builds the drafter from the options of a string; the call provides the source texts."""
         return cls(length, ngram, least=least)
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """Stacks the texts of the rows, padded with -1."""
+        """Opens a session with the source texts of all rows, padded with -1."""
         given: Any = self.ids if self.ids is not None else call.request.inputs.get("source_ids")
         if given is None:
             raise InputError(
@@ -99,8 +100,8 @@ class Source(Drafter):
         wrong = [token for text in texts for token in text if not 0 <= token < vocab]
         if wrong:
             raise InputError(
-                f"source id {wrong[0]} is not of the vocabulary of {vocab}; encode the source with "
-                "the tokenizer of the model that decodes"
+                f"source id {wrong[0]} is outside the model's vocabulary of {vocab} tokens; encode "
+                "the source with the tokenizer of the model that decodes"
             )
         width, most = max(map(len, texts)), max(map(len, rows))
         padded = [
@@ -113,14 +114,14 @@ class Source(Drafter):
 
 
 class SourceSession(DraftSession):
-    """Copies from the texts of each row, at the index that each row has reached.
+    """Session of a `Source` drafter: tracks the expected position in each source text of each row.
 
     Args:
-        call: The call.
-        texts: T texts per row, ``(B, T, W)``, -1 after their ends.
-        length: See `Source`, as for the next two.
-        ngram: Longest suffix that is looked up.
-        least: Tokens that have to match.
+        call: The generation call.
+        texts: T source texts per row, ``(B, T, W)``, padded with -1 at the end.
+        length: Maximum number of tokens proposed per round.
+        ngram: Maximum number of last output tokens that are looked up.
+        least: Minimum number of tokens that must match, see `Source`.
     """
 
     def __init__(self, call: Call, texts: Tensor, length: int, ngram: int, least: int) -> None:
@@ -133,7 +134,7 @@ class SourceSession(DraftSession):
         self.seen = torch.zeros_like(call.rows.length)
 
     def propose(self, budget: int) -> Proposal:
-        """A chain per row, or nothing at the end of its texts."""
+        """Proposes a chain per row; nothing in rows without a match or at the end of the text."""
         call, texts, written = self.call, self.texts, self.call.rows.length
         length, width = min(self.length, budget), texts.shape[2]
         order = torch.arange(self.ngram, device=call.device)
@@ -169,7 +170,7 @@ class SourceSession(DraftSession):
 
 
 def _texts_of(row: Any) -> list[list[int]]:
-    """The texts of one row: a sequence of ids, or several."""
+    """Returns the source texts of one row as lists of ids, given one sequence of ids or several."""
     parts = list(row.tolist() if isinstance(row, Tensor) else row)
     if parts and hasattr(parts[0], "__len__"):
         return [list(part.tolist() if isinstance(part, Tensor) else part) for part in parts]

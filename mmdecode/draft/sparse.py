@@ -1,15 +1,16 @@
-"""Sparse to dense: the model drafts while attending only to the image tokens that matter.
+"""Sparse-to-Dense: drafts with the target model, attending only to the most relevant image tokens.
 
 After prefill, every head of every layer keeps the ``cells`` image tokens that the prompt's text
-attends to most, and all text tokens. Drafts are generated with this small cache, at the tokens' own
-positions, and verified with the whole one. No training, and the prompt is read once. It pays where
-image tokens far outnumber text tokens (videos, many tiles), so that reading them dominates the cost
-of a pass; with a few hundred of them it does not.
+attends to most, and all text tokens. Drafts are generated with this small cache, with the tokens'
+original positions, and verified with the full cache. No training is needed, and the prompt is run
+once. The method pays if image tokens far outnumber text tokens (videos, many tiles), so that
+attending to them dominates the cost of a pass; with a few hundred image tokens it does not.
 
 Source: Zhang et al. 2025 (Sparse-to-Dense), arXiv:2505.19155, section 3. The score of image token j
-is the mean over the text tokens i of the prompt of A(i, j), summed over the query heads that share
-a key; chosen once. Differs: there is no reference code; the number of image tokens is given, where
-the paper gives that of image tokens and words together (1024).
+is the attention A(i, j), averaged over the text tokens i of the prompt and summed over the query
+heads that share a key head. Tokens are chosen once, after the prompt. There is no reference code.
+Differs from the paper: ``cells`` counts image tokens; the paper's budget (1024) counts image and
+text tokens together.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from mmdecode.errors import IncompatibleError, OptionError
 
 
 class Sparse(CacheCopyDrafter):
-    """Drafts ``length`` tokens with ``cells`` image tokens in the cache.
+    """Drafts ``length`` tokens per round with only ``cells`` image tokens in the cache.
 
     Args:
-        cells: Image tokens that each head keeps; as many as there are is the model itself, and
-            accepts everything.
-        length: Tokens per round; 0 is neutral.
-        max_rejection_probability: See `mmdecode.draft.assistant.Assistant`.
+        cells: Number of image tokens that each head keeps. If it keeps all, drafting equals the
+            target and every token is accepted.
+        length: Number of tokens drafted per round; 0 drafts nothing.
+        max_rejection_probability: Threshold that ends drafting early, see
+            `mmdecode.draft.assistant.Assistant`.
 
-    Lossless under every exact rule, whatever is kept.
+    Lossless under every exact acceptance rule, whichever tokens are kept.
 
     Raises:
-        IncompatibleError: At the call: layers of the model attend to a window of tokens, or its
-            adapter gives no access to its layers.
+        IncompatibleError: When decoding begins: the model has sliding-window layers, or its adapter
+            gives no access to its layers.
     """
 
     summary = "the model drafts from the image tokens alone that the question attends to most"
@@ -57,20 +59,20 @@ class Sparse(CacheCopyDrafter):
     def from_options(  # type: ignore[override]
         cls, cells: int = 512, length: int = 9, max_rejection_probability: float = 1.0
     ) -> Sparse:
-        """Builds it from a string: ``sparse:cells=256``."""
+        """Builds the drafter from a string's options, for example ``sparse:cells=256``."""
         return cls(cells, length, max_rejection_probability)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """The attention of the prompt's text."""
+        """Returns what the drafter needs: the attention weights of the prompt's text tokens."""
         return Requirements(text_attention=True)
 
     def begin(self, call: Call, prefill: BranchOutput) -> CopySession:
-        """Chooses the image tokens, and copies their keys and values."""
+        """Opens a session: chooses the image tokens, and copies their keys and values."""
         if any(window is not None for window in call.plan.adapter.windows.values()):
             raise IncompatibleError.between(
                 "draft Sparse",
                 call.plan.adapter.name,
-                "some of its layers see a window of tokens, which is counted in slots",
+                "some of its layers have a sliding window, which needs all image tokens in the cache",
                 "use layer_skip or amateur",
             )
         self._refuse(call)
@@ -78,14 +80,14 @@ class Sparse(CacheCopyDrafter):
 
 
 class SparseSession(CopySession):
-    """One call of a `Sparse`."""
+    """Session of a `Sparse` drafter."""
 
     def __init__(self, call: Call, prefill: BranchOutput, drafter: Sparse) -> None:
         self.cells = drafter.cells
         super().__init__(call, prefill, drafter)
 
     def chosen(self, prefill: BranchOutput) -> tuple[Sequence[Tensor], Tensor]:
-        """Text tokens, and for each group of heads the image tokens that these attend to most."""
+        """Chooses all text tokens and, per group of heads, the most attended image tokens."""
         images = prefill.images
         assert images is not None, "asked for by text_attention"
         columns = torch.arange(images.shape[1], device=self.call.device)
@@ -105,12 +107,13 @@ class SparseSession(CopySession):
 
 
 def most_attended(weights: Tensor, images: Tensor, cells: int, groups: int) -> Tensor:
-    """The image tokens that a layer's heads attend to most, bool ``(B, groups, P)``.
+    """Marks the image tokens that each group of heads attends to most, bool ``(B, groups, P)``.
 
     Args:
-        weights: Weights by query head, ``(B, H, P)``; heads of a group follow one another.
-        images: ``(B, P)``.
-        cells: Number of image tokens to choose; all of a row that has fewer.
+        weights: Attention weights by query head, ``(B, H, P)``; query heads of a group, which share
+            a key head, are adjacent.
+        images: Whether each prompt token is an image token, ``(B, P)`` bool.
+        cells: Number of image tokens to choose; in a row that has fewer, all.
         groups: Number of key heads.
     """
     groups = min(groups, weights.shape[1])

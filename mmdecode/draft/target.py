@@ -1,10 +1,11 @@
-"""Drafting from the target distribution: a draft's logits are guided and warped as the model's are.
+"""Applies the call's guide and logits warpers to a draft's logits, as to the target's logits.
 
-A drafter that runs on each branch of a guide has logits for each, and the guide combines them as it
-combines the model's. These drafts are not more exact than others, but closer to the distribution
-that verifies them, so that more tokens are accepted.
+A guide combines the logits of several branches, which are passes of the model with different inputs
+(for example with and without the image). A drafter that runs on every branch has logits for each,
+and the guide combines them in the same way. The output distribution is the same with or without
+this, but drafts from the guided distribution are accepted more often.
 
-The guide and warpers to follow are `mmdecode.engine.call.Plan.draft_target`.
+`mmdecode.engine.call.Plan.draft_target` holds the guide and the warpers.
 """
 
 from __future__ import annotations
@@ -23,52 +24,52 @@ from mmdecode.engine.proposal import Kind, Proposal
 
 
 def why_unguided(guide: Guide | None, adapter: Adapter) -> str | None:
-    """Why a guide cannot be applied to a draft's logits, one set for each of its branches.
+    """Returns why a guide cannot be applied to a draft's logits; ``None`` if it can be.
 
-    ``None``: it can, or there is none. It cannot where a branch is run by another model or by a
-    runner of the guide's own, takes over from another after the prompt, or where the guide reads
-    more than logits.
+    A guide cannot be applied if one of its branches is run by another model or by a runner of its
+    own, if a branch replaces another one after the prompt, or if the guide reads more than logits
+    (hidden states or attention). ``None`` is also returned if there is no guide.
     """
     if guide is None:
         return None
     name = type(guide).__name__
     for spec in guide.branches:
         if spec.build is not None or spec.model is not None or spec.replaces_after_prefill:
-            return f"guide {name} has branches of its own, which no draft runs: {spec.name!r}"
+            return f"guide {name} has a branch that no drafter can run: {spec.name!r}"
     if guide.needs(adapter) != Requirements():
         return f"guide {name} reads more than logits"
     return None
 
 
 def branches_of(target: DraftTarget) -> list[BranchSpec]:
-    """Branches that a draft needs logits of to follow a target, the main one first."""
+    """Returns the branches whose logits are needed to apply a guide, the main branch first."""
     return [MAIN, *(target.guide.branches if target.guide else ())]
 
 
 def followed(call: Call) -> TargetDistribution:
-    """The distribution for a drafter on the model's own states, which all branches have."""
+    """Returns the guided and warped distribution, for drafters on the target's hidden states."""
     target = call.plan.draft_target
     reason = why_unguided(target.guide, call.plan.adapter)
     return TargetDistribution(call, target, reason)
 
 
 def warp_alone(call: Call) -> TargetDistribution:
-    """The distribution for a drafter with one branch: warped, not guided."""
+    """Returns the warped distribution without the guide, for drafters that run one branch."""
     target = call.plan.draft_target
     reason = None if target.guide is None else "the drafter has one branch"
     return TargetDistribution(call, target, reason)
 
 
 def outputs_by_name(main: BranchOutput) -> dict[str, BranchOutput]:
-    """The outputs of all branches by name, from the main branch's output."""
+    """Returns the outputs of all branches by name, given the main branch's output."""
     return {MAIN.name: main, **main.other_branches}
 
 
 def branch_prompt(call: Call, spec: BranchSpec) -> Prompt:
-    """The prompt that a branch has read; see `BranchSpec.replaces_after_prefill`.
+    """Returns the prompt that a branch has read; see `BranchSpec.replaces_after_prefill`.
 
-    If another runner than the main branch's has read it, as one of a later stage, it is made again,
-    and its images or audio are encoded again.
+    If the main branch's runner did not run this branch, the prompt is built again, including the
+    encoding of its images or audio.
     """
     main = call.plan.main
     names = [] if main is None else [one.name for one in main.specs]
@@ -84,13 +85,13 @@ class TargetDistribution:
     """Turns the logits of a session's branches into the distribution to draft from.
 
     Args:
-        call: The call.
+        call: The generation call.
         target: Guide and warpers to apply.
-        unguided: Why the guide is not applied; ``None``: it is, or there is none.
+        unguided: Reason why the guide is not applied; ``None``: it is applied, or there is none.
 
     Attributes:
-        specs: Branches whose logits are needed, in row order.
-        unguided: The same, for `mmdecode.engine.contracts.DraftSession.unguided`.
+        specs: Branches whose logits are needed, in the order of their rows.
+        unguided: The reason, for `mmdecode.engine.contracts.DraftSession.unguided`.
     """
 
     def __init__(
@@ -105,12 +106,12 @@ class TargetDistribution:
         self.unguided = unguided
 
     def each(self, values: Tensor) -> Tensor:
-        """Values of the rows ``(B, ...)``, repeated for every branch, ``(M * B, ...)``."""
+        """Repeats values of the rows ``(B, ...)`` for each of the M branches, ``(M * B, ...)``."""
         branches = len(self.specs)
         return values if branches == 1 else values.repeat(branches, *[1] * (values.ndim - 1))
 
     def hidden(self, output: BranchOutput, *levels: int | str) -> Tensor:
-        """States of all branches, several levels concatenated, ``(M * B, N + 1, levels * H)``."""
+        """Concatenates states of layers, for all branches, ``(M * B, N + 1, levels * H)``."""
         outputs = outputs_by_name(output)
         of_branches = [
             _joined([outputs[spec.name].hidden[level] for level in levels], -1)
@@ -120,18 +121,18 @@ class TargetDistribution:
 
     @property
     def plain(self) -> bool:
-        """Whether logits are left as they are."""
+        """Whether logits are returned unchanged: no guide, no warper, no image layout."""
         bare = self.target.guide is None and self.target.warp is None
         return bare and self.call.plan.adapter.layout is None
 
     def __call__(self, logits: Tensor, position: Tensor, own: Tensor | None = None) -> Tensor:
-        """Unnormalised log-probabilities ``(B, k, D)`` of k nodes at one ``position (B, 1)``.
+        """Returns unnormalised log-probabilities ``(B, k, D)`` after k nodes of one level.
 
         Args:
-            logits: Logits of all branches, ``(M * B, k, D)``.
-            position: Index of the token they are about, counted from the first generated one.
-            own: The target's id of each of the drafter's tokens, ``(D,)``; ``None``: they are the
-                same.
+            logits: Logits of all M branches, ``(M * B, k, D)``.
+            position: Index of the predicted token among the generated tokens, ``(B, 1)``.
+            own: The target's id of each token of the drafter's vocabulary, ``(D,)``; ``None``: both
+                vocabularies are the same.
         """
         call, guide, logits = self.call, self.target.guide, logits.float()
         if guide is not None:
@@ -144,22 +145,24 @@ class TargetDistribution:
 
 
 def gathered(states: Tensor, rows: Tensor) -> Tensor:
-    """The rows ``(B, n)`` of states ``(B, Q, H)``."""
+    """Selects the entries ``rows (B, n)`` of states ``(B, Q, H)``, ``(B, n, H)``."""
     return states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1]))
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    """The parts in one tensor; a single one is not copied."""
+    """Concatenates tensors; a single tensor is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def along_path(states: Tensor, proposal: Proposal, path: Tensor) -> Tensor:
-    """States of root and nodes ``(B, N + 1, H)``; for a tree, of root and accepted path.
+    """Selects the states of the root and the accepted path, ``(B, D + 1, H)``.
+
+    For a chain all states are returned, since they are in the order of the path.
 
     Args:
-        states: In the order of the nodes.
-        proposal: The nodes.
-        path: Accepted nodes, ``(B, D)``, -1 padded.
+        states: States of the root and the drafted nodes, ``(B, N + 1, H)``.
+        proposal: The drafted nodes.
+        path: Accepted nodes, ``(B, D)``, padded with -1.
     """
     if proposal.is_chain:
         return states
@@ -167,7 +170,7 @@ def along_path(states: Tensor, proposal: Proposal, path: Tensor) -> Tensor:
 
 
 def _laid_out(call: Call, logits: Tensor, position: Tensor, own: Tensor | None) -> Tensor:
-    """Logits ``(B, k, D)`` with -inf at tokens that the image's layout does not allow there."""
+    """Sets logits ``(B, k, D)`` to -inf at tokens that the image's layout does not allow."""
     layout = call.plan.adapter.layout if call.plan.adapter is not None else None
     vocab = logits.shape[-1] if own is None else call.plan.adapter.vocab
     if layout is None or not layout.binds(vocab):
@@ -179,11 +182,11 @@ def _laid_out(call: Call, logits: Tensor, position: Tensor, own: Tensor | None) 
 def noise_of(
     kind: Kind, call: Call, position: Tensor, vocab: int, own: Tensor | None = None
 ) -> Tensor | None:
-    """Gumbel noise ``(B, Q, D)``; its sum with log q chooses the tokens at ``position (B, Q)``.
+    """Returns Gumbel noise ``(B, Q, D)`` to add to log q when tokens are chosen by argmax.
 
-    For coupled tokens it is the target's noise; for sampled ones the drafter's own, new in each
-    round; ``None``: the most likely tokens are chosen. ``vocab`` is the target's, ``own`` as in
-    `TargetDistribution`.
+    For coupled drafts it is the target's noise at ``position (B, Q)``; for sampled drafts the
+    drafter's own noise, new in each round. ``None``: the most likely tokens are drafted. ``vocab``
+    is the size of the target's vocabulary, and ``own`` is explained in `TargetDistribution`.
     """
     if kind == "deterministic":
         return None

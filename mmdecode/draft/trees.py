@@ -1,12 +1,12 @@
-"""Choice of the tree to draft from measured acceptance: rank paths for a budget of nodes.
+"""Chooses the shape of a draft tree for a budget of nodes, from measured acceptance rates.
 
-A rank path ``(0, 2)`` is the third choice below the first choice. The value of a tree is the number
-of tokens a pass commits on average: one for the target itself, and for every node the probability
-that its whole path is accepted.
+A tree is a list of rank paths. The rank path ``(0, 2)`` is the third most likely token after the most
+likely token. The value of a tree is the mean number of tokens committed per pass: one for
+the target's own token, plus, for every node, the probability that its whole path is accepted.
 
 Sources: Chen et al. 2024 (Sequoia), arXiv:2402.12374, section 3.1, with rates that may differ by
-depth; Cai et al. 2024 (Medusa), arXiv:2401.10774, section 2.3.3, with joint counts in place of
-products of accuracies.
+depth; Cai et al. 2024 (Medusa), arXiv:2401.10774, section 2.3.3, with counts of whole paths instead
+of products of the heads' accuracies.
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ Path = tuple[int, ...]
 
 
 def plan(rates: Sequence[Sequence[float]], nodes: int) -> list[Path]:
-    """The best tree of at most ``nodes`` nodes in which a sibling follows all better ones.
+    """Finds the best tree of at most ``nodes`` nodes; a rank is used only after all lower ranks.
 
     Args:
-        rates: ``rates[d][r]``: how often the child of rank r is accepted, given that its parent (of
-            depth d; the root has depth 0) was. The ranks of one depth add up to 1 at most.
-        nodes: Budget; nodes that could never be accepted are left out.
+        rates: ``rates[d][r]`` is the probability that the child of rank r is accepted, given that
+            its parent was accepted. The parent has depth d; the root has depth 0. The rates of one
+            depth add up to at most 1.
+        nodes: Maximum number of nodes; nodes that could never be accepted are left out.
 
     Returns:
-        Rank paths, the most often accepted first; every beginning of the list is a tree.
+        Rank paths, the most often accepted first; the first n paths are a tree for every n.
+
+    Raises:
+        OptionError: The rates of a depth are negative, or add up to more than 1.
     """
     if any(sum(row) > 1 + 1e-6 or min(row, default=0) < 0 for row in rates):
         raise OptionError(
-            f"rates {[list(row) for row in rates]} are no probabilities: the ranks of one depth "
-            "exclude each other, so they add up to 1 at most"
+            f"rates {[list(row) for row in rates]} are no probabilities: at most one child of a "
+            "node is accepted, so the rates of one depth add up to at most 1"
         )
 
     @cache
     def best(budget: int, depth: int, rank: int) -> tuple[float, int]:
-        """Value of the children from ``rank`` on, and how many nodes the first of them takes."""
+        """Returns the value of children from ``rank`` on, and the size of the first's subtree."""
         if budget == 0 or depth == len(rates) or rank == len(rates[depth]):
             return 0.0, 0
         found = (0.0, 0)
@@ -71,16 +75,20 @@ def plan(rates: Sequence[Sequence[float]], nodes: int) -> list[Path]:
 def affordable(
     rates: Sequence[Sequence[float]], seconds: Callable[[int, int], float], most: int = 64
 ) -> list[Path]:
-    """The tree that commits most tokens a second; empty where drafting would lose.
+    """Finds the tree that commits most tokens per second; returns no paths if drafting is slower.
 
-    Sequoia's choice of a size for a machine (section 3.3), from measured times. Sizes are powers of
-    two, as the widths of passes are.
+    This is Sequoia's hardware-aware choice of the tree size (section 3.3), from measured times.
+    Only budgets that are powers of two are tried.
 
     Args:
-        rates: See `plan`.
-        seconds: ``(nodes, levels)`` to the seconds of a round that scores and drafts as many; ``(0,
-            0)`` is a pass without a draft.
-        most: Nodes of the largest tree.
+        rates: Acceptance rates, see `plan`.
+        seconds: Function of the numbers of nodes and levels; returns the seconds of a round that
+            drafts and verifies such a tree. For ``(0, 0)`` it returns those of a pass without a
+            draft.
+        most: Maximum number of nodes.
+
+    Returns:
+        Rank paths, as in `plan`.
     """
     sizes = [1 << power for power in range(most.bit_length())] if most else []
     best: tuple[float, list[Path]] = (1 / seconds(0, 0), [])
@@ -96,19 +104,21 @@ def affordable(
 
 
 def value(rates: Sequence[Sequence[float]], paths: Sequence[Path]) -> float:
-    """Tokens committed in a pass on average: the target's own, and nodes whose path is accepted."""
+    """Returns the mean number of tokens that a pass commits, the target's own token included."""
     return 1 + sum(_product(rates, path) for path in paths)
 
 
 def choose_tree(hits: Tensor, nodes: int) -> list[Path]:
-    """The ``nodes`` rank paths that were right most often, best first, closed under prefixes.
+    """Chooses the ``nodes`` rank paths that were right most often, the most frequent first.
 
-    A path's frequency never exceeds its prefix's, so taking the most frequent ones in order is
-    optimal for the sample. Counts joint hits, where the Medusa paper multiplies accuracies.
+    A path is never right more often than its prefixes, so the most frequent paths form a tree and
+    are optimal for the sample. Whole paths are counted, whereas the Medusa paper multiplies the
+    accuracies of the heads.
 
     Args:
-        hits: Whether rank r of level k was right at each position, ``(levels, positions, ranks)``.
-        nodes: Size of the tree.
+        hits: Whether the token of each rank was right at each level and position of a sample, bool
+            ``(levels, positions, ranks)``.
+        nodes: Number of nodes of the tree.
     """
     chosen: list[Path] = []
     frontier: dict[Path, Tensor] = {(rank,): hits[0, :, rank] for rank in range(hits.shape[2])}
@@ -123,7 +133,7 @@ def choose_tree(hits: Tensor, nodes: int) -> list[Path]:
 
 
 def expected_length(hits: Tensor, paths: Sequence[Path]) -> float:
-    """Mean tokens per pass of a tree on a sample of hits, the token after the path included."""
+    """Returns the mean number of tokens per pass of a tree on a sample; see `choose_tree`."""
     longest = torch.zeros(hits.shape[1])
     for path in paths:
         whole = torch.stack([hits[level, :, rank] for level, rank in enumerate(path)]).all(0)

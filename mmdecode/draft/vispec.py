@@ -1,7 +1,8 @@
-"""ViSpec: EAGLE's layer over summaries of images, with a global image vector after them.
+"""ViSpec: drafts like EAGLE, but reads a few learned summary vectors instead of each image.
 
-The model is in `mmdecode.models.vispec`, how a tree is grown in `mmdecode.draft.features`. Adjacent
-images are separated by the sizes that the adapter reports.
+A further vector of the image enters the drafter's input at every later text token. The model is in
+`mmdecode.models.vispec`; `mmdecode.draft.features` grows the trees. If images are adjacent in the
+prompt, the adapter reports how many tokens each one has.
 
 Source: Kang et al. 2025, arXiv:2509.15235.
 """
@@ -17,7 +18,7 @@ from mmdecode.models.vispec import ViSpecModel
 
 
 class ViSpec(FeatureDraft):
-    """Drafts with a ViSpec model; see `FeatureDraft` for the options."""
+    """Drafts with a ViSpec model; the options are those of `FeatureDraft`."""
 
     summary = "a layer like EAGLE's that reads a few learned summaries of each image"
     source = "ViSpec, Kang et al. 2025"

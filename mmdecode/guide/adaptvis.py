@@ -32,7 +32,7 @@ class AdaptVis(Edited):
 
     Args:
         unsure: Weight below the threshold, ``w1``.
-        sure: Weight from the threshold on, ``w2``. Both 1 is neutral.
+        sure: Weight from the threshold on, ``w2``. Both With 1 the guide has no effect.
         threshold: Confidence, 0..1.
     """
 

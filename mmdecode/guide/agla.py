@@ -19,10 +19,10 @@ class AGLA(Linear):
 
     Args:
         alpha: Weight of the local image.
-        beta: Plausibility cut.
+        beta: Plausibility cut: excludes tokens with a main probability below ``beta * max p``.
         keep: Share of the image tokens that stay; in the paper 0.5..1, depending on the question.
 
-    Neutral: ``alpha`` 0 and ``beta`` 0.
+    The guide has no effect with ``alpha`` 0 and ``beta`` 0.
     """
 
     summary = "adds the scores for the most attended part of the image; the mask is ours"

@@ -64,7 +64,7 @@ class CausalMM(Linear):
             language model alone. Not at level ``"language"``.
         at_once: Attention weights that are edited together; changes memory, not the output.
 
-    Neutral: ``gamma`` 0 and ``epsilon`` 0.
+    The guide has no effect with ``gamma`` 0 and ``epsilon`` 0.
     """
 
     summary = "away from counterfactual attention in the encoder or the language model"
@@ -122,7 +122,7 @@ class CausalMM(Linear):
         last: float = 1.0,
         released: bool = False,
     ) -> CausalMM:
-        """Builds it from a string: layers as two fractions of the depth."""
+        """Builds the guide from the options of a string; ``first`` and ``last`` give ``layers``."""
         return cls(level, intervention, gamma, epsilon, (first, last), released)
 
     def _in_tower(self, weights: Tensor, seen: Tensor, layer: int, draw: torch.Generator) -> Tensor:

@@ -26,7 +26,7 @@ class CFG(Guide):
     """Classifier-free guidance of scale ``scale``, on log-probabilities.
 
     Args:
-        scale: s above; 1 is neutral.
+        scale: s above; With 1 the guide has no effect.
         negative_ids: Prompt of the unconditional branch, ``(1 or B, P')``; ``None``: the last token
             of the prompt alone.
         negative_mask: True where it is not padding.
@@ -49,12 +49,12 @@ class CFG(Guide):
         self.branches = (branch,)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """No constants."""
+        """Returns ``None``: this guide computes nothing in advance."""
 
     def apply(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """See `mmdecode.engine.contracts.Guide`."""
+        """Computes the guided logits; see `mmdecode.engine.contracts.Guide.apply`."""
         conditional = outputs["main"].logits.log_softmax(-1)
         unconditional = outputs[_BRANCH].logits.log_softmax(-1)
         return self.scale * (conditional - unconditional) + unconditional

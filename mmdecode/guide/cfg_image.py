@@ -46,7 +46,7 @@ class CFGImage(Linear):
         without: The unconditional branch, one of `WITHOUT`.
         beta: Plausibility cut; the paper has none.
 
-    Neutral: ``gamma`` 1 and ``beta`` 0.
+    The guide has no effect with ``gamma`` 1 and ``beta`` 0.
     """
 
     summary = "classifier-free guidance: away from the model without the image"

@@ -101,7 +101,7 @@ class ConsciousGaze(Guide):
         first: float = LAYERS[0],
         last: float = LAYERS[1],
     ) -> ConsciousGaze:
-        """Builds it from a string: layers as two fractions of the depth."""
+        """Builds the guide from the options of a string; ``first`` and ``last`` give ``layers``."""
         return cls(alpha, threshold, candidates, update, update_from, beta, (first, last))
 
     def gate(self, call: Call, outputs: Mapping[str, BranchOutput]) -> Tensor:
@@ -115,7 +115,7 @@ class ConsciousGaze(Guide):
         return torch.where(site.images, scores + boost, scores)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """No constants; warns where noise for the images changes nothing."""
+        """Warns where noise for the images changes nothing; computes nothing in advance."""
         warn_inactive(type(self).__name__, call, prefill, "words")
 
     @property
@@ -137,7 +137,7 @@ class ConsciousGaze(Guide):
     def apply(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """See `mmdecode.engine.contracts.Guide`."""
+        """Computes the guided logits; see `mmdecode.engine.contracts.Guide.apply`."""
         combined = self.combine(constants, call, proposal, outputs)
         return (
             plausible(combined, self._uncut_logits(outputs), self.beta) if self.update else combined

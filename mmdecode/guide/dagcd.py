@@ -56,7 +56,7 @@ class DAGCD(Guide):
     """Context words boosted by attention and the entropy of the prediction.
 
     Args:
-        alpha: Strength; 0 is neutral.
+        alpha: Strength; with 0 the guide has no effect.
         layers: First and last layer whose attention counts, as fractions of the depth.
         heads: Weight by ``(layer, head)``, of a trained probe, instead of ``layers``; negative
             sums count as none.
@@ -144,7 +144,7 @@ class DAGCD(Guide):
     def apply(
         self, constants: Words, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """See `mmdecode.engine.contracts.Guide`."""
+        """Computes the guided logits; see `mmdecode.engine.contracts.Guide.apply`."""
         main = outputs["main"]
         logits = main.logits
         logprobs = logits.log_softmax(-1)

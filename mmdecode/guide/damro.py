@@ -47,7 +47,7 @@ class DAMRO(Linear):
         salience: ``"class token"`` or ``"mean received"``: the attention that chose them in the
             last call; ``None`` before the first.
 
-    Neutral: ``alpha`` 0 and ``beta`` 0.
+    The guide has no effect with ``alpha`` 0 and ``beta`` 0.
     """
 
     summary = "away from the image tokens that the image encoder attends to most"

@@ -42,7 +42,7 @@ class DCLA(Edited):
 
     Args:
         tau: Cosine below which a state is corrected; -1 is neutral, above 1 corrects every state.
-        alpha: Weight of the layer's own state, 0..1; 1 is neutral.
+        alpha: Weight of the layer's own state, 0..1; With 1 the guide has no effect.
         layers: First and last layer that is corrected, as fractions of the depth.
         decay: How much less each layer farther back counts, in (0, 1]; 1 is the plain mean.
     """
@@ -77,7 +77,7 @@ class DCLA(Edited):
         last: float = 1.0,
         decay: float = 0.5,
     ) -> DCLA:
-        """Builds it from a string: layers as two fractions of the depth."""
+        """Builds the guide from the options of a string; ``first`` and ``last`` give ``layers``."""
         return cls(tau, alpha, (first, last), decay)
 
     def _corrected(self, layer: int, states: Tensor, earlier: Sequence[Tensor]) -> Tensor:

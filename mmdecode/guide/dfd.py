@@ -72,7 +72,7 @@ class DFD(Guide):
         first: float = 0.0,
         last: float = 1.0,
     ) -> DFD:
-        """Builds it from a string: layers as two fractions of the depth."""
+        """Builds the guide from the options of a string; ``first`` and ``last`` give ``layers``."""
         return cls(rho, sigma, temperature, (first, last))
 
     def early(self, adapter: Any) -> range:
@@ -84,7 +84,7 @@ class DFD(Guide):
         return Requirements(early_exit_logits=frozenset(self.early(adapter)))
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """No constants; warns in greedy generation."""
+        """Warns in greedy generation; computes nothing in advance."""
         warn_inert(type(self).__name__, call)
 
     def temperatures(self, call: Call, main: BranchOutput) -> Tensor:
@@ -112,6 +112,6 @@ class DFD(Guide):
     def apply(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """See `mmdecode.engine.contracts.Guide`."""
+        """Computes the guided logits; see `mmdecode.engine.contracts.Guide.apply`."""
         main = outputs["main"]
         return main.logits / self.temperatures(call, main)[..., None]

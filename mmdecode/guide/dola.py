@@ -39,7 +39,7 @@ class DoLa(Guide):
         relative_top: Plausibility cut, 0..1; 0: no cut.
         alpha: Weight of the early layer, 1 as published; 0: no contrast, only the cut.
 
-    Neutral: ``alpha`` 0 and ``relative_top`` 0.
+    The guide has no effect with ``alpha`` 0 and ``relative_top`` 0.
     """
 
     summary = "the last layer against the early one that differs most"
@@ -79,7 +79,7 @@ class DoLa(Guide):
         return Requirements(early_exit_logits=frozenset(self.candidates(adapter)))
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """No constants."""
+        """Returns ``None``: this guide computes nothing in advance."""
 
     @property
     def total(self) -> float:
@@ -108,7 +108,7 @@ class DoLa(Guide):
     def apply(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """See `mmdecode.engine.contracts.Guide`."""
+        """Computes the guided logits; see `mmdecode.engine.contracts.Guide.apply`."""
         combined = self.combine(constants, call, proposal, outputs)
         return plausible(combined, outputs["main"].logits, self.relative_top)
 

@@ -21,14 +21,14 @@ class Edited(Guide):
     """
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """No constants."""
+        """Returns ``None``: this guide computes nothing in advance."""
         if "image" in self.requires_inputs:
             warn_without_images(type(self).__name__, call)
 
     def apply(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """See `mmdecode.engine.contracts.Guide`."""
+        """Computes the guided logits; see `mmdecode.engine.contracts.Guide.apply`."""
         return outputs["main"].logits
 
 

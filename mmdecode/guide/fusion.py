@@ -49,7 +49,7 @@ class Fusion(Guide, ABC):
         main_temperature: Divisor of the main logits, applied before everything else.
         acoustic_temperature: Divisor of the second model's scores.
 
-    Neutral: a second model without weight; it is then not run, and temperatures have no effect.
+    The guide has no effect with a second model without weight; it is then not run, and temperatures have no effect.
 
     Raises:
         OptionError: A temperature is not above 0, or the branch has another name.
@@ -71,13 +71,13 @@ class Fusion(Guide, ABC):
         self.branches: Sequence[BranchSpec] = (acoustic,)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """No constants."""
+        """Returns ``None``: this guide computes nothing in advance."""
         return None
 
     def apply(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """See `mmdecode.engine.contracts.Guide`."""
+        """Computes the guided logits; see `mmdecode.engine.contracts.Guide.apply`."""
         main = (outputs["main"].logits / self.main_temperature).log_softmax(-1)
         acoustic = acoustic_log_probs(outputs[ACOUSTIC], main, self.acoustic_temperature)
         scored = (acoustic > -torch.inf).any(-1, keepdim=True)
@@ -191,7 +191,7 @@ class Choices:
     """Tokens that each model alone would choose at every kept position.
 
     Args:
-        call: The call.
+        call: The generation call.
 
     Attributes:
         kept: For each row and position, the main model's token and the second model's likely ones.
@@ -238,7 +238,7 @@ class SecondModel(BranchRunner):
     `mmdecode.engine.contracts.BranchRunner`.
 
     Args:
-        call: The call.
+        call: The generation call.
         model: The second model.
         prompt: Its decoder's first ids, where the call does not give them.
         ids: Its id of each main id, ``(V,)``, -1 where there is none; ``None``: they are the same.

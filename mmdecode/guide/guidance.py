@@ -30,7 +30,7 @@ class Guidance(Linear):
         until: Index of the last token that is guided; later ones follow the condition alone.
             ``None``: all are. LlamaGen's ``cfg_interval`` of n guides up to index n + 1.
 
-    Neutral: ``scale`` 1; then the unconditional branch is not run.
+    The guide has no effect with ``scale`` 1; then the unconditional branch is not run.
 
     Raises:
         OptionError: A number is negative.

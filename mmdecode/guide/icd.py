@@ -35,10 +35,10 @@ class ICD(Linear):
 
     Args:
         alpha: Strength of the contrast.
-        beta: Plausibility cut.
+        beta: Plausibility cut: excludes tokens with a main probability below ``beta * max p``.
         role: Index into `ROLES`, or another instruction; ``None`` chooses at random per request.
 
-    Neutral: ``alpha`` 0 and ``beta`` 0.
+    The guide has no effect with ``alpha`` 0 and ``beta`` 0.
     """
 
     summary = "away from the model's scores under a disturbing instruction"

@@ -45,7 +45,7 @@ class Linear(Guide):
     Attributes:
         images: Whether the branches differ in images; then it warns where none differs.
 
-    Neutral: weight 1 for the main branch, 0 for all others, and ``beta`` 0; then nothing is run.
+    The guide has no effect with weight 1 for the main branch, 0 for all others, and ``beta`` 0; then nothing is run.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Linear(Guide):
         return float(sum(self.weights))
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """No constants; warns if the guide's branches should differ by images, and do not."""
+        """Warns if the guide's branches should differ by images, and do not; computes nothing in advance."""
         if "image" in self.requires_inputs:
             for branch in self.branches:
                 warn_inactive(type(self).__name__, call, prefill, branch.name)
@@ -108,7 +108,7 @@ class Linear(Guide):
     def apply(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """See `mmdecode.engine.contracts.Guide`."""
+        """Computes the guided logits; see `mmdecode.engine.contracts.Guide.apply`."""
         combined = self.combine(constants, call, proposal, outputs)
         return plausible(combined, outputs["main"].logits, self.beta)
 
@@ -143,7 +143,7 @@ class Contrast(Linear):
         super().__init__([branch], contrast(alpha), beta)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """No constants; warns where the transform changes nothing."""
+        """Warns where the transform changes nothing; computes nothing in advance."""
         for branch in self.branches:
             if branch.transform is not None:
                 warn_inactive(type(self).__name__, call, prefill, branch.name)

@@ -27,9 +27,9 @@ class M3ID(Linear):
 
     Args:
         rate: Lambda above.
-        beta: Plausibility cut.
+        beta: Plausibility cut: excludes tokens with a main probability below ``beta * max p``.
 
-    Neutral: ``rate`` 0 and ``beta`` 0.
+    The guide has no effect with ``rate`` 0 and ``beta`` 0.
     """
 
     summary = "away from the answer without the image, more with every token"

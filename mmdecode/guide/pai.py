@@ -36,7 +36,7 @@ class PAI(Linear):
         beta: Plausibility cut; 0 keeps the vocabulary.
         layers: First and last layer of the attention part, as fractions of the depth.
 
-    Neutral: ``alpha`` 0, ``gamma`` 1 and ``beta`` 0.
+    The guide has no effect with ``alpha`` 0, ``gamma`` 1 and ``beta`` 0.
     """
 
     summary = "more attention to the image, and away from the answer without it"
@@ -68,11 +68,11 @@ class PAI(Linear):
         first: float = LAYERS[0],
         last: float = LAYERS[1],
     ) -> PAI:
-        """Builds it from a string: layers as two fractions of the depth."""
+        """Builds the guide from the options of a string; ``first`` and ``last`` give ``layers``."""
         return cls(alpha, gamma, beta, (first, last))
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """No constants; warns where there are no images, for either part."""
+        """Warns where there are no images, for either part; computes nothing in advance."""
         if bool(call.plan.adapter.spans("image", call.request.prompt_ids).any()):
             super().begin(call, prefill)
         else:

@@ -26,11 +26,11 @@ class RBD(Linear):
     Args:
         a: Weight against the noised image; 0 leaves its branch out.
         b: Weight for the attended image; 0 leaves its branch out.
-        beta: Plausibility cut.
+        beta: Plausibility cut: excludes tokens with a main probability below ``beta * max p``.
         step: Step of the noise, see `mmdecode.guide.vcd.VCD`.
         keep: Share of the image tokens that stay, 0..1.
 
-    Neutral: ``a``, ``b`` and ``beta`` 0. With ``b`` 0 this is VCD.
+    The guide has no effect with ``a``, ``b`` and ``beta`` 0. With ``b`` 0 this is VCD.
     """
 
     summary = "away from a noised image, towards its most attended tokens; weights are ours"

@@ -26,11 +26,11 @@ class RITUAL(Linear):
 
     Args:
         alpha: Weight of the second look.
-        beta: Plausibility cut.
+        beta: Plausibility cut: excludes tokens with a main probability below ``beta * max p``.
         normalize: Whether weights are divided by their sum; ``alpha`` 1 is then the mean.
         transform: One of `mmdecode.guide.transforms.TRANSFORMS`; ``None``: a random one per image.
 
-    Neutral: ``alpha`` 0 and ``beta`` 0.
+    The guide has no effect with ``alpha`` 0 and ``beta`` 0.
     """
 
     summary = "adds the model's scores for a transformed image"

@@ -24,7 +24,7 @@ class ScalingVis(Edited):
     """One weight for all requests.
 
     Args:
-        weight: w, at least 0; the paper tries 0, 0.5, 0.8, 1.2, 1.5 and 2. 1 is neutral.
+        weight: w, at least 0; the paper tries 0, 0.5, 0.8, 1.2, 1.5 and 2. With 1 the guide has no effect.
     """
 
     summary = "attention of the last prompt token to the image, sharpened or smoothed"

@@ -30,7 +30,7 @@ class VCD(Linear):
         beta: Plausibility cut; the release's script for POPE sets 0.2.
         step: Steps of diffusion, 0..999; 0 leaves the image nearly as it is.
 
-    Neutral: ``alpha`` 0 and ``beta`` 0.
+    The guide has no effect with ``alpha`` 0 and ``beta`` 0.
     """
 
     summary = "away from the model's scores for a noised image"

@@ -103,7 +103,7 @@ class WhisperCD(Guide):
         structure: Minimum rise of the no-speech token's log-probability when the window is
             scrambled, in nats; with a smaller rise the window ends. ``None``: no gate.
 
-    Neutral: ``alpha``, ``beta`` and ``gate`` 0, ``no_speech`` 1 and ``structure`` ``None``.
+    The guide has no effect with ``alpha``, ``beta`` and ``gate`` 0, ``no_speech`` 1 and ``structure`` ``None``.
     """
 
     summary = "away from what Whisper writes for noise, silence and a shifted recording"
@@ -227,7 +227,7 @@ class WhisperCD(Guide):
         proposal: Proposal,
         outputs: Mapping[str, BranchOutput],
     ) -> Tensor:
-        """See `mmdecode.engine.contracts.Guide`."""
+        """Computes the guided logits; see `mmdecode.engine.contracts.Guide.apply`."""
         logits = self._contrasted(constants, outputs, self.beta)
         if not (self.gate or self.asks):
             return logits

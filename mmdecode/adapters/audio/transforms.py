@@ -48,7 +48,7 @@ def changed(
     """States of each row's window after a transform of its waveform, ``(B, S, H)``.
 
     Args:
-        call: The call.
+        call: The generation call.
         spec: The branch, whose transform is ``audio``.
         encode: The encoder: features ``(B, mels, frames)`` to states ``(B, S, H)``.
         source: States of the unchanged windows, ``(B, S, H)``.

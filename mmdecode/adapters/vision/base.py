@@ -126,7 +126,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         """Prompt made of a processor's output.
 
         Args:
-            call: The call.
+            call: The generation call.
             inputs: The processor's output.
             same: Whether its images are those of the call, whose features are then reused.
         """

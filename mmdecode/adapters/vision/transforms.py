@@ -356,7 +356,7 @@ def patches(
 
     Args:
         adapter: The model's adapter.
-        call: The call.
+        call: The generation call.
         spec: The branch.
         change: Function ``(states (R, n, H), weights (R, heads, Q, K), draw) -> states``; see the
             module.
@@ -383,7 +383,7 @@ def _encoded_again(
 
     Args:
         adapter: The model's adapter.
-        call: The call.
+        call: The generation call.
         name: Name of the transform, part of the seed of each row's generator.
         editing: Function that enters context managers for a row's encoding, given the row's
             generator.

@@ -29,7 +29,7 @@ class MarginShift(FirstWord):
         no: See ``yes``.
         tokenizer: See ``yes``.
 
-    Neutral: ``shift`` 0.
+    The guide has no effect with ``shift`` 0.
     """
 
     summary = "control: a constant towards yes at the first token"

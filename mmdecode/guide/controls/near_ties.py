@@ -28,7 +28,7 @@ class NearTies(FirstWord):
         no: See ``yes``.
         tokenizer: See ``yes``.
 
-    Neutral: ``gap`` 0.
+    The guide has no effect with ``gap`` 0.
     """
 
     summary = "control: near ties of yes and no go to yes (OLM)"

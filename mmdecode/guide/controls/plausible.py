@@ -26,7 +26,7 @@ class TemperatureMatched(Linear):
             for AGLA, 1 for contrast.
         beta: Plausibility cut of that method.
 
-    Neutral: ``total`` 1 and ``beta`` 0.
+    The guide has no effect with ``total`` 1 and ``beta`` 0.
     """
 
     summary = "control: the cut at the temperature that a method hides; for sampling"
@@ -40,7 +40,7 @@ class TemperatureMatched(Linear):
         super().__init__([], [total], beta)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """No constants; warns in greedy generation."""
+        """Warns in greedy generation; computes nothing in advance."""
         warn_inert(type(self).__name__, call)
 
 
@@ -48,7 +48,7 @@ class Plausible(TemperatureMatched):
     """The main distribution, with the plausibility cut.
 
     Args:
-        beta: Plausibility cut; 0 is neutral.
+        beta: Plausibility cut; with 0 the guide has no effect.
     """
 
     summary = "control: the plausibility cut alone; for sampling"

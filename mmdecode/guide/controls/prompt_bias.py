@@ -53,13 +53,13 @@ class PromptBias(Guide):
         )
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """No constants."""
+        """Returns ``None``: this guide computes nothing in advance."""
         warn_inactive(type(self).__name__, call, prefill, "instructed")
 
     def apply(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """See `mmdecode.engine.contracts.Guide`."""
+        """Computes the guided logits; see `mmdecode.engine.contracts.Guide.apply`."""
         return outputs["main"].logits
 
 
