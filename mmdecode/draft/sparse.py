@@ -72,7 +72,7 @@ class Sparse(CacheCopyDrafter):
             raise IncompatibleError.between(
                 "draft Sparse",
                 call.plan.adapter.name,
-                "some of its layers have a sliding window, which needs all image tokens in the cache",
+                "its sliding attention windows would be wrong once image tokens are left out",
                 "use layer_skip or amateur",
             )
         self._refuse(call)

@@ -1,7 +1,7 @@
 """Chooses the shape of a draft tree for a budget of nodes, from measured acceptance rates.
 
-A tree is a list of rank paths. The rank path ``(0, 2)`` is the third most likely token after the most
-likely token. The value of a tree is the mean number of tokens committed per pass: one for
+A tree is a list of rank paths. The rank path ``(0, 2)`` is the third most likely token after the
+most likely one. The value of a tree is the mean number of tokens committed per pass: one for
 the target's own token, plus, for every node, the probability that its whole path is accepted.
 
 Sources: Chen et al. 2024 (Sequoia), arXiv:2402.12374, section 3.1, with rates that may differ by

@@ -1,4 +1,4 @@
-"""Guides, one a file: the target distribution as a pure function of branch scores."""
+"""Guides, which compute the target distribution from the logits of one or more branches."""
 
 from mmdecode.guide.adaptvis import AdaptVis
 from mmdecode.guide.agla import AGLA

@@ -1,12 +1,13 @@
-"""AdaptVis: ScalingVis with the weight chosen for each request by the model's own confidence.
+"""AdaptVis: ScalingVis with a weight that the model's confidence chooses for each request.
 
-The prompt is read unchanged; the largest probability of the first token, rounded to two decimals,
-is the confidence. Then the prompt is read again, with image attention smoothed by one weight below
-the threshold, else sharpened by another. Only this second branch generates. Confidence is a
-probability: a path of the released code compares the raw logit instead.
+A first pass reads the prompt unchanged. The confidence is the largest probability of the first
+token, rounded to two decimals. A second pass reads the prompt with the attention to image tokens
+scaled: by one weight if the confidence is below a threshold (which smooths the attention), by
+another otherwise (which sharpens it). The answer is generated from the second pass alone. One of
+the released scripts compares the raw logit, not the probability, with the threshold.
 
-Source: Chen et al. 2025, arXiv:2503.01773; weights and threshold of its ``run.sh``, its README has
-a threshold of 0.3.
+Source: Chen et al. 2025, arXiv:2503.01773. Weights and threshold are those of its ``run.sh``; the README
+has 0.3 as threshold.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ class AdaptVis(Edited):
     """ScalingVis with one of two weights per request, chosen by confidence.
 
     Args:
-        unsure: Weight below the threshold, ``w1``.
-        sure: Weight from the threshold on, ``w2``. Both With 1 the guide has no effect.
-        threshold: Confidence, 0..1.
+        unsure: Weight ``w1`` for confidences below the threshold; see
+            `mmdecode.guide.scalingvis.ScalingVis`.
+        sure: Weight ``w2`` for other confidences. With both weights 1 the guide has no effect.
+        threshold: Confidence, 0 to 1, from which ``sure`` is used.
     """
 
     summary = "as scalingvis, sharpened or smoothed by the model's confidence"
@@ -53,7 +55,7 @@ class AdaptVis(Edited):
         self.edits = [edit]
 
     def confident(self, logits: Tensor) -> Tensor:
-        """Whether first-token logits ``(..., V)`` are sharpened, bool ``(...)``."""
+        """Whether first-token logits ``(..., V)`` reach the threshold, bool ``(...)``."""
         confidence = logits.double().softmax(-1).amax(-1)
         return confidence.round(decimals=2) >= self.threshold
 

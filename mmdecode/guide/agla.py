@@ -1,9 +1,10 @@
-"""AGLA-style: adds the model's logits for the part of the image that matters.
+"""AGLA-style: adds the model's logits for the most relevant part of the image.
 
-``z(image) + alpha z(local image)``, with the plausibility cut; as published, nothing is divided by
-``1 + alpha``. The paper masks what a second model (BLIP) finds unrelated to the question. Here the
-mask is ours: the image tokens that the image encoder attends to least are left out, whatever the
-question.
+The logits are ``z(image) + alpha z(local image)``, without a division by ``1 + alpha``, as in the
+paper. Then tokens that are implausible under the main branch are excluded, see
+`mmdecode.guide.linear`. The local image differs from the paper, which masks the parts that a second
+model (BLIP) finds unrelated to the question: here the image tokens that the image encoder attends
+to least are left out, independently of the question.
 
 Source: An et al. 2024, arXiv:2406.12718.
 """
@@ -18,9 +19,9 @@ class AGLA(Linear):
     """Assembly of global and local attention, without a second model.
 
     Args:
-        alpha: Weight of the local image.
+        alpha: Weight of the logits for the local image.
         beta: Plausibility cut: excludes tokens with a main probability below ``beta * max p``.
-        keep: Share of the image tokens that stay; in the paper 0.5..1, depending on the question.
+        keep: Share of the image tokens that are kept; in the paper 0.5 to 1, by the question.
 
     The guide has no effect with ``alpha`` 0 and ``beta`` 0.
     """

@@ -1,4 +1,4 @@
-"""The tokens of yes and no, and the margin between them, for guides that steer the first token."""
+"""Yes and no as tokens, for guides that change how likely they are as the first token."""
 
 from __future__ import annotations
 
@@ -17,44 +17,45 @@ from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.linear import generated
 
 YesNo = tuple[tuple[int, ...], tuple[int, ...]]
-"""Ids of yes, and of no."""
+"""Token ids of yes, and token ids of no."""
 
 
 @lru_cache(maxsize=8)
 def yes_no_ids(tokenizer: Any) -> YesNo:
-    """Ids of the tokens that are yes, and of those that are no; see `word_ids`."""
+    """Returns the ids of all tokens for yes, and of all tokens for no; see `word_ids`."""
     return tuple(word_ids(tokenizer, "yes")), tuple(word_ids(tokenizer, "no"))
 
 
 def word_ids(tokenizer: Any, word: str) -> list[int]:
-    """Ids of the tokens that are a word, in any case, with or without a space before it."""
+    """Returns the ids of all tokens that spell a word, in any case, with or without a space."""
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     marks = "\u2581\u0120 "  # how SentencePiece and byte-level BPE write the space
     return [i for i, t in enumerate(tokens) if t and t.lstrip(marks).lower() == word]
 
 
 def yes_no_margin(logits: Tensor, yes: Sequence[int], no: Sequence[int]) -> Tensor:
-    """Log-odds of beginning with yes: ``logsumexp`` over its spellings minus that over no's.
+    """Computes the log-odds of an answer that begins with yes rather than no.
 
     Args:
         logits: Logits of the first token, ``(..., V)``.
-        yes: Ids of yes, see `word_ids`.
-        no: Ids of no.
+        yes: Ids of all tokens for yes, see `word_ids`.
+        no: Ids of all tokens for no.
 
     Returns:
-        ``(...)``; positive where yes is more likely.
+        ``logsumexp`` of the logits of yes minus that of no, ``(...)``; positive if yes is likelier.
     """
     logits = logits.float()
     return logits[..., list(yes)].logsumexp(-1) - logits[..., list(no)].logsumexp(-1)
 
 
 class FirstWord(Guide, ABC):
-    """Base of guides that change the first token's yes and no; subclasses define `opening`.
+    """Base of guides that change yes and no as the first token; subclasses define `opening`.
 
     Args:
-        yes: Ids of yes; ``None``: by the tokenizer.
-        no: Ids of no; ``None``: by the tokenizer.
-        tokenizer: Finds the ids; ``None``: the tokenizer of the questions that an Answerer passes.
+        yes: Token id or ids of yes; ``None``: found with the tokenizer.
+        no: Token id or ids of no; ``None``: found with the tokenizer.
+        tokenizer: Tokenizer to find the ids with; ``None``: the tokenizer that
+            `mmdecode.vlm.Answerer` passes along with its questions.
     """
 
     def __init__(
@@ -66,10 +67,11 @@ class FirstWord(Guide, ABC):
         self._given, self._tokenizer = (_ids("yes", yes), _ids("no", no)), tokenizer
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> tuple[Tensor, Tensor]:
-        """Masks of the tokens of yes and of no over the vocabulary, bool ``(V,)``.
+        """Returns masks over the vocabulary of the tokens of yes and of no, bool ``(V,)`` each.
 
         Raises:
-            IncompatibleError: Neither ids nor a tokenizer were given.
+            IncompatibleError: The ids are unknown: neither they nor a tokenizer were given, or the
+                tokenizer has no such tokens.
         """
         asked = call.request.inputs.get("questions") or [None]
         tokenizer = self._tokenizer or getattr(asked[0], "tokenizer", None)
@@ -79,7 +81,7 @@ class FirstWord(Guide, ABC):
             raise IncompatibleError.between(
                 f"guide {type(self).__name__}",
                 "a call without a tokenizer" if tokenizer is None else "this tokenizer",
-                "nothing says which tokens are yes and no",
+                "the token ids of yes and no are not known",
                 "use mmdecode.vlm.Answerer, or give the guide tokenizer=, or yes= and no= as ids",
             )
         vocab = torch.arange(prefill["main"].logits.shape[-1], device=call.device)
@@ -92,7 +94,7 @@ class FirstWord(Guide, ABC):
         proposal: Proposal,
         outputs: Mapping[str, BranchOutput],
     ) -> Tensor:
-        """See `mmdecode.engine.contracts.Guide`: `opening` at the first token, no change later."""
+        """Changes the first token's logits by `opening`; later tokens keep the main logits."""
         main = outputs["main"].logits
         if call.rows.cur_len:
             return main  # every row is past its first token
@@ -101,7 +103,7 @@ class FirstWord(Guide, ABC):
 
     @abstractmethod
     def opening(self, main: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-        """The target logits of the first token; masks as `begin` gives them."""
+        """Returns the guided logits of the first token, given the masks that `begin` returns."""
 
 
 def _among(vocab: Tensor, ids: Sequence[int]) -> Tensor:

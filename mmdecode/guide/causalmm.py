@@ -1,30 +1,31 @@
-"""CausalMM: contrast with the model under counterfactual attention.
+"""CausalMM: contrasts the model with itself under counterfactual attention.
 
-A counterfactual branch runs with another attention map, in the image encoder (``"vision"``), in the
-language model (``"language"``), or one branch of each (``"both"``). With n of them,
-``(1 + n * gamma) * main - gamma * (their sum)``, then the plausibility cut.
+A counterfactual branch is the model with changed attention weights, either in the image encoder
+(``"vision"``) or in the language model (``"language"``); ``"both"`` runs one branch of each. With n
+such branches the logits are ``(1 + n * gamma) * main - gamma * sum(branches)``; then implausible
+tokens are excluded, see `mmdecode.guide.linear`.
 
-Each query's row of a map is replaced on its own:
+The attention weights of each query are changed separately:
 
-- ``random``: draws between 0 and 2 instead of the weights;
-- ``uniform``: each weight is the mean;
-- ``reversed``: the largest weight minus each;
-- ``shuffle``: the weights in another order.
+- ``random``: random numbers between 0 and 2 replace the weights;
+- ``uniform``: the mean weight replaces each weight;
+- ``reversed``: each weight is subtracted from the largest weight;
+- ``shuffle``: the weights are permuted.
 
-Only keys that a query may attend to take part (no later ones, no padding), rows are scaled to sum
-to one, and a row of zeros becomes uniform. Draws depend on the request, the layer, the head, the
-query and the key, so that they are the same with and without drafting.
+Only keys that the query may attend to are changed (no later tokens, no padding). The new weights
+are scaled to sum to one; if all are zero, they become uniform. Random numbers depend on the
+request, the layer, the head, the query and the key, so they are the same with and without drafting.
 
-The release edits a map as a whole. For images it takes the map of the layer whose states are
-projected, resizes it from queries and keys to the grid of patches, averages heads, and multiplies
-the states by it, which come out near zero; ``released=True`` does so, for encoders with square
-grids. Its language maps are masked after they were normalised, and its branch shares the cache of
-the main one, so that the contrast ends with the first token: neither is offered. It ships
-``epsilon`` 0.6 for POPE, which leaves no token below 0.6 of the best one's probability: once yes or
-no has 62.5 %, the other can no longer be sampled.
+The released code differs. For images it resizes the attention map (queries by keys) of the layer
+before the projector to the grid of patches, averages it over heads, and multiplies the patches'
+states by it, which makes them nearly zero; ``released=True`` does this, for encoders with square
+grids. In the language model it masks attention maps after normalising them, and its branch shares
+the main branch's cache, so there is no contrast after the first token; this is not offered here. It
+uses ``epsilon`` 0.6 for POPE: if yes or no has a probability above 62.5 %, the other one can no
+longer be sampled.
 
-Source: Zhou et al. 2024, arXiv:2410.04780, and its release (The-Martyr/CausalMM). In which layers
-the map is edited is left open there; all of them is our choice.
+Source: Zhou et al. 2024, arXiv:2410.04780, and its release (The-Martyr/CausalMM). The paper leaves
+open which layers are edited; here all of them are by default.
 """
 
 from __future__ import annotations
@@ -44,25 +45,29 @@ from mmdecode.guide.edited import checked_layers
 from mmdecode.guide.linear import Linear, not_negative
 
 AT_ONCE = 1 << 20
-"""Weights that are edited together, at most, unless one query has more: the keys of draws take
-several times the memory of the weights."""
+"""Maximum number of attention weights edited at once, or one query's if it has more; this limits
+memory, since drawing random numbers takes several times the memory of the weights."""
 
 LEVELS = {"vision": ("vision",), "language": ("language",), "both": ("vision", "language")}
 
 
 class CausalMM(Linear):
-    """Contrast against counterfactual attention.
+    """Contrasts the model with one or two branches under counterfactual attention.
 
     Args:
-        level: ``"vision"``, ``"language"`` or ``"both"``.
-        intervention: ``"random"``, ``"uniform"``, ``"reversed"`` or ``"shuffle"``.
+        level: Where attention is changed: ``"vision"`` (image encoder), ``"language"`` or
+            ``"both"``.
+        intervention: How attention weights are changed: ``"random"``, ``"uniform"``,
+            ``"reversed"`` or ``"shuffle"``, see the module.
         gamma: Strength of the contrast.
-        epsilon: Plausibility cut, 0..1.
+        epsilon: Plausibility cut, 0 to 1: excludes tokens with a main probability below ``epsilon *
+            max p``.
         layers: First and last layer that is edited, as fractions of the depth of the encoder and
             of the language model.
-        released: Edits images as the release does, see above; ``layers`` then applies to the
-            language model alone. Not at level ``"language"``.
-        at_once: Attention weights that are edited together; changes memory, not the output.
+        released: Whether images are changed as in the released code, see the module; ``layers``
+            then applies only to the language model. Not possible with level ``"language"``.
+        at_once: Maximum number of attention weights that are edited at once; affects memory, not
+            the output.
 
     The guide has no effect with ``gamma`` 0 and ``epsilon`` 0.
     """
@@ -137,7 +142,7 @@ class CausalMM(Linear):
         return counterfactual(self._change, weights, site.seen, draws, at_once=self._at_once)
 
     def _of_patches(self, states: Tensor, weights: Tensor, draw: torch.Generator) -> Tensor:
-        """States of patches ``(R, n, H)`` times the map of their layer, as released."""
+        """Multiplies states of patches ``(R, n, H)`` by their attention map, as released."""
         whole = weights.flatten(2)
         allowed = torch.ones_like(whole, dtype=torch.bool)
         edited = self._change(whole, allowed, lambda: uniform(whole, draw))
@@ -145,11 +150,11 @@ class CausalMM(Linear):
 
 
 Draws = Callable[[], Tensor]
-"""Function that returns draws in (0, 1), one for each weight; computed only when called."""
+"""Function that returns random numbers in (0, 1), one for each weight; drawn when called."""
 
 Intervention = Callable[[Tensor, Tensor, Draws], Tensor]
-"""``(rows (..., n), allowed (..., n) bool, draws) -> rows``; entries that are not allowed do not
-count, and may have any value in the result."""
+"""Function ``(rows (..., n), allowed (..., n) bool, draws) -> rows``: changes attention weights.
+Entries that are not allowed are ignored, and may have any value in the result."""
 
 
 def _random(rows: Tensor, allowed: Tensor, draws: Draws) -> Tensor:
@@ -188,16 +193,16 @@ def counterfactual(
     *,
     at_once: int = AT_ONCE,
 ) -> Tensor:
-    """Attention weights, changed for each query among its allowed keys, and scaled to sum to one.
+    """Changes the attention weights of each query, and scales them to sum to one.
 
     Args:
-        change: The intervention.
-        weights: ``(R, heads, Q, K)``.
-        seen: Keys that a query may attend to, bool, broadcasts to ``weights``. A query without any
-            keeps its weights.
-        draws: Between 0 and 1 for the weights of a slice of the queries; called where ``change``
-            draws.
-        at_once: Weights that are edited together, at most, unless one query has more.
+        change: The change of the weights, see `Intervention`.
+        weights: Attention weights, ``(R, heads, Q, K)``.
+        seen: Whether each query may attend to each key, bool, broadcastable to ``weights``. A query
+            without such keys keeps its weights.
+        draws: Function of a slice of the queries; returns random numbers between 0 and 1 for their
+            weights. Called only if ``change`` needs them.
+        at_once: Maximum number of weights edited at once, see `AT_ONCE`.
     """
     rows, heads, queries, keys = weights.shape
     seen, step = seen.expand_as(weights), max(1, at_once // (rows * heads * keys))
@@ -221,24 +226,24 @@ def _intervened(change: Intervention, weights: Tensor, allowed: Tensor, draws: D
 
 
 def patch_map(weights: Tensor, patches: int) -> Tensor:
-    """A map of queries and keys ``(R, heads, N, N)`` as the release spreads it over patches.
+    """Resizes an attention map ``(R, heads, N, N)`` to the grid of patches, as released.
 
     Returns:
-        ``(R, patches)``: resized to the grid of patches, averaged over heads.
+        One factor per patch, averaged over heads, ``(R, patches)``.
 
     Raises:
-        IncompatibleError: The patches are no square grid.
+        IncompatibleError: The patches do not form a square grid.
     """
     side = round(patches**0.5)
     if side * side != patches:
         raise IncompatibleError(
-            f"the released form of CausalMM resizes attention to a square grid, and {patches} "
-            "patches are none; leave released out"
+            f"released=True resizes attention to a square grid of patches, and {patches} patches "
+            "do not form one; leave released out"
         )
     resized = interpolate(weights, size=(side, side), mode="bilinear", align_corners=False)
     return resized.mean(1).flatten(1)
 
 
 def uniform(values: Tensor, draw: torch.Generator) -> Tensor:
-    """Draws in (0, 1) for each of some values, on their device."""
+    """Draws a random number in (0, 1) for each of some values, on their device."""
     return torch.rand(values.shape, generator=draw).to(values.device)

@@ -1,9 +1,10 @@
-"""Classifier-free guidance for text: contrast with the model without its prompt.
+"""Classifier-free guidance for text: contrasts the model with itself without the prompt.
 
-``log p_u + s (log p_c - log p_u)``, on log-softmax scores as transformers does it, because
-processors such as the repetition penalty tell the two spaces apart. Unlike the processor of
-transformers it keeps no state, so it is right under drafting: every node is scored in both branches
-with its own prefix.
+The guided logits are ``log p_u + s (log p_c - log p_u)``, with p_c given the prompt and p_u without
+it. They are computed from log-probabilities, as in transformers, and not from raw logits, because
+logits processors such as the repetition penalty have different effects on the two. Unlike the
+processor of transformers, this guide keeps no state, so it is correct with drafts: both branches
+score every drafted token after the same tokens.
 
 Source: Sanchez et al. 2023, arXiv:2306.17806, equation 7; Ho and Salimans 2022, arXiv:2207.12598.
 """
@@ -26,10 +27,10 @@ class CFG(Guide):
     """Classifier-free guidance of scale ``scale``, on log-probabilities.
 
     Args:
-        scale: s above; With 1 the guide has no effect.
-        negative_ids: Prompt of the unconditional branch, ``(1 or B, P')``; ``None``: the last token
-            of the prompt alone.
-        negative_mask: True where it is not padding.
+        scale: Guidance scale s. With 1 the guide has no effect.
+        negative_ids: Prompt of the unconditional branch, ``(1 or B, P')``; ``None``: only the last
+            token of the prompt.
+        negative_mask: Mask of ``negative_ids``, True where they are not padding.
     """
 
     summary = "classifier-free guidance: away from the unconditional branch"

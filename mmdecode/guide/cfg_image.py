@@ -1,12 +1,12 @@
-"""Classifier-free guidance by the image: contrast with the model without it.
+"""Classifier-free guidance by the image: contrasts the model with itself without the image.
 
-``log p(no image) + gamma (log p - log p(no image))``, on log-probabilities. A model that was never
-trained without images has no unconditional branch, so one is chosen:
+The guided logits are ``log p(no image) + gamma (log p - log p(no image))``. Vision-language models
+are usually not trained for an input "without image", so there are several ways to replace it:
 
 - ``no_image``: the prompt without image tokens
-- ``mean``: an image that is the mean colour everywhere (zeros after normalisation)
+- ``mean``: an image of one colour, the mean colour (zeros after normalisation)
 - ``black``: a black image (zeros before normalisation)
-- ``zero_features``: image tokens that are zero as the text model reads them
+- ``zero_features``: image tokens whose embeddings in the text model are zero
 
 Source: Kornblith et al. 2023, arXiv:2307.16686 (captions); Ho and Salimans 2022, arXiv:2207.12598.
 """
@@ -34,17 +34,18 @@ WITHOUT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "black": ("pictures", {"change": _zeros}),
     "zero_features": ("features", {"change": _zeros}),
 }
-"""Unconditional branches: a transform and its options."""
+"""For each way to leave the image out, the name of a transform and its options."""
 
 
 class CFGImage(Linear):
-    """Classifier-free guidance for answers and captions.
+    """Classifier-free guidance by the image, for answers and captions.
 
     Args:
-        gamma: Strength; 0 is the unconditional branch alone. Without a cut, 3 and more is
-            ungrammatical in the paper.
-        without: The unconditional branch, one of `WITHOUT`.
-        beta: Plausibility cut; the paper has none.
+        gamma: Guidance scale; with 0 the image is ignored. According to the paper, outputs become
+            ungrammatical from 3 on, without a plausibility cut.
+        without: How the image is left out, one of `WITHOUT`.
+        beta: Plausibility cut: excludes tokens with a main probability below ``beta * max p``; the
+            paper has none.
 
     The guide has no effect with ``gamma`` 1 and ``beta`` 0.
     """

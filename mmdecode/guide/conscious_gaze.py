@@ -1,19 +1,20 @@
-"""Conscious Gaze: more attention to the image wherever image and words interact.
+"""Conscious Gaze: increases attention to the image where image and text interact.
 
-A sensor reads four branches without edits: the prompt as it is, with noise for its images, without
-its words, and without either. Their Harsanyi interaction ``I = L(image, words) - L(image) -
-L(words) + L(neither)`` is taken over the most likely tokens of the first; where its variance is
-above ``threshold``, a fifth branch, read after the four, adds ``alpha`` times the mean over heads
-of ``|s|`` to the scores of image keys in middle layers. The fifth is the target. It is gated at
-each row and node by the sensor at the same position; the released code gates a token by the sensor
-at the token before.
+Four branches measure the interaction: the unchanged prompt, the prompt with noise in place of its
+images, the images without the text, and noise without the text. With their logits L, the Harsanyi
+interaction is ``I = L(image, words) - L(image) - L(words) + L(neither)``. If its variance over the
+most likely tokens of the first branch is above ``threshold``, a fifth branch adds ``alpha`` times
+the mean over heads of ``|s|`` to the attention scores s of image keys in middle layers. The fifth
+branch is the target distribution. The interaction at a position decides about the attention at the
+same position; in the released code it decides about the next position.
 
-Our choices, since the release supports InstructBLIP alone: images are replaced by uniform noise
-over the range of their own normalised pixels; the empty prompt is the image tokens and the last
-token of the prompt, which every family has. InstructBLIP's Q-Former still reads the question there.
+The release supports only InstructBLIP, so two choices for other models are made here: images are
+replaced by uniform noise in the range of their normalised pixels, and the prompt without text
+consists of the image tokens and the last token of the prompt. With InstructBLIP, the Q-Former still
+reads the question in the branches without text.
 
-Source: Bu et al. 2025, arXiv:2512.05546; settings of its released code. The threshold is that of
-its README and script, the code's own default is 0.5.
+Source: Bu et al. 2025, arXiv:2512.05546, with the settings of its released code. The threshold is
+from its README and script; the default in the code is 0.5.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ LAYERS = (5 / 31, 18 / 31)
 
 
 class ConsciousGaze(Guide):
-    """A sensor of four branches and a boosted fifth.
+    """Boosts attention to the image in a fifth branch, controlled by four other branches.
 
     Args:
-        alpha: Boost of image keys; 0 leaves the fifth branch out.
-        threshold: Variance of the interaction above which the boost is on, ``k``.
-        candidates: Most likely tokens that the variance is taken over.
-        update: Whether the interaction is also added to the logits, at positions where its variance
-            over the vocabulary is at least ``update_from``, as the released sampler does; then the
-            plausibility cut follows. Neutral: off, with ``alpha = 0``.
-        update_from: See ``update``.
-        beta: Plausibility cut of the update, 0..1.
-        layers: First and last boosted layer, as fractions of the depth.
+        alpha: Strength of the boost of image keys; 0 leaves the fifth branch out. With 0 and
+            ``update`` off, the guide has no effect.
+        threshold: Variance of the interaction above which attention is boosted, ``k``.
+        candidates: Number of most likely tokens over which the variance is computed.
+        update: Whether the interaction is also added to the logits, as the released sampler does.
+        update_from: Minimum variance of the interaction over the whole vocabulary for ``update``.
+        beta: Plausibility cut after ``update``, 0 to 1: excludes tokens with a probability below
+            ``beta * max p``.
+        layers: First and last layer with boosted attention, as fractions of the depth.
     """
 
     summary = "more attention to the image where image and words act together"
@@ -105,7 +106,7 @@ class ConsciousGaze(Guide):
         return cls(alpha, threshold, candidates, update, update_from, beta, (first, last))
 
     def gate(self, call: Call, outputs: Mapping[str, BranchOutput]) -> Tensor:
-        """1.0 where the boost is on, else 0.0; ``(B, N + 1)``."""
+        """Returns 1.0 at positions whose attention is boosted, else 0.0; ``(B, N + 1)``."""
         interaction, main = harsanyi(outputs), outputs["main"].logits
         best = main.topk(min(self.candidates, main.shape[-1]), -1).indices
         return (interaction.gather(-1, best).var(-1) > self.threshold).float()
@@ -115,18 +116,18 @@ class ConsciousGaze(Guide):
         return torch.where(site.images, scores + boost, scores)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """Warns where noise for the images changes nothing; computes nothing in advance."""
+        """Warns if noise in place of the images changes no logits; computes nothing in advance."""
         warn_inactive(type(self).__name__, call, prefill, "words")
 
     @property
     def total(self) -> float:
-        """S, the sum of the weights."""
+        """Returns S, the sum of the branches' weights."""
         return 1.0
 
     def combine(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """The logits before the cut."""
+        """Computes the guided logits before the plausibility cut, ``(B, N + 1, V)``."""
         logits = self._uncut_logits(outputs)
         if not self.update:
             return logits
@@ -148,7 +149,7 @@ class ConsciousGaze(Guide):
 
 
 def harsanyi(outputs: Mapping[str, BranchOutput]) -> Tensor:
-    """Harsanyi interaction of image and words, ``(B, N + 1, V)``; 0 where their effects add up."""
+    """Computes the Harsanyi interaction, ``(B, N + 1, V)``; 0 if both effects just add up."""
     both, image, words, neither = (
         outputs[name].logits for name in ("main", "image", "words", "neither")
     )
@@ -156,6 +157,6 @@ def harsanyi(outputs: Mapping[str, BranchOutput]) -> Tensor:
 
 
 def uniform_noise(values: Tensor, draw: torch.Generator) -> Tensor:
-    """An image of noise between the least and the greatest of its normalised pixels."""
+    """Replaces an image by uniform noise in the range of its normalised pixels."""
     low, high = values.aminmax()
     return low + (high - low) * torch.rand(values.shape, generator=draw).to(values)

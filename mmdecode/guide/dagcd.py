@@ -1,18 +1,19 @@
-"""DAGCD on image tokens: boosts the words that attended image tokens stand for.
+"""DAGCD on image tokens: boosts the words that the attended image tokens stand for.
 
-Each image token is given the word that the model's own head reads in its last state. At every step
-the attention that the token pays to the image says how much each word is used, ``U``; the
-distribution is ``(P + alpha * H * U) / (1 + alpha * H)`` (returned without the denominator), with H
-the entropy of P over ``log V``, so that a confident prediction is left alone. Attention to image
-tokens of one word counts once, by its mean; only words among the ``rank`` most likely gain. Nothing
-changes where the most likely token ends the text.
+Each image token stands for one word (a vocabulary token): the argmax of the model's head on the
+image token's last hidden state. At every step, the attention from the current token to the image
+tokens of a word, averaged over these image tokens, gives the usage U of that word. Only words among
+the ``rank`` most likely next tokens are boosted. The distribution is
+``(P + alpha * H * U) / (1 + alpha * H)``, with H the entropy of P divided by ``log V``. Confident
+predictions hardly change. The logits are returned without this normalisation. Nothing changes where
+the most likely token ends the text.
 
-The published method reads words of a text and picks heads, and their weights, by a probe trained
-for each model. No probe comes with this library: all heads of the chosen layers count alike, unless
-weights are given.
+The published method applies to the words of a text context, and selects and weights attention heads
+with a probe trained for each model. This library has no such probe: all heads of the chosen layers
+have equal weights, unless weights are given.
 
 Source: Huang et al. 2025, "Dynamic Attention-Guided Context Decoding", Findings of ACL
-(arXiv:2501.01059); ``alpha`` of chat models, 2 is for base models.
+(arXiv:2501.01059). The default ``alpha`` is for chat models; the paper has 2 for base models.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ _TINY = 1e-12
 
 @dataclass(frozen=True)
 class Words:
-    """Words that the image tokens of each row stand for.
+    """Words (vocabulary tokens) that the image tokens of each row stand for.
 
     Attributes:
-        ids: Token of each column of the prompt, ``(B, P)``; 0 where there is no image.
-        share: Share of each column in its word: one over the image tokens of that word, else 0.
-        weights: Weights of the heads by layer that is read, ``(heads, 1)``.
+        ids: Word of each prompt token, ``(B, P)``; 0 at tokens that are no image tokens.
+        share: One divided by the number of image tokens with the same word, ``(B, P)``; 0 at tokens
+            that are no image tokens.
+        weights: For each layer whose attention is read, the weights of its heads, ``(heads, 1)``.
     """
 
     ids: Tensor
@@ -53,14 +55,14 @@ class Words:
 
 
 class DAGCD(Guide):
-    """Context words boosted by attention and the entropy of the prediction.
+    """Boosts words of attended image tokens, the more the higher the prediction's entropy.
 
     Args:
         alpha: Strength; with 0 the guide has no effect.
-        layers: First and last layer whose attention counts, as fractions of the depth.
-        heads: Weight by ``(layer, head)``, of a trained probe, instead of ``layers``; negative
-            sums count as none.
-        rank: Number of most likely tokens that can gain.
+        layers: First and last layer whose attention is read, as fractions of the depth.
+        heads: Weights of attention heads by ``(layer, head)``, from a trained probe; replaces
+            ``layers``. A negative weighted sum counts as 0.
+        rank: Number of most likely tokens that can be boosted.
     """
 
     summary = "words of attended image tokens become more likely, the more so in doubt"
@@ -84,11 +86,11 @@ class DAGCD(Guide):
     def from_options(
         cls, alpha: float = 4.0, first: float = 0.5, last: float = 1.0, rank: int = 10
     ) -> DAGCD:
-        """Builds it from a string: layers as two fractions of the depth, all heads alike."""
+        """Builds the guide from options; ``first`` and ``last`` give ``layers``."""
         return cls(alpha, (first, last), rank=rank)
 
     def needs(self, adapter: Any) -> Requirements:
-        """Attention of the layers, and the states of the prompt."""
+        """Returns the layers whose attention is read, and asks for the prompt's hidden states."""
         return Requirements(prompt_hidden=True, attention=frozenset(self._layers(adapter)))
 
     def _layers(self, adapter: Any) -> Sequence[int]:
@@ -97,13 +99,13 @@ class DAGCD(Guide):
         layers = sorted({layer for layer, _ in self.heads})
         if not all(0 <= layer < adapter.num_layers for layer in layers):
             raise OptionError(
-                f"heads are of layers {layers}; the model has {adapter.num_layers}: give the "
-                "probe of this model"
+                f"heads name layers {layers}, and the model has {adapter.num_layers} layers; "
+                "give weights from a probe of this model"
             )
         return layers
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Words:
-        """The words of the image tokens."""
+        """Finds the words that the image tokens stand for."""
         warn_without_images(type(self).__name__, call)
         main = prefill["main"]
         images = main.images
@@ -122,7 +124,7 @@ class DAGCD(Guide):
         return Words(ids, share, weights)
 
     def usage(self, words: Words, main: BranchOutput) -> Tensor:
-        """Attention to the image tokens of each word, for words of any rank, ``(B, N + 1, V)``."""
+        """Computes each word's usage from attention to its image tokens, ``(B, N + 1, V)``."""
         usage = torch.zeros_like(main.logits)
         for layer, weights in words.weights.items():
             attention = main.attention[layer][..., : words.ids.shape[1]]
@@ -135,7 +137,7 @@ class DAGCD(Guide):
         return usage.clamp_min(0)
 
     def _weights(self, layer: int, attention: Tensor) -> Tensor:
-        """Weight of each head of ``attention (B, heads, N + 1, P)``, ``(heads, 1)``."""
+        """Returns the weights of heads of ``attention (B, heads, N + 1, P)``, ``(heads, 1)``."""
         heads = range(attention.shape[1])
         if self.heads is None:
             return attention.new_ones(len(heads), 1)

@@ -1,18 +1,19 @@
-"""DAMRO: contrast with the few image tokens that the image encoder attends to most.
+"""DAMRO: contrasts the model with itself on the image tokens that its encoder attends to most.
 
-The negative branch reads the prompt with only the k image tokens that the encoder attends to most,
-which are often background: ``(1 + alpha) * main - alpha * outliers``, then the plausibility cut.
-They are read in the order of that attention, at consecutive positions.
+The negative branch reads the prompt with only the k image tokens that the image encoder attends to
+most, which are often background. They are read in the order of that attention, at consecutive
+positions. The guided logits are ``(1 + alpha) * main - alpha * negative``; then implausible tokens
+are excluded, see `mmdecode.guide.linear`.
 
-Attention is that of the class token in the layer whose states become image tokens, averaged over
-heads. An encoder without a class token (SigLIP, Qwen-VL) has none: there it is the attention that
-each patch receives on average, pooled to image tokens where patches are merged. This is ours; the
-paper has no such case. `DAMRO.salience` says which it was. InstructBLIP's Q-Former reads the k
-patches instead of all.
+Image tokens are ranked by the attention from the encoder's class token, in the layer whose states
+become image tokens, averaged over heads. For encoders without a class token (SigLIP, Qwen-VL),
+which the paper does not use, they are ranked by the mean attention that each patch receives,
+averaged over the patches that are merged into an image token. With InstructBLIP, the Q-Former reads
+the k patches instead of all.
 
-Source: Gong et al. 2024, arXiv:2410.04514; the release (coder-gx/DAMRO) attends over the full width
-as if there were one head (``heads="joined"``) for LLaVA, and ignores temperature, top-p and
-penalties, which work here.
+Source: Gong et al. 2024, arXiv:2410.04514. The release (coder-gx/DAMRO) computes the attention for
+LLaVA as if all heads were one (``heads="joined"``). It ignores temperature, top-p and penalties;
+here they are applied.
 """
 
 from __future__ import annotations
@@ -32,20 +33,23 @@ _BRANCH = "outliers"
 
 
 class DAMRO(Linear):
-    """Contrast against ``k`` image tokens.
+    """Contrasts the model with itself on the ``k`` most attended image tokens.
 
     Args:
-        alpha: Strength of the contrast. Published: 2 for LLaVA, 0.5 and 1.5 for InstructBLIP on
-            POPE and CHAIR.
-        k: Image tokens of a row that stay; a row with fewer keeps all. Published: 10 for LLaVA, 4
-            for InstructBLIP.
-        beta: Plausibility cut, 0..1.
-        heads: ``"mean"`` of the heads' attention, or ``"joined"``, as if they were one.
-        order: Order in which the k are read: by falling ``"attention"``, or ``"spatial"``.
+        alpha: Strength of the contrast. Published: 2 for LLaVA; 0.5 on POPE and 1.5 on CHAIR for
+            InstructBLIP.
+        k: Number of image tokens that the negative branch reads in each row; all if a row has
+            fewer. Published: 10 for LLaVA, 4 for InstructBLIP.
+        beta: Plausibility cut, 0 to 1: excludes tokens with a main probability below ``beta * max
+            p``.
+        heads: How the heads' attention is combined: ``"mean"``, or ``"joined"`` as if all heads
+            were one.
+        order: Order in which the k tokens are read: by decreasing ``"attention"``, or
+            ``"spatial"``.
 
     Attributes:
-        salience: ``"class token"`` or ``"mean received"``: the attention that chose them in the
-            last call; ``None`` before the first.
+        salience: Attention that ranked the tokens in the last call: ``"class token"`` or ``"mean
+            received"``; ``None`` before the first call.
 
     The guide has no effect with ``alpha`` 0 and ``beta`` 0.
     """
@@ -63,7 +67,7 @@ class DAMRO(Linear):
         order: Literal["attention", "spatial"] = "attention",
     ) -> None:
         if k < 1:
-            raise OptionError(f"k must be >= 1, got {k}: image tokens that the branch may see")
+            raise OptionError(f"k, the number of image tokens to read, must be >= 1, got {k}")
         if heads not in ("mean", "joined"):
             raise OptionError(f"heads must be 'mean' or 'joined', got {heads!r}")
         if order not in ("attention", "spatial"):
@@ -75,7 +79,7 @@ class DAMRO(Linear):
         super().__init__([branch], contrast(alpha), beta)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """No constants; notes which attention there was."""
+        """Sets `salience`; computes nothing in advance."""
         super().begin(call, prefill)
         self.salience = "class token" if call.plan.adapter.has_cls() else "mean received"
 

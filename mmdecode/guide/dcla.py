@@ -1,13 +1,14 @@
-"""DCLA: hidden states that drift away from those of earlier layers are pulled back.
+"""DCLA: corrects hidden states of late layers that differ too much from earlier layers.
 
-At layer l of a late range, ``r = sum_k w_k h_k`` over the outputs of all layers before it; where
-``cos(h, r) < tau``, ``h`` becomes ``alpha * h + (1 - alpha) * r``. Each position is judged by
-itself, and the same way in the prompt and after it, so a cached pass equals a full one. Final norm
-and head stay. Works on text models too.
+At each layer l of a late range, the reference ``r = sum_k w_k h_k`` is a weighted mean of the
+outputs of all earlier layers k. If the layer's output h has ``cos(h, r) < tau``, it is replaced by
+``alpha * h + (1 - alpha) * r``. Positions are corrected independently of each other, in the prompt
+and after it, so a pass with a cache gives the same result as a full one. The final norm and the
+head are unchanged. The guide also works on text models.
 
-Abstract and reviews, our only sources, leave open the layer range, the weights, and which state
-alpha weighs; these are ours: the second half of the layers, ``w_k`` proportional to ``decay ** (l -
-k)``, and alpha as the weight of the layer's own state.
+This follows the paper's abstract and reviews, which do not specify three things. Chosen here: the
+layers are the second half; ``w_k`` is proportional to ``decay ** (l - k)``; and alpha is the weight
+of the layer's own state.
 
 Source: Tang et al. 2025, arXiv:2505.12343 (withdrawn from ICLR 2026); ``tau`` and ``alpha`` as its
 reviewers quote them for one model.
@@ -38,13 +39,15 @@ class _Sum:
 
 
 class DCLA(Edited):
-    """Late layers corrected towards a mean of earlier ones.
+    """Corrects states of late layers towards a weighted mean of earlier layers' states.
 
     Args:
-        tau: Cosine below which a state is corrected; -1 is neutral, above 1 corrects every state.
-        alpha: Weight of the layer's own state, 0..1; With 1 the guide has no effect.
+        tau: Cosine below which a state is corrected. With -1 the guide has no effect; values above
+            1 correct every state.
+        alpha: Weight of the layer's own state, 0 to 1. With 1 the guide has no effect.
         layers: First and last layer that is corrected, as fractions of the depth.
-        decay: How much less each layer farther back counts, in (0, 1]; 1 is the plain mean.
+        decay: Factor between the weights of a layer and the layer after it, above 0 and at most 1;
+            1 is the unweighted mean.
     """
 
     summary = "hidden states that drift from earlier layers are pulled back"
@@ -89,7 +92,7 @@ class DCLA(Edited):
         return torch.where(drifted, mixed.to(states.dtype), states)
 
     def _mean(self, earlier: Sequence[Tensor]) -> Tensor:
-        """Weighted mean of earlier outputs; continues the sum of the layer before."""
+        """Returns the weighted mean of earlier outputs; extends the sum of the layer before."""
         before = self._sums.pop(earlier[-2], None) if len(earlier) > 1 else None
         if before and before.count == len(earlier) - 1:
             count, total, weight = before.count, before.total, before.weight

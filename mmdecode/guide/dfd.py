@@ -1,12 +1,15 @@
-"""Dynamic Focus Decoding: a temperature for each token, low where layers disagree.
+"""Dynamic Focus Decoding: a sampling temperature per token, low where layers disagree.
 
-On the tokens with ``p_L > rho * max p_L``, ``KA = mean_l KL(p_L || p_l)`` over the early layers l,
-all distributions normalised on those tokens; then ``T = T0 * 0.5 ** (KA / sigma)`` and the
-distribution is that of ``logits / T``. It only affects sampling: greedy decoding takes the same
-tokens with and without it, and pays for the exits of all layers. Works on text models too.
+Let p_L be the distribution of the last layer, and p_l the distribution that the final norm and the
+head give for the hidden state of an early layer l. Both are restricted to tokens with
+``p_L > rho * max p_L`` and normalised. The mean divergence ``KA = mean_l KL(p_L || p_l)`` over the
+early layers gives the temperature ``T = T0 * 0.5 ** (KA / sigma)``, and the guided logits are
+``logits / T``. This affects sampling only: greedy decoding generates the same tokens with the
+guide, at the cost of applying the head to all layers. The guide also works on text models.
 
-Two differences from the released code: early states pass the final norm before the head, without
-which their logits have another scale, and every row and node has a temperature of its own.
+Differs from the released code in two ways: early hidden states go through the final norm before the
+head, without which their logits have another scale; and every row and drafted token has its own
+temperature.
 
 Source: Luo et al. 2025, arXiv:2503.08057, and its release (Siren-DFD): ``_get_focus_weight`` and
 ``_exponential_decay_temperature_converter``; ``rho``, ``sigma`` and ``T0`` of its demonstration.
@@ -33,13 +36,16 @@ _COLDEST = 1e-4
 
 
 class DFD(Guide):
-    """Temperature from the divergence of the layers.
+    """Divides the logits by a temperature that depends on the divergence between layers.
 
     Args:
-        rho: The divergence is taken over tokens above ``rho`` times the best probability, 0..1.
-        sigma: Divergence, in nats, that halves the temperature; infinite: none does.
-        temperature: T0, that of layers which agree. 1 with an infinite ``sigma`` is neutral.
-        layers: Early layers, as fractions of the depth; the embeddings are left out.
+        rho: The divergence is computed over tokens with a probability above ``rho`` times the
+            largest one, 0 to 1.
+        sigma: Divergence, in nats, that halves the temperature; with infinity the temperature is
+            constant.
+        temperature: Temperature T0 if all layers agree. With 1 and an infinite ``sigma`` the guide
+            has no effect.
+        layers: First and last early layer, as fractions of the depth; the embeddings are left out.
     """
 
     summary = "a temperature for each token, low where layers disagree; for sampling"
@@ -76,19 +82,19 @@ class DFD(Guide):
         return cls(rho, sigma, temperature, (first, last))
 
     def early(self, adapter: Any) -> range:
-        """Layers whose inputs are compared with the last output."""
+        """Returns the early layers, whose inputs are compared with the last layer's output."""
         return exit_layers(self.layers, adapter.num_layers, least=1)
 
     def needs(self, adapter: Any) -> Requirements:
-        """The early layers' exits."""
+        """Returns what the guide needs: logits of the early layers."""
         return Requirements(early_exit_logits=frozenset(self.early(adapter)))
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """Warns in greedy generation; computes nothing in advance."""
+        """Warns in greedy decoding, where the guide has no effect; computes nothing in advance."""
         warn_inert(type(self).__name__, call)
 
     def temperatures(self, call: Call, main: BranchOutput) -> Tensor:
-        """T of root and nodes, ``(B, N + 1)``."""
+        """Computes the temperature after the last token and each drafted token, ``(B, N + 1)``."""
         floor = main.logits.amax(-1, keepdim=True) + (math.log(self.rho) if self.rho else -math.inf)
         outside = main.logits <= floor
         last = main.logits.masked_fill(outside, -torch.inf).log_softmax(-1)
@@ -106,7 +112,7 @@ class DFD(Guide):
     def totals(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """Factor of the logits, ``1 / T``, ``(B, N + 1)``."""
+        """Returns the factors ``1 / T`` of the logits, ``(B, N + 1)``."""
         return 1 / self.temperatures(call, outputs["main"])
 
     def apply(

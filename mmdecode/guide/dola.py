@@ -36,7 +36,8 @@ class DoLa(Guide):
         layers: Range of the candidates, as two fractions of the depth; every second layer in it is
             a candidate. The embeddings (depth 0) are no candidate if they are tied to the output
             matrix, since their most likely token would be the input token itself.
-        relative_top: Plausibility cut, 0..1; 0: no cut.
+        relative_top: Plausibility cut, 0 to 1: excludes tokens with a last-layer probability below
+            ``relative_top * max p``; 0: no cut.
         alpha: Weight of the early layer, 1 as published; 0: no contrast, only the cut.
 
     The guide has no effect with ``alpha`` 0 and ``relative_top`` 0.
@@ -60,7 +61,7 @@ class DoLa(Guide):
     def from_options(
         cls, bucket: str = "high", relative_top: float = 0.1, alpha: float = 1.0
     ) -> DoLa:
-        """Makes the guide from the options of a string.
+        """Builds the guide from the options of a string.
 
         ``bucket`` is a name in `BUCKETS`: ``high`` is for short answers, ``low`` for long ones.
         """
@@ -69,11 +70,11 @@ class DoLa(Guide):
         return cls(BUCKETS[bucket], relative_top, alpha)
 
     def candidates(self, adapter: Any) -> range:
-        """Indices of the candidate layers."""
+        """Returns the indices of the candidate layers."""
         return exit_layers(self.layers, adapter.num_layers, 2 * _tied(adapter.model), step=2)
 
     def needs(self, adapter: Any) -> Requirements:
-        """Logits at the candidate layers, if there is a contrast."""
+        """Returns what the guide needs: logits of the candidate layers, if ``alpha`` is not 0."""
         if not self.alpha:
             return Requirements()
         return Requirements(early_exit_logits=frozenset(self.candidates(adapter)))
@@ -83,13 +84,13 @@ class DoLa(Guide):
 
     @property
     def total(self) -> float:
-        """Sum of the weights of the two layers."""
+        """Returns the sum of the weights of the two layers."""
         return 1 - self.alpha
 
     def combine(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """Contrasted log-probabilities before the cut, ``(B, N + 1, V)``."""
+        """Computes contrasted log-probabilities before the plausibility cut, ``(B, N + 1, V)``."""
         main = outputs["main"]
         if not self.alpha:
             return main.logits
@@ -114,18 +115,18 @@ class DoLa(Guide):
 
 
 def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
-    """Jensen-Shannon divergence of log-probabilities ``(..., V)``, in nats."""
+    """Computes the Jensen-Shannon divergence of log-probabilities ``(..., V)``, in nats."""
     middle = torch.logaddexp(p, q) - math.log(2)
     return (_divergence(p, middle) + _divergence(q, middle)) / 2
 
 
 def _divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL divergence of log-probabilities; a token that ``p`` excludes adds nothing."""
+    """Computes the KL divergence of log-probabilities; tokens with ``p`` = 0 add nothing."""
     return torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum(-1)
 
 
 def _tied(model: Any) -> bool:
-    """Whether the output matrix is the embeddings'."""
+    """Whether the output matrix is tied to the input embeddings."""
     if not hasattr(model, "get_output_embeddings"):
         return False
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight

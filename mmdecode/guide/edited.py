@@ -1,4 +1,4 @@
-"""Base of guides that take the main branch's own logits, changed by edits inside the model."""
+"""Base of guides that edit attention or hidden states inside the model, and checks of options."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mmdecode.errors import OptionError
 
 
 class Edited(Guide):
-    """The main branch's logits under ``edits``; a subclass sets them, and ``neutral``.
+    """Base of guides whose target logits are the main branch's logits under the guide's ``edits``.
 
-    Attributes:
-        images: Whether the guide changes how images are read; then it warns if there are none.
+    A subclass sets ``edits`` and ``neutral``. If its ``requires_inputs`` contain images, it warns if
+    the prompts have none.
     """
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
@@ -33,7 +33,7 @@ class Edited(Guide):
 
 
 def warn_without_images(guide: str, call: Call) -> None:
-    """Warns where a guide that is about image tokens finds none in any row."""
+    """Warns if a guide that concerns image tokens finds none in any row."""
     if call.plan.is_draft:
         return
     if not bool(call.plan.adapter.spans("image", call.request.prompt_ids).any()):
@@ -45,10 +45,10 @@ def warn_without_images(guide: str, call: Call) -> None:
 
 
 def checked_layers(layers: tuple[float, float]) -> tuple[float, float]:
-    """First and last layer as fractions of the depth.
+    """Checks that two layers are given as fractions of the depth, in order, and returns them.
 
     Raises:
-        OptionError: They are not in 0..1, or in the wrong order.
+        OptionError: A fraction is not in 0..1, or the first is above the last.
     """
     first, last = layers
     if not 0 <= first <= last <= 1:
@@ -60,18 +60,16 @@ def checked_layers(layers: tuple[float, float]) -> tuple[float, float]:
 
 
 def exit_layers(layers: tuple[float, float], depth: int, least: int = 0, step: int = 1) -> range:
-    """Layers whose inputs are read through the final norm and head: ``first <= i / depth < last``.
+    """Returns the layers i with ``first <= i / depth < last`` for early exits, at least one.
 
-    The input of layer 0 are the embeddings; the output of the last layer is no early exit.
+    The early exit of layer i applies the final norm and the head to the input of layer i. The input
+    of layer 0 is the embeddings; the output of the last layer is no early exit.
 
     Args:
-        layers: First and last fraction.
-        depth: Layers of the model.
-        least: First layer that may be read.
-        step: Distance between two of them.
-
-    Returns:
-        At least one layer.
+        layers: The fractions ``first`` and ``last`` of the depth.
+        depth: Number of layers of the model.
+        least: Lowest layer that may be returned.
+        step: Distance between neighbouring layers.
     """
     first, last = (round(fraction * depth) for fraction in layers)
     first = min(max(first, least), depth - 1)

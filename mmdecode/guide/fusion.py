@@ -1,17 +1,18 @@
-"""Late fusion: a second model's distribution of the next token is combined with the main model's.
+"""Late fusion: combines the next-token distributions of the main model and a second model.
 
-Made for a language model that corrects a transcript while a recogniser reads the audio; the
-recogniser's distribution is called acoustic here. The second model either scores the same
-vocabulary (`SecondModel`), or it answers for candidates alone
-(`mmdecode.engine.contracts.BranchOutput.candidates`). Tokens that are no candidates keep the main
-probability if probabilities are added, and are excluded if logarithms are added. A position at
-which nothing is a candidate follows the main model.
+In the usual case, a language model (the main model) corrects a transcript, and a speech recogniser
+(the second model) reads the audio. In formulas, the main model's distribution is p_L and the second
+model's, called acoustic, is p_A. The second model scores either the whole vocabulary of the main
+model (`SecondModel`) or only some candidate tokens at each position
+(`mmdecode.engine.contracts.BranchOutput.candidates`). Other tokens keep the main probability if
+probabilities are added, and are excluded if log-probabilities are added. A position without
+candidates follows the main model.
 
-Two fixed combinations, the baselines of `mmdecode.guide.uadf`:
+Two combinations with a fixed weight, the baselines of `mmdecode.guide.uadf`:
 
-- `Static`: ``p_L + weight * p_A``, as the static late fusion of Chen et al. 2024, arXiv:2402.05457.
-- `Shallow`: ``log p_L + weight * log p_A``, as of Gulcehre et al. 2015, arXiv:1503.03535, with the
-  roles of the two models exchanged: here the language model is the main one.
+- `Static`: ``p_L + weight * p_A``, the static late fusion of Chen et al. 2024, arXiv:2402.05457.
+- `Shallow`: ``log p_L + weight * log p_A``, from Gulcehre et al. 2015, arXiv:1503.03535, with the
+  roles of the two models exchanged: here the language model is the main model.
 """
 
 from __future__ import annotations
@@ -42,14 +43,16 @@ ACOUSTIC = "acoustic"
 
 
 class Fusion(Guide, ABC):
-    """Base of fusions: a second branch, and a temperature for each model.
+    """Base of fusion guides: a branch for the second model, and a temperature for each model.
 
     Args:
-        acoustic: The branch of the second model, called `ACOUSTIC`; see `second_model`.
-        main_temperature: Divisor of the main logits, applied before everything else.
+        acoustic: The branch of the second model, whose name must be `ACOUSTIC`; see
+            `second_model`.
+        main_temperature: Divisor of the main model's logits, applied before everything else.
         acoustic_temperature: Divisor of the second model's scores.
 
-    The guide has no effect with a second model without weight; it is then not run, and temperatures have no effect.
+    If the second model has weight 0, it is not run, and the guide (with its temperatures) has no
+    effect.
 
     Raises:
         OptionError: A temperature is not above 0, or the branch has another name.
@@ -85,15 +88,15 @@ class Fusion(Guide, ABC):
 
     @abstractmethod
     def fuse(self, main: Tensor, acoustic: Tensor) -> Tensor:
-        """Combines log-probabilities ``(B, N + 1, V)`` of two models; need not be normalised."""
+        """Combines log-probabilities ``(B, N + 1, V)`` of two models; may return any logits."""
 
 
 def acoustic_log_probs(output: BranchOutput, main: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities of the second model over the main vocabulary; ``-inf``: not scored.
+    """Returns the second model's log-probabilities over the main vocabulary; ``-inf``: not scored.
 
     Args:
         output: Output of the second model; unused candidates are -1, a score may be ``-inf``.
-        main: Main log-probabilities, for their shape ``(B, N + 1, V)``.
+        main: Log-probabilities of the main model, ``(B, N + 1, V)``; only their shape is used.
         temperature: Divisor of the second model's scores.
     """
     values = output.logits / temperature
@@ -109,26 +112,26 @@ def acoustic_log_probs(output: BranchOutput, main: Tensor, temperature: float) -
 
 
 class Late(Fusion):
-    """Base of late fusions, ``(p_L + w p_A) / (1 + w)``; subclasses choose w in `weight`."""
+    """Base of fusions ``(p_L + w p_A) / (1 + w)``; the method `weight` of a subclass returns w."""
 
     @abstractmethod
     def weight(self, main: Tensor) -> Tensor:
-        """Weight at every position, ``(B, N + 1, 1)``, by log-probabilities ``(B, N + 1, V)``."""
+        """Returns w at every position, ``(B, N + 1, 1)``, given main log-probabilities."""
 
     def fuse(self, main: Tensor, acoustic: Tensor) -> Tensor:
-        """See `Fusion.fuse`; the result is normalised."""
+        """Combines both distributions, see `Late`; the result is normalised."""
         weight = self.weight(main)
         return torch.logaddexp(main, weight.log() + acoustic) - weight.log1p()
 
 
 class Static(Late):
-    """Late fusion with one weight everywhere.
+    """Late fusion with the same weight at all positions, ``(p_L + w p_A) / (1 + w)``.
 
     Args:
-        acoustic: See `Fusion`.
-        weight: w; 0 is neutral.
-        main_temperature: See `Fusion`.
-        acoustic_temperature: See `Fusion`.
+        acoustic: Branch of the second model, see `Fusion`.
+        weight: Weight w of the second model. With 0 the guide has no effect.
+        main_temperature: Divisor of the main model's logits.
+        acoustic_temperature: Divisor of the second model's scores.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class Static(Late):
         self.neutral = self.fixed == 0
 
     def weight(self, main: Tensor) -> Tensor:
-        """The same everywhere."""
+        """Returns the same weight at all positions, ``(B, N + 1, 1)``."""
         return torch.full_like(main[..., :1], self.fixed)
 
 
@@ -151,10 +154,10 @@ class Shallow(Fusion):
     """Shallow fusion, ``log p_L + weight * log p_A``.
 
     Args:
-        acoustic: See `Fusion`.
-        weight: Weight of the second model; 0 is neutral.
-        main_temperature: See `Fusion`.
-        acoustic_temperature: See `Fusion`.
+        acoustic: Branch of the second model, see `Fusion`.
+        weight: Weight of the second model. With 0 the guide has no effect.
+        main_temperature: Divisor of the main model's logits.
+        acoustic_temperature: Divisor of the second model's scores.
     """
 
     def __init__(
@@ -169,18 +172,18 @@ class Shallow(Fusion):
         self.neutral = self.weight == 0
 
     def fuse(self, main: Tensor, acoustic: Tensor) -> Tensor:
-        """See `Fusion.fuse`; tokens that either model excludes are excluded."""
+        """Adds weighted log-probabilities; tokens that either model excludes stay excluded."""
         return main + self.weight * acoustic
 
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """Inputs of a second model for one row.
+    """Inputs of the second model for one row.
 
     Attributes:
-        features: Its encoder's input: a tensor without the batch, of one shape in all rows of a
-            call; or tensors by name with a batch of 1, of any length.
-        prompt: Its decoder's first ids, the same number for every row of a call.
+        features: Input of its encoder: a tensor without batch dimension that has the same shape in
+            all rows of a call; or tensors by name, with a batch dimension of 1 and any length.
+        prompt: First token ids of its decoder; their number is the same in all rows of a call.
     """
 
     features: Tensor | Inputs
@@ -188,13 +191,13 @@ class Given:
 
 
 class Choices:
-    """Tokens that each model alone would choose at every kept position.
+    """Records the tokens that each model alone would choose at every generated position.
 
     Args:
         call: The generation call.
 
     Attributes:
-        kept: For each row and position, the main model's token and the second model's likely ones.
+        kept: For each row and position, the main model's token and the second model's tokens.
     """
 
     def __init__(self, call: Call) -> None:
@@ -203,52 +206,53 @@ class Choices:
         self._seen: list[list[tuple[int, frozenset[int]]]] = []
 
     def see(self, main: Tensor, acoustic: Sequence[Sequence[frozenset[int]]]) -> None:
-        """Notes the tokens of both models at root and nodes, ``(B, N + 1)`` for the main one."""
+        """Stores both models' choices at all scored positions; ``main`` is ``(B, N + 1)``."""
         rows = zip(main.tolist(), acoustic, strict=True)
         self._seen = [list(zip(*row, strict=True)) for row in rows]
 
     def keep_first(self) -> None:
-        """Keeps those at the first token of every row, for which there is no proposal."""
+        """Keeps the choices for the first token of every row, which follows the prompt."""
         for row, seen in enumerate(self._seen):
             self.kept[row].append(seen[0])
 
     def commit(self, path: Tensor, count: Tensor) -> None:
-        """See the base class: tokens after the root and after accepted nodes."""
+        """Keeps the choices at committed positions, given ``path (B, D)`` and ``count (B,)``."""
         for row, (nodes, number) in enumerate(zip(path.tolist(), count.tolist(), strict=True)):
             score_rows = [0, *(node + 1 for node in nodes)][:number]
             self.kept[row] += [self._seen[row][index] for index in score_rows]
 
     def tokens(self, row: int) -> list[int]:
-        """Tokens that the row has generated so far."""
+        """Returns the tokens that a row has generated so far."""
         call = self._call
         ids = call.rows.ids[row, call.prompt_length :]
         return ids[: int(call.rows.length[row])].tolist()
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows``."""
+        """Keeps only the rows ``rows``, in that order."""
         self.kept = [list(self.kept[row]) for row in rows.tolist()]
 
 
 class SecondModel(BranchRunner):
-    """An encoder-decoder that scores the main model's tokens, given an input of its own.
+    """Runs an encoder-decoder with inputs of its own on the tokens that the main model generates.
 
-    It reads the row's generated tokens, after a prompt of its own. Its encoder reads the call's
-    ``mm_inputs["audio"]``, a `Given` per row; or, if that is missing, ``mm_inputs[name]`` for
-    the model's ``main_input_name``: ``input_features`` for a recogniser. See
-    `mmdecode.engine.contracts.BranchRunner`.
+    Its decoder reads a prompt of its own and then the tokens generated so far. Its encoder reads
+    ``mm_inputs["audio"]`` of the call, one `Given` per row. If that is missing, it reads
+    ``mm_inputs[name]``, where ``name`` is the model's ``main_input_name`` (``input_features`` for a
+    speech recogniser). The methods are those of `mmdecode.engine.contracts.BranchRunner`.
 
     Args:
         call: The generation call.
         model: The second model.
-        prompt: Its decoder's first ids, where the call does not give them.
-        ids: Its id of each main id, ``(V,)``, -1 where there is none; ``None``: they are the same.
+        prompt: First token ids of its decoder, if the call does not give them.
+        ids: Its token id for each id of the main model, ``(V,)``, -1 if it has none; ``None``: both
+            models have the same ids.
 
     Attributes:
-        choices: Tokens that each model would have chosen.
+        choices: Tokens that each model alone would have chosen.
 
     Raises:
-        InputError: The call brings no input for it, or not one per row.
-        OptionError: Its vocabulary is not the main model's.
+        InputError: The call has no input for the second model, or not one per row.
+        OptionError: The vocabularies differ, and ``ids`` does not translate between them.
     """
 
     def __init__(
@@ -261,12 +265,12 @@ class SecondModel(BranchRunner):
         own = self.branches.adapter.vocab if ids is None else len(ids)
         if own != call.plan.adapter.vocab:
             raise OptionError(
-                f"{type(model).__name__} scores a vocabulary of {own}, the main model one of "
-                f"{call.plan.adapter.vocab}; expected the same, or the ids that carry one over"
+                f"{type(model).__name__} has a vocabulary of {own}, the main model one of "
+                f"{call.plan.adapter.vocab}; expected the same, or ids= to translate between them"
             )
 
     def prefill(self, call: Call, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
-        """Reads its input and its prompt."""
+        """Runs the encoder on its input, and the decoder on its prompt."""
         inputs = encoded(self.model, self._given)
         found = self.branches.prefill(self._view(call, inputs), {})
         scores = self._scores(found, earlier)
@@ -276,30 +280,30 @@ class SecondModel(BranchRunner):
     def score(
         self, call: Call, proposal: Proposal, earlier: Mapping[str, BranchOutput]
     ) -> dict[str, BranchOutput]:
-        """Scores root and nodes, by its own ids."""
+        """Scores the last committed token and all drafted tokens, translated to its own ids."""
         own = self._own(proposal.tokens.clamp_min(0)).masked_fill(proposal.tokens < 0, -1)
         found = self.branches.score(self._view(call, {}), replace(proposal, tokens=own), {})
         return self._scores(found, earlier)
 
     def commit(self, path: Tensor, count: Tensor, chain: bool) -> None:
-        """See `mmdecode.engine.contracts.BranchRunner`."""
+        """Updates the caches; see `mmdecode.engine.contracts.BranchRunner`."""
         self.branches.commit(path, count, chain)
         self.choices.commit(path, count)
 
     def select_rows(self, rows: Tensor) -> None:
-        """See `mmdecode.engine.contracts.BranchRunner`."""
+        """Updates the caches; see `mmdecode.engine.contracts.BranchRunner`."""
         self.branches.select_rows(rows)
         self.choices.select_rows(rows)
         self.prompt = self.prompt[rows]
 
     def _view(self, call: Call, inputs: Mapping[str, Any]) -> Call:
-        """The call with the prompt and generated ids of the second model."""
+        """Returns the call as the second model sees it, with its own prompt and token ids."""
         return own_view(
             call, self.prompt, self._own(call.rows.ids[:, call.prompt_length :]), inputs
         )
 
     def _own(self, tokens: Tensor) -> Tensor:
-        """Its ids of main ids; tokens that it does not have are read as its token 0."""
+        """Translates the main model's ids to the second model's; 0 replaces unknown tokens."""
         if self.ids is None:
             return tokens
         return self.ids[tokens.clamp_max(len(self.ids) - 1)].clamp_min(0)
@@ -316,13 +320,13 @@ class SecondModel(BranchRunner):
 
 
 def second_model(model: Any, prompt: Sequence[int], ids: Tensor | None = None) -> BranchSpec:
-    """The branch of a `SecondModel`; takes its arguments."""
+    """Returns the branch that a `SecondModel` with these arguments runs."""
     build = partial(SecondModel, model=model, prompt=prompt, ids=ids)
     return BranchSpec(name=ACOUSTIC, build=build)
 
 
 def own_view(call: Call, prompt: Tensor, new: Tensor, inputs: Mapping[str, Any]) -> Call:
-    """The call with another prompt ``(B, P)`` and other generated ids."""
+    """Returns a copy of the call with another prompt ``(B, P)`` and other generated ids."""
     request = replace(
         call.request,
         prompt_ids=prompt,
@@ -334,10 +338,10 @@ def own_view(call: Call, prompt: Tensor, new: Tensor, inputs: Mapping[str, Any])
 
 
 def what_it_reads(call: Call, model: Any, prompt: Sequence[int]) -> tuple[Any, Tensor]:
-    """Raw inputs of a second model, as `encoded` takes them, and its prompts ``(B, P)``.
+    """Returns raw inputs of a second model, for `encoded`, and its prompts ``(B, P)``.
 
     Raises:
-        InputError: The call brings none, or not one entry per row.
+        InputError: The call has no inputs for the model, or not one entry per row.
     """
     name = model.main_input_name
     given = call.request.inputs.get("audio", call.request.inputs.get(name))
@@ -345,7 +349,7 @@ def what_it_reads(call: Call, model: Any, prompt: Sequence[int]) -> tuple[Any, T
     if given is None or len(given) != wanted:
         had = "no entry" if given is None else f"{len(given)} entries"
         raise InputError(
-            f"{type(model).__name__} has a say in the tokens, and the call has {had} for it to "
+            f"{type(model).__name__} scores the tokens too, and the call has {had} for it to "
             f"read; pass mm_inputs={{{name!r}: ...}} with one for each of the {wanted} rows"
         )
     features: Any = given
@@ -364,7 +368,7 @@ def what_it_reads(call: Call, model: Any, prompt: Sequence[int]) -> tuple[Any, T
 
 
 def encoded(model: Any, given: Tensor | Sequence[Inputs]) -> dict[str, Any]:
-    """Encodes raw inputs; returns inputs of the decoder."""
+    """Runs the encoder on raw inputs; returns the inputs of the decoder by name."""
     encoder = model.get_encoder()
     weight = next(encoder.parameters())
     if isinstance(given, Tensor):

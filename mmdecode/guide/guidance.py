@@ -1,9 +1,9 @@
-"""Classifier-free guidance of image tokens: contrast with unconditional generation.
+"""Classifier-free guidance of image tokens: contrasts conditional and unconditional logits.
 
-``u + s (c - u)`` on raw logits, c with the condition and u without: the caption left out, the null
-class, a negative prompt. The model family decides which of these it is, so the branch asks its
-adapter for the transform ``"unconditional"``. Every family's own strength comes down to this s; one
-that states t with ``(1 + t) c - t u`` has s = 1 + t.
+The guided logits are ``u + s (c - u)``, with raw logits c given the condition and u without it.
+Depending on the model family, "without" means an empty caption, the null class or a negative
+prompt; the model's adapter provides it as the transform ``"unconditional"``. For families that
+publish a strength t of ``(1 + t) c - t u``, s is 1 + t.
 
 Source: Ho and Salimans 2022, arXiv:2207.12598, equation 6.
 """
@@ -25,12 +25,14 @@ class Guidance(Linear):
     """Classifier-free guidance of scale ``scale``, on raw logits.
 
     Args:
-        scale: s above; 0 is the unconditional branch alone. `mmdecode.generate` in image mode uses
-            the family's published value; the default here is LlamaGen's for classes.
-        until: Index of the last token that is guided; later ones follow the condition alone.
-            ``None``: all are. LlamaGen's ``cfg_interval`` of n guides up to index n + 1.
+        scale: Guidance scale s; 0 follows the unconditional branch alone. `mmdecode.generate` in
+            image mode uses the published value of the model family; the default here is LlamaGen's
+            for class labels.
+        until: Index of the last generated token that is guided; later tokens follow the conditional
+            logits. ``None``: all tokens are guided. A ``cfg_interval`` of n in LlamaGen guides
+            tokens up to index n + 1.
 
-    The guide has no effect with ``scale`` 1; then the unconditional branch is not run.
+    With ``scale`` 1 the guide has no effect, and the unconditional branch is not run.
 
     Raises:
         OptionError: A number is negative.
@@ -49,7 +51,7 @@ class Guidance(Linear):
         super().__init__([branch], [self.scale, 1 - self.scale])
 
     def weigh(self, call: Call, proposal: Proposal) -> Sequence[float | Tensor]:
-        """``(s, 1 - s)``, and ``(1, 0)`` after ``until``."""
+        """Returns the weights of both branches: ``(s, 1 - s)``, and ``(1, 0)`` after ``until``."""
         if self.until is None or self.neutral:
             return self.weights
         scale = where(generated(call, proposal) <= self.until, self.scale, 1.0)[..., None]

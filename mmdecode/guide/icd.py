@@ -1,8 +1,9 @@
-"""ICD: contrast with the model under an instruction that disturbs it.
+"""ICD: contrasts the model with itself under a disturbing instruction.
 
-``(1 + alpha) z(question) - alpha z(instruction, question)``, with the plausibility cut. The
-instruction comes before the question, after images that the question begins with; one of five is
-chosen at random for each request.
+The guided logits are ``(1 + alpha) z(question) - alpha z(instruction, question)``; then implausible
+tokens are excluded, see `mmdecode.guide.linear`. The instruction is put before the text of the
+question, after images at its beginning. One of five instructions is chosen at random for each
+request.
 
 Source: Wang et al. 2024, arXiv:2403.18715; the instructions are the release's.
 """
@@ -31,12 +32,12 @@ ROLES = (
 
 
 class ICD(Linear):
-    """Instruction contrastive decoding; needs the question as text, as an Answerer passes it.
+    """Instruction contrastive decoding; needs the question's text, see `mmdecode.vlm.Answerer`.
 
     Args:
         alpha: Strength of the contrast.
         beta: Plausibility cut: excludes tokens with a main probability below ``beta * max p``.
-        role: Index into `ROLES`, or another instruction; ``None`` chooses at random per request.
+        role: Index into `ROLES`, or another instruction; ``None``: one at random per request.
 
     The guide has no effect with ``alpha`` 0 and ``beta`` 0.
     """

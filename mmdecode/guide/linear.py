@@ -1,10 +1,11 @@
-"""A linear combination of branches, cut to tokens that are plausible under the main branch.
+"""Linear combinations of branches' logits, restricted to tokens likely in the main branch.
 
-Raw logits: ``sum_i w_i z_i`` over the main branch and others; then tokens whose main probability is
-below ``beta`` times the best are excluded, judged on the *raw main* logits. With weights
-``(1 + alpha, -alpha)`` this is contrastive decoding in the form of VCD. The sum of the weights, S,
-tells contrast from hidden sharpening: branches that agree give the main distribution at temperature
-1 / S.
+A branch is a pass of the model with its own inputs; the main branch has the caller's inputs. The
+guided logits are ``sum_i w_i z_i``, with the raw logits z_i of the main branch and the others. Then
+the plausibility cut excludes tokens whose probability in the main branch is below ``beta`` times
+the largest probability there. With weights ``(1 + alpha, -alpha)`` this is contrastive decoding in
+the form of VCD. Let S be the sum of the weights: where all branches agree, the guided distribution
+is the main distribution at temperature 1 / S, so S > 1 sharpens it without any contrast.
 
 Source: Li et al. 2023, arXiv:2210.15097, equations 2 and 3; Leng et al. 2024, arXiv:2311.16922,
 equations 3 and 4.
@@ -29,23 +30,20 @@ from mmdecode.errors import OptionError
 
 
 class Linear(Guide):
-    """``weights[0] * main + weights[i] * branches[i - 1]``, then the plausibility cut.
+    """Computes a weighted sum of the logits of branches, then applies the plausibility cut.
 
-    A token with ``-inf`` in any branch with a weight is excluded.
+    A token with logit ``-inf`` in any branch whose weight is not 0 is excluded.
 
     Args:
-        branches: Branches other than the main one; those of weight 0 are not run.
-        weights: One for the main branch, then one per branch.
-        beta: Plausibility cut, 0..1: keep tokens with p at least ``beta * max p`` in the main
-            branch. ``0`` keeps the vocabulary.
-        log_space: Whether log-probabilities are combined, as in guidance of text, instead of raw
-            logits. Both give the same distribution, but processors such as the repetition penalty
-            treat them differently. Without other branches raw logits are returned.
+        branches: Branches other than the main one; branches with weight 0 are not run.
+        weights: Weight of the main branch, then one weight per entry of ``branches``.
+        beta: Plausibility cut, 0 to 1: keeps tokens with a probability of at least ``beta * max p``
+            in the main branch. ``0`` keeps all tokens.
+        log_space: Whether log-probabilities are combined instead of raw logits, as in guidance of
+            text. The distribution is the same, but logits processors such as the repetition penalty
+            treat the two differently. Without other branches raw logits are returned.
 
-    Attributes:
-        images: Whether the branches differ in images; then it warns where none differs.
-
-    The guide has no effect with weight 1 for the main branch, 0 for all others, and ``beta`` 0; then nothing is run.
+    With weight 1 for the main branch, 0 for all others and ``beta`` 0, the guide has no effect.
     """
 
     def __init__(
@@ -68,32 +66,33 @@ class Linear(Guide):
 
     @staticmethod
     def contrast(branch: BranchSpec, alpha: float = 1.0, beta: float = 0.1) -> Linear:
-        """``(1 + alpha) * main - alpha * branch``; ``alpha = 0`` leaves the cut alone."""
+        """Builds ``(1 + alpha) * main - alpha * branch``; ``alpha = 0`` applies only the cut."""
         return Linear([branch], contrast(alpha), beta)
 
     @property
     def total(self) -> float:
-        """S, the sum of the weights."""
+        """Returns S, the sum of the weights."""
         return float(sum(self.weights))
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """Warns if the guide's branches should differ by images, and do not; computes nothing in advance."""
+        """Warns if a branch should have other images but has the same logits; computes nothing."""
         if "image" in self.requires_inputs:
             for branch in self.branches:
                 warn_inactive(type(self).__name__, call, prefill, branch.name)
 
     def weigh(self, call: Call, proposal: Proposal) -> Sequence[float | Tensor]:
-        """Weights of the main branch and the others; tensors where they change by position.
+        """Returns the weights of the main branch and the others.
 
         Returns:
-            Numbers, or tensors that go with ``(B, N + 1, V)``.
+            Numbers, or, if weights depend on the position, tensors broadcastable to ``(B, N + 1,
+            V)``.
         """
         return self.weights
 
     def combine(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """The combined logits before the cut, ``(B, N + 1, V)``."""
+        """Computes the combined logits before the plausibility cut, ``(B, N + 1, V)``."""
         values = [outputs[name].logits for name in ("main", *(b.name for b in self.branches))]
         if self.log_space and self.branches:
             values = [value.log_softmax(-1) for value in values]
@@ -114,13 +113,13 @@ class Linear(Guide):
 
 
 class Contrast(Linear):
-    """The contrast form against another prompt or transform, with options for a string.
+    """Contrast with a branch that has another prompt or changed inputs.
 
     Args:
-        alpha: See `Linear.contrast`.
-        beta: The plausibility cut.
-        prompt: Prompt of the other branch, see `mmdecode.engine.adapter.BranchSpec`.
-        transform: Change to the inputs of the other branch.
+        alpha: Strength of the contrast, ``(1 + alpha) * main - alpha * branch``.
+        beta: Plausibility cut, see `Linear`.
+        prompt: Prompt of the other branch: the ``"same"``, or only its ``"last_token"``.
+        transform: Name of a change to the inputs of the other branch, such as ``no_image``.
     """
 
     summary = "linear combination of branches with a plausibility cut"
@@ -137,28 +136,28 @@ class Contrast(Linear):
             raise OptionError(f"prompt must be 'same' or 'last_token', got {prompt!r}")
         if prompt == "same" and transform is None:
             raise OptionError(
-                "contrast needs something to pull away from; give prompt=last_token or a transform"
+                "contrast needs a branch with other inputs; give prompt=last_token or a transform"
             )
         branch = BranchSpec(name="contrast", prompt=prompt, transform=transform)
         super().__init__([branch], contrast(alpha), beta)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """Warns where the transform changes nothing; computes nothing in advance."""
+        """Warns if the transform changes no logits; computes nothing in advance."""
         for branch in self.branches:
             if branch.transform is not None:
                 warn_inactive(type(self).__name__, call, prefill, branch.name)
 
 
 def contrast(alpha: float) -> list[float]:
-    """Weights of main and negative branch in a contrast: ``[1 + alpha, -alpha]``."""
+    """Returns the weights of main and negative branch, ``[1 + alpha, -alpha]``."""
     return [1 + not_negative("alpha", alpha), -alpha]
 
 
 def not_negative(name: str, value: float) -> float:
-    """Checks the value of an option that is a strength; 0 switches it off.
+    """Checks that an option is a finite number of at least 0, and returns it.
 
     Raises:
-        OptionError: The value is negative or no number.
+        OptionError: The value is negative, infinite or no number.
     """
     if isinstance(value, str) or not 0 <= value < math.inf:
         raise OptionError(f"{name} must be >= 0, got {value}; use 0 to switch it off")
@@ -166,10 +165,10 @@ def not_negative(name: str, value: float) -> float:
 
 
 def checked_cut(name: str, value: float) -> float:
-    """Checks the value of an option that is a plausibility cut.
+    """Checks that an option is a number from 0 to 1, such as a plausibility cut, and returns it.
 
     Raises:
-        OptionError: It is not in 0..1.
+        OptionError: The value is not in 0..1.
     """
     if not 0 <= value <= 1:
         raise OptionError(f"{name} must be in 0..1, got {value}; 0 switches the cut off")
@@ -177,12 +176,12 @@ def checked_cut(name: str, value: float) -> float:
 
 
 def plausible(combined: Tensor, main: Tensor, beta: float) -> Tensor:
-    """Plausibility cut: ``-inf`` where the main branch's probability is below ``beta * max``.
+    """Sets logits to ``-inf`` where the main branch's probability is below ``beta * max p``.
 
     Args:
         combined: Guided logits, ``(..., V)``.
         main: Logits of the main branch, ``(..., V)``.
-        beta: Share of the largest probability; 0: no cut.
+        beta: Plausibility cut, as a share of the largest probability; 0: no cut.
     """
     if beta == 0:
         return combined
@@ -191,9 +190,9 @@ def plausible(combined: Tensor, main: Tensor, beta: float) -> Tensor:
 
 
 def generated(call: Call, proposal: Proposal) -> Tensor:
-    """Index of the token after the root and after each node, ``(B, N + 1)``.
+    """Returns the index of the token after the root and after each drafted node, ``(B, N + 1)``.
 
-    Indices count generated tokens from 0, without the prompt.
+    The root is the last committed token. Indices count generated tokens from 0, without the prompt.
     """
     _, depths, _ = proposal.structure()
     return call.rows.length[:, None] + pad(depths, (1, 0))

@@ -1,11 +1,12 @@
-"""M3ID: contrast with the model without the image, growing with the length of the answer.
+"""M3ID: contrasts the model with itself without the image, more with every generated token.
 
-``z + (z - z(no image)) (1 - g) / g`` with ``g = exp(-lambda t)``, where t counts generated tokens
-from 0: the first token, which is the whole answer for yes or no, is unchanged. The plausibility cut
-follows. The paper also reduces the contrast where the model is confident; the form here is the one
-that others compare with.
+The guided logits are ``z + (z - z(no image)) (1 - g) / g`` with ``g = exp(-lambda t)``, where t is
+the index of the generated token, from 0. So the first token, which is the whole answer to a yes-no
+question, is unchanged. Then implausible tokens are excluded, see `mmdecode.guide.linear`. The paper
+also reduces the contrast where the model is confident; this version without that is the one that
+other papers compare with.
 
-Source: Favero et al. 2024, arXiv:2403.14003, as RITUAL's release has it.
+Source: Favero et al. 2024, arXiv:2403.14003, as implemented in RITUAL's release.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class M3ID(Linear):
     """Multi-modal mutual information decoding.
 
     Args:
-        rate: Lambda above.
+        rate: Growth rate lambda of the contrast per generated token.
         beta: Plausibility cut: excludes tokens with a main probability below ``beta * max p``.
 
     The guide has no effect with ``rate`` 0 and ``beta`` 0.
@@ -42,7 +43,7 @@ class M3ID(Linear):
         super().__init__([BranchSpec(name="text", transform="no_image")], [1 + rate, -rate], beta)
 
     def weigh(self, call: Call, proposal: Proposal) -> Sequence[float | Tensor]:
-        """``(1 + f, -f)`` with ``f = (1 - g) / g``."""
+        """Returns the weights ``(1 + f, -f)`` with ``f = (1 - g) / g``."""
         if not self.rate:
             return self.weights
         more = (self.rate * generated(call, proposal)).clamp_max(_LARGEST).expm1()[..., None]

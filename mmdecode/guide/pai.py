@@ -1,12 +1,13 @@
-"""PAI: more attention to the image, and contrast with the model without it.
+"""PAI: increases attention to the image, and contrasts the model with itself without the image.
 
-Attention part: scores of image keys become ``s + alpha * |s|`` for the last prompt token and every
-later one, from the third of 32 layers on. Logits part: ``log p_u + gamma * (log p_c - log p_u)``,
-where u reads the prompt without its image and without the attention part; then the plausibility cut
-on c. Each part can be switched off.
+In the attention part, attention scores s of image keys become ``s + alpha * |s|`` for queries from
+the last prompt token on, in all of 32 layers except the first two. In the logits part, the guided
+logits are ``log p_u + gamma * (log p_c - log p_u)``, where p_c is the distribution with the
+attention part, and p_u the distribution without image and without attention part. Then tokens that
+are implausible under p_c are excluded, see `mmdecode.guide.linear`. Each part can be switched off.
 
-Source: Liu et al. 2024, arXiv:2407.21771, equations 3 and 5; ``alpha`` of its README, the cut of
-its code.
+Source: Liu et al. 2024, arXiv:2407.21771, equations 3 and 5. ``alpha`` is from its README, the
+plausibility cut from its code.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from mmdecode.guide.edited import checked_layers, warn_without_images
 from mmdecode.guide.linear import Linear, not_negative
 
 LAYERS = (2 / 31, 1.0)
-"""Layers 2 to 31 of 32, as published."""
+"""Layers 2 to 31 of 32, counted from 0, as published."""
 
 
 class PAI(Linear):
-    """Boosted image attention, and guidance against no image.
+    """Boosts attention to the image, and guides away from the distribution without the image.
 
     Args:
-        alpha: Boost of image keys; 0 switches the attention part off.
-        gamma: Scale of the guidance; 1 switches it off and leaves the cut alone.
-        beta: Plausibility cut; 0 keeps the vocabulary.
+        alpha: Strength of the attention boost; 0 switches the attention part off.
+        gamma: Guidance scale of the logits part; 1 switches guidance off, but not the cut.
+        beta: Plausibility cut: excludes tokens with p_c below ``beta * max p_c``; 0: no cut.
         layers: First and last layer of the attention part, as fractions of the depth.
 
     The guide has no effect with ``alpha`` 0, ``gamma`` 1 and ``beta`` 0.
@@ -72,7 +73,7 @@ class PAI(Linear):
         return cls(alpha, gamma, beta, (first, last))
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """Warns where there are no images, for either part; computes nothing in advance."""
+        """Warns if no prompt has an image; computes nothing in advance."""
         if bool(call.plan.adapter.spans("image", call.request.prompt_ids).any()):
             super().begin(call, prefill)
         else:

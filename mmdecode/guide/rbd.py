@@ -1,9 +1,9 @@
-"""RBD-style: contrast with a noised image, plus the logits for the most attended image tokens.
+"""RBD-style: contrasts with a noised image, and adds logits for the most attended image tokens.
 
-``(1 + a - b) z - a z(noised) + b z(most attended)``, with the plausibility cut; the weights add up
-to 1. This follows the abstract of Re-Balancing Contrastive Decoding and does not reproduce it: the
-coefficients, how many tokens stay and whose attention counts are ours. It is the image encoder's
-attention to each token, as the adapter provides it.
+The guided logits are ``(1 + a - b) z - a z(noised) + b z(most attended)``, whose weights add up to
+1. Then implausible tokens are excluded, see `mmdecode.guide.linear`. This follows the abstract of
+Re-Balancing Contrastive Decoding and does not reproduce its results. Chosen here: the coefficients,
+how many image tokens are kept, and that tokens are ranked by the image encoder's attention.
 
 Source: Liang et al. 2024, arXiv:2409.06485 (abstract).
 """
@@ -21,14 +21,14 @@ from mmdecode.guide.vcd import noised_branch
 
 
 class RBD(Linear):
-    """Re-balancing of text and image.
+    """Re-balances the influence of text and image on the logits.
 
     Args:
-        a: Weight against the noised image; 0 leaves its branch out.
-        b: Weight for the attended image; 0 leaves its branch out.
+        a: Weight a of the branch with a noised image; 0 leaves the branch out.
+        b: Weight b of the branch with the most attended image tokens; 0 leaves the branch out.
         beta: Plausibility cut: excludes tokens with a main probability below ``beta * max p``.
-        step: Step of the noise, see `mmdecode.guide.vcd.VCD`.
-        keep: Share of the image tokens that stay, 0..1.
+        step: Diffusion step that sets the noise level, see `mmdecode.guide.vcd.VCD`.
+        keep: Share of the image tokens that are kept, above 0 and at most 1.
 
     The guide has no effect with ``a``, ``b`` and ``beta`` 0. With ``b`` 0 this is VCD.
     """
@@ -51,7 +51,7 @@ class RBD(Linear):
 
 
 def attended_branch(keep: float) -> BranchSpec:
-    """The branch with only the most attended image tokens, in their order in the prompt.
+    """Returns the branch that reads only the most attended image tokens, in their order.
 
     Raises:
         OptionError: ``keep`` is not above 0 and at most 1.
@@ -63,6 +63,6 @@ def attended_branch(keep: float) -> BranchSpec:
 
 
 def most_attended(keep: float, features: Tensor, salience: Tensor) -> Tensor:
-    """Indices of the share ``keep`` of tokens with the most attention, ascending; at least one."""
+    """Returns ascending indices of the most attended share ``keep`` of tokens, at least one."""
     count = max(1, round(keep * len(salience)))
     return salience.topk(count).indices.sort().values

@@ -1,9 +1,10 @@
 """RITUAL: adds the model's logits for a randomly transformed image.
 
-``z(image) + alpha z(transformed image)``, with the plausibility cut. In the published form nothing
-is divided by ``1 + alpha``, so where the branches agree this samples at temperature
-``1 / (1 + alpha)``: compare it with `mmdecode.guide.temperature_matched`, or set ``normalize``.
-Transforms keep an image's size; flips turn left and right, crops may cut an object off.
+The guided logits are ``z(image) + alpha z(transformed image)``; then implausible tokens are
+excluded, see `mmdecode.guide.linear`. The paper does not divide by ``1 + alpha``, so where both
+branches agree the guide samples at temperature ``1 / (1 + alpha)``. For a fair baseline, compare with the control
+guide ``TemperatureMatched``, or set ``normalize``. Transforms keep an image's size, but not its
+meaning: flips exchange left and right, and crops may cut objects off.
 
 Source: Woo et al. 2024, arXiv:2405.17821.
 """
@@ -22,12 +23,12 @@ from mmdecode.guide.transforms import TRANSFORMS
 
 
 class RITUAL(Linear):
-    """Random image transformations as a second look.
+    """Adds the logits of a second branch whose images are randomly transformed.
 
     Args:
-        alpha: Weight of the second look.
+        alpha: Weight of the logits for the transformed image.
         beta: Plausibility cut: excludes tokens with a main probability below ``beta * max p``.
-        normalize: Whether weights are divided by their sum; ``alpha`` 1 is then the mean.
+        normalize: Whether the weights are divided by their sum, ``1 + alpha``.
         transform: One of `mmdecode.guide.transforms.TRANSFORMS`; ``None``: a random one per image.
 
     The guide has no effect with ``alpha`` 0 and ``beta`` 0.

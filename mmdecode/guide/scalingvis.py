@@ -1,13 +1,13 @@
-"""ScalingVis: a temperature on the attention that the last prompt token pays to image tokens.
+"""ScalingVis: scales the attention scores from the last prompt token to image tokens.
 
-Scaled attention scores of image keys are multiplied by ``weight``, in all layers and heads, for the
-last token of the prompt alone, before the mask and the softmax. Among image tokens attention
-becomes ``softmax(weight * s)``: sharper above 1, smoother below. The scores themselves are scaled,
-so a constant added to them is not without effect: where they are negative, a weight above 1 takes
-attention away from the image.
+In all layers and heads, the attention scores s of image keys (after division by the root of the
+head width) are multiplied by ``weight``, before mask and softmax. Only the last token of the prompt is
+affected. Among image tokens the attention becomes proportional to ``exp(weight * s)``: sharper if
+the weight is above 1, smoother if it is below. The total attention to the image changes too: if the
+scores are negative, a weight above 1 reduces it.
 
 Source: Chen et al. 2025, arXiv:2503.01773. Its code scales all columns from the first image token
-to the last; here words between two images keep their scores.
+to the last; here text tokens between two images keep their scores.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from mmdecode.guide.edited import Edited
 
 
 class ScalingVis(Edited):
-    """One weight for all requests.
+    """Scales attention to the image by the same weight in all requests.
 
     Args:
-        weight: w, at least 0; the paper tries 0, 0.5, 0.8, 1.2, 1.5 and 2. With 1 the guide has no effect.
+        weight: Factor of the scores, at least 0. With 1 the guide has no effect. The paper tries 0,
+            0.5, 0.8, 1.2, 1.5 and 2.
     """
 
     summary = "attention of the last prompt token to the image, sharpened or smoothed"
@@ -41,11 +42,11 @@ class ScalingVis(Edited):
 
 
 def checked_weight(weight: float) -> float:
-    """Checks a weight of image keys.
+    """Checks that a weight is at least 0, and returns it.
 
     Raises:
         OptionError: The weight is negative.
     """
     if not weight >= 0:
-        raise OptionError(f"the weight must be at least 0, got {weight}; 1 leaves scores alone")
+        raise OptionError(f"the weight must be at least 0, got {weight}; 1 has no effect")
     return float(weight)

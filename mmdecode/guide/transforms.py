@@ -1,7 +1,8 @@
 """Random transforms of images that keep their size.
 
-An image is ``(..., 3, H, W)`` in 0..1; all images of the leading dimensions are transformed alike.
-Ranges are those of RITUAL (Woo et al. 2024, arXiv:2405.17821), made for images of 336 pixels.
+An image is ``(..., 3, H, W)`` with values in 0..1; images along the leading dimensions are all
+transformed in the same way. The ranges of random parameters are from RITUAL (Woo et al. 2024,
+arXiv:2405.17821), which has images of 336 x 336 pixels.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, conv2d, grid_sample, interpolate, pad
 
 SIDE = 336
-"""Side of an image for which the kernel of `blur` has 13 pixels."""
+"""Side in pixels of an image for which the kernel of `blur` has 13 pixels."""
 
 
 def horizontal_flip(image: Tensor, draw: torch.Generator) -> Tensor:
@@ -33,7 +34,7 @@ def rotation(image: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def colour_jitter(image: Tensor, draw: torch.Generator) -> Tensor:
-    """Scales brightness, contrast and saturation by 0..2, turns the hue, in random order."""
+    """Scales brightness, contrast and saturation by 0 to 2, rotates the hue; in random order."""
     changes = (brightened, contrasted, saturated, hue_shifted)
     amounts = [_uniform(draw, 0, 2) for _ in range(3)] + [_uniform(draw, -0.5, 0.5)]
     for index in torch.randperm(4, generator=draw).tolist():
@@ -42,7 +43,7 @@ def colour_jitter(image: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def blur(image: Tensor, draw: torch.Generator) -> Tensor:
-    """Gaussian blur, sigma 1.5..2 of a kernel of 13 pixels, scaled with the shorter side."""
+    """Blurs with a Gaussian of 13 pixels and sigma 1.5 to 2, scaled by the image's size."""
     scale = min(image.shape[-2:]) / SIDE
     radius = max(1, round(6 * scale))
     return blurred(image, _uniform(draw, 1.5, 2.0) * scale, radius)
@@ -73,7 +74,7 @@ TRANSFORMS: Mapping[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 
 
 def rotated(image: Tensor, degrees: float) -> Tensor:
-    """Rotates anticlockwise about the centre, by nearest pixels."""
+    """Rotates anticlockwise about the centre, with nearest-neighbour sampling."""
     flat, (high, wide) = _flat(image), image.shape[-2:]
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     turn = flat.new_tensor([[cos, -sin * high / wide, 0], [sin * wide / high, cos, 0]])
@@ -82,28 +83,28 @@ def rotated(image: Tensor, degrees: float) -> Tensor:
 
 
 def brightened(image: Tensor, factor: float) -> Tensor:
-    """Multiplies by a factor, clamped to 0..1."""
+    """Multiplies the values by a factor and clamps them to 0..1."""
     return (image * factor).clamp(0, 1)
 
 
 def contrasted(image: Tensor, factor: float) -> Tensor:
-    """Scales the distance from the mean grey by a factor; 0 is grey."""
+    """Scales the difference from the mean grey value by a factor; 0 gives plain grey."""
     return _mixed(image, grey(image).mean((-1, -2), keepdim=True), factor)
 
 
 def saturated(image: Tensor, factor: float) -> Tensor:
-    """Scales the distance from each pixel's grey by a factor; 0 has no colour."""
+    """Scales the difference from each pixel's grey value by a factor; 0 removes colour."""
     return _mixed(image, grey(image), factor)
 
 
 def grey(image: Tensor) -> Tensor:
-    """Luma of ITU-R 601, ``(..., 1, H, W)``."""
+    """Computes grey values by the luma weights of ITU-R 601, ``(..., 1, H, W)``."""
     weights = image.new_tensor([0.2989, 0.587, 0.114])[:, None, None]
     return (image * weights).sum(-3, keepdim=True)
 
 
 def hue_shifted(image: Tensor, turns: float) -> Tensor:
-    """Turns the hue by a fraction of the circle; saturation and value stay."""
+    """Rotates the hue by a fraction of the colour circle; saturation and value (HSV) stay."""
     value, spread = image.amax(-3), image.amax(-3) - image.amin(-3)
     red, green, blue = image.unbind(-3)
     safe = torch.where(spread > 0, spread, 1)
@@ -121,7 +122,7 @@ def hue_shifted(image: Tensor, turns: float) -> Tensor:
 
 
 def blurred(image: Tensor, sigma: float, radius: int) -> Tensor:
-    """Gaussian blur over ``2 radius + 1`` pixels; the image is mirrored at its edges."""
+    """Applies a Gaussian blur over ``2 radius + 1`` pixels, mirrored at the image's edges."""
     flat = _flat(image)
     radius = min(radius, *(side - 1 for side in image.shape[-2:]))
     offsets = torch.arange(-radius, radius + 1, device=flat.device, dtype=flat.dtype)
@@ -134,7 +135,7 @@ def blurred(image: Tensor, sigma: float, radius: int) -> Tensor:
 
 
 def resized(image: Tensor, high: int, wide: int) -> Tensor:
-    """Resizes, bilinear with antialiasing."""
+    """Resizes an image, bilinearly with antialiasing."""
     flat = interpolate(_flat(image), (high, wide), mode="bilinear", antialias=True)
     return flat.reshape(*image.shape[:-2], high, wide)
 

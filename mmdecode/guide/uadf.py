@@ -1,14 +1,14 @@
-"""Uncertainty-aware dynamic fusion: the more confident the main model, the less the second counts.
+"""Uncertainty-aware dynamic fusion: the second model's weight falls with the main one's confidence.
 
-``U = -sum p_L log p_L`` of ``p_L = softmax(z_L / main_temperature)``, in nats, ``w = sigmoid(scale
-* U) - beta`` where that is above 0, and the distribution is ``(p_L + w p_A) / (1 + w)``. So the
-second model can change the most likely token only where the two best main probabilities are less
-than w apart, and w is below ``1 - beta``. Over a large vocabulary the sigmoid saturates: 3 nats
-already give 0.45 of at most 0.5, so that ``scale`` decides how far between on and off the fusion
-is.
+The main model has the distribution ``p_L = softmax(z_L / main_temperature)``, whose entropy in nats
+is U; the second model has p_A. The weight is ``w = max(0, sigmoid(scale * U) - beta)``, which is below
+``1 - beta``, and the fused distribution is ``(p_L + w p_A) / (1 + w)``. So the second model can
+change the most likely token only if the two largest main probabilities differ by less than w. With
+a large vocabulary the sigmoid saturates: with ``beta`` 0.5, an entropy of 3 nats already gives w =
+0.45, and the limit is 0.5. A smaller ``scale`` makes w change more gradually.
 
-``scale`` is ours, and so is the bound at 0; the rest is the source's. Its released code gives NaN
-where a probability underflows, and scores that sum to ``1 + w``.
+The source has no ``scale`` and no lower limit of 0 for w. Its released code gives NaN where a
+probability underflows, and its scores add up to ``1 + w``.
 
 Source: Chen et al. 2024, arXiv:2402.05457, and its release
 (Hypotheses-Paradise/UADF): ``generate_uadf.py``.
@@ -26,14 +26,14 @@ from mmdecode.guide.linear import not_negative
 
 
 class UADF(Late):
-    """Uncertainty-aware dynamic fusion.
+    """Late fusion whose weight grows with the entropy of the main model.
 
     Args:
-        acoustic: See `mmdecode.guide.fusion.Fusion`.
-        beta: Subtracted from the weight; 1 or more is neutral.
-        scale: Factor of the entropy; 0 is a fixed weight of ``0.5 - beta``.
-        main_temperature: See `mmdecode.guide.fusion.Fusion`.
-        acoustic_temperature: See `mmdecode.guide.fusion.Fusion`.
+        acoustic: Branch of the second model, see `mmdecode.guide.fusion.Fusion`.
+        beta: Value subtracted from the sigmoid. With 1 or more the guide has no effect.
+        scale: Factor of the entropy; 0 gives a fixed weight of ``0.5 - beta``.
+        main_temperature: Divisor of the main model's logits.
+        acoustic_temperature: Divisor of the second model's scores.
     """
 
     def __init__(
@@ -52,6 +52,6 @@ class UADF(Late):
         self.neutral = self.beta >= (1.0 if self.scale else 0.5)
 
     def weight(self, main: Tensor) -> Tensor:
-        """Weight at every position, ``(B, N + 1, 1)``, by log-probabilities ``(B, N + 1, V)``."""
+        """Returns w at every position, ``(B, N + 1, 1)``, given main log-probabilities."""
         entropy = entr(main.exp()).sum(-1, keepdim=True)
         return ((self.scale * entropy).sigmoid() - self.beta).clamp_min(0)

@@ -1,11 +1,13 @@
-"""VCD: contrast with the model's logits for a noised image.
+"""VCD: contrasts the model's logits with its logits for a noised image.
 
-``(1 + alpha) z(image) - alpha z(noised image)``, with the plausibility cut. The noise is that of a
-diffusion process after ``step`` of 1000 steps, in the space of normalised pixels: ``sqrt(abar) v +
-sqrt(1 - abar) epsilon``. Each image of a request has noise of its own, keyed by the request; step
-500 leaves an image that is easily recognised.
+The guided logits are ``(1 + alpha) z(image) - alpha z(noised image)``; then implausible tokens are
+excluded, see `mmdecode.guide.linear`. The noised image is the result of ``step`` of 1000 steps of a
+diffusion process on normalised pixels v: ``sqrt(abar) v + sqrt(1 - abar) epsilon``. Each image of a
+request has its own noise, seeded by the request. After 500 steps an image is still easily
+recognised.
 
-Source: Leng et al. 2024, arXiv:2311.16922, equations 3 and 4; the schedule is the release's.
+Source: Leng et al. 2024, arXiv:2311.16922, equations 3 and 4; the noise schedule is from its
+release.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ STEPS = 1000
 
 
 class VCD(Linear):
-    """Visual contrastive decoding.
+    """Visual contrastive decoding, which subtracts logits for a noised image.
 
     Args:
         alpha: Strength of the contrast. The release runs InstructBLIP with 0.5.
-        beta: Plausibility cut; the release's script for POPE sets 0.2.
-        step: Steps of diffusion, 0..999; 0 leaves the image nearly as it is.
+        beta: Plausibility cut: excludes tokens with a main probability below ``beta * max p``. The
+            release's script for POPE sets 0.2.
+        step: Number of diffusion steps, 0 to 999; 0 hardly changes the image.
 
     The guide has no effect with ``alpha`` 0 and ``beta`` 0.
     """
@@ -42,7 +45,7 @@ class VCD(Linear):
 
 
 def noised_branch(step: int) -> BranchSpec:
-    """The branch that reads noised images.
+    """Returns the branch that reads noised images.
 
     Raises:
         OptionError: The step is not in 0..999.
@@ -58,7 +61,7 @@ def noised_branch(step: int) -> BranchSpec:
 
 @lru_cache(maxsize=1)
 def schedule() -> tuple[Tensor, Tensor]:
-    """``sqrt(abar)`` and ``sqrt(1 - abar)`` by step, ``(1000,)`` each, float32."""
+    """Returns ``sqrt(abar)`` and ``sqrt(1 - abar)`` of each step, ``(1000,)`` each, float32."""
     low, high = 1e-5, 5e-3
     betas = torch.linspace(-6, 6, STEPS).sigmoid() * (high - low) + low
     kept = (1 - betas).cumprod(0)
@@ -66,7 +69,7 @@ def schedule() -> tuple[Tensor, Tensor]:
 
 
 def noised(values: Tensor, noise: Tensor, step: int) -> Tensor:
-    """Normalised pixels after ``step`` steps of diffusion; ``noise`` is standard normal."""
+    """Returns normalised pixels after ``step`` diffusion steps; ``noise`` is standard normal."""
     signal, spread = schedule()
     return float(signal[step]) * values + float(spread[step]) * noise
 

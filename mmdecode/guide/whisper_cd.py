@@ -1,39 +1,43 @@
-"""Whisper-CD: contrast with the model's scores for noise, silence and a shifted recording.
+"""Whisper-CD: contrasts the model's scores with its scores for changed recordings.
 
-Each negative branch k runs on a changed waveform of the window: with Gaussian noise, silent, or
-shifted. Scores of text tokens are, with log-probabilities ``l``:
+A window is the stretch of audio that Whisper transcribes at once. Each negative branch k runs on a
+changed waveform of the window: with Gaussian noise, silent, or shifted. With log-probabilities l,
+the scores of text tokens are:
 
     (1 + alpha) l(clean) - alpha tau log mean_k exp(l_k / tau)
 
-With tau = 1 this contrasts with the mixture of the negative branches' distributions. The mean,
-instead of a sum, leaves scores unchanged where all branches agree; with a sum, text tokens would
-lose ``alpha tau log K`` relative to other tokens. The scores are then scaled so that the total
-probability of text tokens is that of the clean branch: end, special and timestamp tokens keep
-their probabilities exactly.
+With tau = 1 this contrasts with the mean of the negative branches' distributions. Because of the
+mean over the K branches, scores do not change where all branches agree; a sum would lower the
+scores of text tokens by ``alpha tau log K`` relative to other tokens. The scores are then
+normalised so that the total probability of text tokens is the same as without contrast: the end
+token, special tokens and timestamps keep their probabilities exactly.
 
-Contrast cannot suppress text hallucinated in silence, since all branches agree there. The agreement
-is itself a sign of silence: at the first text token, the evidence for speech is the total variation
-between the distributions given the window and given silence. With ``doubt``, that part of the total
-variation between the window and the window in noise is subtracted, since noise changes the text of
-real speech little, but hallucinated text much. If the evidence is below ``gate``, the window ends.
+Contrast cannot suppress text hallucinated in silence, since all branches agree there. But agreement
+is a sign of silence: at the first text token, the evidence for speech is the total variation
+between the distributions given the window and given silence. Optionally, ``doubt`` times the total
+variation between the window with and without noise is subtracted, since noise changes the text of
+real speech little, but hallucinated text much. If the evidence is below ``gate``, the end token is
+chosen, so the window gets no text.
 
-This gate detects only sounds that the model takes for silence. Two further gates use the no-speech
-token, which Whisper was trained to predict at the start of a transcript. ``no_speech`` ends a
-window if the token's probability, with noise added, is above it. ``structure`` compares the token's
-log-probability before and after scrambling the window, which keeps the spectrum and randomises the
-phases. Scrambled speech is no longer taken for speech, so the log-probability rises; it hardly
-changes for noise, nor for steady murmur or music. A limit of this gate: scrambling also fills
-pauses, so a sound that ends long before its window passes as speech.
+This gate detects only sounds that the model takes for silence. Two further gates use Whisper's
+no-speech token, which the model was trained to predict at the start of a transcript without speech.
+The gate ``no_speech`` ends a window if the token's probability, with noise added to the window, is
+above a threshold. The gate ``structure`` compares the token's log-probability before and after
+scrambling the window, which keeps the spectrum and randomises the phases. The model no longer takes
+scrambled speech for speech, so the log-probability rises; it hardly changes for noise, steady
+murmur or music. A weakness of this gate: scrambling also fills pauses with noise, so a sound that
+ends long before its window is taken for speech.
 
 Pad the last window with silence (``padding="silence"`` of the Transcriber): features padded with
-zeros are not those of silence, so the silent branch would not be comparable. The evidence of speech
-depends on the model: choose ``gate`` with ``mmdecode evaluate silence --part development``, below
-nearly all of your speech, and likewise ``no_speech`` and ``structure``, which are off by default.
-The default ``gate`` ends only windows that are very likely silent.
+zeros differ from features of silence, so the silent branch would not be comparable. The evidence
+for speech depends on the model. Choose ``gate`` with ``mmdecode evaluate silence --part
+development``, so that nearly all of your speech has more evidence; likewise ``no_speech`` and
+``structure``, which are off by default. The default ``gate`` ends only windows that are very likely
+silent.
 
-Source: Whisper-CD 2026, arXiv:2603.06193. The paper's weights are not known to us; the mean, the
-scaling to the text's probability, the plausibility cut (Li et al. 2023, arXiv:2210.15097,
-equation 2) and the gates are ours.
+Source: Whisper-CD 2026, arXiv:2603.06193. The default weights are not the paper's, which are
+unknown. Additions to the paper: the mean, the normalisation to the text's total probability, the
+plausibility cut (Li et al. 2023, arXiv:2210.15097, equation 2) and the gates.
 """
 
 from __future__ import annotations
@@ -65,14 +69,14 @@ _LAST = -1e4  # logit of a token that is chosen only if no other is allowed
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Constants of a call: masks of tokens and of rows.
+    """Masks of tokens and of rows that are computed once per call.
 
     Attributes:
         end: Id of the end token; lower ids are text tokens.
         text: Mask of the text tokens, ``(V,)`` bool.
-        ended: Logits that choose the end token, ``(V,)``.
-        timed: Rows that generate timestamps, which come before any text, ``(B, 1)`` bool.
-        unspoken: Rows that ``no_speech`` or ``structure`` ends, ``(B, 1)`` bool; ``None``: both
+        ended: Logits that make the end token certain, ``(V,)``.
+        timed: Whether a row generates timestamps, which come before any text, ``(B, 1)`` bool.
+        unspoken: Whether ``no_speech`` or ``structure`` ends a row, ``(B, 1)`` bool; ``None``: both
             gates are off.
     """
 
@@ -84,17 +88,18 @@ class Vocabulary:
 
 
 class WhisperCD(Guide):
-    """Contrastive decoding of Whisper.
+    """Contrastive decoding of Whisper, with gates that end windows without speech.
 
     Args:
         alpha: Strength of the contrast; 0: none.
-        tau: Temperature of the average over negative branches; low values approach the maximum over
+        tau: Temperature of the mean over negative branches; low values approach the maximum over
             branches.
-        beta: Plausibility cut among text tokens.
-        gate: Evidence for speech, 0 to 1, below which a window ends if it has no text so far; 0:
-            no gate.
-        doubt: Weight, 0 to 1, of the total variation that noise makes, which is subtracted from the
-            evidence.
+        beta: Plausibility cut: excludes text tokens with a probability below ``beta`` times that of
+            the most likely text token, without contrast.
+        gate: Evidence for speech, 0 to 1, below which a window without text so far ends; 0: no
+            gate.
+        doubt: Weight, 0 to 1, of the total variation caused by noise, which is subtracted from the
+            evidence for speech.
         snr: Signal-to-noise ratio of the branch with noise, in decibels; ``None``: no such branch.
         silence: Whether to contrast with a silent branch; ``gate`` uses one in any case.
         shift: Delay of the shifted branch, as a share of the window; ``None``: no such branch.
@@ -103,7 +108,8 @@ class WhisperCD(Guide):
         structure: Minimum rise of the no-speech token's log-probability when the window is
             scrambled, in nats; with a smaller rise the window ends. ``None``: no gate.
 
-    The guide has no effect with ``alpha``, ``beta`` and ``gate`` 0, ``no_speech`` 1 and ``structure`` ``None``.
+    The guide has no effect with ``alpha``, ``beta`` and ``gate`` 0, ``no_speech`` 1 and
+    ``structure`` ``None``.
     """
 
     summary = "away from what Whisper writes for noise, silence and a shifted recording"
@@ -127,16 +133,16 @@ class WhisperCD(Guide):
         self.gate, self.noise_weight = checked_cut("gate", gate), checked_cut("doubt", doubt)
         if isinstance(tau, str) or not 0 < tau < math.inf:
             raise OptionError(
-                f"tau must be more than 0, got {tau}; 1 joins the branches' distributions"
+                f"tau must be more than 0, got {tau}; 1 averages the branches' distributions"
             )
         if shift is not None and not 0 < shift < 1:
             raise OptionError(f"shift must be between 0 and 1, got {shift}; none leaves it out")
         if isinstance(structure, str) or not (structure is None or math.isfinite(structure)):
             raise OptionError(
-                f"structure must be a number of nats, got {structure}; none is no gate"
+                f"structure must be a number of nats, got {structure}; none: no gate"
             )
         if isinstance(no_speech, str) or not 0 <= no_speech <= 1:
-            raise OptionError(f"no_speech must be in 0..1, got {no_speech}; 1 is no gate")
+            raise OptionError(f"no_speech must be in 0..1, got {no_speech}; 1: no gate")
         self.no_speech, self.structure = no_speech, structure
         self.asks = no_speech < 1 or structure is not None
         self.tau = tau
@@ -171,11 +177,11 @@ class WhisperCD(Guide):
         self.neutral = not (alpha or beta or gate or self.asks)
 
     def needs(self, adapter: Adapter) -> Requirements:
-        """Hidden states of the prompt, if a gate uses the no-speech token."""
+        """Returns what is needed: states of the prompt, if a gate uses the no-speech token."""
         return Requirements(prompt_hidden=self.asks)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Vocabulary:
-        """Constants of the call, see `Vocabulary`."""
+        """Computes the masks of the call, see `Vocabulary`."""
         adapter, device = call.plan.adapter, call.device
         text = torch.arange(adapter.vocab, device=device) < adapter.end
         ended = torch.full_like(text, -torch.inf, dtype=torch.float32)
@@ -187,7 +193,7 @@ class WhisperCD(Guide):
         return Vocabulary(adapter.end, text, ended, timed, unspoken)
 
     def _unspoken(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Tensor:
-        """Rows that end because of their no-speech token, ``(B, 1)``."""
+        """Returns whether each row ends because of its no-speech token, ``(B, 1)``."""
 
         def probability(
             name: str,
@@ -207,7 +213,7 @@ class WhisperCD(Guide):
 
     @property
     def total(self) -> float:
-        """Sum of the branches' weights: 1, since contrast subtracts as much as it adds."""
+        """Returns 1, the sum of the branches' weights: contrast subtracts as much as it adds."""
         return 1.0
 
     def combine(
@@ -217,7 +223,7 @@ class WhisperCD(Guide):
         proposal: Proposal,
         outputs: Mapping[str, BranchOutput],
     ) -> Tensor:
-        """The combined logits before cut and gate, ``(B, N + 1, V)``."""
+        """Computes the contrasted logits before cut and gates, ``(B, N + 1, V)``."""
         return self._contrasted(constants, outputs, beta=0.0)
 
     def apply(
@@ -240,7 +246,7 @@ class WhisperCD(Guide):
         return torch.where(ends[..., None], constants.ended, logits)
 
     def _evidence(self, outputs: Mapping[str, BranchOutput]) -> Tensor:
-        """Evidence for speech after the last token and each drafted one, ``(B, N + 1)``."""
+        """Computes the evidence for speech at the last and each drafted token, ``(B, N + 1)``."""
         main = outputs["main"].logits
         found = distance(main, outputs[SILENT].logits)
         if self.noise_weight:
@@ -265,13 +271,13 @@ class WhisperCD(Guide):
 
 
 def joined(logits: list[Tensor], tau: float) -> Tensor:
-    """``tau log mean_k exp(l_k / tau)`` of log-probabilities l; arguments are raw, ``(..., V)``."""
+    """Computes ``tau log mean_k exp(l_k / tau)``, with l_k the log-softmax of ``logits[k]``."""
     scaled = (values.log_softmax(-1) / tau for values in logits)
     return tau * (reduce(torch.logaddexp, scaled) - math.log(len(logits)))
 
 
 def distance(first: Tensor, second: Tensor) -> Tensor:
-    """Total variation of two distributions, 0..1, from logits ``(..., V)`` to ``(...)``."""
+    """Computes the total variation ``(...)`` of two distributions, from logits ``(..., V)``."""
     return (first.softmax(-1) - second.softmax(-1)).abs().sum(-1) / 2
 
 
@@ -287,25 +293,25 @@ def first_text(constants: Vocabulary, call: Call, proposal: Proposal) -> Tensor:
 
 
 def noised(snr: float, samples: Tensor, draw: torch.Generator) -> Tensor:
-    """Samples with white Gaussian noise, ``snr`` decibels below their mean power."""
+    """Adds white Gaussian noise to samples, ``snr`` decibels below their mean power."""
     noise = torch.randn(samples.shape, generator=draw)
     level = samples.square().mean().sqrt() * 10 ** (-snr / 20)
     return samples + level * noise
 
 
 def silent(samples: Tensor, draw: torch.Generator) -> Tensor:
-    """Silence of the same length."""
+    """Returns silence of the same length."""
     return torch.zeros_like(samples)
 
 
 def scrambled(samples: Tensor, draw: torch.Generator) -> Tensor:
-    """The samples with random phases: stationary noise of the same spectrum."""
+    """Randomises the phases of the samples, which gives stationary noise of the same spectrum."""
     spectrum = torch.fft.rfft(samples)
     phases = 2 * math.pi * torch.rand(spectrum.shape, generator=draw)
     return torch.fft.irfft(torch.polar(spectrum.abs(), phases), len(samples))
 
 
 def delayed(shift: float, samples: Tensor, draw: torch.Generator) -> Tensor:
-    """The samples delayed by a share ``shift`` of their length, with silence before them."""
+    """Delays the samples by a share ``shift`` of their length, with silence before them."""
     by = round(shift * len(samples))
     return pad(samples[: len(samples) - by], (by, 0))

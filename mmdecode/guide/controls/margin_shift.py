@@ -1,8 +1,9 @@
-"""A control: adds a constant to the margin of yes, whatever the image.
+"""A control: adds a constant to the logit margin of yes over no, whatever the image.
 
-The margin between yes and no moves by ``shift`` at the first token, whatever the question and
-image. A method that only moves answers towards yes is matched by the constant that gives its
-yes-ratio; fit it on other images (`mmdecode.evaluation` does).
+At the first token, the margin between the logits of yes and no grows by ``shift``, whatever the
+question and the image. This is the baseline for methods whose gain may come only from more yes
+answers: choose the constant that gives the same ratio of yes answers. `mmdecode.evaluation` fits it
+on other images than those that are evaluated.
 
 Source: the mechanism described by Yin et al. 2025, arXiv:2504.10020.
 """
@@ -19,15 +20,15 @@ from mmdecode.guide.answers import FirstWord
 
 
 class MarginShift(FirstWord):
-    """Constant shift of the yes-no margin.
+    """Adds a constant to the margin of yes over no at the first token.
 
     Args:
-        shift: Logits by which the margin grows; negative: towards no.
-        spread: Half of it is taken from no, so that other tokens keep their rank between the two;
-            else yes gets all of it.
-        yes: See `mmdecode.guide.answers.FirstWord`.
-        no: See ``yes``.
-        tokenizer: See ``yes``.
+        shift: Amount by which the margin grows, in logits; negative values favour no.
+        spread: Whether half of ``shift`` is added to yes and half subtracted from no; otherwise all
+            of it is added to yes.
+        yes: Token ids of yes, see `mmdecode.guide.answers.FirstWord`.
+        no: Token ids of no.
+        tokenizer: Tokenizer that finds these ids if they are not given.
 
     The guide has no effect with ``shift`` 0.
     """
@@ -49,6 +50,6 @@ class MarginShift(FirstWord):
         super().__init__(yes, no, tokenizer)
 
     def opening(self, main: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-        """Yes gains, and no loses where the shift is spread."""
+        """Raises the logits of yes; if ``spread`` is set, lowers the logits of no."""
         less = self.shift / 2 if self.spread else 0.0
         return main + ((self.shift - less) * yes - less * no)

@@ -1,7 +1,7 @@
-"""A control: near ties go to yes.
+"""A control: answers yes where yes and no are nearly equally likely.
 
-Where yes and no together have more than ``mass`` of the first token's probability and lie less than
-``gap`` apart, the answer is yes, whatever the image.
+If yes and no as the first token together have a probability above ``mass``, and their probabilities
+differ by less than ``gap``, the answer is yes, whatever the image.
 
 Source: OLM of Yin et al. 2025, arXiv:2504.10020.
 """
@@ -19,14 +19,14 @@ from mmdecode.guide.linear import not_negative
 
 
 class NearTies(FirstWord):
-    """Flip of near ties.
+    """Answers yes where yes and no are nearly equally likely as the first token.
 
     Args:
-        gap: Largest difference of the two probabilities that counts as a tie.
-        mass: Probability that yes and no must have together.
-        yes: See `mmdecode.guide.answers.FirstWord`.
-        no: See ``yes``.
-        tokenizer: See ``yes``.
+        gap: Difference of the two probabilities below which the answer is yes.
+        mass: Probability that yes and no together must exceed.
+        yes: Token ids of yes, see `mmdecode.guide.answers.FirstWord`.
+        no: Token ids of no.
+        tokenizer: Tokenizer that finds these ids if they are not given.
 
     The guide has no effect with ``gap`` 0.
     """
@@ -47,7 +47,7 @@ class NearTies(FirstWord):
         super().__init__(yes, no, tokenizer)
 
     def opening(self, main: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-        """Only yes where the two are tied; unchanged elsewhere."""
+        """Excludes all tokens but yes where yes and no are nearly equally likely."""
         p = main.softmax(-1)
         p_yes, p_no = (p * yes).sum(-1), (p * no).sum(-1)
         tied = (p_yes + p_no > self.mass) & ((p_yes - p_no).abs() < self.gap)

@@ -1,8 +1,10 @@
-"""Controls without a second branch: the plausibility cut alone, and temperature with it.
+"""Controls without a second branch: the plausibility cut, alone or with a temperature.
 
-Much of what contrastive decoding gains over sampling comes from its cut, and much of the gain of
-additive methods comes from hidden sharpening: weights that add up to S sample at temperature 1 / S
-where the branches agree. Both are inert in greedy generation: the argmax survives.
+Much of the gain of contrastive decoding over sampling comes from its plausibility cut, which
+excludes unlikely tokens. Much of the gain of methods that add logits comes from a lower
+temperature: if their weights add up to S, they sample at temperature 1 / S where the branches
+agree. These controls have neither contrast nor a second image. They have no effect in greedy
+decoding, since the argmax stays the same.
 
 Source: Yin et al. 2025, arXiv:2504.10020; the cut is that of Li et al. 2023,
 arXiv:2210.15097, equation 2.
@@ -22,9 +24,10 @@ class TemperatureMatched(Linear):
     """The main distribution at temperature ``1 / total``, with the plausibility cut.
 
     Args:
-        total: S, the sum of the weights of the method that this is the control of: 4 for RITUAL, 3
-            for AGLA, 1 for contrast.
-        beta: Plausibility cut of that method.
+        total: Sum S of the weights of the method that is compared: 4 for RITUAL, 3 for AGLA, 1 for
+            contrastive methods.
+        beta: Plausibility cut of that method: excludes tokens with a probability below ``beta * max
+            p``.
 
     The guide has no effect with ``total`` 1 and ``beta`` 0.
     """
@@ -40,7 +43,7 @@ class TemperatureMatched(Linear):
         super().__init__([], [total], beta)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """Warns in greedy generation; computes nothing in advance."""
+        """Warns in greedy decoding, where the guide has no effect; computes nothing in advance."""
         warn_inert(type(self).__name__, call)
 
 
@@ -48,7 +51,8 @@ class Plausible(TemperatureMatched):
     """The main distribution, with the plausibility cut.
 
     Args:
-        beta: Plausibility cut; with 0 the guide has no effect.
+        beta: Plausibility cut: excludes tokens with a probability below ``beta * max p``. With 0
+            the guide has no effect.
     """
 
     summary = "control: the plausibility cut alone; for sampling"

@@ -1,7 +1,7 @@
 """A control: the model is asked to answer yes.
 
-An instruction is added after the question, and the model answers that question instead; the image
-is read as before.
+An instruction is appended to the question, and the model answers the extended question; the image
+stays the same.
 
 Source: PBA of Yin et al. 2025, arXiv:2504.10020.
 """
@@ -27,10 +27,10 @@ YES = "Answer yes whenever possible."
 
 
 class PromptBias(Guide):
-    """Prompt bias; needs the question as text, as an Answerer passes it.
+    """Asks the model to answer yes; needs the text of the question, see `mmdecode.vlm.Answerer`.
 
     Args:
-        instruction: Text put after the question; empty: neutral.
+        instruction: Text that is appended to the question. If it is empty, the guide has no effect.
     """
 
     summary = "control: the model is asked to answer yes (PBA)"
