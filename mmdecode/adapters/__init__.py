@@ -1,1 +1,1 @@
-"""Adapters, one file a model family: the forward passes that branches run."""
+"""Adapters, one module per model family, which run a model's forward passes for the engine."""

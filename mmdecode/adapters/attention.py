@@ -1,4 +1,4 @@
-"""Check of a model's attention implementation, which must take the engine's masks."""
+"""Checks that a model's attention implementation accepts the engine's attention masks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from mmdecode.errors import UnsupportedModelError
 
 
 def refuse_attention(model: Any) -> None:
-    """Refuses a model whose attention is neither ``sdpa`` nor ``eager``.
+    """Raises an error if a model's attention implementation is neither ``sdpa`` nor ``eager``.
 
-    Flash attention takes padding masks only, so it cannot apply the mask of a tree.
+    Flash attention accepts padding masks only, so it cannot score a tree of drafted tokens.
+
+    Raises:
+        UnsupportedModelError: The model has another attention implementation.
     """
     used = attention_implementation(model.config)
     if used not in (None, "sdpa", "eager", NAME):
         raise UnsupportedModelError(
-            f"{type(model).__name__} attends by {used!r}, which takes no tree masks; expected sdpa "
+            f"{type(model).__name__} has attention {used!r}, which takes no tree masks; use sdpa "
             "or eager: call model.set_attn_implementation('sdpa')"
         )

@@ -1,11 +1,12 @@
-"""Causal language models without an adapter of their own, checked at first use.
+"""Adapter of causal language models that have no adapter of their own, with a check at first use.
 
-The check compares cached scoring with separate, uncached forward passes of the whole model: two
-padded prompts of unequal length, a three-node tree after them, and the token after each row's
-accepted path. So it covers masks, positions, the cache and everything between the last norm and the
-logits. The tolerance is a multiple of the difference between the model's own passes of different
-widths. The prompts are longer than every window that the config names, up to `LONGEST`; a longer
-``sliding_window`` is assumed to be what transformers defines.
+The check compares logits computed with the engine's cache to logits of separate forward passes of
+the whole model without a cache. It scores two prompts of unequal length, a tree of three drafted
+tokens after each, and one token after each row's accepted path. So it covers masks, positions, the
+cache and everything between the last norm and the logits. The tolerance is a multiple of the
+difference between the model's own passes over inputs of different lengths. The prompts are longer
+than every attention window in the model's config up to `LONGEST`; a longer ``sliding_window`` is
+assumed to work as defined by transformers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LONGEST = 256
-"""Windows up to this length are checked by prompts that exceed them."""
+"""Attention windows up to this length are checked, by prompts that are longer."""
 
 TREE = Tree((-1, -1, 0))
 PREPARED = frozenset(
@@ -42,10 +43,10 @@ _checked: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary
 
 
 class DefaultAdapter(DecoderOnlyAdapter):
-    """Any causal language model whose layers keep keys and values in a cache of transformers.
+    """Any causal language model whose layers use a key-value cache of transformers.
 
     Raises:
-        UnsupportedModelError: Cached scoring differs from the model's own forward pass, or fails.
+        UnsupportedModelError: The check fails: logits with the cache differ from the model's own.
     """
 
     summary = "any other causal language model, after a check at its first use"
@@ -78,20 +79,20 @@ class DefaultAdapter(DecoderOnlyAdapter):
         )
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """The prompt; inputs specific to the family are refused, not dropped."""
+        """Returns the prompt; raises an error if the call has inputs other than ids and mask."""
         given = {name for name, value in call.request.model_kwargs.items() if value is not None}
         strange = sorted(given - PREPARED)
         if strange and call.plan.adapter is self:
             raise IncompatibleError.between(
                 f"input {', '.join(strange)}",
                 self.name,
-                "models without an adapter of their own are run from ids and mask",
+                "models without an adapter of their own are run from ids and mask alone",
                 "leave it out, or decode with plain generate",
             )
         return super().prompt(call, spec)
 
     def layers(self) -> Sequence[nn.Module]:
-        """The module list of the model whose length is the number of layers."""
+        """Returns the layers: the module list whose length is the number of layers."""
         for module in self._body.modules():
             if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
                 return list(module)
@@ -101,7 +102,7 @@ class DefaultAdapter(DecoderOnlyAdapter):
         )
 
     def _has_position_table(self, positions: int) -> bool:
-        """Whether positions are looked up, in an embedding or in a plain tensor."""
+        """Whether positions are looked up in a table: an embedding or a tensor."""
         words = self.model.get_input_embeddings()
         for module in self._body.modules():
             if isinstance(module, nn.Embedding) and module is not words:
@@ -114,10 +115,10 @@ class DefaultAdapter(DecoderOnlyAdapter):
 
 @torch.no_grad()
 def check(adapter: DecoderOnlyAdapter) -> None:
-    """Compares cached scoring with uncached passes; see the top of this file.
+    """Compares logits with the cache to logits of full passes; see the module.
 
     Raises:
-        UnsupportedModelError: They differ, or a pass fails.
+        UnsupportedModelError: The logits differ, or a pass fails.
     """
     name = adapter.name
     hint = (
@@ -139,7 +140,7 @@ def check(adapter: DecoderOnlyAdapter) -> None:
 
 
 def _largest_difference(adapter: DecoderOnlyAdapter) -> tuple[str, float, float]:
-    """Where scoring differs most from plain passes, by how much, and the tolerance."""
+    """Returns where the logits differ most, by how much, and the tolerance."""
     device = next((p.device for p in adapter.model.parameters() if not p.is_meta), None)
     longest = _longest_window(adapter.model.config) + 12
     dice = torch.Generator().manual_seed(0)
@@ -193,7 +194,7 @@ def _largest_difference(adapter: DecoderOnlyAdapter) -> tuple[str, float, float]
 
 
 def _longest_window(config: Any) -> int:
-    """The longest window that is short enough to be checked; 0 if there is none."""
+    """Returns the longest attention window that is at most `LONGEST`; 0 if there is none."""
     windows = {
         name: value
         for name, value in config.to_dict().items()
@@ -210,7 +211,7 @@ def _plain(model: Any, ids: Tensor) -> Tensor:
 
 
 def _append(call: Call, token: Tensor, skip: Tensor | int = 0) -> None:
-    """Commits ``token (B,)`` after ``skip`` further tokens per row that scoring does not read."""
+    """Commits ``token (B,)`` after ``skip`` accepted tokens per row, whose ids are not needed."""
     call.rows.length = call.rows.length + 1 + skip
     call.rows.ids.scatter_(1, call.end()[:, None] - 1, token[:, None])
     call.rows.cur_len = int(call.rows.length.max())

@@ -1,4 +1,4 @@
-"""Decoder-only text models of transformers with a cache of keys and values in every layer."""
+"""Adapter of decoder-only text models of transformers with a key-value cache in every layer."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _EMBEDS = "inputs_embeds"
-"""Passed along with ids by models that merge images themselves, such as InstructBLIP."""
+"""Input that models which merge images themselves, such as InstructBLIP, pass with the ids."""
 
 
 class DecoderOnlyAdapter(Adapter):
-    """Llama-like models: `base_model` returns states after the final norm, a linear head logits.
+    """Llama-like models: a base model with a final norm, followed by a linear head.
 
-    Layers may attend to sliding windows; logits may be scaled or soft-capped.
+    Layers may have sliding-window attention; logits may be scaled or soft-capped.
 
     Raises:
-        UnsupportedModelError: A layer attends in another way, or attention is neither sdpa nor
-            eager.
+        UnsupportedModelError: A layer has neither full nor sliding-window attention, or the
+            attention implementation is neither sdpa nor eager.
     """
 
     summary = "Llama, Qwen, Mistral, Gemma and other causal language models"
@@ -68,7 +68,7 @@ class DecoderOnlyAdapter(Adapter):
         self._head = model.get_output_embeddings()
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """The caller's prompt, its last token alone, or the ids of the branch."""
+        """Returns the prompt of a branch: the caller's, its last token alone, or ids of its own."""
         if spec.transform is not None:
             raise IncompatibleError.between(
                 f"branch {spec.name!r} with transform {spec.transform!r}",
@@ -84,7 +84,7 @@ class DecoderOnlyAdapter(Adapter):
         return prompt
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Stacks the rows of all prompts, branch by branch, padded to the widest."""
+        """Concatenates all prompts into one, branch by branch, padded to the longest."""
         if len(prompts) == 1:
             return list(prompts)
         width = max(p.ids.shape[1] for p in prompts)
@@ -96,23 +96,23 @@ class DecoderOnlyAdapter(Adapter):
         return [Prompt.stacked(prompts, inputs)]
 
     def _embeds(self, prompt: Prompt) -> Tensor:
-        """Embeddings of the prompt: those given, else those of its ids."""
+        """Returns the prompt's embeddings: the given ones, or the embeddings of its ids."""
         embeds = prompt.inputs.get(_EMBEDS)
         return self.model.get_input_embeddings()(prompt.ids) if embeds is None else embeds
 
     def masks_itself(self, prompt: Prompt) -> bool:
-        """Whether the model is causal and no prompt token is padding."""
+        """Whether the model's own causal mask suffices: it is causal, and no token is padding."""
         return self._causal and prompt.prompt_attention is None and bool(prompt.mask.all())
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States of the prompt, from its embeddings if these were given."""
+        """Computes the states of the prompt, from its embeddings if these were given."""
         embeds = prompt.inputs.get(_EMBEDS)
         if embeds is None:
             return self.forward(prompt.ids, mask, positions, past)
         return self._run(mask, positions, past, inputs_embeds=embeds)
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States after the final norm."""
+        """Computes the states after the final norm."""
         return self._run(mask, positions, past, input_ids=tokens)
 
     def _run(self, mask: Mask, positions: Tensor, past: Any, **tokens: Tensor) -> Tensor:
@@ -125,14 +125,14 @@ class DecoderOnlyAdapter(Adapter):
         ).last_hidden_state
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits, scaled and soft-capped if the model's own are."""
+        """Computes logits, scaled and soft-capped as in the model."""
         logits = self._head(hidden)
         if self._scale != 1.0:
             logits = logits * self._scale
         return logits if self._cap is None else (logits / self._cap).tanh() * self._cap
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """Applies the output matrix alone."""
+        """Applies the output matrix, without scaling or soft-capping."""
         return self._head(hidden)
 
     def norm(self, hidden: Tensor) -> Tensor:
@@ -141,25 +141,26 @@ class DecoderOnlyAdapter(Adapter):
         norm = getattr(decoder, "norm", None)
         if norm is None:
             raise UnsupportedModelError(
-                f"{type(decoder).__name__} has no norm that its adapter knows after the last "
-                "layer, which exit logits need; use a guide or draft without them"
+                f"the final norm of {type(decoder).__name__} is unknown, and early exits need it; "
+                "use a guide or draft without early exits"
             )
         return norm(hidden)
 
     def layers(self) -> Sequence[torch.nn.Module]:
-        """The decoder's layers."""
+        """Returns the decoder's layers."""
         return self.model.get_decoder().layers
 
     def attention_sites(self) -> Sequence[torch.nn.Module]:
-        """Self-attention modules of the layers."""
+        """Returns the self-attention module of each layer."""
         return [layer.get_submodule("self_attn") for layer in self.layers()]
 
 
 def steady_positions(config: Any) -> int | None:
-    """Number of positions for which rotary frequencies do not change; ``None``: all.
+    """Returns up to how many positions rotary frequencies are constant; ``None``: always.
 
-    "longrope" switches frequencies, and "dynamic" stretches them, by the largest position of a
-    pass. Keys in the cache keep the old ones, and the nodes of a draft would change them early.
+    The rotary types "longrope" and "dynamic" change their frequencies when the largest position of
+    a pass exceeds a limit. Cached keys would keep the old frequencies, and drafted tokens would
+    already cause the change, even if they are rejected.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     found = []
@@ -172,10 +173,10 @@ def steady_positions(config: Any) -> int | None:
 
 
 def windows_of(config: Any) -> dict[str, int | None]:
-    """Attention window of each layer type in ``config.layer_types``; ``None``: unlimited.
+    """Returns the attention window of each type in ``config.layer_types``; ``None``: unlimited.
 
     Raises:
-        UnsupportedModelError: A layer is neither of full nor of sliding attention.
+        UnsupportedModelError: A layer has neither full nor sliding-window attention.
     """
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)

@@ -6,8 +6,8 @@ scaled: by one weight if the confidence is below a threshold (which smooths the 
 another otherwise (which sharpens it). The answer is generated from the second pass alone. One of
 the released scripts compares the raw logit, not the probability, with the threshold.
 
-Source: Chen et al. 2025, arXiv:2503.01773. Weights and threshold are those of its ``run.sh``; the README
-has 0.3 as threshold.
+Source: Chen et al. 2025, arXiv:2503.01773. Weights and threshold are those of its ``run.sh``; the
+README has 0.3 as threshold.
 """
 
 from __future__ import annotations

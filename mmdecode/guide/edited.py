@@ -16,8 +16,8 @@ from mmdecode.errors import OptionError
 class Edited(Guide):
     """Base of guides whose target logits are the main branch's logits under the guide's ``edits``.
 
-    A subclass sets ``edits`` and ``neutral``. If its ``requires_inputs`` contain images, it warns if
-    the prompts have none.
+    A subclass sets ``edits`` and ``neutral``. If its ``requires_inputs`` contain images, the guide
+    warns if the prompts have none.
     """
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:

@@ -2,9 +2,9 @@
 
 The guided logits are ``z(image) + alpha z(transformed image)``; then implausible tokens are
 excluded, see `mmdecode.guide.linear`. The paper does not divide by ``1 + alpha``, so where both
-branches agree the guide samples at temperature ``1 / (1 + alpha)``. For a fair baseline, compare with the control
-guide ``TemperatureMatched``, or set ``normalize``. Transforms keep an image's size, but not its
-meaning: flips exchange left and right, and crops may cut objects off.
+branches agree the guide samples at temperature ``1 / (1 + alpha)``. For a fair baseline, compare
+with the control guide ``TemperatureMatched``, or set ``normalize``. Transforms keep an image's
+size, but not its meaning: flips exchange left and right, and crops may cut objects off.
 
 Source: Woo et al. 2024, arXiv:2405.17821.
 """

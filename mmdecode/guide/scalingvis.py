@@ -1,10 +1,10 @@
 """ScalingVis: scales the attention scores from the last prompt token to image tokens.
 
 In all layers and heads, the attention scores s of image keys (after division by the root of the
-head width) are multiplied by ``weight``, before mask and softmax. Only the last token of the prompt is
-affected. Among image tokens the attention becomes proportional to ``exp(weight * s)``: sharper if
-the weight is above 1, smoother if it is below. The total attention to the image changes too: if the
-scores are negative, a weight above 1 reduces it.
+head width) are multiplied by ``weight``, before mask and softmax. Only the last token of the prompt
+is affected. Among image tokens the attention becomes proportional to ``exp(weight * s)``: sharper
+if the weight is above 1, smoother if it is below. The total attention to the image changes too: if
+the scores are negative, a weight above 1 reduces it.
 
 Source: Chen et al. 2025, arXiv:2503.01773. Its code scales all columns from the first image token
 to the last; here text tokens between two images keep their scores.

@@ -1,17 +1,17 @@
 """Uncertainty-aware dynamic fusion: the second model's weight falls with the main one's confidence.
 
 The main model has the distribution ``p_L = softmax(z_L / main_temperature)``, whose entropy in nats
-is U; the second model has p_A. The weight is ``w = max(0, sigmoid(scale * U) - beta)``, which is below
-``1 - beta``, and the fused distribution is ``(p_L + w p_A) / (1 + w)``. So the second model can
-change the most likely token only if the two largest main probabilities differ by less than w. With
-a large vocabulary the sigmoid saturates: with ``beta`` 0.5, an entropy of 3 nats already gives w =
-0.45, and the limit is 0.5. A smaller ``scale`` makes w change more gradually.
+is U; the second model has p_A. The weight is ``w = max(0, sigmoid(scale * U) - beta)``, which is
+below ``1 - beta``, and the fused distribution is ``(p_L + w p_A) / (1 + w)``. So the second model
+can change the most likely token only if the two largest main probabilities differ by less than w.
+With a large vocabulary the sigmoid saturates: with ``beta`` 0.5, an entropy of 3 nats already gives
+w = 0.45, and the limit is 0.5. A smaller ``scale`` makes w change more gradually.
 
 The source has no ``scale`` and no lower limit of 0 for w. Its released code gives NaN where a
 probability underflows, and its scores add up to ``1 + w``.
 
-Source: Chen et al. 2024, arXiv:2402.05457, and its release
-(Hypotheses-Paradise/UADF): ``generate_uadf.py``.
+Source: Chen et al. 2024, arXiv:2402.05457, and its release (Hypotheses-Paradise/UADF):
+``generate_uadf.py``.
 """
 
 from __future__ import annotations

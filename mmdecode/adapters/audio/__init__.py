@@ -1,1 +1,1 @@
-"""Adapters of speech recognisers."""
+"""Adapters of speech recognition models."""

@@ -1,14 +1,16 @@
-"""A decoder step of speech models without the overhead of modules.
+"""A decoder pass of speech models without the overhead of PyTorch modules (lean step).
 
-At small batch sizes a step of a stock decoder spends more time between the operations than in them:
-module calls, inactive dropout, attention dispatch, mask utilities. Here the same weights go through
-the same formulas in 14 to 20 operations a layer. A family implements `LeanAdapter.describe`, which
-collects the weights of a layer, and `LeanAdapter.embed_at`, the input of the first one.
+At small batch sizes, a decoder of transformers spends more time between tensor operations than in
+them: on module calls, inactive dropout, attention dispatch and mask utilities. Here the same
+formulas are applied to the same weights in 14 to 20 operations per layer. A model family implements
+`LeanAdapter.describe`, which collects the weights of a layer, and `LeanAdapter.embed_at`, which
+returns the input of the first layer.
 
-It is used only if it gives the same states as the modules. Two things are checked: the modules are
-exactly ``nn.Linear``, ``nn.LayerNorm`` and ``nn.Embedding`` without hooks, quantisation, offload or
-adapters, in evaluation mode, with sdpa attention; and, once per model, a small prompt and a small
-tree of random tokens lead to the same states both ways. Otherwise the adapter runs the modules.
+The lean step is used only after two checks. First, the modules must be exactly ``nn.Linear``,
+``nn.LayerNorm`` and ``nn.Embedding``, without hooks, quantisation, offloading or adapters, in
+evaluation mode, with sdpa attention. Second, once per model, the lean step and the modules must
+compute the same states for a small prompt and a small tree of random tokens. Otherwise the adapter
+runs the modules.
 """
 
 from __future__ import annotations
@@ -38,20 +40,21 @@ Affine = tuple[Tensor, Tensor | None]
 Norm = tuple[tuple[int, ...], Tensor, Tensor | None, float]
 """Arguments of ``torch.layer_norm`` after its input."""
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and signed sines of rotary positions, ``(B, Q, 1, D)``; see `rotated`."""
+"""Cosines and signed sines of rotary positions, ``(B, Q, 1, D)`` each; see `rotated`."""
 
 
 class Layer(NamedTuple):
-    """Weights of one layer, collected once a call, because attributes of modules are slow to read.
+    """Weights of one decoder layer, collected once per call: reading module attributes is slow.
 
     Attributes:
-        cache_index: Index of its keys and values; a shared copy may leave layers out.
-        heads: Number of heads of both attentions.
+        cache_index: Index of the layer in the cache; in a copy of a model that leaves out layers it
+            differs from the layer's place.
+        heads: Number of heads of self-attention and of cross-attention.
         scale: Scale of attention scores; ``None``: 1 / sqrt(head width).
         padding: Zeros appended to each head's width during attention.
-        keys: Cross-attention keys of the audio, ``(B, heads, S, D)``.
-        values: Cross-attention values of the audio, ``(B, heads, S, D)``.
-        source_mask: Additive mask of the audio, ``(B, 1, 1, S)``; ``None``: no padding.
+        keys: Cross-attention keys of the encoder's states, ``(B, heads, S, D)``.
+        values: Cross-attention values of the encoder's states, ``(B, heads, S, D)``.
+        source_mask: Additive cross-attention mask, ``(B, 1, 1, S)``; ``None``: no padding.
         activation: Activation between ``up`` and ``down``.
     """
 
@@ -76,7 +79,7 @@ class Layer(NamedTuple):
     padding: int = 0
 
     def select_rows(self, rows: Tensor) -> Layer:
-        """This layer with the rows ``rows`` of the audio."""
+        """Returns this layer with only the rows ``rows`` of keys, values and mask."""
         mask = self.source_mask
         return self._replace(
             keys=self.keys[rows],
@@ -86,12 +89,12 @@ class Layer(NamedTuple):
 
 
 class LeanPast(SourcePast):
-    """The cache of the stock modules, and weights, keys and values for the lean step.
+    """The caches that the modules use, and the weights, keys and values for the lean step.
 
     Args:
-        cache: The engine's ragged cache.
+        cache: The engine's self-attention cache, whose rows may have different lengths.
         prompt: The prompt with the encoder's states.
-        describe: Collects the weights of a layer, see `LeanAdapter.describe`.
+        describe: Function that collects the weights of a layer, see `LeanAdapter.describe`.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class LeanPast(SourcePast):
         self._layers: list[Layer] = []
 
     def read(self, layers: Iterable[nn.Module]) -> list[Layer]:
-        """Weights, and keys and values of the audio, by layer; collected at first use."""
+        """Returns each layer's weights, cross-attention keys and values; collected at first use."""
         if not self._layers:
             self._layers = [
                 self._describe(layer, self.source, self.source_mask) for layer in layers
@@ -119,11 +122,11 @@ class LeanPast(SourcePast):
 
 
 class LeanAdapter(EncoderDecoderAdapter):
-    """An encoder-decoder of pre-norm layers, run without modules if that gives the same states.
+    """Base of adapters of pre-norm encoder-decoders, which use the lean step if its states agree.
 
     Args:
         model: The whole model.
-        num_layers: Layers of its decoder.
+        num_layers: Number of layers of its decoder.
     """
 
     takes_positions: ClassVar = True
@@ -138,34 +141,34 @@ class LeanAdapter(EncoderDecoderAdapter):
     @staticmethod
     @abstractmethod
     def describe(layer: Any, source: Tensor, source_mask: Tensor | None) -> Layer:
-        """Weights of a layer of the family, which attends to ``source (B, S, H)``."""
+        """Collects the weights of a layer that attends to encoder states ``source (B, S, H)``."""
 
     @abstractmethod
     def embed_at(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation | None]:
-        """Input of the first layer for ``(B, Q)`` tokens, and the rotation of all layers."""
+        """Returns the first layer's input for ``(B, Q)`` tokens, and the rotation of all layers."""
 
     @abstractmethod
     def final_norm(self) -> nn.LayerNorm:
-        """The norm after the last layer."""
+        """Returns the norm after the last layer."""
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
-        """Same as the base class; the weights are collected at first use."""
+        """Returns the caches for a prompt; the weights are collected at first use."""
         return LeanPast(cache, prompt, self.describe)
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States after the decoder's final norm."""
+        """Computes the states after the decoder's final norm."""
         if self._lean and not any(self._hooks):
             return self.step(tokens, mask, positions, past)
         return super().forward(tokens, mask, positions, past)
 
     def step(self, tokens: Tensor, mask: Mask, positions: Tensor, past: LeanPast) -> Tensor:
-        """States ``(B, Q, H)`` after the final norm, without the modules.
+        """Computes the states ``(B, Q, H)`` after the final norm by the lean step.
 
         Args:
-            tokens: ``(B, Q)``.
-            mask: Additive, ``(B, 1, Q, K)``.
-            positions: ``(B, Q)``.
-            past: Cache, as `open` returned it.
+            tokens: Token ids, ``(B, Q)``.
+            mask: Additive self-attention mask, ``(B, 1, Q, K)``.
+            positions: Positions of the tokens, ``(B, Q)``.
+            past: The caches that `open` returned.
         """
         assert isinstance(mask, Tensor), "layers of one type"
         hidden, rotation = self.embed_at(tokens, positions)
@@ -181,13 +184,13 @@ def run_layer(
     cache: RaggedLayer,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """One pre-norm layer: causal attention, attention to the audio, feed-forward.
+    """Runs one pre-norm layer: self-attention, cross-attention and feed-forward.
 
     Args:
         layer: Weights of the layer.
-        hidden: ``(B, Q, H)``.
-        mask: Additive, ``(B, 1, Q, K)``.
-        cache: Its self-attention keys and values.
+        hidden: Input of the layer, ``(B, Q, H)``.
+        mask: Additive self-attention mask, ``(B, 1, Q, K)``.
+        cache: Self-attention cache of the layer.
         rotation: Rotation of queries and keys; ``None``: positions were added to the embedding.
     """
     heads = layer.heads
@@ -213,7 +216,7 @@ def run_layer(
 def _attend(
     layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Attention output of ``(B, Q, heads, D)`` queries, ``(B, Q, heads * D)``.
+    """Computes the attention output ``(B, Q, heads * D)`` of ``(B, Q, heads, D)`` queries.
 
     Keys and values are ``(B, heads, K, D)``.
     """
@@ -228,7 +231,7 @@ def _attend(
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates ``x (B, Q, heads, D)`` by position, in pairs of neighbours 2i and 2i + 1."""
+    """Rotates ``x (B, Q, heads, D)`` by position; dimensions 2i and 2i + 1 form a pair."""
     cos, sin = rotation
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return x * cos + swapped * sin
@@ -238,9 +241,9 @@ class Turns(NamedTuple):
     """Rotary frequencies of the dimensions of a head.
 
     Attributes:
-        radians: Radians per position, ``(D,)``: each pair's twice, 0 for dimensions that are not
-            rotated.
-        side: Sign of the sine, ``(D,)``: -1 and 1 in turn.
+        radians: Angle per position in radians, ``(D,)``, the same for both dimensions of a pair; 0
+            for dimensions that are not rotated.
+        side: Sign of the sine, ``(D,)``: alternately -1 and 1.
     """
 
     radians: Tensor
@@ -248,34 +251,34 @@ class Turns(NamedTuple):
 
     @classmethod
     def of(cls, frequencies: Tensor, width: int) -> Turns:
-        """Frequencies from radians of pairs, ``(R / 2,)``, and the width of a head."""
+        """Builds them from the angles of pairs, ``(R / 2,)``, and the width of a head."""
         radians = frequencies.float().repeat_interleave(2)
         side = radians.new_tensor([-1.0, 1.0]).repeat(width // 2)
         return cls(pad(radians, (0, width - len(radians))), pad(side, (0, width % 2)))
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """Cosines and signed sines at ``(B, Q)`` positions."""
+        """Returns cosines and signed sines at positions ``(B, Q)``."""
         angle = positions[..., None, None] * self.radians
         return angle.cos().to(dtype), (angle.sin() * self.side).to(dtype)
 
 
 def affine(module: nn.Linear) -> Affine:
-    """Weight and bias of a linear layer."""
+    """Returns weight and bias of a linear layer."""
     return module.weight, module.bias
 
 
 def norm(module: nn.LayerNorm) -> Norm:
-    """Arguments of ``torch.layer_norm`` after its input."""
+    """Returns the arguments of ``torch.layer_norm`` after its input."""
     return module.normalized_shape, module.weight, module.bias, module.eps
 
 
 def split(x: Tensor, heads: int) -> Tensor:
-    """Splits heads: ``(B, S, H)`` to ``(B, heads, S, D)``, contiguous."""
+    """Splits ``(B, S, H)`` into heads ``(B, heads, S, D)``, contiguous in memory."""
     return _heads(x, heads).transpose(1, 2).contiguous()
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    """``(B, Q, H)`` to ``(B, Q, heads, D)``."""
+    """Splits ``(B, Q, H)`` into heads ``(B, Q, heads, D)``."""
     return x.view(x.shape[0], x.shape[1], heads, -1)
 
 
@@ -283,14 +286,14 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 
 
 def usable(decoder: Any) -> bool:
-    """Whether the stock modules can be replaced: nothing hooks, wraps or patches them."""
+    """Whether the decoder's modules can be bypassed: none is hooked, wrapped or patched."""
     if decoder.training or attention_implementation(decoder.config) != "sdpa":
         return False
     return all(plain(module) for module in decoder.modules())
 
 
 def plain(module: nn.Module) -> bool:
-    """Whether a module's forward pass is that of its class, and its weights are in plain layers."""
+    """Whether a module has its class's forward pass, and weights only in standard layers."""
     holds_weights = bool(module._parameters) and type(module).__module__.startswith("torch.")
     foreign = holds_weights and type(module) not in (nn.Linear, nn.LayerNorm, nn.Embedding)
     patched = "forward" in vars(module) or "_hf_hook" in vars(module)
@@ -300,18 +303,18 @@ def plain(module: nn.Module) -> bool:
 
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest difference of the lean step's states, relative to the largest state."""
+"""Largest allowed difference of the lean step's states, relative to the largest state."""
 
 _checked: weakref.WeakKeyDictionary[Any, tuple[torch.device, torch.dtype, bool]] = (
     weakref.WeakKeyDictionary()
 )
-"""Device and dtype of each model's check, and the result."""
+"""Device and dtype at which each model was checked, and the result."""
 
 
 def agrees(adapter: LeanAdapter) -> bool:
-    """Whether the lean step gives the states of the stock modules, checked once per model.
+    """Whether the lean step computes the same states as the modules, checked once per model.
 
-    Warns if it does not. The result for a model holds for its shared copies too.
+    Warns if it does not. The result also holds for copies of the model that share its weights.
     """
     model = origin(adapter.model)
     weight = next(adapter.model.get_decoder().parameters())
@@ -348,7 +351,7 @@ def _difference(adapter: LeanAdapter) -> str:
 
 @torch.no_grad()
 def _states(adapter: LeanAdapter, run: Callable[..., Tensor]) -> Tensor:
-    """States of two prompts, one padded, and of a small tree after each, ``(2, 7, H)``, float32."""
+    """Computes states of two prompts, one padded, each with a small tree, ``(2, 7, H)``."""
     weight = next(adapter.model.get_decoder().parameters())
     device, dice = weight.device, torch.Generator().manual_seed(0)
     ids = torch.randint(adapter.vocab, (2, 8), generator=dice).to(device)

@@ -1,8 +1,8 @@
-"""Moonshine: a decoder with rotary positions that reads samples through cross-attention.
+"""Adapter of Moonshine, a speech model that reads raw samples and has rotary positions.
 
-The encoder's first norm runs over time, padding included. In a padded batch, a recording therefore
-has other encoder states, and may get another text, than alone. The adapter takes the encoder states
-as they are passed to it.
+The encoder's first norm is computed over time, padding included. In a padded batch a recording
+therefore has other encoder states than alone, and may get another transcript. This adapter cannot
+change that: it is given the encoder states.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 by_column_copies: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = (
     weakref.WeakKeyDictionary()
 )
-"""Column-major copies of output matrices, each with the address and a checksum of its weights."""
+"""Column-major copies of output matrices, with the address and a checksum of their weights."""
 
 
 def by_column(head: nn.Module) -> Tensor | None:
-    """A transposed copy ``(H, V)`` of an output matrix; ``None`` where it would not be faster.
+    """Returns a transposed copy ``(H, V)`` of an output matrix; ``None`` if it is not faster.
 
-    On a CPU, a vector times a matrix of tens of thousands of short rows reaches a third of the
-    memory bandwidth; with the transposed matrix it reaches all of it. The copy is made once, and
-    again if the weights have changed.
+    On a CPU, the product of a vector and a matrix with tens of thousands of short rows reaches only
+    a third of the memory bandwidth; the transposed matrix reaches all of it. The copy is made once,
+    and again if the weights have changed.
     """
     weight = getattr(head, "weight", None)
     if type(head) is not nn.Linear or weight is None or head.bias is not None or not plain(head):
@@ -61,7 +61,7 @@ def by_column(head: nn.Module) -> Tensor | None:
 
 
 class MoonshineAdapter(LeanAdapter):
-    """Moonshine. Positions are unlimited, as in plain ``generate``: rotation needs no table."""
+    """Moonshine, whose rotary positions are unlimited, as in plain ``generate``."""
 
     summary = "Moonshine, which reads samples and has rotary positions"
     source = "Jeffries et al. 2024"
@@ -74,11 +74,11 @@ class MoonshineAdapter(LeanAdapter):
 
     @functools.cached_property
     def _by_column(self) -> Tensor | None:
-        """The transposed output matrix, for a single state; batches and trees gain nothing."""
+        """The transposed output matrix, used for a single state; more states would not gain."""
         return by_column(self._head)
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states: the product with the output matrix."""
+        """Applies the output matrix to hidden states."""
         head = self._head
         hooked = head._forward_hooks or head._forward_pre_hooks
         if hooked or hidden.shape[:-1].numel() > 1 or self._by_column is None:
@@ -87,16 +87,16 @@ class MoonshineAdapter(LeanAdapter):
 
     @property
     def source_width(self) -> int:
-        """Width of the encoder's states."""
+        """Returns the width of the encoder's states."""
         return int(self.model.config.hidden_size)
 
     def source_mask(self, call: Call) -> Tensor | None:
-        """Mask of the encoder's states, ``(B, S)``; the call's attention mask is over samples."""
+        """Returns the mask of encoder states, ``(B, S)``; the call's mask is over audio samples."""
         return getattr(call.request.model_kwargs["encoder_outputs"], "attention_mask", None)
 
     @staticmethod
     def describe(layer: Any, source: Tensor, source_mask: Tensor | None) -> Layer:
-        """Weights of a ``MoonshineDecoderLayer`` that attends to ``source (B, S, H)``."""
+        """Collects the weights of a layer, with keys and values of ``source (B, S, H)``."""
         own, cross = layer.self_attn, layer.encoder_attn
         heads = own.config.num_key_value_heads
         return Layer(
@@ -122,7 +122,7 @@ class MoonshineAdapter(LeanAdapter):
         )
 
     def embed_at(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
-        """Embeddings of tokens, and the rotary positions for queries and keys of all layers."""
+        """Returns the tokens' embeddings, and the rotation of queries and keys for all layers."""
         hidden = self._decoder.embed_tokens.weight[tokens]
         return hidden, self._turns.at(positions, hidden.dtype)
 
@@ -132,12 +132,12 @@ class MoonshineAdapter(LeanAdapter):
         return Turns.of(decoder.rotary_emb.inv_freq, decoder.layers[0].self_attn.head_dim)
 
     def final_norm(self) -> nn.LayerNorm:
-        """The norm after the last layer."""
+        """Returns the norm after the last layer."""
         return self._decoder.norm
 
 
 def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Gated activation: the first half of the input times the activated second half."""
+    """Returns a gated activation: the first half of its input times the activated second half."""
 
     def act(x: Tensor) -> Tensor:
         kept, gate = x.chunk(2, -1)

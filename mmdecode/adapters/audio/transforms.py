@@ -1,13 +1,11 @@
-"""Transforms of a recording: audio that a branch reads instead of the caller's.
+"""Transform ``audio``: a branch of a guide reads a changed waveform of each recording.
 
-A guide names the transform and its change. The code that cut the window knows how a waveform
-becomes model inputs.
+The guide provides a function ``change(samples (T,), draw) -> samples (T,)``, which is applied to
+the waveform of each row's window. The caller passes ``mm_inputs["audio"]``, a `Waveform` for each
+row, as `mmdecode.asr.Transcriber` does; it computes the model's input features from samples.
 
-- ``audio``: ``change(samples (T,), draw) -> samples (T,)`` of each row's window. The caller
-  passes ``mm_inputs["audio"]``, a `Waveform` for each row, as `mmdecode.asr.Transcriber` does.
-
-``draw`` is a generator seeded by the request, never by the batch, so a window is changed in the
-same way in every batch.
+``draw`` is a random generator that is seeded by the request, not by the batch, so a window is
+changed in the same way in every batch.
 """
 
 from __future__ import annotations
@@ -23,45 +21,46 @@ from mmdecode.engine.call import Call
 from mmdecode.errors import IncompatibleError, OptionError
 
 Change = Callable[[Tensor, torch.Generator], Tensor]
-"""Maps samples of a window, float32 on the CPU, and a generator to as many samples."""
+"""Function of a window's samples, float32 on the CPU, and a generator; returns as many samples."""
 
 
 class Waveform(Protocol):
     """The waveform of one window; `mmdecode.asr.recognizers.whisper_features` implements it."""
 
     samples: Tensor
-    """Samples ``(T,)``, including those beyond both ends that the features depend on."""
+    """Samples ``(T,)`` of the window, and those beyond both ends that its features depend on."""
     certain: bool
-    """Whether the row is known to be this window; else the encoder's states are compared."""
+    """Whether the model surely reads this window; otherwise encoder states are compared."""
 
     def features(self, samples: Tensor) -> Tensor:
-        """Features of other samples, ``(mels, frames)``.
+        """Computes the features ``(mels, frames)`` of changed samples.
 
-        Levels are relative to the loudest of the unchanged recording: relative to their own, a
-        transform would lift silence to the level of speech.
+        Levels are normalised by the maximum of the unchanged recording. Normalised by their own
+        maximum, silent samples would be lifted to the level of speech.
         """
 
 
 def changed(
     call: Call, spec: BranchSpec, encode: Callable[[Tensor], Tensor], source: Tensor
 ) -> Tensor:
-    """States of each row's window after a transform of its waveform, ``(B, S, H)``.
+    """Encodes the changed waveforms of all rows, and returns the states, ``(B, S, H)``.
 
     Args:
         call: The generation call.
         spec: The branch, whose transform is ``audio``.
-        encode: The encoder: features ``(B, mels, frames)`` to states ``(B, S, H)``.
-        source: States of the unchanged windows, ``(B, S, H)``.
+        encode: The encoder, a function of features ``(B, mels, frames)`` that returns states ``(B,
+            S, H)``.
+        source: Encoder states of the unchanged windows, ``(B, S, H)``.
 
     Raises:
-        IncompatibleError: The waveforms were not given, or are not those of the rows.
+        IncompatibleError: The waveforms were not given, or do not belong to the rows.
         OptionError: The transform has no function ``change``.
     """
     change: Change | None = spec.transform_options.get("change")
     if change is None:
         raise OptionError(
-            f"transform 'audio' of branch {spec.name!r} needs 'change', a function that no string "
-            "can name; build the part in Python with transform_options={'change': ...}"
+            f"transform 'audio' of branch {spec.name!r} needs 'change', a function, which a "
+            "string cannot give; build the guide in Python with transform_options={'change': ...}"
         )
     given: Sequence[Waveform] | None = call.request.inputs.get("audio")
     asked = f"branch {spec.name!r} with transform 'audio'"
@@ -72,7 +71,7 @@ def changed(
     )
     if given is None:
         raise IncompatibleError.between(
-            asked, "a call of features", "the waveforms were not given", hint
+            asked, "a call with features only", "the waveforms were not given", hint
         )
     rows = (
         [waveform for waveform in given for _ in range(call.batch // len(given))] if given else []
@@ -81,7 +80,7 @@ def changed(
         raise IncompatibleError.between(
             asked,
             f"{len(given)} waveforms for {call.batch} rows",
-            "each row needs its own; plain generate drops rows where it redoes others",
+            "each row needs its own; plain generate drops rows when it decodes others again",
             hint,
         )
     if not all(waveform.certain for waveform in rows):
@@ -90,8 +89,8 @@ def changed(
             raise IncompatibleError.between(
                 asked,
                 "the waveforms of this call",
-                "the model has read something else: plain generate goes through a recording by "
-                "itself, and on where the model says that a segment ended",
+                "the model has read other audio: plain generate cuts a recording into windows "
+                "itself, each beginning where the model ended the last segment",
                 hint,
             )
     return encode(

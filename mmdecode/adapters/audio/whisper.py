@@ -1,4 +1,4 @@
-"""Whisper: a decoder with learned positions that reads the audio through cross-attention."""
+"""Adapter of Whisper, a speech model whose decoder has learned positions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class WhisperAdapter(LeanAdapter):
-    """Whisper. Its audio windows have one length, so no encoder state is padding."""
+    """Whisper, whose audio windows all have the same length, so no encoder state is padding."""
 
     summary = "Whisper and its distilled relatives"
     source = "Radford et al. 2023"
@@ -45,28 +45,28 @@ class WhisperAdapter(LeanAdapter):
 
     @property
     def end(self) -> int:
-        """Id of the end token; all ids below it are text, all above it are not."""
+        """Returns the id of the end token; lower ids are text, higher ids are special tokens."""
         return token_ids(self.model.generation_config.eos_token_id)[0]
 
     @property
     def no_timestamps(self) -> int:
-        """Id of the token that switches timestamps off; all ids above it are timestamps."""
+        """Returns the id of the token that switches timestamps off; higher ids are timestamps."""
         return int(
             getattr(self.model.generation_config, "no_timestamps_token_id", None) or self.end
         )
 
     @property
     def no_speech(self) -> int:
-        """Id of the token that is predicted at `start` if nobody speaks."""
+        """Returns the id of the token that is predicted after `start` if nobody speaks."""
         return self.no_timestamps - 1
 
     @property
     def start(self) -> int:
-        """Id of the token that starts the transcript in every prompt."""
+        """Returns the id of the token that starts the transcript in every prompt."""
         return int(self.model.generation_config.decoder_start_token_id)
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """Same as the base class; for the transform ``audio``, encodes the changed waveform."""
+        """Returns the decoder prompt with encoder states, of changed audio if the branch asks."""
         if spec.transform != "audio":
             return super().prompt(call, spec)
         clean = super().prompt(call, replace(spec, transform=None, transform_options={}))
@@ -80,7 +80,7 @@ class WhisperAdapter(LeanAdapter):
 
     @staticmethod
     def describe(layer: Any, source: Tensor, source_mask: Tensor | None) -> Layer:
-        """Weights of a ``WhisperDecoderLayer`` that attends to ``source (B, S, H)``."""
+        """Collects the weights of a layer, with keys and values of ``source (B, S, H)``."""
         own, cross = layer.self_attn, layer.encoder_attn
         return Layer(
             cache_index=own.layer_idx,
@@ -103,7 +103,7 @@ class WhisperAdapter(LeanAdapter):
         )
 
     def embed_at(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, None]:
-        """Scaled embeddings with learned positions added; nothing is rotated."""
+        """Returns scaled embeddings plus learned positions, and ``None`` as rotation."""
         decoder = self._decoder
         hidden = decoder.embed_tokens.weight[tokens]
         if decoder.embed_scale != 1.0:
@@ -111,29 +111,29 @@ class WhisperAdapter(LeanAdapter):
         return hidden + decoder.embed_positions.weight[positions], None
 
     def final_norm(self) -> torch.nn.LayerNorm:
-        """The norm after the last layer."""
+        """Returns the norm after the last layer."""
         return self._decoder.layer_norm
 
     def node_processors(self) -> NodeProcessors:
-        """The grammar of timestamps, evaluated at all nodes together."""
+        """Returns the vectorised processor of timestamps."""
         return NODE_PROCESSORS
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits."""
+        """Computes logits."""
         return self._head(hidden)
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """Applies the output matrix alone, without head 0 of a Medusa-Linear target."""
+        """Applies the output matrix; for a Medusa-Linear target without its head 0."""
         return getattr(self._head, "projection", self._head)(hidden)
 
     @staticmethod
     def extra_layer(config: WhisperConfig) -> torch.nn.Module:
-        """A decoder layer of the family, untrained, for a drafter that brings its weights."""
+        """Returns an untrained decoder layer, for a drafter that loads its weights into it."""
         return WhisperDecoderLayer(config, layer_idx=0)
 
     @staticmethod
     def run_extra_layer(
         layer: torch.nn.Module, hidden: Tensor, mask: Tensor, past: LeanPast
     ) -> Tensor:
-        """``hidden (B, Q, H)`` through such a layer; ``past`` comes from `open`."""
+        """Runs such a layer on ``hidden (B, Q, H)``; ``past`` comes from `open`."""
         return run_layer(past.read([layer])[0], hidden, mask, past.cache.layers[0])

@@ -1,4 +1,4 @@
-"""Whisper's grammar of timestamps, evaluated at all nodes of a proposal together."""
+"""Whisper's rules for timestamps, applied to all drafted tokens of a proposal at once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mmdecode.engine.target_logits import NodeProcessors, Nodes, Vectorised
 
 
 def timestamps(processor: lp.WhisperTimeStampLogitsProcessor) -> Vectorised:
-    """Timestamps come in pairs, never decrease, come first, and win if they outweigh all text.
+    """Returns a vectorised version of transformers' processor for Whisper's timestamps.
 
-    The stock processor bans ranges: text below ``low_text``, timestamps outside
-    ``low_stamp..high_stamp``. Whether timestamps outweigh text is decided on the scores themselves:
-    the normaliser of their softmax cancels.
+    Timestamps come in pairs, never decrease, and start the transcript. Text is excluded where all
+    timestamps together are more likely than the most likely text token. The comparison uses
+    unnormalised scores, since the normaliser of the softmax cancels.
     """
     first, begin = processor.timestamp_begin, processor.begin_index
     eos = processor.eos_token_id
@@ -50,4 +50,4 @@ def timestamps(processor: lp.WhisperTimeStampLogitsProcessor) -> Vectorised:
 
 
 NODE_PROCESSORS: NodeProcessors = {lp.WhisperTimeStampLogitsProcessor: timestamps}
-"""Processors that Whisper's adapter adds to those of the engine."""
+"""Vectorised logits processors that Whisper's adapter adds to those of the engine."""

@@ -1,1 +1,1 @@
-"""Adapters of models that generate image tokens, one file a family."""
+"""Adapters of models that generate image tokens, one module per family."""

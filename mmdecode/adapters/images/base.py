@@ -1,10 +1,10 @@
 """Base of adapters of models that generate image tokens in raster order.
 
-In image mode the call's ids are generated tokens alone and its prompt is empty. The condition (a
-class, a prompt) comes in ``call.request.model_kwargs``, as `ImageAdapter.condition` made it, and
-each branch's prompt is built from it here. A branch with the transform ``"unconditional"`` reads
-the unconditional input. The vocabulary is that of the tokens that can be generated, which need not
-be the vocabulary of prompts.
+In image mode a call has an empty prompt, and its ids are only the generated tokens. The condition
+(class labels or texts) is in ``call.request.model_kwargs``, as returned by
+`ImageAdapter.condition`, and the adapter builds the prompt of each branch from it. A branch with
+the transform ``"unconditional"`` reads the unconditional input. The vocabulary consists of the
+tokens that can be generated; prompts may have another vocabulary.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 UNCONDITIONAL = "unconditional"
-"""Transform of the branch that reads no condition."""
+"""Name of the transform of the unconditional branch."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Default guidance and sampling of a family.
+    """Default guidance and sampling options of a model family.
 
     Attributes:
-        guidance: Scale s of ``u + s (c - u)``; 1 is neutral.
-        sampling: Arguments of `mmdecode.image_ar.sampling.Sampling`.
+        guidance: Guidance scale s of ``u + s (c - u)``; 1 switches guidance off.
+        sampling: Keyword arguments of `mmdecode.image_ar.sampling.Sampling`.
     """
 
     guidance: float = 1.0
@@ -49,12 +49,13 @@ class Preset:
 
 
 class ImageAdapter(DecoderOnlyAdapter, ABC):
-    """Base of families of models that generate image tokens; see `mmdecode.engine.adapter.Adapter`.
+    """Base of adapters of image-token models; see `mmdecode.engine.adapter.Adapter`.
 
     Attributes:
-        layout: Positions of the codes among the generated tokens.
-        vocab: Number of tokens that can be generated.
-        preset: Published guidance and sampling of the family.
+        layout: Grid of the image, and positions of its codes among the generated tokens. A code is
+            an index into the codebook of the image tokenizer.
+        vocab: Number of different tokens that can be generated.
+        preset: Guidance and sampling options that the family's authors published.
     """
 
     model_types = ()
@@ -62,34 +63,34 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
     preset: Preset
 
     def masks_itself(self, prompt: Prompt) -> bool:
-        """Never: conditions are short, so the engine's mask costs little."""
+        """Returns False: conditions are short, so the engine's mask costs little."""
         return False
 
     @abstractmethod
     def condition(self, **given: Any) -> dict[str, Any]:
-        """Checks conditions and turns them into model inputs, rows first."""
+        """Checks conditions, and returns model inputs whose first dimension is the rows."""
 
     @abstractmethod
     def row_names(self, inputs: Mapping[str, Any]) -> list[bytes]:
-        """Names of the rows of a `condition`: equal for equal conditions, whatever the padding."""
+        """Returns a name for each row, equal for equal conditions, whatever the padding."""
 
     @abstractmethod
     def condition_prompt(self, inputs: Mapping[str, Any], unconditional: bool) -> Prompt:
-        """The prompt of a `condition`; with ``unconditional``, the one without a condition."""
+        """Returns the prompt of a `condition`, or the unconditional prompt."""
 
     @abstractmethod
     def codebook(self) -> Tensor | None:
-        """Embedding of each code in the image tokenizer, ``(C, d)``; ``None``: not known."""
+        """Returns the image tokenizer's embedding of each code, ``(C, d)``; ``None``: not known."""
 
     @abstractmethod
     def pixels(self, codes: Tensor) -> Tensor:
-        """Images of ``codes (B, rows, columns)``, about 0..1, ``(B, 3, H, W)``."""
+        """Decodes ``codes (B, rows, columns)`` to unclamped images ``(B, 3, H, W)``."""
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Images of ``codes (B, rows, columns)``, float32 in 0..1, ``(B, 3, H, W)``.
+        """Decodes ``codes (B, rows, columns)`` to images ``(B, 3, H, W)``, float32 in 0..1.
 
         Raises:
-            ShapeError: The codes have another grid.
+            ShapeError: The codes do not have the grid of the layout.
             IncompatibleError: The decoder of the image tokenizer was not given.
         """
         grid = (self.layout.rows, self.layout.columns)
@@ -101,10 +102,10 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
             return self.pixels(codes).float().clamp(0, 1)
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """The prompt of the condition, or the unconditional one.
+        """Returns the prompt of the condition, or the unconditional prompt.
 
         Raises:
-            IncompatibleError: The branch asks for another transform or prompt.
+            IncompatibleError: The branch has another transform or a prompt of its own.
         """
         if spec.transform not in (None, UNCONDITIONAL) or spec.prompt != "same":
             raise IncompatibleError.between(
@@ -118,7 +119,7 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
         return self.condition_prompt(call.request.model_kwargs, unconditional)
 
     def with_prefix(self, tokens: Tensor) -> Self:
-        """A copy whose prompts are extended by generated ``tokens (B, n)``, for one pass."""
+        """Returns a copy whose prompts are extended by generated ``tokens (B, n)``."""
         alike = copy.copy(self)
         plain = self.prompt
 
@@ -133,10 +134,10 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
         return alike
 
     def companion(self, model: Any) -> ImageAdapter:
-        """The adapter of a second model that generates the same image tokens.
+        """Returns the adapter of a second model that generates the same image tokens.
 
         Raises:
-            IncompatibleError: Its tokens have another layout.
+            IncompatibleError: The second model has another grid or other tokens.
         """
         other = registry.image_adapter_for(model, **self._shared())
         mine, theirs = self.layout, other.layout
@@ -149,19 +150,19 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
             raise IncompatibleError.between(
                 type(model).__name__,
                 self.name,
-                f"they write {theirs.rows} x {theirs.columns} codes and {mine.rows} x "
-                f"{mine.columns}, or other tokens for them",
+                f"they generate {theirs.rows} x {theirs.columns} and {mine.rows} x {mine.columns} "
+                "codes, or have different tokens for the codes",
                 "use a model that was trained on the same tokenizer and image size",
             )
         return other
 
     def _shared(self) -> dict[str, Any]:
-        """Options of this adapter that the adapter of a second model needs too."""
+        """Returns options of this adapter that the adapter of a second model needs too."""
         return {}
 
 
 class PromptedAdapter(ImageAdapter):
-    """Base of models whose condition is a text: ids that end with the token that opens an image."""
+    """Base of adapters of models whose condition is a text, followed by an image-opening token."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -170,15 +171,15 @@ class PromptedAdapter(ImageAdapter):
 
     @abstractmethod
     def text(self, prompt: str, tokenizer: Any) -> str:
-        """The prompt as the model reads it, up to the token that opens an image."""
+        """Returns the prompt in the model's format, up to the token that opens an image."""
 
     @abstractmethod
     def check(self, ids: Tensor) -> None:
-        """Checks that ``ids (B, P)`` open an image."""
+        """Checks that all prompts ``ids (B, P)`` end with the tokens that open an image."""
 
     @abstractmethod
     def without_text(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids and mask of the unconditional prompt, ``(B, P')``."""
+        """Returns ids and mask of the unconditional prompt, ``(B, P')`` each."""
 
     def condition(  # type: ignore[override]
         self,
@@ -191,15 +192,16 @@ class PromptedAdapter(ImageAdapter):
         negative_prompt_ids: Tensor | None = None,
         negative_prompt_attention_mask: Tensor | None = None,
     ) -> dict[str, Any]:
-        """Model inputs from texts, or from the processor's output for image generation.
+        """Returns model inputs for texts, or for the processor's output for image generation.
 
         Args:
             prompt: One text per image, in the model's own template if it has one.
             tokenizer: Tokenizer for texts, or a processor that has one.
-            input_ids: Ids instead of texts, padded on the left, ``(B, P)``.
-            attention_mask: Mask of the ids.
-            negative_prompt: Text that guidance leads away from; default: the prompt without text.
-            negative_prompt_ids: The same as ids, ``(1 or B, P')``.
+            input_ids: Token ids instead of texts, padded on the left, ``(B, P)``.
+            attention_mask: Mask of the ids, 0 at padding; ``None``: no padding.
+            negative_prompt: Text that guidance leads away from; ``None``: the model's unconditional
+                prompt.
+            negative_prompt_ids: The negative prompt as token ids, ``(1 or B, P')``.
             negative_prompt_attention_mask: Mask of these ids.
 
         Raises:
@@ -240,7 +242,7 @@ class PromptedAdapter(ImageAdapter):
         ids: Tensor | None,
         mask: Tensor | None,
     ) -> tuple[Any, Any]:
-        """Ids and mask, checked; ``None`` if nothing was given."""
+        """Returns checked ids and mask; ``None`` for both if nothing was given."""
         if texts is not None and ids is not None:
             raise OptionError(f"{name} came both as text and as ids; give one of them")
         if texts is not None:
@@ -273,12 +275,12 @@ class PromptedAdapter(ImageAdapter):
             )
 
     def row_names(self, inputs: Mapping[str, Any]) -> list[bytes]:
-        """Names rows by the ids of the prompt."""
+        """Returns the bytes of each prompt's ids as the name of its row."""
         rows = zip(inputs["prompt_ids"].cpu(), inputs["prompt_mask"].cpu(), strict=True)
         return [ids[mask].numpy().tobytes() for ids, mask in rows]
 
     def condition_prompt(self, inputs: Mapping[str, Any], unconditional: bool) -> Prompt:
-        """Prompt of the text; unconditional: of the negative prompt, or without text."""
+        """Returns the prompt of the text; if ``unconditional``, the negative or textless prompt."""
         ids, mask = inputs["prompt_ids"], inputs["prompt_mask"]
         if unconditional and "negative_ids" in inputs:
             ids, mask = inputs["negative_ids"], inputs["negative_mask"]
@@ -291,16 +293,16 @@ class PromptedAdapter(ImageAdapter):
 class SharedVocabularyAdapter(PromptedAdapter):
     """Base of models with one vocabulary and one head for text and image tokens.
 
-    Logits cover the ids from the first to the last that can be generated, so a token is its id
-    minus `first`, and the head computes only those.
+    Logits are computed only for the ids from the lowest to the highest that can be generated. A
+    generated token is its id minus ``first``, the lowest of these ids.
 
     Args:
         model: The model.
-        codes: Id of each code, ``(C,)``.
-        rows: Rows of codes.
-        columns: Columns of codes.
-        newline: Token after every row, see `Layout`.
-        tail: Tokens after the last row, see `Layout`.
+        codes: Token id of each code, ``(C,)``.
+        rows: Number of rows of codes in an image.
+        columns: Number of columns of codes in an image.
+        newline: Id of the token after every row of codes; ``None``: there is none.
+        tail: Ids of the tokens after the last row of codes.
     """
 
     def __init__(
@@ -325,19 +327,19 @@ class SharedVocabularyAdapter(PromptedAdapter):
         )
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States after the final norm."""
+        """Computes the states after the final norm."""
         return super().forward(tokens + self.first, mask, positions, past)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings of generated tokens, ``(..., H)``."""
+        """Returns the embeddings of generated tokens, ``(..., H)``."""
         return super().embed(tokens + self.first)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits of the tokens that can be generated."""
+        """Computes logits of the tokens that can be generated."""
         return self.unembed(hidden)
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """Applies the needed rows of the output matrix, if it is a plain linear layer."""
+        """Computes logits of these tokens; from a plain linear head, with only the needed rows."""
         last = self.first + self.vocab
         head = self._head
         # a quantised or offloaded matrix has to be applied by its module
@@ -348,15 +350,15 @@ class SharedVocabularyAdapter(PromptedAdapter):
 
 
 def to_unit(values: Tensor) -> Tensor:
-    """Maps values from -1..1 to 0..1."""
+    """Maps values from the range -1..1 to 0..1."""
     return (values + 1) / 2
 
 
 def named_id(model: Any, name: str, value: Any, where: str) -> int:
-    """An id that the model's files should name; the first of several.
+    """Returns a token id from the model's configuration; the first one if it is a list.
 
     Raises:
-        OptionError: They do not name it.
+        OptionError: The configuration does not have it.
     """
     if value is None:
         raise OptionError(

@@ -1,7 +1,8 @@
-"""Chameleon and Anole, generating images.
+"""Adapter of Chameleon and Anole for generating images.
 
-The model's own forward pass forbids image tokens, so the base model and the head are called. The
-published Chameleon does not generate images; Anole, whose weights have the same layout, does.
+The model's own forward pass excludes image tokens from the logits, so the base model and the head
+are called separately. The published Chameleon does not generate images; Anole, whose weights have
+the same layout, does.
 """
 
 from __future__ import annotations
@@ -26,17 +27,16 @@ OPENS = "<racm3:break>"
 class ChameleonImagesAdapter(SharedVocabularyAdapter):
     """Chameleon, generating square images of its tokenizer's resolution.
 
-    The token that closes an image is not generated. Guidance is that of the published code, which
-    weights text and images of the prompt separately: for a prompt of text alone it is
-    ``u + s (c - u)``.
+    The token that closes an image is not generated. Guidance is ``u + s (c - u)``, as in the published
+    code for prompts of text alone.
 
     Args:
         model: The model.
-        vq: The decoder of its tokenizer, for pixels.
+        vq: The decoder of its image tokenizer, which is needed for pixels.
 
     Raises:
-        OptionError: The vocabulary lacks image tokens.
-        IncompatibleError: The decoder has another codebook.
+        OptionError: Not every code of the image tokenizer has a token in the vocabulary.
+        IncompatibleError: Decoder and model have different numbers of codes.
     """
 
     summary = "Chameleon and Anole, generating image tokens"
@@ -51,7 +51,7 @@ class ChameleonImagesAdapter(SharedVocabularyAdapter):
         found = model.model.vocabulary_mapping.img2bpe
         if sorted(found) != list(range(config.vq_config.num_embeddings)):
             raise OptionError(
-                f"the vocabulary names {len(found)} image tokens, the tokenizer has "
+                f"the vocabulary has {len(found)} image tokens, the image tokenizer "
                 f"{config.vq_config.num_embeddings} codes; give config.vocabulary_map as published"
             )
         levels = len(config.vq_config.channel_multiplier)
@@ -71,14 +71,14 @@ class ChameleonImagesAdapter(SharedVocabularyAdapter):
         self.vq = vq
 
     def text(self, prompt: str, tokenizer: Any) -> str:
-        """The prompt, and the token that opens an image."""
+        """Returns the prompt followed by the token that opens an image."""
         return f"{prompt}{OPENS}"
 
     def check(self, ids: Tensor) -> None:
-        """Checks that every row opens an image.
+        """Checks that every prompt ends with the token that opens an image.
 
         Raises:
-            OptionError: A row does not.
+            OptionError: A prompt does not.
         """
         if not bool((ids[:, -1] == self._opens).all()):
             raise OptionError(
@@ -87,16 +87,16 @@ class ChameleonImagesAdapter(SharedVocabularyAdapter):
             )
 
     def without_text(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The token that begins a sequence, and the one that opens an image."""
+        """Returns the begin-of-sequence token followed by the token that opens an image."""
         ids = ids.new_tensor([[self._begins, self._opens]]).expand(len(ids), -1)
         return ids, torch.ones_like(ids, dtype=torch.bool)
 
     def codebook(self) -> Tensor:
-        """Embeddings of the codes, from the model's own half of the tokenizer."""
+        """Returns the embeddings of the codes, which the model itself contains."""
         return self._body.vqmodel.quantize.embedding.weight.detach()
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """Decodes codes.
+        """Decodes codes to pixels with the decoder ``vq``.
 
         Raises:
             IncompatibleError: The decoder was not given.

@@ -1,4 +1,4 @@
-"""Emu3, generating images: the prompt names the size of the grid, and a token ends every row."""
+"""Adapter of Emu3 for generating images: prompts name the grid's size, a token ends each row."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ OPENS, CLOSES, STARTS = "<|image start|>", "<|image end|>", "<|image token|>"
 
 
 class Emu3ImagesAdapter(SharedVocabularyAdapter):
-    """Emu3. Three tokens follow the last row: end of frame, of image, of sequence.
+    """Emu3, whose images end with three tokens: end of frame, end of image and end of sequence.
 
     Args:
         model: The model.
-        grid: Rows and columns of codes; a code is 8 x 8 pixels.
-        image_sizes: Instead of ``grid``, as the processor returns them; the same for all rows.
+        grid: Numbers of rows and columns of codes; a code covers 8 x 8 pixels.
+        image_sizes: Grids of all images as returned by the processor, instead of ``grid``; they
+            must be equal.
 
     Raises:
-        OptionError: Neither is given, or images have grids of their own.
+        OptionError: Neither ``grid`` nor ``image_sizes`` is given, or they name different grids.
     """
 
     summary = "Emu3, generating image tokens"
@@ -66,15 +67,15 @@ class Emu3ImagesAdapter(SharedVocabularyAdapter):
         return {"grid": (self.layout.rows, self.layout.columns)}
 
     def text(self, prompt: str, tokenizer: Any) -> str:
-        """The prompt, the size of the image, and the token that starts it."""
+        """Returns the prompt followed by the grid's size and the token that starts the image."""
         size = f"{self.layout.rows}*{self.layout.columns}"
         return f"{tokenizer.bos_token}{prompt}{tokenizer.boi_token}{size}{STARTS}"
 
     def check(self, ids: Tensor) -> None:
-        """Checks that every row opens an image of this grid.
+        """Checks that every prompt opens an image with this adapter's grid.
 
         Raises:
-            OptionError: A row opens none, or one of another grid.
+            OptionError: A prompt opens no image, or an image with another grid.
         """
         words = {token: word for word, token in self._words.items()}
         wanted = f"{self.layout.rows}*{self.layout.columns}"
@@ -89,23 +90,23 @@ class Emu3ImagesAdapter(SharedVocabularyAdapter):
             )
             if named != wanted:
                 raise OptionError(
-                    f"a prompt asks for {named} codes, the grid is {wanted}; give the grid that "
-                    "the prompts name, the same in all"
+                    f"a prompt asks for {named} codes, but grid is {wanted}; give the grid of the "
+                    "prompts, which must be the same in all of them"
                 )
 
     def without_text(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Unconditional prompts: the begin-of-sequence token, and the tokens that open an image."""
+        """Returns the begin-of-sequence token followed by the tokens that open an image."""
         opens = ids[0, _last(ids[0].tolist(), self._opens) :]
         begins = opens.new_tensor([self.model.config.text_config.bos_token_id])
         ids = torch.cat([begins, opens]).expand(len(ids), -1)
         return ids, torch.ones_like(ids, dtype=torch.bool)
 
     def codebook(self) -> Tensor:
-        """Embeddings of the codes, ``(C, d)``."""
+        """Returns the embeddings of the codes, ``(C, d)``."""
         return self._vq.quantize.embedding.weight.detach()
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """Decodes codes to pixels from 0 to 1 by the model's image tokenizer."""
+        """Decodes codes to pixels in 0..1 with the model's image tokenizer."""
         return to_unit(self._vq.decode(codes))
 
 
@@ -116,17 +117,17 @@ def _last(row: Sequence[int], token: int) -> int:
 def _only_grid(
     grid: tuple[int, int] | None, sizes: Sequence[Sequence[int]] | Tensor | None
 ) -> tuple[int, int]:
-    """The grid of all images.
+    """Returns the grid that all images share.
 
     Raises:
-        OptionError: There is none, or more than one.
+        OptionError: No grid is given, or different ones.
     """
     named = {tuple(int(n) for n in size) for size in (() if sizes is None else sizes)}
     named |= {grid} if grid is not None else set()
     if len(named) != 1 or any(len(size) != 2 for size in named):
         raise OptionError(
             f"the images have {len(named)} grids ({sorted(named)}); give one, grid=(rows, columns) "
-            "or the processor's image_sizes, and draw others in a call of their own"
+            "or the processor's image_sizes, and generate others in a separate call"
         )
     rows, columns = named.pop()
     return rows, columns

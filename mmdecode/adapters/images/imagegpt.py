@@ -1,8 +1,8 @@
-"""ImageGPT: unconditional images as colours, one token per pixel.
+"""Adapter of ImageGPT, which generates images without a condition, one token per pixel.
 
-Its own forward pass silently flattens a mask of four dimensions, and its attention slices a causal
-mask out of a table that the engine's cache can outgrow. So embeddings, the parts of each block and
-the head are called here, with the engine's mask alone.
+The model's own forward pass flattens a four-dimensional mask, and its attention cuts a causal mask
+out of a table that may be smaller than the engine's cache. So the adapter calls the embeddings, the
+parts of each block and the head itself, with the engine's mask.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 class ImageGPTAdapter(ImageAdapter):
-    """ImageGPT, generating square images of as many pixels as the model has positions.
+    """ImageGPT, generating square images with as many pixels as the model has positions.
 
     Args:
         model: The model.
-        clusters: Colour of each token, from -1 to 1, ``(C, 3)``: ``clusters`` of the image
-            processor. For pixels and the codebook.
+        clusters: Colour of each token, from -1 to 1, ``(C, 3)``: ``clusters`` of the model's image
+            processor. They are needed for pixels and for the codebook.
 
     Raises:
-        UnsupportedModelError: The model's positions are no square.
-        ShapeError: The number of ``clusters`` is not the vocabulary's.
+        UnsupportedModelError: The number of positions is not the square of an integer.
+        ShapeError: There is not one cluster for each token.
     """
 
     summary = "ImageGPT, generating pixels as tokens"
@@ -55,8 +55,8 @@ class ImageGPTAdapter(ImageAdapter):
         side = math.isqrt(positions)
         if side**2 != positions:
             raise UnsupportedModelError(
-                f"this {self.name} has {positions} positions, which are no square image; expected "
-                "the square of its side"
+                f"this {self.name} has {positions} positions, which do not fill a square image; "
+                "expected the square of the image's side"
             )
         self.layout = Layout(side, side, torch.arange(self.vocab, device=model.device))
         self.clusters = None
@@ -69,7 +69,7 @@ class ImageGPTAdapter(ImageAdapter):
                 )
 
     def condition(self, *, count: int = 1) -> dict[str, Any]:  # type: ignore[override]
-        """Model inputs for ``count`` images; there is no condition.
+        """Returns model inputs for ``count`` images; there is no condition.
 
         Raises:
             OptionError: ``count`` is below 1.
@@ -80,14 +80,14 @@ class ImageGPTAdapter(ImageAdapter):
         return {"opening": opens}
 
     def row_names(self, inputs: Mapping[str, Any]) -> list[bytes]:
-        """The same name for every row: there is no condition."""
+        """Returns the same name for every row, since there is no condition."""
         return [b""] * len(inputs["opening"])
 
     def condition_prompt(self, inputs: Mapping[str, Any], unconditional: bool) -> Prompt:
-        """The token that starts every image.
+        """Returns the prompt, which is the token that starts every image.
 
         Raises:
-            IncompatibleError: ``unconditional`` was asked for: there is no condition to leave out.
+            IncompatibleError: ``unconditional`` is set, but there is no condition to leave out.
         """
         if unconditional:
             raise IncompatibleError.between(
@@ -114,20 +114,20 @@ class ImageGPTAdapter(ImageAdapter):
         return self._stack.ln_f(hidden)
 
     def layers(self) -> Sequence[torch.nn.Module]:
-        """Refused: blocks are run in parts, so no hook can read their outputs.
+        """Raises an error: blocks are run in parts, so no hook could read their outputs.
 
         Raises:
             IncompatibleError: Always.
         """
         raise IncompatibleError.between(
-            "a part that reads the layers",
+            "a draft or guide that reads layers",
             self.name,
-            "its adapter runs their parts one by one",
+            "its adapter runs the parts of each layer separately",
             "use a draft or guide that reads logits, or the last hidden state",
         )
 
     def attention_sites(self) -> Sequence[torch.nn.Module]:
-        """Refused as `layers` are.
+        """Raises the same error as `layers`.
 
         Raises:
             IncompatibleError: Always.
@@ -135,14 +135,14 @@ class ImageGPTAdapter(ImageAdapter):
         return self.layers()
 
     def codebook(self) -> Tensor | None:
-        """Colour of each token, ``(C, 3)``; ``None``: not given."""
+        """Returns the colour of each token, ``(C, 3)``; ``None`` if colours were not given."""
         if self.clusters is not None:
             # cached on the model's device: a captured round cannot copy between devices
             self.clusters = self.clusters.to(self.model.device)
         return self.clusters
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """Colours of the tokens as pixels.
+        """Returns the colours of the tokens as pixels.
 
         Raises:
             IncompatibleError: The colours were not given.
@@ -151,14 +151,14 @@ class ImageGPTAdapter(ImageAdapter):
             raise IncompatibleError.between(
                 self.name,
                 "pixels",
-                "the colours of its tokens are no part of the model",
-                "pass clusters=..., those of its image processor",
+                "the model does not contain the colours of its tokens",
+                "pass clusters=..., from its image processor",
             )
         return to_unit(self.clusters.to(codes.device)[codes].permute(0, 3, 1, 2))
 
 
 def _attend(module: Any, layer: int, hidden: Tensor, mask: Any, past: Any) -> Tensor:
-    """Attention output of a block, ``(R, Q, H)``, under the engine's mask."""
+    """Computes the attention output of a block, ``(R, Q, H)``, with the engine's mask."""
     heads = module.num_heads
     query, key, value = (
         part.unflatten(-1, (heads, -1)).transpose(1, 2)

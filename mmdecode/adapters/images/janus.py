@@ -1,8 +1,8 @@
-"""Janus and Janus-Pro, generating images: these tokens have their own vocabulary and head.
+"""Adapter of Janus and Janus-Pro for generating images, with a separate image vocabulary.
 
-Their ``generate(generation_mode="image")`` is a loop of its own that takes no callable, so the
-language model is driven by public parts: it embeds text itself, image tokens are embedded by
-``prepare_embeddings_for_image_generation``, and ``generation_head`` gives their logits.
+The models' ``generate(generation_mode="image")`` is a separate loop that accepts no other decoding
+function. So the adapter runs the language model itself, embeds image tokens with
+``prepare_embeddings_for_image_generation``, and computes their logits with ``generation_head``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 
 class JanusImagesAdapter(PromptedAdapter):
-    """Janus. The unconditional prompt is the prompt with text replaced by visible padding tokens.
+    """Janus, whose unconditional prompt has unmasked padding tokens in place of the text.
 
     Raises:
-        OptionError: The generation config names no token that opens an image.
-        UnsupportedModelError: Image tokens and the tokenizer's grid do not agree.
+        OptionError: The generation config lacks a special token, such as the one that opens an
+            image.
+        UnsupportedModelError: The number of image tokens does not fit the image tokenizer's grid.
     """
 
     summary = "Janus and Janus-Pro, generating image tokens"
@@ -42,8 +43,8 @@ class JanusImagesAdapter(PromptedAdapter):
         side, tokens = config.vq_config.num_patches, config.vision_config.num_image_tokens
         if side**2 != tokens:
             raise UnsupportedModelError(
-                f"this {self.name} draws {tokens} tokens, its tokenizer decodes {side} x {side}; "
-                "expected as many: correct its configuration"
+                f"this {self.name} generates {tokens} tokens, its image tokenizer decodes {side} x "
+                f"{side}; expected equal numbers: correct the model's configuration"
             )
         self.vocab = config.vq_config.num_embeddings
         self.layout = Layout(side, side, torch.arange(self.vocab, device=model.device))
@@ -60,14 +61,14 @@ class JanusImagesAdapter(PromptedAdapter):
         )
 
     def text(self, prompt: str, tokenizer: Any) -> str:
-        """The prompt, and the token that opens an image."""
+        """Returns the prompt followed by the token that opens an image."""
         return f"{prompt}{tokenizer.boi_token}"
 
     def check(self, ids: Tensor) -> None:
-        """Checks that every row ends with the token that opens an image.
+        """Checks that every prompt ends with the token that opens an image.
 
         Raises:
-            OptionError: A row does not.
+            OptionError: A prompt does not.
         """
         if not bool((ids[:, -1] == self._opens).all()):
             raise OptionError(
@@ -76,17 +77,17 @@ class JanusImagesAdapter(PromptedAdapter):
             )
 
     def without_text(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Replaces text by padding tokens."""
+        """Returns ids in which padding tokens replace the text, and the unchanged mask."""
         kept = (ids == self._begins) | (ids == self._opens)
         return torch.where(kept, ids, self._pad), mask
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States after the final norm, of image tokens."""
+        """Computes the states of image tokens after the final norm."""
         embeds = self.model.prepare_embeddings_for_image_generation(tokens)
         return self._run(mask, positions, past, inputs_embeds=embeds)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits of image tokens."""
+        """Computes logits of image tokens."""
         return self._inner.generation_head(hidden)
 
     def unembed(self, hidden: Tensor) -> Tensor:
@@ -94,9 +95,9 @@ class JanusImagesAdapter(PromptedAdapter):
         return self.head(hidden)
 
     def codebook(self) -> Tensor:
-        """Embeddings of the codes, normalised to length one."""
+        """Returns the embeddings of the codes, normalised to length 1."""
         return normalize(self._inner.vqmodel.quantize.embedding.weight.detach(), dim=-1)
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """Decodes codes by the model's own tokenizer."""
+        """Decodes codes to pixels with the model's own image tokenizer."""
         return to_unit(self._inner.vqmodel.decode(codes.flatten(1)))

@@ -1,4 +1,4 @@
-"""LlamaGen: image tokens conditioned on a class or on the features of a caption."""
+"""Adapter of LlamaGen, which generates image tokens for a class or for features of a caption."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ CAPTIONS = Preset(guidance=7.5, sampling={"top_k": 1000})
 
 
 class LlamaGenAdapter(ImageAdapter):
-    """LlamaGen. Positions count the condition's slots, padding included, and then the grid.
+    """LlamaGen: positions count the slots of the condition, padding included, and then the grid.
 
-    The unconditional rows of captions mask the same slots as the conditional ones, as in the
-    published sampling code.
+    For captions, the unconditional prompt has padding at the same slots as the conditional one, as
+    in the published sampling code.
 
     Args:
         model: The transformer.
-        vq: Its image tokenizer, for pixels and the codebook.
+        vq: Its image tokenizer, which is needed for pixels and for the codebook.
 
     Raises:
-        IncompatibleError: The tokenizer has another codebook.
+        IncompatibleError: Tokenizer and model have different numbers of codes.
     """
 
     summary = "LlamaGen, generating image tokens of a class or a caption"
@@ -66,15 +66,16 @@ class LlamaGenAdapter(ImageAdapter):
         features: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> dict[str, Any]:
-        """Model inputs from class ids, or from caption features.
+        """Returns model inputs for class ids, or for caption features.
 
         Args:
-            classes: Class ids from 0, one per image.
-            features: States of a text encoder, padded on the right, ``(B, n, caption_size)``.
-            mask: True where features are not padding, ``(B, n)``; ``None``: everywhere.
+            classes: Class ids, counted from 0, one per image.
+            features: Hidden states of a text encoder, padded on the right, ``(B, n,
+                caption_size)``.
+            mask: True where features are not padding, ``(B, n)``; ``None``: no padding.
 
         Raises:
-            OptionError: The model takes the other kind of condition; a class does not exist; a
+            OptionError: The model has the other kind of condition; a class does not exist; or a
                 caption is too long.
             ShapeError: Features or mask have the wrong shape.
         """
@@ -120,14 +121,14 @@ class LlamaGenAdapter(ImageAdapter):
         return {"features": features.to(device, self.model.dtype), "slot_mask": mask.to(device)}
 
     def row_names(self, inputs: Mapping[str, Any]) -> list[bytes]:
-        """Names rows by the class, or by the features."""
+        """Returns the class or the features' bytes as the name of each row."""
         if "classes" in inputs:
             return [b"class %d" % label for label in inputs["classes"].tolist()]
         rows = zip(inputs["features"].float().cpu(), inputs["slot_mask"].cpu(), strict=True)
         return [features[mask].numpy().tobytes() for features, mask in rows]
 
     def condition_prompt(self, inputs: Mapping[str, Any], unconditional: bool) -> Prompt:
-        """Prompt of the condition; unconditional: the null class, or the learned features."""
+        """Returns the condition's prompt, or that of the null class or null caption."""
         condition = inputs["classes"] if "classes" in inputs else inputs["features"]
         if unconditional:
             condition = self.model.unconditional(condition)
@@ -139,21 +140,21 @@ class LlamaGenAdapter(ImageAdapter):
 
     @property
     def on_grid(self) -> bool:
-        """Whether `grid_positions` is known: for classes, which have no padding."""
+        """Whether `grid_positions` is available: for classes, whose prompts have no padding."""
         return not self.config.caption_slots
 
     def grid_positions(self, positions: Tensor) -> Tensor:
-        """Time, row and column of positions ``(B, Q)``, ``(B, 3, Q)``; all 0 before the image."""
+        """Returns time, row and column of positions, ``(B, 3, Q)``; all 0 before the image."""
         index = (positions - self.config.slots).clamp_min(0)
         side = self.config.grid_size
         return torch.stack([torch.zeros_like(index), index // side, index % side], 1)
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
-        """The ragged cache along with the number of padded slots of each row."""
+        """Returns the cache along with the number of padded slots of each row."""
         return LlamaGenPast(cache, (~prompt.mask).sum(1, keepdim=True))
 
     def join(self, pasts: Sequence[Any], cache: RaggedCache) -> Any:
-        """The joined cache along with those numbers of all rows."""
+        """Returns the joined cache along with the numbers of padded slots of all rows."""
         return LlamaGenPast(cache, torch.cat([past.padded for past in pasts]))
 
     def _run(self, mask: Mask, positions: Tensor, past: Any, **tokens: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ class LlamaGenAdapter(ImageAdapter):
         return super()._run(mask, positions, past.cache, **tokens)
 
     def codebook(self) -> Tensor | None:
-        """Embeddings of the codes, normalised; for grey levels, the levels."""
+        """Returns the normalised embeddings of the codes; for grey levels, the levels in 0..1."""
         if self.config.grey:
             return torch.linspace(0, 1, self.vocab, device=self.model.device)[:, None]
         if self._codes is not None:
@@ -171,21 +172,21 @@ class LlamaGenAdapter(ImageAdapter):
         return self._codes
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """Decodes codes by the tokenizer; grey levels are pixels."""
+        """Decodes codes with the image tokenizer; grey levels are used as pixels."""
         if self.config.grey:
             return (codes / (self.vocab - 1))[:, None].expand(-1, 3, -1, -1)
         if self.vq is None:
             raise IncompatibleError.between(
                 self.name,
                 "pixels",
-                "its tokenizer is a model of its own, which was not given",
+                "its image tokenizer is a separate model, which was not given",
                 "pass vq=..., a mmdecode.models.vq.VQModel",
             )
         return to_unit(self.vq.decode_codes(codes.to(self.vq.device)))
 
 
 class LlamaGenPast:
-    """A cache, and the number of padded slots of each row, ``(R, 1)``."""
+    """A key-value cache, and the number of padded slots of each row, ``(R, 1)``."""
 
     def __init__(self, cache: RaggedCache, padded: Tensor) -> None:
         self.cache, self.padded = cache, padded

@@ -1,1 +1,1 @@
-"""Adapters of encoder-decoders of text."""
+"""Adapters of encoder-decoder models of text."""

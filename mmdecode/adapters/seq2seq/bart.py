@@ -1,7 +1,8 @@
-"""BART and its relatives, whose forward pass looks up positions by itself.
+"""Adapter of BART and its relatives, whose decoder counts positions by itself.
 
-transformers counts a decoder's positions from the cache length, one for all rows. A hook on the
-position table, installed for one pass, passes it the position of every token instead.
+In transformers the decoder takes positions from the length of the cache, which is the same for all
+rows. Here a hook on the table of position embeddings, installed for one pass, replaces them by the
+position of every token.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class BartAdapter(EncoderDecoderAdapter):
         self._positions = self.max_positions = int(model.config.max_position_embeddings)
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States of the last layer; padding takes up positions, as in transformers."""
+        """Computes the last layer's states; padding takes up positions, as in transformers."""
         table: nn.Module = self._decoder.embed_positions
         padded = (positions + past.pads[:, None]).clamp_max(self._positions - 1)
 
@@ -58,5 +59,5 @@ class BartAdapter(EncoderDecoderAdapter):
                 hook.remove()
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits with the bias of the checkpoint, which is not trained but need not be zero."""
+        """Computes logits, including the checkpoint's untrained logits bias."""
         return self.unembed(hidden) + self.model.final_logits_bias

@@ -1,4 +1,4 @@
-"""Base of encoder-decoders: the decoder is run, the encoder has run before."""
+"""Base of adapters of encoder-decoder models, which run the decoder on given encoder states."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class EncoderDecoderAdapter(Adapter):
-    """Runs the decoder alone; the encoder's states and their padding arrive with the prompt.
+    """Runs the decoder alone; the call provides the encoder's states and their padding mask.
 
     Args:
         model: The whole model.
-        num_layers: Layers of its decoder; a shared copy may run fewer, but each keeps its index in
-            the cache.
+        num_layers: Number of layers of its decoder. A copy that runs fewer layers still needs a
+            cache with an entry for each of them.
     """
 
     source_is_padded: ClassVar = True
-    """Whether some of the encoder's states may be padding, see `source_mask`."""
+    """Whether encoder states may be padding, see `source_mask`."""
     takes_positions: ClassVar = False
     """Whether the decoder's forward pass takes ``position_ids``."""
 
@@ -44,20 +44,20 @@ class EncoderDecoderAdapter(Adapter):
 
     @property
     def source_width(self) -> int:
-        """Width of the encoder's states."""
+        """Returns the width of the encoder's states."""
         return int(self.model.config.d_model)
 
     def source_mask(self, call: Call) -> Tensor | None:
-        """True at encoder states that are not padding, ``(B, S)``; ``None``: all of them."""
+        """Returns True at encoder states that are not padding, ``(B, S)``; ``None``: no padding."""
         return call.request.model_kwargs.get("attention_mask")
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """The caller's decoder prompt along with the encoder's states."""
+        """Returns the caller's decoder prompt, or its last token, with the encoder's states."""
         if spec.transform is not None or isinstance(spec.prompt, Tensor):
             raise IncompatibleError.between(
                 f"branch {spec.name!r}",
                 self.name,
-                "an encoder-decoder has no transforms and takes no prompt but the caller's",
+                "an encoder-decoder has no transforms, and its branches have no other prompts",
                 "use prompt='same' or prompt='last_token'",
             )
         ids, mask = call.request.prompt_ids, call.request.prompt_mask
@@ -69,7 +69,7 @@ class EncoderDecoderAdapter(Adapter):
             raise IncompatibleError(
                 f"encoder states of shape {tuple(source.shape)} for {len(ids)} decoder rows; "
                 f"{self.name} expects one each, of width {width}: an assistant that reads the "
-                "target's encoder must have its width"
+                "target's encoder states must have the same width"
             )
         inputs = {"source": source}
         read = self.source_mask(call) if self.source_is_padded else None
@@ -78,7 +78,7 @@ class EncoderDecoderAdapter(Adapter):
         return Prompt(ids=ids, mask=mask, inputs=inputs)
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Stacks the rows of all prompts, branch by branch, padded to the widest."""
+        """Concatenates all prompts into one, branch by branch, padded to the longest."""
         if len(prompts) == 1:
             return list(prompts)
         names = prompts[0].inputs
@@ -86,15 +86,15 @@ class EncoderDecoderAdapter(Adapter):
         return [Prompt.stacked(prompts, inputs)]
 
     def join(self, pasts: Sequence[Any], cache: RaggedCache) -> Any:
-        """Never needed: all prompts are read in one pass."""
+        """Never called, since all prompts are read in one pass."""
         raise AssertionError("one pass reads all prompts")
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
-        """The ragged self-attention cache, and a cross-attention cache that is filled once."""
+        """Returns the self-attention cache and a cross-attention cache that is filled once."""
         return SourcePast(cache, prompt)
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States after the decoder's final norm."""
+        """Computes the states after the decoder's final norm."""
         options = {"position_ids": positions} if self.takes_positions else {}
         if self.source_is_padded:
             options["encoder_attention_mask"] = past.source_mask
@@ -108,7 +108,7 @@ class EncoderDecoderAdapter(Adapter):
         ).last_hidden_state
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits."""
+        """Computes logits."""
         return self.unembed(hidden)
 
     def unembed(self, hidden: Tensor) -> Tensor:
@@ -116,19 +116,19 @@ class EncoderDecoderAdapter(Adapter):
         return self._head(hidden)
 
     def layers(self) -> Sequence[torch.nn.Module]:
-        """The decoder's layers."""
+        """Returns the decoder's layers."""
         return self._decoder.layers
 
 
 class SourcePast:
-    """The self-attention cache, and the encoder states that every step attends to.
+    """The self-attention cache, and the encoder states for cross-attention.
 
     Attributes:
-        cache: The engine's ragged cache.
-        caches: Cache for the decoder, which takes the encoder's states along with a filled cache.
+        cache: The engine's self-attention cache, whose rows may have different lengths.
+        caches: Self-attention and cross-attention caches together, as the decoder expects them.
         source: The encoder's states, ``(R, S, H)``.
-        source_mask: Additive, ``(R, 1, 1, S)``; ``None``: nothing is padding.
-        pads: Padding slots at the left of the decoder's prompt, ``(R,)``.
+        source_mask: Additive cross-attention mask, ``(R, 1, 1, S)``; ``None``: no padding.
+        pads: Number of padding tokens at the left of the decoder's prompt, ``(R,)``.
     """
 
     def __init__(self, cache: RaggedCache, prompt: Prompt) -> None:

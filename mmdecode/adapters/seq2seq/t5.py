@@ -1,7 +1,8 @@
-"""T5: no position embeddings, but a relative bias per head, computed from cache slots.
+"""Adapters of T5, mT5 and umT5, whose attention has a relative position bias per head.
 
-transformers computes distances as if the block began at slot 0. The bias that it will add is known,
-so the mask carries the difference to the bias of the true distances, head by head.
+In transformers the bias is computed as if the tokens of a pass started at cache slot 0. This bias
+is known in advance, so the attention mask, separate for each head, contains the bias of the true
+distances minus that bias.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class T5Adapter(EncoderDecoderAdapter):
-    """T5, Flan-T5 and mT5, whose layers share the first layer's bias.
+    """T5, Flan-T5 and mT5, whose layers share the position bias of the first layer.
 
     Raises:
-        UnsupportedModelError: A shared copy leaves that layer out.
+        UnsupportedModelError: The model is a copy with some layers, without the first one.
     """
 
     summary = "T5, Flan-T5 and mT5"
@@ -39,24 +40,24 @@ class T5Adapter(EncoderDecoderAdapter):
         self._attention = [block.layer[0].SelfAttention for block in self._decoder.block]
         if not self._attention[0].has_relative_attention_bias:
             raise UnsupportedModelError(
-                f"a {type(model).__name__} without its first layer, which holds the bias of all; "
-                "keep layer 0"
+                f"a {type(model).__name__} without its first layer, which has the bias of all "
+                "layers; keep layer 0"
             )
         self._farthest = config.relative_attention_max_distance  # distances beyond share its bias
         self._by_distance: dict[nn.Module, Tensor] = {}  # (heads, farthest + 1)
 
     @staticmethod
     def scales(config: Any) -> bool:
-        """Whether states are scaled before the output matrix; never in mT5."""
+        """Whether hidden states are scaled before the output matrix; never in mT5."""
         return getattr(config, "scale_decoder_outputs", False)
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States of the prompt, a chain from its first slot, padding included."""
+        """Computes the states of the prompt; positions count padding."""
         order = torch.arange(prompt.ids.shape[1], device=prompt.ids.device)
         return self._run(prompt.ids, mask, order.expand_as(prompt.ids), past)
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States after the decoder's final norm."""
+        """Computes the states after the decoder's final norm."""
         return self._run(tokens, mask, positions - positions[:, :1], past)
 
     def _run(self, tokens: Tensor, mask: Mask, depths: Tensor, past: SourcePast) -> Tensor:
@@ -66,19 +67,19 @@ class T5Adapter(EncoderDecoderAdapter):
         return super().forward(tokens, mask, depths, past)
 
     def _distance(self, mask: Tensor, depths: Tensor, past: SourcePast) -> Tensor:
-        """Distance of each token to each slot, at most the farthest, ``(R, Q, K)``.
+        """Returns the distance of each token to each cache slot, ``(R, Q, K)``, clipped.
 
         Args:
-            mask: ``(R, 1, Q, K)``.
-            depths: Distance of each token from the block's first, ``(R, Q)``.
-            past: Cache that knows in which slot the block begins.
+            mask: Attention mask, ``(R, 1, Q, K)``.
+            depths: Distance of each token of the pass from the first one, ``(R, Q)``.
+            past: The caches, which know the slot of the first token.
         """
         begin = past.cache.start + past.cache.rows.offset
         relative = torch.arange(mask.shape[-1], device=mask.device) - begin[:, None]  # (R, K)
         return distances(relative, depths).clamp(0, self._farthest)
 
     def _correction(self, attention: nn.Module, distance: Tensor) -> Tensor:
-        """Bias of the true distances minus the one that will be added, ``(R, heads, Q, K)``."""
+        """Returns the bias of true distances minus transformers' bias, ``(R, heads, Q, K)``."""
         bias: Any = attention.compute_bias
         if attention not in self._by_distance:
             reach = self._farthest + 1
@@ -88,16 +89,16 @@ class T5Adapter(EncoderDecoderAdapter):
         return right - bias(*distance.shape[1:], device=distance.device)
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """Applies the output matrix, after the scale that tied embeddings need."""
+        """Applies the output matrix, after scaling the states if embeddings are tied."""
         return self._head(hidden if self._scale == 1.0 else hidden * self._scale)
 
     def layers(self) -> Sequence[torch.nn.Module]:
-        """The decoder's layers."""
+        """Returns the decoder's layers."""
         return self._decoder.block
 
 
 class UMT5Adapter(T5Adapter):
-    """umT5, in which every layer has its own bias, and so its own mask."""
+    """umT5, in which every layer has its own position bias, and so needs its own mask."""
 
     summary = "umT5, with a bias of distances in every layer"
     source = "Chung et al. 2023"
@@ -105,7 +106,7 @@ class UMT5Adapter(T5Adapter):
 
     @staticmethod
     def scales(config: Any) -> bool:
-        """Whether states are scaled before the output matrix: with tied embeddings."""
+        """Whether states are scaled before the output matrix: if embeddings are tied."""
         return config.tie_word_embeddings
 
     def _run(self, tokens: Tensor, mask: Mask, depths: Tensor, past: SourcePast) -> Tensor:

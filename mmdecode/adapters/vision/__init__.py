@@ -1,1 +1,1 @@
-"""Adapters of vision-language models, one file a family."""
+"""Adapters of vision-language models, one module per family."""

@@ -1,11 +1,11 @@
-"""Base of vision-language models of transformers, which read images with the prompt alone.
+"""Base of adapters of vision-language models, which read images in the prompt.
 
-The prompt runs through the whole model, which merges image features into the embeddings and builds
-its own mask if attention is partly bidirectional (PaliGemma's prefix, Gemma3's images). Every later
-block runs through the text stack alone, with the engine's mask and positions.
+The prompt is run through the whole model, which merges image features into the embeddings and
+builds its own mask if attention is partly bidirectional (PaliGemma's prefix, Gemma3's images). All
+later tokens are run through the text model alone, with the engine's mask and positions.
 
-Image inputs are what ``generate`` passes on: encoder outputs since transformers 5.23, pixels
-before.
+The image inputs are the ones that ``generate`` passes on: outputs of the image encoder since
+transformers 5.23, pixels before.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _ENGINE = frozenset(
 """Inputs of a forward pass that the engine sets itself."""
 
 _ENCODED = "mm_encoder_outputs"
-"""Argument in which ``generate`` passes on images that it has encoded."""
+"""Argument by which ``generate`` passes on images that it has encoded."""
 
 
 class VisionLanguageAdapter(DecoderOnlyAdapter):
-    """Models whose image features replace placeholder tokens of the prompt.
+    """Models whose image features replace placeholder tokens (image tokens) of the prompt.
 
-    A family overrides what it does differently.
+    Subclasses override methods for model families that differ.
     """
 
     summary = "models that read images at placeholder tokens: InternVL, Janus, Emu3"
@@ -61,7 +61,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
     salient_layer: int = -1
     """Layer of the image encoder whose attention ranks the patches."""
     first_position: ClassVar = 0
-    """Position of the first token."""
+    """Position of the first prompt token."""
     by_token: ClassVar[Sequence[str]] = ("token_type_ids",)
     """Names of inputs with one value per prompt token in their last axis."""
 
@@ -78,7 +78,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         self._takes = set(inspect.signature(self._whole.forward).parameters) - _ENGINE
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """The caller's prompt with its images, or the prompt of the branch without images."""
+        """Returns the prompt of a branch; only the caller's own prompt has its images."""
         if call.request.model_kwargs.get("inputs_embeds") is not None:
             raise IncompatibleError.between(
                 "inputs_embeds",
@@ -94,7 +94,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         return prompt
 
     def model_inputs(self, call: Call) -> dict[str, Any]:
-        """Inputs of the whole model other than ids: image features or pixels, token types.
+        """Returns inputs of the whole model other than ids: image features or pixels, token types.
 
         Raises:
             IncompatibleError: The images were encoded for another model and no pixels are given.
@@ -115,7 +115,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         return {k: v for k, v in given.items() if k in self._takes and not _absent(v)}
 
     def with_images(self, call: Call, images: Mapping[str, Any]) -> Prompt:
-        """The caller's prompt with other images, laid out in the same way."""
+        """Returns the caller's prompt with other images that have the same numbers of tokens."""
         inputs = self.model_inputs(call)
         for name in (_ENCODED, *self.raw_names):
             inputs.pop(name, None)
@@ -123,12 +123,12 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         return Prompt(ids=call.request.prompt_ids, mask=call.request.prompt_mask, inputs=inputs)
 
     def from_processor(self, call: Call, inputs: Mapping[str, Any], same: bool) -> Prompt:
-        """Prompt made of a processor's output.
+        """Builds a prompt from a processor's output.
 
         Args:
             call: The generation call.
             inputs: The processor's output.
-            same: Whether its images are those of the call, whose features are then reused.
+            same: Whether its images are those of the call; their features are then reused.
         """
         given = {k: v for k, v in inputs.items() if k in self._takes and not _absent(v)}
         encoded = call.request.model_kwargs.get(_ENCODED)
@@ -141,9 +141,9 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         return Prompt(ids=ids, mask=mask, inputs=given)
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Stacks neighbouring prompts of the same layout into one pass; the others stay.
+        """Merges neighbouring prompts that have the same shape and inputs, to be run in one pass.
 
-        The main prompt has another layout than its branches if ``generate`` encoded its images.
+        If ``generate`` has encoded the images of the main prompt, it has other inputs than branches.
         """
         groups: list[list[Prompt]] = []
         for prompt in prompts:
@@ -157,12 +157,12 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         ]
 
     def spans(self, kind: str, ids: Tensor) -> Tensor:
-        """True at placeholders of images and videos, bool ``(B, P)``."""
+        """Returns True at placeholders of images and videos, ``(B, P)``."""
         marks = torch.tensor(self._marks, device=ids.device)
         return torch.isin(ids, marks)
 
     def span_sizes(self, kind: str, prompt: Prompt) -> list[int] | None:
-        """Number of tokens of each image of a prompt, row by row; ``None``: not known."""
+        """Returns the number of tokens of each image, row by row; ``None``: not known."""
         encoded = (prompt.inputs.get(_ENCODED) or {}).get("image")
         features = getattr(encoded, "pooler_output", None)
         if features is not None:
@@ -173,7 +173,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         return [int(self.spans("image", prompt.ids).sum()) // len(values)] * len(values)
 
     def split(self, raw: Mapping[str, Tensor], ids: Tensor) -> list[dict[str, Tensor]]:
-        """Splits the caller's image inputs by row, by the placeholders in ``ids (rows, P)``."""
+        """Splits the caller's image inputs by row, using the placeholders in ``ids (rows, P)``."""
         counts = self.images_per_row(raw, self.spans("image", ids))
         parts = {name: value.split(counts) for name, value in raw.items()}
         return [
@@ -182,7 +182,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         ]
 
     def contents(self, raw: Mapping[str, Any], ids: Tensor) -> list[list[Tensor]]:
-        """The images of each row, which identify it; none if they cannot be split by row."""
+        """Returns the images of each row; no images if they cannot be split by row."""
         found = {name: raw[name] for name in self.raw_names if isinstance(raw.get(name), Tensor)}
         try:
             rows = self.split(found, ids) if found else [{} for _ in ids]
@@ -191,22 +191,22 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         return [[own[name][index] for name, index in self.image_indices(own)] for own in rows]
 
     def images_per_row(self, raw: Mapping[str, Tensor], images: Tensor) -> list[int]:
-        """Number of images per row, assuming that all images use the same number of tokens.
+        """Returns the number of images per row; all images must have the same number of tokens.
 
         Raises:
-            IncompatibleError: Placeholders and images do not match.
+            IncompatibleError: The placeholders of the rows do not match the images.
         """
         tokens, count = images.sum(1).tolist(), len(raw["pixel_values"])
         each, rest = divmod(sum(tokens), max(count, 1))
         if rest or not each or any(own % each for own in tokens):
             raise IncompatibleError(
-                f"{count} images and rows of {', '.join(map(str, tokens))} image tokens, which "
-                "cannot be split by row; expected the processor's output for these prompts"
+                f"{count} images cannot be assigned to rows of {', '.join(map(str, tokens))} image "
+                "tokens; expected the processor's output for these prompts"
             )
         return [own // each for own in tokens]
 
     def image_indices(self, own: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
-        """Name of the tensor and index into it of each image of a row, without padding.
+        """Returns tensor name and index of each image of a row, without padding.
 
         Args:
             own: The row's image inputs, as `split` returns them.
@@ -220,44 +220,44 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         ]
 
     def valid_pixels(self, values: Tensor) -> Tensor:
-        """Pixels ``values``, changed where the model would misread them."""
+        """Returns pixels ``values``; subclasses change values that the model would misread."""
         return values
 
     def are_parts(self, images: int, runs: int) -> bool:
-        """Whether a row's images are parts of larger ones, of which the prompt has ``runs``."""
+        """Whether a row's ``images`` are parts: the prompt has only ``runs`` runs of image tokens."""
         return images > runs
 
     def edit_image(
         self, own: Mapping[str, Tensor], name: str, index: Any, edit: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Pixels of an image after an edit of the whole image.
+        """Returns the pixels of an image after an edit of the whole image.
 
         Args:
             own: The row's image inputs, as `split` returns them.
             name: Name of the tensor, as `image_indices` returns it.
             index: Index into it, as `image_indices` returns it.
-            edit: Maps normalised pixels ``(..., 3, H, W)`` to the same shape.
+            edit: Function of normalised pixels ``(..., 3, H, W)`` that keeps the shape.
         """
         return edit(own[name][index])
 
     def encode(self, raw: Mapping[str, Tensor]) -> Any:
-        """The model's image features, by image or row, as ``pooler_output``."""
+        """Computes the model's image features; ``pooler_output`` has them by image or by row."""
         return self._whole.get_image_features(**raw, return_dict=True)
 
     def tower(self) -> torch.nn.Module:
-        """The image encoder."""
+        """Returns the image encoder."""
         for name in ("vision_tower", "vision_model", "visual"):
             if hasattr(self._whole, name):
                 return getattr(self._whole, name)
         raise IncompatibleError.between(
             "a guide that reads the image encoder",
             self.name,
-            "its adapter knows of none",
+            "its adapter knows no image encoder",
             "use a guide that changes pixels or the prompt",
         )
 
     def tower_sites(self) -> list[torch.nn.Module]:
-        """Self-attention modules of the image encoder, by layer."""
+        """Returns the self-attention modules of the image encoder, by layer."""
         return [
             module
             for name, module in self.tower().named_modules()
@@ -267,10 +267,10 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
     def salience(
         self, weights: Sequence[Tensor], raw: Mapping[str, Tensor], counts: Sequence[int]
     ) -> Tensor:
-        """Attention that the image encoder pays to each image token, ``(n,)``.
+        """Returns the attention that the image encoder pays to each image token, ``(n,)``.
 
         Args:
-            weights: Attention weights of one layer of the encoder, by chunk, ``(R, heads, Q, K)``.
+            weights: Attention weights of one encoder layer, in chunks ``(R, heads, Q, K)``.
             raw: The image inputs that were encoded.
             counts: Number of image tokens of each image, or of each row.
         """
@@ -278,15 +278,15 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         return encoding.pooled(found, sum(counts) // len(found)).flatten()
 
     def patches(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
-        """Context in which ``change(states (R, n, H)) -> states`` edits the projector's input.
+        """Returns a context in which ``change(states (R, n, H))`` edits the projector's input.
 
         Raises:
-            IncompatibleError: The model has no projector that takes patches one by one.
+            IncompatibleError: The adapter knows no projector that maps each patch separately.
         """
         raise IncompatibleError.between(
             "a guide that changes what enters the projector",
             self.name,
-            "its adapter knows of no projector that takes patches one by one",
+            "its adapter knows no projector that maps each patch separately",
             "use a guide that changes the encoder's attention, or pixels",
         )
 
@@ -296,25 +296,25 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         return any("class_embedding" in name or "cls_token" in name for name in names)
 
     def position_inputs(self, call: Call) -> dict[str, Any]:
-        """Inputs that carry the positions of the caller's prompt, if the family has such inputs."""
+        """Returns inputs with the positions of the caller's prompt, if the family has any."""
         return {}
 
     def prompt_attention(self, images: Tensor, mask: Tensor) -> Tensor | None:
-        """Prompt tokens that each one attends to, ``(B, P, P)`` bool; ``None``: all before it.
+        """Returns which prompt tokens each token attends to, ``(B, P, P)`` bool; ``None``: causal.
 
         Args:
-            images: Image tokens, ``(B, P)``.
-            mask: True where not padding, ``(B, P)``.
+            images: True at image tokens, ``(B, P)``.
+            mask: True at tokens that are not padding, ``(B, P)``.
         """
         return None
 
     def masks_itself(self, prompt: Prompt) -> bool:
-        """Same as for text; the whole model always masks itself, since it is given the padding."""
+        """Whether no mask is needed; the whole model builds its own, since it gets the padding."""
         whole = bool(prompt.inputs) and "inputs_embeds" not in prompt.inputs
         return whole or super().masks_itself(prompt)
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States of the prompt, through the whole model if it has images."""
+        """Computes the states of the prompt, by the whole model if there are images."""
         if not prompt.inputs:
             return self.forward(prompt.ids, mask, positions, past)
         if "inputs_embeds" in prompt.inputs:
@@ -331,12 +331,12 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         ).last_hidden_state
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States of the text stack after its final norm."""
+        """Computes the states of the text model after its final norm."""
         return super().forward(tokens, mask, positions + self.first_position, past)
 
 
 def placeholders(config: Any) -> list[int]:
-    """Placeholder ids of images and videos."""
+    """Returns the placeholder ids of images and videos."""
     names = ("image_token_id", "image_token_index", "video_token_id")
     marks = (getattr(config, name, None) for name in names)
     return sorted({mark for mark in marks if mark is not None})
@@ -359,7 +359,7 @@ def _alike(one: Prompt, other: Prompt) -> bool:
 
 
 def _joined(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Inputs of prompts of the same layout: tensors concatenated by row, the rest unchanged."""
+    """Joins inputs of prompts of the same shape: tensors by row, other values stay."""
     return {
         name: torch.cat([prompt.inputs[name] for prompt in prompts])
         if isinstance(value, Tensor)
@@ -369,11 +369,11 @@ def _joined(prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 
 def images_by_tokens(tokens: Sequence[int], images: Tensor) -> list[int]:
-    """Number of images per row, given the number of tokens of each image.
+    """Returns the number of images per row, given the number of tokens of each image.
 
     Args:
-        tokens: Tokens of each image, in order.
-        images: Image tokens of the prompts, bool ``(B, P)``.
+        tokens: Number of tokens of each image, in order.
+        images: True at image tokens of the prompts, ``(B, P)``.
     """
     counts, first = [], 0
     for wanted in images.sum(1).tolist():

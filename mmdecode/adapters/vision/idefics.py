@@ -1,4 +1,4 @@
-"""Idefics3 and SmolVLM."""
+"""Adapter of Idefics3 and SmolVLM."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class IdeficsAdapter(VisionLanguageAdapter):
     raw_names: ClassVar[Sequence[str]] = ("pixel_values", "pixel_attention_mask")
 
     def span_sizes(self, kind: str, prompt: Prompt) -> list[int] | None:
-        """``None``: features are grouped by row."""
+        """Returns ``None``: features are grouped by row, so images are not known separately."""
         return None
 
     def split(self, raw: Mapping[str, Tensor], ids: Tensor) -> list[dict[str, Tensor]]:
-        """Splits the inputs by row; each tensor has one entry per row."""
+        """Splits the image inputs by row; each tensor has one entry per row."""
         has = self.spans("image", ids).any(1).tolist()
         return [
             {name: value[row : row + 1] for name, value in raw.items()} if has[row] else {}
@@ -32,7 +32,7 @@ class IdeficsAdapter(VisionLanguageAdapter):
         ]
 
     def image_indices(self, own: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
-        """Indices of the images that are not empty, each cropped to its mask (top left)."""
+        """Returns the indices of images that are not empty, without the padding of each."""
         values, mask = own.get("pixel_values"), own.get("pixel_attention_mask")
         if values is None:
             return []
@@ -45,9 +45,9 @@ class IdeficsAdapter(VisionLanguageAdapter):
         return [("pixel_values", index) for index in indices]
 
     def are_parts(self, images: int, runs: int) -> bool:
-        """True for several: they may be tiles of one image, as only the text between them shows."""
+        """Returns True for several images: they may be tiles of one, which cannot be seen here."""
         return images > 1
 
     def valid_pixels(self, values: Tensor) -> Tensor:
-        """Replaces zeros by a tiny value: an image of zeros would count as padding."""
+        """Replaces an image of zeros by tiny values, since the model would take it for padding."""
         return values if values.any() else torch.full_like(values, 1e-6)

@@ -1,4 +1,4 @@
-"""LLaVA and LLaVA-NeXT."""
+"""Adapter of LLaVA and LLaVA-NeXT."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LlavaAdapter(VisionLanguageAdapter):
-    """LLaVA and LLaVA-NeXT, whose features come from the second last layer of a CLIP encoder."""
+    """LLaVA and LLaVA-NeXT, whose image features come from an inner layer of a CLIP encoder."""
 
     summary = "LLaVA and LLaVA-NeXT"
     source = "Liu et al. 2023, 2024"
@@ -33,10 +33,10 @@ class LlavaAdapter(VisionLanguageAdapter):
         self.salient_layer = last if last < 0 else last - 1
 
     def images_per_row(self, raw: Mapping[str, Tensor], images: Tensor) -> list[int]:
-        """Number of images per row, also if they differ in tokens: by runs of tokens, or by size.
+        """Returns the number of images per row, also if images have different numbers of tokens.
 
         Raises:
-            IncompatibleError: Placeholders and images do not match.
+            IncompatibleError: The image tokens of the rows do not match the images.
         """
         runs = (images & ~pad(images, (1, -1))).sum(1).tolist()
         if sum(runs) == len(raw["pixel_values"]):
@@ -48,14 +48,14 @@ class LlavaAdapter(VisionLanguageAdapter):
         return super().images_per_row(raw, images)
 
     def image_indices(self, own: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
-        """Same as the base; for LLaVA-NeXT, each whole image along with its tiles."""
+        """Returns the indices of images; for LLaVA-NeXT, of each image with its tiles."""
         if not own or own["pixel_values"].ndim == 4:
             return super().image_indices(own)
         tiles = self._tiles(own["image_sizes"])
         return [("pixel_values", (i, slice(count))) for i, count in enumerate(tiles)]
 
     def _tiles(self, sizes: Tensor) -> list[int]:
-        """Number of parts of each image of LLaVA-NeXT: its tiles and the whole image."""
+        """Returns the number of parts of each LLaVA-NeXT image: its tiles and the whole image."""
         from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
         config: Any = self.model.config
@@ -66,13 +66,13 @@ class LlavaAdapter(VisionLanguageAdapter):
         ]
 
     def are_parts(self, images: int, runs: int) -> bool:
-        """Never: tiles come with their whole image."""
+        """Returns False: tiles are kept together with their whole image."""
         return False
 
     def edit_image(
         self, own: Mapping[str, Tensor], name: str, index: Any, edit: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Same as the base; for LLaVA-NeXT, edits the whole image and the one made of its tiles."""
+        """Edits an image; for LLaVA-NeXT, the whole image and the joined tiles separately."""
         values = own[name][index]
         if values.ndim == 3:
             return edit(values)
@@ -87,7 +87,7 @@ class LlavaAdapter(VisionLanguageAdapter):
         return torch.cat([edit(values[0])[None], whole.flatten(0, 1)])
 
     def patches(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
-        """Hooks the projector, whose input has no class token."""
+        """Edits the input of the projector, which has no class token."""
         return self._whole.multi_modal_projector.register_forward_pre_hook(
             of_this_thread(lambda _, args: (change(args[0]), *args[1:]))
         )
@@ -95,7 +95,7 @@ class LlavaAdapter(VisionLanguageAdapter):
     def salience(
         self, weights: Sequence[Tensor], raw: Mapping[str, Tensor], counts: Sequence[int]
     ) -> Tensor:
-        """Same as the base; LLaVA-NeXT: attention in the whole image, which precedes its tiles."""
+        """Returns attention per image token; for LLaVA-NeXT 0 at tiles, after the whole image."""
         found = torch.cat(encoding.salience(weights, self.has_cls()))
         first_stays = self.model.config.vision_feature_select_strategy == "full"
         if self.has_cls() and first_stays:
