@@ -313,7 +313,7 @@ def _unguided(guide: Guide | None, adapter: Any, words: bool) -> str | None:
     if words:
         return "the drafting model reads the words of the prompt alone"
     if guide.edits:
-        return f"guide {type(guide).__name__} edits attention or hidden states of the model"
+        return f"guide {type(guide).__name__} edits attention or states inside the model"
     return why_unguided(guide, adapter)
 
 

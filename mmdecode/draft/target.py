@@ -35,7 +35,7 @@ def why_unguided(guide: Guide | None, adapter: Adapter) -> str | None:
     name = type(guide).__name__
     for spec in guide.branches:
         if spec.build is not None or spec.model is not None or spec.replaces_after_prefill:
-            return f"guide {name} has a branch that no drafter can run: {spec.name!r}"
+            return f"guide {name} has branches of its own, which no draft runs: {spec.name!r}"
     if guide.needs(adapter) != Requirements():
         return f"guide {name} reads more than logits"
     return None

@@ -138,9 +138,7 @@ class WhisperCD(Guide):
         if shift is not None and not 0 < shift < 1:
             raise OptionError(f"shift must be between 0 and 1, got {shift}; none leaves it out")
         if isinstance(structure, str) or not (structure is None or math.isfinite(structure)):
-            raise OptionError(
-                f"structure must be a number of nats, got {structure}; none: no gate"
-            )
+            raise OptionError(f"structure must be a number of nats, got {structure}; none: no gate")
         if isinstance(no_speech, str) or not 0 <= no_speech <= 1:
             raise OptionError(f"no_speech must be in 0..1, got {no_speech}; 1: no gate")
         self.no_speech, self.structure = no_speech, structure

@@ -189,7 +189,7 @@ def test_a_call_in_which_generate_moves_on_inside_the_window_is_refused(
 ):
     clip = [waves[1][: kit.rate]]  # the model writes a time, and generate goes on from there
     assert len(generated(model, processor, clip, None)[0]) > 8
-    with pytest.raises(IncompatibleError, match="has read something else"):
+    with pytest.raises(IncompatibleError, match="has read other audio"):
         generated(model, processor, clip, hearing(unchanged, alpha=2.0, beta=0))
 
 

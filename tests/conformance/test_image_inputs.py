@@ -107,7 +107,7 @@ def test_emu3_takes_the_grid_that_its_processor_names():
     for wrong in ({}, {"image_sizes": [[3, 4], [4, 4]]}, {"grid": (3, 4), "image_sizes": [[4, 3]]}):
         with pytest.raises(OptionError, match=r"give one, grid=\(rows, columns\)"):
             generate(model, **given, **wrong)
-    with pytest.raises(OptionError, match=r"a prompt asks for 3\*4 codes, the grid is 4\*4"):
+    with pytest.raises(OptionError, match=r"a prompt asks for 3\*4 codes, but grid is 4\*4"):
         generate(model, **given, grid=(4, 4))
 
 
@@ -191,7 +191,7 @@ def test_parts_that_do_not_fit_image_mode_are_refused():
         draw("llamagen", Decoder(guide="cfg:scale=2"), guidance=None)
     with pytest.raises(IncompatibleError, match="use guide 'guidance'"):
         draw("llamagen", Decoder(Amateur(2)))
-    with pytest.raises(IncompatibleError, match="a part that reads the layers"):
+    with pytest.raises(IncompatibleError, match="a draft or guide that reads layers"):
         draw("imagegpt", Decoder(LayerSkip(exit_layer=1, length=2)))
     with pytest.raises(UnsupportedModelError, match="to write image tokens"):
         generate(text_model("llama"), classes=[1])
@@ -315,9 +315,9 @@ def test_a_drafting_model_is_named_by_its_folder(family, tmp_path, monkeypatch):
 def test_a_drafting_model_of_other_images_is_refused(tmp_path):
     image_model("imagegpt").save_pretrained(tmp_path)
     for draft, message in (
-        (Assistant(llamagen(grid_size=2)), "they write 2 x 2 codes and 4 x 4"),
-        (Assistant(llamagen(vocab_size=CODES + 1)), "or other tokens for them"),
-        (f"assistant:model={tmp_path}", "its type is 'imagegpt'"),
+        (Assistant(llamagen(grid_size=2)), "they generate 2 x 2 and 4 x 4 codes"),
+        (Assistant(llamagen(vocab_size=CODES + 1)), "or have different tokens for the codes"),
+        (f"assistant:model={tmp_path}", "its model type 'imagegpt'"),
     ):
         with pytest.raises(IncompatibleError, match=message):
             draw("llamagen", Decoder(draft))

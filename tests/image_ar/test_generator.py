@@ -719,7 +719,7 @@ def test_a_rule_that_compares_codes_wants_a_codebook(classes, altered):
     with pytest.raises(IncompatibleError, match="this model has no codebook"):
         generator(0)
     image = ImageGenerator.from_pretrained(path, device="cpu", mode="relaxed")(0)
-    with pytest.raises(IncompatibleError, match="its tokenizer is a model of its own"):
+    with pytest.raises(IncompatibleError, match="its image tokenizer is a separate model"):
         image.pixels()
 
 

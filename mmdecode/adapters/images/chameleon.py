@@ -27,8 +27,8 @@ OPENS = "<racm3:break>"
 class ChameleonImagesAdapter(SharedVocabularyAdapter):
     """Chameleon, generating square images of its tokenizer's resolution.
 
-    The token that closes an image is not generated. Guidance is ``u + s (c - u)``, as in the published
-    code for prompts of text alone.
+    The token that closes an image is not generated. Guidance is ``u + s (c - u)``, as in the
+    published code for prompts of text alone.
 
     Args:
         model: The model.

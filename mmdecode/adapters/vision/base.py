@@ -143,7 +143,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Merges neighbouring prompts that have the same shape and inputs, to be run in one pass.
 
-        If ``generate`` has encoded the images of the main prompt, it has other inputs than branches.
+        If ``generate`` has encoded the images, the main prompt has other inputs than branches.
         """
         groups: list[list[Prompt]] = []
         for prompt in prompts:
@@ -224,7 +224,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         return values
 
     def are_parts(self, images: int, runs: int) -> bool:
-        """Whether a row's ``images`` are parts: the prompt has only ``runs`` runs of image tokens."""
+        """Whether a row's images are parts of images: there are fewer runs of image tokens."""
         return images > runs
 
     def edit_image(

@@ -1,4 +1,4 @@
-"""Chameleon, reading images and generating text; `images.chameleon` generates images."""
+"""Adapter of Chameleon for generating text; `mmdecode.adapters.images.chameleon` is for images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ChameleonAdapter(VisionLanguageAdapter):
-    """Chameleon, generating text; its head forbids image tokens, like the model's forward pass."""
+    """Chameleon, generating text; image tokens are excluded, as in the model's forward pass."""
 
     summary = "Chameleon, generating text"
     model_types = ("chameleon",)
@@ -24,7 +24,7 @@ class ChameleonAdapter(VisionLanguageAdapter):
         self._images = torch.tensor(self._whole.vocabulary_mapping.image_tokens)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits, with those of image tokens set to the lowest finite value."""
+        """Computes logits, and sets those of image tokens to the lowest finite value."""
         logits = super().head(hidden)
         if self._images.device != logits.device:
             self._images = self._images.to(logits.device)

@@ -1,6 +1,6 @@
-"""Encodes images and builds prompts of their features, for transforms of a prompt's images.
+"""Encodes images and builds prompts from their features, for transforms of a prompt's images.
 
-Also reads how much attention the image encoder pays to each patch (its salience).
+The module also computes the salience of patches: the attention that the image encoder pays to each.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ if TYPE_CHECKING:
     from mmdecode.adapters.vision.base import VisionLanguageAdapter
 
 Heads = Literal["mean", "joined"]
-"""How the attention of an encoder's heads is combined: averaged, or as if they were one head."""
+"""How attention of the encoder's heads is combined: averaged, or as if they were one head."""
 
 Raw = dict[str, Tensor]
-"""Pixels and the tensors that describe them, by the names of the model's forward arguments."""
+"""Image inputs of a model (pixels, sizes and so on), by argument name of its forward pass."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Image tokens of a batch, row by row.
+    """Features of all image tokens of a batch, row by row.
 
     Attributes:
         features: Features in the text model's embedding space, ``(n, H)``.
         deeper: Features that some models add in their first layers (deepstack), each ``(n, H)``.
-        salience: Attention that the image encoder pays to each, ``(n,)``, if requested.
+        salience: Attention that the image encoder pays to each image token, ``(n,)``; ``None``: not
+            requested.
     """
 
     features: Tensor
@@ -59,13 +60,13 @@ def encode(adapter: VisionLanguageAdapter, raw: Raw, salient: Heads | None = Non
 
 
 def salient_plan(adapter: VisionLanguageAdapter, heads: Heads = "mean") -> TowerPlan:
-    """Plan that records the attention of the encoder layer that `salience` is read from."""
+    """Returns a plan that records the attention weights of the encoder layer for `salience`."""
     layer = adapter.salient_layer % len(adapter.tower_sites())
     return tower_plan(adapter, reads=frozenset([layer]), joined=heads == "joined")
 
 
 def tower_plan(adapter: VisionLanguageAdapter, **options: Any) -> TowerPlan:
-    """Plan over the self-attention of the image encoder; ``options`` are those of `TowerPlan`."""
+    """Returns a `TowerPlan`, with ``options``, for the self-attention of the image encoder."""
     sites = {id(site): index for index, site in enumerate(adapter.tower_sites())}
     return TowerPlan(sites=sites, **options)
 
@@ -77,12 +78,12 @@ def feature_prompt(
     features: Tensor,
     deeper: Sequence[Tensor],
 ) -> Prompt:
-    """A prompt of embeddings, with image features at the image tokens.
+    """Builds a prompt of embeddings, with image features at the image tokens.
 
     Args:
         adapter: The model's adapter.
         call: The call whose prompt is used.
-        keep: Columns of the prompt to keep, ``(B, P)``, with as many image tokens as ``features``.
+        keep: True at prompt tokens to keep, ``(B, P)``; n of them are image tokens.
         features: Features of the kept image tokens, ``(n, H)``.
         deeper: Features added in the first layers, see `Encoded`.
     """
@@ -102,7 +103,7 @@ def feature_prompt(
 def merge_features(
     adapter: VisionLanguageAdapter, ids: Tensor, images: Tensor, features: Tensor
 ) -> Tensor:
-    """Embeddings of ``ids (B, P)``, with ``features (n, H)`` where ``images (B, P)`` is set."""
+    """Embeds ``ids (B, P)``, with ``features (n, H)`` where ``images (B, P)`` is True."""
     words = ids.masked_fill(images, 0)  # a placeholder may lie outside the vocabulary
     embeds = adapter.model.get_input_embeddings()(words)
     return embeds.masked_scatter(images[..., None], features.to(embeds))
@@ -110,7 +111,7 @@ def merge_features(
 
 @contextmanager
 def planned_tower(adapter: VisionLanguageAdapter, plan: TowerPlan) -> Iterator[TowerPlan]:
-    """Applies a plan to passes through the image encoder within the context."""
+    """Applies a plan to all passes of the image encoder within the context."""
     with ExitStack() as stack:
         stack.enter_context(switched(adapter.tower()))
         stack.enter_context(planned(plan))
@@ -118,14 +119,14 @@ def planned_tower(adapter: VisionLanguageAdapter, plan: TowerPlan) -> Iterator[T
 
 
 def salience(weights: Sequence[Tensor], has_cls: bool) -> list[Tensor]:
-    """Attention that each patch receives: from the class token, or on average from all patches.
+    """Returns the attention to each patch, from the class token or averaged over all patches.
 
     Args:
         weights: Attention weights of one layer, in chunks, each ``(R, heads, Q, K)``.
         has_cls: Whether the first token is a class token.
 
     Returns:
-        One ``(R, patches)`` per chunk, averaged over heads.
+        One tensor ``(R, patches)`` per chunk, averaged over heads.
     """
     if has_cls:
         return [chunk.mean(1)[:, 0, 1:] for chunk in weights]
@@ -133,14 +134,15 @@ def salience(weights: Sequence[Tensor], has_cls: bool) -> list[Tensor]:
 
 
 def pooled(values: Tensor, tokens: int) -> Tensor:
-    """Mean value of the patches that are merged into each image token.
+    """Returns the mean value of the patches that are merged into each image token.
 
     Args:
-        values: One value per patch, a square grid in raster order, ``(R, patches)``.
-        tokens: Image tokens, a square grid too.
+        values: One value per patch of a square grid, in raster order, ``(R, patches)``.
+        tokens: Number of image tokens per image, which form a square grid too.
 
     Raises:
-        IncompatibleError: The tokens' grid does not divide the patches'.
+        IncompatibleError: The grids are not square, or the token grid does not divide the patch
+            grid.
     """
     rows, patches = values.shape
     if patches == tokens:
@@ -149,13 +151,13 @@ def pooled(values: Tensor, tokens: int) -> Tensor:
     if side * side != patches or cells * cells != tokens or side % cells:
         raise IncompatibleError(
             f"{patches} patches are merged into {tokens} image tokens; expected square grids, one "
-            "dividing the other: attention to tokens cannot be computed from that to patches"
+            "dividing the other, to compute attention to image tokens from attention to patches"
         )
     grid = values.reshape(rows, 1, side, side)
     return avg_pool2d(grid, side // cells).reshape(rows, tokens)
 
 
 def right_aligned(keep: Tensor) -> Tensor:
-    """Columns that align the kept ones at the right, as many as the longest row keeps."""
+    """Returns column indices that move kept tokens to the right, as many as the longest row."""
     width = int(keep.sum(1).amax())
     return keep.long().argsort(dim=1, stable=True)[:, keep.shape[1] - width :]

@@ -1,4 +1,4 @@
-"""Gemma3, reading images."""
+"""Adapter of Gemma3 with images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Gemma3Adapter(VisionLanguageAdapter):
     model_types = ("gemma3",)
 
     def prompt_attention(self, images: Tensor, mask: Tensor) -> Tensor:
-        """Attention to all tokens before, and to the whole image that a token belongs to."""
+        """Returns a causal mask with full attention within each image, ``(B, P, P)``."""
         run = (images & ~pad(images, (1, -1))).cumsum(1).masked_fill(~images, 0)
         together = (run[:, :, None] == run[:, None]) & images[:, :, None]
         return torch.ones_like(together).tril() | together

@@ -1,15 +1,14 @@
-"""InstructBLIP, whose Q-Former reads the image together with the question.
+"""Adapter of InstructBLIP, whose Q-Former reads the image together with the question.
 
-``generate`` of an InstructBLIP model merges the output of its Q-Former into the embeddings of the
-prompt and calls ``generate`` of its inner language model, which is what a decoder is passed. Text
-is decoded like that of any language model. Transforms of the image need the outer model and the
-Q-Former's ids, which `mmdecode.generate` and `mmdecode.attach` pass on; the registry then finds
-this adapter.
+``generate`` of an InstructBLIP model (the outer model) merges the Q-Former's output into the
+prompt's embeddings and calls ``generate`` of its language model (the inner model), where decoding
+takes place. Transforms of the image need the outer model and the Q-Former's token ids, which
+`mmdecode.generate` and `mmdecode.attach` pass on; then this adapter is used.
 
-The transform ``features`` changes the query tokens that the language model reads. ``tokens``
-selects the patches that the Q-Former reads; the number of query tokens stays the same. The class
-token is not a patch and is left out, so selecting all patches differs slightly from the main
-branch. A question that is rewritten is rewritten for the Q-Former too.
+The transform ``features`` changes the Q-Former's output tokens, which the language model reads.
+``tokens`` selects the patches that the Q-Former reads; the number of output tokens stays the same.
+The class token of the image encoder is no patch and is left out, so selecting all patches differs
+slightly from the unchanged model. If a question is rewritten, the Q-Former reads the new one too.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from mmdecode.engine.request import left_padded
 
 
 class InstructBlipAdapter(VisionLanguageAdapter):
-    """The inner language model, and the images that the outer model encodes for it.
+    """Runs the inner language model, with images encoded by the outer model.
 
     Args:
-        model: The outer model; see `inner`.
+        model: The outer model, an ``InstructBlipForConditionalGeneration``.
     """
 
     summary = "the language model of InstructBLIP, and the transforms of its images"
@@ -55,18 +54,18 @@ class InstructBlipAdapter(VisionLanguageAdapter):
 
     @staticmethod
     def inner(model: Any) -> Any:
-        """The inner language model, which decoders are passed; ``None`` if it has no adapter."""
+        """Returns the inner language model, which is decoded; ``None`` if it has no adapter."""
         language = model.language_model
         fits = language.config.model_type in DecoderOnlyAdapter.model_types
         return language if fits else None
 
     @property
     def name(self) -> str:
-        """Class name of the outer model."""
+        """Returns the class name of the outer model."""
         return type(self._whole).__name__
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """The embeddings that ``generate`` merged, or a transform of the image or the question."""
+        """Returns the embeddings that ``generate`` merged, or a transformed prompt."""
         if spec.transform == "tokens":
             image_transforms.refuse_missing(spec)
             return self._of_patches(call, **spec.transform_options)
@@ -75,16 +74,16 @@ class InstructBlipAdapter(VisionLanguageAdapter):
         return DecoderOnlyAdapter.prompt(self, call, spec)
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Stacks all prompts into one pass of embeddings."""
+        """Concatenates the embeddings of all prompts, to be run in one pass."""
         return DecoderOnlyAdapter.stack(self, prompts)
 
     def with_images(self, call: Call, images: Mapping[str, Any]) -> Prompt:
-        """The caller's prompt with the Q-Former's features of other images."""
+        """Returns the caller's prompt with the Q-Former's output for other images."""
         features = encoding.encode(self, dict(images)).features
         return encoding.feature_prompt(self, call, call.request.prompt_mask, features, ())
 
     def from_processor(self, call: Call, inputs: Mapping[str, Any], same: bool) -> Prompt:
-        """Prompt made of a processor's output; the Q-Former always reads the new question."""
+        """Builds a prompt from a processor's output; the Q-Former reads the new question."""
         raw = {name: inputs[name] for name in self.raw_names if name in inputs}
         ids = inputs["input_ids"]
         mask = left_padded(inputs.get("attention_mask", torch.ones_like(ids)))
@@ -93,7 +92,7 @@ class InstructBlipAdapter(VisionLanguageAdapter):
         return Prompt(ids=ids, mask=mask, inputs={"inputs_embeds": embeds})
 
     def encode(self, raw: Mapping[str, Tensor]) -> Any:
-        """Query tokens by row; position embeddings of patches are interpolated for other sizes."""
+        """Computes the Q-Former's output by row; images may have another size than in training."""
         size = self._whole.config.vision_config.image_size
         return self._whole.get_image_features(
             **raw,
@@ -107,7 +106,7 @@ class InstructBlipAdapter(VisionLanguageAdapter):
         select: Callable[[Tensor, Tensor], Tensor],
         heads: encoding.Heads = "mean",
     ) -> Prompt:
-        """Prompt whose Q-Former reads some patches of each row, and no class token."""
+        """Builds a prompt whose Q-Former reads only selected patches, and no class token."""
         parts = []
         for own in image_transforms.raw_images(self, call):
             if not own:
@@ -124,7 +123,7 @@ class InstructBlipAdapter(VisionLanguageAdapter):
         return encoding.feature_prompt(self, call, call.request.prompt_mask, torch.cat(parts), ())
 
     def _read_by_qformer(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
-        """Context where ``change(states (R, 1 + n, H)) -> states`` edits the Q-Former's input."""
+        """Returns a context where ``change(states (R, 1 + n, H))`` edits the Q-Former's input."""
 
         def after(_: torch.nn.Module, args: Any, output: Any) -> Any:
             states = change(output.last_hidden_state)

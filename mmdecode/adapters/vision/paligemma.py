@@ -1,4 +1,4 @@
-"""PaliGemma."""
+"""Adapter of PaliGemma."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class PaliGemmaAdapter(VisionLanguageAdapter):
     first_position: ClassVar = 1
 
     def prompt_attention(self, images: Tensor, mask: Tensor) -> Tensor:
-        """Attention to the whole prompt, in both directions."""
+        """Returns a mask that lets each token attend to the whole prompt, ``(B, P, P)``."""
         return mask[:, :, None] & mask[:, None]

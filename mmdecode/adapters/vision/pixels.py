@@ -1,4 +1,4 @@
-"""Reconstructs whole images from a processor's pixels, and makes pixels of them again.
+"""Reconstructs whole images from a processor's pixels, and converts them back to pixels.
 
 A processor scales and normalises an image, and may cut it into tiles or patches. Guides that
 transform whole images need the inverse: images ``(..., 3, H, W)`` with channels in 0..1.
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Change = Callable[[Tensor, torch.Generator], Tensor]
-"""A change of images ``(..., 3, H, W)`` in 0..1; the shape stays."""
+"""Function of images ``(..., 3, H, W)`` in 0..1 and a generator; returns the same shape."""
 
 NORMS = (
     ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),  # CLIP
     ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),  # SigLIP
     ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # ImageNet
 )
-"""Mean and standard deviation of each channel, as processors normalise with."""
+"""Mean and standard deviation of each channel, with which processors normalise images."""
 
 _MAX_OFF_GRID = 0.2
-"""Largest share of values off the 8-bit grid; under a wrong normalisation it is half or more."""
+"""Maximum share of pixels that are no 8-bit values; half or more with a wrong normalisation."""
 
 
 def of_image(image: Image) -> Tensor:
-    """Channels of an RGB image in 0..1, ``(3, H, W)``."""
+    """Converts an RGB image to a tensor in 0..1, ``(3, H, W)``."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 
 
 def to_image(channels: Tensor) -> Image:
-    """RGB image of channels in 0..1, ``(3, H, W)``; the inverse of `of_image`."""
+    """Converts a tensor in 0..1, ``(3, H, W)``, to an RGB image; the inverse of `of_image`."""
     from PIL import Image
 
     values = (channels.clamp(0, 1) * 255).round().byte()
@@ -46,7 +46,7 @@ def to_image(channels: Tensor) -> Image:
 
 
 def edit_image(image: Image, change: Change, draw: torch.Generator) -> Image:
-    """Applies a change to an image."""
+    """Applies a change to a PIL image."""
     return to_image(change(of_image(image), draw))
 
 
@@ -54,10 +54,11 @@ def edit_normalised(normalised: Tensor, change: Change, seed: int) -> Tensor:
     """Applies a change to normalised images: undoes the normalisation, changes, normalises again.
 
     Args:
-        normalised: Images ``(..., 3, H, W)``, of eight bits a channel before they were normalised,
-            from which the normalisation is inferred.
-        change: The change.
-        seed: Seed of its draws, so that parts of one image can be changed in the same way.
+        normalised: Normalised images ``(..., 3, H, W)`` with 8 bits per channel before, so that the
+            normalisation can be inferred.
+        change: The change of the images.
+        seed: Seed of its random generator; the same for parts of one image that must be changed in
+            the same way.
 
     Raises:
         IncompatibleError: The normalisation is none of `NORMS`.
@@ -98,7 +99,7 @@ def normalisation(normalised: Tensor) -> tuple[Tensor, Tensor]:
             "a guide that transforms images",
             "these pixels",
             "they are no eight-bit images under a known normalisation (CLIP, SigLIP, ImageNet)",
-            "use mmdecode.vlm.Answerer, which hands over the images themselves",
+            "use mmdecode.vlm.Answerer, which passes the images themselves",
         )
     return best[2], best[3]
 
@@ -120,9 +121,9 @@ def of_patches(patches: Tensor, grid: Sequence[int], merged: int, frames: int) -
     """Joins patches of Qwen-VL into images ``(T F, 3, H, W)``.
 
     Args:
-        patches: ``(T R C, 3 F p p)``; ``merged * merged`` neighbours follow
-            one another.
-        grid: T, R and C: patches in time, height and width.
+        patches: Patches of p x p pixels, ``(T R C, 3 F p p)``; the ``merged * merged`` patches of
+            one token are adjacent.
+        grid: T, R and C: numbers of patches in time, height and width.
         merged: Side, in patches, of the square that becomes one token.
         frames: F, the number of frames that one patch covers.
     """
@@ -143,7 +144,7 @@ def to_patches(images: Tensor, grid: Sequence[int], merged: int, frames: int) ->
 
 
 def refuse_parts(model: str) -> None:
-    """Refuses images that were cut into parts in an unknown way.
+    """Raises an error for images that were cut into parts in an unknown way.
 
     Raises:
         IncompatibleError: Always.
@@ -151,6 +152,6 @@ def refuse_parts(model: str) -> None:
     raise IncompatibleError.between(
         "a guide that transforms images",
         f"the pixels of {model}",
-        "an image was cut into parts, in a way that is not known",
-        "use mmdecode.vlm.Answerer, which hands over the images themselves",
+        "an image was cut into parts in an unknown way",
+        "use mmdecode.vlm.Answerer, which passes the images themselves",
     )

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+"""Adapter of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class QwenVLAdapter(VisionLanguageAdapter):
     """Qwen-VL, whose positions have three dimensions: time, height and width.
 
-    After the prompt the three advance together, each at a constant offset from the token's index.
-    The offsets are kept per row, because the model's own ``rope_deltas`` is state that the next
-    prompt overwrites.
+    After the prompt, each of the three positions is the token's index plus a constant offset. The
+    adapter keeps the offsets of each row, because the model itself keeps them in ``rope_deltas``,
+    which the next prompt overwrites.
     """
 
     summary = "Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with positions in three dimensions"
@@ -41,26 +41,26 @@ class QwenVLAdapter(VisionLanguageAdapter):
     )
 
     def model_inputs(self, call: Call) -> dict[str, Any]:
-        """The images, and ``offsets (B, 3, P)``: the three positions minus the token's index."""
+        """Returns the images, and ``offsets (B, 3, P)``: positions minus the token's index."""
         inputs = super().model_inputs(call)
         inputs.pop("mm_token_type_ids", None)  # positions are given
         return inputs | self.position_inputs(call) if inputs else inputs
 
     def position_inputs(self, call: Call) -> dict[str, Any]:
-        """Offsets of the positions that ``generate`` prepared."""
+        """Returns the offsets of the positions that ``generate`` prepared."""
         positions = call.request.model_kwargs.get("position_ids")
         if positions is None or positions.ndim != 3:
             raise IncompatibleError.between(
                 self.name,
                 "the call's position_ids",
-                "images need positions in time, height and width, which generate of a Qwen-VL "
+                "images need positions in time, height and width, which only generate of a Qwen-VL "
                 "model prepares",
-                "use it with a target of its own family",
+                "use this model with a target of its own family",
             )
         return {"offsets": _offsets(positions[-3:], call.request.prompt_mask)}
 
     def from_processor(self, call: Call, inputs: Mapping[str, Any], same: bool) -> Prompt:
-        """Prompt made of a processor's output, with positions of its own; see the base."""
+        """Builds a prompt from a processor's output, and computes its positions."""
         prompt = super().from_processor(call, inputs, same)
         given = dict(prompt.inputs)
         kinds = given.pop("mm_token_type_ids", None)
@@ -79,7 +79,7 @@ class QwenVLAdapter(VisionLanguageAdapter):
         return replace(prompt, inputs=given)
 
     def split(self, raw: Mapping[str, Tensor], ids: Tensor) -> list[dict[str, Tensor]]:
-        """Splits by grid: an image of t*h*w patches uses t*h*w / merge_size**2 tokens."""
+        """Splits images by row: an image of t*h*w patches has t*h*w / merge_size**2 tokens."""
         rows: list[dict[str, Tensor]] = [{} for _ in ids]
         config: Any = self.model.config
         merged: int = config.vision_config.spatial_merge_size
@@ -100,7 +100,7 @@ class QwenVLAdapter(VisionLanguageAdapter):
         return rows
 
     def span_sizes(self, kind: str, prompt: Prompt) -> list[int] | None:
-        """Number of tokens of each image: t*h*w / merge_size**2 of its grid."""
+        """Returns the number of tokens of each image: t*h*w / merge_size**2 for its grid."""
         grids = prompt.inputs.get("image_grid_thw")
         if grids is None:
             return super().span_sizes(kind, prompt)
@@ -108,7 +108,7 @@ class QwenVLAdapter(VisionLanguageAdapter):
         return (grids.prod(1) // config.vision_config.spatial_merge_size**2).tolist()
 
     def image_indices(self, own: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
-        """Indices of the patches of each image and each video."""
+        """Returns the index range of the patches of each image and each video."""
         found: list[tuple[str, Any]] = []
         for name, described in (
             ("pixel_values", "image_grid_thw"),
@@ -119,13 +119,13 @@ class QwenVLAdapter(VisionLanguageAdapter):
         return found
 
     def are_parts(self, images: int, runs: int) -> bool:
-        """Never: each image is in one piece."""
+        """Returns False: images are never cut into parts."""
         return False
 
     def edit_image(
         self, own: Mapping[str, Tensor], name: str, index: Any, edit: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Edits the image that the patches form; all frames of a video are edited alike."""
+        """Edits the image that the patches form; all frames of a video get the same edit."""
         described = "image_grid_thw" if name == "pixel_values" else "video_grid_thw"
         starts = own[described].prod(1).cumsum(0) - own[described].prod(1)
         grid = own[described][starts.tolist().index(index.start)].tolist()
@@ -134,12 +134,12 @@ class QwenVLAdapter(VisionLanguageAdapter):
         return pixels.to_patches(edit(pixels.of_patches(own[name][index], *cut)), *cut)
 
     def encode(self, raw: Mapping[str, Tensor]) -> Any:
-        """Same as the base; videos are refused."""
+        """Computes the image features; raises an error for videos."""
         if "pixel_values_videos" in raw:
             raise IncompatibleError.between(
                 "a guide that changes the features of images",
                 "a video",
-                "their tokens are not told apart yet",
+                "image and video tokens are not distinguished yet",
                 "use a guide that changes pixels, or give the frames as images",
             )
         return super().encode(raw)
@@ -147,23 +147,23 @@ class QwenVLAdapter(VisionLanguageAdapter):
     def salience(
         self, weights: Sequence[Tensor], raw: Mapping[str, Tensor], counts: Sequence[int]
     ) -> Tensor:
-        """Mean attention that the patches of each token receive; these follow one another."""
+        """Returns the mean attention to the patches of each token, which are adjacent."""
         found = torch.cat([s.flatten() for s in encoding.salience(weights, has_cls=False)])
         return found.reshape(sum(counts), -1).mean(1)
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
-        """The ragged cache along with each row's offsets."""
+        """Returns the cache along with the position offsets of each row."""
         offsets = prompt.inputs.get("offsets")
         if offsets is None:
             offsets = prompt.ids.new_zeros(len(prompt.ids), 3, 1)
         return QwenVLPast(cache, offsets[..., -1:])
 
     def join(self, pasts: Sequence[Any], cache: RaggedCache) -> Any:
-        """The joined cache along with all rows' offsets."""
+        """Returns the joined cache along with the position offsets of all rows."""
         return QwenVLPast(cache, torch.cat([past.offsets for past in pasts]))
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States of the prompt, through the whole model if it has images."""
+        """Computes the states of the prompt, by the whole model if there are images."""
         inputs = dict(prompt.inputs)
         if not inputs:
             return self.forward(prompt.ids, mask, positions, past)
@@ -172,13 +172,13 @@ class QwenVLAdapter(VisionLanguageAdapter):
         return super().prefill(replace(prompt, inputs=inputs), mask, positions, past.cache)
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States of the text stack after its final norm."""
+        """Computes the states of the text model after its final norm."""
         positions = (positions[:, None] + past.offsets).transpose(0, 1)
         return super().forward(tokens, mask, positions, past.cache)
 
 
 class QwenVLPast:
-    """A cache, and the offsets of each row's positions from its token indices, ``(R, 3, 1)``."""
+    """A key-value cache, and each row's three positions minus the token index, ``(R, 3, 1)``."""
 
     def __init__(self, cache: RaggedCache, offsets: Tensor) -> None:
         self.cache, self.offsets = cache, offsets
@@ -190,6 +190,6 @@ class QwenVLPast:
 
 
 def _offsets(positions: Tensor, mask: Tensor) -> Tensor:
-    """Positions ``(3, B, P)`` minus the index of the token, ``(B, 3, P)``."""
+    """Returns positions ``(3, B, P)`` minus the index of the token, ``(B, 3, P)``."""
     text = (mask.long().cumsum(-1) - 1).clamp_min(0)
     return positions.transpose(0, 1) - text[:, None]

@@ -1,32 +1,36 @@
-"""Transforms of a vision-language prompt: changed inputs for a branch of a guide.
+"""Transforms of vision-language prompts, which give a branch of a guide changed inputs.
 
-A guide selects a transform by name, with options; the model's adapter applies it to its tensors.
+A guide selects a transform by name and passes options, some of which are functions. The model's
+adapter applies the transform to the model's input tensors.
 
-- ``pixels``: ``change(values, draw) -> values`` of each image's normalised pixels, in whatever
-  shape the processor left them (tiles, flattened patches).
-- ``questions``: ``change(question, draw) -> question`` of the text and its PIL images. The caller
-  passes ``mm_inputs["questions"]``, as `mmdecode.vlm.Answerer` does.
-- ``pictures``: ``change(image (..., 3, H, W), draw) -> image`` of each whole image, with channels
-  in 0..1: the images of ``mm_inputs["questions"]`` if given, else images reconstructed from the
-  pixels, see `mmdecode.adapters.vision.pixels`. Sizes and layout stay the same.
-- ``no_image``: the image tokens are left out; the text around them stays.
-- ``only_images``: the image tokens and the last token of the prompt, which the first generated
-  token has to follow; between two images also the token before the second, which separates them.
-  ``change``, if given, is that of ``pixels``, with the same draws.
-- ``features``: ``change(features (n, H), draw) -> (n, H)`` of all image tokens of a row in the text
-  model's embedding space, and of the features that some models add in their first layers.
-- ``tokens``: ``select(features (n, H), salience (n,)) -> (k,)`` indices of the image tokens to
-  keep, in reading order, at consecutive positions. ``salience`` is the attention that the image
-  encoder pays to each, see `encoding.salience`; ``heads`` is ``"mean"`` for the average of the
-  heads or ``"joined"`` to treat them as one head.
-- ``tower``: ``edit(weights (R, heads, Q, K), seen (R or 1, 1, Q, K), layer, draw) -> weights`` of
-  the image encoder's attention in its ``layers``, a pair of fractions of its depth; ``seen`` marks
-  the keys that are not masked.
-- ``patches``: ``change(states (R, n, H), weights (R, heads, Q, K), draw) -> states`` of what the
-  encoder passes to the projector; ``weights`` are those of the layer that salience is read from.
+- ``pixels``: ``change(values, draw) -> values`` changes each image's normalised pixels, in the
+  shape that the processor returns (such as tiles or flattened patches).
+- ``questions``: ``change(question, draw) -> question`` changes the text of the prompt and its PIL
+  images, before the processor. The caller passes ``mm_inputs["questions"]``, as
+  `mmdecode.vlm.Answerer` does.
+- ``pictures``: ``change(image (..., 3, H, W), draw) -> image`` changes each whole image, with
+  values in 0..1. These are the images of ``mm_inputs["questions"]`` if given, otherwise images
+  reconstructed from pixels, see `mmdecode.adapters.vision.pixels`. Sizes stay the same.
+- ``no_image``: leaves out the image tokens; the text around them stays.
+- ``only_images``: keeps only the image tokens, the last token of the prompt, and between two images
+  the token before the second, which separates them. If given, ``change`` is applied as in
+  ``pixels``, with the same random numbers.
+- ``features``: ``change(features (n, H), draw) -> (n, H)`` changes the embeddings of all image
+  tokens of a row, and the features that some models add in their first layers.
+- ``tokens``: ``select(features (n, H), salience (n,)) -> (k,)`` returns the indices of the image
+  tokens to keep, in the order in which they are to be read; they get consecutive positions.
+  ``salience`` is the attention that the image encoder pays to each image token, see
+  `encoding.salience`; ``heads`` is ``"mean"`` to average heads, or ``"joined"`` to treat them as
+  one head.
+- ``tower``: ``edit(weights (R, heads, Q, K), seen (R or 1, 1, Q, K), layer, draw) -> weights``
+  changes attention weights of the image encoder in ``layers``, given as two fractions of its depth;
+  ``seen`` is True at keys that are not masked.
+- ``patches``: ``change(states (R, n, H), weights (R, heads, Q, K), draw) -> states`` changes the
+  encoder's states before the projector; ``weights`` are the attention weights of the layer that
+  salience is read from.
 
-``draw`` is a generator seeded by the request and the image's index within its row, never by the
-batch, so an item is changed in the same way in every batch.
+``draw`` is a random generator that is seeded by the request and the image's index within its row,
+not by the batch, so a row is changed in the same way in every batch.
 """
 
 from __future__ import annotations
@@ -67,7 +71,7 @@ PIXELS = ("pixel_values", "pixel_values_videos")
 
 
 def prompt(adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec) -> Prompt:
-    """The prompt of a branch that names a transform.
+    """Builds the prompt of a branch that names a transform.
 
     Raises:
         IncompatibleError: The transform is unknown, or an input that it needs was not passed.
@@ -104,27 +108,27 @@ def refuse_missing(spec: BranchSpec) -> None:
     if missing:
         raise OptionError(
             f"transform {spec.transform!r} of branch {spec.name!r} needs {missing[0]!r}, a "
-            f"function that no string can name; use {' or '.join(without_function())}, or build "
+            f"function, which no string can give; use {' or '.join(without_function())}, or build "
             f"the guide or draft in Python with transform_options={{{missing[0]!r}: ...}}"
         )
 
 
 def without_function() -> list[str]:
-    """Names of the transforms that require no function, so that a string can select them."""
+    """Returns the transforms that need no function, so that a string can select them."""
     return [transform for transform in TRANSFORMS if not _functions(transform)]
 
 
 def _functions(transform: str) -> list[str]:
-    """Options that a transform requires."""
+    """Returns the options that a transform requires."""
     _, _, _, *options = inspect.signature(TRANSFORMS[transform]).parameters.values()
     return [option.name for option in options if option.default is option.empty]
 
 
 def raw_images(adapter: VisionLanguageAdapter, call: Call) -> list[Raw]:
-    """Pixels of each row, empty for a row without images.
+    """Returns the image inputs of each row, empty for a row without images.
 
     Raises:
-        IncompatibleError: The images were encoded before the call began.
+        IncompatibleError: The images were already encoded, so there are no pixels.
     """
     given = {**call.request.model_kwargs, **call.request.inputs}
     raw = {n: given[n].to(call.device) for n in adapter.raw_names if given.get(n) is not None}
@@ -132,7 +136,7 @@ def raw_images(adapter: VisionLanguageAdapter, call: Call) -> list[Raw]:
         raise IncompatibleError.between(
             "a guide that changes images",
             adapter.name,
-            "generate has encoded them before the decoder began",
+            "generate has already encoded the images",
             "call mmdecode.generate, or generate inside mmdecode.attach(model)",
         )
     # inputs prepared by generate are repeated for num_return_sequences, the caller's are not
@@ -149,7 +153,7 @@ def raw_images(adapter: VisionLanguageAdapter, call: Call) -> list[Raw]:
 
 
 def join_rows(rows: Sequence[Raw]) -> Raw:
-    """Concatenates the tensors of all rows."""
+    """Concatenates the image inputs of all rows, by name."""
     names = dict.fromkeys(name for own in rows for name in own)
     return {name: torch.cat([own[name] for own in rows if name in own]) for name in names}
 
@@ -160,7 +164,7 @@ def pixels(
     spec: BranchSpec,
     change: Callable[[Tensor, torch.Generator], Tensor],
 ) -> Prompt:
-    """Transform ``pixels``: changes each image's normalised pixels by ``change``."""
+    """Transform ``pixels``: applies ``change`` to each image's normalised pixels."""
     return adapter.with_images(call, join_rows(_changed(adapter, call, change)))
 
 
@@ -169,7 +173,7 @@ def _changed(
     call: Call,
     change: Callable[[Tensor, torch.Generator], Tensor],
 ) -> list[Raw]:
-    """Inputs of each row, with each image's pixels changed."""
+    """Returns the image inputs of each row, with each image's pixels changed."""
     rows = []
     for row, own in enumerate(raw_images(adapter, call)):
         new = {name: value.clone() if name in PIXELS else value for name, value in own.items()}
@@ -183,9 +187,9 @@ def _changed(
 def whole_images(
     adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec, change: Change
 ) -> Prompt:
-    """Transform ``pictures``: changes each whole image by ``change``.
+    """Transform ``pictures``: applies ``change`` to each whole image.
 
-    Images are those before the processor if given, else reconstructed from its output.
+    If the call has no images from before the processor, they are reconstructed from its output.
     """
     if call.request.inputs.get("questions") is not None:
         return questions(adapter, call, spec, functools.partial(_edit_images, change))
@@ -218,13 +222,13 @@ def questions(
     spec: BranchSpec,
     change: Callable[[Any, torch.Generator], Any],
 ) -> Prompt:
-    """Transform ``questions``: changes each row's question, and runs the processor again."""
+    """Transform ``questions``: changes each row's question and runs the processor again."""
     asked = call.request.inputs.get("questions")
     if asked is None:
         raise IncompatibleError.between(
             "a guide that rewrites the question or its images",
-            "a call of ids and pixels",
-            "the text and the images as they were before the processor are not at hand",
+            "a call with ids and pixels only",
+            "it needs the text and the images as they were before the processor",
             "use mmdecode.vlm.Answerer, or give mmdecode.generate mm_inputs={'questions': [...]}",
         )
     rows = [question for question in asked for _ in range(call.batch // len(asked))]
@@ -248,7 +252,7 @@ def no_image(adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec) -> Pr
 
 
 def _kept(adapter: VisionLanguageAdapter, call: Call, keep: Tensor) -> Prompt:
-    """Columns ``keep (B, P)`` of the prompt, with the inputs that have a value per token."""
+    """Returns a prompt of the tokens ``keep (B, P)``, with inputs that have one value per token."""
     order = right_aligned(keep)
     inputs = {
         name: _gather(value, order)
@@ -266,7 +270,7 @@ def only_images(
     spec: BranchSpec,
     change: Callable[[Tensor, torch.Generator], Tensor] | None = None,
 ) -> Prompt:
-    """Transform ``only_images``: leaves out the text, and most tokens that delimit images."""
+    """Transform ``only_images``: leaves out the text and most tokens that delimit images."""
     images = adapter.spans("image", call.request.prompt_ids)
     first = images & ~pad(images, (1, -1))
     later = first & (first.cumsum(1) > 1)
@@ -284,7 +288,7 @@ def features(
     spec: BranchSpec,
     change: Callable[[Tensor, torch.Generator], Tensor],
 ) -> Prompt:
-    """Transform ``features``: changes the image features of each row.
+    """Transform ``features``: changes the embeddings of the image tokens of each row.
 
     Features that some models add in later layers are changed too.
     """
@@ -358,7 +362,7 @@ def patches(
         adapter: The model's adapter.
         call: The generation call.
         spec: The branch.
-        change: Function ``(states (R, n, H), weights (R, heads, Q, K), draw) -> states``; see the
+        change: Function ``(states (R, n, H), weights (R, heads, Q, K), draw) -> states``, see the
             module.
     """
 
@@ -379,14 +383,14 @@ def _encoded_again(
     name: str,
     editing: Callable[[ExitStack, torch.Generator], None],
 ) -> Prompt:
-    """The caller's prompt, with images encoded again, row by row: each row has its own generator.
+    """Returns the caller's prompt with images encoded again, row by row.
 
     Args:
         adapter: The model's adapter.
         call: The generation call.
-        name: Name of the transform, part of the seed of each row's generator.
-        editing: Function that enters context managers for a row's encoding, given the row's
-            generator.
+        name: Name of the transform, which is part of the seed of each row's random generator.
+        editing: Function of an exit stack and a row's random generator; it enters the contexts in
+            which the row's images are encoded.
     """
     parts: list[Encoded] = []
     for row, own in enumerate(raw_images(adapter, call)):
@@ -400,12 +404,12 @@ def _encoded_again(
 
 
 def _runs(positions: Tensor) -> Tensor:
-    """Index of the run of consecutive numbers that each of the ascending positions is in."""
+    """Returns, for each of the ascending positions, the index of its run of consecutive numbers."""
     return (positions.diff(prepend=positions[:1]) > 1).cumsum(0)
 
 
 def _gather(values: Tensor, order: Tensor) -> Tensor:
-    """``values (B, ..., P)`` at the columns ``order (B, P')``."""
+    """Selects the columns ``order (B, P')`` of ``values (B, ..., P)``."""
     index = order.reshape(len(order), *[1] * (values.ndim - 2), -1)
     return values.gather(-1, index.expand(*values.shape[:-1], -1))
 
