@@ -56,7 +56,7 @@ Choose = Callable[["Tensor", "Tensor"], "Tensor"]
 
 
 def best(scores: Tensor, depths: Tensor) -> Tensor:
-    """Returns the argmax of the scores, the target's token in greedy decoding; ties: lowest id."""
+    """Returns the argmax, the target's token in greedy decoding; ties go to the lowest id."""
     return scores.argmax(-1)
 
 

@@ -140,7 +140,7 @@ def check(adapter: DecoderOnlyAdapter) -> None:
 
 
 def _largest_difference(adapter: DecoderOnlyAdapter) -> tuple[str, float, float]:
-    """Returns where the logits differ most, by how much, and the tolerance."""
+    """Returns where cached and full passes differ most, by how much, and the tolerance."""
     device = next((p.device for p in adapter.model.parameters() if not p.is_meta), None)
     longest = _longest_window(adapter.model.config) + 12
     dice = torch.Generator().manual_seed(0)

@@ -125,7 +125,7 @@ class FeatureDraft(Drafter):
         """Loads a drafter in our layout or a published one.
 
         Args:
-            name: A folder, a Hub id or ``zoo:NAME``.
+            name: A folder, a Hub id, or ``zoo:NAME`` for a model that ships with this library.
             **options: Options of the class.
 
         Raises:

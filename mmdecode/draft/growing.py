@@ -27,14 +27,14 @@ from mmdecode.errors import OptionError
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a tree to grow.
+    """Size limits of a draft tree to grow.
 
     Attributes:
         levels: Number of tokens on the longest path.
         top_k: Number of children per expanded node, and of expanded nodes per level; 1: a chain.
         nodes: Number of nodes to keep; chains and sampled trees keep all.
-        min_expected_gain: Gain that a level must exceed, see
-            `mmdecode.draft.features.FeatureDraft`.
+        min_expected_gain: Expected accepted tokens that a level must add for another to follow;
+            ``None``: no such limit.
 
     Raises:
         OptionError: The expected gain is negative.

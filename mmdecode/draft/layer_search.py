@@ -319,8 +319,8 @@ class ClaspSession(SearchSession):
 class Programme:
     """The dynamic programme of `Clasp`, run in one pass of the model over ``count + 1`` candidates.
 
-    Candidate j, from 0 to ``count``, is the best state so far with j skipped layers. The candidates
-    are queries at the same position.
+    Candidate j, from 0 to ``count``, is the best hidden state so far with j skipped layers. The
+    candidates are separate queries at the last token's position.
 
     Args:
         count: Number of layers to skip.

@@ -193,8 +193,9 @@ class Medusa(Drafter):
         """Loads heads in this library's layout or a published one.
 
         Args:
-            name: A folder, a Hub id or ``zoo:NAME``. Published layouts: aiola-lab/whisper-medusa
-                (linear and block), FasterDecoding/Medusa (heads alone, or with a Llama model).
+            name: A folder, a Hub id, or ``zoo:NAME`` for a model that ships with this library.
+                Published layouts: aiola-lab/whisper-medusa (linear and block),
+                FasterDecoding/Medusa (heads alone, or with a Llama model).
             paths: Rank paths to use instead of the checkpoint's tree.
 
         Raises:

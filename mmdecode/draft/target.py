@@ -111,7 +111,7 @@ class TargetDistribution:
         return values if branches == 1 else values.repeat(branches, *[1] * (values.ndim - 1))
 
     def hidden(self, output: BranchOutput, *levels: int | str) -> Tensor:
-        """Concatenates states of layers, for all branches, ``(M * B, N + 1, levels * H)``."""
+        """Returns states of all M branches, layers joined: ``(M * B, N + 1, levels * H)``."""
         outputs = outputs_by_name(output)
         of_branches = [
             _joined([outputs[spec.name].hidden[level] for level in levels], -1)

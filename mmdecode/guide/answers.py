@@ -1,4 +1,4 @@
-"""Yes and no as tokens, for guides that change how likely they are as the first token."""
+"""Finds the tokens of yes and no, for guides that change how likely each is as first token."""
 
 from __future__ import annotations
 

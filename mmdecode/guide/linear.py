@@ -118,7 +118,8 @@ class Contrast(Linear):
     Args:
         alpha: Strength of the contrast, ``(1 + alpha) * main - alpha * branch``.
         beta: Plausibility cut, see `Linear`.
-        prompt: Prompt of the other branch: the ``"same"``, or only its ``"last_token"``.
+        prompt: Prompt of the other branch: the ``"same"`` as in the main branch, or only its last
+            token, ``"last_token"``.
         transform: Name of a change to the inputs of the other branch, such as ``no_image``.
     """
 

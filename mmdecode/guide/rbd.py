@@ -51,7 +51,7 @@ class RBD(Linear):
 
 
 def attended_branch(keep: float) -> BranchSpec:
-    """Returns the branch that reads only the most attended image tokens, in their order.
+    """Returns a branch that reads only the most attended share ``keep`` of the image tokens.
 
     Raises:
         OptionError: ``keep`` is not above 0 and at most 1.

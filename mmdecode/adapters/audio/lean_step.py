@@ -293,7 +293,7 @@ def usable(decoder: Any) -> bool:
 
 
 def plain(module: nn.Module) -> bool:
-    """Whether a module has its class's forward pass, and weights only in standard layers."""
+    """Whether a module is unmodified: no hooks or patches, and weights only in standard layers."""
     holds_weights = bool(module._parameters) and type(module).__module__.startswith("torch.")
     foreign = holds_weights and type(module) not in (nn.Linear, nn.LayerNorm, nn.Embedding)
     patched = "forward" in vars(module) or "_hf_hook" in vars(module)

@@ -186,7 +186,7 @@ class LlamaGenAdapter(ImageAdapter):
 
 
 class LlamaGenPast:
-    """A key-value cache, and the number of padded slots of each row, ``(R, 1)``."""
+    """A key-value cache, and the number of padding tokens in each row's condition, ``(R, 1)``."""
 
     def __init__(self, cache: RaggedCache, padded: Tensor) -> None:
         self.cache, self.padded = cache, padded

@@ -52,7 +52,7 @@ class T5Adapter(EncoderDecoderAdapter):
         return getattr(config, "scale_decoder_outputs", False)
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """Computes the states of the prompt; positions count padding."""
+        """Computes the decoder's states of the prompt; padding takes up positions."""
         order = torch.arange(prompt.ids.shape[1], device=prompt.ids.device)
         return self._run(prompt.ids, mask, order.expand_as(prompt.ids), past)
 
