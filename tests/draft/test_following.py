@@ -208,7 +208,7 @@ def test_a_drafter_of_decoder_only_models_names_what_to_use_with_whisper(kind):
 
 
 def test_medusa_heads_of_another_model_are_refused():
-    with pytest.raises(IncompatibleError, match="one more decoder layer"):
+    with pytest.raises(IncompatibleError, match="an additional Whisper decoder layer"):
         tiny.ours(Decoder(Medusa(random_heads(), tiny.random_block())), "llama")
     with pytest.raises(IncompatibleError, match="a vocabulary of 9"):
         tiny.ours(Decoder(Medusa(random_heads(own_outputs=True, vocab=9))), "llama")
