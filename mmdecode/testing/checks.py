@@ -229,11 +229,44 @@ def _promised(what: str) -> Iterator[None]:
     """Adds the property that is being checked to errors raised inside the context."""
     try:
         yield
+    except _CallWritten:
+        raise
     except AssertionError as error:
         raise AssertionError(f"property violated, {what}: {error}") from error
     except Exception as error:
         error.add_note(f"raised while this property was checked: {what}")
         raise
+
+
+class _CallWritten(AssertionError):
+    """A part wrote to its `Call`; the message names the property itself."""
+
+
+@contextmanager
+def _unwritten(part: str, call: Call, method: str) -> Iterator[None]:
+    """Asserts that a method of a part leaves its call as it was.
+
+    Args:
+        part: Kind of part, for the message.
+        call: The call it was given.
+        method: Name of the method.
+    """
+
+    def fields() -> dict[str, Tensor]:
+        rows, asked = call.rows, call.request
+        return {
+            **{f"rows.{name}": getattr(rows, name) for name in ("ids", "length", "active")},
+            **{f"request.{name}": getattr(asked, name) for name in ("prompt_ids", "prompt_mask")},
+        }
+
+    before = {name: value.clone() for name, value in fields().items()}
+    yield
+    for name, value in fields().items():
+        if not torch.equal(value, before[name]):
+            raise _CallWritten(
+                f"property violated, a {part} never changes its Call: {name} was written in {method}; "
+                "work on a copy, as call.rows.ids.clone()"
+            )
 
 
 def _made(part: str, make: Callable[[], Any]) -> Any:
@@ -251,15 +284,17 @@ def _made(part: str, make: Callable[[], Any]) -> Any:
 
 
 def _watched_draft(draft: Any) -> Any:
-    """Wraps a drafter so that the proposals of its sessions are checked."""
+    """Wraps a drafter: checks that proposals are valid and that the call is only read."""
     begin = draft.begin
 
     def opened(call: Call, prefill: Any) -> Any:
-        session = begin(call, prefill)
-        propose, vocab = session.propose, prefill.logits.shape[-1]
+        with _unwritten("drafter", call, "begin"):
+            session = begin(call, prefill)
+        propose, observe, vocab = session.propose, session.observe, prefill.logits.shape[-1]
 
         def proposed(budget: int) -> Proposal:
-            proposal = propose(budget)
+            with _unwritten("drafter", call, "propose"):
+                proposal = propose(budget)
             assert isinstance(proposal, Proposal), (
                 f"propose returned {proposal!r}; expected a Proposal"
             )
@@ -269,7 +304,11 @@ def _watched_draft(draft: Any) -> Any:
             )
             return proposal
 
-        session.propose = proposed
+        def observed(*given: Any) -> None:
+            with _unwritten("drafter", call, "observe"):
+                observe(*given)
+
+        session.propose, session.observe = proposed, observed
         return session
 
     draft.begin = opened
@@ -277,19 +316,37 @@ def _watched_draft(draft: Any) -> Any:
 
 
 def _watched_guide(guide: Any) -> Any:
-    """Wraps a guide so that the shape of its output is checked."""
-    apply = guide.apply
+    """Wraps a guide: checks the shape of its output, and that the call is only read."""
+    begin, apply = guide.begin, guide.apply
+
+    def begun(call: Call, prefill: Any) -> Any:
+        with _unwritten("guide", call, "begin"):
+            return begin(call, prefill)
 
     def applied(constants: Any, call: Call, proposal: Proposal, outputs: Any) -> Any:
-        made, main = apply(constants, call, proposal, outputs), outputs["main"].logits
+        with _unwritten("guide", call, "apply"):
+            made, main = apply(constants, call, proposal, outputs), outputs["main"].logits
         assert isinstance(made, Tensor) and made.shape[:2] == main.shape[:2], (
             f"apply returned {tuple(made.shape) if isinstance(made, Tensor) else made!r}; expected "
             f"logits after the last token and each drafted token, {tuple(main.shape)}"
         )
         return made
 
-    guide.apply = applied
+    guide.begin, guide.apply = begun, applied
     return guide
+
+
+def _watched_rule(rule: Any) -> Any:
+    """The rule, checked to only read its call: as an object of a subclass of the same name."""
+    kind = type(rule)
+
+    def called(self: Any, proposal: Proposal, target: Any, call: Call) -> Any:
+        with _unwritten("rule", call, "__call__"):
+            return kind.__call__(self, proposal, target, call)
+
+    members = {"__slots__": (), "__call__": called, "__module__": kind.__module__}
+    object.__setattr__(rule, "__class__", type(kind.__name__, (kind,), members))
+    return rule
 
 
 Run = Callable[..., Any]
@@ -437,7 +494,7 @@ def check_accept(make: Callable[[], Any]) -> None:
         if "greedy" in rule.modes:
             with _promised(case.format("greedy")):
                 assert_lossless(
-                    Decoder(draft, accept=make()),
+                    Decoder(draft, accept=_watched_rule(make())),
                     model,
                     distribution_of(model),
                     do_sample=False,
@@ -446,7 +503,7 @@ def check_accept(make: Callable[[], Any]) -> None:
         if "sample" in rule.modes:
             with _promised(case.format("sample")):
                 assert_distribution(
-                    lambda draft=draft: Decoder(draft, accept=make()),  # type: ignore[misc]
+                    lambda draft=draft: Decoder(draft, accept=_watched_rule(make())),  # type: ignore[misc]
                     model,
                     distribution_of(model),
                     samples=10_000,
@@ -496,7 +553,8 @@ def check_guide(
                 drafts.FullTree(),
                 drafts.Known([tokens for tokens, _ in plain], wrong_at=[3, 7]),
             ):
-                found = _distributions(Decoder(draft, make(), seed=SEED), model, PROMPTS, **options)
+                drafted = Decoder(draft, _watched_guide(make()), seed=SEED)
+                found = _distributions(drafted, model, PROMPTS, **options)
                 _agree(found, plain, f"with draft {type(draft).__name__}")
             for prompts in _batches(PROMPTS):
                 expected = [plain[PROMPTS.index(prompt)] for prompt in prompts]

@@ -56,6 +56,72 @@ def test_what_no_model_can_read_is_found_in_proposals(proposal, message):
         check_draft(Odd)
 
 
+def write(call, name):
+    """Writes one value into a tensor of a call."""
+    room, _, field = name.partition(".")
+    value = getattr(getattr(call, room), field)
+    value[..., :1] = value[..., :1].logical_not() if value.dtype == torch.bool else 3
+
+
+WRITTEN = ("rows.ids", "rows.length", "rows.active", "request.prompt_mask")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("method", ["begin", "propose", "observe"])
+def test_a_drafter_that_writes_to_its_call_is_found(name, method):
+    class Session(mm.DraftSession):
+        def propose(self, budget):
+            if method == "propose":
+                write(self.call, name)
+            return super().propose(budget)
+
+        def observe(self, proposal, output, block):
+            if method == "observe":
+                write(self.call, name)
+
+    class Writing(mm.Drafter):
+        def begin(self, call, prefill):
+            if method == "begin":
+                write(call, name)
+            return Session(call)
+
+    says = f"^promise broken, a drafter never changes its Call: {name} was written in {method};"
+    with pytest.raises(AssertionError, match=says):
+        check_draft(Writing)
+
+
+@pytest.mark.parametrize("method", ["begin", "apply"])
+def test_a_guide_that_writes_to_its_call_is_found(method):
+    class Writing(mm.Guide):
+        neutral = False
+
+        def begin(self, call, prefill):
+            if method == "begin":
+                write(call, "request.prompt_mask")
+
+        def apply(self, constants, call, proposal, outputs):
+            if method == "apply" and proposal.size:
+                write(call, "request.prompt_mask")
+            return outputs["main"].logits
+
+    says = f"a guide never changes its Call: request.prompt_mask was written in {method};"
+    with pytest.raises(AssertionError, match=says):
+        check_guide(Writing)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_rule_that_writes_to_its_call_is_found(name):
+    class Writing(GreedyMatch):
+        def __call__(self, proposal, target, call):
+            outcome = super().__call__(proposal, target, call)
+            write(call, name)
+            return outcome
+
+    says = f"^promise broken, a rule never changes its Call: {name} was written in __call__;"
+    with pytest.raises(AssertionError, match=says):
+        check_accept(Writing)
+
+
 def test_a_guide_of_one_row_of_scores_is_found():
     class Last(Remembers):
         def apply(self, constants, call, proposal, outputs):
