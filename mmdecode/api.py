@@ -67,8 +67,9 @@ def generate(
         streamer: A transformers streamer, for a batch of one row.
         stop_strings: Texts that end a row; they need ``tokenizer``.
         tokenizer: Tokenizer of ``stop_strings``.
-        draft_model: Shorthand for ``Decoder(draft=Assistant(draft_model))``; transformers' name
-            ``assistant_model`` is accepted too.
+        draft_model: A smaller model, or its name as `mmdecode.load` takes it: shorthand for
+            ``Decoder(draft=Assistant(draft_model))``; transformers' name ``assistant_model`` is
+            accepted too.
         request: One name per row, which seeds its sampling noise; ``None``: a hash of its content.
         trace: A list, to which one list of decoding rounds (drafted and committed tokens) per row
             is appended.

@@ -298,7 +298,7 @@ def _meant(name: str) -> str:
     """Returns a suggestion of similar names for a message; empty if the name is known."""
     shipped = (f"zoo:{one}" for one in zoo_names())
     known = {*SHORT, *SHORT.values(), *shipped, *scheme_names()}
-    return "" if name in known else did_you_mean(name, known)
+    return "" if name in known else did_you_mean(name, known, cutoff=0.6)
 
 
 AUTO = "auto"

@@ -102,9 +102,15 @@ class MissingExtraError(MMDecodeError, ImportError):
         self.extra = extra
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns ``; did you mean 'x'?`` for the names nearest to ``name``, or an empty string."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """Returns ``; did you mean 'x'?`` for the names nearest to ``name``, or an empty string.
+
+    Args:
+        name: The name that was given.
+        known: All names that exist.
+        cutoff: Least similarity, 0 to 1, of a name that is suggested.
+    """
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

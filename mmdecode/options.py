@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "read"]
 
+_OTHER_KEY = {"path": "model", "model": "path"}
+"""Key that is likely meant where a class does not take this one: both name a checkpoint."""
+
 
 def read(kind: str, text: str) -> tuple[str, dict[str, Any]]:
     """Parses a string to a name and options.
@@ -65,7 +68,9 @@ def build(kind: str, name: str, cls: type, options: dict[str, Any], context: dic
         listing = f"accepted keys: {', '.join(offered) or '(none)'}"
         for key in options:
             if key not in accepted:
-                hint = did_you_mean(key, offered)
+                other = _OTHER_KEY.get(key)
+                known = other in offered
+                hint = f"; did you mean {other!r}?" if known else did_you_mean(key, offered)
                 inner = [v for v in options.values() if re.match(r"\w+:.+=", str(v))]
                 nested = f"; for more options of {inner[0]!r}, build it in Python" if inner else ""
                 raise OptionError(

@@ -17,7 +17,7 @@ from transformers import (
 import mmdecode
 from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import PromptLookup
-from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.errors import IncompatibleError, InputError, OptionError
 from mmdecode.testing.drafts import Known, TestDrafter
 from tests.support.tiny import (
     NEW,
@@ -136,6 +136,28 @@ def test_a_streamer_is_ended_when_the_request_is_refused():
 def test_a_streamer_for_several_rows_is_refused():
     with pytest.raises(IncompatibleError, match="the batch has 2"):
         generate(2, streamer=Collector())
+
+
+def test_a_draft_model_that_does_not_exist_is_refused_at_once():
+    model, ids = small_of("llama"), torch.tensor([[1, 2, 3]])
+    for make in (
+        lambda: mmdecode.generate(model, ids, draft_model="./nowhere", max_new_tokens=2),
+        lambda: Decoder("assistant:model=./nowhere"),
+        lambda: mmdecode.draft.Assistant("./nowhere"),
+    ):
+        with pytest.raises(InputError, match=r"model folder './nowhere' does not exist; give a"):
+            make()
+    with pytest.raises(OptionError, match=r"no option 'path'; did you mean 'model'\?"):
+        Decoder("assistant:path=./nowhere")
+
+
+def test_a_model_in_the_place_of_a_drafter_is_named_without_its_modules():
+    with pytest.raises(OptionError) as caught:
+        Decoder(draft=small_of("llama"))
+    assert str(caught.value) == (
+        "draft=LlamaForCausalLM is a model, not a drafter: use mmdecode.generate(..., "
+        "draft_model=small), or draft=mmdecode.draft.Assistant(small), where small is that model"
+    )
 
 
 def test_a_draft_model_is_an_assistant():

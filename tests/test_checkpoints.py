@@ -121,6 +121,12 @@ def test_a_typing_mistake_is_answered_with_what_was_meant(typed, meant):
     assert "HF_HUB_OFFLINE" in str(caught.value)
 
 
+def test_a_name_that_is_like_no_other_gets_no_suggestion():
+    with pytest.raises(InputError, match="'nowhere' cannot be loaded") as caught:
+        local_path("nowhere")
+    assert "did you mean" not in str(caught.value)
+
+
 def test_a_name_that_is_known_is_not_called_a_mistake():
     with pytest.raises(InputError, match="openai/whisper-medium' cannot be loaded") as caught:
         local_path("medium")

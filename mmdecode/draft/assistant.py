@@ -14,6 +14,7 @@ when both have the same width (distil-Whisper shares the encoder).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Lock
@@ -41,7 +42,8 @@ class Assistant(Drafter):
     """Drafts ``length`` tokens per round with a second, smaller model.
 
     Args:
-        model: The drafting model, with the target's vocabulary.
+        model: The drafting model, with the target's vocabulary, or its name as `mmdecode.load`
+            takes it.
         length: Number of tokens drafted per round; 0 drafts nothing.
         guide: Guide applied to the draft's logits; the drafting model runs its branches. ``None``:
             the call's guide. It must not edit attention or hidden states of the model.
@@ -56,6 +58,9 @@ class Assistant(Drafter):
     The acceptance rule decides the kind of proposal: argmax tokens (``deterministic``), samples
     with their distribution (``iid``), or the argmax of log q plus the target's own Gumbel noise
     (``coupled``).
+
+    Raises:
+        InputError: There is no checkpoint of that name.
     """
 
     summary = "a smaller model drafts a chain"
@@ -78,6 +83,9 @@ class Assistant(Drafter):
                 f"length={length}, max_rejection_probability={max_rejection_probability}; expected "
                 "length >= 0 and a probability from 0 to 1"
             )
+        if isinstance(model, (str, os.PathLike)):
+            model = local_path(model)
+            _type_of(model)  # refuse before anything is decoded
         self.model, self.length, self.guide, self.warp = model, length, guide, warp
         self.text_only, self.max_rejection_probability = text_only, max_rejection_probability
         # models by the target's class, device and dtype
@@ -100,9 +108,6 @@ class Assistant(Drafter):
         Raises:
             InputError: There is no checkpoint with that name.
         """
-        if isinstance(model, str):
-            model = local_path(model)
-            _type_of(model)  # refuse before anything is decoded
         return cls(
             model, length, text_only=text_only, max_rejection_probability=max_rejection_probability
         )

@@ -261,6 +261,12 @@ def refuse_no_part(part: str, given: Any) -> None:
     if isinstance(given, str) and part == "accept":
         return
     base = _BASES[part]
+    if part == "draft" and isinstance(given, torch.nn.Module) and not isinstance(given, base):
+        raise OptionError(
+            f"draft={type(given).__name__} is a model, not a drafter: use "
+            "mmdecode.generate(..., draft_model=small), or "
+            "draft=mmdecode.draft.Assistant(small), where small is that model"
+        )
     missing = [name for name in _MEMBERS[part] if _lacks(given, name, base)]
     if isinstance(given, type):
         why = "it is a class; make one"

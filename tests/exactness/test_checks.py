@@ -85,7 +85,7 @@ def test_a_drafter_that_writes_to_its_call_is_found(name, method):
                 write(call, name)
             return Session(call)
 
-    says = f"^promise broken, a drafter never changes its Call: {name} was written in {method};"
+    says = f"^property violated, a drafter never changes its Call: {name} was written in {method};"
     with pytest.raises(AssertionError, match=says):
         check_draft(Writing)
 
@@ -117,7 +117,7 @@ def test_a_rule_that_writes_to_its_call_is_found(name):
             write(call, name)
             return outcome
 
-    says = f"^promise broken, a rule never changes its Call: {name} was written in __call__;"
+    says = f"^property violated, a rule never changes its Call: {name} was written in __call__;"
     with pytest.raises(AssertionError, match=says):
         check_accept(Writing)
 
