@@ -95,6 +95,9 @@ def test_the_commands_of_a_page_run_as_they_stand(page, hidden, tmp_path, monkey
     if page.stem in TABLES:
         [table] = [block for kind, block in FENCE.findall(text) if kind == "json"]
         Path(TABLES[page.stem]).write_text(table, encoding="utf-8")
+    for kind, block in FENCE.findall(text):
+        if kind == "csv":
+            Path("mine.csv").write_text(block, encoding="utf-8")
     if page.stem == "lossless":
         rows = [json.dumps(row) for row in foreign_tokens()]
         Path("from_my_server.jsonl").write_text("\n".join(rows), encoding="utf-8")

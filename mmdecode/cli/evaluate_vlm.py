@@ -145,9 +145,11 @@ def pope(
 ) -> None:
     """POPE: is there an object in the image? Accuracy, share of yes, and margins, by split.
 
-    --data is 'zoo', a folder with a file per split, or the files themselves (repeat it); questions
-    that several splits share are asked once. Answers are appended to items.jsonl in --out. If a
-    question fails, it counts as wrong and the exit code is 1.
+    --data is 'zoo', a folder with a file per split, or the files themselves (repeat it): JSON
+    lines, csv or tsv with the columns image, text and label, such as a table of your own. Questions
+    that several splits share are asked once. Images of files are next to them, or in --images.
+    Answers are appended to items.jsonl in --out. If a question fails, it counts as wrong and the
+    exit code is 1.
 
     For example:
 
@@ -383,7 +385,12 @@ def _evaluate(
     from mmdecode.runs.files import claimed
     from mmdecode.runs.journal import refuse_taken
 
-    if (model is None) == (rescore is None):
+    if model is None and rescore is None:
+        raise OptionError(
+            "no model; give --model, for example llava-hf/llava-1.5-7b-hf (zoo:llava-scenes is a "
+            "tiny one that ships), or --rescore with the folder of an earlier run"
+        )
+    if model is not None and rescore is not None:
         raise OptionError(
             "expected either --model, for a new run, or --rescore, for an earlier run"
         )

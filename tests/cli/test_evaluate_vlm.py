@@ -5,10 +5,11 @@ import gzip
 import json
 import shutil
 import subprocess
+import sys
 
 import pytest
 
-from mmdecode.errors import InputError, OptionError, UnknownNameError
+from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
 from mmdecode.evaluation.vision.data import read_questions
 from mmdecode.runs import crashes
 from mmdecode.runs.journal import Journal
@@ -139,6 +140,40 @@ def test_a_row_that_cannot_be_used_is_left_out_and_reported(task, settings, data
     table.write_text("".join(row + "\n" for row in bad[:1]))
     with pytest.raises(InputError, match="line 1"):
         read_questions(task, [str(table)], images=data)
+
+
+OWN = [("a", "0.png", "Is there a ring?", "yes"), ("b", "1.png", "Is there a star?", "no")]
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "json", "csv.gz"])
+def test_pope_reads_a_table_of_ones_own_next_to_its_images(ending, data, tmp_path):
+    names = ("question_id", "image_path", "question", "answer")
+    split = "\t" if ending == "tsv" else ","
+    text = "\n".join(split.join(row) for row in (names, *OWN))
+    if ending == "json":
+        text = json.dumps([dict(zip(names, row, strict=True)) for row in OWN])
+    table = tmp_path / f"mine.{ending}"
+    table.write_bytes(gzip.compress(text.encode()) if ending[-2:] == "gz" else text.encode())
+    image(0).save(tmp_path / "0.png")
+    asked = read_questions("pope", [str(table)])
+    assert [(one.image, one.question, one.target) for one in asked.items] == [
+        row[1:] for row in OWN
+    ]
+    assert asked.folder == tmp_path and set(asked.files) == {"mine"}
+    asked.check_images()
+    if ending[-2:] != "gz" and ending != "json":
+        table.write_text(text + "\nc\n")
+        assert "line 4 does not have the 4 columns" in read_questions("pope", [str(table)]).left_out[0]
+
+
+def test_figures_that_cannot_be_drawn_are_refused_before_a_model_is_loaded(
+    tmp_path, data, monkeypatch
+):
+    monkeypatch.setattr(loading, "load", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match=r"matplotlib; install it with: pip .*eval"):
+        run("pope", "--model", "x", "--data", "zoo", "--out", tmp_path / "out")
 
 
 def test_left_out_rows_are_counted_and_make_the_exit_code_1(settings, data, tmp_path):
@@ -342,7 +377,8 @@ def test_the_other_tasks_are_scored(settings, data):
 def test_misuse_is_refused_before_a_model_is_loaded(settings, data, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", None)
     for words, error, message in (
-        (("pope",), OptionError, "either --model"),
+        (("pope",), OptionError, r"no model; give --model, .*, or --rescore"),
+        (("pope", "--model", "x", "--rescore", "y"), OptionError, "either --model"),
         (("pope", "--rescore", tmp_path, "--limit", 3), OptionError, "--limit does nothing"),
         (("pope", "--rescore", tmp_path), InputError, "earlier run"),
         (("pope", "--model", "x"), OptionError, "give --data"),

@@ -122,9 +122,10 @@ def read_questions(
 
     Args:
         task: One of `TASKS`.
-        data: ``("zoo",)``, or paths. POPE: a folder with a file per split, or the files; captions
-            (``chair``): JSON lines of images and their objects; MME: its folder, or JSON lines;
-            AMBER: its folder; spatial: JSON lines with options, What's Up's file, or VSR's file.
+        data: ``("zoo",)``, or paths. POPE: a folder with a file per split, or the files, tables of
+            one's own among them; captions (``chair``): JSON lines of images and their objects; MME:
+            its folder, or JSON lines; AMBER: its folder; spatial: JSON lines with options, What's
+            Up's file, or VSR's file.
         part: Part of the zoo's sets, development or test.
         images: Folder of the images; ``None``: the folder in which the data set keeps them.
         splits: Splits of POPE; empty: all.
@@ -286,6 +287,8 @@ def _own_images(task: str, path: Path) -> Path:
         return path
     if task == "amber" and (path / "image").is_dir():
         return path / "image"
+    if task == "pope" and path.is_file():
+        return path.parent
     if task == "spatial":
         return path.parent
     raise OptionError(f"the folder of the images of {path} is not known; give it with --images")

@@ -24,9 +24,11 @@ import numpy as np
 from mmdecode.errors import InputError
 from mmdecode.evaluation.vision.answers import Label, leading
 from mmdecode.runs.files import complete_lines
+from mmdecode.runs.tables import rows_of
 
 ITEMS = "items.jsonl"
-QUESTION = ("text", "question")
+IMAGE = ("image", "image_path", "path", "file")
+QUESTION = ("text", "question", "prompt")
 ANSWER = ("label", "answer", "target")
 Some = TypeVar("Some", bound="Item")
 LeftOut = list[str] | None
@@ -243,6 +245,28 @@ def read_json_lines(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str,
                 raise InputError(f"{where} holds {type(row).__name__}; expected an object")
         if isinstance(row, dict):
             yield where, row
+
+
+def read_table(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows of a table as `mmdecode.runs.tables` reads it, each after its location.
+
+    Args:
+        path: A csv or tsv file with a header, a JSON list or JSON lines, packed or not.
+        left_out: See `leaving_out`.
+
+    Raises:
+        InputError: The file cannot be read, or a row is no object.
+    """
+    kind = (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
+    if kind not in (".csv", ".tsv") and read_bytes(path).lstrip()[:1] != b"[":
+        yield from read_json_lines(path, left_out)
+        return
+    for number, row in rows_of(path):
+        with leaving_out(left_out):
+            if isinstance(row, InputError):
+                raise row
+        if not isinstance(row, InputError):
+            yield f"{path}, line {number}", row
 
 
 @contextlib.contextmanager

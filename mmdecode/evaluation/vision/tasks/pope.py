@@ -19,13 +19,14 @@ from mmdecode.errors import InputError
 from mmdecode.evaluation.vision.answers import Label
 from mmdecode.evaluation.vision.items import (
     ANSWER,
+    IMAGE,
     QUESTION,
     LeftOut,
     YesNoItem,
     field_of,
     label_of,
     leaving_out,
-    read_json_lines,
+    read_table,
     refuse_empty,
 )
 from mmdecode.evaluation.vision.yes_no import count_answers, rates
@@ -44,9 +45,9 @@ def read_pope(files: Mapping[str, Path], left_out: LeftOut = None) -> list[YesNo
     """Reads the distinct questions of several splits, in order of first occurrence.
 
     Args:
-        files: File of each split, by the split's name: JSON lines, gzipped or not, with the keys
-            ``image``, one of `QUESTION` and one of `ANSWER`. A question that occurs twice in a file
-            counts twice.
+        files: Table of each split, by the split's name: JSON lines, csv or tsv, gzipped or not, with
+            one of the columns `IMAGE`, one of `QUESTION` and one of `ANSWER`. A question that
+            occurs twice in a file counts twice.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
     Raises:
@@ -55,9 +56,9 @@ def read_pope(files: Mapping[str, Path], left_out: LeftOut = None) -> list[YesNo
     found: dict[str, tuple[str, str, Label, list[str]]] = {}
     for split, path in files.items():
         before = sum(len(entry[3]) for entry in found.values())
-        for where, row in read_json_lines(path, left_out):
+        for where, row in read_table(path, left_out):
             with leaving_out(left_out):
-                image, text = field_of(row, ("image",), where), field_of(row, QUESTION, where)
+                image, text = field_of(row, IMAGE, where), field_of(row, QUESTION, where)
                 label = label_of(field_of(row, ANSWER, where), where)
                 entry = found.setdefault(f"{image}: {text}", (image, text, label, []))
                 if entry[2] != label:
@@ -88,7 +89,7 @@ def find_pope(folder: Path, prefix: str = "") -> dict[str, Path]:
         files = [
             path
             for path in sorted(folder.glob(f"{prefix}*{split}*"))
-            if re.search(r"\.jsonl?(\.gz)?$", path.name)
+            if re.search(r"\.(jsonl?|csv|tsv)(\.gz)?$", path.name)
         ]
         if len(files) > 1:
             names = ", ".join(path.name for path in files)
