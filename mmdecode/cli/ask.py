@@ -17,7 +17,7 @@ from rich.progress import TextColumn
 
 from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help, refuse_without
 from mmdecode.cli.output import JsonFlag, emit_json
-from mmdecode.cli.progress import progress_bar
+from mmdecode.cli.progress import progress_bar, resumable
 from mmdecode.runs.console import console, out, warnings_shown, without_other_bars
 
 if TYPE_CHECKING:
@@ -169,12 +169,14 @@ def command(
     settings = {**dataclasses.asdict(options), **load}
     for name in ("batch_size", "margins", "trace", "first_logits"):
         del settings[name]
+    tally = _Tally()
     with warnings_shown("always"), contextlib.ExitStack() as stack:
         file = None
         if output is not None:  # refused before a model is loaded
             from mmdecode.runs.files import claimed
             from mmdecode.vlm.jobs import RESULTS, AnswerFile
 
+            stack.enter_context(resumable(output, len(requests), lambda: tally.done))
             stack.enter_context(claimed(output))
             answers = AnswerFile(output / RESULTS, settings, resume, requests, overwrite)
             file = stack.enter_context(contextlib.closing(answers))
@@ -191,7 +193,8 @@ def command(
                 for request in requests
                 if request.id not in file.done
             ]
-        tally = _Tally(len(requests) - len(todo), len(file.changed) if file else 0)
+        tally.done_before = len(requests) - len(todo)
+        tally.changed = len(file.changed) if file else 0
         show = _Shown(requests)
         if todo:
             answerer = Answerer.from_pretrained(**load, device=device)
@@ -218,12 +221,17 @@ def command(
 class _Tally:
     """Counts, answers and failures of the run, for its summary."""
 
-    done_before: int
+    done_before: int = 0
     changed: int = 0
     answers: list[Answer] = field(default_factory=list)
     failures: list[Answer] = field(default_factory=list)
     wall_s: float = 0.0
     stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def done(self) -> int:
+        """Number of questions that have an answer."""
+        return self.done_before + len(self.answers)
 
 
 def _asked(

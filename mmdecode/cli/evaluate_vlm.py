@@ -16,7 +16,7 @@ import typer
 
 from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help, refuse_without
 from mmdecode.cli.output import JsonFlag, emit_json, show_tables
-from mmdecode.cli.progress import progress_bar, tell_changed
+from mmdecode.cli.progress import progress_bar, resumable, tell_changed
 from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
 
 if TYPE_CHECKING:
@@ -570,7 +570,12 @@ def _decoded(
     kind = type(questions.items[0])
     given = settings, resume, overwrite, questions.folder
     journal = journal_of(output, kind, *given) if output else None
-    with progress_bar() as bar, contextlib.ExitStack() as stack:
+
+    def done() -> int:
+        return sum(row.error is None for row in journal.done.values()) if journal else 0
+
+    stopping = resumable(output, recorder.total, done)
+    with stopping, progress_bar() as bar, contextlib.ExitStack() as stack:
         task = bar.add_task("asking", total=recorder.total)
         if journal and output:
             stack.callback(journal.close)
@@ -578,7 +583,7 @@ def _decoded(
             stack.enter_context(contextlib.closing(reading))
             recorder.image = lambda name: noted(name, watched(questions.image(name), reading))
             tell_changed(journal)
-            bar.advance(task, sum(row.error is None for row in journal.done.values()))
+            bar.advance(task, done())
         return recorder.run(journal, lambda row: bar.advance(task))
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -16,7 +19,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from mmdecode.runs.console import console
+from mmdecode.runs.console import console, print_line
 
 if TYPE_CHECKING:
     from mmdecode.asr.output.manifest import Entry
@@ -37,6 +40,32 @@ def progress_bar(*more: ProgressColumn) -> Progress:
         transient=True,
         disable=not console.is_terminal,  # otherwise it would leave an empty line in a file
     )
+
+
+@contextlib.contextmanager
+def resumable(folder: Path | None, total: int, done: Callable[[], int]) -> Iterator[None]:
+    """Says last, where Ctrl-C or SIGTERM stops a run, how far it got; the exit code is 130.
+
+    Args:
+        folder: Folder of the results; ``None``: there is none, and nothing is said.
+        total: Number of items.
+        done: Returns how many of them have a result.
+    """
+    if folder is None:
+        yield
+        return
+    handles = threading.current_thread() is threading.main_thread()
+    if handles:
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        line = f"stopped: {done()} of {total} done in {folder}; go on with --resume"
+        print_line(line, console, "red")
+        raise typer.Exit(130) from None
+    finally:
+        if handles:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def tell_changed(journal: Journal[Any]) -> None:
@@ -75,7 +104,13 @@ def recorded(
 
     fixed = {name: value for name, value in conditions.items() if name != "load_average"}
     journal = journal_of(out_dir, fixed, resume, overwrite, entries) if out_dir else None
+    total = len(entries) * len(transcribers)
+
+    def done() -> int:
+        return sum(sample.error is None for sample in journal.done.values()) if journal else 0
+
     with (
+        resumable(out_dir, total, done),
         contextlib.closing(journal) if journal else contextlib.nullcontext(),
         progress_bar() as bar,
     ):
@@ -83,9 +118,9 @@ def recorded(
             begin()
         if journal:
             tell_changed(journal)
-        task = bar.add_task(what, total=len(entries) * len(transcribers))
+        task = bar.add_task(what, total=total)
         if journal:
-            bar.advance(task, sum(sample.error is None for sample in journal.done.values()))
+            bar.advance(task, done())
         return record(
             transcribers, entries, journal, progress=lambda sample: bar.advance(task), **how
         )

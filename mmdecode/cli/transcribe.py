@@ -29,7 +29,7 @@ from mmdecode.cli.flags import (
     refuse_without,
 )
 from mmdecode.cli.output import JsonFlag, emit_json
-from mmdecode.cli.progress import progress_bar
+from mmdecode.cli.progress import progress_bar, resumable
 from mmdecode.runs.console import console, out, print_line, warnings_shown, without_other_bars
 
 if TYPE_CHECKING:
@@ -453,6 +453,13 @@ def _transcribe(
         "subtitles": dataclasses.asdict(output.layout),
     }
     with contextlib.ExitStack() as stack:
+
+        folder: jobs.ResultFolder | None = None
+
+        def done() -> int:
+            return sum(entry.id in folder.done for entry in entries) if folder else 0
+
+        stack.enter_context(resumable(target if team.size == 1 else None, len(entries), done))
 
         def begin() -> jobs.Prepared:
             stack.enter_context(claimed(target))

@@ -37,6 +37,24 @@ def load_average() -> str | None:
     return f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else None
 
 
+def load_note(before: str | None, after: str | None = None) -> str:
+    """Warning that times are not comparable; empty where the machine was free enough.
+
+    Args:
+        before: Load average before the measurement, as `load_average` gives it.
+        after: The same after it, to which the measurement itself has added.
+    """
+    cores = os.cpu_count() or 1
+    given = [(before, cores), (after, cores + 1)]
+    high = [float(load) for load, most in given if load is not None and float(load) > most]
+    if not high:
+        return ""
+    return (
+        f"times are not comparable: the load average of {max(high):.1f} exceeds the {cores} cores, "
+        "so other programs were at work; run it again on a free machine"
+    )
+
+
 def conditions_of(transcribers: Mapping[str, Transcriber]) -> dict[str, Any]:
     """Returns the conditions of a transcription: model, drafters, options, device, versions.
 
@@ -54,11 +72,12 @@ def conditions_of(transcribers: Mapping[str, Transcriber]) -> dict[str, Any]:
 def spoken(model: Any) -> dict[str, str]:
     """Returns the conditions that a demo's page shows, as texts by name."""
     found = surroundings(model)
+    busy = load_note(None, found["load_average"])
     versions = (f"{name} {found[name]}" for name in ("mmdecode", "torch", "transformers"))
     return {
         "device": f"{found['device']}, {found['dtype']}",
         "threads": f"threads: {found['threads']}",
-        "load": f"load average {found['load_average']}",
+        "load": f"load average {found['load_average']}{f'; {busy}' if busy else ''}",
         "versions": ", ".join(versions),
     }
 

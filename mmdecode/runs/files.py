@@ -542,30 +542,34 @@ def note_settings(path: Path, settings: Mapping[str, Any], overwrite: bool = Fal
     write_file(run_of(path), marked_json(_noted(settings), indent=1), overwrite)
 
 
-def check_settings(path: Path, settings: Mapping[str, Any], resume: bool) -> None:
+def check_settings(
+    path: Path, settings: Mapping[str, Any], resume: bool, replaceable: bool = True
+) -> None:
     """Raises if the results in a folder or file may not be continued with these settings.
 
     Args:
         path: Folder or file with the results.
         settings: All settings that may change a result.
         resume: Whether the user asked to continue.
+        replaceable: Whether ``--overwrite`` replaces them, for the messages.
 
     Raises:
         OptionError: The earlier settings differ or cannot be read, or ``resume`` is false.
     """
     if not resume:
         raise OptionError(
-            f"{path} holds results of an earlier run; continue it with --resume, or choose "
-            "another --out"
+            f"{path} holds results of an earlier run; continue it with --resume, replace it "
+            "with --overwrite, or choose another --out"
         )
     run = run_of(path)
+    instead = "replace the results with --overwrite in place of --resume, " * replaceable
     try:
         before = json.loads(run.read_text(encoding="utf-8"))
         old_hash, old = before["hash"], dict(before["settings"])
     except (OSError, ValueError, KeyError, TypeError):
         raise OptionError(
             f"{run} cannot be read, so nothing shows that the results next to it were made with "
-            "these settings; choose another --out"
+            f"these settings; {instead}or choose another --out"
         ) from None
     wanted = _noted(settings)
     if old_hash != wanted["hash"]:
@@ -575,8 +579,8 @@ def check_settings(path: Path, settings: Mapping[str, Any], resume: bool) -> Non
         named = old.get("model") if "model" in differing else None  # the default may be another now
         again = f"the earlier ones, including --model {named}," if named else "the earlier ones"
         raise OptionError(
-            f"{path} holds results of other settings ({shown}); give {again} to continue, or "
-            "choose another --out"
+            f"{path} holds results of other settings ({shown}); give {again} to continue, "
+            f"{instead}or choose another --out"
         )
 
 

@@ -308,7 +308,7 @@ def train(
     """
     settings = {"options": asdict(options), "base": base, "lists": len(data.training)}
     if (work / RUN).exists():
-        check_settings(work, settings, resume=True)
+        check_settings(work, settings, resume=True, replaceable=False)
     note_settings(work, settings)
     torch.manual_seed(options.fit.seed)
     prompts = ListPrompts(tokenizer, bool(model.config.is_encoder_decoder), options.prompts)

@@ -1,7 +1,9 @@
 """``mmdecode transcribe`` from end to end, and resuming."""
 
 import json
+import os
 import re
+import signal
 import tempfile
 
 import pytest
@@ -88,7 +90,10 @@ def test_an_interrupted_run_is_continued_where_it_stopped(run, audio, tmp_path, 
 
     with monkeypatch.context() as patch:
         patch.setattr(Transcriber, "stream", dies_after_one)
-        run(audio, "--out", out, "--batch-size", 1)
+        stopped = run(audio, "--out", out, "--batch-size", 1)
+    assert stopped.exit_code == 130
+    last = stopped.stderr.splitlines()[-1]
+    assert last == f"stopped: 1 of 3 done in {out}; go on with --resume"
     assert len(lines(out)) == 1
     with (out / "results.jsonl").open("a") as file:
         file.write('{"source": "cut o')  # a crash in the middle of a line
@@ -109,6 +114,22 @@ def test_an_interrupted_run_is_continued_where_it_stopped(run, audio, tmp_path, 
     assert by_source[0] == by_source[1]
     again = run(audio, "--out", out, "--resume")
     assert "0 transcribed, 3 done before" in again.stderr
+
+
+def test_a_run_that_the_system_asks_to_end_says_how_far_it_got(run, audio, tmp_path, monkeypatch):
+    stream, before = Transcriber.stream, signal.getsignal(signal.SIGTERM)
+
+    def ended(self, inputs, progress=None, **options):
+        results = stream(self, inputs, progress, **options)
+        yield next(results)
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield from results
+
+    monkeypatch.setattr(Transcriber, "stream", ended)
+    done = run(audio, "--out", tmp_path / "out", "--batch-size", 1)
+    assert done.exit_code == 130
+    assert f" done in {tmp_path / 'out'}; go on with --resume" in done.stderr.splitlines()[-1]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_results_are_never_mixed_with_those_of_other_settings(run, audio, tmp_path):

@@ -298,6 +298,20 @@ def test_an_interrupted_run_is_continued(finished, settings, tmp_path, monkeypat
     assert answers(tmp_path) == answers(finished[1])
 
 
+def test_a_comparison_that_is_stopped_says_last_how_far_it_got(settings, tmp_path, monkeypatch):
+    def stop_early(self, row, add=Journal.add):
+        if len(self.done) == 3:
+            raise KeyboardInterrupt
+        add(self, row)
+
+    monkeypatch.setattr(Journal, "add", stop_early)
+    done = run(*settings("pope", None, "--greedy", "--no-controls", "--out", tmp_path))
+    assert done.exit_code == 130
+    last = done.stderr.splitlines()[-1]
+    # two of the three rows are about an image that is broken
+    assert last == f"stopped: 1 of 9 done in {tmp_path}; go on with --resume"
+
+
 def test_rows_about_an_image_that_changed_are_computed_again(
     checkpoint, data, tmp_path, monkeypatch
 ):

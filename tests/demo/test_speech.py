@@ -11,8 +11,10 @@ import pytest
 
 from mmdecode.asr.results import Word
 from mmdecode.demo.speech import clips_page as page
+from mmdecode.demo.speech import command as demo_speech
 from mmdecode.engine.trace import Round
 from mmdecode.evaluation.speech.wer import align_as_written, wer
+from mmdecode.runs import conditions
 from mmdecode.runs.files import is_own
 from mmdecode.zoo.speech import speech_test
 from tests.support.pages import checked
@@ -163,6 +165,39 @@ def test_word_errors_are_marked_as_they_are_counted():
     assert (
         '<del class="delete">the</del>' in shown and '<span class="insert">please</span>' in shown
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "busy"),
+    [(0.1, 2.3, False), (None, None, False), (2.0, 3.0, False), (2.1, 2.1, True), (0.1, 3.1, True)],
+)
+def test_times_of_a_machine_at_work_are_called_not_comparable(before, after, busy, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    found = conditions.load_note(*(None if one is None else str(one) for one in (before, after)))
+    assert found.startswith("times are not comparable: the load average of") == busy
+    assert bool(found) == busy and ("exceeds the 2 cores" in found) == busy
+
+
+def test_the_table_of_times_says_that_the_machine_was_at_work(monkeypatch, capsys):
+    loads = iter(("0.1", "9.0"))
+    monkeypatch.setattr(conditions, "load_average", lambda: next(loads))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    _, synthetic, _ = demo_speech._parts("zoo:whisper-synth", None, "cpu", "float32")
+    found = demo_speech._conditions(synthetic.ways, "float32", 1, conditions.load_average())
+    assert found["load"] == "load average 0.1 before, 9.0 after"
+    times = {"plain_s": 2, "drafted_s": 1, "plain_total_s": 3, "drafted_total_s": 2}
+    times |= {"ratio": 2.0, "ratio_total": 1.5}
+    summary = {
+        "plain_passes": 3,
+        "passes": 1,
+        "times": {"clips": times},
+        "ratio_interval": (1, 2),
+        "files": {},
+        "seconds": 1,
+    }
+    demo_speech._show(report(conditions=found), summary, [item()], 1)
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "1.00 to 2.00; times are not comparable: the load average of 9.0" in printed
 
 
 def test_words_show_as_written_unless_the_normaliser_joined_them():

@@ -306,7 +306,7 @@ def test_an_image_that_ends_its_process_is_retried_alone_and_fails_after_two(run
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((), "continue it with --resume, or choose another --out"),
+        ((), "continue it with --resume, replace it with --overwrite, or choose another --out"),
         (("--resume", "--seed", 1), "seed was 0, is 1"),
         (("--resume", "--mode", "exact"), "mode was None, is 'exact'"),
     ],

@@ -190,6 +190,25 @@ def test_an_interrupted_run_is_continued_where_it_stopped(run, table, tmp_path, 
     assert run("--data", table, "--out", out, "--resume").exit_code == 0
 
 
+def test_a_run_that_is_stopped_says_last_how_far_it_got(run, table, tmp_path, monkeypatch):
+    answers = Answerer.answers
+
+    def stopped(self, *given, **options):
+        found = answers(self, *given, **options)
+        yield next(found)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Answerer, "answers", stopped)
+    out = tmp_path / "answers"
+    done = run("--data", table, "--out", out, "--batch-size", 1)
+    assert done.exit_code == 130
+    last = done.stderr.splitlines()[-1]
+    assert last == f"stopped: 1 of 6 done in {out}; go on with --resume"
+    monkeypatch.undo()
+    done = run("--data", table, "--out", out, "--resume")
+    assert "4 answered, 1 done before, 1 failed" in done.stderr
+
+
 def lines_of(path):
     return path.read_bytes().splitlines(keepends=True)
 
@@ -216,8 +235,8 @@ def test_a_run_that_is_killed_loses_no_line(folder, table, tmp_path, run):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((), "continue it with --resume, or choose another --out"),
-        (("--resume", "--sample"), "do_sample was False, is True"),
+        ((), "continue it with --resume, replace it with --overwrite, or choose another --out"),
+        (("--resume", "--sample"), "do_sample was False, is True); repeat them to continue, replace the results with --over"),
         (("--resume", "--guide", GUIDE), "guide was None"),
     ],
 )

@@ -168,9 +168,17 @@ def score(score: WER) -> dict[str, Any]:
 
 def score_text(score: WER) -> str:
     """Formats a word error rate; without an interval for a single recording."""
+    value, by = f"{100 * score.value:.2f} %", normaliser_text(score)
     if score.utterances > 1:
-        return str(score)
-    return f"{100 * score.value:.2f} % ({score.words} words of 1 recording, {score.normaliser})"
+        interval = f"[{100 * score.low:.2f}, {100 * score.high:.2f}]"
+        return f"{value} {interval} ({score.words} words, {by})"
+    return f"{value} ({score.words} words of 1 recording, {by})"
+
+
+def normaliser_text(score: WER) -> str:
+    """The normaliser of a score, as a reader knows it."""
+    names = {"whisper": "Whisper's text normaliser"}
+    return names.get(score.normaliser, f"normaliser {score.normaliser}")
 
 
 def page(report: Report, opening: Opening | None = None) -> str:

@@ -59,7 +59,7 @@ def run(
     from mmdecode.zoo.speech import speech_test
 
     people, synthetic, note = _parts(model, draft, device, dtype)
-    load_before = load_average() or "unknown"
+    load_before = load_average()
     real: dict[str, Any] | None = None
     opening: Opening | None = None
     rows: list[dict[str, Any]] = []
@@ -72,7 +72,7 @@ def run(
     console.print(
         f"Transcribing {what} twice with {synthetic.model}: token by token, and with "
         f"{synthetic.draft} guessing several tokens ahead. The text must not change; the time "
-        "should. This takes about a minute.",
+        "should. This takes SPEECH on two idle cores.",
         highlight=False,
         markup=False,
     )
@@ -401,7 +401,7 @@ def _labels(transcriber: Transcriber) -> Callable[[int], str]:
     return label
 
 
-def _conditions(ways: tuple[Way, Way], dtype: str, repeats: int, load: str) -> dict[str, str]:
+def _conditions(ways: tuple[Way, Way], dtype: str, repeats: int, load: str | None) -> dict[str, str]:
     import os
     import platform
 
@@ -409,13 +409,15 @@ def _conditions(ways: tuple[Way, Way], dtype: str, repeats: int, load: str) -> d
     import transformers
 
     import mmdecode
-    from mmdecode.runs.conditions import device_name, load_average
+    from mmdecode.runs.conditions import device_name, load_average, load_note
 
-    after = load_average() or "unknown"
+    after = load_average()
+    busy = load_note(load, after)
     return {
         "device": f"{device_name(ways[0].transcriber.model.device)}, {dtype}",
         "threads": f"threads: {torch.get_num_threads()}, CPUs: {os.cpu_count()}",
-        "load": f"load average {load} before, {after} after",
+        "load": f"load average {load or 'unknown'} before, {after or 'unknown'} after",
+        **({"busy": busy} if busy else {}),
         "runs": f"median of {repeats} (recording: 1), batch 1, greedy",
         "versions": f"mmdecode {mmdecode.__version__}, torch {torch.__version__}, transformers "
         f"{transformers.__version__}, Python {platform.python_version()}",
@@ -478,6 +480,8 @@ def _show(report: Report, summary: dict[str, Any], items: Sequence[Item], short:
             )
     low, high = summary["ratio_interval"]
     table.caption = f"95 % interval of the clips' decoding ratio: {low:.2f} to {high:.2f}"
+    if "busy" in report.conditions:
+        table.caption += f"; {report.conditions['busy']}"
     console.print(table)
     for name, score in report.wer.items():
         console.print(f"word errors, {name}: {score_text(score)}", highlight=False)

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmdecode.demo.speech.clips_page import Opening, legend, strip
+from mmdecode.demo.speech.clips_page import Opening, legend, normaliser_text, strip
 from mmdecode.evaluation.report.pages import LEGEND, card, marked, player
 from mmdecode.evaluation.speech.wer import WER, Step, align_as_written
 
@@ -139,7 +139,7 @@ class Recordings:
     def ways(self) -> str:
         """Phrase that names the decoders whose token ids were compared."""
         generate = "plain generate, " * self.with_generate
-        return f"{generate}our loop without a draft, and our loop with {self.draft}"
+        return f"{generate}our loop without a draft, and our loop with the drafter {self.draft}"
 
     @property
     def speed(self) -> str:
@@ -195,7 +195,7 @@ def _cards(found: Recordings) -> str:
             card(
                 "word errors",
                 f"{100 * found.wer.value:.1f} %",
-                f"{found.wer.errors} of {found.wer.words} words, normaliser {found.wer.normaliser}"
+                f"{found.wer.errors} of {found.wer.words} words, {normaliser_text(found.wer)}"
                 + f"; {spread}" * (found.wer.utterances > 1),
             ),
             card(

@@ -308,7 +308,7 @@ def train(
 
     def prepare() -> None:
         if (work / RUN).exists():
-            check_settings(work, settings, resume=True)
+            check_settings(work, settings, resume=True, replaceable=False)
         note_settings(work, settings)
         answered(target, requests, options, answers)
 
