@@ -130,6 +130,11 @@ class CheckpointScheme:
         return False
 
     @classmethod
+    def cached(cls, name: str) -> Path | None:
+        """Folder of the user's cache that has it where the environment does not; else ``None``."""
+        return None
+
+    @classmethod
     def holds(cls, folder: Path) -> bool:
         """Returns whether a folder has the files for a checkpoint, so that it can be ``NAME``."""
         return False
@@ -156,6 +161,12 @@ def scheme_card(name: str) -> dict[str, Any]:
     """Returns the card of ``SCHEME:NAME``, see `CheckpointScheme.card`, and a key ``installed``."""
     scheme, rest = _scheme_of(name)
     return {} if scheme is None else scheme.card(rest) | {"installed": scheme.is_installed(rest)}
+
+
+def cached_folder(name: str) -> Path | None:
+    """Folder of the user's cache that alone has ``SCHEME:NAME``; ``None``: there is none."""
+    scheme, rest = _scheme_of(name)
+    return None if scheme is None else scheme.cached(rest)
 
 
 def is_installed(name: str) -> bool:

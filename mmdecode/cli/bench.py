@@ -17,14 +17,14 @@ from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
 from mmdecode.cli.shared import Group
-from mmdecode.errors import OptionError
+from mmdecode.errors import OptionError, UnsupportedModelError
 from mmdecode.runs.console import console, only_our_output, out, print_line
 from mmdecode.runs.files import explained, marked_json, refuse_foreign, write_file
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.speed.draft_speed import Speed
 
-app = typer.Typer(help="Measure the speed of drafters.", cls=Group)
+app = typer.Typer(help="Measure the speed of drafters.", cls=Group, add_completion=False)
 SCENES = "zoo:scenes"
 RESULTS = "results.json"
 
@@ -108,6 +108,7 @@ def vlm(
     if out_dir is not None:
         refuse_foreign([out_dir / RESULTS], overwrite)
     only_our_output()
+    _refuse_others(model)
     answerer = Answerer.from_pretrained(model, device=device, dtype=dtype)
     at_hand = {"target": answerer.model, "model_id": model}
     names = ["lookup"] if draft is None else draft
@@ -167,6 +168,25 @@ def vlm(
         print_line(str(out_dir / RESULTS))
     if json:
         emit_json({"machine": facts, "cases": cases})
+
+
+def _refuse_others(model: str) -> None:
+    """Refuses a model that answers no questions about images.
+
+    Raises:
+        UnsupportedModelError: It is of another kind.
+    """
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    from mmdecode.image_ar.loading import config_of  # knows our own model types too
+
+    config = config_of(model)
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise UnsupportedModelError(
+            f"bench vlm times vision-language models; {model} is a {config.model_type} model: "
+            "compare drafters for it in Python, by decoder.stats and a clock "
+            "(docs/first_steps.md, which drafter is quickest)"
+        )
 
 
 def prompts_of(answerer: Any, data: str, limit: int, size: int) -> list[dict[str, Any]]:

@@ -46,6 +46,8 @@ PACKAGES = {
 
 def command(json: JsonFlag = False) -> None:
     """Show versions and devices, for bug reports."""
+    from mmdecode.checkpoints import cached_folder
+
     found = _collect()
     if json:
         emit_json(found)
@@ -59,7 +61,9 @@ def command(json: JsonFlag = False) -> None:
         missing = f"missing (extra: {package['extra']})" if package["extra"] else "missing"
         table.add_row(name, package["version"] or missing)
     for name, installed in found["checkpoints"].items():
-        table.add_row(name, "installed" if installed else "not installed")
+        folder = cached_folder(name)
+        where = f"not installed here, but converted in the user's cache: {folder}"
+        table.add_row(name, where if folder else "installed" if installed else "not installed")
     out.print(table)
 
 

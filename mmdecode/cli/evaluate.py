@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.speech.samples import Sample
 
 ABOUT = "Score models on speech or on images, or transcripts made elsewhere."
-app = typer.Typer(cls=Group, help=ABOUT)
+app = typer.Typer(cls=Group, help=ABOUT, add_completion=False)
 PLAIN = "plain"
 """Name of the mode without a draft."""
 SHOWN = 5  # failures listed one by one

@@ -39,6 +39,9 @@ INSTEAD = {
 }
 """Models to recommend instead of a shipped model, by the first word of its name."""
 
+LANGUAGE_MODEL = "Qwen/Qwen2.5-1.5B-Instruct, or another language model"
+"""The same for a shipped language model that is given as ``--model``, and corrects nothing."""
+
 
 def with_models(command: Any) -> Any:
     """Adds option, short names and note to a command, or a group's commands, that load models."""
@@ -113,6 +116,9 @@ def toy_note(given: dict[str, Any]) -> str | None:
     found = [name for value in named for name in re.findall(r"zoo:([\w-]+)", value)]
     toys = {name: INSTEAD.get(name.partition("-")[0]) for name in found if name in zoo_names()}
     real = {name: instead for name, instead in toys.items() if instead}
+    main = str(given.get("model") or "").removeprefix("zoo:")
+    if main.startswith("lm") and main in real:
+        real[main] = LANGUAGE_MODEL
     if not real:  # none that the command could run
         return None
     shown = " and ".join(f"zoo:{name}" for name in real)

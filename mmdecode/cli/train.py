@@ -33,7 +33,9 @@ TrainingDtype = Annotated[
 ]
 ON_CUDA = ("llamagen-scenes", "llamagen-digits", "var-scenes")
 
-app = typer.Typer(cls=Group, help="Train drafters, correctors or zoo models.")
+app = typer.Typer(
+    cls=Group, help="Train drafters, correctors or zoo models.", add_completion=False
+)
 
 
 @app.command()

@@ -29,7 +29,10 @@ def command(json: JsonFlag = False) -> None:
     if json:
         emit_json(rows + published)
         return
-    table = Table("name", "MiB", "what", "measured")
+    table = Table()
+    table.add_column("name", no_wrap=True, overflow="fold")  # a cut name cannot be given as a model
+    for name in ("MiB", "what", "measured"):
+        table.add_column(name)
     for row in rows:
         table.add_row(row["name"], str(row["mib"]), row.get("what", ""), row.get("measured", ""))
     out.print(table)

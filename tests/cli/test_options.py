@@ -41,6 +41,12 @@ def test_out_is_a_folder_in_every_command(name, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("group", ["evaluate", "train", "bench"])
+def test_completion_is_installed_by_the_root_command_alone(group):
+    assert "--install-completion" in invoke("--help").stdout
+    assert "completion" not in invoke(group, "--help").stdout
+
+
 def test_a_folder_may_have_a_dot_in_its_name(tmp_path):
     (tmp_path / "odd.json").mkdir()
     for name in ("odd.json", "run-0.1", ".hidden"):

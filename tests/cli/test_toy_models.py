@@ -63,6 +63,7 @@ def test_a_recogniser_that_is_installed_is_named_without_how_to_install_it(own, 
         ),
         ({"data": ["clips.jsonl"], "corrector": ["zoo:lm-synth"]}, "train corrector"),
         ({"data": "clips.jsonl", "model": "zoo:llava-scenes"}, "llava-hf/llava-1.5-7b-hf"),
+        ({"data": ["clips.jsonl"], "model": "zoo:lm-synth"}, "or another language model"),
     ],
 )
 def test_own_files_of_any_kind_are_noticed(own, given, instead):

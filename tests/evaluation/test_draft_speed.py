@@ -13,7 +13,7 @@ from mmdecode.cli import bench
 from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import LookupSession, PromptLookup
 from mmdecode.draft.source import Source
-from mmdecode.errors import OptionError
+from mmdecode.errors import OptionError, UnsupportedModelError
 from mmdecode.evaluation.speed import draft_speed
 from mmdecode.evaluation.speed.draft_speed import AGAIN, PLAIN, Setting, calls, confidence, measure
 from mmdecode.evaluation.speed.stopwatch import Cost
@@ -208,3 +208,11 @@ def test_the_command_measures_the_shipped_model(tmp_path):
 def test_too_few_questions_for_a_batch_are_an_error():
     done = invoke("bench", "vlm", "--limit", "2", "--batch-size", "4")
     assert isinstance(done.exception, OptionError) and "raise --limit" in str(done.exception)
+
+
+def test_a_model_without_images_is_refused_before_its_weights_are_read(monkeypatch):
+    monkeypatch.setattr(Answerer, "from_pretrained", None)
+    done = invoke("bench", "vlm", "--model", "zoo:lm-synth")
+    assert isinstance(done.exception, UnsupportedModelError)
+    says = "bench vlm times vision-language models; zoo:lm-synth is a llama model: compare drafters"
+    assert str(done.exception).startswith(says)

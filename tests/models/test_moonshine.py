@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from mmdecode.errors import InputError, UnknownNameError
 from mmdecode.models.moonshine import convert, wheel
 from mmdecode.models.moonshine.ort_file import read_graph
 from mmdecode.models.moonshine.tokenizer import read_pieces, tokenizer_json
+from mmdecode.runs import console
 from mmdecode.zoo.real_clips import real_clips
 from tests.support.commands import invoke, json_of
-from tests.support.moonshine import NAME, hide_wheel, needs_wheel
+from tests.support.moonshine import NAME, hide_wheel, needs_wheel, show_wheel
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +70,20 @@ def test_without_the_wheel_one_command_is_named_that_installs_it(no_wheel):
 def test_another_checkpoint_of_the_scheme_gets_a_suggestion(name):
     with pytest.raises(UnknownNameError, match=r"no moonshine checkpoint named .*known: tiny-en"):
         local_path(name)
+
+
+def test_the_environment_says_that_only_the_cache_has_the_recogniser(monkeypatch, tmp_path):
+    monkeypatch.setattr(console.out, "width", 400)
+    hide_wheel(monkeypatch, tmp_path)
+    assert re.search(rf"{NAME} +. not installed +.", invoke("env").stdout)
+    wheel.converted_folder().mkdir()
+    for name in wheel._FILES:
+        (wheel.converted_folder() / name).touch()
+    found = invoke("env").stdout
+    assert f"not installed here, but converted in the user's cache: {tmp_path}" in found
+    show_wheel(monkeypatch, tmp_path)
+    monkeypatch.setenv("MMDECODE_CACHE", str(tmp_path))
+    assert re.search(rf"{NAME} +. installed +.", invoke("env").stdout)
 
 
 def test_a_mistyped_scheme_gets_a_suggestion():

@@ -7,6 +7,8 @@ import soundfile
 
 from mmdecode.asr.output import manifest
 from mmdecode.checkpoints import scheme_card
+from mmdecode.checkpoints import zoo_names
+from mmdecode.runs import console
 from mmdecode.zoo import real_clips
 from mmdecode.zoo.real_clips import FOLDER, MORE, all_clips
 from tests.support.commands import invoke, json_of
@@ -83,6 +85,14 @@ def test_the_shipped_clips_are_those_they_were_taken_from():
         assert clip.text == original.text
         same = (soundfile.read(one.path, dtype="int16")[0] for one in (clip, original))
         assert np.array_equal(*same), clip.name
+
+
+def test_the_zoo_prints_whole_names_in_narrow_terminals(monkeypatch):
+    monkeypatch.setattr(console.out, "width", 80)
+    printed = invoke("zoo").stdout
+    assert max(map(len, printed.splitlines())) <= 80
+    for name in (*zoo_names(), "real-clips"):
+        assert f" zoo:{name} " in printed, name
 
 
 def test_the_zoo_lists_its_recordings():

@@ -63,8 +63,8 @@ def run(
     count = min(limit or NUM_IMAGES, NUM_IMAGES)
     console.print(
         f"Drawing {count} pictures in {len(WAYS)} ways: token by token, exactly in parallel, which "
-        "leaves them as they are, and relaxed, which does not. This takes IMAGES on "
-        "two idle cores.",
+        "leaves them as they are, and relaxed, which does not. This takes about half a "
+        "minute on two idle cores.",
         highlight=False,
     )
     only_our_output()

@@ -72,7 +72,8 @@ def run(
     console.print(
         f"Transcribing {what} twice with {synthetic.model}: token by token, and with "
         f"{synthetic.draft} guessing several tokens ahead. The text must not change; the time "
-        "should. This takes SPEECH on two idle cores.",
+        "should. This takes two or three minutes on two idle "
+        "cores.",
         highlight=False,
         markup=False,
     )

@@ -89,7 +89,7 @@ def run(
     count = sum(map(len, scenes.values()))
     console.print(
         f"Asking about {count} images: plainly, and with {', '.join(names)}. The answers may "
-        "change. This takes VISION on two idle cores.",
+        "change. This takes about half a minute on two idle cores.",
         highlight=False,
     )
     only_our_output()
