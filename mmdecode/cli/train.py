@@ -33,9 +33,7 @@ TrainingDtype = Annotated[
 ]
 ON_CUDA = ("llamagen-scenes", "llamagen-digits", "var-scenes")
 
-app = typer.Typer(
-    cls=Group, help="Train drafters, correctors or zoo models.", add_completion=False
-)
+app = typer.Typer(cls=Group, help="Train drafters, correctors or zoo models.", add_completion=False)
 
 
 @app.command()

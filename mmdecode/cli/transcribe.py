@@ -453,7 +453,6 @@ def _transcribe(
         "subtitles": dataclasses.asdict(output.layout),
     }
     with contextlib.ExitStack() as stack:
-
         folder: jobs.ResultFolder | None = None
 
         def done() -> int:

@@ -163,7 +163,8 @@ def test_pope_reads_a_table_of_ones_own_next_to_its_images(ending, data, tmp_pat
     asked.check_images()
     if ending[-2:] != "gz" and ending != "json":
         table.write_text(text + "\nc\n")
-        assert "line 4 does not have the 4 columns" in read_questions("pope", [str(table)]).left_out[0]
+        [problem] = read_questions("pope", [str(table)]).left_out
+        assert "line 4 does not have the 4 columns" in problem
 
 
 def test_figures_that_cannot_be_drawn_are_refused_before_a_model_is_loaded(

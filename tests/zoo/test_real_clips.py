@@ -6,8 +6,7 @@ import pytest
 import soundfile
 
 from mmdecode.asr.output import manifest
-from mmdecode.checkpoints import scheme_card
-from mmdecode.checkpoints import zoo_names
+from mmdecode.checkpoints import scheme_card, zoo_names
 from mmdecode.runs import console
 from mmdecode.zoo import real_clips
 from mmdecode.zoo.real_clips import FOLDER, MORE, all_clips

@@ -402,7 +402,9 @@ def _labels(transcriber: Transcriber) -> Callable[[int], str]:
     return label
 
 
-def _conditions(ways: tuple[Way, Way], dtype: str, repeats: int, load: str | None) -> dict[str, str]:
+def _conditions(
+    ways: tuple[Way, Way], dtype: str, repeats: int, load: str | None
+) -> dict[str, str]:
     import os
     import platform
 
