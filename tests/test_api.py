@@ -151,7 +151,7 @@ def test_a_draft_model_that_does_not_exist_is_refused_at_once():
         Decoder("assistant:path=./nowhere")
 
 
-def test_a_model_in_the_place_of_a_drafter_is_named_without_its_modules():
+def test_a_model_given_as_a_drafter_is_named_without_its_modules():
     with pytest.raises(OptionError) as caught:
         Decoder(draft=small_of("llama"))
     assert str(caught.value) == (

@@ -16,7 +16,7 @@ import typer
 
 from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help, refuse_without
 from mmdecode.cli.output import JsonFlag, emit_json, show_tables
-from mmdecode.cli.progress import progress_bar, resumable, tell_changed
+from mmdecode.cli.progress import answered, progress_bar, resumable, tell_changed
 from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
 
 if TYPE_CHECKING:
@@ -145,11 +145,9 @@ def pope(
 ) -> None:
     """POPE: is there an object in the image? Accuracy, share of yes, and margins, by split.
 
-    --data is 'zoo', a folder with a file per split, or the files themselves (repeat it): JSON
-    lines, csv or tsv with the columns image, text and label, such as a table of your own. Questions
-    that several splits share are asked once. Images of files are next to them, or in --images.
-    Answers are appended to items.jsonl in --out. If a question fails, it counts as wrong and the
-    exit code is 1.
+    --data is 'zoo', a folder with a file per split, or files (repeat it): JSON lines, csv or tsv
+    with the columns image, text and label. Images are next to the files, or in --images. Answers
+    go to items.jsonl in --out. A question that fails counts as wrong; the exit code is then 1.
 
     For example:
 
@@ -385,14 +383,11 @@ def _evaluate(
     from mmdecode.runs.files import claimed
     from mmdecode.runs.journal import refuse_taken
 
-    if model is None and rescore is None:
+    if (model is None) == (rescore is None):
         raise OptionError(
-            "no model; give --model, for example llava-hf/llava-1.5-7b-hf (zoo:llava-scenes is a "
-            "tiny one that ships), or --rescore with the folder of an earlier run"
-        )
-    if model is not None and rescore is not None:
-        raise OptionError(
-            "expected either --model, for a new run, or --rescore, for an earlier run"
+            "no model; give --model, as llava-hf/llava-1.5-7b-hf, or --rescore for an earlier run"
+            if model is None
+            else "expected either --model, for a new run, or --rescore, for an earlier run"
         )
     if rescore is not None:
         refuse_without("--model", RUN_OPTIONS, context)
@@ -570,11 +565,7 @@ def _decoded(
     kind = type(questions.items[0])
     given = settings, resume, overwrite, questions.folder
     journal = journal_of(output, kind, *given) if output else None
-
-    def done() -> int:
-        return sum(row.error is None for row in journal.done.values()) if journal else 0
-
-    stopping = resumable(output, recorder.total, done)
+    stopping = resumable(output, recorder.total, answered(journal))
     with stopping, progress_bar() as bar, contextlib.ExitStack() as stack:
         task = bar.add_task("asking", total=recorder.total)
         if journal and output:
@@ -583,7 +574,7 @@ def _decoded(
             stack.enter_context(contextlib.closing(reading))
             recorder.image = lambda name: noted(name, watched(questions.image(name), reading))
             tell_changed(journal)
-            bar.advance(task, done())
+            bar.advance(task, answered(journal)())
         return recorder.run(journal, lambda row: bar.advance(task))
 
 
@@ -617,13 +608,8 @@ def _recorded(folder: Path, task: str) -> _Run:
     rows = read_items(folder, kinds.get(own, YesNoItem))
     order = {mode.name: number for number, mode in enumerate(modes)}
     rows = sorted((row for row in rows if row.mode in order), key=lambda row: order[row.mode])
-    return _Run(
-        rows=rows,
-        modes=modes,
-        settings=settings,
-        conditions=settings,
-        images=settings["images"] or zoo_image,
-    )
+    images = settings["images"] or zoo_image
+    return _Run(rows=rows, modes=modes, settings=settings, conditions=settings, images=images)
 
 
 def _report(run: _Run, parser: str | None, basis: dict[str, Any]) -> ItemReport[Any]:

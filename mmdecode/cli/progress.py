@@ -68,6 +68,12 @@ def resumable(folder: Path | None, total: int, done: Callable[[], int]) -> Itera
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
+def answered(journal: Journal[Any] | None) -> Callable[[], int]:
+    """Returns a function that counts the rows of a journal that have no error."""
+    rows = journal.done if journal else {}
+    return lambda: sum(row.error is None for row in rows.values())
+
+
 def tell_changed(journal: Journal[Any]) -> None:
     """Prints how many files have changed since the run that is resumed."""
     if journal.changed:

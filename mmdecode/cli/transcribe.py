@@ -448,16 +448,11 @@ def _transcribe(
     if output.folder is None:
         return _work(entries, load, None, output.language)
     target = output.folder
-    settings = output.settings | {
-        "formats": output.formats,
-        "subtitles": dataclasses.asdict(output.layout),
-    }
+    subtitles = dataclasses.asdict(output.layout)
+    settings = output.settings | {"formats": output.formats, "subtitles": subtitles}
     with contextlib.ExitStack() as stack:
         folder: jobs.ResultFolder | None = None
-
-        def done() -> int:
-            return sum(entry.id in folder.done for entry in entries) if folder else 0
-
+        done = lambda: sum(e.id in folder.done for e in entries) if folder else 0  # noqa: E731
         stack.enter_context(resumable(target if team.size == 1 else None, len(entries), done))
 
         def begin() -> jobs.Prepared:
@@ -474,8 +469,7 @@ def _transcribe(
             done_before = len(entries) - len(todo)
             share = [todo[index] for index in team.share(sizes(todo))]
             started = time.perf_counter()
-            own = _work(share, load, folder, output.language, suspects)
-        tallies = team.gather(own)
+            tallies = team.gather(_work(share, load, folder, output.language, suspects))
         team.first(lambda: jobs.finish(target, entries))
     tally = _together(tallies, done_before)
     tally.changed = len(changed)

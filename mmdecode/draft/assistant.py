@@ -41,26 +41,26 @@ from mmdecode.errors import IncompatibleError, InputError, MMDecodeError, Option
 class Assistant(Drafter):
     """Drafts ``length`` tokens per round with a second, smaller model.
 
-        Args:
-                model: The drafting model, with the target's vocabulary, or its name as `mmdecode.load`
-                takes it.
-            length: Number of tokens drafted per round; 0 drafts nothing.
-            guide: Guide applied to the draft's logits; the drafting model runs its branches. ``None``:
-                the call's guide. It must not edit attention or hidden states of the model.
-            warp: Change to the draft's logits before a token is chosen, such as a temperature;
-                ``None``: the logits warpers of the call.
-            text_only: Whether image tokens are left out of the prompt; ``None``: they are if the target
-                reads images and ``model`` does not.
-            max_rejection_probability: Drafting ends in a row after the token at which the estimated
-                probability that any drafted token is rejected exceeds this value; see `Going`. With 1
-                all ``length`` tokens are drafted.
-    
-        The acceptance rule decides the kind of proposal: argmax tokens (``deterministic``), samples
-        with their distribution (``iid``), or the argmax of log q plus the target's own Gumbel noise
-        (``coupled``).
+    Args:
+            model: The drafting model, with the target's vocabulary, or its name as `mmdecode.load`
+            takes it.
+        length: Number of tokens drafted per round; 0 drafts nothing.
+        guide: Guide applied to the draft's logits; the drafting model runs its branches. ``None``:
+            the call's guide. It must not edit attention or hidden states of the model.
+        warp: Change to the draft's logits before a token is chosen, such as a temperature;
+            ``None``: the logits warpers of the call.
+        text_only: Whether image tokens are left out of the prompt; ``None``: they are if the target
+            reads images and ``model`` does not.
+        max_rejection_probability: Drafting ends in a row after the token at which the estimated
+            probability that any drafted token is rejected exceeds this value; see `Going`. With 1
+            all ``length`` tokens are drafted.
 
-        Raises:
-            InputError: There is no checkpoint of that name.
+    The acceptance rule decides the kind of proposal: argmax tokens (``deterministic``), samples
+    with their distribution (``iid``), or the argmax of log q plus the target's own Gumbel noise
+    (``coupled``).
+
+    Raises:
+        InputError: There is no checkpoint of that name.
     """
 
     summary = "a smaller model drafts a chain"

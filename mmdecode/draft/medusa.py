@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from mmdecode import registry
-from mmdecode.checkpoints import local_path, paired, read_weights
+from mmdecode.checkpoints import local_path, paired
 from mmdecode.draft.placed import Placed
 from mmdecode.draft.target import (
     along_path,
@@ -51,6 +51,7 @@ from mmdecode.errors import (
     UnsupportedModelError,
 )
 from mmdecode.runs.files import write_file, write_folder
+from mmdecode.weights import read_weights
 
 MANY_ROWS = 8
 """Number of rows from which a pass on a CPU is compute-bound even without a draft."""

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from mmdecode.checkpoints import fill, published_weights
 from mmdecode.errors import InputError
 from mmdecode.models.vqgan import CodeDecoder, PixelDecoder
+from mmdecode.weights import fill, published_weights
 
 if TYPE_CHECKING:
     from pathlib import Path

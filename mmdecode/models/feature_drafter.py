@@ -21,9 +21,10 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from mmdecode.checkpoints import fill, local_path, read_weights
+from mmdecode.checkpoints import local_path
 from mmdecode.errors import InputError, UnsupportedModelError
 from mmdecode.runs.files import write_file, write_folder
+from mmdecode.weights import fill, read_weights
 
 Level = int | str
 """Layer whose states are read, a key of `mmdecode.engine.contracts.BranchOutput.hidden`."""

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmdecode.checkpoints import fill, local_path, read_weights
+from mmdecode.checkpoints import local_path
 from mmdecode.errors import InputError, UnsupportedModelError
 from mmdecode.models.feature_drafter import embedded, save_drafter
+from mmdecode.weights import fill, read_weights
 
 
 class Block(nn.Module):

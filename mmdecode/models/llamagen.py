@@ -34,8 +34,8 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mmdecode.checkpoints import fill, published_weights
 from mmdecode.errors import InputError, OptionError, ShapeError
+from mmdecode.weights import fill, published_weights
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,9 +25,9 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from mmdecode.checkpoints import fill, published_weights
 from mmdecode.errors import InputError, OptionError, ShapeError
 from mmdecode.models.multiscale_vq import PATCH_NUMS, scale_starts, token_counts
+from mmdecode.weights import fill, published_weights
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
-from mmdecode.checkpoints import fill, published_weights
 from mmdecode.errors import InputError, ShapeError
 from mmdecode.models.vqgan import GROUPS, CodeDecoder, Encoder, PixelDecoder
+from mmdecode.weights import fill, published_weights
 
 if TYPE_CHECKING:
     from pathlib import Path

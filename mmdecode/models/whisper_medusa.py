@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from mmdecode.checkpoints import local_path, read_weights
+from mmdecode.checkpoints import local_path
 from mmdecode.errors import InputError
+from mmdecode.weights import read_weights
 
 if TYPE_CHECKING:
     from pathlib import Path

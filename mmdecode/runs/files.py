@@ -542,9 +542,7 @@ def note_settings(path: Path, settings: Mapping[str, Any], overwrite: bool = Fal
     write_file(run_of(path), marked_json(_noted(settings), indent=1), overwrite)
 
 
-def check_settings(
-    path: Path, settings: Mapping[str, Any], resume: bool, replaceable: bool = True
-) -> None:
+def check_settings(path: Path, settings: Any, resume: bool, replaceable: bool = True) -> None:
     """Raises if the results in a folder or file may not be continued with these settings.
 
     Args:
@@ -556,11 +554,9 @@ def check_settings(
     Raises:
         OptionError: The earlier settings differ or cannot be read, or ``resume`` is false.
     """
+    ways = "continue it with --resume, replace it with --overwrite, or choose another --out"
     if not resume:
-        raise OptionError(
-            f"{path} holds results of an earlier run; continue it with --resume, replace it "
-            "with --overwrite, or choose another --out"
-        )
+        raise OptionError(f"{path} holds results of an earlier run; {ways}")
     run = run_of(path)
     instead = "replace the results with --overwrite in place of --resume, " * replaceable
     try:

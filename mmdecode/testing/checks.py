@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -23,10 +22,8 @@ from mmdecode.decoder import Decoder
 from mmdecode.engine.adapter import MAIN
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call
-from mmdecode.engine.capabilities import Part
-from mmdecode.engine.checks import refuse_no_part
 from mmdecode.engine.proposal import Proposal, Tree
-from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.errors import IncompatibleError
 from mmdecode.testing import drafts
 from mmdecode.testing.table import (
     Table,
@@ -36,6 +33,13 @@ from mmdecode.testing.table import (
     left_pad,
     new_tokens,
     plain_loop,
+)
+from mmdecode.testing.watching import (
+    checking,
+    made,
+    watched_draft,
+    watched_guide,
+    watched_rule,
 )
 
 RowDistribution = Callable[[list[int], list[int]], Tensor]
@@ -224,131 +228,6 @@ def _batches(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
     yield from ([p] for p in prompts)
 
 
-@contextmanager
-def _promised(what: str) -> Iterator[None]:
-    """Adds the property that is being checked to errors raised inside the context."""
-    try:
-        yield
-    except _CallWritten:
-        raise
-    except AssertionError as error:
-        raise AssertionError(f"property violated, {what}: {error}") from error
-    except Exception as error:
-        error.add_note(f"raised while this property was checked: {what}")
-        raise
-
-
-class _CallWritten(AssertionError):
-    """A part wrote to its `Call`; the message names the property itself."""
-
-
-@contextmanager
-def _unwritten(part: str, call: Call, method: str) -> Iterator[None]:
-    """Asserts that a method of a part leaves its call as it was.
-
-    Args:
-        part: Kind of part, for the message.
-        call: The call it was given.
-        method: Name of the method.
-    """
-
-    def fields() -> dict[str, Tensor]:
-        rows, asked = call.rows, call.request
-        return {
-            **{f"rows.{name}": getattr(rows, name) for name in ("ids", "length", "active")},
-            **{f"request.{name}": getattr(asked, name) for name in ("prompt_ids", "prompt_mask")},
-        }
-
-    before = {name: value.clone() for name, value in fields().items()}
-    yield
-    for name, value in fields().items():
-        if not torch.equal(value, before[name]):
-            raise _CallWritten(
-                f"property violated, a {part} never changes its Call: {name} was written in {method}; "
-                "work on a copy, as call.rows.ids.clone()"
-            )
-
-
-def _made(part: str, make: Callable[[], Any]) -> Any:
-    """Calls the function that makes the object under test.
-
-    Raises:
-        OptionError: ``make`` is no such function, or makes an object of another kind.
-    """
-    if isinstance(make, Part) or not callable(make):
-        name = type(make).__name__
-        raise OptionError(f"{make!r} is no function; pass a function: lambda: {name}(...)")
-    made = make()
-    refuse_no_part(part, made)
-    return made
-
-
-def _watched_draft(draft: Any) -> Any:
-    """Wraps a drafter: checks that proposals are valid and that the call is only read."""
-    begin = draft.begin
-
-    def opened(call: Call, prefill: Any) -> Any:
-        with _unwritten("drafter", call, "begin"):
-            session = begin(call, prefill)
-        propose, observe, vocab = session.propose, session.observe, prefill.logits.shape[-1]
-
-        def proposed(budget: int) -> Proposal:
-            with _unwritten("drafter", call, "propose"):
-                proposal = propose(budget)
-            assert isinstance(proposal, Proposal), (
-                f"propose returned {proposal!r}; expected a Proposal"
-            )
-            tokens = proposal.tokens
-            assert bool(((tokens >= -1) & (tokens < vocab)).all()), (
-                f"propose returned the tokens {tokens.tolist()}; expected ids below {vocab}, or -1"
-            )
-            return proposal
-
-        def observed(*given: Any) -> None:
-            with _unwritten("drafter", call, "observe"):
-                observe(*given)
-
-        session.propose, session.observe = proposed, observed
-        return session
-
-    draft.begin = opened
-    return draft
-
-
-def _watched_guide(guide: Any) -> Any:
-    """Wraps a guide: checks the shape of its output, and that the call is only read."""
-    begin, apply = guide.begin, guide.apply
-
-    def begun(call: Call, prefill: Any) -> Any:
-        with _unwritten("guide", call, "begin"):
-            return begin(call, prefill)
-
-    def applied(constants: Any, call: Call, proposal: Proposal, outputs: Any) -> Any:
-        with _unwritten("guide", call, "apply"):
-            made, main = apply(constants, call, proposal, outputs), outputs["main"].logits
-        assert isinstance(made, Tensor) and made.shape[:2] == main.shape[:2], (
-            f"apply returned {tuple(made.shape) if isinstance(made, Tensor) else made!r}; expected "
-            f"logits after the last token and each drafted token, {tuple(main.shape)}"
-        )
-        return made
-
-    guide.begin, guide.apply = begun, applied
-    return guide
-
-
-def _watched_rule(rule: Any) -> Any:
-    """The rule, checked to only read its call: as an object of a subclass of the same name."""
-    kind = type(rule)
-
-    def called(self: Any, proposal: Proposal, target: Any, call: Call) -> Any:
-        with _unwritten("rule", call, "__call__"):
-            return kind.__call__(self, proposal, target, call)
-
-    members = {"__slots__": (), "__call__": called, "__module__": kind.__module__}
-    object.__setattr__(rule, "__class__", type(kind.__name__, (kind,), members))
-    return rule
-
-
 Run = Callable[..., Any]
 """Function of an object under test, a model, prompts and options; decodes, returns results."""
 
@@ -366,13 +245,13 @@ def _check_shared(
     """
     first, other = models
     alone = run(make(), first, PROMPTS)
-    with _promised("one object can be used for several calls"):
+    with checking("one object can be used for several calls"):
         shared = make()
         run(shared, first, PROMPTS[:1], max_new_tokens=1)
         agree(run(shared, first, PROMPTS), alone, "after a call of one token")
         agree(run(shared, other, PROMPTS[:2]), run(make(), other, PROMPTS[:2]), "for another model")
         agree(run(shared, first, PROMPTS), alone, "after a call for another model")
-    with _promised("two threads can use one object at once"), ThreadPoolExecutor(1) as thread:
+    with checking("two threads can use one object at once"), ThreadPoolExecutor(1) as thread:
         shared, asked, found = make(), [], []
 
         def interrupt(ids: Tensor, scores: Any) -> Tensor:
@@ -427,13 +306,13 @@ def check_draft(make: Callable[[], Any], model: Any = None, *, learns: bool = Fa
         AssertionError: A property does not hold; the message names it.
         OptionError: ``make`` makes no `Drafter`.
     """
-    kinds = _made("draft", make).kinds
+    kinds = made("draft", make).kinds
     model, other = _models(model)
-    with _promised("a drafter changes no token"):
+    with checking("a drafter changes no token"):
         for do_sample in (False, True):
             for prompts in _batches(PROMPTS):
                 assert_lossless(
-                    Decoder(_watched_draft(make()), seed=SEED),
+                    Decoder(watched_draft(make()), seed=SEED),
                     model,
                     distribution_of(model),
                     prompts,
@@ -448,7 +327,7 @@ def check_draft(make: Callable[[], Any], model: Any = None, *, learns: bool = Fa
     }
     for kind, rule in names.items():
         if kind in kinds:
-            with _promised(f"drafts of kind {kind} are lossless under accept={rule!r}"):
+            with checking(f"drafts of kind {kind} are lossless under accept={rule!r}"):
                 assert_distribution(
                     lambda rule=rule: Decoder(make(), accept=rule),  # type: ignore[misc]
                     model,
@@ -470,7 +349,7 @@ def check_accept(make: Callable[[], Any]) -> None:
         AssertionError: A property does not hold; the message names it.
         OptionError: ``make`` makes no `AcceptanceRule`.
     """
-    rule = _made("accept", make)
+    rule = made("accept", make)
     model = Table(4, seed=11, sharpness=1.5)
     proposers = [drafts.TestDrafter()]
     if rule.guarantee == "exact":
@@ -492,18 +371,18 @@ def check_accept(make: Callable[[], Any]) -> None:
     for draft in proposers:
         case = f"in mode {{}} with {type(draft).__name__} proposing {', '.join(draft.kinds)} tokens"
         if "greedy" in rule.modes:
-            with _promised(case.format("greedy")):
+            with checking(case.format("greedy")):
                 assert_lossless(
-                    Decoder(draft, accept=_watched_rule(make())),
+                    Decoder(draft, accept=watched_rule(make())),
                     model,
                     distribution_of(model),
                     do_sample=False,
                     eos=[3],
                 )
         if "sample" in rule.modes:
-            with _promised(case.format("sample")):
+            with checking(case.format("sample")):
                 assert_distribution(
-                    lambda draft=draft: Decoder(draft, accept=_watched_rule(make())),  # type: ignore[misc]
+                    lambda draft=draft: Decoder(draft, accept=watched_rule(make())),  # type: ignore[misc]
                     model,
                     distribution_of(model),
                     samples=10_000,
@@ -540,12 +419,12 @@ def check_guide(
         IncompatibleError: The guide declares that it looks back or ahead.
         OptionError: ``make`` makes no `Guide`.
     """
-    _made("guide", make)
+    made("guide", make)
     model, other = _models(model)
-    with _promised("a guide's distribution depends on the tokens before alone"):
+    with checking("a guide's distribution depends on the tokens before alone"):
         for do_sample in (False, True):
             options: dict[str, Any] = {"do_sample": do_sample, "eos": [model.vocab - 1]}
-            undrafted = Decoder(None, _watched_guide(make()), seed=SEED)
+            undrafted = Decoder(None, watched_guide(make()), seed=SEED)
             plain = _distributions(undrafted, model, PROMPTS, **options)
             for draft in (
                 drafts.Random(),
@@ -553,7 +432,7 @@ def check_guide(
                 drafts.FullTree(),
                 drafts.Known([tokens for tokens, _ in plain], wrong_at=[3, 7]),
             ):
-                drafted = Decoder(draft, _watched_guide(make()), seed=SEED)
+                drafted = Decoder(draft, watched_guide(make()), seed=SEED)
                 found = _distributions(drafted, model, PROMPTS, **options)
                 _agree(found, plain, f"with draft {type(draft).__name__}")
             for prompts in _batches(PROMPTS):
@@ -562,7 +441,7 @@ def check_guide(
                 where = f"with the prompts {prompts} alone (is padding read?)"
                 _agree(found, expected, where, "in the padded batch")
     if neutral is not None:
-        with _promised("a guide at its neutral setting changes nothing"):
+        with checking("a guide at its neutral setting changes nothing"):
             assert neutral().neutral, "its attribute neutral is False"
             for do_sample in (False, True):
                 options = {"do_sample": do_sample, "eos": [model.vocab - 1]}
@@ -649,7 +528,7 @@ def check_adapter(
     Raises:
         AssertionError: Logits differ: masks, positions, cache slots or row order are wrong.
     """
-    adapter = _made("adapter", lambda: make(model) if callable(make) else make)
+    adapter = made("adapter", lambda: make(model) if callable(make) else make)
     tree = Tree((-1, -1, 0, 0, 2, 1))
     tokens = torch.arange(len(ids) * len(tree)).reshape(len(ids), -1) * 7 % adapter.vocab
     tokens[0, -1] = -1

@@ -11,13 +11,14 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mmdecode.checkpoints import code_trusted, loading, local_path, unlike
+from mmdecode.checkpoints import code_trusted, loading, local_path
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.errors import InputError, OptionError
 from mmdecode.models.eagle import EagleModel
 from mmdecode.models.feature_drafter import FeatureDrafter, load_drafter
 from mmdecode.models.hydra import HydraHeads
 from mmdecode.models.vispec import ViSpecModel
+from mmdecode.weights import unlike
 
 ELDERS: dict[type[FeatureDrafter], type[FeatureDrafter]] = {ViSpecModel: EagleModel}
 """Related architecture with a subset of the weights, to initialise from, by architecture."""

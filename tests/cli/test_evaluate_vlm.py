@@ -167,7 +167,7 @@ def test_pope_reads_a_table_of_ones_own_next_to_its_images(ending, data, tmp_pat
         assert "line 4 does not have the 4 columns" in problem
 
 
-def test_figures_that_cannot_be_drawn_are_refused_before_a_model_is_loaded(
+def test_figures_that_need_a_missing_package_are_refused_before_a_model_is_loaded(
     tmp_path, data, monkeypatch
 ):
     monkeypatch.setattr(loading, "load", None)

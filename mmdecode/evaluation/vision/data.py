@@ -120,24 +120,24 @@ def read_questions(
 ) -> Questions:
     """Reads the questions of a task.
 
-        Args:
-            task: One of `TASKS`.
-                data: ``("zoo",)``, or paths. POPE: a folder with a file per split, or the files, tables of
-                one's own among them; captions (``chair``): JSON lines of images and their objects; MME:
-                its folder, or JSON lines; AMBER: its folder; spatial: JSON lines with options, What's
-                Up's file, or VSR's file.
-            part: Part of the zoo's sets, development or test.
-            images: Folder of the images; ``None``: the folder in which the data set keeps them.
-                splits: Splits of POPE; empty: all.
-            prefix: First characters of the names of POPE's files, if a folder holds several sets.
-            synonyms: Words for the objects of captions, see `vocabulary_of`; ``None``: the zoo's words
-                for the zoo, otherwise COCO's.
+    Args:
+        task: One of `TASKS`.
+        data: ``("zoo",)``, or paths. POPE: a folder with a file per split, or the files, tables of
+            one's own among them; captions (``chair``): JSON lines of images and their objects; MME:
+            its folder, or JSON lines; AMBER: its folder; spatial: JSON lines with options, What's
+            Up's file, or VSR's file.
+        part: Part of the zoo's sets, development or test.
+        images: Folder of the images; ``None``: the folder in which the data set keeps them.
+        splits: Splits of POPE; empty: all.
+        prefix: First characters of the names of POPE's files, if a folder holds several sets.
+        synonyms: Words for the objects of captions, see `vocabulary_of`; ``None``: the zoo's words
+            for the zoo, otherwise COCO's.
 
-        Raises:
-            InputError: A file cannot be read.
-            OptionError: The options do not fit the task or the data, or the folder of the images is not
-                known.
-            UnknownNameError: There is no such task, part or split.
+    Raises:
+        InputError: A file cannot be read.
+        OptionError: The options do not fit the task or the data, or the folder of the images is not
+            known.
+        UnknownNameError: There is no such task, part or split.
     """
     if task not in TASKS:
         raise UnknownNameError.of("task", task, TASKS)

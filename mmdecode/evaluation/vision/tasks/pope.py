@@ -44,14 +44,14 @@ as LLaVA and lmms-eval do."""
 def read_pope(files: Mapping[str, Path], left_out: LeftOut = None) -> list[YesNoItem]:
     """Reads the distinct questions of several splits, in order of first occurrence.
 
-        Args:
-                files: Table of each split, by the split's name: JSON lines, csv or tsv, gzipped or not, with
-                one of the columns `IMAGE`, one of `QUESTION` and one of `ANSWER`. A question that
-                occurs twice in a file counts twice.
-                left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
+    Args:
+        files: Table of each split, by the split's name: JSON lines, csv or tsv, gzipped or not,
+            with one of the columns `IMAGE`, one of `QUESTION` and one of `ANSWER`. A question that
+            occurs twice in a file counts twice.
+        left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
-        Raises:
-            InputError: A file cannot be read or is empty, or a question has both labels.
+    Raises:
+        InputError: A file cannot be read or is empty, or a question has both labels.
     """
     found: dict[str, tuple[str, str, Label, list[str]]] = {}
     for split, path in files.items():
