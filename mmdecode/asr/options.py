@@ -242,7 +242,7 @@ class TranscribeOptions:
         if self.vad not in (False, True, "silero"):
             raise OptionError(f"vad={self.vad!r}; expected True, False or 'silero'")
         if not 0 < self.vad_threshold < 1:
-            raise OptionError(f"vad_threshold={self.vad_threshold}; expected between 0 and 1")
+            raise OptionError(f"vad_threshold={self.vad_threshold}; expected above 0 and below 1")
         for name in ("vad_min_speech_s", "vad_min_silence_s", "vad_pad_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise OptionError(f"{name}={getattr(self, name)}; expected seconds, 0 or more")

@@ -73,7 +73,7 @@ class PAI(Linear):
         return cls(alpha, gamma, beta, (first, last))
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """Warns if no prompt has an image; computes nothing in advance."""
+        """Warns if no prompt has an image, or if images change no logits; computes nothing."""
         if bool(call.plan.adapter.spans("image", call.request.prompt_ids).any()):
             super().begin(call, prefill)
         else:

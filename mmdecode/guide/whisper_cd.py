@@ -136,7 +136,7 @@ class WhisperCD(Guide):
                 f"tau must be more than 0, got {tau}; 1 averages the branches' distributions"
             )
         if shift is not None and not 0 < shift < 1:
-            raise OptionError(f"shift must be between 0 and 1, got {shift}; none leaves it out")
+            raise OptionError(f"shift must be above 0 and below 1, got {shift}; none leaves it out")
         if isinstance(structure, str) or not (structure is None or math.isfinite(structure)):
             raise OptionError(f"structure must be a number of nats, got {structure}; none: no gate")
         if isinstance(no_speech, str) or not 0 <= no_speech <= 1:

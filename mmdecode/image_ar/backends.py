@@ -64,7 +64,10 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class SampledImage:
-    """One image of a batch; `mmdecode.image_ar.results.GeneratedImage` describes the fields."""
+    """One image of a batch, with the fields of `mmdecode.image_ar.results.GeneratedImage`.
+
+    ``pixels`` is a function that decodes the codes when it is called.
+    """
 
     codes: Tensor
     tokens: Tensor

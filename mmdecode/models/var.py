@@ -157,7 +157,7 @@ class FeedForward(nn.Module):
 
 
 def modulation(width: int, parts: int) -> nn.Sequential:
-    """Makes the layers that map a class embedding to ``parts`` scales and shifts of a block."""
+    """Makes the layers that map a class embedding to ``parts`` scales, shifts and gates."""
     return nn.Sequential(nn.SiLU(), nn.Linear(width, parts * width))
 
 

@@ -256,7 +256,7 @@ def with_adapters(model: Any, base: str, options: CorrectorOptions) -> Any:
 
     Args:
         model: Model to adapt.
-        base: Name or path of the model, which is saved with the adapters.
+        base: Name or path of the model; it is written into the configuration of the adapters.
         options: Settings.
 
     Raises:

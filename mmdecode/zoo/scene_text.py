@@ -246,7 +246,7 @@ def relation_question(
 
 
 def statement(scene: Scene, rng: random.Random) -> Exchange:
-    """Samples a statement about the scene with the question whether it is true or false."""
+    """Samples a statement about the scene; asks whether it is true or false, and answers."""
     truth = rng.random() < 0.5
     pairs = related(scene)
     if pairs and rng.random() < 0.5:

@@ -210,7 +210,7 @@ def test_a_whole_recording_keeps_its_times():
     ("options", "words"),
     [
         ({"vad": "webrtc"}, "True, False or 'silero'"),
-        ({"vad_threshold": 1.5}, "between 0 and 1"),
+        ({"vad_threshold": 1.5}, "above 0 and below 1"),
         ({"vad_pad_s": -1.0}, "0 or more"),
         ({"vad_min_silence_s": float("nan")}, "0 or more"),
     ],

@@ -87,7 +87,7 @@ class ChameleonImagesAdapter(SharedVocabularyAdapter):
             )
 
     def without_text(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the begin-of-sequence token followed by the token that opens an image."""
+        """Returns ids and mask: the begin-of-sequence token and the token that opens an image."""
         ids = ids.new_tensor([[self._begins, self._opens]]).expand(len(ids), -1)
         return ids, torch.ones_like(ids, dtype=torch.bool)
 

@@ -95,7 +95,7 @@ class Emu3ImagesAdapter(SharedVocabularyAdapter):
                 )
 
     def without_text(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the begin-of-sequence token followed by the tokens that open an image."""
+        """Returns ids and mask: the begin-of-sequence token and the tokens that open an image."""
         opens = ids[0, _last(ids[0].tolist(), self._opens) :]
         begins = opens.new_tensor([self.model.config.text_config.bos_token_id])
         ids = torch.cat([begins, opens]).expand(len(ids), -1)

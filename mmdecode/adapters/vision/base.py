@@ -224,7 +224,12 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         return values
 
     def are_parts(self, images: int, runs: int) -> bool:
-        """Whether a row's images are parts of images: there are fewer runs of image tokens."""
+        """Returns whether the images of a row are parts that were cut from fewer images.
+
+        Args:
+            images: Number of the row's images, as `image_indices` counts them.
+            runs: Number of runs of consecutive image tokens in the row's prompt.
+        """
         return images > runs
 
     def edit_image(
@@ -314,7 +319,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         return whole or super().masks_itself(prompt)
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """Computes the states of the prompt, by the whole model if there are images."""
+        """Computes the states of the prompt, by the whole model if images must still be encoded."""
         if not prompt.inputs:
             return self.forward(prompt.ids, mask, positions, past)
         if "inputs_embeds" in prompt.inputs:

@@ -92,7 +92,13 @@ class InstructBlipAdapter(VisionLanguageAdapter):
         return Prompt(ids=ids, mask=mask, inputs={"inputs_embeds": embeds})
 
     def encode(self, raw: Mapping[str, Tensor]) -> Any:
-        """Computes the Q-Former's output by row; images may have another size than in training."""
+        """Computes the Q-Former's output, projected to the language model's embedding space.
+
+        Images may have another size than in training.
+
+        Returns:
+            Output of the outer model's ``get_image_features``; ``pooler_output`` has it by row.
+        """
         size = self._whole.config.vision_config.image_size
         return self._whole.get_image_features(
             **raw,

@@ -66,7 +66,7 @@ class LlavaAdapter(VisionLanguageAdapter):
         ]
 
     def are_parts(self, images: int, runs: int) -> bool:
-        """Returns False: tiles are kept together with their whole image."""
+        """Returns False: an image of LLaVA-NeXT counts once, together with its tiles."""
         return False
 
     def edit_image(

@@ -104,7 +104,10 @@ class Template:
         """
         found = self._pattern.fullmatch(prompt)
         if found is None:
-            raise InputError(f"{prompt[:60]!r} does not match the template {self.text[:60]!r}")
+            raise InputError(
+                f"{prompt[:60]!r} does not match the template {self.text[:60]!r}; give the "
+                "template that the prompt was made with"
+            )
         shown = found.groupdict()
         if "numbered" in shown:
             lines = shown["numbered"].split("\n")

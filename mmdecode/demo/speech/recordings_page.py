@@ -156,7 +156,7 @@ class Recordings:
 
 
 def opening(found: Recordings) -> Opening:
-    """Renders the first part of the page as HTML."""
+    """Renders the first part of the page: its title, and its header and content as HTML."""
     first, count = found.items[0], len(found.items)
     others = f", one of {count} recordings of people" * (count > 1)
     differing = sum(not item.identical for item in found.items)

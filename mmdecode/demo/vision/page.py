@@ -291,7 +291,7 @@ def outcome(report: Answers) -> str:
 
 
 def short_of(part: ImageSet, method: str) -> list[Given]:
-    """Returns a method's answers to the short questions of a set, all but captions."""
+    """Returns a method's answers to the short questions of a set: those that ask for no caption."""
     answers = [given for one in part.images for asked in one.asked for given in asked.answers]
     return [one for one in answers if one.method == method and one.hallucinated is None]
 

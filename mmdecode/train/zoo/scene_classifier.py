@@ -96,7 +96,7 @@ def worn(pixels: Tensor, dice: torch.Generator) -> Tensor:
 
 
 def loss_at(network: nn.Module, options: FitOptions, step: int) -> Tensor:
-    """Computes the cross-entropy of a step's images, which no other step has."""
+    """Computes the cross-entropy of blurred and noisy images; each step has images of its own."""
     dice = options.dice(step)
     own = SceneImages(OWN_SEEDS + step * options.batch, options.batch)
     return F.cross_entropy(network(worn(next(own.batches(own.count)), dice)), own.classes)

@@ -106,7 +106,10 @@ def count_choices(items: Sequence[ChoiceItem]) -> dict[str, np.ndarray]:
         chosen = None if item.error else choice(item.output, item.options)
         unit = unit_of(item)
         if item.group and item.target in groups[unit]:
-            raise OptionError(f"{item.group!r} has two questions with the answer {item.target!r}")
+            raise OptionError(
+                f"the group {item.group!r} has two questions with the answer {item.target!r}; "
+                "expected one question for each answer"
+            )
         if item.group:
             groups[unit][item.target] = chosen == item.target
         table[unit][[1, 0, 6]] += [1, chosen == item.target, chosen is None]
