@@ -70,8 +70,7 @@ def resumable(folder: Path | None, total: int, done: Callable[[], int]) -> Itera
 
 def answered(journal: Journal[Any] | None) -> Callable[[], int]:
     """Returns a function that counts the rows of a journal that have no error."""
-    rows = journal.done if journal else {}
-    return lambda: sum(row.error is None for row in rows.values())
+    return lambda: sum(row.error is None for row in journal.done.values()) if journal else 0
 
 
 def tell_changed(journal: Journal[Any]) -> None:
