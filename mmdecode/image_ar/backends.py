@@ -347,7 +347,7 @@ class _Noted(LogitsProcessor):
         return scores
 
     def at_nodes(self, scores: Tensor, nodes: Nodes) -> Tensor:
-        """Passes on scores ``(B, N + 1, V)`` of all draft nodes, also past the end of the image."""
+        """Passes on scores ``(B, N + 1, V)`` of root and nodes; see `Note` for the image's end."""
         self._note(scores, nodes.prefix_length.clamp_max(self._length))
         return scores
 

@@ -200,7 +200,7 @@ class CaptionReport(ItemReport[CaptionItem]):
         return 1 - float(self.summary["modes"][mode]["chair_i"])
 
     def rivals(self, mode: str) -> list[tuple[str, str]]:
-        """The mode's recorded controls, and the baseline at equal length."""
+        """Pairs that are compared: each recorded control with the mode, and at equal length."""
         alike = [pair for pair in self._alike if self._cut.get(mode) in pair and mode in pair]
         own = [pair for pair in self._alike if pair[1] == self._cut.get(mode)]
         return super().rivals(mode) + (alike or own)

@@ -528,7 +528,7 @@ def tower_accuracy(learner: Learner, count: int) -> dict[str, float]:
 def pope_accuracy(
     model: LlavaForConditionalGeneration, packer: Packer, count: int, part: scene_sets.Part
 ) -> dict[str, float]:
-    """Measures the accuracy of greedy answers on each split of POPE, and the share of yes.
+    """Measures the accuracy of the likelier of Yes and No on each split, and the share of yes.
 
     Args:
         model: The model.
