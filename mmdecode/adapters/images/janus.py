@@ -72,8 +72,8 @@ class JanusImagesAdapter(PromptedAdapter):
         """
         if not bool((ids[:, -1] == self._opens).all()):
             raise OptionError(
-                f"a prompt does not end with {self._opens}, which opens an image; make it with "
-                "processor(..., generation_mode='image')"
+                f"a prompt does not end with token {self._opens}, which opens an image; make it "
+                "with processor(..., generation_mode='image')"
             )
 
     def without_text(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

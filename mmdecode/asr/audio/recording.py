@@ -112,7 +112,7 @@ class Recording:
         return Tape(self._replay())
 
     def waveform(self, start: int, stop: int) -> np.ndarray:
-        """Returns samples ``start`` to ``stop`` or to the end; ``start`` may not decrease."""
+        """Returns samples up to ``stop`` or the end; calls come in the order of ``start``."""
         return self._tape.read(start, min(stop, self.samples))
 
     def _first_pass(self, parts: Iterator[np.ndarray], known: int | None) -> None:
