@@ -229,7 +229,7 @@ class Run:
         return not bool(call.rows.active.any())
 
     def sync_vector(self, proposal: Proposal) -> Tensor:
-        """Active rows, length of the longest and of the shortest active one, nodes in use."""
+        """Number of active rows, longest length, shortest length of an active row, nodes in use."""
         rows = self.call.rows
         order = torch.arange(1, proposal.size + 1, device=self.call.device)
         used = proposal.tokens >= 0

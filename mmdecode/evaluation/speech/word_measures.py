@@ -63,10 +63,10 @@ class Measures:
         untagged: Sequence[str],
         **scoring: Any,
     ) -> dict[str, Any]:
-        """Computes the selected measures of one mode.
+        """Computes the selected measures of one mode, such as a drafter or a guide.
 
         Args:
-            references: Reference texts, tags included.
+            references: Reference texts, with the tags that mark PIER's words, if any.
             hypotheses: Recognised texts.
             alignments: Alignment of each pair.
             untagged: The references without tags.
