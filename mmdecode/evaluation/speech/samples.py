@@ -212,7 +212,7 @@ def read_results(path: Path, mode: str) -> list[Sample]:
         else:
             index = row.get("chunk_index")
             if not isinstance(index, int):
-                raise InputError(f"{where} has the chunk_index {index!r}; expected a number")
+                raise InputError(f"{where} has the chunk_index {index!r}; expected a whole number")
             chunks[sample.group].append((index, sample))
     for parent, pieces in sorted(chunks.items()):
         ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
