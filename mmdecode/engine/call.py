@@ -197,7 +197,7 @@ class Call:
         return cls(request=request, plan=plan or Plan(), rows=rows)
 
     def at(self, length: Tensor) -> Call:
-        """The same call with other lengths of its rows, ``length (B',)``."""
+        """Copy of the call with other numbers of generated tokens; there may be more than B."""
         return replace(self, rows=replace(self.rows, length=length))
 
     @property
