@@ -40,7 +40,7 @@ COMMANDS = {
     "ask": "Ask questions about images.",
     "generate-image": "Generate images from classes or prompts.",
     "stream": "Transcribe audio while it is being recorded.",
-    "evaluate": "Score models on speech or images, or score existing transcripts.",
+    "evaluate": "Score models on speech or images, or transcripts made elsewhere.",
     "train": "Train drafters, transcript correctors or the shipped tiny models.",
     "audit": "Check that drafters do not change the output of your model.",
     "bench": "Measure the speed of drafters against decoding without a drafter.",

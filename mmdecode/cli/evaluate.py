@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Transcriber
     from mmdecode.evaluation.speech.samples import Sample
 
-ABOUT = "Score models on speech or on images, or transcripts made elsewhere."
+ABOUT = "Score models on speech or images, or transcripts made elsewhere."
 app = typer.Typer(cls=Group, help=ABOUT, add_completion=False)
 PLAIN = "plain"
 """Name of the mode without a draft."""
@@ -43,7 +43,7 @@ MODEL_OPTIONS = (
 
 @app.callback()
 def _tasks() -> None:
-    """Score models on speech or on images, or transcripts made elsewhere."""
+    """Score models on speech or images, or transcripts made elsewhere."""
 
 
 @app.command()

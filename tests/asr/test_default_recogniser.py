@@ -50,7 +50,7 @@ def test_the_help_says_what_the_default_is_on_every_machine(name, own, monkeypat
     show_wheel(monkeypatch, own)
     assert run(name, "--help").stdout == without
     shown = " ".join(without.replace("│", " ").split())
-    assert f"{NAME} where it is installed, else {SYNTHETIC}, which knows 489 words" in shown
+    assert f"{NAME} if it is installed, else {SYNTHETIC}, which knows 489 words" in shown
 
 
 def test_the_model_is_printed_once_and_is_what_the_results_hold(own, monkeypatch):
@@ -91,7 +91,7 @@ REFUSED = {
     "--word-timestamps": "cannot time words",
     "--word-method attention": "cannot time words",
     "--task translate": "cannot translate",
-    "--language de": "transcribes 'en' alone",
+    "--language de": "transcribes only 'en'",
     "--prompt Athens": "decoder prompt cannot contain text",
     "--hotwords Athens": "decoder prompt cannot contain text",
     "--condition-on-prev-tokens": "decoder prompt cannot contain text",

@@ -96,7 +96,7 @@ def test_a_language_the_model_lacks_costs_its_row(kit, talk, tmp_path):
     done = run("transcribe", "--data", tmp_path / "data.jsonl", *words)
     assert done.exit_code == 1, done.output
     assert "1 transcribed, 0 done before, 1 failed" in done.stderr
-    assert "transcribes 'en' alone" in done.stderr
+    assert "transcribes only 'en'" in done.stderr
 
 
 # ---- checkpoints that lack something

@@ -452,7 +452,7 @@ def test_a_question_that_is_asked_twice_is_asked_once(tmp_path):
             file.write(json.dumps({"image": name, "objects": ["dog"]}) + "\n")
     asked = read_questions("chair", [str(tmp_path / "objects.jsonl")], images=tmp_path)
     assert [item.id for item in asked.items] == ["a", "b"]
-    assert ["asks 'a' again" in problem for problem in asked.left_out] == [True]
+    assert ["contains the question 'a' again" in problem for problem in asked.left_out] == [True]
 
 
 def test_an_image_at_which_a_run_died_is_read_apart(settings, data, tmp_path, monkeypatch):
@@ -471,8 +471,8 @@ def test_an_image_at_which_a_run_died_is_read_apart(settings, data, tmp_path, mo
 
 def test_help_names_both_kinds_of_models():
     text = invoke("--help").stdout
-    assert "Score models on speech or on images" in " ".join(text.split())
-    assert "Score models on speech or on images" in run("--help").stdout
+    assert "Score models on speech or images" in " ".join(text.split())
+    assert "Score models on speech or images" in run("--help").stdout
 
 
 def test_a_published_table_is_checked(tmp_path):

@@ -412,7 +412,7 @@ def test_files_of_tokens_are_read_in_every_form(tmp_path):
 
 def test_a_base_name_stands_for_its_path_only_where_it_is_the_only_one(tmp_path):
     names = ["a/x.wav", "b/x.wav", "c/y.wav"]
-    for row, message in (("x.wav", "may be a/x.wav or b/x.wav"), ("z.wav", "no input")):
+    for row, message in (("x.wav", "may mean a/x.wav or b/x.wav"), ("z.wav", "no input")):
         (tmp_path / "t").write_text(json.dumps({row: [1]}))
         with pytest.raises(InputError, match=message):
             read_tokens(tmp_path / "t", names)

@@ -226,9 +226,9 @@ def test_a_generate_that_says_no_logits_is_refused():
 
 
 def test_a_case_of_several_rows_is_refused():
-    with pytest.raises(InputError, match="one row, this one has 2"):
+    with pytest.raises(InputError, match="a case has 2 rows; expected one"):
         audit(model_of(), cases(rows=2), Decoder(), max_new_tokens=4)
-    with pytest.raises(InputError, match="one row, this one has 2"):
+    with pytest.raises(InputError, match="a case has 2 rows; expected one"):
         audit(model_of(), cases(rows=2), tokens={"prompt 0": [1]}, max_new_tokens=4)
 
 

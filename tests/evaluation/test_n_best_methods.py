@@ -217,7 +217,7 @@ def test_rows_of_a_run_come_back(tmp_path):
     assert [*read_model_rows(path)] == [row] and row.means == [-2.0]
     for damaged in ("no\n", '{"id": "u"}\n', "[]\n"):
         path.write_text(text + damaged)
-        with pytest.raises(InputError, match="line 2 is no row"):
+        with pytest.raises(InputError, match="line 2 is not a row of model outputs"):
             [*read_model_rows(path)]
 
 

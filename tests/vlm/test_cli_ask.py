@@ -238,7 +238,7 @@ def test_a_run_that_is_killed_loses_no_line(folder, table, tmp_path, run):
         ((), "continue it with --resume, replace it with --overwrite, or choose another --out"),
         (
             ("--resume", "--sample"),
-            "do_sample was False, is True); repeat them to continue, replace",
+            "do_sample was False, is True); give the earlier ones to continue, replace",
         ),
         (("--resume", "--guide", GUIDE), "guide was None"),
     ],

@@ -324,7 +324,7 @@ def test_images_are_written_as_they_are_rendered(tmp_path):
     "name", ["photo.png", "scene_x.png", "spatial_test_3_beside.png", "spatial_train_3_on.png"]
 )
 def test_other_names_are_refused(name):
-    with pytest.raises(InputError, match="no image of the scenes"):
+    with pytest.raises(InputError, match="is not the file name of a scene"):
         scene_sets.scene_of(name)
 
 

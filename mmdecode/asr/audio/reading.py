@@ -398,7 +398,7 @@ def _other_readers(content: Path | bytes, error: Exception) -> Blocks:
         try:
             samples, rate = librosa.load(_openable(content), sr=None, mono=False)
         except Exception as reason:  # audioread's readers raise whatever they like
-            hint = "install 'mmdecode[media]', which reads containers, or convert the file"
+            hint = "read containers with: pip install 'mmdecode[media]'; or convert the file"
             raise _unreadable(_reason(error), hint) from reason
     if samples.size == 0:
         raise InputError(_EMPTY)
