@@ -466,12 +466,12 @@ def _transcribe(
         folder = jobs.ResultFolder(*given, output.overwrite, settings if replaced else None)
         with contextlib.closing(folder):
             todo = [entry for entry in entries if entry.id not in folder.done]
-            done_before = len(entries) - len(todo)
             share = [todo[index] for index in team.share(sizes(todo))]
             started = time.perf_counter()
-            tallies = team.gather(_work(share, load, folder, output.language, suspects))
+            own = _work(share, load, folder, output.language, suspects)
+        tallies = team.gather(own)  # all have closed the folder
         team.first(lambda: jobs.finish(target, entries))
-    tally = _together(tallies, done_before)
+    tally = _together(tallies, len(entries) - len(todo))
     tally.changed = len(changed)
     if team.size > 1:
         tally.wall_s = time.perf_counter() - started
