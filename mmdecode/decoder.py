@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
+    ClassifierFreeGuidanceLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
@@ -33,10 +34,10 @@ from mmdecode.engine.call import Call, DraftTarget, Plan, Rows
 from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide, Requirements
 from mmdecode.engine.loop import Run
 from mmdecode.engine.output import Listener, Recorder, Stream, output
+from mmdecode.engine.processors import Processors, prefix_free
 from mmdecode.engine.proposal import MAX_NODES, Kind
 from mmdecode.engine.stats import Stats
 from mmdecode.engine.stop import Stopping
-from mmdecode.engine.target_logits import Processors, prefix_free
 from mmdecode.engine.trace import NoTrace, Round, Tracer
 from mmdecode.errors import IncompatibleError, OptionError
 
@@ -328,6 +329,13 @@ def take_over_guidance(
     """
     kept = LogitsProcessorList()
     for processor in processors:
+        if isinstance(processor, ClassifierFreeGuidanceLogitsProcessor):
+            raise IncompatibleError(
+                f"a ClassifierFreeGuidanceLogitsProcessor of scale {processor.guidance_scale} "
+                "expects a batch that holds every prompt twice; expected guidance as a branch: "
+                "give the prompts once, and Decoder(guide='cfg:scale=...'), or guidance_scale=... "
+                "to generate"
+            )
         if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
             raise IncompatibleError(
                 "the SynthID watermark keeps state from token to token and cannot be evaluated at "

@@ -21,7 +21,7 @@ from mmdecode.errors import IncompatibleError, refuse_unknown
 
 if TYPE_CHECKING:
     from mmdecode.engine.contracts import BranchRunner
-    from mmdecode.engine.target_logits import NodeProcessors
+    from mmdecode.engine.processors import NodeProcessors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,7 +84,7 @@ def step(run: Run) -> Callable[[Proposal], RoundResult]:
 
 def host_work(run: Run) -> str | None:
     """Why a round cannot be replayed as a whole; ``None``: it can."""
-    if not run.processors.vectorised:
+    if run.processors.on_host:
         return "a logits processor is of a type that is run on the host"
     if run.stopping.others or run.stopping.per_call:
         return "a stopping criterion is run on the host"

@@ -37,10 +37,11 @@ from mmdecode.engine.contracts import (
     Outcome,
 )
 from mmdecode.engine.output import Committed, Listener, TargetScores
+from mmdecode.engine.processors import Processors
 from mmdecode.engine.proposal import MAX_NODES, Proposal, width_bucket
 from mmdecode.engine.stats import Stats
 from mmdecode.engine.stop import Stopping
-from mmdecode.engine.target_logits import Processors, TargetLogits
+from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.engine.trace import NoTrace
 
 

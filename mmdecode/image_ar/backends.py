@@ -25,8 +25,8 @@ from transformers import (
 
 from mmdecode.decoder import Decoder
 from mmdecode.draft.none import NoDraft
+from mmdecode.engine.nodes import Nodes
 from mmdecode.engine.stats import Stats
-from mmdecode.engine.target_logits import Nodes
 from mmdecode.errors import IncompatibleError
 from mmdecode.image_ar import raster
 from mmdecode.image_ar.completion import (

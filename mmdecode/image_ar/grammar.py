@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from mmdecode.engine.target_logits import Nodes
+from mmdecode.engine.nodes import Nodes
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.image_layout import Layout
 

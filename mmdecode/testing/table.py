@@ -33,7 +33,7 @@ from mmdecode.adapters.audio.whisper_timestamps import NODE_PROCESSORS
 from mmdecode.engine.adapter import Adapter, BranchSpec, Prompt
 from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.noise import Noise, Role, request_key
-from mmdecode.engine.target_logits import NodeProcessors
+from mmdecode.engine.processors import NodeProcessors
 from mmdecode.engine.trace import Round
 from mmdecode.errors import IncompatibleError
 from mmdecode.models.image_layout import Layout

@@ -4,9 +4,11 @@ import pytest
 import torch
 from transformers import (
     EosTokenCriteria,
+    LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
 )
+from transformers.generation import logits_process as lp
 
 import mmdecode as mm
 from mmdecode.accept import Typical
@@ -48,6 +50,52 @@ def test_end_and_length_criteria_of_the_caller_replace_those_of_the_config():
             Decoder(PromptLookup()), stopping_criteria=rules, ids=IDS[:1], mask=MASK[:1]
         )
         assert torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize(
+    ("processor", "instead"),
+    [
+        (lp.ClassifierFreeGuidanceLogitsProcessor(1.5), "guide='cfg:scale=...'"),
+        (
+            lp.SynthIDTextWatermarkLogitsProcessor(3, [1, 2], 64, 0, 8, "cpu"),
+            "drop watermarking_config",
+        ),
+    ],
+    ids=["batch_of_pairs", "synthid"],
+)
+def test_processors_that_no_node_can_be_given_to_are_refused(processor, instead):
+    with pytest.raises(IncompatibleError, match=instead):
+        generate(Decoder(), logits_processor=LogitsProcessorList([processor]))
+
+
+PENALISED = {
+    "repetition_penalty": 1.3,
+    "no_repeat_ngram_size": 1,
+    "bad_words_ids": None,  # some that plain generate writes
+    "sequence_bias": [[[8], 2.0], [[9, 10], 4.0]],
+    "exponential_decay_length_penalty": (4, 1.3),
+    "forced_eos_token_id": 60,
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", [*PENALISED, "all"])
+def test_penalties_of_generate_hold_at_drafted_tokens(name, padded):
+    options = dict(PENALISED) if name == "all" else {name: PENALISED[name]}
+    ids, mask = IDS.repeat(1, 2), MASK.repeat(1, 2)
+    if padded:
+        ids, mask = ids.clone(), mask.clone()
+        ids[1, :4], mask[1, :4] = 0, 0
+    unchanged = generate(ids=ids, mask=mask)
+    if "bad_words_ids" in options:
+        end = unchanged[0, 12:].tolist()
+        options["bad_words_ids"] = [[end[1]], end[3:5], end[6:9]]
+    plain = generate(ids=ids, mask=mask, **options)
+    for draft in (PromptLookup(), drafts.RandomTrees()):
+        decoder = Decoder(draft)
+        assert torch.equal(plain, generate(decoder, ids, mask, **options)), draft
+    assert decoder.stats.drafted > 0
+    assert not torch.equal(plain, unchanged)
 
 
 @pytest.mark.parametrize("row", [[1, 1, 1, 1, 1, 0], [1, 1, 0, 1, 1, 1]])

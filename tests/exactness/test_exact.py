@@ -19,8 +19,9 @@ from mmdecode.draft.jacobi import Jacobi
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.none import NoDraft
 from mmdecode.engine.adapter import BranchSpec
+from mmdecode.engine.processors import Processors
 from mmdecode.engine.proposal import Proposal, Tree
-from mmdecode.engine.target_logits import Processors, TargetLogits
+from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import IncompatibleError
 from mmdecode.guide.cfg import CFG
 from mmdecode.guide.linear import Linear, plausible

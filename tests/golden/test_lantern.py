@@ -19,8 +19,9 @@ from mmdecode.accept.lantern import LANTERN, nearest
 from mmdecode.accept.rejection import Candidate, residual
 from mmdecode.engine.call import Call
 from mmdecode.engine.noise import Role
+from mmdecode.engine.processors import Processors
 from mmdecode.engine.proposal import Proposal, Tree
-from mmdecode.engine.target_logits import Processors, TargetLogits
+from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.image_ar.sampling import Sampling
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "lantern"

@@ -16,8 +16,9 @@ from mmdecode.engine.adapter import MAIN
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.contracts import Requirements
+from mmdecode.engine.processors import Processors
 from mmdecode.engine.proposal import Proposal, Tree
-from mmdecode.engine.target_logits import Processors, TargetLogits
+from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.train.drafters.medusa import head_losses
 from tests.support.traced import Traced
 

@@ -16,8 +16,9 @@ from mmdecode.engine.adapter import Prompt
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.call import Call
 from mmdecode.engine.masks import block_mask, chain
+from mmdecode.engine.processors import Processors
 from mmdecode.engine.proposal import Proposal, Tree
-from mmdecode.engine.target_logits import Processors, TargetLogits
+from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.models.whisper_medusa import load_target
 from mmdecode.train.drafters.medusa import head_losses
 

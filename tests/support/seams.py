@@ -14,8 +14,10 @@ from mmdecode.engine import branches, capture
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.loop import Run
+from mmdecode.engine.nodes import Nodes
+from mmdecode.engine.processors import Processors
 from mmdecode.engine.stop import Stopping
-from mmdecode.engine.target_logits import Nodes, Processors, TargetLogits
+from mmdecode.engine.target_logits import TargetLogits
 
 
 class Seam(NamedTuple):

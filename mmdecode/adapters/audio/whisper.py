@@ -23,8 +23,8 @@ from mmdecode.adapters.audio.lean_step import (
 from mmdecode.adapters.audio.whisper_timestamps import NODE_PROCESSORS
 from mmdecode.engine.adapter import BranchSpec, Prompt
 from mmdecode.engine.call import Call
+from mmdecode.engine.processors import NodeProcessors
 from mmdecode.engine.request import token_ids
-from mmdecode.engine.target_logits import NodeProcessors
 
 if TYPE_CHECKING:
     from transformers import WhisperConfig, WhisperForConditionalGeneration

@@ -7,7 +7,8 @@ from torch import Tensor
 from transformers.generation import logits_process as lp
 
 from mmdecode._compat import detects_timestamps_from_logprob
-from mmdecode.engine.target_logits import NodeProcessors, Nodes, Vectorised
+from mmdecode.engine.nodes import Nodes
+from mmdecode.engine.processors import NodeProcessors, Vectorised
 
 
 def timestamps(processor: lp.WhisperTimeStampLogitsProcessor) -> Vectorised:

@@ -33,8 +33,9 @@ from mmdecode.asr.alignment.ctc import CharacterModel, CTCModel, ctc_model_of
 from mmdecode.asr.alignment.words import Token, is_marks, opens, split_units
 from mmdecode.asr.audio.reading import import_or_explain
 from mmdecode.engine.call import Call
+from mmdecode.engine.processors import Processors
 from mmdecode.engine.proposal import Proposal
-from mmdecode.engine.target_logits import Processors, TargetLogits
+from mmdecode.engine.target_logits import TargetLogits
 
 Head = tuple[int, int]
 """An attention head: index of its decoder layer, and its index in that layer."""
