@@ -40,12 +40,8 @@ class Nodes:
         return self.call.rows.length[:, None] + self.depths + self.call.prompt_length
 
     def previous(self) -> Tensor:
-        """Token before the root and before each node on its path, ``(B, N + 1)``."""
-        before_root = self.call.last(2)[:, :1]
-        if self.tokens.shape[1] == 1:
-            return before_root
-        above = self.tokens.gather(1, self.parents.expand(self.tokens.shape[0], -1))
-        return torch.cat([before_root, above], 1)
+        """Token before the root and before each node on its path, ``(B, N + 1)``; -1: none."""
+        return self.suffix(2)[..., 0]
 
     def committed(self) -> tuple[Tensor, Tensor]:
         """Prompt and committed ids, and which are in use, ``(B, W)`` each; W is the longest row."""

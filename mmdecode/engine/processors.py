@@ -8,7 +8,8 @@ one gives for that row's prefix. None needs the host, but for those in `ON_HOST`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 
 import torch
@@ -120,12 +121,12 @@ def written(scores: Tensor, index: Tensor, change: Callable[[Tensor], Tensor]) -
 
 def repetition_penalty(processor: lp.RepetitionPenaltyLogitsProcessor) -> Vectorised:
     """Penalises the tokens of the prefix, ``prompt_ignore_length`` first ones excepted."""
+    left_out = processor.prompt_ignore_length
+    tables = _placed([] if left_out is None else [torch.as_tensor(left_out).view(-1, 1)])
 
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
         (ids, used), path = nodes.committed(), nodes.path_tokens()
-        begin = processor.prompt_ignore_length
-        if begin is not None:
-            begin = torch.as_tensor(begin, device=ids.device).view(-1, 1)
+        for begin in tables(ids.device):
             used = used & (nodes.vocabulary(ids.shape[1]) >= begin)
             path = torch.where((nodes.prefix_length[:, 1:] > begin)[:, None], path, -1)
         here = ids.masked_fill(~used, -1)[:, None].expand(-1, scores.shape[1], -1)
@@ -138,12 +139,19 @@ def encoder_repetition_penalty(
     processor: lp.EncoderRepetitionPenaltyLogitsProcessor,
 ) -> Vectorised:
     """Favours the tokens of the encoder's input; the same at every node."""
+    tables = _placed([processor.encoder_input_ids])
 
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
-        ids = _for_rows(processor.encoder_input_ids.to(scores.device), len(scores))
+        ids = _for_rows(tables(scores.device)[0], len(scores))
         return written(scores, ids[:, None].expand(-1, scores.shape[1], -1), _scaled(processor))
 
     return run
+
+
+def _placed(tensors: Iterable[Tensor]) -> Callable[[torch.device], list[Tensor]]:
+    """Returns a function that gives the tensors on a device, copied there once."""
+    given = list(tensors)
+    return lru_cache(maxsize=4)(lambda device: [tensor.to(device) for tensor in given])
 
 
 def _scaled(processor: lp.LogitsProcessor) -> Callable[[Tensor], Tensor]:
@@ -196,8 +204,10 @@ def encoder_no_repeat_ngram(processor: lp.EncoderNoRepeatNGramLogitsProcessor) -
         len(rows), most, size
     )
 
+    tables = _placed([table])
+
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
-        grams = _for_rows(table.to(scores.device), len(scores))[:, None]  # (B, 1, G, n)
+        grams = _for_rows(tables(scores.device)[0], len(scores))[:, None]  # (B, 1, G, n)
         suffix = nodes.suffix(size - 1)[:, :, None]
         same = (grams[..., :-1] == suffix).all(-1)
         return _banned(scores, torch.where(same, grams[..., -1], -1))
@@ -213,16 +223,24 @@ def sequence_bias(processor: lp.SequenceBiasLogitsProcessor) -> Vectorised:
     outside = [t for sequence in processor.sequence_bias for t in sequence]
     largest = max(outside, default=0)
 
+    tables = _placed(
+        tensor
+        for _, group in sorted(groups.items())
+        for tensor in (
+            torch.tensor([sequence for sequence, _ in group]),
+            torch.tensor([bias for _, bias in group]),
+        )
+    )
+
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
         if largest >= scores.shape[-1]:
             raise ValueError(
                 f"sequence_bias names token {largest}; expected ids below {scores.shape[-1]}"
             )
         flat = scores.new_zeros(scores.shape).flatten(0, 1)
-        for length, group in sorted(groups.items()):
-            sequences = torch.tensor([sequence for sequence, _ in group], device=scores.device)
-            biases = torch.tensor([bias for _, bias in group], device=scores.device)
-            same = (nodes.suffix(length - 1)[:, :, None] == sequences[:, :-1]).all(-1)
+        found = tables(scores.device)
+        for sequences, biases in zip(found[::2], found[1::2], strict=True):
+            same = (nodes.suffix(sequences.shape[1] - 1)[:, :, None] == sequences[:, :-1]).all(-1)
             added = torch.where(same, biases.to(scores.dtype), 0.0).flatten(0, 1)
             flat.index_add_(1, sequences[:, -1], added)
         return scores + flat.view_as(scores)
@@ -238,11 +256,12 @@ def _alone(scores: Tensor, at: Tensor, ids: Tensor) -> Tensor:
 
 def forced_bos(processor: lp.ForcedBOSTokenLogitsProcessor) -> Vectorised:
     """Forces a token after a prefix of one token."""
+    tables = _placed([torch.tensor([processor.bos_token_id])])
 
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
         if nodes.call.prompt_length > 1:
             return scores
-        ids = torch.as_tensor(processor.bos_token_id, device=scores.device).view(-1)
+        [ids] = tables(scores.device)
         return _alone(scores, nodes.prefix_length == 1, ids)
 
     return run
@@ -250,9 +269,10 @@ def forced_bos(processor: lp.ForcedBOSTokenLogitsProcessor) -> Vectorised:
 
 def forced_eos(processor: lp.ForcedEOSTokenLogitsProcessor) -> Vectorised:
     """Forces an end token as the last token of the longest text."""
+    tables = _placed([processor.eos_token_id.view(-1)])
 
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
-        ids = processor.eos_token_id.to(scores.device).view(-1)
+        [ids] = tables(scores.device)
         return _alone(scores, nodes.prefix_length == processor.max_length - 1, ids)
 
     return run
@@ -260,9 +280,10 @@ def forced_eos(processor: lp.ForcedEOSTokenLogitsProcessor) -> Vectorised:
 
 def exponential_decay(processor: lp.ExponentialDecayLengthPenalty) -> Vectorised:
     """Raises the end tokens by a factor that grows with the length."""
+    tables = _placed([processor.eos_token_id.view(-1)])
 
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
-        ids = processor.eos_token_id.to(scores.device).view(-1)
+        [ids] = tables(scores.device)
         beyond = (nodes.prefix_length - processor.regulation_start)[..., None]
         # in float64, in which Python computes the factor
         factor = torch.pow(float(processor.regulation_factor), beyond.clamp_min(0).double()) - 1
@@ -289,7 +310,7 @@ def watermark(processor: lp.WatermarkLogitsProcessor) -> Vectorised:
     return run
 
 
-ON_HOST = frozenset({lp.WatermarkLogitsProcessor})
+ON_HOST = frozenset({lp.WatermarkLogitsProcessor, lp.TopHLogitsWarper})
 """Types that no captured round can run."""
 
 KNOWN: NodeProcessors = {

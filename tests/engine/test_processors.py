@@ -10,6 +10,7 @@ from mmdecode.engine.nodes import Nodes
 from mmdecode.engine.processors import Processors
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.engine.target_logits import TargetLogits
+from mmdecode.testing import tape
 
 VOCAB, ROWS, PROMPT, ROOM = 11, 6, 5, 9
 ENCODER = torch.randint(VOCAB, (ROWS // 2, 7), generator=torch.Generator().manual_seed(3))
@@ -102,6 +103,20 @@ def test_a_processor_at_all_nodes_is_the_stock_one_at_each_prefix(name, shared):
         found = TargetLogits(logits, call, proposal, processors).all()
         changed += int((found != logits).any(-1).sum())
     assert changed > 0  # the processor did something
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_a_captured_round_runs_it_unless_it_needs_the_host(name):
+    call, proposal, logits = case(1)
+    processors = Processors(LogitsProcessorList([STOCK[name]()]))
+    assert processors.on_host == (name in ("top_h", "watermark", "watermark_left"))
+    if processors.on_host:
+        return
+    run = lambda: TargetLogits(logits, call, proposal, processors).all()  # noqa: E731
+    expected = run()  # the first round is not captured
+    result, replay, _ = tape.record(run)
+    replay()
+    assert torch.equal(result, expected)
 
 
 MUTANTS = {
