@@ -60,19 +60,12 @@ def best(scores: Tensor, depths: Tensor) -> Tensor:
     return scores.argmax(-1)
 
 
-def keyed(proposal: Proposal, call: Call, role: Role, trial: Tensor | None = None) -> Choose:
+def keyed(call: Call, role: Role, trial: Tensor | None = None) -> Choose:
     """Returns a function that draws Gumbel-max samples with noise that depends on the position."""
 
     def choose(scores: Tensor, depths: Tensor) -> Tensor:
         positions = call.rows.length[:, None] + depths
-        if depths.shape[1] > 1:  # nodes of one depth share their noise
-            deepest = proposal.size if proposal.tree is None else proposal.tree.depth
-            positions = call.rows.length[:, None] + torch.arange(deepest + 1, device=depths.device)
-        gumbel = call.request.noise.gumbel(positions, role, scores.shape[-1], trial=trial)
-        if gumbel.shape[1] > 1:
-            index = depths.expand(len(scores), -1)[..., None].expand(-1, -1, scores.shape[-1])
-            gumbel = gumbel.gather(1, index)
-        return (scores + gumbel).argmax(-1)
+        return call.request.noise.sample(scores, positions, role, trial)
 
     return choose
 

@@ -57,10 +57,8 @@ class Rejection(AcceptanceRule):
         """Applies the rule to a proposal; see `mmdecode.engine.contracts.AcceptanceRule`."""
         walk = self._chain if proposal.is_chain and target.vectorised else self._tree
         path, count, p = walk(proposal, target, call)
-        gumbel = call.request.noise.gumbel(
-            (call.rows.length + count)[:, None], Role.RESIDUAL, p.shape[-1], trial=call.rows.rounds
-        )
-        next_token = (p.log() + gumbel[:, 0]).argmax(-1)
+        at, rounds = (call.rows.length + count)[:, None], call.rows.rounds
+        next_token = call.request.noise.sample(p.log()[:, None], at, Role.RESIDUAL, rounds)[:, 0]
         return Outcome(path=path, num_accepted=count, next_token=next_token)
 
     def _chain(
@@ -138,9 +136,9 @@ class Rejection(AcceptanceRule):
 
     @staticmethod
     def _draws(call: Call, count: int) -> Tensor:
-        """Returns one Gumbel sample for each of ``count`` tests, ``(B, count)``."""
+        """Returns one uniform sample for each of ``count`` tests, float64 ``(B, count)``."""
         positions = call.rows.length[:, None] + torch.arange(count, device=call.device)
-        return call.request.noise.gumbel(positions, Role.ACCEPT, 1, trial=call.rows.rounds)[..., 0]
+        return call.request.noise.uniform(positions, Role.ACCEPT, trial=call.rows.rounds)
 
     @staticmethod
     def _sampled_from(proposal: Proposal, node: Tensor | None = None) -> Tensor:

@@ -45,7 +45,7 @@ class RelativeThreshold(AcceptanceRule):
 
     def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
         """Applies the rule to a proposal; see `mmdecode.engine.contracts.AcceptanceRule`."""
-        choose = keyed(proposal, call, Role.TARGET) if call.request.do_sample else best
+        choose = keyed(call, Role.TARGET) if call.request.do_sample else best
 
         floor = math.log(self.share) if self.share else -math.inf
 

@@ -53,7 +53,7 @@ class Typical(AcceptanceRule):
             p = log_p.gather(2, tokens[..., None])[..., 0].exp()
             return p > threshold(log_p, self.epsilon, self.delta)
 
-        choose = keyed(proposal, call, Role.TARGET) if call.request.do_sample else best
+        choose = keyed(call, Role.TARGET) if call.request.do_sample else best
         return keep_likely(proposal, target, call, choose, test)
 
 

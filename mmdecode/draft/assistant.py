@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from mmdecode import registry
 from mmdecode.checkpoints import code_trusted, config_of, loading, local_path
 from mmdecode.draft.target import TargetDistribution, branches_of, noise_of, why_unguided
+from mmdecode.engine import host
 from mmdecode.engine.adapter import MAIN, BranchSpec
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket
@@ -276,7 +277,7 @@ class Going:
 
     def __init__(self, max_rejection_probability: float, call: Call) -> None:
         self.max_rejection_probability = max_rejection_probability
-        self.may_sync = call.device.type == "cpu" and not call.plan.static_shapes
+        self.may_sync = host.may_read(call.device) and not call.plan.static_shapes
         self.kept = call.rows.active.float()  # probability that no token so far is rejected
 
     def submitted(self, token: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.draft.target import TargetDistribution, noise_of
+from mmdecode.engine import host
 from mmdecode.engine.call import Call
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
@@ -73,7 +74,7 @@ class Worth:
 
     def __init__(self, min_expected_gain: float, nodes: int, call: Call) -> None:
         self.min_expected_gain, self.nodes = min_expected_gain, nodes
-        self.may_sync = call.device.type == "cpu" and not call.plan.static_shapes
+        self.may_sync = host.may_read(call.device) and not call.plan.static_shapes
         self.going = call.rows.active[:, None]
         self._best = torch.zeros(call.batch, 0, device=call.device)
         self._expected = torch.zeros(call.batch, 1, device=call.device)

@@ -230,7 +230,7 @@ class JacobiSession(DraftSession):
 
     def _sampled(self, positions: Tensor, log_q: Tensor) -> Tensor:
         """Samples a token from each ``log_q (B, N, V)``, with noise for the kind of proposal."""
-        call, noise, vocab = self.call, self.call.request.noise, log_q.shape[-1]
+        call, noise = self.call, self.call.request.noise
         trial = None if self.shared else call.rows.rounds
         if not self.start.endswith("_law"):  # uniform, where coupling would gain next to nothing
             unit = noise.uniform(positions, Role.DRAFT, trial=trial)
@@ -238,8 +238,8 @@ class JacobiSession(DraftSession):
         if not call.request.do_sample:
             return log_q.argmax(-1)
         if self.kind == "coupled":
-            return (log_q + noise.gumbel(positions, Role.TARGET, vocab)).argmax(-1)
-        return (log_q + noise.gumbel(positions, Role.DRAFT, vocab, trial=trial)).argmax(-1)
+            return noise.sample(log_q, positions, Role.TARGET)
+        return noise.sample(log_q, positions, Role.DRAFT, trial)
 
     def _with_siblings(
         self, tree: Tree, positions: Tensor, tokens: Tensor, log_q: Tensor

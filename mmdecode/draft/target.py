@@ -191,5 +191,4 @@ def noise_of(
     if kind == "deterministic":
         return None
     role, trial = (Role.TARGET, None) if kind == "coupled" else (Role.DRAFT, call.rows.rounds)
-    gumbel = call.request.noise.gumbel(position, role, vocab, trial=trial)
-    return gumbel if own is None else gumbel[..., own]
+    return call.request.noise.gumbel(position, role, vocab if own is None else own, trial)

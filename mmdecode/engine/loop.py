@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmdecode.engine import capture, checks, window
+from mmdecode.engine import capture, checks, host, window
 from mmdecode.engine.branches import main_output, main_runner, without_replaced
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import (
@@ -225,7 +225,7 @@ class Run:
     def seen_to_end(self) -> bool:
         """Whether no row is active, as far as the host can see without a transfer."""
         call = self.call
-        if call.plan.static_shapes or call.device.type != "cpu":
+        if call.plan.static_shapes or not host.may_read(call.device):
             return False
         return not bool(call.rows.active.any())
 

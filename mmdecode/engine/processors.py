@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
+from mmdecode.engine import host, nucleus
 from mmdecode.engine.nodes import Nodes
 
 Vectorised = Callable[[Tensor, Nodes], Tensor]
@@ -42,9 +43,25 @@ _PREFIX_FREE = {
 
 def _flat(processor: lp.LogitsProcessor) -> Vectorised:
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
-        return processor(None, scores.flatten(0, 1)).view_as(scores)
+        return _warped(processor, scores.flatten(0, 1)).view_as(scores)
 
     return run
+
+
+def _warped(processor: lp.LogitsProcessor, scores: Tensor) -> Tensor:
+    """A processor that does not read ids, on scores ``(R, V)``."""
+    partial = _WITHOUT_SORTING.get(type(processor))
+    if partial is not None and scores.shape[-1] >= LARGE and host.may_read(scores.device):
+        return partial(processor, scores)
+    return processor(None, scores)
+
+
+LARGE = 1024
+"""Vocabularies from which on sorting costs more than what replaces it."""
+_WITHOUT_SORTING: Mapping[type, Callable[..., Tensor]] = {
+    lp.TopPLogitsWarper: nucleus.top_p,
+    lp.TypicalLogitsWarper: nucleus.typical,
+}
 
 
 class _Mask:
@@ -353,12 +370,11 @@ def prefix_free(processors: LogitsProcessorList) -> Callable[[Tensor], Tensor] |
     ]
     if not found:
         return None
-    nothing = torch.empty(0, 0, dtype=torch.long)
 
     def warp(logits: Tensor) -> Tensor:
         flat = logits.flatten(0, -2)
         for processor in found:
-            flat = processor(nothing, flat)
+            flat = _warped(processor, flat)
         return flat.view_as(logits)
 
     return warp

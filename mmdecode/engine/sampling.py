@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 
-def passes(gumbel: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """Whether u q < p, for uniform u = exp(-E) with E = exp(-gumbel) exponential."""
-    return (-gumbel).exp() > q.log() - p.log()
+def passes(uniform: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """Whether u q < p, so that a token of probability 0 never passes; ``uniform`` is float64."""
+    return uniform * q < p
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

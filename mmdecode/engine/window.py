@@ -73,22 +73,23 @@ def _sampled(
     call: Call,
 ) -> Tensor:
     """A token sampled from each of ``rows (B, M + 1, V)``, at ``positions (B, M + 1)``."""
-    vocab, noise = rows.shape[-1], call.request.noise
+    noise = call.request.noise
     if not call.request.do_sample:
         return rows.argmax(-1)
     if call.plan.window_mode == "coupled":
-        return (rows + noise.gumbel(positions, Role.TARGET, vocab)).argmax(-1)
+        return noise.sample(rows, positions, Role.TARGET)
     if call.plan.window_mode == "shared":
-        return (rows + noise.gumbel(positions, Role.DRAFT, vocab)).argmax(-1)
-    fresh = noise.gumbel(positions, Role.WINDOW, vocab, trial=call.rows.rounds)
+        return noise.sample(rows, positions, Role.DRAFT)
+    trial = call.rows.rounds
     if call.plan.window_mode == "redraw" or log_q is None or not tokens.shape[1]:
-        return (rows + fresh).argmax(-1)
+        return noise.sample(rows, positions, Role.WINDOW, trial)
     p, q = rows[:, :-1].softmax(-1), log_q.softmax(-1)
     used, x = tokens >= 0, tokens.clamp_min(0)[..., None]
-    tests = noise.gumbel(positions[:, :-1], Role.ACCEPT, 2, trial=call.rows.rounds)[..., 1]
+    tests = noise.uniform(positions[:, :-1], Role.WINDOW_ACCEPT, trial)
     keep = used & passes(tests, p.gather(2, x)[..., 0], q.gather(2, x)[..., 0])
     left = torch.where(used[..., None], residual(p, q), p).log()
-    replaced = (torch.cat([left, rows[:, -1:]], 1) + fresh).argmax(-1)
+    left = torch.cat([left, rows[:, -1:]], 1)
+    replaced = noise.sample(left, positions, Role.WINDOW, trial)
     return torch.where(pad(keep, (0, 1)), pad(tokens, (0, 1)), replaced)
 
 

@@ -280,8 +280,8 @@ class NextScale:
                 else:
                     positions = torch.arange(starts[scale], starts[scale + 1], device=device)
                     positions = positions.expand(len(labels), -1)
-                    gumbel = noise.gumbel(positions, Role.TARGET, logits.shape[-1])
-                    tokens = (drawing.sampling_of(scale).warp(logits) + gumbel).argmax(-1)
+                    warped = drawing.sampling_of(scale).warp(logits)
+                    tokens = noise.sample(warped, positions, Role.TARGET)
                 codes.append(tokens)
                 f_hat = tokenizer.add_scale(f_hat, tokens, scale)
                 if known is not None:

@@ -203,8 +203,7 @@ class ZipAR:
         logits = logits.masked_fill(~allowed, -torch.inf)
         if not call.request.do_sample:
             return logits.argmax(-1)
-        gumbel = call.request.noise.gumbel(indices, Role.TARGET, logits.shape[-1])
-        return (self.sampling.warp(logits) + gumbel).argmax(-1)
+        return call.request.noise.sample(self.sampling.warp(logits), indices, Role.TARGET)
 
 
 def schedule(layout: Layout, window: int) -> list[list[int]]:

@@ -204,8 +204,7 @@ class Bigram(TestDrafter):
         role, trial = (
             (Role.TARGET, None) if call.plan.kind == "coupled" else (Role.DRAFT, call.rows.rounds)
         )
-        gumbel = call.request.noise.gumbel(position, role, distribution.shape[-1], trial=trial)
-        return (distribution + gumbel[:, 0]).argmax(-1)
+        return call.request.noise.sample(distribution[:, None], position, role, trial)[:, 0]
 
 
 class Siblings(TestDrafter):

@@ -361,8 +361,7 @@ def coupled(seed: int, request: Any) -> Choice:
     noise = Noise.of(seed, [request_key(request, 0)])
 
     def choose(scores: Tensor, position: int) -> int:
-        gumbel = noise.gumbel(torch.tensor([[position]]), Role.TARGET, len(scores))
-        return int((scores + gumbel[0, 0]).argmax())
+        return int(noise.sample(scores[None, None], torch.tensor([[position]]), Role.TARGET))
 
     return choose
 

@@ -58,7 +58,7 @@ def test_a_first_token_that_ends_every_row_pays_no_drafter():
 def test_after_an_end_token_nothing_is_drafted_where_looking_is_free(seen, monkeypatch):
     """Elsewhere one proposal is made in vain, before the transfer that tells of the end."""
     if not seen:
-        seams.FREE_LOOK.plant(monkeypatch, lambda look: lambda run: False)
+        seams.MAY_READ.plant(monkeypatch, lambda _: lambda device: False)
     [row] = run_rows(Decoder(), MODEL, PROMPTS[:1], max_new_tokens=40)
     end = max(set(row), key=row.index)  # what came last for the first time
     drafter, passes, tokens = counted(40, eos=[end], rows=PROMPTS[:1])

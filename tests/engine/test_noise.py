@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mmdecode.engine import noise as noise_module
 from mmdecode.engine.noise import Noise, Role, request_key
 
 NOISE = Noise.of(7, range(50))
@@ -61,3 +62,104 @@ def test_trials_differ_from_each_other():
 def test_request_keys_keep_their_parts_apart():
     keys = {request_key("ab", "c"), request_key("a", "bc"), request_key("abc"), request_key()}
     assert len(keys) == 4 and request_key("x", 1) == request_key("x", 1) >= 0
+
+
+def dense(noise, scores, positions, role, trial=None):
+    """Sums of scores and exact draws of all tokens, float64."""
+    state = noise._state(positions, role, trial).expand(scores.shape[:-1])
+    tokens = torch.arange(scores.shape[-1])
+    return scores + noise_module._exact(
+        noise_module._upper_bits(state, tokens), state[..., None], tokens
+    )
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 3000, 152_000])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+def test_a_sample_is_the_largest_of_all_exact_sums(vocab, spread):
+    noise = Noise.of(11, range(2))
+    scores = torch.randn(2, 9, vocab, generator=torch.Generator().manual_seed(1)) * spread
+    scores[0, 0, 1:] = -torch.inf
+    scores[0, 1, : vocab // 2] = -torch.inf
+    positions = torch.tensor([0, 1, 1, 2, 2, 2, 3, 3, 4]).expand(2, -1)
+    found = noise.sample(scores, positions, Role.TARGET)
+    assert torch.equal(found, dense(noise, scores, positions, Role.TARGET).argmax(-1))
+
+
+def test_the_largest_sum_is_found_where_bounds_say_nothing(monkeypatch):
+    positions = torch.zeros(1, 1, dtype=torch.long)
+    scores = torch.randn(1, 1, 500, generator=torch.Generator().manual_seed(2)) * 3
+    right = noise_module._upper_bits
+    for value in (0, 0x7FFFFFFF):  # the ends, at which the upper bits alone are wrong by most
+
+        def upper(state, tokens, value=value):
+            bits = right(state, tokens)
+            return torch.where(tokens % 5 == 0, value, bits).to(torch.int32)
+
+        monkeypatch.setattr(noise_module, "_upper_bits", upper)
+        found = NOISE.sample(scores.expand(50, 1, -1), POSITIONS[:, :1], Role.TARGET)
+        exact = dense(NOISE, scores.expand(50, 1, -1), POSITIONS[:, :1], Role.TARGET)
+        assert torch.equal(found, exact.argmax(-1))
+        assert bool((found % 5 == 0).any()) == (value == 0)
+        only = scores.masked_fill(torch.arange(500) % 5 != 0, -torch.inf).expand(50, 1, -1)
+        found = NOISE.sample(only, positions.expand(50, 1), Role.TARGET)
+        assert torch.equal(found, dense(NOISE, only, positions, Role.TARGET).argmax(-1))
+
+
+@pytest.mark.parametrize("mistake", ["no slack", "a float for all bits", "too low is left out"])
+def test_a_mistake_in_the_bounds_is_seen(mistake, monkeypatch):
+    if mistake == "no slack":
+        monkeypatch.setattr(noise_module, "_SLACK", -1e-6)
+    elif mistake == "a float for all bits":
+        monkeypatch.setattr(noise_module, "_exact", lambda upper, *_: _rounded(upper))
+    else:
+        right = noise_module._Bounds.__init__
+
+        def without(self, *args):
+            right(self, *args)
+            self.too_low = []
+
+        monkeypatch.setattr(noise_module._Bounds, "__init__", without)
+    with pytest.raises(AssertionError):
+        for vocab in (3000, 152_000):
+            test_a_sample_is_the_largest_of_all_exact_sums(vocab, 1.0)
+        test_ties_of_upper_bits_are_decided_by_the_lower_ones()
+        test_the_largest_sum_is_found_where_bounds_say_nothing(monkeypatch)
+
+
+def _rounded(upper):
+    return noise_module._gumbel(upper).double()
+
+
+def test_ties_of_upper_bits_are_decided_by_the_lower_ones():
+    state = torch.full((1,), 5)
+    upper = torch.zeros(40, dtype=torch.int32) + 77
+    draws = noise_module._exact(upper, state, torch.arange(40))
+    assert len(draws.unique()) == 40
+
+
+def test_a_sample_follows_the_distribution_at_a_large_vocabulary():
+    vocab, rows = 20_000, 4000
+    scores = torch.zeros(vocab)
+    scores[7] = torch.tensor(vocab / 3.0).log()
+    noise = Noise.of(3, range(rows))
+    chosen = noise.sample(
+        scores.expand(rows, 1, -1), torch.zeros(rows, 1, dtype=torch.long), Role.TARGET
+    )[:, 0]
+    share = float((chosen == 7).float().mean())
+    assert abs(share - (1 / 3) / (4 / 3)) < 0.03
+    others = chosen[chosen != 7].double() / vocab
+    assert abs(float(others.mean()) - 0.5) < 0.03
+
+
+def test_upper_bits_are_uniform_and_differ_from_token_to_token():
+    states = NOISE._state(POSITIONS, Role.TARGET, None)[:4]
+    bits = noise_module._upper_bits(states, torch.arange(20_000))
+    assert bits.min() >= 0
+    for shift in (0, 8, 16, 24):
+        counts = torch.bincount(((bits >> shift) & 127).flatten().long(), minlength=128).double()
+        mean = counts.mean()
+        assert 80 < float(((counts - mean) ** 2 / mean).sum()) < 185  # 127 degrees of freedom
+    unit = bits.double() / 2**31
+    for other in (unit.roll(1, -1), unit.roll(1, 0), unit.roll(1, 1), unit.roll(64, -1)):
+        both = torch.stack([unit.flatten(), other.flatten()])
+        assert abs(float(torch.corrcoef(both)[0, 1])) < 0.005

@@ -191,7 +191,7 @@ def mutant_of(method, old, new):
     return type("Mutant", (Rejection,), {method: edited(getattr(Rejection, method), old, new)})
 
 
-CHOICE = "next_token = (p.log() + gumbel[:, 0]).argmax(-1)"
+CHOICE = "next_token = call.request.noise.sample(p.log()[:, None], at, Role.RESIDUAL, rounds)[:, 0]"
 RULES = {
     "ratio_upside_down": (
         "odds",
@@ -231,8 +231,8 @@ RULES = {
     ),
     "one_noise_for_all_rounds": (
         "_draws",
-        "noise.gumbel(positions, Role.ACCEPT, 1, trial=call.rows.rounds)",
-        "noise.gumbel(positions - call.rows.length[:, None], Role.ACCEPT, 1)",
+        "noise.uniform(positions, Role.ACCEPT, trial=call.rows.rounds)",
+        "noise.uniform(positions - call.rows.length[:, None], Role.ACCEPT)",
     ),
     "unused_nodes_are_tested": ("_chain", "proposal.tokens >= 0", "proposal.tokens >= -1"),
     "residual_unnormalised_by_inverse_cdf": (

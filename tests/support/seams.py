@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mmdecode.engine import branches, capture
+from mmdecode.engine import branches, capture, host
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.loop import Run
@@ -57,8 +57,8 @@ PROCESS_ONE_BY_ONE = Seam(TargetLogits, "_run_lazily")
 DECODE = Seam(Run, "run")
 COMMIT = Seam(Run, "commit")
 GUIDE = Seam(Run, "guided")
-FREE_LOOK = Seam(Run, "seen_to_end")
-"""``(run)``: where looking at the rows costs nothing, whether none is active."""
+MAY_READ = Seam(host, "may_read")
+"""``(device)``: whether reading a value on the host costs nothing."""
 CAPTURE = Seam(capture.Replayed, "_capture")
 BACKEND = Seam(capture, "BACKEND")
 """What compiles, by a name that torch knows or as a function."""

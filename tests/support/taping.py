@@ -22,4 +22,5 @@ def taping():
         patch.setattr(capture, "available", lambda device: True)
         patch.setattr(capture, "record", record)
         seams.STEP.plant(patch, lambda _: 8)
+        seams.MAY_READ.plant(patch, lambda _: lambda device: False)
         yield replays

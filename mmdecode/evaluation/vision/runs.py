@@ -489,7 +489,7 @@ def sampled_token(logits: Tensor, seed: int, name: str) -> int:
     """
     noise = Noise.of(seed, [request_key(noise_of_id(name), 0)])
     first = torch.zeros((1, 1), dtype=torch.long)
-    return int((logits + noise.gumbel(first, Role.TARGET, len(logits))[0, 0]).argmax())
+    return int(noise.sample(logits[None, None], first, Role.TARGET))
 
 
 def _alike(one: Tensor, other: Tensor | None) -> bool:
