@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmdecode._compat import attention_implementation
 from mmdecode.adapters.attention import refuse_attention
 from mmdecode.engine.adapter import Adapter, BranchSpec, Mask, Prompt
 from mmdecode.engine.call import Call
@@ -64,6 +65,7 @@ class DecoderOnlyAdapter(Adapter):
         self._scale /= getattr(config, "logits_scaling", None) or 1.0
         both_ways = getattr(config, "use_bidirectional_attention", False)
         self._causal = getattr(config, "is_causal", True) and not both_ways
+        self._sdpa = attention_implementation(config) == "sdpa"
         self._body = model.base_model
         self._head = model.get_output_embeddings()
 
@@ -103,6 +105,11 @@ class DecoderOnlyAdapter(Adapter):
     def masks_itself(self, prompt: Prompt) -> bool:
         """Whether the model's own causal mask suffices: it is causal, and no token is padding."""
         return self._causal and prompt.prompt_attention is None and bool(prompt.mask.all())
+
+    def steps_unmasked(self, visible: int) -> bool:
+        """Whether attention is sdpa, and no window is shorter than ``visible``."""
+        windows = (window for window in self.windows.values() if window is not None)
+        return self._sdpa and all(visible < window for window in windows)
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """Computes the states of the prompt, from its embeddings if these were given."""

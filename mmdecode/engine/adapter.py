@@ -186,6 +186,10 @@ class Adapter(Part):
         """
         return False
 
+    def steps_unmasked(self, visible: int) -> bool:
+        """Whether one token that may attend to all of ``visible`` slots needs no mask."""
+        return False
+
     def open(self, cache: Any, prompt: Prompt) -> Any:
         """The model's ``past_key_values`` for a prompt: the engine's cache, or a wrapper of it."""
         return cache

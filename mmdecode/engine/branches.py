@@ -62,6 +62,7 @@ class ModelRunner(BranchRunner):
         self._past: Any = None
         self._forward: Callable[..., Tensor] = adapter.forward
         self.width = 0  # slots of the widest prompt
+        self.even = False  # whether the prompt of each row fills all of them
         self.prompts: list[Prompt] = []  # one per branch, kept for drafters that follow a guide
         self.left_out: Tensor | int = 0  # tokens of the prompt that are in no slot, per row
         self._means: Mapping[int, Tensor] = {}  # see BranchOutput.text_attention
@@ -116,6 +117,7 @@ class ModelRunner(BranchRunner):
             result |= self._split(here, last, weights, whole)
             read.append((self.cache, self._past, self.pads, self._images))
             first += len(here)
+        self.even = all(p.ids.shape[1] == self.width and bool(p.mask.all()) for p in prompts)
         if len(read) > 1:
             caches, pasts, pads, images = zip(*read, strict=True)
             self.cache = RaggedCache.join(caches, reserved)
@@ -129,18 +131,31 @@ class ModelRunner(BranchRunner):
         """Scores root and nodes after the committed slots."""
         _, depths, tree = proposal.structure()
         ancestors = None if proposal.is_chain else tree
-        tokens = torch.cat([call.last(1), proposal.tokens], 1)
+        tokens = call.last(1)
+        if proposal.size:
+            tokens = torch.cat([tokens, proposal.tokens], 1)
         repeat = len(self.specs)
         if repeat > 1:
             tokens = tokens.repeat(repeat, 1)
             if len(depths) > 1:
                 depths = depths.repeat(repeat, 1)
                 ancestors = None if ancestors is None else ancestors.repeat(repeat, 1, 1)
-        depths = torch.nn.functional.pad(depths, (1, 0))
+        depths = torch.nn.functional.pad(depths, (1, 0)) if proposal.size else tokens[:1] * 0
         # the longest row holds its prompt and all its tokens but the root
-        visible = bucket(self.width + call.rows.cur_len - 1 + tokens.shape[1])
+        begin = self.width + call.rows.cur_len - 1
+        end = begin + tokens.shape[1]
+        common = begin if self.even and call.rows.even else None
+        alone = common is not None and end == begin + 1 and not self._sites
+        masked = not (alone and self.adapter.steps_unmasked(end))
         self._read_edits(call, earlier, None)
-        states, weights = self.run(tokens, depths, ancestors, visible=visible)
+        states, weights = self.run(
+            tokens,
+            depths,
+            ancestors,
+            visible=bucket(end) if masked else end,
+            masked=masked,
+            common=common,
+        )
         read = {layer: value[..., : self.width] for layer, value in weights.items()}
         return self._split(self.specs, states, read, {})
 
@@ -155,6 +170,7 @@ class ModelRunner(BranchRunner):
         prompt: Prompt | None = None,
         specs: Sequence[BranchSpec] | None = None,
         masked: bool = True,
+        common: int | None = None,
     ) -> tuple[dict[int | str, Tensor], Mapping[int, Tensor]]:
         """One forward pass that writes after ``start + offset`` and commits nothing.
 
@@ -167,7 +183,9 @@ class ModelRunner(BranchRunner):
             offset: Slots after ``start`` that an earlier pass wrote and that count as committed.
             prompt: The prompt whose ids are ``tokens``; ``None``: the tokens come after it.
             specs: Branches of these rows; ``None``: all.
-            masked: Whether the model is given the engine's mask; see `Adapter.masks_itself`.
+            masked: Whether the model is given the engine's mask; see `Adapter.masks_itself` and
+                `Adapter.steps_unmasked`.
+            common: See `RaggedCache.open`.
 
         Returns:
             Hidden states by layer as in `BranchOutput.hidden`, ``(R, Q, H)``, and attention weights
@@ -175,12 +193,16 @@ class ModelRunner(BranchRunner):
         """
         cache, adapter = self.cache, self.adapter
         specs = self.specs if specs is None else specs
-        begin = cache.start + offset
+        begin = cache.start + offset if offset else cache.start
         mask = self._mask(begin, depths, ancestors, visible) if masked else None
         top = None if adapter.max_positions is None else adapter.max_positions - 1
-        logical = (begin - self.pads + self.left_out)[:, None] + depths
-        positions = logical.clamp(min=0, max=top)
-        cache.open(visible, offset, fresh=not masked)
+        if common is None:
+            logical = (begin - self.pads + self.left_out)[:, None] + depths
+            positions = logical.clamp(min=0, max=top)
+        else:  # no padding
+            logical = begin[:, None] + depths
+            positions = logical if top is None else logical.clamp_max(top)
+        cache.open(visible, offset, fresh=prompt is not None and not masked, common=common)
         states: dict[int | str, Tensor] = {}
         with ExitStack() as hooks:
             for index in self.needs.hidden:

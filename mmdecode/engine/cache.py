@@ -39,6 +39,7 @@ class _Rows:
         self.slots: Tensor | None = None  # slots that the pass writes, the same for all layers
         self.visible = 0  # slots that attention covers in this pass
         self.fresh = False  # whether the pass is the first and fills all visible slots
+        self.common: int | None = None  # slot at which all rows write, if it is the same one
 
     def write_to(self, count: int) -> Tensor:
         """Slots in which a pass of ``count`` tokens writes, ``(B, 1, count, 1)``."""
@@ -51,7 +52,6 @@ class _Rows:
 class RaggedLayer(CacheLayerMixin):
     """Keys and values of one layer, ``(B, H, slots, D)``."""
 
-    is_compileable = True  # else a one-token prompt gets no mask and attends to empty slots
     is_sliding = False
     is_croppable = True
     keys: Tensor
@@ -78,8 +78,8 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows = self.rows
-        grown = rows.visible - self.keys.shape[2]
-        if grown > 0:
+        if rows.visible > self.keys.shape[2]:
+            grown = bucket(rows.visible) - self.keys.shape[2]
             assert not rows.reserved, "a captured round would write to the old storage"
             self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, grown))
             self.values = torch.nn.functional.pad(self.values, (0, 0, 0, grown))
@@ -87,12 +87,22 @@ class RaggedLayer(CacheLayerMixin):
             self.keys[:, :, : rows.visible] = key_states
             self.values[:, :, : rows.visible] = value_states
             return key_states, value_states
-        index = rows.write_to(key_states.shape[2])
-        self.keys.scatter_(2, index.expand_as(key_states), key_states)
-        self.values.scatter_(2, index.expand_as(value_states), value_states)
+        if rows.common is not None:
+            written = slice(rows.common, rows.common + key_states.shape[2])
+            self.keys[:, :, written] = key_states
+            self.values[:, :, written] = value_states
+        else:
+            index = rows.write_to(key_states.shape[2])
+            self.keys.scatter_(2, index.expand_as(key_states), key_states)
+            self.values.scatter_(2, index.expand_as(value_states), value_states)
         if rows.visible == self.keys.shape[2]:
             return self.keys, self.values
         return self.keys[:, :, : rows.visible], self.values[:, :, : rows.visible]
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether transformers has to mask one token too: not if it may attend to all slots."""
+        return not self.rows.fresh and self.rows.common is None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Selects the rows ``beam_idx``, also where `get_seq_length` returns 0."""
@@ -155,16 +165,20 @@ class RaggedCache(Cache):
         """Write position of each row, ``(B,)``: the number of its committed slots."""
         return self.rows.start
 
-    def open(self, visible: int, offset: int = 0, fresh: bool = False) -> None:
+    def open(
+        self, visible: int, offset: int = 0, fresh: bool = False, common: int | None = None
+    ) -> None:
         """Sets what the next forward pass reads and writes.
 
         Args:
             visible: Number of slots that attention covers, from the first slot on.
             offset: Distance from ``start`` to the first slot that the pass writes.
             fresh: Whether this is the prefill of ``visible`` tokens, which fills all visible slots.
+            common: Slot at which all active rows begin to write, known on the host; rows that have
+                ended write there too. ``None``: each row writes after its own start.
         """
         self.rows.visible, self.rows.offset, self.rows.slots = visible, offset, None
-        self.rows.fresh = fresh
+        self.rows.fresh, self.rows.common = fresh, common
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:
         """Commits the root of the last pass and ``count - 1`` of its nodes.

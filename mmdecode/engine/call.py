@@ -111,6 +111,9 @@ class Rows:
         rounds: Rounds that each row took part in, ``(B,)``.
         cur_len: Generated tokens of the longest row at the last transfer; a host number. Where
             rounds are captured it is rounded up, so that shapes that depend on it change rarely.
+        even: Whether every active row has as many tokens as the longest one, as far as the host
+            knows.
+        full: Whether every row is active, as far as the host knows.
     """
 
     ids: Tensor
@@ -118,6 +121,8 @@ class Rows:
     active: Tensor
     rounds: Tensor
     cur_len: int = 0
+    even: bool = False
+    full: bool = False
 
     @classmethod
     def of(cls, ids: Tensor, room: int, *, length: Tensor | int = 0, pad_id: int = 0) -> Rows:
@@ -137,6 +142,26 @@ class Rows:
             rounds=zeros.clone(),
             cur_len=length if isinstance(length, int) else int(length.amax()),
         )
+
+    def append(self, tokens: Tensor, count: Tensor, prompt: int) -> None:
+        """Writes the first ``count (B,)`` of ``tokens (B, D + 1)`` after each row's last token.
+
+        Args:
+            tokens: The block.
+            count: Tokens of it to keep; 0 in rows that are not active.
+            prompt: Columns of the prompt.
+        """
+        if self.full and self.even and tokens.shape[1] == 1:
+            self.ids[:, prompt + self.cur_len] = tokens[:, 0]
+        else:
+            order = torch.arange(tokens.shape[1], device=tokens.device)
+            columns = (self.length + prompt)[:, None] + order
+            kept = torch.where(order < count[:, None], tokens, self.ids.gather(1, columns))
+            self.ids.scatter_(1, columns, kept)
+        # in place: a captured round finds its tensors where they were
+        self.length += count
+        self.rounds += self.active
+        self.even = False  # until the next transfer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +223,7 @@ class Call:
 
     def at(self, length: Tensor) -> Call:
         """Copy of the call with other numbers of generated tokens; there may be more than B."""
-        return replace(self, rows=replace(self.rows, length=length))
+        return replace(self, rows=replace(self.rows, length=length, even=False, full=False))
 
     @property
     def batch(self) -> int:
@@ -225,5 +250,8 @@ class Call:
 
     def last(self, count: int) -> Tensor:
         """The last ``count`` ids of each row, ``(B, count)``; clamped at the left edge."""
+        end = self.prompt_length + self.rows.cur_len
+        if self.rows.even and count <= end:  # what inactive rows give is not used
+            return self.rows.ids[:, end - count : end]
         columns = self.end()[:, None] - count + torch.arange(count, device=self.device)
         return self.rows.ids.gather(1, columns.clamp_min(0))

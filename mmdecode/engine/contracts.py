@@ -194,7 +194,7 @@ class Block:
             path=outcome.path,
             tokens=tokens,
             num_accepted=outcome.num_accepted,
-            num_drafted=(proposal.tokens >= 0).sum(1),
+            num_drafted=(proposal.tokens >= 0).sum(1) if proposal.size else outcome.num_accepted,
             count=count,
             ended=ended,
             window=outcome.window,

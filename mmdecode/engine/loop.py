@@ -51,12 +51,19 @@ class RoundResult(NamedTuple):
     Attributes:
         proposal: The next proposal.
         counts: Counts for `Stats.scored`, ``(B, 4)``.
-        sync_vector: Numbers for the host, see `Run.sync_vector`, ``(4,)``.
+        sync_vector: Numbers for the host, see `Run.sync_vector`, ``(4,)`` or a list.
     """
 
     proposal: Proposal
     counts: Tensor
-    sync_vector: Tensor
+    sync_vector: Tensor | list[int]
+
+
+class SeenRows(NamedTuple):
+    """Whether each row is active, and its length, on the host."""
+
+    active: list[bool]
+    lengths: list[int]
 
 
 class HostState(NamedTuple):
@@ -147,7 +154,8 @@ class Run:
 
     def begin(self, main: BranchOutput) -> DraftSession:
         """Opens the drafter's session; where nothing is left to draft, an empty one."""
-        if self.call.request.max_new_tokens == 1 or self.seen_to_end():
+        seen = self.seen()
+        if self.call.request.max_new_tokens == 1 or not (seen is None or any(seen.active)):
             return DraftSession(self.call)
         return checks.refuse_no_session(self.drafter, self.drafter.begin(self.call, main))
 
@@ -175,7 +183,8 @@ class Run:
         """The accepted path and the token after it; with a Jacobi drafter, its next window too."""
         call = self.call
         outcome = checks.refuse_no_outcome(self.rule, self.rule(proposal, target, call))
-        outcome = outcome.of_active(call.rows.active)
+        if not call.rows.full:
+            outcome = outcome.of_active(call.rows.active)
         if call.plan.window_mode is None:
             return outcome
         return replace(outcome, window=window.continued(outcome, proposal, target, call))
@@ -186,21 +195,16 @@ class Run:
         """Cuts the block where a row ends, writes it, and moves the branches' caches."""
         rows, first = self.call.rows, self.session is None
         tokens = outcome.tokens(proposal)
-        count = torch.where(rows.active, outcome.num_accepted + 1, 0)
+        count = outcome.num_accepted + 1
+        count = count if rows.full else torch.where(rows.active, count, 0)
         count, ended = self.stopping.cut(self.call, tokens, count)
         block = Block.of(outcome, proposal, tokens, count, ended)
         for listener in self.listeners:
             listener.add(Committed(proposal, scores, target, block, first))
-        order = torch.arange(tokens.shape[1], device=self.call.device)
-        columns = self.call.end()[:, None] + order
-        kept = torch.where(order < count[:, None], tokens, rows.ids.gather(1, columns))
-        rows.ids.scatter_(1, columns, kept)
         if not first:
             for runner in self.runners:
                 runner.commit(outcome.path, count, proposal.is_chain)
-        # in place: a captured round finds its tensors where they were
-        rows.length += count
-        rows.rounds += rows.active
+        rows.append(tokens, count, self.call.prompt_length)
         rows.active &= ~ended
         return block
 
@@ -211,7 +215,8 @@ class Run:
         # levels of tokens that could still be committed: each active row has grown by one at least
         budget = MAX_NODES if call.plan.static_shapes else most - self.shortest - 2
         proposal = Proposal.empty(call.batch, call.device)
-        if budget > 0 and not self.seen_to_end():
+        seen = self.seen()
+        if budget > 0 and (seen is None or any(seen.active)):
             assert self.session is not None, "opened in round 0"
             proposal = self.session.propose(min(budget, MAX_NODES))
         if proposal.size:
@@ -220,31 +225,39 @@ class Run:
             room = (most - rows.length)[:, None]  # for a node and the token after it
             used = (depths < room) & rows.active[:, None] & (proposal.tokens >= 0)
             proposal = proposal.masked(used)
-        return RoundResult(proposal, block.counts(), self.sync_vector(proposal))
+        return RoundResult(proposal, block.counts(), self.sync_vector(proposal, seen))
 
-    def seen_to_end(self) -> bool:
-        """Whether no row is active, as far as the host can see without a transfer."""
-        call = self.call
-        if call.plan.static_shapes or not host.may_read(call.device):
-            return False
-        return not bool(call.rows.active.any())
-
-    def sync_vector(self, proposal: Proposal) -> Tensor:
-        """Number of active rows, longest length, shortest length of an active row, nodes in use."""
+    def seen(self) -> SeenRows | None:
+        """Rows after a commit, where the host can read them without making a device wait."""
         rows = self.call.rows
+        if self.call.plan.static_shapes or not host.may_read(self.call.device):
+            return None
+        return SeenRows(rows.active.tolist(), rows.length.tolist())
+
+    def sync_vector(self, proposal: Proposal, seen: SeenRows | None) -> Tensor | list[int]:
+        """Active rows, length of the longest and of the shortest active one, nodes in use."""
+        rows, most = self.call.rows, self.call.request.max_new_tokens
         order = torch.arange(1, proposal.size + 1, device=self.call.device)
-        used = proposal.tokens >= 0
-        width = (order * used).amax() if proposal.size else rows.length.new_zeros(())
-        shortest = torch.where(rows.active, rows.length, self.call.request.max_new_tokens).amin()
-        return torch.stack([rows.active.sum(), rows.length.amax(), shortest, width])
+        width = (order * (proposal.tokens >= 0)).amax() if proposal.size else None
+        if seen is not None:
+            lengths = [n for n, active in zip(seen.lengths, seen.active, strict=True) if active]
+            nodes = 0 if width is None else int(width)
+            return [len(lengths), max(seen.lengths), min(lengths, default=most), nodes]
+        shortest = torch.where(rows.active, rows.length, most).amin()
+        nodes = rows.length.new_zeros(()) if width is None else width
+        return torch.stack([rows.active.sum(), rows.length.amax(), shortest, nodes])
 
     def sync(self, result: RoundResult, count: Callable[[Tensor], None]) -> HostState:
         """The one transfer of a round; ``count`` is called with its counts."""
-        count(result.counts)
-        active, cur_len, self.shortest, width = result.sync_vector.tolist()
-        call, seen = self.call, cur_len
-        if call.plan.static_shapes:
-            seen = min(capture.coarse(cur_len), call.request.max_new_tokens)
-        call.rows.cur_len = seen
+        call, vector = self.call, result.sync_vector
+        static = call.plan.static_shapes  # the next captured round overwrites the counts
+        count(result.counts.clone() if static else result.counts)
+        numbers = vector.tolist() if isinstance(vector, Tensor) else vector
+        active, longest, self.shortest, width = numbers
+        call.rows.full = active == call.batch and not static
+        call.rows.even = longest == self.shortest and not static
+        call.rows.cur_len = longest
+        if static:
+            call.rows.cur_len = min(capture.coarse(longest), call.request.max_new_tokens)
         proposal = result.proposal
-        return HostState(active, cur_len, proposal.narrow(width_bucket(width, proposal.size)))
+        return HostState(active, longest, proposal.narrow(width_bucket(width, proposal.size)))

@@ -158,8 +158,7 @@ class Proposal:
     @classmethod
     def empty(cls, batch: int, device: torch.device) -> Proposal:
         """A proposal without nodes: the round decides one token per row."""
-        tokens = torch.empty(batch, 0, dtype=torch.long, device=device)
-        return cls(tokens=tokens, kind="deterministic")
+        return _empty(batch, device)
 
     @property
     def size(self) -> int:
@@ -200,6 +199,12 @@ class Proposal:
             return parents[None], depths[None], ancestors[None]
         assert self.parents is not None
         return _structure(self.parents)
+
+
+@lru_cache(maxsize=64)
+def _empty(batch: int, device: torch.device) -> Proposal:
+    tokens = torch.empty(batch, 0, dtype=torch.long, device=device)
+    return Proposal(tokens=tokens, kind="deterministic")
 
 
 def _structure(parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:

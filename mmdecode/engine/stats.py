@@ -90,7 +90,7 @@ class Stats:
                 committed after stop rules.
         """
         self.passes += 1
-        self._rounds.append(counts.clone())  # a captured round overwrites its counts
+        self._rounds.append(counts)
         if len(self._rounds) >= 4096:
             self._reduce()
 

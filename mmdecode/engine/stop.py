@@ -50,12 +50,17 @@ class Stopping:
             Number of tokens to commit, ``(B,)``, at least 1 for active rows; and whether the row
             ends, ``(B,)`` bool.
         """
-        order = torch.arange(1, block.shape[1] + 1, device=block.device)
-        stop = (block[..., None] == self.eos_token_ids).any(-1)
-        stop |= (call.rows.length[:, None] + order) >= self.max_new_tokens
+        size = block.shape[1]
+        order = torch.arange(1, size + 1, device=block.device)
+        if len(self.eos_token_ids) == 1:
+            stop = block == self.eos_token_ids
+        else:
+            stop = (block[..., None] == self.eos_token_ids).any(-1)
+        if call.rows.cur_len + size >= self.max_new_tokens:  # else no row can be that long
+            stop |= (call.rows.length[:, None] + order) >= self.max_new_tokens
         if self.others:
             stop |= self._ask(call, block, count)
-        first = torch.where(stop, order, block.shape[1] + 1).amin(1)
+        first = torch.where(stop, order, size + 1).amin(1)
         ended = first <= count
         if self.per_call:
             late = _verdict(self.per_call, call.rows.ids)

@@ -12,6 +12,8 @@ along the accepted path and up to the first rejection, with rows of equal prefix
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -48,10 +50,14 @@ class TargetLogits:
         self, logits: Tensor, call: Call, proposal: Proposal, processors: Processors
     ) -> None:
         self._raw, self._call, self._proposal, self._processors = logits, call, proposal, processors
-        self.nodes = Nodes(call, proposal)
         self.vectorised = processors.vectorised
         self._all: Tensor | None = None
         self._memo: dict[tuple[int, int], Tensor] = {}
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        """Prefixes of root and nodes; read before the block is committed."""
+        return Nodes(self._call, self._proposal)
 
     def raw(self) -> Tensor:
         """Logits before the caller's processors, ``(B, N + 1, V)``."""

@@ -155,6 +155,10 @@ class LeanAdapter(EncoderDecoderAdapter):
         """Returns the caches for a prompt; the weights are collected at first use."""
         return LeanPast(cache, prompt, self.describe)
 
+    def steps_unmasked(self, visible: int) -> bool:
+        """Whether steps are run without the modules, which may mask by themselves."""
+        return self._lean and not any(self._hooks)
+
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """Computes the states after the decoder's final norm."""
         if self._lean and not any(self._hooks):
@@ -166,11 +170,12 @@ class LeanAdapter(EncoderDecoderAdapter):
 
         Args:
             tokens: Token ids, ``(B, Q)``.
-            mask: Additive self-attention mask, ``(B, 1, Q, K)``.
+            mask: Additive self-attention mask, ``(B, 1, Q, K)``; ``None``: every token attends to
+                all visible slots.
             positions: Positions of the tokens, ``(B, Q)``.
             past: The caches that `open` returned.
         """
-        assert isinstance(mask, Tensor), "layers of one type"
+        assert mask is None or isinstance(mask, Tensor), "layers of one type"
         hidden, rotation = self.embed_at(tokens, positions)
         for layer in past.read(self._decoder.layers):
             hidden = run_layer(layer, hidden, mask, past.cache.layers[layer.cache_index], rotation)
@@ -180,7 +185,7 @@ class LeanAdapter(EncoderDecoderAdapter):
 def run_layer(
     layer: Layer,
     hidden: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     cache: RaggedLayer,
     rotation: Rotation | None = None,
 ) -> Tensor:
