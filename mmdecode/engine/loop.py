@@ -59,13 +59,6 @@ class RoundResult(NamedTuple):
     sync_vector: Tensor | list[int]
 
 
-class SeenRows(NamedTuple):
-    """Whether each row is active, and its length, on the host."""
-
-    active: list[bool]
-    lengths: list[int]
-
-
 class HostState(NamedTuple):
     """Host state after a round: number of active rows, length of the longest, the next proposal."""
 
@@ -154,8 +147,7 @@ class Run:
 
     def begin(self, main: BranchOutput) -> DraftSession:
         """Opens the drafter's session; where nothing is left to draft, an empty one."""
-        seen = self.seen()
-        if self.call.request.max_new_tokens == 1 or not (seen is None or any(seen.active)):
+        if self.call.request.max_new_tokens == 1 or self.seen_to_end():
             return DraftSession(self.call)
         return checks.refuse_no_session(self.drafter, self.drafter.begin(self.call, main))
 
@@ -194,8 +186,7 @@ class Run:
     ) -> Block:
         """Cuts the block where a row ends, writes it, and moves the branches' caches."""
         rows, first = self.call.rows, self.session is None
-        tokens = outcome.tokens(proposal)
-        count = outcome.num_accepted + 1
+        tokens, count = outcome.tokens(proposal), outcome.num_accepted + 1
         count = count if rows.full else torch.where(rows.active, count, 0)
         count, ended = self.stopping.cut(self.call, tokens, count)
         block = Block.of(outcome, proposal, tokens, count, ended)
@@ -210,13 +201,11 @@ class Run:
 
     def propose(self, block: Block) -> RoundResult:
         """The drafter's next proposal, without nodes beyond the row's last token."""
-        call, rows = self.call, self.call.rows
-        most = call.request.max_new_tokens
+        call, rows, most = self.call, self.call.rows, self.call.request.max_new_tokens
         # levels of tokens that could still be committed: each active row has grown by one at least
         budget = MAX_NODES if call.plan.static_shapes else most - self.shortest - 2
         proposal = Proposal.empty(call.batch, call.device)
-        seen = self.seen()
-        if budget > 0 and (seen is None or any(seen.active)):
+        if budget > 0 and not self.seen_to_end():
             assert self.session is not None, "opened in round 0"
             proposal = self.session.propose(min(budget, MAX_NODES))
         if proposal.size:
@@ -225,39 +214,37 @@ class Run:
             room = (most - rows.length)[:, None]  # for a node and the token after it
             used = (depths < room) & rows.active[:, None] & (proposal.tokens >= 0)
             proposal = proposal.masked(used)
-        return RoundResult(proposal, block.counts(), self.sync_vector(proposal, seen))
+        return RoundResult(proposal, block.counts(), self.sync_vector(proposal))
 
-    def seen(self) -> SeenRows | None:
-        """Rows after a commit, where the host can read them without making a device wait."""
-        rows = self.call.rows
-        if self.call.plan.static_shapes or not host.may_read(self.call.device):
-            return None
-        return SeenRows(rows.active.tolist(), rows.length.tolist())
+    def may_read(self) -> bool:
+        """Whether the host can read rows without a transfer."""
+        return not self.call.plan.static_shapes and host.may_read(self.call.device)
 
-    def sync_vector(self, proposal: Proposal, seen: SeenRows | None) -> Tensor | list[int]:
+    def seen_to_end(self) -> bool:
+        """Whether no row is active, as far as the host can read without a transfer."""
+        return self.may_read() and not any(self.call.rows.active.tolist())
+
+    def sync_vector(self, proposal: Proposal) -> Tensor | list[int]:
         """Active rows, length of the longest and of the shortest active one, nodes in use."""
         rows, most = self.call.rows, self.call.request.max_new_tokens
         order = torch.arange(1, proposal.size + 1, device=self.call.device)
         width = (order * (proposal.tokens >= 0)).amax() if proposal.size else None
-        if seen is not None:
-            lengths = [n for n, active in zip(seen.lengths, seen.active, strict=True) if active]
-            nodes = 0 if width is None else int(width)
-            return [len(lengths), max(seen.lengths), min(lengths, default=most), nodes]
-        shortest = torch.where(rows.active, rows.length, most).amin()
+        if self.may_read():
+            lengths, active = rows.length.tolist(), rows.active.tolist()
+            shortest = min((n for n, on in zip(lengths, active, strict=True) if on), default=most)
+            return [sum(active), max(lengths), shortest, 0 if width is None else int(width)]
+        least = torch.where(rows.active, rows.length, most).amin()
         nodes = rows.length.new_zeros(()) if width is None else width
-        return torch.stack([rows.active.sum(), rows.length.amax(), shortest, nodes])
+        return torch.stack([rows.active.sum(), rows.length.amax(), least, nodes])
 
     def sync(self, result: RoundResult, count: Callable[[Tensor], None]) -> HostState:
         """The one transfer of a round; ``count`` is called with its counts."""
-        call, vector = self.call, result.sync_vector
-        static = call.plan.static_shapes  # the next captured round overwrites the counts
-        count(result.counts.clone() if static else result.counts)
-        numbers = vector.tolist() if isinstance(vector, Tensor) else vector
+        call, vector, static = self.call, result.sync_vector, self.call.plan.static_shapes
+        count(result.counts.clone() if static else result.counts)  # a replay overwrites them
+        numbers: list[int] = vector.tolist() if isinstance(vector, Tensor) else vector
         active, longest, self.shortest, width = numbers
-        call.rows.full = active == call.batch and not static
-        call.rows.even = longest == self.shortest and not static
-        call.rows.cur_len = longest
-        if static:
-            call.rows.cur_len = min(capture.coarse(longest), call.request.max_new_tokens)
-        proposal = result.proposal
+        rows, most, proposal = call.rows, call.request.max_new_tokens, result.proposal
+        rows.cur_len = min(capture.coarse(longest), most) if static else longest
+        if not static:  # a captured round holds for rows that end later
+            rows.full, rows.even = active == call.batch, longest == self.shortest
         return HostState(active, longest, proposal.narrow(width_bucket(width, proposal.size)))
