@@ -111,6 +111,20 @@ class DecoderOnlyAdapter(Adapter):
         windows = (window for window in self.windows.values() if window is not None)
         return self._sdpa and all(visible < window for window in windows)
 
+    def piece(self, prompt: Prompt, rows: Tensor | None, columns: slice) -> Prompt | None:
+        """Some ids or embeddings of a prompt that is read from left to right."""
+        if (
+            not self._causal
+            or prompt.prompt_attention is not None
+            or prompt.inputs.keys() - {_EMBEDS}
+        ):
+            return None
+        embeds = prompt.inputs.get(_EMBEDS)
+        if embeds is None:
+            return prompt.narrowed(rows, columns)
+        embeds = embeds[:, columns] if rows is None else embeds[rows, columns]
+        return prompt.narrowed(rows, columns, {_EMBEDS: embeds})
+
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """Computes the states of the prompt, from its embeddings if these were given."""
         embeds = prompt.inputs.get(_EMBEDS)

@@ -81,6 +81,15 @@ class Prompt:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     prompt_attention: Tensor | None = None
 
+    def narrowed(
+        self, rows: Tensor | None, columns: slice, inputs: Mapping[str, Any] | None = None
+    ) -> Prompt:
+        """Some rows and columns, with ``inputs`` or without any; see `Adapter.piece`."""
+        ids, mask = self.ids[:, columns], self.mask[:, columns]
+        if rows is not None:
+            ids, mask = ids[rows], mask[rows]
+        return Prompt(ids=ids, mask=mask, inputs=inputs or {})
+
     @classmethod
     def stacked(cls, prompts: Sequence[Prompt], inputs: Mapping[str, Any]) -> Prompt:
         """Joins prompts along the rows, padded on the left to the widest, with new ``inputs``."""
@@ -189,6 +198,16 @@ class Adapter(Part):
     def steps_unmasked(self, visible: int) -> bool:
         """Whether one token that may attend to all of ``visible`` slots needs no mask."""
         return False
+
+    def piece(self, prompt: Prompt, rows: Tensor | None, columns: slice) -> Prompt | None:
+        """Some rows and columns of a prompt; ``None``: it has to be read as a whole.
+
+        Args:
+            prompt: The prompt.
+            rows: Rows to keep, ``(G,)``; ``None``: all.
+            columns: Columns to keep; in these rows none of them is padding.
+        """
+        return None
 
     def open(self, cache: Any, prompt: Prompt) -> Any:
         """The model's ``past_key_values`` for a prompt: the engine's cache, or a wrapper of it."""

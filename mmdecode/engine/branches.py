@@ -9,6 +9,7 @@ explicit.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,15 +19,15 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from mmdecode.engine import capture
+from mmdecode.engine import capture, prefill
 from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec, Mask, Prompt
-from mmdecode.engine.attention import AttentionEdit, AttentionPlan, layer_range, planned
-from mmdecode.engine.cache import RaggedCache, bucket
+from mmdecode.engine.attention import AttentionEdit, AttentionPlan, planned
+from mmdecode.engine.cache import Piece, RaggedCache, bucket
 from mmdecode.engine.call import Call
 from mmdecode.engine.checks import refuse_closed, refuse_memory, refuse_no_part
 from mmdecode.engine.contracts import BranchOutput, BranchRunner, Guide, Requirements, StateEdit
-from mmdecode.engine.hooks import of_this_thread
-from mmdecode.engine.masks import block_mask, chain, slot_positions
+from mmdecode.engine.hooks import edit_states, record_states
+from mmdecode.engine.masks import block_mask, slot_positions
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
@@ -40,6 +41,9 @@ class ModelRunner(BranchRunner):
         specs: Branches of the model, in row order.
         needs: Internals to return in addition to logits.
         edits: Edits of attention and hidden states; those of other branches are ignored.
+
+    Attributes:
+        paths: Number of passes by the way that each took; see `mmdecode.engine.stats.Stats`.
     """
 
     graph_safe = True
@@ -57,6 +61,7 @@ class ModelRunner(BranchRunner):
         self.edits = [edit for edit in edits if edit.branch in names]
         part = "a part that reads or edits attention, or reads exits"
         refuse_closed(part, adapter, self.edits, self.needs)
+        self.paths: Counter[str] = Counter()
         self.cache: RaggedCache
         self.pads: Tensor
         self._past: Any = None
@@ -79,8 +84,10 @@ class ModelRunner(BranchRunner):
         own = [self.adapter.prompt(call, spec) for spec in self.specs]
         self.prompts = [] if call.plan.draft_target.guide is None else own
         prompts = self.adapter.stack(own)
-        for prompt in prompts:
-            refuse_memory(self.adapter, prompt)
+        options = {"by_rows": not (self.edits or self._sites), "chunks": not self._sites}
+        planned = [prefill.planned(self.adapter, prompt, **options) for prompt in prompts]
+        for prompt, passes in zip(prompts, planned, strict=True):
+            refuse_memory(self.adapter, prompt, passes)
         if call.plan.static_shapes and not capture.available(call.device):
             self._forward = self._compiled()
         read: list[tuple[RaggedCache, Any, Tensor, Tensor | None]] = []
@@ -88,7 +95,7 @@ class ModelRunner(BranchRunner):
         first = 0
         self.width = max(prompt.ids.shape[1] for prompt in prompts)
         reserved = call.reserved(self.width)
-        for prompt in prompts:
+        for prompt, passes in zip(prompts, planned, strict=True):
             rows, width = prompt.ids.shape
             device = prompt.ids.device
             # several caches are joined, and the joined one reserves
@@ -98,22 +105,8 @@ class ModelRunner(BranchRunner):
             self._past = self.adapter.open(self.cache, prompt)
             here = self.specs[first : first + rows // call.batch]
             self._read_edits(call, earlier, prompt)
-            depths, _ = chain(width, device)
-            masked = not self.adapter.masks_itself(prompt)
-            states, weights = self.run(
-                prompt.ids,
-                depths,
-                prompt.prompt_attention,
-                visible=bucket(width) if masked else width,
-                prompt=prompt,
-                specs=here,
-                masked=masked,
-            )
+            last, whole, weights = prefill.read(self, prompt, passes, here)
             self.cache.set_start(torch.full_like(self.pads, width))
-            # copies, so that the states of the whole prompt are freed
-            last = {key: value[:, -1:].clone() for key, value in states.items()}
-            weights = {layer: value[..., :width] for layer, value in weights.items()}
-            whole = states if self.needs.prompt_hidden else {}
             result |= self._split(here, last, weights, whole)
             read.append((self.cache, self._past, self.pads, self._images))
             first += len(here)
@@ -147,6 +140,7 @@ class ModelRunner(BranchRunner):
         common = begin if self.even and call.rows.even else None
         alone = common is not None and end == begin + 1 and not self._sites
         masked = not (alone and self.adapter.steps_unmasked(end))
+        self.paths["step masked" if masked else "step unmasked"] += 1
         self._read_edits(call, earlier, None)
         states, weights = self.run(
             tokens,
@@ -169,6 +163,7 @@ class ModelRunner(BranchRunner):
         offset: int = 0,
         prompt: Prompt | None = None,
         specs: Sequence[BranchSpec] | None = None,
+        piece: Piece | None = None,
         masked: bool = True,
         common: int | None = None,
     ) -> tuple[dict[int | str, Tensor], Mapping[int, Tensor]]:
@@ -183,6 +178,8 @@ class ModelRunner(BranchRunner):
             offset: Slots after ``start`` that an earlier pass wrote and that count as committed.
             prompt: The prompt whose ids are ``tokens``; ``None``: the tokens come after it.
             specs: Branches of these rows; ``None``: all.
+            piece: Where ``tokens`` are in the prompt of this runner, if they are read without its
+                padding; they attend to themselves and to what was read before them.
             masked: Whether the model is given the engine's mask; see `Adapter.masks_itself` and
                 `Adapter.steps_unmasked`.
             common: See `RaggedCache.open`.
@@ -193,33 +190,51 @@ class ModelRunner(BranchRunner):
         """
         cache, adapter = self.cache, self.adapter
         specs = self.specs if specs is None else specs
+        pads, past = self.pads, self._past
         begin = cache.start + offset if offset else cache.start
-        mask = self._mask(begin, depths, ancestors, visible) if masked else None
+        if piece is None:
+            cache.open(visible, offset, common)
+        else:
+            pads = piece.of(pads)
+            begin = torch.full_like(pads, piece.columns.start)
+            cache.open_piece(piece, self.width)
+            if piece.rows is not None and prompt is not None:
+                past = adapter.open(cache, prompt)
+        mask = self._mask(begin, pads, depths, ancestors, visible, piece) if masked else None
         top = None if adapter.max_positions is None else adapter.max_positions - 1
         if common is None:
-            logical = (begin - self.pads + self.left_out)[:, None] + depths
+            logical = (begin - pads + self.left_out)[:, None] + depths
             positions = logical.clamp(min=0, max=top)
         else:  # no padding
             logical = begin[:, None] + depths
             positions = logical if top is None else logical.clamp_max(top)
-        cache.open(visible, offset, fresh=prompt is not None and not masked, common=common)
         states: dict[int | str, Tensor] = {}
         with ExitStack() as hooks:
             for index in self.needs.hidden:
                 if isinstance(index, int):
-                    hooks.enter_context(_capture(adapter.layers()[index], states, index))
+                    hooks.enter_context(record_states(adapter.layers()[index], states, index))
             plan = self._enter_edits(hooks, specs, logical, visible, prompt is not None)
             if prompt is not None:
-                states["last"] = adapter.prefill(prompt, mask, positions, self._past)
+                states["last"] = adapter.prefill(prompt, mask, positions, past)
             else:
-                states["last"] = self._forward(tokens.clamp_min(0), mask, positions, self._past)
+                states["last"] = self._forward(tokens.clamp_min(0), mask, positions, past)
         self._means = plan.means if plan else {}
         return states, plan.weights if plan else {}
 
-    def _mask(self, begin: Tensor, depths: Tensor, ancestors: Tensor | None, visible: int) -> Mask:
+    def _mask(
+        self,
+        begin: Tensor,
+        pads: Tensor,
+        depths: Tensor,
+        ancestors: Tensor | None,
+        visible: int,
+        piece: Piece | None,
+    ) -> Mask:
         dtype = self.adapter.model.dtype
+        if piece is not None:  # of rows that are all alike, and attend to no slot before `seen`
+            begin, pads = (slots[:1] - piece.left - piece.seen for slots in (begin, pads))
         masks = {
-            kind: block_mask(begin, self.pads, depths, ancestors, visible, dtype, window)
+            kind: block_mask(begin, pads, depths, ancestors, visible, dtype, window)
             for kind, window in self.adapter.windows.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -258,7 +273,7 @@ class ModelRunner(BranchRunner):
         strengths: dict[int, Tensor] = {}
         for edit in self.edits:
             if isinstance(edit, StateEdit) and edit.branch in rows:
-                _edit_states(hooks, self.adapter.layers(), edit, rows[edit.branch])
+                edit_states(hooks, self.adapter.layers(), edit, rows[edit.branch])
         named = [edit for edit in self.edits if isinstance(edit, AttentionEdit)]
         for index, edit in enumerate(named):
             if edit.branch not in rows:
@@ -379,44 +394,11 @@ class ModelRunner(BranchRunner):
         }
 
 
-def _capture(module: torch.nn.Module, into: dict[int | str, Tensor], key: int) -> Any:
-    def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        into[key] = args[0] if args else kwargs["hidden_states"]
-
-    return module.register_forward_pre_hook(of_this_thread(before), with_kwargs=True)
-
-
 def _columns(chosen: Tensor) -> Tensor:
     """Columns where ``chosen (R, P)`` is true, in order, ``(R, most of any row)``, -1 padded."""
     most = int(chosen.sum(1).amax())
     order = (~chosen).long().argsort(dim=1, stable=True)[:, :most]
     return torch.where(chosen.gather(1, order), order, -1)
-
-
-def _edit_states(
-    hooks: ExitStack, layers: Sequence[torch.nn.Module], edit: StateEdit, rows: slice
-) -> None:
-    """Applies a `StateEdit` to each layer's output, by hooks that last as long as ``hooks``."""
-    before: list[Tensor] = []
-    covered = layer_range(edit.layers, len(layers))
-
-    def after(layer: int) -> Callable[..., Any]:
-        def change(_: torch.nn.Module, args: Any, output: Any) -> Any:
-            states = output[0] if isinstance(output, tuple) else output
-            if layer == 0:
-                before.clear()
-            own = states[rows]
-            edited = edit.change(layer, own, before) if layer in covered else own
-            before.append(edited)
-            if edited is own:
-                return output
-            states = torch.cat([states[: rows.start], edited, states[rows.stop :]])
-            return (states, *output[1:]) if isinstance(output, tuple) else states
-
-        return change
-
-    for index, layer in enumerate(layers):
-        hooks.enter_context(layer.register_forward_hook(of_this_thread(after(index))))
 
 
 def _joined(masks: Sequence[Tensor | None]) -> Tensor | None:

@@ -12,7 +12,7 @@ Storage grows in steps (`bucket`); attention covers the visible slots, not the w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,35 @@ def bucket(length: int) -> int:
     return -(-length // step) * step
 
 
+class Piece(NamedTuple):
+    """Tokens of a prompt that one pass reads: some of its rows, and some of their columns.
+
+    Columns are counted from the first token after the padding, of which all rows have as much.
+
+    Attributes:
+        rows: Rows of the prompt, ``(G,)``; ``None``: all.
+        left: Columns of padding.
+        first: First column to read.
+        last: Column after the last one to read.
+        seen: First column that the tokens attend to; those before it are out of every window.
+    """
+
+    rows: Tensor | None
+    left: int
+    first: int
+    last: int
+    seen: int = 0
+
+    def of(self, values: Tensor) -> Tensor:
+        """Values of its rows, from ``values (R, ...)``."""
+        return values if self.rows is None else values[self.rows]
+
+    @property
+    def columns(self) -> slice:
+        """Columns to read, counted with the padding."""
+        return slice(self.left + self.first, self.left + self.last)
+
+
 class _Rows:
     """Write positions of all layers of one cache, and the slots that the current pass covers."""
 
@@ -38,7 +67,8 @@ class _Rows:
         self.offset = 0  # a pass may write ahead of start
         self.slots: Tensor | None = None  # slots that the pass writes, the same for all layers
         self.visible = 0  # slots that attention covers in this pass
-        self.fresh = False  # whether the pass is the first and fills all visible slots
+        self.room = 0  # slots that the storage must hold
+        self.piece: Piece | None = None  # tokens of the prompt that the pass reads and writes
         self.common: int | None = None  # slot at which all rows write, if it is the same one
 
     def write_to(self, count: int) -> Tensor:
@@ -66,7 +96,7 @@ class RaggedLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         batch = len(self.rows.start)
         for name, states in (("keys", key_states), ("values", value_states)):
-            slots = max(bucket(self.rows.visible), self.rows.reserved)
+            slots = max(bucket(self.rows.room), self.rows.reserved)
             shape = (batch, states.shape[1], slots, states.shape[-1])
             setattr(self, name, states.new_zeros(shape))
         self.is_initialized = True
@@ -78,15 +108,13 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows = self.rows
-        if rows.visible > self.keys.shape[2]:
-            grown = bucket(rows.visible) - self.keys.shape[2]
+        if rows.room > self.keys.shape[2]:
+            grown = bucket(rows.room) - self.keys.shape[2]
             assert not rows.reserved, "a captured round would write to the old storage"
             self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, grown))
             self.values = torch.nn.functional.pad(self.values, (0, 0, 0, grown))
-        if rows.fresh:
-            self.keys[:, :, : rows.visible] = key_states
-            self.values[:, :, : rows.visible] = value_states
-            return key_states, value_states
+        if rows.piece is not None:
+            return self._of_piece(rows.piece, key_states, value_states)
         if rows.common is not None:
             written = slice(rows.common, rows.common + key_states.shape[2])
             self.keys[:, :, written] = key_states
@@ -99,10 +127,20 @@ class RaggedLayer(CacheLayerMixin):
             return self.keys, self.values
         return self.keys[:, :, : rows.visible], self.values[:, :, : rows.visible]
 
+    def _of_piece(self, piece: Piece, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes a piece of the prompt; returns what its tokens attend to, without the padding."""
+        rows = slice(None) if piece.rows is None else piece.rows
+        self.keys[rows, :, piece.columns] = keys
+        self.values[rows, :, piece.columns] = values
+        if not piece.first:
+            return keys, values
+        seen = slice(piece.left + piece.seen, piece.left + piece.last)
+        return self.keys[rows, :, seen], self.values[rows, :, seen]
+
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether transformers has to mask one token too: not if it may attend to all slots."""
-        return not self.rows.fresh and self.rows.common is None
+        return self.rows.piece is None and self.rows.common is None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Selects the rows ``beam_idx``, also where `get_seq_length` returns 0."""
@@ -146,7 +184,7 @@ class RaggedCache(Cache):
         batch = sum(len(cache.start) for cache in caches)
         joined = cls(len(first.layers), batch, first.start.device, reserved)
         joined.set_start(torch.cat([cache.start for cache in caches]))
-        joined.rows.visible = max(cache.rows.visible for cache in caches)
+        joined.rows.visible = joined.rows.room = max(cache.rows.room for cache in caches)
         for index, layer in enumerate(joined.layers):
             parts = [cache.layers[index] for cache in caches]
             if not parts[0].is_initialized:
@@ -165,20 +203,23 @@ class RaggedCache(Cache):
         """Write position of each row, ``(B,)``: the number of its committed slots."""
         return self.rows.start
 
-    def open(
-        self, visible: int, offset: int = 0, fresh: bool = False, common: int | None = None
-    ) -> None:
+    def open(self, visible: int, offset: int = 0, common: int | None = None) -> None:
         """Sets what the next forward pass reads and writes.
 
         Args:
             visible: Number of slots that attention covers, from the first slot on.
             offset: Distance from ``start`` to the first slot that the pass writes.
-            fresh: Whether this is the prefill of ``visible`` tokens, which fills all visible slots.
             common: Slot at which all active rows begin to write, known on the host; rows that have
                 ended write there too. ``None``: each row writes after its own start.
         """
-        self.rows.visible, self.rows.offset, self.rows.slots = visible, offset, None
-        self.rows.fresh, self.rows.common = fresh, common
+        rows = self.rows
+        rows.visible = rows.room = visible
+        rows.offset, rows.slots, rows.piece, rows.common = offset, None, None, common
+
+    def open_piece(self, piece: Piece, width: int) -> None:
+        """Prepares a pass over a piece of a prompt of ``width`` tokens, padding included."""
+        self.rows.visible, self.rows.room = piece.last - piece.seen, width
+        self.rows.piece, self.rows.common = piece, None
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:
         """Commits the root of the last pass and ``count - 1`` of its nodes.

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from mmdecode._compat import attention_implementation
 from mmdecode.engine.adapter import MAIN, Adapter, Prompt
 from mmdecode.engine.attention import AttentionEdit
-from mmdecode.engine.cache import bucket
 from mmdecode.engine.capabilities import Part, refuse_near_misses, refuse_other_kinds
 from mmdecode.engine.contracts import (
     AcceptanceRule,
@@ -30,10 +28,11 @@ from mmdecode.engine.contracts import (
     Requirements,
     StateEdit,
 )
+from mmdecode.engine.prefill import Cost, Pass
 from mmdecode.engine.proposal import MAX_NODES, Kind, Proposal
 from mmdecode.engine.settings import ARGUMENTS, SETTINGS, Refused, Verdict
 from mmdecode.errors import IncompatibleError, InputError, OptionError
-from mmdecode.runs.memory import prompt_bytes, refuse_beyond_memory
+from mmdecode.runs.memory import refuse_beyond_memory
 
 _SMALL = 2**26
 """Estimates below this many bytes are not compared with the free memory."""
@@ -201,25 +200,21 @@ def length_made_for(adapter: Adapter) -> int | None:
     return length if isinstance(length, int) and length > 0 else None
 
 
-def refuse_memory(adapter: Adapter, prompt: Prompt) -> None:
+def refuse_memory(adapter: Adapter, prompt: Prompt, passes: Sequence[Pass]) -> None:
     """Refuses a prompt for which a CPU has too little memory; CUDA raises by itself.
+
+    Args:
+        adapter: Adapter of the model.
+        prompt: The prompt.
+        passes: The passes that will read it.
 
     Raises:
         InputError: The estimate exceeds the free memory.
     """
-    config = _text_config(adapter)
-    if prompt.ids.device.type != "cpu" or config is None:
+    if prompt.ids.device.type != "cpu":
         return
     rows, width = prompt.ids.shape
-    needed = prompt_bytes(
-        config,
-        rows,
-        width,
-        bucket(width),
-        adapter.model.dtype.itemsize,
-        masked=not adapter.masks_itself(prompt) or not bool(prompt.mask.all()),
-        eager=attention_implementation(config) == "eager",
-    )
+    needed = Cost.of(adapter).of_passes(prompt, passes)
     if needed > _SMALL:
         what = f"a prompt of {width} tokens" + (f" in {rows} rows" if rows > 1 else "")
         refuse_beyond_memory(needed, what, "shorten it, or give fewer rows at once")

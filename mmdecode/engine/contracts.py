@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -290,11 +291,13 @@ class BranchRunner(Part):
 
     Attributes:
         stage: Runners of a later stage are given the outputs of earlier ones.
+        paths: Number of passes by the way that each took; see `mmdecode.engine.stats.Stats`.
         graph_safe: Whether every `score` and `commit` of one shape runs the same operations on the
             same tensors, so that a CUDA graph of them can be replayed.
     """
 
     stage: int = 1
+    paths: Mapping[str, int] = MappingProxyType({})
     graph_safe: bool = False
 
     def prefill(self, call: Call, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:

@@ -103,12 +103,15 @@ class Run:
 
     def run(self) -> int:
         """Decodes every row to its end; returns the number of tokens of the longest."""
+        runners = list(self.runners)  # some serve the prefill alone
         try:
             state = self.sync(self.prefill(), self.stats.prefilled)
             step = self.step()
             while state.active:
                 state = self.sync(step(state.proposal), self.stats.scored)
         finally:
+            for runner in runners:
+                self.stats.paths.update(runner.paths)
             if self.session is not None:
                 self.session.close()
         return state.cur_len

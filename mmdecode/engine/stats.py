@@ -7,6 +7,7 @@ launches.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -24,6 +25,8 @@ class Stats:
     Attributes:
         calls: Calls of the decoder.
         passes: Scoring passes after the prompt was read, each over the whole batch.
+        paths: Passes by the way that they took: ``prefill causal``, one pass without a mask;
+            ``prefill by rows``; ``prefill in chunks``; ``prefill masked``.
         unguided: Reasons why drafters that can follow the guide did not; see
             `mmdecode.engine.contracts.DraftSession`.
     """
@@ -45,6 +48,7 @@ class Stats:
         with self._lock:
             self.calls += call.calls
             self.passes += call.passes
+            self.paths.update(call.paths)
             self.unguided |= call.unguided
             if self._first and call._first and self._first[0].device != call._first[0].device:
                 self._reduce()
@@ -60,6 +64,7 @@ class Stats:
     def reset(self) -> None:
         """Back to zero."""
         self.calls = self.passes = 0
+        self.paths: Counter[str] = Counter()
         self.unguided: set[str] = set()
         self._first: list[Tensor] = []
         self._rounds: list[Tensor] = []

@@ -70,34 +70,46 @@ def refuse_beyond_memory(needed: int, what: str, hint: str, free: int | None = N
         )
 
 
-def prompt_bytes(
-    config: Any, rows: int, width: int, slots: int, itemsize: int, *, masked: bool, eager: bool
-) -> int:
-    """Estimates the memory that the prefill of a prompt takes beyond the weights, in bytes.
-
-    The estimate counts the keys and values of all layers, the activations inside one layer, the
-    attention mask, and the score matrix of eager attention. It errs on the low side.
+def cache_bytes(config: Any, rows: int, slots: int, itemsize: int) -> int:
+    """Memory of the keys and values of all layers, in bytes.
 
     Args:
         config: Configuration of the text model.
-        rows: Batch size, with the rows of all branches of a guide.
-        width: Length of the prompt in tokens.
-        slots: Capacity of the key-value cache in tokens.
-        itemsize: Bytes per element of the model's dtype.
-        masked: Whether a mask of queries by keys is built.
-        eager: Whether the attention implementation materialises its scores.
+        rows: Rows of all branches.
+        slots: Tokens that the cache holds in each row.
+        itemsize: Bytes of one number of the model.
     """
     layers, hidden = _number(config, "num_hidden_layers"), _number(config, "hidden_size")
     heads = _number(config, "num_attention_heads")
     groups = _number(config, "num_key_value_heads") or heads
     size = _number(config, "head_dim") or (hidden // heads if heads else 0)
+    return 2 * layers * rows * slots * groups * size * itemsize
+
+
+def pass_bytes(
+    config: Any, rows: int, tokens: int, seen: int, itemsize: int, *, masked: bool, eager: bool
+) -> int:
+    """Estimate of the memory that one pass takes beyond weights and cache, in bytes.
+
+    The states inside one layer, and tensors of queries times keys: a mask, and the scores of eager
+    attention. The estimate is rather too low than too high.
+
+    Args:
+        config: Configuration of the text model.
+        rows: Rows of the pass.
+        tokens: Tokens of each row.
+        seen: Tokens that attention covers.
+        itemsize: Bytes of one number of the model.
+        masked: Whether there is a mask of queries and keys.
+        eager: Whether attention computes its scores explicitly.
+    """
+    hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
     inner = _number(config, "intermediate_size") or 4 * hidden
-    cache = 2 * layers * rows * slots * groups * size
-    states = rows * width * (5 * hidden + 4 * inner)
-    pairs = rows * width * slots
+    states = rows * tokens * (5 * hidden + 4 * inner) * itemsize
+    pairs = rows * tokens * seen
     mask = pairs * (itemsize + 2) if masked else 0  # made of two flags for each number
     scores = pairs * 2 * heads * itemsize if eager else 0
-    return (cache + states) * itemsize + mask + scores
+    return states + mask + scores
 
 
 def _number(config: Any, name: str) -> int:

@@ -12,7 +12,7 @@ from mmdecode.errors import InputError
 from mmdecode.runs.memory import (
     free_memory,
     is_out_of_memory,
-    prompt_bytes,
+    pass_bytes,
     refuse_beyond_memory,
 )
 
@@ -113,7 +113,7 @@ def test_the_estimate_grows_with_the_square_only_where_there_is_a_mask():
     )
 
     def needed(width, masked, eager=False):
-        return prompt_bytes(config, 2, width, width, 4, masked=masked, eager=eager)
+        return pass_bytes(config, 2, width, width, 4, masked=masked, eager=eager)
 
     assert needed(2000, masked=False) == 2 * needed(1000, masked=False)
     assert needed(2000, masked=True) - needed(2000, masked=False) == 2 * 2000**2 * 6

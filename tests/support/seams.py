@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mmdecode.engine import branches, capture, host
+from mmdecode.engine import branches, capture, host, prefill
 from mmdecode.engine.branches import ModelRunner
-from mmdecode.engine.cache import RaggedCache
+from mmdecode.engine.cache import RaggedCache, RaggedLayer
 from mmdecode.engine.loop import Run
 from mmdecode.engine.nodes import Nodes
+from mmdecode.engine.prefill import Cost
 from mmdecode.engine.processors import Processors
 from mmdecode.engine.stop import Stopping
 from mmdecode.engine.target_logits import TargetLogits
@@ -43,6 +44,19 @@ class Seam(NamedTuple):
 BLOCK_MASK = Seam(branches, "block_mask")
 """``(begin, pads, depths, ancestors, visible, dtype, window)``: what each token of a pass may
 attend to."""
+LONG = Seam(prefill, "LONG")
+"""Tokens from which on a prompt may take several passes."""
+MASKED = Seam(prefill, "MASKED")
+"""Bytes of one pass with a mask; more are split into chunks."""
+ONE_PASS = Seam(prefill, "ONE_PASS")
+"""The same without a mask."""
+CHUNK = Seam(prefill, "CHUNK")
+"""Bytes of a chunk, unless it has `LEAST` tokens."""
+LEAST = Seam(prefill, "LEAST")
+FIRST_SEEN = Seam(Cost, "seen")
+"""``(cost, first)``: the first column that a chunk from ``first`` on attends to."""
+WRITE_PIECE = Seam(RaggedLayer, "_of_piece")
+"""Writes keys and values of a piece of a prompt, and returns those that it attends to."""
 RUN_BRANCHES = Seam(ModelRunner, "run")
 SCORE = Seam(ModelRunner, "score")
 KEEP = Seam(ModelRunner, "commit")
@@ -78,6 +92,19 @@ def edited(function, old, new):
     scope = {}
     exec("from __future__ import annotations\n" + source.replace(old, new), names, scope)
     return scope[function.__name__]
+
+
+def read_by_rows(patch):
+    """Rows of every padded prompt are read one by one."""
+    LONG.plant(patch, lambda sound: 1)
+
+
+def read_in_chunks(patch, tokens):
+    """Prompts are read in chunks of so many tokens, where they may be."""
+    read_by_rows(patch)
+    for limit in (MASKED, ONE_PASS, CHUNK):
+        limit.plant(patch, lambda sound: 0)
+    LEAST.plant(patch, lambda sound: tokens)
 
 
 # Changes of what stands there

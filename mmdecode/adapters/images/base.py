@@ -66,6 +66,10 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
         """Returns False: conditions are short, so the engine's mask costs little."""
         return False
 
+    def piece(self, prompt: Prompt, rows: Tensor | None, columns: slice) -> Prompt | None:
+        """Never: conditions are short."""
+        return None
+
     @abstractmethod
     def condition(self, **given: Any) -> dict[str, Any]:
         """Checks conditions, and returns model inputs whose first dimension is the rows."""

@@ -39,8 +39,7 @@ _ENGINE = frozenset(
 )
 """Inputs of a forward pass that the engine sets itself."""
 
-_ENCODED = "mm_encoder_outputs"
-"""Argument by which ``generate`` passes on images that it has encoded."""
+_ENCODED = encoding.ENCODED
 
 
 class VisionLanguageAdapter(DecoderOnlyAdapter):
@@ -64,6 +63,8 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
     """Position of the first prompt token."""
     by_token: ClassVar[Sequence[str]] = ("token_type_ids",)
     """Names of inputs with one value per prompt token in their last axis."""
+    divides_images: ClassVar = True
+    """Whether rows with images are read correctly one by one, and gain by it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -317,6 +318,22 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         """Whether no mask is needed; the whole model builds its own, since it gets the padding."""
         whole = bool(prompt.inputs) and "inputs_embeds" not in prompt.inputs
         return whole or super().masks_itself(prompt)
+
+    def piece(self, prompt: Prompt, rows: Tensor | None, columns: slice) -> Prompt | None:
+        """Same as for text; with images, whole rows, which keep theirs."""
+        names = prompt.inputs.keys()
+        if not names - {"inputs_embeds"}:
+            return super().piece(prompt, rows, columns)
+        padding = prompt.mask[:, : columns.start]
+        cut = columns.stop < prompt.ids.shape[1] or bool(
+            (padding if rows is None else padding[rows]).any()
+        )
+        if cut or "inputs_embeds" in names or not self.divides_images:
+            return None
+        inputs = encoding.inputs_of_rows(
+            self, prompt, range(len(prompt.ids)) if rows is None else rows.tolist(), columns
+        )
+        return None if inputs is None else prompt.narrowed(rows, columns, inputs)
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """Computes the states of the prompt, by the whole model if images must still be encoded."""

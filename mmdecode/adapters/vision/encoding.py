@@ -5,7 +5,7 @@ The module also computes the salience of patches: the attention that the image e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +21,9 @@ from mmdecode.errors import IncompatibleError
 
 if TYPE_CHECKING:
     from mmdecode.adapters.vision.base import VisionLanguageAdapter
+
+ENCODED = "mm_encoder_outputs"
+"""Argument in which ``generate`` passes on images that it has encoded."""
 
 Heads = Literal["mean", "joined"]
 """How attention of the encoder's heads is combined: averaged, or as if they were one head."""
@@ -98,6 +101,67 @@ def feature_prompt(
     return Prompt(
         ids=ids, mask=mask, inputs=inputs, prompt_attention=adapter.prompt_attention(images, mask)
     )
+
+
+def inputs_of_rows(
+    adapter: VisionLanguageAdapter, prompt: Prompt, rows: Sequence[int], columns: slice
+) -> dict[str, Any] | None:
+    """Inputs of some rows of a prompt; ``None``: they are not known to belong to rows.
+
+    Args:
+        adapter: The model's adapter.
+        prompt: The prompt, with images encoded or not.
+        rows: Rows to keep.
+        columns: Columns to keep: all but padding.
+    """
+    images = adapter.spans("image", prompt.ids) & prompt.mask
+    if not bool(images[rows].any()):
+        return {}  # words alone
+    raw = {name: prompt.inputs[name] for name in adapter.raw_names if name in prompt.inputs}
+    found: dict[str, Any] = {}
+    for name, value in prompt.inputs.items():
+        if name == ENCODED:
+            encoded = _encoded_of_rows(value, images.sum(1).tolist(), rows)
+            if encoded is None:
+                return None
+            found[name] = encoded
+        elif name in (*adapter.by_token, "offsets"):
+            found[name] = value[rows][..., columns]
+        elif name not in raw:
+            return None
+    if raw:
+        try:
+            own = adapter.split(raw, prompt.ids)
+        except IncompatibleError:
+            return None
+        kept = [own[row] for row in rows if own[row]]
+        found |= {name: torch.cat([one[name] for one in kept]) for name in kept[0]}
+    return found
+
+
+def _encoded_of_rows(
+    encoded: Mapping[str, Any], counts: Sequence[int], rows: Sequence[int]
+) -> dict[str, Any] | None:
+    """Image features of some rows; ``counts`` are the image tokens of all rows."""
+    output: Any = encoded.get("image")
+    features = getattr(output, "pooler_output", None)
+    others = [name for name, value in encoded.items() if name != "image" and value is not None]
+    if features is None or others:
+        return None
+
+    def chosen(values: Any) -> Any:
+        flat = torch.cat([part.reshape(-1, part.shape[-1]) for part in values])
+        parts = flat.split(list(counts))
+        kept = torch.cat([parts[row] for row in rows])
+        return kept[None] if isinstance(values, Tensor) else [kept]
+
+    if sum(part.reshape(-1, part.shape[-1]).shape[0] for part in features) != sum(counts):
+        return None
+    made = {"pooler_output": chosen(features)}
+    levels = getattr(output, "deepstack_features", None)
+    if levels is not None:
+        made["deepstack_features"] = [chosen(level) for level in levels]
+    return {"image": type(output)(**made)}
 
 
 def merge_features(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -14,6 +16,7 @@ class Gemma3Adapter(VisionLanguageAdapter):
 
     summary = "Gemma3, whose images are read in both directions"
     model_types = ("gemma3",)
+    divides_images: ClassVar = False  # the model makes its mask in any case
 
     def prompt_attention(self, images: Tensor, mask: Tensor) -> Tensor:
         """Returns a causal mask with full attention within each image, ``(B, P, P)``."""

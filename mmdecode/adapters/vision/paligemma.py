@@ -15,6 +15,7 @@ class PaliGemmaAdapter(VisionLanguageAdapter):
     summary = "PaliGemma, whose prompt is read in both directions"
     model_types = ("paligemma",)
     first_position: ClassVar = 1
+    divides_images: ClassVar = False  # the model makes its mask in any case
 
     def prompt_attention(self, images: Tensor, mask: Tensor) -> Tensor:
         """Returns a mask that lets each token attend to the whole prompt, ``(B, P, P)``."""
