@@ -2,8 +2,7 @@
 
 Each round a drafter proposes a tree of tokens after the last committed one, the root. One forward
 pass scores root and nodes in every branch. A guide combines the branches into the target
-distribution. A rule accepts a path and decides the token after it. Stop rules cut that block, and
-the rest is committed.
+distribution. A rule accepts a path and decides the token after it. Stop rules cut that block.
 
 One transfer a round brings the state to the host. It stays outside of what a CUDA graph replays,
 and the next proposal is made before it, so that its width comes with the same transfer.
@@ -110,8 +109,7 @@ class Run:
             while state.active:
                 state = self.sync(step(state.proposal), self.stats.scored)
         finally:
-            for runner in runners:
-                self.stats.paths.update(runner.paths)
+            self.stats.ran(runners)
             if self.session is not None:
                 self.session.close()
         return state.cur_len
@@ -178,8 +176,7 @@ class Run:
         """The accepted path and the token after it; with a Jacobi drafter, its next window too."""
         call = self.call
         outcome = checks.refuse_no_outcome(self.rule, self.rule(proposal, target, call))
-        if not call.rows.full:
-            outcome = outcome.of_active(call.rows.active)
+        outcome = outcome if call.rows.full else outcome.of_active(call.rows.active)
         if call.plan.window_mode is None:
             return outcome
         return replace(outcome, window=window.continued(outcome, proposal, target, call))

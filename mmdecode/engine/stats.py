@@ -8,7 +8,7 @@ launches.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from itertools import zip_longest
@@ -26,7 +26,8 @@ class Stats:
         calls: Calls of the decoder.
         passes: Scoring passes after the prompt was read, each over the whole batch.
         paths: Passes by the way that they took: ``prefill causal``, one pass without a mask;
-            ``prefill by rows``; ``prefill in chunks``; ``prefill masked``.
+            ``prefill by rows``; ``prefill in chunks``; ``prefill masked``; ``step unmasked``, of
+            one token in rows of equal length; ``step masked``. Replayed rounds are not counted.
         unguided: Reasons why drafters that can follow the guide did not; see
             `mmdecode.engine.contracts.DraftSession`.
     """
@@ -80,6 +81,11 @@ class Stats:
         except BaseException:
             vars(self).update(before)
             raise
+
+    def ran(self, runners: Iterable[Any]) -> None:
+        """Adds the passes that the runners of a call counted."""
+        for runner in runners:
+            self.paths.update(runner.paths)
 
     def prefilled(self, counts: Tensor) -> None:
         """Counts round 0 of a call, which needs no scoring pass; see `scored`."""
