@@ -129,7 +129,7 @@ def test_a_page_shows_its_result_file(page, module, monkeypatch):
 MARKED = {
     "asr_speed.md": "tables", "drafters.md": "tables", "guidance_cost.md": "tables",
     "guided_drafts.md": "tables", "hallucination.md": "tables", "image_speed.md": "tables",
-    "real_speech.md": "tables",
+    "real_speech.md": "tables", "real_sizes.md": "tables",
     "streaming.md": "tables", "vlm_speed.md": "tables", "results.md": "measured",
 }  # fmt: skip
 
@@ -622,3 +622,110 @@ def test_memory_of_a_way_is_that_of_its_own_process():
     row = json.loads(run(*words, script="real_speech.py").splitlines()[-1])
     assert row["way"] == "undrafted" and row["loaded_mb"] > 100  # 27 million weights of 4 bytes
     assert set(row["peak_mb"]) == {"1", "2"} and 0 <= row["recording_mb"] < 1000
+
+
+def test_real_sizes_are_measured_on_a_toy_and_fill_their_own_section(call, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- tables -->\nold\n<!-- end of tables -->\nbehind\n")
+    words = ["--tiny", "--quick", "--json", "--parts", "host", "--only", "tiny llama"]
+    words += ["--threads", "1", "--batch-size", "1", "--out", str(tmp_path), "--page", str(page)]
+    last = call("real_sizes", *words).splitlines()[-1]
+    [path] = tmp_path.glob("real-sizes-cpu-*.json")
+    result = json.loads(path.read_text())
+    assert json.loads(last) == {name: result[name] for name in json.loads(last)}
+    [row] = result["rows"]
+    assert row["same_ids"] and row["ours"] > 0 and row["theirs"] > 0 and row["load"] >= 0
+    assert row["expects"] == ["step unmasked"] and row["bar"] == 1 and "batch 1" in row["what"]
+    text = page.read_text()
+    assert text.startswith("before\n<!-- tables -->\n") and text.endswith("-->\nbehind\n")
+    assert "old" not in text and "Not to be quoted" in text and path.name in text
+    assert "### Undrafted loops of small models" in text and "Image tokens" not in text
+
+
+def size_row(**more):
+    rows = importlib.import_module("size_rows")
+    ran = {"expects": ["step unmasked"], "paths": {"step unmasked": 9, "prefill causal": 1}}
+    return rows.row(
+        "host", "toy", "a toy", **{"ours": 8.0, "theirs": 10.0, "bar": 1.0, **ran, **more}
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "verdict"),
+    [
+        ({}, "met"),
+        ({"ours": 10.0}, "met"),
+        ({"ours": 10.2}, "missed"),
+        ({"bar": 7.0, "absolute": True}, "missed"),
+        ({"bar": 8.0, "absolute": True, "theirs": None}, "met"),
+        ({"same_ids": False}, "missed: other ids"),
+        ({"paths": {"step unmasked": 9, "step masked": 1}}, "missed: fell back, step masked"),
+        ({"paths": {"step masked": 9, "prefill masked": 1}}, "missed: fell back, step masked"),
+        ({"paths": {"prefill causal": 1}}, "missed: fell back, no step was counted"),
+        ({"paths": {}}, "missed: fell back, no step was counted"),
+        ({"paths": None}, "not decided: the path was not counted"),
+        ({"paths": None, "ours": 11.0}, "missed"),
+        ({"error": "ran out of memory", "ours": None}, "missed: ran out of memory"),
+        ({"ours": None, "paths": None}, "not measured"),
+        ({"bar": None, "expects": []}, "no bar"),
+        ({"bar": None}, "met"),
+    ],
+)
+def test_a_row_is_met_only_on_its_own_path_with_its_ids_within_its_bar(more, verdict, benchmarks):
+    assert size_row(**more)["verdict"] == verdict
+
+
+def test_a_page_shows_what_was_missed(benchmarks):
+    rows = importlib.import_module("size_rows")
+    found = [size_row(), size_row(ours=13.0), size_row(paths={"step masked": 9})]
+    facts = dict.fromkeys(("device", "cores", "dtype", "torch", "transformers", "date"), "x")
+    facts |= {"load_at_start": 0.1, "load_at_end": 1.9}
+    result = {"machine": facts, "rows": found, "warning": rows.warning(0.1, 1.9, 2.0, 2, False)}
+    text = rows.tables(result, "r.json", {"host": "Loops", "arena": "Second"})
+    assert "Rows: 1 met, 2 missed." in text and "Not to be quoted" not in text
+    met, above, strange = text.split("### Loops\n\n")[1].splitlines()[2:5]
+    assert met.endswith("| 0.80 | 1.00 | step unmasked (9), prefill causal (1) |  | met |")
+    assert "| 1.30 | 1.00 |" in above and above.endswith("| **missed** |")
+    assert strange.endswith("| step masked (9) |  | **missed: fell back, step masked** |")
+    assert "Second" not in text
+    for busy in ((2.0, 1.9, 2.0), (0.1, 4.0, 2.0), (0.1, 1.9, 4.0)):
+        assert rows.warning(*busy, 2, False).startswith("Not to be quoted")
+
+
+def test_a_loop_that_falls_back_or_errs_is_missed_where_it_is_measured(benchmarks, monkeypatch):
+    steps, rows = importlib.import_module("size_steps"), importlib.import_module("size_rows")
+
+    def measured():
+        [found] = steps.host(True, 1, batches=[2], only="tiny llama", new=3)
+        return found["verdict"]
+
+    monkeypatch.setattr(steps, "paths_of", lambda decoder: {"step masked": 2})
+    assert measured() == "missed: fell back, step masked"
+    monkeypatch.setattr(rows.Pair, "same", lambda *names: False)
+    assert measured() == "missed: other ids"
+
+
+@pytest.mark.slow
+def test_every_part_of_real_sizes_runs_on_toys(call, tmp_path):
+    words = ["--tiny", "--quick", "--threads", "1", "--batch-size", "1", "--out", str(tmp_path)]
+    call("real_sizes", *words, "--parts", "sampling", "processors", "images", "arena")
+    [path] = tmp_path.glob("real-sizes-cpu-*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["part"] for row in rows} == {"sampling", "processors", "images", "arena"}
+    assert not [row for row in rows if row["error"] or row["same_ids"] is False]
+    for row in rows:
+        assert row["ours"] is not None or "not implemented" in row["note"]
+    path.unlink()
+    call("real_sizes", *words, "--parts", "prefill", "--only", "padded")
+    [path] = tmp_path.glob("real-sizes-cpu-*.json")
+    peak, time = json.loads(path.read_text())["rows"]
+    assert peak["unit"] == "MB" and peak["ours"] > 0 and peak["theirs"] > 0 and peak["absolute"]
+    assert time["same_ids"] and time["expects"] == ["prefill by rows", "prefill in chunks"]
+    small = [*words, "--parts", "prefill", "--only", "padded", "--limit-gb", "0.2"]
+    path.unlink()
+    call("real_sizes", *small)
+    [path] = tmp_path.glob("real-sizes-cpu-*.json")
+    assert all(
+        row["verdict"].startswith("missed: ran out of memory")
+        for row in json.loads(path.read_text())["rows"]
+    )

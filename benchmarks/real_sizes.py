@@ -1,0 +1,166 @@
+"""Our loop against ``generate`` at the sizes that people run: every speed claim is made here.
+
+    python benchmarks/real_sizes.py --page docs/real_sizes.md       # CPU, hours, nothing else runs
+    python benchmarks/real_sizes.py --quick --parts host --only llava
+
+Parts: ``prefill`` (memory and time of long prompts, by `size_prefill`), ``sampling`` and
+``processors`` at large vocabularies, ``host`` (undrafted loops of small models), by `size_steps`,
+``images`` (image tokens, by `size_images`), ``arena`` (what the second call of a shape allocates).
+
+Every row has a bar, and the paths that ran, by the decoder's own counter: a row that ran another
+path than the one it names is missed, whatever its time. Weights are random but for the zoo's.
+
+The load of the machine is printed at the start, with each row and at the end; close everything
+else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import size_images
+import size_prefill
+import size_steps
+import torch
+from pages import parsed, warn_if_busy, write_page, write_result
+from size_rows import Row, line, row, tables, warning
+
+from mmdecode.errors import run_script
+from mmdecode.evaluation.speed.stopwatch import load, machine
+from mmdecode.runs.console import only_our_output
+
+HERE = Path(__file__).parent
+PARTS = {
+    "prefill": "Long prompts",
+    "sampling": "Sampling over a large vocabulary",
+    "processors": "Processors that read the prefix",
+    "host": "Undrafted loops of small models",
+    "images": "Image tokens",
+    "arena": "The second call of a shape",
+}
+"""Headings of the parts."""
+
+
+def arena() -> Iterator[Row]:
+    """What the second call of a shape allocates and captures, once there is something to count."""
+    for what in ("allocations of cache storage", "captured rounds"):
+        yield row(
+            "arena",
+            "second call of a shape",
+            what,
+            bar=0.0,
+            absolute=True,
+            unit="",
+            reference="",
+            measure=what,
+            note="not implemented: decoders keep no storage between calls and count none",
+        )
+
+
+def rows_of(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
+    """Rows of a part at the current number of threads."""
+    tiny, repeats, quick = arguments.tiny, arguments.repeats, arguments.quick
+    batches = arguments.batch_size
+    given: dict[str, Any] = {} if batches is None else {"batches": batches}
+    if part == "prefill":
+        yield from size_prefill.rows(tiny, repeats, arguments.only, arguments.limit_gb)
+    elif part == "sampling":
+        yield from size_steps.sampling(tiny, repeats, new=12 if quick else 24, **given)
+    elif part == "processors":
+        yield from size_steps.processors(tiny, repeats, new=24 if quick else 48)
+    elif part == "host":
+        yield from size_steps.host(tiny, repeats, only=arguments.only, **given)
+        if arguments.only is None and not tiny:
+            yield from size_images.zoo(repeats)
+    elif part == "images":
+        side = 4 if tiny else 8 if quick else 24
+        yield from size_images.images(tiny, repeats, grid=side, **given)
+    else:
+        yield from arena()
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All rows of the parts asked for; small models with each number of threads."""
+    torch.set_num_threads(max(arguments.threads))
+    facts = machine(torch.device("cpu"), "float32 where no other is stated")
+    facts["threads"] = arguments.threads
+    print(f"load {facts['load_at_start']} at the start, threads {arguments.threads}")
+    warn_if_busy(facts)
+    rows: list[Row] = []
+    for part in arguments.parts:
+        for threads in arguments.threads if part == "host" else [max(arguments.threads)]:
+            torch.set_num_threads(threads)
+            print(f"\n{PARTS[part]}, {threads} threads, load {load()}", flush=True)
+            for found in rows_of(part, arguments):
+                if arguments.only and arguments.only.lower() not in found["name"].lower():
+                    continue
+                rows.append(found)
+                print(line(found), flush=True)
+    facts["load_at_end"] = load()
+    highest = max((found["load"] for found in rows), default=0.0)
+    why = warning(
+        facts["load_at_start"],
+        facts["load_at_end"],
+        highest,
+        max(arguments.threads),
+        arguments.quick,
+    )
+    settings = {"parts": arguments.parts, "repeats": arguments.repeats, "quick": arguments.quick}
+    return {"machine": facts, "settings": settings, "warning": why, "rows": rows}
+
+
+def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], Path]:
+    """Measures, and writes the result file and the page."""
+    result = measure(arguments)
+    facts = result["machine"]
+    version = facts["torch"].partition("+")[0]
+    path = arguments.out / f"real-sizes-cpu-torch{version}-{facts['date']}.json"
+    write_result(path, result)
+    missed = [found for found in result["rows"] if found["verdict"].startswith("missed")]
+    print(f"\n{len(missed)} of {len(result['rows'])} rows missed; load {facts['load_at_end']}")
+    if result["warning"]:
+        print(f"WARNING: {result['warning']}")
+    print(f"written: {path}")
+    if arguments.page:
+        write_page(arguments.page, tables(result, path.name, PARTS))
+    return result, path
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", metavar="NAME", help="rows whose name has this in it")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[2, 1], help="the most: all parts"
+    )
+    parser.add_argument("--batch-size", type=int, nargs="+", help="default: those of each part")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="two repeats, shorter outputs")
+    parser.add_argument("--tiny", action="store_true", help="toys in all parts: tries the script")
+    parser.add_argument("--limit-gb", type=float, default=12, help="most memory of a process")
+    parser.add_argument("--json", action="store_true", help="the result as the last line")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--way", default="ours", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--page", type=Path, help="Markdown whose tables are replaced")
+    arguments = parsed(parser)
+    only_our_output()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    if arguments.child:
+        size_prefill.main(arguments)
+        return
+    if arguments.quick:
+        arguments.repeats = 2
+    result, _ = run(arguments)
+    if arguments.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    run_script(main)
