@@ -84,15 +84,10 @@ def rows_of(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
         yield from arena()
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All rows of the parts asked for; small models with each number of threads."""
-    torch.set_num_threads(max(arguments.threads))
-    facts = machine(torch.device("cpu"), "float32 where no other is stated")
-    facts["threads"] = arguments.threads
-    print(f"load {facts['load_at_start']} at the start, threads {arguments.threads}")
-    warn_if_busy(facts)
-    rows: list[Row] = []
+def measured(arguments: argparse.Namespace) -> Iterator[list[Row]]:
+    """Rows of each part asked for; small models with each number of threads."""
     for part in arguments.parts:
+        rows: list[Row] = []
         for threads in arguments.threads if part == "host" else [max(arguments.threads)]:
             torch.set_num_threads(threads)
             print(f"\n{PARTS[part]}, {threads} threads, load {load()}", flush=True)
@@ -101,26 +96,28 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                     continue
                 rows.append(found)
                 print(line(found), flush=True)
-    facts["load_at_end"] = load()
-    highest = max((found["load"] for found in rows), default=0.0)
-    why = warning(
-        facts["load_at_start"],
-        facts["load_at_end"],
-        highest,
-        max(arguments.threads),
-        arguments.quick,
-    )
-    settings = {"parts": arguments.parts, "repeats": arguments.repeats, "quick": arguments.quick}
-    return {"machine": facts, "settings": settings, "warning": why, "rows": rows}
+        yield rows
 
 
-def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], Path]:
-    """Measures, and writes the result file and the page."""
-    result = measure(arguments)
-    facts = result["machine"]
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures, and writes the result file after each part; the page at the end."""
+    torch.set_num_threads(max(arguments.threads))
+    facts = machine(torch.device("cpu"), "float32 where no other is stated")
+    facts["threads"] = arguments.threads
+    print(f"load {facts['load_at_start']} at the start, threads {arguments.threads}")
+    warn_if_busy(facts)
     version = facts["torch"].partition("+")[0]
     path = arguments.out / f"real-sizes-cpu-torch{version}-{facts['date']}.json"
-    write_result(path, result)
+    settings = {"parts": arguments.parts, "repeats": arguments.repeats, "quick": arguments.quick}
+    result = {"machine": facts, "settings": settings, "warning": "", "rows": []}
+    for rows in measured(arguments):
+        result["rows"] += rows
+        facts["load_at_end"] = load()
+        loads = [facts["load_at_end"], *(found["load"] for found in result["rows"])]
+        result["warning"] = warning(
+            facts["load_at_start"], max(loads), max(arguments.threads), arguments.quick
+        )
+        write_result(path, result)
     missed = [found for found in result["rows"] if found["verdict"].startswith("missed")]
     print(f"\n{len(missed)} of {len(result['rows'])} rows missed; load {facts['load_at_end']}")
     if result["warning"]:
@@ -128,7 +125,7 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], Path]:
     print(f"written: {path}")
     if arguments.page:
         write_page(arguments.page, tables(result, path.name, PARTS))
-    return result, path
+    return result
 
 
 def main() -> None:
@@ -157,7 +154,7 @@ def main() -> None:
         return
     if arguments.quick:
         arguments.repeats = 2
-    result, _ = run(arguments)
+    result = run(arguments)
     if arguments.json:
         print(json.dumps(result))
 

@@ -289,21 +289,20 @@ def tables(result: Mapping[str, Any], name: str, titles: Mapping[str, str]) -> s
     return "\n".join(parts)
 
 
-def warning(start: float, end: float, highest: float, threads: int, quick: bool) -> str:
+def warning(start: float, highest: float, threads: int, quick: bool) -> str:
     """Why numbers are not to be quoted, or nothing.
 
     Args:
-        start: Load before; other processes are its only cause.
-        end: Load after.
-        highest: The highest load at the end of a row.
+        start: Load before, of which other processes are the only cause.
+        highest: The highest load while rows ran.
         threads: The most threads that rows ran with.
         quick: Whether there were few repeats.
     """
     why = []
     if start > 0.7:
         why.append(f"the load was {start} before anything ran")
-    if max(end, highest) > threads + 0.7:
-        why.append(f"the load rose to {max(end, highest)} with {threads} threads of ours")
+    if highest > threads + 0.7:
+        why.append(f"the load rose to {highest} with {threads} threads of ours")
     if quick:
         why.append("--quick repeats little and shortens outputs")
     return f"Not to be quoted: {'; '.join(why)}." if why else ""

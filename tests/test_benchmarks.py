@@ -680,7 +680,7 @@ def test_a_page_shows_what_was_missed(benchmarks):
     found = [size_row(), size_row(ours=13.0), size_row(paths={"step masked": 9})]
     facts = dict.fromkeys(("device", "cores", "dtype", "torch", "transformers", "date"), "x")
     facts |= {"load_at_start": 0.1, "load_at_end": 1.9}
-    result = {"machine": facts, "rows": found, "warning": rows.warning(0.1, 1.9, 2.0, 2, False)}
+    result = {"machine": facts, "rows": found, "warning": rows.warning(0.1, 2.0, 2, False)}
     text = rows.tables(result, "r.json", {"host": "Loops", "arena": "Second"})
     assert "Rows: 1 met, 2 missed." in text and "Not to be quoted" not in text
     met, above, strange = text.split("### Loops\n\n")[1].splitlines()[2:5]
@@ -688,8 +688,8 @@ def test_a_page_shows_what_was_missed(benchmarks):
     assert "| 1.30 | 1.00 |" in above and above.endswith("| **missed** |")
     assert strange.endswith("| step masked (9) |  | **missed: fell back, step masked** |")
     assert "Second" not in text
-    for busy in ((2.0, 1.9, 2.0), (0.1, 4.0, 2.0), (0.1, 1.9, 4.0)):
-        assert rows.warning(*busy, 2, False).startswith("Not to be quoted")
+    for busy in ((2.0, 2.0, 2, False), (0.1, 4.0, 2, False), (0.1, 2.0, 2, True)):
+        assert rows.warning(*busy).startswith("Not to be quoted")
 
 
 def test_a_loop_that_falls_back_or_errs_is_missed_where_it_is_measured(benchmarks, monkeypatch):
