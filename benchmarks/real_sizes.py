@@ -19,16 +19,17 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import size_images
 import size_prefill
+import size_rows
 import size_steps
 import torch
 from pages import parsed, warn_if_busy, write_page, write_result
-from size_rows import Row, line, row, tables, warning
+from size_rows import Row, line, row, warning
 
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speed.stopwatch import load, machine
@@ -47,7 +48,7 @@ PARTS = {
 
 
 def arena() -> Iterator[Row]:
-    """What the second call of a shape allocates and captures, once there is something to count."""
+    """Allocations and captures of the second call of a shape, once decoders count them."""
     for what in ("allocations of cache storage", "captured rounds"):
         yield row(
             "arena",
@@ -124,8 +125,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         print(f"WARNING: {result['warning']}")
     print(f"written: {path}")
     if arguments.page:
-        write_page(arguments.page, tables(result, path.name, PARTS))
+        write_page(arguments.page, tables(result, path.name))
     return result
+
+
+def tables(result: Mapping[str, Any], name: str) -> str:
+    """The page's tables."""
+    return size_rows.tables(result, name, PARTS)
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ def row(part: str, name: str, what: str, **more: Any) -> Row:
 
 
 def verdict(found: Row) -> str:
-    """What came of a row: ``met``, ``missed`` with the reason, or why neither can be told."""
+    """Result of a row: ``met``, ``missed`` with the reason, or why it is neither."""
     if found["error"]:
         return f"missed: {found['error']}"
     if found["ours"] is None:
@@ -290,7 +290,7 @@ def tables(result: Mapping[str, Any], name: str, titles: Mapping[str, str]) -> s
 
 
 def warning(start: float, highest: float, threads: int, quick: bool) -> str:
-    """Why numbers are not to be quoted, or nothing.
+    """Reasons not to quote the numbers; empty if there are none.
 
     Args:
         start: Load before, of which other processes are the only cause.

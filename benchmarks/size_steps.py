@@ -121,7 +121,7 @@ def sampling(
 
 
 def memory_of_q(subject: Subject, batch: int, log_q: Tensor) -> Row:
-    """What distributions of drafted nodes take, and how much more a call holds at its peak."""
+    """Memory of the distributions of drafted nodes, and a call's peak with and without them."""
     sampled, found = {"do_sample": True, **EVERYDAY}, {}
     for name, own in (("coupled", None), ("rejection", log_q)):
         decoder = Decoder(Chain(chain(log_q.shape[-1]), own), accept=name, seed=0)
