@@ -104,16 +104,6 @@ def llama(
     return Subject(finished(model), inputs, note)
 
 
-def repeating(batch: int, vocab: int, period: int = 16, **size: Any) -> Subject:
-    """A Llama that writes the few words of its prompt alone, so that lookup always finds some."""
-    subject = llama([64] * batch, vocab=vocab, period=period, **size)
-    ids = subject.inputs["input_ids"]
-    ids.copy_(torch.stack([ids[0].roll(row) for row in range(batch)]))
-    with torch.no_grad():
-        subject.model.lm_head.weight[ids[0].unique()] *= 20
-    return subject
-
-
 def qwen(batch: int, length: int = 16, tiny: bool = False, spread: float = 4.0) -> Subject:
     """Qwen2.5-0.5B's shape, tied; the last norm is scaled until logits spread as widely as asked.
 

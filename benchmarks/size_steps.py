@@ -7,6 +7,7 @@ costs is in it and the prompt is not; undrafted loops of small models are timed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from mmdecode.cli.bench import SCENES, prompts_of
 from mmdecode.decoder import Decoder
+from mmdecode.draft.lookup import LookupSession, PromptLookup
 from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, DraftSession
 from mmdecode.engine.proposal import Proposal
 from mmdecode.loading import load as load_model
 from mmdecode.testing.drafts import TestDrafter
@@ -55,6 +58,26 @@ class Chain(TestDrafter):
         """The chain in every row."""
         tokens = self.tokens.expand(call.batch, -1)
         return Proposal(tokens=tokens, kind=call.plan.kind, log_q=self.log_q)
+
+
+class Wrong(PromptLookup):
+    """Lookup that proposes as many tokens in every round, and never what it found.
+
+    A pass then costs the same work and commits one token, whatever the text repeats.
+    """
+
+    def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
+        """Opens a session."""
+        return WrongSession(call, self.length, self.ngram, prefill.logits.shape[-1])
+
+
+class WrongSession(LookupSession):
+    """Session of `Wrong`."""
+
+    def propose(self, budget: int) -> Proposal:
+        """Chains of the ids after those that lookup finds."""
+        found = super().propose(budget)
+        return replace(found, tokens=(found.tokens.clamp_min(0) + 1) % self.vocab)
 
 
 def first_layer(model: Any) -> Any:
@@ -134,8 +157,8 @@ def memory_of_q(subject: Subject, batch: int, log_q: Tensor) -> Row:
         "memory of q",
         f"batch {batch}, V = {log_q.shape[-1]:,}; {each / 1e3:,.0f} kB a node, "
         f"{log_q.nbytes / 1e6:.1f} MB for {batch} x {NODES} nodes, made before the call",
-        measure="peak of live tensors, rejection with q",
-        reference="coupled, without q",
+        measure="peak of live tensors without q itself, rejection",
+        reference="coupled, which has none",
         unit="MB",
         ours=round(found["rejection"], 2),
         theirs=round(found["coupled"], 2),
@@ -147,10 +170,10 @@ def processors(tiny: bool, repeats: int, new: int = 48) -> Iterator[Row]:
     extra = {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
     for vocab, batch in ((600, 2),) if tiny else ((32000, 4), (151936, 1)):
         size = {"width": 64} if tiny else {}
-        subject = models.repeating(batch, vocab, **size)
+        subject = models.llama([64] * batch, vocab=vocab, period=16, **size)
         clock = Clock(first_layer(subject.model), NODES + 1)
         drafts = {
-            "lookup": lambda: Decoder("lookup:length=5"),
+            "lookup": lambda: Decoder(Wrong(length=NODES)),
             "a chain of 5": lambda vocab=vocab: Decoder(Chain(chain(vocab))),
         }
         for name, made in drafts.items():
