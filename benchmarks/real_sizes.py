@@ -76,8 +76,8 @@ def rows_of(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
         yield from size_steps.processors(tiny, repeats, new=24 if quick else 48)
     elif part == "host":
         yield from size_steps.host(tiny, repeats, only=arguments.only, **given)
-        if arguments.only is None and not tiny:
-            yield from size_images.zoo(repeats)
+        if not tiny:
+            yield from size_images.zoo(repeats, only=arguments.only, **given)
     elif part == "images":
         side = 4 if tiny else 8 if quick else 24
         yield from size_images.images(tiny, repeats, grid=side, **given)

@@ -140,11 +140,15 @@ def images(
     )
 
 
-def zoo(repeats: int, batches: Sequence[int] = (1, 8)) -> Iterator[Row]:
-    """Undrafted loops of the shipped image models."""
-    for name in ZOO:
+def zoo(repeats: int, batches: Sequence[int] = (1, 8), only: str | None = None) -> Iterator[Row]:
+    """Undrafted loops of the shipped image models, by name if ``only`` is in it."""
+    for name in (*ZOO, BY_CAPTION):
+        if only is not None and only.lower() not in name:
+            continue
+        if name == BY_CAPTION:
+            yield row("host", name, "undrafted", note="the plain loop reads classes, no captions")
+            continue
         adapter = load(name, "cpu").adapter
         for batch in batches:
             for found in compared(name, name, adapter, batch, False, repeats, False):
                 yield found | {"part": "host"}
-    yield row("host", BY_CAPTION, "undrafted", note="the plain loop reads classes, and no captions")
