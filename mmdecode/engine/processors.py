@@ -8,6 +8,7 @@ one gives for that row's prefix. None needs the host, but for those in `ON_HOST`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
@@ -390,6 +391,7 @@ class Processors:
     Attributes:
         vectorised: Whether every processor can be evaluated at all nodes together.
         on_host: Whether one of them needs the host, so that no round is captured whole.
+        paths: How often they ran at all nodes, or on the host; see `mmdecode.engine.stats.Stats`.
     """
 
     def __init__(
@@ -400,10 +402,13 @@ class Processors:
         runs = [_vectorised(processor, table) for processor in processors]
         self._runs = [run for run in runs if run is not None]
         self.vectorised = len(self._runs) == len(runs)
+        self.paths: Counter[str] = Counter()
         self.on_host = not self.vectorised or any(type(p) in ON_HOST for p in processors)
 
     def run_all(self, scores: Tensor, nodes: Nodes) -> Tensor:
         """Processes the scores of root and nodes at once; only if `vectorised`."""
+        if self._runs:
+            self.paths["processors at all nodes"] += 1
         for run in self._runs:
             scores = run(scores, nodes)
         return scores

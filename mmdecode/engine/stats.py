@@ -27,7 +27,8 @@ class Stats:
         passes: Scoring passes after the prompt was read, each over the whole batch.
         paths: Passes by the way that they took: ``prefill causal``, one pass without a mask;
             ``prefill by rows``; ``prefill in chunks``; ``prefill masked``; ``step unmasked``, of
-            one token in rows of equal length; ``step masked``. Replayed rounds are not counted.
+            one token in rows of equal length; ``step masked``; ``processors at all nodes``;
+            ``processors on the host``. Replayed rounds are not counted.
         unguided: Reasons why drafters that can follow the guide did not; see
             `mmdecode.engine.contracts.DraftSession`.
     """
@@ -82,10 +83,10 @@ class Stats:
             vars(self).update(before)
             raise
 
-    def ran(self, runners: Iterable[Any]) -> None:
-        """Adds the passes that the runners of a call counted."""
-        for runner in runners:
-            self.paths.update(runner.paths)
+    def ran(self, parts: Iterable[Any]) -> None:
+        """Adds what the runners and the processors of a call counted as their ``paths``."""
+        for part in parts:
+            self.paths.update(part.paths)
 
     def prefilled(self, counts: Tensor) -> None:
         """Counts round 0 of a call, which needs no scoring pass; see `scored`."""

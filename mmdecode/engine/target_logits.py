@@ -103,6 +103,7 @@ class TargetLogits:
     def _run_lazily(self, keys: list[tuple[int, int]]) -> None:
         if not keys:
             return
+        self._processors.paths["processors on the host"] += 1
         call, width = self._call, self._call.prompt_length
         length = call.rows.length.tolist()
         ancestors, depths = self.nodes.ancestors, self.nodes.depths
