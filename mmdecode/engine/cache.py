@@ -138,7 +138,7 @@ class RaggedLayer(CacheLayerMixin):
         return self.keys[rows, :, seen], self.values[rows, :, seen]
 
     @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
+    def is_compileable(self) -> bool:
         """Whether transformers has to mask one token too: not if it may attend to all slots."""
         return self.rows.piece is None and self.rows.common is None
 

@@ -218,8 +218,8 @@ def _largest(scores: Tensor, state: Tensor) -> Tensor:
     """`Noise.sample` on a CPU, a few rows at a time, so that they stay in the processor's cache."""
     vocab = scores.shape[-1]
     if scores.numel() > _CHUNK and len(scores) > 1:
-        rows = zip(scores.split(1), state.split(1), strict=True)
-        return torch.cat([_largest(*row) for row in rows])
+        apart = zip(scores.split(1), state.split(1), strict=True)
+        return torch.cat([_largest(*row) for row in apart])
     rows, keys = scores.reshape(-1, vocab), state.reshape(-1)
     step = max(1, _CHUNK // vocab)
     bounded = int((rows > -torch.inf).count_nonzero()) * 8 > rows.numel()
