@@ -235,7 +235,7 @@ def test_no_tensor_is_as_large_as_the_square_of_the_prompt(monkeypatch):
     with Dense(96) as made:
         generated("llama", decoder, **call)
     assert not made.types
-    assert decoder.stats.paths == {"prefill by rows": 3}
+    assert prefills(decoder) == {"prefill by rows": 3}
 
 
 def test_a_chunk_makes_a_mask_of_its_own_size(monkeypatch):
@@ -246,7 +246,7 @@ def test_a_chunk_makes_a_mask_of_its_own_size(monkeypatch):
         with Dense(96) as made:
             generated(family, decoder, **call)
         assert not made.types
-        assert decoder.stats.paths == {"prefill in chunks": 12}
+        assert prefills(decoder) == {"prefill in chunks": 12}
 
 
 # Mistakes, each of which changes what is generated
