@@ -71,13 +71,13 @@ def refuse_beyond_memory(needed: int, what: str, hint: str, free: int | None = N
 
 
 def cache_bytes(config: Any, rows: int, slots: int, itemsize: int) -> int:
-    """Memory of the keys and values of all layers, in bytes.
+    """Computes the memory of the keys and values of all layers, in bytes.
 
     Args:
         config: Configuration of the text model.
         rows: Rows of all branches.
         slots: Tokens that the cache holds in each row.
-        itemsize: Bytes of one number of the model.
+        itemsize: Bytes per element of the model's dtype.
     """
     layers, hidden = _number(config, "num_hidden_layers"), _number(config, "hidden_size")
     heads = _number(config, "num_attention_heads")
@@ -89,19 +89,19 @@ def cache_bytes(config: Any, rows: int, slots: int, itemsize: int) -> int:
 def pass_bytes(
     config: Any, rows: int, tokens: int, seen: int, itemsize: int, *, masked: bool, eager: bool
 ) -> int:
-    """Estimate of the memory that one pass takes beyond weights and cache, in bytes.
+    """Estimates the memory that one pass takes beyond weights and cache, in bytes.
 
-    The states inside one layer, and tensors of queries times keys: a mask, and the scores of eager
-    attention. The estimate is rather too low than too high.
+    The estimate counts the activations inside one layer, the attention mask, and the score matrix of
+    eager attention. It errs on the low side.
 
     Args:
         config: Configuration of the text model.
         rows: Rows of the pass.
         tokens: Tokens of each row.
         seen: Tokens that attention covers.
-        itemsize: Bytes of one number of the model.
-        masked: Whether there is a mask of queries and keys.
-        eager: Whether attention computes its scores explicitly.
+        itemsize: Bytes per element of the model's dtype.
+        masked: Whether a mask of queries by keys is built.
+        eager: Whether the attention implementation materialises its scores.
     """
     hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
     inner = _number(config, "intermediate_size") or 4 * hidden

@@ -291,10 +291,10 @@ def noise_by_round(patch):
 
 
 def unkeyed_noise(patch):
-    def gumbel(self, positions, role, vocab, trial=None):
-        return -(-torch.rand(*positions.shape, vocab).log()).log()
+    def sample(self, scores, positions, role, trial=None):
+        return (scores - (-torch.rand(scores.shape).log()).log()).argmax(-1)
 
-    patch.setattr(Noise, "gumbel", gumbel)
+    patch.setattr(Noise, "sample", sample)
 
 
 def noise_of_the_root(patch):
@@ -532,11 +532,11 @@ class Colder(SampleMatch):
     """Samples from a distribution of its own."""
 
     def __call__(self, proposal, target, call):
-        sound = call.request.noise.gumbel
+        sound = call.request.noise.sample
 
         class Quieter:
-            def gumbel(self, *args, **kwargs):
-                return sound(*args, **kwargs) * 0.6
+            def sample(self, scores, *args, **kwargs):
+                return sound(scores / 0.6, *args, **kwargs)
 
         request = replace(call.request, noise=Quieter())
         return super().__call__(proposal, target, replace(call, request=request))

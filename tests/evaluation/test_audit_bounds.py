@@ -170,7 +170,7 @@ class Wobbly(CFG):
     ("dtype", "guide"), [("bfloat16", None), ("float32", Wobbly(1.5))], ids=["plain", "guided"]
 )
 def test_drafts_under_top_k_pass_where_rounding_lets_tokens_in(dtype, guide):
-    decoder = Decoder(PromptLookup(6, ngram=1), guide, accept=SampleMatch(), seed=0)
+    decoder = Decoder(PromptLookup(6, ngram=1), guide, accept=SampleMatch(), seed=7)
     options = {"top_k": 4, "temperature": 2.0, "max_new_tokens": 40}
     report = audit(
         model_of(dtype), cases(4), decoder, sample=True, draws=2, most_guided=torch.inf, **options

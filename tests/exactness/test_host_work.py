@@ -113,6 +113,8 @@ class Mark(NamedTuple):
     slots: int
     spare: bool
     asked: bool
+    even: tuple[bool, bool]
+    late: bool
     count: int
 
 
@@ -131,7 +133,8 @@ def rounds(counter, family, draft, lengths, monkeypatch):
     """What each round counts, with what the host knows of its kind.
 
     That is: nodes drafted, nodes scored, nodes drafted next, whether the cache grew, whether it
-    has slots to spare, and whether the drafter was asked.
+    has slots to spare, whether the drafter was asked, whether rows are equally long and all active,
+    before the round and after it, and whether the round may reach the longest text.
     """
     marks = []
 
@@ -144,7 +147,10 @@ def rounds(counter, family, draft, lengths, monkeypatch):
             slots = cache.layers[0].keys.shape[2]
             spare = slots > cache.rows.visible
             sizes = result.proposal.size, state.proposal.size
-            marks.append(Mark(*sizes, slots, spare, asked, before))
+            even = this.call.rows.even, this.call.rows.full
+            levels = max(state.proposal.structure()[1][0].tolist(), default=0)
+            late = state.cur_len + levels + 1 >= this.call.request.max_new_tokens
+            marks.append(Mark(*sizes, slots, spare, asked, even, late, before))
             return state
 
         return marked
@@ -155,6 +161,7 @@ def rounds(counter, family, draft, lengths, monkeypatch):
     found = []
     for a, b in itertools.pairwise(marks[1:]):  # the prompt is counted otherwise
         kind = (a.drafted, a.scored, b.drafted, b.slots > a.slots, b.spare, b.asked)
+        kind += (a.even, b.even, a.late)
         found.append((kind, b.count - a.count))
     return found
 

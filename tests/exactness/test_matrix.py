@@ -159,13 +159,39 @@ def undrafted(guide, do_sample):
 
 
 @functools.cache
-def undrafted_distribution(guide):
-    """Of three tokens: exact where there is a formula, else frequencies, none of them zero."""
+def undrafted_cells(guide):
+    """Counts of the undrafted loop's first three tokens."""
+    return cells(Decoder(None, make("guide", guide)), 20_000, seed=1)
+
+
+@functools.cache
+def joint_of(guide):
+    return exact_joint(guides.EXACT_GUIDES[guide].target_logits(MODEL), PROMPT, 3)
+
+
+def p_of_samples(guide, counts):
+    """The p-value of counts under the undrafted loop's distribution of three tokens.
+
+    Exact where there is a formula, else a test of two samples.
+    """
     if guide in guides.EXACT_GUIDES:
-        return exact_joint(guides.EXACT_GUIDES[guide].target_logits(MODEL), PROMPT, 3)
-    return (cells(Decoder(None, make("guide", guide)), 20_000, seed=1) + 0.5) / (
-        20_000 + 0.5 * CELLS
-    )
+        return p_value(counts, joint_of(guide))
+    return p_value_of_two(counts, undrafted_cells(guide))
+
+
+def p_value_of_two(counts, others):
+    """The p-value of a G-test that two samples are of one distribution; pools rare cells."""
+    table = torch.stack([counts, others]).double()
+    expected = table.sum(0) * table.sum(1, keepdim=True) / table.sum()
+    rare = expected[0] < 5
+    if bool(rare.any()):
+        table, expected = (
+            torch.cat([part[:, ~rare], part[:, rare].sum(1, keepdim=True)], 1)
+            for part in (table, expected)
+        )
+    statistic = 2 * torch.xlogy(table, table / expected.clamp_min(1e-9)).sum()
+    freedom = torch.tensor((table.shape[1] - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
 def cells(decoder, rows, seed):
@@ -212,7 +238,7 @@ def exact(draft, rule, guide):
             assert run() == undrafted(guide, do_sample), "other tokens than the undrafted loop's"
         else:
             assert all(0 <= token < V for row in run() for token in row)
-            p = p_value(cells(decoder(), 4_000, seed=2), undrafted_distribution(guide))
+            p = p_of_samples(guide, cells(decoder(), 4_000, seed=2))
             assert p > LEVEL, f"another distribution than the undrafted loop's: p = {p:.2g}"
     return None
 

@@ -447,7 +447,7 @@ def test_a_wrong_mask_is_found(check, mutant, monkeypatch):
 
 @pytest.mark.parametrize("check", [scoring, unguided_bytes])
 def test_positions_that_count_padding_are_found(check, monkeypatch):
-    seams.RUN_BRANCHES.edit(monkeypatch, "(begin - self.pads +", "(begin +")
+    seams.RUN_BRANCHES.edit(monkeypatch, "(begin - pads +", "(begin +")
     rejected(check)
 
 

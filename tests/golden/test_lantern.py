@@ -124,13 +124,15 @@ def walk(rule, case, kind, uniforms, expected):
 class Given:
     """Uniforms of the tests, ``(B, tests)``, and no noise after them."""
 
-    def __init__(self, uniform):
-        self.uniform = uniform
+    def __init__(self, uniforms):
+        self.uniforms = uniforms
 
-    def gumbel(self, positions, role, vocab, trial=None):
-        if role is Role.ACCEPT:
-            return -(-self.uniform.log()).log()[..., None]
-        return torch.zeros(*positions.shape, vocab)
+    def uniform(self, positions, role, trial=None):
+        assert role is Role.ACCEPT
+        return self.uniforms
+
+    def sample(self, scores, positions, role, trial=None):
+        return scores.argmax(-1)
 
 
 def context(rows, noise=None):

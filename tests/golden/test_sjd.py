@@ -52,14 +52,16 @@ def context(rows, length=1, adapter=None, ids=None, noise=None, kind="determinis
 class Given:
     """The uniforms of a case as the draws of its tests, and noise that prefers certain tokens."""
 
-    def __init__(self, uniform, favourites):
-        self.uniform, self.favourites = uniform, favourites
+    def __init__(self, uniforms, favourites):
+        self.uniforms, self.favourites = uniforms, favourites
 
-    def gumbel(self, positions, role, vocab, trial=None):
-        if role is Role.ACCEPT:
-            return -(-self.uniform.log()).log()[..., None]
-        favoured = torch.nn.functional.one_hot(self.favourites, vocab).float()
-        return 1e4 * favoured[:, None]
+    def uniform(self, positions, role, trial=None):
+        assert role is Role.ACCEPT
+        return self.uniforms
+
+    def sample(self, scores, positions, role, trial=None):
+        favoured = torch.nn.functional.one_hot(self.favourites, scores.shape[-1])
+        return (scores + 1e4 * favoured[:, None]).argmax(-1)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -36,7 +36,7 @@ SAMPLINGS = (
 )
 SAMPLED = Drawing(guidance=1.5, sampling=SAMPLINGS)
 GREEDY = Drawing(guidance=1.5, greedy=True)
-GUMBEL = Noise.gumbel  # mutants change it for the loop alone
+SAMPLE = Noise.sample  # mutants change it for the loop alone
 
 
 def filled(model, seed):
@@ -107,8 +107,10 @@ def slow_codes(models, tokenizer, label, request, drawing, seed=0):
             sampling = (
                 drawing.sampling if isinstance(drawing.sampling, Sampling) else SAMPLINGS[scale]
             )
-            scores = sampling.warp(scores) + GUMBEL(noise, indices, Role.TARGET, 16)
-        codes = torch.cat([codes, scores.argmax(-1)], 1)
+            found = SAMPLE(noise, sampling.warp(scores), indices, Role.TARGET)
+        else:
+            found = scores.argmax(-1)
+        codes = torch.cat([codes, found], 1)
     return codes
 
 
@@ -265,11 +267,11 @@ def test_mutants_are_found(large, small, tokenizer, monkeypatch):
     check_against_the_slow_loop(large, small, tokenizer, 2, SAMPLED)
     extend = ScaleCache.extend
 
-    def restarts_with_every_scale(self, positions, role, vocab):
-        return GUMBEL(self, positions - positions[:, :1], role, vocab)
+    def restarts_with_every_scale(self, scores, positions, role):
+        return SAMPLE(self, scores, positions - positions[:, :1], role)
 
-    def one_further(self, positions, role, vocab):
-        return GUMBEL(self, positions + 1, role, vocab)
+    def one_further(self, scores, positions, role):
+        return SAMPLE(self, scores, positions + 1, role)
 
     def stale(self, layer, key, value):
         """What was read first is seen, what came later is not."""
@@ -279,8 +281,8 @@ def test_mutants_are_found(large, small, tokenizer, monkeypatch):
         (Drawing, "strength", lambda self, scale, scales: 1 + self.guidance),
         (Drawing, "strength", lambda self, scale, scales: self.guidance * scale / (scales - 1)),
         (Drawing, "sampling_of", lambda self, scale: self.sampling[0]),
-        (Noise, "gumbel", restarts_with_every_scale),
-        (Noise, "gumbel", one_further),
+        (Noise, "sample", restarts_with_every_scale),
+        (Noise, "sample", one_further),
         (ScaleCache, "extend", stale),
     ):
         with monkeypatch.context() as patch:

@@ -14,7 +14,8 @@ from mmdecode.engine.cache import BUCKET, bucket
 from mmdecode.engine.proposal import MAX_NODES
 
 _SCORE, _ID = 4, 8  # float32, int64
-_DRAW = 24  # keyed Gumbel noise is computed from three int64 or float64 at a time
+_DRAW = 28  # bytes of the float64 Gumbel noise of a score, with what it is computed from
+_DRAW_CPU = 16  # there a bound in float32; of many scores, it is made a part at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,8 @@ def row_bytes(
     converted = size if size < _SCORE else 0  # logits as the model gives them
     score = branches * (_SCORE + converted)
     if do_sample:
-        score = max(score, branches * _SCORE + _DRAW)
+        draw = _DRAW_CPU if model.device.type == "cpu" else _DRAW
+        score = max(score, branches * _SCORE + draw)
     return RowBytes(
         cache=branches * slot * slots,
         source=source * (branches * slot + states),
