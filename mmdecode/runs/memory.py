@@ -91,8 +91,8 @@ def pass_bytes(
 ) -> int:
     """Estimates the memory that one pass takes beyond weights and cache, in bytes.
 
-    The estimate counts the activations inside one layer, the attention mask, and the score matrix of
-    eager attention. It errs on the low side.
+    The estimate counts the activations inside one layer, the attention mask, and the score matrix
+    of eager attention. It errs on the low side.
 
     Args:
         config: Configuration of the text model.
