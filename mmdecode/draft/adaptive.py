@@ -231,7 +231,7 @@ class AdaptiveSession(DraftSession):
     ) -> None:
         super().__init__(call)
         self.inner, self.depth, self.note = inner, depth, note
-        self.unguided = inner.unguided
+        self.unguided, self.paths = inner.unguided, inner.paths
         self.times = [began]
 
     def propose(self, budget: int) -> Proposal:

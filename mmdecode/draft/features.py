@@ -30,11 +30,13 @@ from mmdecode.draft.target import (
     gathered,
     outputs_by_name,
 )
+from mmdecode.engine import prefill
 from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec
-from mmdecode.engine.cache import RaggedCache, bucket
+from mmdecode.engine.cache import Piece, RaggedCache, bucket
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
 from mmdecode.engine.contracts import Block, BranchOutput, Drafter, DraftSession, Requirements
+from mmdecode.engine.encoding import grouped
 from mmdecode.engine.masks import block_mask, chain
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError, OptionError
@@ -218,15 +220,7 @@ class FeatureSession(DraftSession):
             self.drafter.cache_layers, len(shift), call.device, call.reserved(width) + tree
         )
         if width:
-            states = rows.embeds
-            mask = block_mask(
-                self.cache.start,
-                self._pads,
-                *chain(width, call.device),
-                bucket(width),
-                states.dtype,
-            )
-            self._run(rows, mask, bucket(width))
+            self._read(rows)
         self.cache.set_start(torch.full_like(self._pads, width))
 
     def visible_rows(self, rows: Rows, prefill: BranchOutput) -> Rows:
@@ -235,6 +229,28 @@ class FeatureSession(DraftSession):
             return rows
         assert rows.kept is not None and rows.images is not None
         return replace(rows, kept=rows.kept & (rows.images == 0))
+
+    def _read(self, rows: Rows) -> None:
+        """Reads the prompt: a long one without a mask, rows of one length together."""
+        width, pads = self._width, self._pads
+        if width < prefill.LONG:
+            self.paths = {"drafter prefill masked": 1}
+            block = chain(width, self.call.device)
+            visible = bucket(width)
+            mask = block_mask(self.cache.start, pads, *block, visible, rows.embeds.dtype)
+            self._run(rows, mask, visible)
+            return
+        lengths = (width - pads).tolist()
+        groups = grouped(lengths)
+        self.paths = {f"drafter prefill {'causal' if len(groups) == 1 else 'by rows'}": len(groups)}
+        for group in groups:
+            tokens = lengths[group[0]]
+            if not tokens:
+                continue  # a prompt of one token, or of padding
+            index = None if len(group) == len(lengths) else torch.tensor(group, device=pads.device)
+            piece = Piece(index, width - tokens, 0, tokens)
+            self.cache.open_piece(piece, width)
+            self.drafter(rows.part(index, piece.columns), None, self.cache)
 
     def _run(self, rows: Rows, mask: Tensor, visible: int, offset: int = 0) -> Tensor:
         self.cache.open(visible, offset)

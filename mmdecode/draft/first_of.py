@@ -106,6 +106,7 @@ class FirstOfSession(DraftSession):
         super().__init__(call)
         self.first, self.second = first, second
         self.unguided = first.unguided or second.unguided
+        self.paths = {**first.paths, **second.paths}
 
     def propose(self, budget: int) -> Proposal:
         """Merges both proposals by row; if their trees differ, each row has its own tree."""

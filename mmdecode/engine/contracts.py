@@ -224,10 +224,12 @@ class DraftSession(Part):
         call: The same.
         unguided: Why this session does not draft from the guided distribution, where its drafter
             can; ``None``: it does, or there is no guide. Collected in ``Stats.unguided``.
+        paths: How its drafter read the prompt; see `mmdecode.engine.stats.Stats`.
     """
 
     call: Call
     unguided: str | None = None
+    paths: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, call: Call) -> None:
         self.call = call

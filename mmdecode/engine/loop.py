@@ -109,7 +109,7 @@ class Run:
             while state.active:
                 state = self.sync(step(state.proposal), self.stats.scored)
         finally:
-            self.stats.ran([*runners, self.processors])
+            self.stats.ran([*runners, self.processors, self.session])
             if self.session is not None:
                 self.session.close()
         return state.cur_len

@@ -28,7 +28,8 @@ class Stats:
         paths: Passes by the way that they took: ``prefill causal``, one pass without a mask;
             ``prefill by rows``; ``prefill in chunks``; ``prefill masked``; ``step unmasked``, of
             one token in rows of equal length; ``step masked``; ``processors at all nodes``;
-            ``processors on the host``. Replayed rounds are not counted.
+            ``processors on the host``; ``drafter prefill causal`` and so on, of drafters that read
+            the target's states of the prompt. Replayed rounds are not counted.
         unguided: Reasons why drafters that can follow the guide did not; see
             `mmdecode.engine.contracts.DraftSession`.
     """
@@ -84,9 +85,10 @@ class Stats:
             raise
 
     def ran(self, parts: Iterable[Any]) -> None:
-        """Adds what the runners and the processors of a call counted as their ``paths``."""
+        """Adds what the parts of a call counted as their ``paths``."""
         for part in parts:
-            self.paths.update(part.paths)
+            if part is not None:
+                self.paths.update(part.paths)
 
     def prefilled(self, counts: Tensor) -> None:
         """Counts round 0 of a call, which needs no scoring pass; see `scored`."""

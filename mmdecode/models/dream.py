@@ -44,11 +44,11 @@ class CrossAttention(nn.Module):
         self.o_proj = nn.Linear(heads * self.dim, width, bias=False)
         self.q_norm, self.k_norm = norm_of(config, self.dim), norm_of(config, self.dim)
 
-    def forward(self, states: Tensor, features: Tensor, mask: Tensor, past: Any) -> Tensor:
+    def forward(self, states: Tensor, features: Tensor, mask: Tensor | None, past: Any) -> Tensor:
         """Attends from ``states (B, Q, H)`` to cached and new ``features (B, Q, H)``.
 
         The first slot that ``mask`` lets a query read belongs to the row without a state, and is
-        masked.
+        masked. Without a mask the Q rows are the first ones, and attend to those before them.
         """
         query, key, value = (
             part(given).unflatten(-1, (-1, self.dim)).transpose(1, 2)
@@ -59,6 +59,8 @@ class CrossAttention(nn.Module):
             )
         )
         key, value = past.update(self.k_norm(key), value, self.index)
+        if mask is None:
+            return self.o_proj(self._causal(self.q_norm(query), key, value))
         low = torch.finfo(mask.dtype).min
         seen = mask > low / 2
         seen = seen & (seen.cumsum(-1) > 1)
@@ -68,6 +70,24 @@ class CrossAttention(nn.Module):
         )
         found = torch.where(seen.any(-1, keepdim=True), found, self._instead(value, seen))
         return self.o_proj(found.transpose(1, 2).flatten(2))
+
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of all rows without a mask, ``(B, Q, heads * D)``; the first has no keys."""
+        after = slice(1, None)
+        seen = torch.ones_like(key[:, :1, :, :1], dtype=torch.bool).transpose(2, 3)
+        seen[..., 0] = False
+        found = [self._instead(value, seen).expand_as(query[:, :, :1])]
+        if query.shape[2] > 1:
+            found.append(
+                F.scaled_dot_product_attention(
+                    query[:, :, after],
+                    key[:, :, after],
+                    value[:, :, after],
+                    is_causal=True,
+                    enable_gqa=self.grouped,
+                )
+            )
+        return torch.cat(found, 2).transpose(1, 2).flatten(2)
 
     def _instead(self, value: Tensor, seen: Tensor) -> Tensor:
         """Returns the output of a query without keys: 0, or the mean value of all visible keys."""
@@ -94,7 +114,7 @@ class CrossBlock(nn.Module):
         self.input_layernorm = norm_of(config)
         self.post_attention_layernorm = norm_of(config)
 
-    def forward(self, states: Tensor, features: Tensor, mask: Tensor, past: Any) -> Tensor:
+    def forward(self, states: Tensor, features: Tensor, mask: Tensor | None, past: Any) -> Tensor:
         """Computes states ``(B, Q, H)`` from states and features ``(B, Q, H)``."""
         found = self.cross_attn(self.input_layernorm(states), features, mask, past)
         states = states + self.cross_attn_attn_gate.tanh() * found
@@ -131,7 +151,7 @@ class DreamModel(FeatureDrafter):
         """Returns the level of the target's states after the final norm."""
         return ("last",)
 
-    def stages(self, rows: Rows, mask: Tensor, past: Any) -> list[Tensor]:
+    def stages(self, rows: Rows, mask: Tensor | None, past: Any) -> list[Tensor]:
         """Returns the states after each of the three blocks and after the norm, ``(B, Q, H)``."""
         rotation = self.rotary(rows.positions, rows.embeds.dtype)
         first = self.layers[0](rows.embeds, rotation, mask, past)
@@ -139,7 +159,7 @@ class DreamModel(FeatureDrafter):
         last = self.layers[2](crossed, rotation, mask, past)
         return [first, crossed, last, self.norm(last)]
 
-    def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
+    def forward(self, rows: Rows, mask: Tensor | None, past: Any) -> Tensor:
         """See `FeatureDrafter.forward`."""
         return self.stages(rows, mask, past)[-1]
 

@@ -50,7 +50,7 @@ class EagleLayer(nn.Module):
             self.input_layernorm = norm_of(config)
 
     def forward(
-        self, states: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, past: Any
+        self, states: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, past: Any
     ) -> Tensor:
         """Computes states ``(B, Q, copies * H)`` from states ``(B, Q, H)``."""
         normed = self.input_layernorm(states) if self.self_attn.index else states
@@ -114,7 +114,7 @@ class EagleModel(FeatureDrafter):
         """Returns the input of the first layer, ``(B, Q, H)``."""
         return self.fc(torch.cat([rows.embeds, rows.features], -1))
 
-    def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
+    def forward(self, rows: Rows, mask: Tensor | None, past: Any) -> Tensor:
         """See `FeatureDrafter.forward`; ``(B, Q, 2 H)`` where features are sampled."""
         states = self.read(replace(rows, features=self.feature(rows.features)))
         rotation = self.rotary(rows.positions, states.dtype)
@@ -152,7 +152,7 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = norm_of(config)
 
     def forward(
-        self, rows: Rows, rotation: tuple[Tensor, Tensor], mask: Tensor, past: Any
+        self, rows: Rows, rotation: tuple[Tensor, Tensor], mask: Tensor | None, past: Any
     ) -> Tensor:
         """Computes states ``(B, Q, H)``."""
         both = torch.cat([self.input_layernorm(rows.embeds), self.hidden_norm(rows.features)], -1)
@@ -200,7 +200,7 @@ class Eagle3Model(FeatureDrafter):
         """Projects the concatenated states of the three levels to the drafter's width."""
         return self.fc(features)
 
-    def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
+    def forward(self, rows: Rows, mask: Tensor | None, past: Any) -> Tensor:
         """See `FeatureDrafter.forward`."""
         rotation = self.rotary(rows.positions, rows.features.dtype)
         return self.midlayer(rows, rotation, mask, past)

@@ -74,6 +74,27 @@ class Rows:
             images=rows("images"),
         )
 
+    def part(self, rows: Tensor | None, columns: slice) -> Rows:
+        """Returns some columns of some rows ``(G,)``; ``None``: of all rows."""
+
+        def cut(values: Tensor | None, column: slice) -> Tensor | None:
+            if values is None:
+                return None
+            return (values if rows is None else values[rows])[:, column]
+
+        carried = self.carried
+        summary = slice(None) if carried is None or carried.shape[1] == 1 else columns
+        positions = self.positions if rows is None else self.positions[rows]
+        return replace(
+            self,
+            embeds=cut(self.embeds, columns),
+            features=cut(self.features, columns),
+            positions=positions[..., columns],
+            kept=cut(self.kept, columns),
+            images=cut(self.images, columns),
+            carried=cut(carried, summary),
+        )
+
     def packed(self) -> tuple[Rows, Tensor]:
         """Returns the kept rows, right-aligned, and the padding slots before them, ``(B,)``.
 
@@ -177,9 +198,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * self.dim, width, bias=bool(config.get("attention_bias")))
 
     def forward(
-        self, states: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, past: Any
+        self, states: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, past: Any
     ) -> Tensor:
-        """Maps ``(B, Q, inputs)`` to ``(B, Q, H)``; ``mask`` is additive, ``(B, 1, Q, K)``."""
+        """Maps ``(B, Q, inputs)`` to ``(B, Q, H)``.
+
+        ``mask`` is additive, ``(B, 1, Q, K)``; ``None``: each token attends to those before it.
+        """
         query, key, value = (
             part(states).unflatten(-1, (-1, self.dim)).transpose(1, 2)
             for part in (self.q_proj, self.k_proj, self.v_proj)
@@ -187,7 +211,7 @@ class Attention(nn.Module):
         query, key = apply_rotary_pos_emb(query, key, *rotation)
         key, value = past.update(key, value, self.index)
         found = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, enable_gqa=self.grouped
+            query, key, value, mask, is_causal=mask is None, enable_gqa=self.grouped
         )
         return self.o_proj(found.transpose(1, 2).flatten(2))
 
@@ -291,12 +315,12 @@ class FeatureDrafter(nn.Module):
         """Processes the prompt's rows; rows whose ``kept`` is false afterwards are dropped."""
         return rows
 
-    def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
+    def forward(self, rows: Rows, mask: Tensor | None, past: Any) -> Tensor:
         """Computes states ``(B, Q, H)``, which are the features of the rows after.
 
         Args:
             rows: Input rows.
-            mask: Additive attention mask, ``(B, 1, Q, K)``.
+            mask: Additive attention mask, ``(B, 1, Q, K)``; ``None``: causal.
             past: A cache with ``update(keys, values, layer)``.
         """
         raise NotImplementedError

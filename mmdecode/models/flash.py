@@ -77,7 +77,7 @@ class FlashModel(FeatureDrafter):
             return states
         return torch.where((rows.images > 0)[..., None], rows.embeds, states)
 
-    def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
+    def forward(self, rows: Rows, mask: Tensor | None, past: Any) -> Tensor:
         """Computes states of the ``k`` tokens after each row's token, ``(B, Q, k * H)``."""
         states = self.read(rows)
         rotation = self.rotary(rows.positions, states.dtype)

@@ -26,7 +26,7 @@ class KangarooLayer(nn.Module):
         self.input_layernorm = norm_of(config)
 
     def forward(
-        self, states: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, past: Any
+        self, states: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, past: Any
     ) -> Tensor:
         """Computes states ``(B, Q, H)`` from states ``(B, Q, H)``."""
         return states + self.self_attn(self.input_layernorm(states), rotation, mask, past)
@@ -51,7 +51,7 @@ class KangarooModel(FeatureDrafter):
         """Returns the level of the states after the first ``exit_layer`` layers."""
         return (self.exit_layer,)
 
-    def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
+    def forward(self, rows: Rows, mask: Tensor | None, past: Any) -> Tensor:
         """Computes states from features, without embeddings; see `FeatureDrafter.forward`."""
         rotation = self.rotary(rows.positions, rows.features.dtype)
         return self.norm(self.layers[0](rows.features, rotation, mask, past))

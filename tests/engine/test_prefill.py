@@ -8,7 +8,9 @@ import torch
 
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.dream import Dream
 from mmdecode.draft.eagle import Eagle
+from mmdecode.draft.features import FeatureSession
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa
@@ -21,8 +23,10 @@ from mmdecode.guide.dola import DoLa
 from mmdecode.guide.vcd import VCD
 from mmdecode.models import eagle as eagles
 from mmdecode.testing.drafts import RandomTrees
+from tests.draft.test_seeing import random_draft, random_model
 from tests.engine.test_long_prompts import Dense, words
 from tests.support import seams, tiny, tiny_vlm
+from tests.support.sessions import noting
 from tests.support.tiny import VOCAB, WIDTH, random_heads, text_model
 
 NEW = 10
@@ -180,6 +184,39 @@ def test_drafts_do_not_depend_on_how_the_prompt_is_read(draft, monkeypatch):
         assert again == accepted
         assert not {"prefill masked", "prefill causal"} & paths.keys()
     assert expected == generated("llama")
+
+
+def drafted(family, draft):
+    """Ids, proposals, and how the drafter read the prompt."""
+    proposals = []
+    noted = noting(draft, proposed=lambda _, proposal: proposals.append(proposal.tokens.tolist()))
+    decoder = Decoder(noted, seed=3)
+    ids = generated(family, decoder)
+    paths = {key: n for key, n in decoder.stats.paths.items() if key.startswith("drafter")}
+    return ids, proposals, paths
+
+
+READERS = {
+    "eagle": DRAFTS["eagle"],
+    "vispec": lambda: random_draft("vispec"),
+    "flash": lambda: random_draft("flash"),
+    "dream": lambda: random_draft("dream"),
+    "dream_uniform": lambda: Dream(random_model("dream", first_row="uniform"), depth=4, top_k=2),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_drafter_reads_rows_without_their_padding(name, monkeypatch):
+    family, draft = "llama" if name == "eagle" else "llava", READERS[name]
+    *expected, paths = drafted(family, draft())
+    assert paths == {"drafter prefill masked": 1}
+    seams.read_by_rows(monkeypatch)
+    *found, paths = drafted(family, draft())
+    assert found == expected
+    assert paths == {"drafter prefill by rows": 3}
+    wrong = seams.edited(FeatureSession._read, "width - tokens, 0", "0, 0")
+    monkeypatch.setattr(FeatureSession, "_read", wrong)
+    assert list(drafted(family, draft())[:2]) != expected
 
 
 @pytest.mark.parametrize("draft", [Sparse(2, length=3), CacheCopyDrafter(length=3)])
