@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ from mmdecode.accept.rejection import Rejection
 from mmdecode.draft.none import NoDraft
 from mmdecode.engine import attention, checks, request
 from mmdecode.engine.adapter import Adapter
+from mmdecode.engine.arena import Arena, aliases
 from mmdecode.engine.attention import AttentionEdit
 from mmdecode.engine.branches import runners_of
 from mmdecode.engine.call import Call, DraftTarget, Plan, Rows
@@ -84,6 +85,7 @@ class Decoder:
     compile: bool
     draft_guided: bool | None
     stats: Stats
+    _arena: Arena = field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class Decoder:
             raise OptionError(f"seed={seed!r}; expected a whole number, or None to draw one")
         checks.refuse_lookaround(made["guide"])
         made |= {"seed": seed, "compile": compile, "draft_guided": draft_guided}
-        for name, value in {**made, "stats": stats or Stats()}.items():
+        for name, value in {**made, "stats": stats or Stats(), "_arena": Arena()}.items():
             object.__setattr__(self, name, value)
 
     @torch.no_grad()
@@ -217,6 +219,8 @@ class Decoder:
         if guide is not None and guide.neutral:
             guide = None
         rule, kind = self.resolve_rule(bool(config.do_sample))
+        if self.compile:  # the arena moves a call's tensors, but never the caller's
+            input_ids, model_kwargs, mm_inputs = aliases((input_ids, model_kwargs, mm_inputs))
         seed = self.seed
         if seed is None:
             seed = int(torch.randint(2**62, ())) if config.do_sample else 0
@@ -236,6 +240,8 @@ class Decoder:
             named=bool(config.do_sample) or guide is not None,
             adapter=adapter,
         )
+        shape = (input_ids.shape, asked.max_new_tokens, asked.do_sample, kind)
+        lease = self._arena.lease((id(model), *shape, *map(type, processors)))
         own = self.draft.needs(adapter)
         needs = own.union(wanted)
         plan = Plan(
@@ -245,6 +251,7 @@ class Decoder:
             window_mode=own.window_modes.get(kind),
             drafter_invariant=rule.capabilities.drafter_invariant,
             draft_target=self._draft_target(guide, processors, mm_adapter is not None),
+            lease=lease,
         )
         # columns after the last token are scratch space for the tokens of a round
         room = asked.max_new_tokens + MAX_NODES + 1
@@ -277,12 +284,14 @@ class Decoder:
         if greets:
             streamer.put(input_ids.cpu())
         edited = _looks_inside(guide, needs)
-        with attention.switched(model) if edited else nullcontext():
+        encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", 0))
+        with lease, attention.switched(model) if edited else nullcontext():
             cur_len = run.run()
+            found = output(call, config, recorder, cur_len, encoder_decoder)
+        stats.ran([lease])
         self.stats.merge(stats)
         checks.warn_beyond_training(adapter, call.prompt_length + cur_len, call.prompt_length)
-        encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", 0))
-        return output(call, config, recorder, cur_len, encoder_decoder)
+        return found
 
     def _draft_target(
         self, guide: Guide | None, processors: LogitsProcessorList, images: bool

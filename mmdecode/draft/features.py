@@ -217,7 +217,7 @@ class FeatureSession(DraftSession):
         self._offsets = _offsets(self.drafter, call, self.target.specs)
         tree = draft.depth * draft.top_k if call.plan.static_shapes else 0
         self.cache = RaggedCache(
-            self.drafter.cache_layers, len(shift), call.device, call.reserved(width) + tree
+            self.drafter.cache_layers, len(shift), call.device, call.reserved(width, tree)
         )
         if width:
             self._read(rows)

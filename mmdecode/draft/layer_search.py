@@ -27,6 +27,7 @@ from mmdecode.draft.layer_skip import shallow, without_hooks
 from mmdecode.draft.mirror import CacheCopyDrafter, CopySession
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.call import Call
+from mmdecode.engine.capabilities import DrafterCapabilities
 from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.hooks import of_this_thread
 from mmdecode.engine.masks import chain
@@ -61,6 +62,8 @@ class LayerSearch(CacheCopyDrafter):
     """
 
     kinds: tuple[Kind, ...] = ("deterministic", "coupled")
+    # the search decides on the host which layers are run
+    capabilities = DrafterCapabilities(graph_safe=False, follows_target=True)
 
     def __init__(
         self,

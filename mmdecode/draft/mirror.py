@@ -38,8 +38,7 @@ class CacheCopyDrafter(Assistant):
             adapter gives no access to the model's layers.
     """
 
-    # not graph-safe: the length of each row decides which slots are copied
-    capabilities = DrafterCapabilities(graph_safe=False, follows_target=True)
+    capabilities = DrafterCapabilities(graph_safe=True, follows_target=True)
 
     def __init__(self, length: int = 4, max_rejection_probability: float = 1.0) -> None:
         super().__init__(None, length, max_rejection_probability=max_rejection_probability)
@@ -86,7 +85,7 @@ class CopySession(AssistantSession):
     def __init__(self, call: Call, prefill: BranchOutput, drafter: CacheCopyDrafter) -> None:
         main = call.plan.main
         assert main is not None, "refused by the drafter"
-        branch = main.fork("main")
+        branch = main.fork("main", call.reserved(main.width))
         super().__init__(
             call, branch, warp_alone(call), drafter.length, drafter.max_rejection_probability
         )

@@ -22,7 +22,7 @@ from torch import Tensor
 from mmdecode.engine import capture, prefill
 from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec, Mask, Prompt
 from mmdecode.engine.attention import AttentionEdit, AttentionPlan, planned
-from mmdecode.engine.cache import Piece, RaggedCache, bucket
+from mmdecode.engine.cache import Piece, RaggedCache, Reserve, bucket
 from mmdecode.engine.call import Call
 from mmdecode.engine.checks import refuse_closed, refuse_memory, refuse_no_part
 from mmdecode.engine.contracts import BranchOutput, BranchRunner, Guide, Requirements, StateEdit
@@ -99,7 +99,7 @@ class ModelRunner(BranchRunner):
             rows, width = prompt.ids.shape
             device = prompt.ids.device
             # several caches are joined, and the joined one reserves
-            alone = reserved if len(prompts) == 1 else 0
+            alone = reserved if len(prompts) == 1 else None
             self.cache = RaggedCache(self.adapter.num_layers, rows, device, alone)
             self.pads = width - prompt.mask.sum(1)
             self._past = self.adapter.open(self.cache, prompt)
@@ -335,12 +335,17 @@ class ModelRunner(BranchRunner):
         """Switches to another view of the model for later passes; the cache is kept."""
         self.adapter, self._forward = adapter, adapter.forward
 
-    def fork(self, name: str) -> ModelRunner:
-        """A runner of one branch after the same prompt, with an empty cache of its own."""
+    def fork(self, name: str, reserved: Reserve | None = None) -> ModelRunner:
+        """A runner of one branch after the same prompt, with an empty cache of its own.
+
+        Args:
+            name: The branch.
+            reserved: Storage to reserve; see `RaggedCache`.
+        """
         rows = self.rows_of(name)
         spec = next(spec for spec in self.specs if spec.name == name)
         own = ModelRunner(self.adapter, [spec])
-        own.cache = RaggedCache(self.adapter.num_layers, len(self.pads), self.pads.device)
+        own.cache = RaggedCache(self.adapter.num_layers, len(self.pads), self.pads.device, reserved)
         own._past = self.adapter.join([self._past], own.cache)
         order = torch.arange(rows.start, rows.stop, device=self.pads.device)
         own._past.reorder_cache(order)

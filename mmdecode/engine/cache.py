@@ -11,7 +11,7 @@ Storage grows in steps (`bucket`); attention covers the visible slots, not the w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,18 @@ def bucket(length: int) -> int:
     while step * 16 < length:
         step *= 2
     return -(-length // step) * step
+
+
+class Reserve(NamedTuple):
+    """Storage that a cache allocates at once, and that keeps its address, as CUDA graphs need.
+
+    Attributes:
+        slots: Number of slots.
+        allocate: Function of keys or values of a pass and of a shape; returns the storage.
+    """
+
+    slots: int
+    allocate: Callable[[Tensor, tuple[int, ...]], Tensor] = Tensor.new_zeros
 
 
 class Piece(NamedTuple):
@@ -61,7 +73,7 @@ class Piece(NamedTuple):
 class _Rows:
     """Write positions of all layers of one cache, and the slots that the current pass covers."""
 
-    def __init__(self, batch: int, device: torch.device, reserved: int) -> None:
+    def __init__(self, batch: int, device: torch.device, reserved: Reserve | None) -> None:
         self.reserved = reserved
         self.start = torch.zeros(batch, dtype=torch.long, device=device)
         self.offset = 0  # a pass may write ahead of start
@@ -94,11 +106,11 @@ class RaggedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates the slots that the first pass covers; later passes grow the storage."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        batch = len(self.rows.start)
+        batch, reserved = len(self.rows.start), self.rows.reserved or Reserve(0)
         for name, states in (("keys", key_states), ("values", value_states)):
-            slots = max(bucket(self.rows.room), self.rows.reserved)
+            slots = bucket(max(self.rows.room, reserved.slots))
             shape = (batch, states.shape[1], slots, states.shape[-1])
-            setattr(self, name, states.new_zeros(shape))
+            setattr(self, name, reserved.allocate(states, shape))
         self.is_initialized = True
 
     def update(
@@ -110,7 +122,7 @@ class RaggedLayer(CacheLayerMixin):
         rows = self.rows
         if rows.room > self.keys.shape[2]:
             grown = bucket(rows.room) - self.keys.shape[2]
-            assert not rows.reserved, "a captured round would write to the old storage"
+            assert rows.reserved is None, "a captured round would write to the old storage"
             self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, grown))
             self.values = torch.nn.functional.pad(self.values, (0, 0, 0, grown))
         if rows.piece is not None:
@@ -169,16 +181,17 @@ class RaggedCache(Cache):
         layers: Number of layers.
         batch: Number of rows.
         device: Device of the write positions.
-        reserved: Number of slots to allocate at once; the storage keeps its address until they
-            are full, as CUDA graphs need.
+        reserved: Storage to allocate at once; ``None``: storage grows.
     """
 
-    def __init__(self, layers: int, batch: int, device: torch.device, reserved: int = 0) -> None:
-        self.rows = _Rows(batch, device, bucket(reserved) if reserved else 0)
+    def __init__(
+        self, layers: int, batch: int, device: torch.device, reserved: Reserve | None = None
+    ) -> None:
+        self.rows = _Rows(batch, device, reserved)
         super().__init__(layers=[RaggedLayer(self.rows) for _ in range(layers)])
 
     @classmethod
-    def join(cls, caches: Sequence[RaggedCache], reserved: int = 0) -> RaggedCache:
+    def join(cls, caches: Sequence[RaggedCache], reserved: Reserve | None = None) -> RaggedCache:
         """A cache with the rows of several caches, in order; rows keep their write positions."""
         first = caches[0]
         batch = sum(len(cache.start) for cache in caches)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmdecode.engine.cache import Reserve
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Kind
 
@@ -86,6 +87,8 @@ class Plan:
         main: Runner of the main branch, for drafters that copy its keys and values; ``None`` during
             prefill, and if a guide runs that branch itself.
         draft_target: Distribution for drafters with ``follows_target``.
+        lease: What a call whose rounds are captured takes from its decoder's
+            `mmdecode.engine.arena.Arena`.
         is_draft: Whether a guide is being applied to a draft model's logits. Guides do not warn
             then: they warn where they are applied to the target model's.
     """
@@ -97,6 +100,7 @@ class Plan:
     drafter_invariant: bool = False
     main: ModelRunner | None = None
     draft_target: DraftTarget = DraftTarget()
+    lease: Any = None
     is_draft: bool = False
 
 
@@ -244,9 +248,19 @@ class Call:
         """Columns of ``rows.ids`` in use per row, ``(B,)``."""
         return self.rows.length + self.prompt_length
 
-    def reserved(self, width: int) -> int:
-        """Slots to reserve after a prompt of ``width`` tokens; 0 where storage may grow."""
-        return width + self.rows.ids.shape[1] - self.prompt_length if self.plan.static_shapes else 0
+    def reserved(self, width: int, more: int = 0) -> Reserve | None:
+        """Storage to reserve for a cache; ``None`` where it may grow.
+
+        Args:
+            width: Slots of the prompt.
+            more: Slots beyond those of the longest text and the nodes of a round.
+        """
+        if not self.plan.static_shapes:
+            return None
+        slots = width + self.rows.ids.shape[1] - self.prompt_length + more
+        return (
+            Reserve(slots) if self.plan.lease is None else Reserve(slots, self.plan.lease.allocate)
+        )
 
     def last(self, count: int) -> Tensor:
         """The last ``count`` ids of each row, ``(B, count)``; clamped at the left edge."""

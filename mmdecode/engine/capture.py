@@ -4,8 +4,8 @@ At small batch a step is bound by kernel launches, not by arithmetic. A round ha
 nodes, and the cache slots that attention covers. On CUDA, for each shape the first round is run as
 usual, the second is captured, and from then on only the proposal is copied in and the graph
 replayed. State that a round leaves to the next must therefore stay at the same address: `Call`,
-caches and drafters change their tensors in place (`Plan.static_shapes`). A graph lives for one
-call.
+caches and drafters change their tensors in place (`Plan.static_shapes`). Graphs, and the storage
+that they read, are kept for later calls of the same shape: see `mmdecode.engine.arena`.
 
 On other devices the model's forward pass is compiled by torch for each shape it meets, which takes
 10 to 40 seconds a shape on a CPU and lasts as long as the process.
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from mmdecode._compat import compiled
 from mmdecode.engine.adapter import Adapter, Mask
-from mmdecode.engine.call import Call
 from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.views import origin
 
@@ -76,9 +75,9 @@ def step(run: Run) -> Callable[[Proposal], RoundResult]:
         return run.round
     reason = host_work(run)
     if reason is None:
-        return Replayed(run.round, run.call)
+        return Replayed(run.round, run)
     warn(f"of each round the scoring alone is captured: {reason}", stacklevel=2)
-    score = Replayed(run.score, run.call)
+    score = Replayed(run.score, run)
     return lambda proposal: run.finish_round(proposal, score(proposal))
 
 
@@ -97,11 +96,19 @@ def host_work(run: Run) -> str | None:
 
 @dataclass
 class Graph(Generic[T]):
-    """Graph of one shape: the proposal that it reads, its output, and the function to replay it."""
+    """Graph of one shape.
+
+    Attributes:
+        inputs: The proposal that it reads.
+        output: What it computes.
+        replay: Function that replays it.
+        function: What was captured, with the objects whose tensors it reads.
+    """
 
     inputs: Proposal
     output: T
     replay: Callable[[], None]
+    function: Callable[[Proposal], T]
 
 
 class Replayed(Generic[T]):
@@ -110,33 +117,33 @@ class Replayed(Generic[T]):
     Args:
         function: Function to capture. A replay overwrites the result of the previous replay of the
             same shape.
-        call: The call; ``call.rows.cur_len`` decides how many slots attention covers.
+        run: The call; ``run.call.rows.cur_len`` decides how many slots attention covers. Its
+            arena keeps the graphs.
     """
 
-    def __init__(self, function: Callable[[Proposal], T], call: Call) -> None:
-        self.function, self.call = function, call
-        self.graphs: dict[Hashable, Graph[T] | None] = {}
-        self.cur_len = 0
-        self.pool: Any = None  # shared: one graph runs at a time
+    def __init__(self, function: Callable[[Proposal], T], run: Run) -> None:
+        self.function, self.run, self.lease = function, run, run.call.plan.lease
+        self.kept = self.lease.take(run, function.__name__)
+        self.ran: set[Hashable] = set()
         self.broken = False
 
     def __call__(self, proposal: Proposal) -> T:
         """Result of the function for ``proposal``."""
-        if self.cur_len != self.call.rows.cur_len:  # rows only grow: the old graphs have no use
-            self.graphs, self.cur_len = {}, self.call.rows.cur_len
-            self.pool = None  # the pool is freed with its graphs
-        key = (proposal.size, proposal.tree)
-        if self.broken or key not in self.graphs:
-            self.graphs[key] = None  # run once: lazy initialisation is not allowed during capture
-            return self.function(proposal)
-        graph = self.graphs[key]
+        key = (self.run.call.rows.cur_len, proposal.size, proposal.tree)
+        graph: Graph[T] | None = self.kept.graphs.get(key)
+        if graph is None and (self.broken or key not in self.ran):
+            self.ran.add(key)  # run once: lazy initialisation is not allowed during capture
+            result = self.function(proposal)
+            self.lease.watch(self.run)
+            return result
         if graph is None:
             try:
-                graph = self.graphs[key] = self._capture(proposal)
+                graph = self.kept.graphs[key] = self._capture(proposal)
             except RuntimeError as error:
                 self.broken = True
                 warn(f"a round could not be captured and is run as usual: {error}", stacklevel=2)
                 return self.function(proposal)
+            self.lease.watch(self.run)
         else:
             for held, new in zip(_tensors(graph.inputs), _tensors(proposal), strict=True):
                 held.copy_(new)
@@ -144,11 +151,12 @@ class Replayed(Generic[T]):
         return graph.output
 
     def _capture(self, proposal: Proposal) -> Graph[T]:
-        inputs = proposal.map(torch.clone)
-        output, replay, self.pool = record(
-            lambda: self.function(inputs), self.call.device, self.pool
+        inputs, kept = proposal.map(torch.clone), self.kept
+        output, replay, kept.pool = record(
+            lambda: self.function(inputs), self.run.call.device, kept.pool
         )
-        return Graph(inputs, output, replay)
+        self.lease.paths["graph captured"] += 1
+        return Graph(inputs, output, replay, self.function)
 
 
 def _tensors(proposal: Proposal) -> list[Tensor]:

@@ -77,22 +77,26 @@ class Rows:
     def part(self, rows: Tensor | None, columns: slice) -> Rows:
         """Returns some columns of some rows ``(G,)``; ``None``: of all rows."""
 
-        def cut(values: Tensor | None, column: slice) -> Tensor | None:
-            if values is None:
-                return None
-            return (values if rows is None else values[rows])[:, column]
+        def cut(values: Tensor) -> Tensor:
+            return (values if rows is None else values[rows])[:, columns]
 
-        carried = self.carried
-        summary = slice(None) if carried is None or carried.shape[1] == 1 else columns
+        def cut_given(values: Tensor | None) -> Tensor | None:
+            return None if values is None else cut(values)
+
         positions = self.positions if rows is None else self.positions[rows]
+        carried = self.carried
+        if carried is not None and carried.shape[1] > 1:
+            carried = cut(carried)
+        elif carried is not None and rows is not None:
+            carried = carried[rows]
         return replace(
             self,
-            embeds=cut(self.embeds, columns),
-            features=cut(self.features, columns),
+            embeds=cut(self.embeds),
+            features=cut(self.features),
             positions=positions[..., columns],
-            kept=cut(self.kept, columns),
-            images=cut(self.images, columns),
-            carried=cut(carried, summary),
+            kept=cut_given(self.kept),
+            images=cut_given(self.images),
+            carried=carried,
         )
 
     def packed(self) -> tuple[Rows, Tensor]:
