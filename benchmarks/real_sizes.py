@@ -5,7 +5,8 @@
 
 Parts: ``prefill`` (memory and time of long prompts, by `size_prefill`), ``sampling`` and
 ``processors`` at large vocabularies, ``host`` (undrafted loops of small models), by `size_steps`,
-``images`` (image tokens, by `size_images`), ``arena`` (what the second call of a shape allocates).
+``images`` (image tokens, by `size_images`), ``arena`` (what the second call of a shape allocates and
+captures, by `size_arena`).
 
 Every row has a bar, and the paths that ran, by the decoder's own counter: a row that ran another
 path than the one it names is missed, whatever its time. Weights are random but for the zoo's.
@@ -23,13 +24,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import size_arena
 import size_images
 import size_prefill
 import size_rows
 import size_steps
 import torch
 from pages import parsed, warn_if_busy, write_page, write_result
-from size_rows import Row, line, row, warning
+from size_rows import Row, line, warning
 
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speed.stopwatch import load, machine
@@ -45,22 +47,6 @@ PARTS = {
     "arena": "The second call of a shape",
 }
 """Headings of the parts."""
-
-
-def arena() -> Iterator[Row]:
-    """Allocations and captures of the second call of a shape, once decoders count them."""
-    for what in ("allocations of cache storage", "captured rounds"):
-        yield row(
-            "arena",
-            "second call of a shape",
-            what,
-            bar=0.0,
-            absolute=True,
-            unit="",
-            reference="",
-            measure=what,
-            note="not implemented: decoders keep no storage between calls and count none",
-        )
 
 
 def rows_of(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
@@ -82,7 +68,7 @@ def rows_of(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
         side = 4 if tiny else 8 if quick else 24
         yield from size_images.images(tiny, repeats, grid=side, **given)
     else:
-        yield from arena()
+        yield from size_arena.rows()
 
 
 def measured(arguments: argparse.Namespace) -> Iterator[list[Row]]:
