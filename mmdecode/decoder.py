@@ -64,8 +64,9 @@ class Decoder:
             same tokens with any drafter and in any batch. With ``fastest``, sampling uses an exact
             rule that accepts more tokens, such as speculative sampling (rejection).
         seed: Seed of the sampling noise; ``None``: drawn per call from torch's global generator.
-        compile: On CUDA, capture decoding rounds in CUDA graphs; elsewhere, compile the forward
-            pass, which takes up to a minute per shape. A part that cannot be captured or compiled
+        compile: On CUDA, capture decoding rounds in CUDA graphs, which are kept, with their
+            storage, for later calls of the same shape; elsewhere, compile the forward pass, which
+            takes up to a minute per shape. A part that cannot be captured or compiled
             runs as usual, with a warning that says why. See `mmdecode.engine.capture`.
         draft_guided: Whether drafters that support it draft from the guided distribution instead
             of the model's; ``None``: only for image tokens. See `docs/guided_drafts.md`.

@@ -241,7 +241,7 @@ class Kept:
     """Storage and graphs of a shape.
 
     Attributes:
-        key: What was known of it before the prompt was read.
+        key: Its key, see `Arena.lease`.
         state: State of the call that captured the graphs, whose addresses they read and write.
         storage: Storage of its caches, in the order in which they were allocated.
         graphs: Graphs by shape of a round; see `mmdecode.engine.capture.Replayed`.
@@ -267,7 +267,7 @@ class Kept:
 
 
 class Lease:
-    """What one call takes from an arena.
+    """Storage and graphs that one call takes from an arena.
 
     Attributes:
         paths: Counts of what was kept and reused; see `mmdecode.engine.stats.Stats`.
@@ -372,7 +372,7 @@ class Arena:
         """A lease for one call, which ends with its context.
 
         Args:
-            key: What is known of the call's shape before its prompt is read.
+            key: Anything that calls of one shape have in common before their prompts are read.
         """
         return Lease(self, key)
 

@@ -87,8 +87,7 @@ class Plan:
         main: Runner of the main branch, for drafters that copy its keys and values; ``None`` during
             prefill, and if a guide runs that branch itself.
         draft_target: Distribution for drafters with ``follows_target``.
-        lease: What a call whose rounds are captured takes from its decoder's
-            `mmdecode.engine.arena.Arena`.
+        lease: The call's `mmdecode.engine.arena.Lease`, for captured rounds.
         is_draft: Whether a guide is being applied to a draft model's logits. Guides do not warn
             then: they warn where they are applied to the target model's.
     """

@@ -100,9 +100,9 @@ class Graph(Generic[T]):
 
     Attributes:
         inputs: The proposal that it reads.
-        output: What it computes.
+        output: Tensors that it computes.
         replay: Function that replays it.
-        function: What was captured, with the objects whose tensors it reads.
+        function: The captured function, with the objects whose tensors it reads.
     """
 
     inputs: Proposal

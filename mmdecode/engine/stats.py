@@ -29,7 +29,10 @@ class Stats:
             ``prefill by rows``; ``prefill in chunks``; ``prefill masked``; ``step unmasked``, of
             one token in rows of equal length; ``step masked``; ``processors at all nodes``;
             ``processors on the host``; ``drafter prefill causal`` and so on, of drafters that read
-            the target's states of the prompt. Replayed rounds are not counted.
+            the target's states of the prompt. Replayed rounds are not counted. With
+            ``compile=True`` on CUDA, also ``graph captured``, ``storage allocated``, tensors of
+            caches, and ``storage reused``, calls that took over an earlier one's storage and
+            graphs.
         unguided: Reasons why drafters that can follow the guide did not; see
             `mmdecode.engine.contracts.DraftSession`.
     """
