@@ -257,6 +257,7 @@ class Decoder:
         # columns after the last token are scratch space for the tokens of a round
         room = asked.max_new_tokens + MAX_NODES + 1
         rows = Rows.of(input_ids, room, pad_id=request.pad_id(config))
+        rows.even = rows.full = not self.compile
         call = Call(request=asked, plan=plan, rows=rows)
         checks.refuse_positions(adapter, call.prompt_length, asked.max_new_tokens)
         checks.refuse_rows(streamer, call.batch)

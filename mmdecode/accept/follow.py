@@ -13,7 +13,7 @@ import torch
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import Outcome
 from mmdecode.engine.noise import Role
-from mmdecode.engine.proposal import Proposal
+from mmdecode.engine.proposal import Proposal, root_depth
 from mmdecode.engine.target_logits import TargetLogits
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def follow(proposal: Proposal, target: TargetLogits, call: Call, choose: Choose)
     if not target.vectorised:
         return _follow_lazily(proposal, target, call, choose)
     if not proposal.size:
-        chosen = choose(target.all(), call.rows.length.new_zeros((1, 1)))
+        chosen = choose(target.all(), root_depth(call.device))
         return Outcome(
             path=proposal.tokens,
             num_accepted=torch.zeros_like(call.rows.length),

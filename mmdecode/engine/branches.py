@@ -29,7 +29,7 @@ from mmdecode.engine.contracts import BranchOutput, BranchRunner, Guide, Require
 from mmdecode.engine.hooks import edit_states, record_states
 from mmdecode.engine.masks import block_mask, slot_positions
 from mmdecode.engine.noise import Noise
-from mmdecode.engine.proposal import Proposal
+from mmdecode.engine.proposal import Proposal, root_depth
 from mmdecode.errors import OptionError
 
 
@@ -133,7 +133,7 @@ class ModelRunner(BranchRunner):
             if len(depths) > 1:
                 depths = depths.repeat(repeat, 1)
                 ancestors = None if ancestors is None else ancestors.repeat(repeat, 1, 1)
-        depths = torch.nn.functional.pad(depths, (1, 0)) if proposal.size else tokens[:1] * 0
+        depths = torch.nn.functional.pad(depths, (1, 0)) if proposal.size else root_depth(call.device)
         # the longest row holds its prompt and all its tokens but the root
         begin = self.width + call.rows.cur_len - 1
         end = begin + tokens.shape[1]
@@ -193,7 +193,7 @@ class ModelRunner(BranchRunner):
         pads, past = self.pads, self._past
         begin = cache.start + offset if offset else cache.start
         if piece is None:
-            cache.open(visible, offset, common)
+            cache.open(visible, offset, common, masked)
         else:
             pads = piece.of(pads)
             begin = torch.full_like(pads, piece.columns.start)
@@ -217,7 +217,9 @@ class ModelRunner(BranchRunner):
             if prompt is not None:
                 states["last"] = adapter.prefill(prompt, mask, positions, past)
             else:
-                states["last"] = self._forward(tokens.clamp_min(0), mask, positions, past)
+                alone = common is not None and tokens.shape[1] == 1  # a token that was committed
+                used = tokens if alone else tokens.clamp_min(0)
+                states["last"] = self._forward(used, mask, positions, past)
         self._means = plan.means if plan else {}
         return states, plan.weights if plan else {}
 

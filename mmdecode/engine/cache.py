@@ -82,6 +82,7 @@ class _Rows:
         self.room = 0  # slots that the storage must hold
         self.piece: Piece | None = None  # tokens of the prompt that the pass reads and writes
         self.common: int | None = None  # slot at which all rows write, if it is the same one
+        self.length = 0  # tokens before the pass, if it has no mask
 
     def write_to(self, count: int) -> Tensor:
         """Slots in which a pass of ``count`` tokens writes, ``(B, 1, count, 1)``."""
@@ -128,16 +129,17 @@ class RaggedLayer(CacheLayerMixin):
         if rows.piece is not None:
             return self._of_piece(rows.piece, key_states, value_states)
         if rows.common is not None:
-            written = slice(rows.common, rows.common + key_states.shape[2])
-            self.keys[:, :, written] = key_states
-            self.values[:, :, written] = value_states
+            written = rows.common, key_states.shape[2]
+            self.keys.narrow(2, *written).copy_(key_states)
+            self.values.narrow(2, *written).copy_(value_states)
         else:
             index = rows.write_to(key_states.shape[2])
             self.keys.scatter_(2, index.expand_as(key_states), key_states)
             self.values.scatter_(2, index.expand_as(value_states), value_states)
         if rows.visible == self.keys.shape[2]:
             return self.keys, self.values
-        return self.keys[:, :, : rows.visible], self.values[:, :, : rows.visible]
+        seen = rows.visible
+        return self.keys.narrow(2, 0, seen), self.values.narrow(2, 0, seen)
 
     def _of_piece(self, piece: Piece, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes a piece of the prompt; returns what its tokens attend to, without the padding."""
@@ -155,13 +157,16 @@ class RaggedLayer(CacheLayerMixin):
         return self.rows.piece is None and self.rows.common is None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Selects the rows ``beam_idx``, also where `get_seq_length` returns 0."""
+        """Selects the rows ``beam_idx``, whatever `get_seq_length` returns."""
         if self.is_initialized:
             self.keys, self.values = self.keys[beam_idx], self.values[beam_idx]
 
     def get_seq_length(self) -> int:
-        """Zero: callers pass positions, and the true length would need a device synchronisation."""
-        return 0
+        """Tokens before a pass without a mask; else zero, since callers pass mask and positions.
+
+        The true length would need a device synchronisation.
+        """
+        return self.rows.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of visible slots, and the index of the first: 0."""
@@ -216,7 +221,9 @@ class RaggedCache(Cache):
         """Write position of each row, ``(B,)``: the number of its committed slots."""
         return self.rows.start
 
-    def open(self, visible: int, offset: int = 0, common: int | None = None) -> None:
+    def open(
+        self, visible: int, offset: int = 0, common: int | None = None, masked: bool = True
+    ) -> None:
         """Sets what the next forward pass reads and writes.
 
         Args:
@@ -224,15 +231,17 @@ class RaggedCache(Cache):
             offset: Distance from ``start`` to the first slot that the pass writes.
             common: Slot at which all active rows begin to write, known on the host; rows that have
                 ended write there too. ``None``: each row writes after its own start.
+            masked: Whether the pass has a mask.
         """
         rows = self.rows
+        rows.length = 0 if masked else common or 0
         rows.visible = rows.room = visible
         rows.offset, rows.slots, rows.piece, rows.common = offset, None, None, common
 
     def open_piece(self, piece: Piece, width: int) -> None:
         """Prepares a pass over a piece of a prompt of ``width`` tokens, padding included."""
         self.rows.visible, self.rows.room = piece.last - piece.seen, width
-        self.rows.piece, self.rows.common = piece, None
+        self.rows.piece, self.rows.common, self.rows.length = piece, None, 0
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:
         """Commits the root of the last pass and ``count - 1`` of its nodes.

@@ -155,7 +155,7 @@ class Rows:
             prompt: Columns of the prompt.
         """
         if self.full and self.even and tokens.shape[1] == 1:
-            self.ids[:, prompt + self.cur_len] = tokens[:, 0]
+            self.ids.narrow(1, prompt + self.cur_len, 1).copy_(tokens)
         else:
             order = torch.arange(tokens.shape[1], device=tokens.device)
             columns = (self.length + prompt)[:, None] + order

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from mmdecode.engine import prefill
 from mmdecode.engine.adapter import MAIN, Adapter, Prompt
 from mmdecode.engine.attention import AttentionEdit
 from mmdecode.engine.capabilities import Part, refuse_near_misses, refuse_other_kinds
@@ -211,9 +212,9 @@ def refuse_memory(adapter: Adapter, prompt: Prompt, passes: Sequence[Pass]) -> N
     Raises:
         InputError: The estimate exceeds the free memory.
     """
-    if prompt.ids.device.type != "cpu":
-        return
     rows, width = prompt.ids.shape
+    if prompt.ids.device.type != "cpu" or width < prefill.LONG:
+        return
     needed = Cost.of(adapter).of_passes(prompt, passes)
     if needed > _SMALL:
         what = f"a prompt of {width} tokens" + (f" in {rows} rows" if rows > 1 else "")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -208,8 +209,16 @@ class Block:
 
     def counts(self) -> Tensor:
         """Counts for `mmdecode.engine.stats.Stats.scored`, ``(B, 4)``."""
+        if self.num_drafted is self.num_accepted:  # there were no nodes
+            return self.count[:, None] * _alone(self.count.device)
         took_part = (self.count > 0).long()
         return torch.stack([took_part, self.num_drafted, self.num_accepted, self.count], 1)
+
+
+@lru_cache(maxsize=8)
+def _alone(device: torch.device) -> Tensor:
+    """Counts of a row that committed one token, without a draft."""
+    return torch.tensor([1, 0, 0, 1], device=device)
 
 
 class DraftSession(Part):

@@ -227,8 +227,7 @@ class Run:
     def sync_vector(self, proposal: Proposal) -> Tensor | list[int]:
         """Active rows, length of the longest and of the shortest active one, nodes in use."""
         rows, most = self.call.rows, self.call.request.max_new_tokens
-        order = torch.arange(1, proposal.size + 1, device=self.call.device)
-        width = (order * (proposal.tokens >= 0)).amax() if proposal.size else None
+        width = proposal.width() if proposal.size else None
         if self.may_read():
             lengths, active = rows.length.tolist(), rows.active.tolist()
             shortest = min((n for n, on in zip(lengths, active, strict=True) if on), default=most)

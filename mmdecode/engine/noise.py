@@ -74,8 +74,7 @@ class Noise:
 
     def __init__(self, seed: int, requests: Tensor) -> None:
         self.seed, self.requests = seed, requests
-        start = torch.full_like(requests, _signed(seed * _GOLDEN + 1))
-        self._rows = _absorb(_mix(start), requests)  # (B,)
+        self._rows: Tensor | None = None  # state of each row, made for the first draw
 
     @classmethod
     def of(cls, seed: int, requests: Iterable[int], device: torch.device | str = "cpu") -> Noise:
@@ -91,6 +90,9 @@ class Noise:
         return torch.Generator().manual_seed(key)
 
     def _state(self, positions: Tensor, role: Role, trial: Tensor | None) -> Tensor:
+        if self._rows is None:
+            start = torch.full_like(self.requests, _signed(self.seed * _GOLDEN + 1))
+            self._rows = _absorb(_mix(start), self.requests)  # (B,)
         state = _absorb(self._rows[:, None], positions)
         state = _absorb(state, int(role))
         return state if trial is None else _absorb(state, trial[:, None] + 1)

@@ -170,6 +170,11 @@ class Proposal:
         """Whether every row is a chain, known without a transfer."""
         return self.tree is not None and self.tree.is_chain
 
+    def width(self) -> Tensor:
+        """Nodes up to the last one in use in any row, ``()``."""
+        order = torch.arange(1, self.size + 1, device=self.tokens.device)
+        return (order * (self.tokens >= 0)).amax()
+
     def narrow(self, nodes: int) -> Proposal:
         """The first ``nodes`` nodes of every row; the others must be unused."""
         if nodes == self.size:
@@ -195,10 +200,21 @@ class Proposal:
         """``parents``, ``depths`` and ``ancestors`` with a batch axis (size 1 when shared)."""
         device = self.tokens.device
         if self.tree is not None:
-            parents, depths, ancestors = self.tree.tensors(device)
-            return parents[None], depths[None], ancestors[None]
+            return _batched(self.tree, device)
         assert self.parents is not None
         return _structure(self.parents)
+
+
+@lru_cache(maxsize=8)
+def root_depth(device: torch.device) -> Tensor:
+    """Depth of a root without nodes: 0, ``(1, 1)``."""
+    return torch.zeros(1, 1, dtype=torch.long, device=device)
+
+
+@lru_cache(maxsize=512)
+def _batched(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    parents, depths, ancestors = tree.tensors(device)
+    return parents[None], depths[None], ancestors[None]
 
 
 @lru_cache(maxsize=64)

@@ -34,6 +34,7 @@ class Stopping:
         self, criteria: StoppingCriteriaList, eos_token_ids: Tensor, max_new_tokens: int
     ) -> None:
         self.eos_token_ids, self.max_new_tokens = eos_token_ids, max_new_tokens
+        self._eos = eos_token_ids if len(eos_token_ids) else eos_token_ids.new_full((1,), -2)
         self.per_call = [c for c in criteria if type(c) is MaxTimeCriteria]
         known = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
         self.others = [c for c in criteria if type(c) not in known]
@@ -51,21 +52,25 @@ class Stopping:
             ends, ``(B,)`` bool.
         """
         size = block.shape[1]
-        order = torch.arange(1, size + 1, device=block.device)
-        if len(self.eos_token_ids) == 1:
-            stop = block == self.eos_token_ids
+        if len(self._eos) == 1:
+            stop = block == self._eos
         else:
             stop = (block[..., None] == self.eos_token_ids).any(-1)
+        order = torch.arange(1, size + 1, device=block.device) if size > 1 else 1
         if call.rows.cur_len + size >= self.max_new_tokens:  # else no row can be that long
             stop |= (call.rows.length[:, None] + order) >= self.max_new_tokens
         if self.others:
             stop |= self._ask(call, block, count)
-        first = torch.where(stop, order, size + 1).amin(1)
-        ended = first <= count
+        if size == 1:
+            ended = stop[:, 0] if call.rows.full else stop[:, 0] & (count > 0)
+        else:
+            first = torch.where(stop, order, size + 1).amin(1)
+            ended = first <= count
+            count = torch.minimum(count, first)
         if self.per_call:
             late = _verdict(self.per_call, call.rows.ids)
             ended = ended | (late & call.rows.active)
-        return torch.minimum(count, first), ended
+        return count, ended
 
     def _ask(self, call: Call, block: Tensor, count: Tensor) -> Tensor:
         stop = torch.zeros_like(block, dtype=torch.bool)

@@ -67,7 +67,8 @@ class TargetLogits:
         """Processed logits, ``(B, N + 1, V)``; only if `vectorised`."""
         assert self.vectorised, "processors of unknown type are run at single rows only"
         if self._all is None:
-            self._all = self._processors.run_all(self._raw, self.nodes)
+            without = not self._processors.processors
+            self._all = self._raw if without else self._processors.run_all(self._raw, self.nodes)
         return self._all
 
     def at(self, rows: Tensor) -> Tensor:

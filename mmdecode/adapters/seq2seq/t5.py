@@ -2,7 +2,7 @@
 
 In transformers the bias is computed as if the tokens of a pass started at cache slot 0. This bias
 is known in advance, so the attention mask, separate for each head, contains the bias of the true
-distances minus that bias.
+distances minus that bias. One token that attends to all slots needs no mask: its slot is known.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mmdecode._compat import attention_implementation
 from mmdecode.adapters.seq2seq.base import EncoderDecoderAdapter, SourcePast
 from mmdecode.engine.adapter import Mask, Prompt
 from mmdecode.engine.masks import distances
@@ -60,7 +61,13 @@ class T5Adapter(EncoderDecoderAdapter):
         """Computes the states after the decoder's final norm."""
         return self._run(tokens, mask, positions - positions[:, :1], past)
 
+    def steps_unmasked(self, visible: int) -> bool:
+        """Whether attention is sdpa; transformers' bias is that of the cache's length then."""
+        return attention_implementation(self.model.config) == "sdpa"
+
     def _run(self, tokens: Tensor, mask: Mask, depths: Tensor, past: SourcePast) -> Tensor:
+        if mask is None:
+            return super().forward(tokens, mask, depths, past)
         assert isinstance(mask, Tensor), "one layer type, one mask"
         distance = self._distance(mask, depths, past)
         mask = mask + self._correction(self._attention[0], distance)
@@ -110,6 +117,8 @@ class UMT5Adapter(T5Adapter):
         return config.tie_word_embeddings
 
     def _run(self, tokens: Tensor, mask: Mask, depths: Tensor, past: SourcePast) -> Tensor:
+        if mask is None:
+            return super()._run(tokens, mask, depths, past)
         assert isinstance(mask, Tensor), "one layer type, one mask"
         distance = self._distance(mask, depths, past)
 
