@@ -45,7 +45,16 @@ _NOT_CAPTURED = {
     "Noise": {"seed"},  # the rows' keys hold it
     "ModelRunner": {"prompts", "paths"},
     "Plan": {"lease"},
-    "_Rows": {"reserved", "offset", "slots", "visible", "room", "piece", "common", "length"},  # of a pass
+    "_Rows": {
+        "reserved",
+        "offset",
+        "slots",
+        "visible",
+        "room",
+        "piece",
+        "common",
+        "length",
+    },  # of a pass
     "Processors": {"paths"},
 }
 """Attributes by class that no captured round reads."""

@@ -133,7 +133,9 @@ class ModelRunner(BranchRunner):
             if len(depths) > 1:
                 depths = depths.repeat(repeat, 1)
                 ancestors = None if ancestors is None else ancestors.repeat(repeat, 1, 1)
-        depths = torch.nn.functional.pad(depths, (1, 0)) if proposal.size else root_depth(call.device)
+        depths = (
+            torch.nn.functional.pad(depths, (1, 0)) if proposal.size else root_depth(call.device)
+        )
         # the longest row holds its prompt and all its tokens but the root
         begin = self.width + call.rows.cur_len - 1
         end = begin + tokens.shape[1]
