@@ -1,12 +1,12 @@
 """Our loop against ``generate`` at the sizes that people run: every speed claim is made here.
 
-    python benchmarks/real_sizes.py --page docs/real_sizes.md       # CPU, hours, nothing else runs
+    python benchmarks/real_sizes.py --page docs/real_sizes.md  # CPU, an hour, nothing else runs
     python benchmarks/real_sizes.py --quick --parts host --only llava
 
 Parts: ``prefill`` (memory and time of long prompts, by `size_prefill`), ``sampling`` and
 ``processors`` at large vocabularies, ``host`` (undrafted loops of small models), by `size_steps`,
-``images`` (image tokens, by `size_images`), ``arena`` (what the second call of a shape allocates and
-captures, by `size_arena`).
+``images`` (image tokens, by `size_images`), ``arena`` (allocations and captures of the second call
+of a shape, by `size_arena`).
 
 Every row has a bar, and the paths that ran, by the decoder's own counter: a row that ran another
 path than the one it names is missed, whatever its time. Weights are random but for the zoo's.
@@ -47,17 +47,20 @@ PARTS = {
     "arena": "The second call of a shape",
 }
 """Headings of the parts."""
+MOST_REPEATS = {"prefill": 3, "sampling": 3, "images": 2}
+"""Repeats of parts whose calls take many seconds each."""
 
 
 def rows_of(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
     """Rows of a part at the current number of threads."""
-    tiny, repeats, quick = arguments.tiny, arguments.repeats, arguments.quick
+    tiny, quick = arguments.tiny, arguments.quick
+    repeats = min(arguments.repeats, MOST_REPEATS.get(part, arguments.repeats))
     batches = arguments.batch_size
     given: dict[str, Any] = {} if batches is None else {"batches": batches}
     if part == "prefill":
         yield from size_prefill.rows(tiny, repeats, arguments.only, arguments.limit_gb)
     elif part == "sampling":
-        yield from size_steps.sampling(tiny, repeats, new=12 if quick else 24, **given)
+        yield from size_steps.sampling(tiny, repeats, **given)
     elif part == "processors":
         yield from size_steps.processors(tiny, repeats, new=24 if quick else 48)
     elif part == "host":
@@ -129,7 +132,7 @@ def main() -> None:
         "--threads", type=int, nargs="+", default=[2, 1], help="the most: all parts"
     )
     parser.add_argument("--batch-size", type=int, nargs="+", help="default: those of each part")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=5, help="at most; long parts take fewer")
     parser.add_argument("--quick", action="store_true", help="two repeats, shorter outputs")
     parser.add_argument("--tiny", action="store_true", help="toys in all parts: tries the script")
     parser.add_argument("--limit-gb", type=float, default=12, help="most memory of a process")

@@ -29,9 +29,13 @@ from mmdecode.train.drafters.recipes import RECIPES, Options
 SCRIPT = Path(__file__).with_name("real_sizes.py")
 UNPADDED = ("prefill causal", "prefill in chunks")
 BY_ROWS = ("prefill by rows", "prefill in chunks")
-CHUNKS = ("prefill in chunks",)
 LEAN = tuple(dict.fromkeys(UNPADDED + BY_ROWS))
 """Paths of a prompt that build no mask of all queries and keys."""
+STEPS = ("step unmasked",)
+"""Path of a token after a prompt that an encoder reads; the decoder's own is one token."""
+READERS = ("drafter prefill causal", "drafter prefill by rows")
+READING = ("eagle", "eagle3", "vispec", "dream", "flash")
+"""Drafters that read the target's states of the whole prompt."""
 DRAFTS = {
     "lookup": "lookup",
     "lookahead": "lookahead",
@@ -93,7 +97,7 @@ def cases(tiny: bool) -> dict[str, Case]:
             partial(models.llama, [long, other], **size), BY_ROWS, beyond=500.0, seconds=0.6
         ),
         "Llama, longest": Case(
-            partial(models.llama, [longest], **size), CHUNKS, beyond=3000.0, alone=True
+            partial(models.llama, [longest], **size), UNPADDED, beyond=3000.0, alone=True
         ),
         "LLaVA": Case(partial(models.llava, 2 * few, side, **size), LEAN, **bars),
         "LLaVA, guided by vcd": Case(
@@ -103,8 +107,11 @@ def cases(tiny: bool) -> dict[str, Case]:
         "Gemma3": Case(
             partial(models.gemma, 2 if tiny else 16, 32 if tiny else 128, **size), LEAN, **bars
         ),
-        "T5": Case(partial(models.t5, 40 if tiny else 2048, **size), LEAN, **bars),
-        **{f"LLaVA, {name}": Case(images, LEAN, draft=name) for name in DRAFTS},
+        "T5": Case(partial(models.t5, 40 if tiny else 2048, **size), STEPS, **bars),
+        **{
+            f"LLaVA, {name}": Case(images, LEAN + READERS * (name in READING), draft=name)
+            for name in DRAFTS
+        },
     }
 
 

@@ -74,15 +74,15 @@ def fell_back(paths: Mapping[str, int] | None, expects: Sequence[str]) -> str:
     Args:
         paths: Counter of paths, by names whose first word is the kind of work; ``None``: the
             decoder has none.
-        expects: Paths that may run, all for the same kind of work.
+        expects: Paths that may run; each kind of work among them has to be counted.
     """
-    if paths is None or not expects:
-        return ""
-    kind = expects[0].split()[0]
-    ran = {name: count for name, count in paths.items() if name.split()[0] == kind and count}
-    if not ran:
-        return f"no {kind} was counted"
-    return ", ".join(name for name in ran if name not in expects)
+    found = []
+    for kind in dict.fromkeys(name.split()[0] for name in expects if paths is not None):
+        ran = [name for name, count in paths.items() if name.split()[0] == kind and count]
+        found += (
+            [name for name in ran if name not in expects] if ran else [f"no {kind} was counted"]
+        )
+    return ", ".join(found)
 
 
 def paths_of(decoder: Any) -> dict[str, int] | None:

@@ -92,7 +92,7 @@ def chain(vocab: int) -> Tensor:
 
 
 def sampling(
-    tiny: bool, repeats: int, batches: Sequence[int] = (1, 8), new: int = 24
+    tiny: bool, repeats: int, batches: Sequence[int] = (1, 8), new: int = 12
 ) -> Iterator[Row]:
     """Sampled steps against ``generate``'s, and sampled passes against greedy ones."""
     for batch in batches:

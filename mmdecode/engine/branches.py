@@ -340,12 +340,7 @@ class ModelRunner(BranchRunner):
         self.adapter, self._forward = adapter, adapter.forward
 
     def fork(self, name: str, reserved: Reserve | None = None) -> ModelRunner:
-        """A runner of one branch after the same prompt, with an empty cache of its own.
-
-        Args:
-            name: The branch.
-            reserved: Storage to reserve; see `RaggedCache`.
-        """
+        """A runner of one branch after the same prompt, with an empty `RaggedCache` of its own."""
         rows = self.rows_of(name)
         spec = next(spec for spec in self.specs if spec.name == name)
         own = ModelRunner(self.adapter, [spec])

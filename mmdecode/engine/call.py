@@ -264,7 +264,7 @@ class Call:
     def last(self, count: int) -> Tensor:
         """The last ``count`` ids of each row, ``(B, count)``; clamped at the left edge."""
         end = self.prompt_length + self.rows.cur_len
-        if self.rows.even and count <= end:  # what inactive rows give is not used
+        if self.rows.even and self.rows.full and count <= end:
             return self.rows.ids[:, end - count : end]
         columns = self.end()[:, None] - count + torch.arange(count, device=self.device)
         return self.rows.ids.gather(1, columns.clamp_min(0))

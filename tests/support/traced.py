@@ -23,4 +23,4 @@ class Traced(Decoder):
 def traced(decoder):
     """The same decoder with a trace; its counters are shared."""
     fields = dataclasses.fields(decoder)
-    return Traced(**{field.name: getattr(decoder, field.name) for field in fields})
+    return Traced(**{one.name: getattr(decoder, one.name) for one in fields if one.init})
