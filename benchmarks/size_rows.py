@@ -25,7 +25,6 @@ from pages import table
 from mmdecode.evaluation.speed.stopwatch import interleaved, load
 
 CPU = torch.device("cpu")
-MB = 1e6
 RAN_OUT = "ran out of memory"
 
 Row = dict[str, Any]
@@ -267,7 +266,7 @@ def tables(result: Mapping[str, Any], name: str, titles: Mapping[str, str]) -> s
     """The generated section of the page.
 
     Args:
-        result: With ``machine``, ``rows`` and ``busy``.
+        result: With ``machine``, ``rows`` and ``warning``.
         name: Name of its file.
         titles: Headings of the parts, in order.
     """

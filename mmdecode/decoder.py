@@ -242,7 +242,8 @@ class Decoder:
             adapter=adapter,
         )
         shape = (input_ids.shape, asked.max_new_tokens, asked.do_sample, kind)
-        lease = self._arena.lease((id(model), *shape, *map(type, processors)))
+        mode = (torch.is_inference_mode_enabled(), torch.is_autocast_enabled())
+        lease = self._arena.lease((id(model), *shape, *mode, *map(type, processors)))
         own = self.draft.needs(adapter)
         needs = own.union(wanted)
         plan = Plan(

@@ -7,6 +7,7 @@ so the second one is up to date when it is used.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NoReturn
 
 import torch
@@ -106,7 +107,7 @@ class FirstOfSession(DraftSession):
         super().__init__(call)
         self.first, self.second = first, second
         self.unguided = first.unguided or second.unguided
-        self.paths = {**first.paths, **second.paths}
+        self.paths = Counter(first.paths) + Counter(second.paths)
 
     def propose(self, budget: int) -> Proposal:
         """Merges both proposals by row; if their trees differ, each row has its own tree."""

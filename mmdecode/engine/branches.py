@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 from warnings import warn
 
 import torch
@@ -47,6 +47,7 @@ class ModelRunner(BranchRunner):
     """
 
     graph_safe = True
+    uncaptured: ClassVar = {"prompts", "paths", "even"}
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ Storage grows in steps (`bucket`); attention covers the visible slots, not the w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +72,10 @@ class Piece(NamedTuple):
 
 class _Rows:
     """Write positions of all layers of one cache, and the slots that the current pass covers."""
+
+    uncaptured: ClassVar = {  # set for each pass
+        *("reserved", "offset", "slots", "visible", "room", "piece", "common", "length")
+    }
 
     def __init__(self, batch: int, device: torch.device, reserved: Reserve | None) -> None:
         self.reserved = reserved

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ class Request:
             repeated: one entry per row; pixels one entry per image, any number of them in a row.
         model_kwargs: The model's arguments as ``generate`` prepared them.
     """
+
+    uncaptured: ClassVar = {"inputs", "model_kwargs"}  # read with the prompt
 
     prompt_ids: Tensor
     prompt_mask: Tensor
@@ -91,6 +93,8 @@ class Plan:
         is_draft: Whether a guide is being applied to a draft model's logits. Guides do not warn
             then: they warn where they are applied to the target model's.
     """
+
+    uncaptured: ClassVar = {"lease"}
 
     adapter: Any = None
     kind: Kind = "deterministic"

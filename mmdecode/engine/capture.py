@@ -102,13 +102,13 @@ class Graph(Generic[T]):
         inputs: The proposal that it reads.
         output: Tensors that it computes.
         replay: Function that replays it.
-        function: The captured function, with the objects whose tensors it reads.
+        alive: Objects whose tensors it reads.
     """
 
     inputs: Proposal
     output: T
     replay: Callable[[], None]
-    function: Callable[[Proposal], T]
+    alive: Any
 
 
 class Replayed(Generic[T]):
@@ -134,15 +134,17 @@ class Replayed(Generic[T]):
         if graph is None and (self.broken or key not in self.ran):
             self.ran.add(key)  # run once: lazy initialisation is not allowed during capture
             result = self.function(proposal)
-            self.lease.watch(self.run)
+            if not self.broken:
+                self.lease.watch(self.run)
             return result
         if graph is None:
             try:
-                graph = self.kept.graphs[key] = self._capture(proposal)
+                graph = self._capture(proposal)
             except RuntimeError as error:
                 self.broken = True
                 warn(f"a round could not be captured and is run as usual: {error}", stacklevel=2)
                 return self.function(proposal)
+            self.kept.add(key, graph)
             self.lease.watch(self.run)
         else:
             for held, new in zip(_tensors(graph.inputs), _tensors(proposal), strict=True):
@@ -156,7 +158,8 @@ class Replayed(Generic[T]):
             lambda: self.function(inputs), self.run.call.device, kept.pool
         )
         self.lease.paths["graph captured"] += 1
-        return Graph(inputs, output, replay, self.function)
+        alive = (proposal.structure(), self.lease.state)
+        return Graph(inputs, output, replay, alive)
 
 
 def _tensors(proposal: Proposal) -> list[Tensor]:

@@ -213,7 +213,7 @@ def refuse_memory(adapter: Adapter, prompt: Prompt, passes: Sequence[Pass]) -> N
         InputError: The estimate exceeds the free memory.
     """
     rows, width = prompt.ids.shape
-    if prompt.ids.device.type != "cpu" or width < prefill.LONG:
+    if prompt.ids.device.type != "cpu" or rows * width < prefill.LONG:
         return
     needed = Cost.of(adapter).of_passes(prompt, passes)
     if needed > _SMALL:

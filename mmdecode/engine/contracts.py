@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -235,6 +235,8 @@ class DraftSession(Part):
             can; ``None``: it does, or there is no guide. Collected in ``Stats.unguided``.
         paths: How its drafter read the prompt; see `mmdecode.engine.stats.Stats`.
     """
+
+    uncaptured: ClassVar = {"paths"}
 
     call: Call
     unguided: str | None = None

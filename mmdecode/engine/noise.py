@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -72,9 +73,11 @@ class Noise:
         requests: One key per row, int64 ``(B,)``; see `request_key`.
     """
 
+    uncaptured: ClassVar = {"seed"}  # the rows' states hold it
+
     def __init__(self, seed: int, requests: Tensor) -> None:
         self.seed, self.requests = seed, requests
-        self._rows: Tensor | None = None  # state of each row, made for the first draw
+        self._made: Tensor | None = None
 
     @classmethod
     def of(cls, seed: int, requests: Iterable[int], device: torch.device | str = "cpu") -> Noise:
@@ -90,10 +93,10 @@ class Noise:
         return torch.Generator().manual_seed(key)
 
     def _state(self, positions: Tensor, role: Role, trial: Tensor | None) -> Tensor:
-        if self._rows is None:
+        if self._made is None:  # for the first draw of a call
             start = torch.full_like(self.requests, _signed(self.seed * _GOLDEN + 1))
-            self._rows = _absorb(_mix(start), self.requests)  # (B,)
-        state = _absorb(self._rows[:, None], positions)
+            self._made = _absorb(_mix(start), self.requests)  # (B,)
+        state = _absorb(self._made[:, None], positions)
         state = _absorb(state, int(role))
         return state if trial is None else _absorb(state, trial[:, None] + 1)
 
@@ -265,4 +268,8 @@ def _largest_of(rows: Tensor, keys: Tensor, possible: Tensor) -> Tensor:
     sums = rows[row, token] + _exact(_upper_bits(key, token[:, None])[:, 0], key, token)
     best = sums.new_full((len(rows),), -torch.inf).scatter_reduce_(0, row, sums, "amax")
     token = token.masked_fill(sums < best[row], last)
-    return torch.full_like(keys, last).scatter_reduce_(0, row, token, "amin")
+    chosen = torch.full_like(keys, last).scatter_reduce_(0, row, token, "amin")
+    without = best == -torch.inf  # of -inf alone, or with a NaN
+    if bool(without.any()):
+        chosen[without] = rows[without].argmax(-1)
+    return chosen

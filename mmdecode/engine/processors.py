@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -51,10 +51,11 @@ def _flat(processor: lp.LogitsProcessor) -> Vectorised:
 
 def _warped(processor: lp.LogitsProcessor, scores: Tensor) -> Tensor:
     """A processor that does not read ids, on scores ``(R, V)``."""
-    partial = _WITHOUT_SORTING.get(type(processor))
-    if partial is not None and scores.shape[-1] >= LARGE and host.may_read(scores.device):
-        return partial(processor, scores)
-    return processor(None, scores)
+    quick = _WITHOUT_SORTING.get(type(processor))
+    if quick is not None and scores.shape[-1] >= LARGE and host.may_read(scores.device):
+        return quick(processor, scores)
+    ids = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
+    return processor(ids, scores)
 
 
 LARGE = 1024
@@ -140,7 +141,7 @@ def written(scores: Tensor, index: Tensor, change: Callable[[Tensor], Tensor]) -
 def repetition_penalty(processor: lp.RepetitionPenaltyLogitsProcessor) -> Vectorised:
     """Penalises the tokens of the prefix, ``prompt_ignore_length`` first ones excepted."""
     left_out = processor.prompt_ignore_length
-    tables = _placed([] if left_out is None else [torch.as_tensor(left_out).view(-1, 1)])
+    tables = _Placed([] if left_out is None else [torch.as_tensor(left_out).view(-1, 1)])
 
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
         (ids, used), path = nodes.committed(), nodes.path_tokens()
@@ -157,7 +158,7 @@ def encoder_repetition_penalty(
     processor: lp.EncoderRepetitionPenaltyLogitsProcessor,
 ) -> Vectorised:
     """Favours the tokens of the encoder's input; the same at every node."""
-    tables = _placed([processor.encoder_input_ids])
+    tables = _Placed([processor.encoder_input_ids])
 
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
         ids = _for_rows(tables(scores.device)[0], len(scores))
@@ -166,10 +167,18 @@ def encoder_repetition_penalty(
     return run
 
 
-def _placed(tensors: Iterable[Tensor]) -> Callable[[torch.device], list[Tensor]]:
-    """Returns a function that gives the tensors on a device, copied there once."""
-    given = list(tensors)
-    return lru_cache(maxsize=4)(lambda device: [tensor.to(device) for tensor in given])
+class _Placed:
+    """Tensors that are copied to a device once."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._given = list(tensors)
+        self._copies: dict[torch.device, list[Tensor]] = {}
+
+    def __call__(self, device: torch.device) -> list[Tensor]:
+        """The tensors on a device."""
+        if device not in self._copies:
+            self._copies[device] = [tensor.to(device) for tensor in self._given]
+        return self._copies[device]
 
 
 def _scaled(processor: lp.LogitsProcessor) -> Callable[[Tensor], Tensor]:
@@ -222,7 +231,7 @@ def encoder_no_repeat_ngram(processor: lp.EncoderNoRepeatNGramLogitsProcessor) -
         len(rows), most, size
     )
 
-    tables = _placed([table])
+    tables = _Placed([table])
 
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
         grams = _for_rows(tables(scores.device)[0], len(scores))[:, None]  # (B, 1, G, n)
@@ -241,7 +250,7 @@ def sequence_bias(processor: lp.SequenceBiasLogitsProcessor) -> Vectorised:
     outside = [t for sequence in processor.sequence_bias for t in sequence]
     largest = max(outside, default=0)
 
-    tables = _placed(
+    tables = _Placed(
         tensor
         for _, group in sorted(groups.items())
         for tensor in (
@@ -274,7 +283,7 @@ def _alone(scores: Tensor, at: Tensor, ids: Tensor) -> Tensor:
 
 def forced_bos(processor: lp.ForcedBOSTokenLogitsProcessor) -> Vectorised:
     """Forces a token after a prefix of one token."""
-    tables = _placed([torch.tensor([processor.bos_token_id])])
+    tables = _Placed([torch.tensor([processor.bos_token_id])])
 
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
         if nodes.call.prompt_length > 1:
@@ -287,7 +296,7 @@ def forced_bos(processor: lp.ForcedBOSTokenLogitsProcessor) -> Vectorised:
 
 def forced_eos(processor: lp.ForcedEOSTokenLogitsProcessor) -> Vectorised:
     """Forces an end token as the last token of the longest text."""
-    tables = _placed([processor.eos_token_id.view(-1)])
+    tables = _Placed([processor.eos_token_id.view(-1)])
 
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
         [ids] = tables(scores.device)
@@ -298,7 +307,7 @@ def forced_eos(processor: lp.ForcedEOSTokenLogitsProcessor) -> Vectorised:
 
 def exponential_decay(processor: lp.ExponentialDecayLengthPenalty) -> Vectorised:
     """Raises the end tokens by a factor that grows with the length."""
-    tables = _placed([processor.eos_token_id.view(-1)])
+    tables = _Placed([processor.eos_token_id.view(-1)])
 
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
         [ids] = tables(scores.device)
@@ -393,6 +402,8 @@ class Processors:
         on_host: Whether one of them needs the host, so that no round is captured whole.
         paths: How often they ran at all nodes, or on the host; see `mmdecode.engine.stats.Stats`.
     """
+
+    uncaptured: ClassVar = {"paths"}
 
     def __init__(
         self, processors: LogitsProcessorList, known: NodeProcessors = MappingProxyType({})

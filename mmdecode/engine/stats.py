@@ -30,8 +30,8 @@ class Stats:
             one token in rows of equal length; ``step masked``; ``processors at all nodes``;
             ``processors on the host``; ``drafter prefill causal`` and so on, of drafters that read
             the target's states of the prompt. Replayed rounds are not counted. With
-            ``compile=True`` on CUDA, also ``graph captured``, ``storage allocated``, tensors of
-            caches, and ``storage reused``, calls that took over an earlier one's storage and
+            ``compile=True`` also ``storage allocated``, tensors of caches, and on CUDA ``graph
+            captured`` and ``storage reused``, calls that took over an earlier one's storage and
             graphs.
         unguided: Reasons why drafters that can follow the guide did not; see
             `mmdecode.engine.contracts.DraftSession`.

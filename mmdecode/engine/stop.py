@@ -7,7 +7,7 @@ others are called prefix by prefix, for the whole batch.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ class Stopping:
         eos_token_ids: Ids that end a row, ``(n,)``; they replace the criteria for end tokens.
         max_new_tokens: Maximum number of generated tokens per row.
     """
+
+    uncaptured: ClassVar = {"per_call", "others"}  # with these, no round is captured whole
 
     def __init__(
         self, criteria: StoppingCriteriaList, eos_token_ids: Tensor, max_new_tokens: int
