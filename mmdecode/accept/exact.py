@@ -59,7 +59,8 @@ class Coupled(AcceptanceRule):
 
     def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
         """Applies the rule to a proposal; see `mmdecode.engine.contracts.AcceptanceRule`."""
-        return follow(proposal, target, call, keyed(call, Role.TARGET))
+        choose = keyed(call, Role.TARGET, deepest=proposal.deepest)
+        return follow(proposal, target, call, choose)
 
 
 class SampleMatch(AcceptanceRule):
@@ -81,6 +82,6 @@ class SampleMatch(AcceptanceRule):
 
     def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
         """Applies the rule to a proposal; see `mmdecode.engine.contracts.AcceptanceRule`."""
-        choose = keyed(call, Role.ACCEPT, trial=call.rows.rounds)
+        choose = keyed(call, Role.ACCEPT, call.rows.rounds, proposal.deepest)
         outcome = follow(proposal, target, call, choose)
         return replace(outcome, choices=None)  # made by noise that decides this round alone

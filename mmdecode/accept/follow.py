@@ -37,7 +37,7 @@ def deepest_path(accepted: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor, 
         order = torch.arange(nodes, device=accepted.device)
         return torch.where(order < count[:, None], order, -1), count, count
     _, depths, ancestors = proposal.structure()
-    deepest = proposal.tree.depth if proposal.tree is not None else nodes
+    deepest = proposal.deepest
     above = ancestors[:, 1:, 1:]
     whole = ~(above & ~accepted[:, None]).any(-1)
     count, end = (whole * depths).max(1)
@@ -60,12 +60,24 @@ def best(scores: Tensor, depths: Tensor) -> Tensor:
     return scores.argmax(-1)
 
 
-def keyed(call: Call, role: Role, trial: Tensor | None = None) -> Choose:
-    """Returns a function that draws Gumbel-max samples with noise that depends on the position."""
+def keyed(
+    call: Call, role: Role, trial: Tensor | None = None, deepest: int | None = None
+) -> Choose:
+    """Returns a function that draws Gumbel-max samples with noise that depends on the position.
+
+    Args:
+        call: The call.
+        role: Purpose of the draws.
+        trial: See `mmdecode.engine.noise.Noise.gumbel`.
+        deepest: Depth of the deepest node, if it is known: nodes of one depth share their draws.
+    """
 
     def choose(scores: Tensor, depths: Tensor) -> Tensor:
-        positions = call.rows.length[:, None] + depths
-        return call.request.noise.sample(scores, positions, role, trial)
+        begin = call.rows.length[:, None]
+        if deepest is None or deepest + 1 >= scores.shape[1]:
+            return call.request.noise.sample(scores, begin + depths, role, trial)
+        order = torch.arange(deepest + 1, device=call.device)
+        return call.request.noise.sample(scores, begin + order, role, trial, depths)
 
     return choose
 

@@ -244,7 +244,8 @@ class RaggedCache(Cache):
 
     def open_piece(self, piece: Piece, width: int) -> None:
         """Prepares a pass over a piece of a prompt of ``width`` tokens, padding included."""
-        self.rows.visible, self.rows.room = piece.last - piece.seen, width
+        # room for the token after the prompt, so that storage need not grow for it
+        self.rows.visible, self.rows.room = piece.last - piece.seen, width + 1
         self.rows.piece, self.rows.common, self.rows.length = piece, None, 0
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:

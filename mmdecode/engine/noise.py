@@ -133,7 +133,12 @@ class Noise:
         return _gumbel(_upper_bits(self._state(positions, role, trial), tokens))
 
     def sample(
-        self, scores: Tensor, positions: Tensor, role: Role, trial: Tensor | None = None
+        self,
+        scores: Tensor,
+        positions: Tensor,
+        role: Role,
+        trial: Tensor | None = None,
+        index: Tensor | None = None,
     ) -> Tensor:
         """Tokens sampled by the Gumbel-max trick: the argmax of scores plus draws, ``(B, Q)``.
 
@@ -143,15 +148,23 @@ class Noise:
 
         Args:
             scores: Unnormalised log-probabilities, float32 ``(B, Q, V)``.
-            positions: See `gumbel`, ``(B or 1, Q)``.
+            positions: See `gumbel`, ``(B or 1, P)``.
             role: Purpose of the draws.
             trial: See `gumbel`.
+            index: Index of each score row's position, ``(B or 1, Q)``, where several rows share
+                one; ``None``: P = Q, in order.
         """
-        state = self._state(positions, role, trial).expand(scores.shape[:-1])
+        shape, vocab = scores.shape[:-1], scores.shape[-1]
+        state = self._state(positions, role, trial)
         if host.may_read(scores.device):
-            return _largest(scores, state)
-        tokens = torch.arange(scores.shape[-1], device=scores.device)
+            if index is not None:
+                state = state.expand(len(scores), -1).gather(1, index.expand(shape))
+            return _largest(scores, state.expand(shape))
+        tokens = torch.arange(vocab, device=scores.device)
         draws = _exact(_upper_bits(state, tokens), state[..., None], tokens)
+        if index is not None:
+            draws = draws.expand(len(scores), -1, -1)
+            draws = draws.gather(1, index.expand(shape)[..., None].expand(-1, -1, vocab))
         return (scores + draws).argmax(-1)
 
     def pairs(self, queries: Tensor, keys: Tensor, layer: int, heads: int) -> Tensor:

@@ -175,6 +175,11 @@ class Proposal:
         order = torch.arange(1, self.size + 1, device=self.tokens.device)
         return (order * (self.tokens >= 0)).amax()
 
+    @property
+    def deepest(self) -> int:
+        """Depth of the deepest node, or more where rows have different trees."""
+        return self.size if self.tree is None else self.tree.depth
+
     def narrow(self, nodes: int) -> Proposal:
         """The first ``nodes`` nodes of every row; the others must be unused."""
         if nodes == self.size:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mmdecode.engine import host
 from mmdecode.engine import noise as noise_module
 from mmdecode.engine.noise import Noise, Role, request_key
 
@@ -163,3 +164,25 @@ def test_upper_bits_are_uniform_and_differ_from_token_to_token():
     for other in (unit.roll(1, -1), unit.roll(1, 0), unit.roll(1, 1), unit.roll(64, -1)):
         both = torch.stack([unit.flatten(), other.flatten()])
         assert abs(float(torch.corrcoef(both)[0, 1])) < 0.005
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["host", "device"])
+def test_rows_of_one_position_share_its_draws(reads, monkeypatch):
+    monkeypatch.setattr(host, "may_read", lambda device: reads)
+    scores = torch.randn(len(POSITIONS), 5, 40, generator=torch.Generator().manual_seed(3))
+    depths = torch.tensor([[0, 1, 1, 2, 2]])
+    begin = POSITIONS[:, :1]
+    apart = NOISE.sample(scores, begin + depths, Role.TARGET)
+    shared = NOISE.sample(scores, begin + torch.arange(3), Role.TARGET, index=depths)
+    assert torch.equal(shared, apart)
+    assert not torch.equal(apart, NOISE.sample(scores, begin + depths * 0, Role.TARGET))
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["host", "device"])
+def test_rows_without_a_finite_score_are_sampled_alike(reads, monkeypatch):
+    monkeypatch.setattr(host, "may_read", lambda device: reads)
+    scores = torch.zeros(1, 3, 9)
+    scores[0, 0] = -torch.inf
+    scores[0, 1, 4] = torch.nan
+    found = Noise.of(7, [1]).sample(scores, torch.tensor([[0, 1, 2]]), Role.TARGET)[0]
+    assert found[:2].tolist() == [0, 4]

@@ -286,7 +286,7 @@ def test_processors_with_the_wrong_prefix_are_caught(mutant, kind, monkeypatch):
 
 def noise_by_round(patch):
     """Another draft, other tokens."""
-    old, new = "Role.TARGET)", "Role.TARGET, trial=call.rows.rounds)"
+    old, new = "Role.TARGET, ", "Role.TARGET, trial=call.rows.rounds, "
     patch.setattr(Coupled, "__call__", edited(Coupled.__call__, old, new))
 
 
