@@ -31,6 +31,8 @@ UNPADDED = ("prefill causal", "prefill in chunks")
 BY_ROWS = ("prefill by rows", "prefill in chunks")
 LEAN = tuple(dict.fromkeys(UNPADDED + BY_ROWS))
 """Paths of a prompt that build no mask of all queries and keys."""
+MASKED = ("prefill masked",)
+"""Path of a prompt that cannot be read otherwise."""
 STEPS = ("step unmasked",)
 """Path of a token after a prompt that an encoder reads; the decoder's own is one token."""
 READERS = ("drafter prefill causal", "drafter prefill by rows")
@@ -105,13 +107,19 @@ def cases(tiny: bool) -> dict[str, Case]:
         ),
         "Qwen2-VL": Case(partial(models.qwen_vl, few, 8 if tiny else 64, **size), LEAN, **bars),
         "Gemma3": Case(
-            partial(models.gemma, 2 if tiny else 16, 32 if tiny else 128, **size), LEAN, **bars
+            partial(models.gemma, 2 if tiny else 16, 32 if tiny else 128, **size),
+            MASKED,
+            note="images are attended to both ways, which takes a mask: the model's own",
+            **bars,
         ),
         "T5": Case(partial(models.t5, 40 if tiny else 2048, **size), STEPS, **bars),
         **{
             f"LLaVA, {name}": Case(images, LEAN + READERS * (name in READING), draft=name)
             for name in DRAFTS
         },
+        "LLaVA, sparse": Case(
+            images, MASKED, draft="sparse", note="reads the attention of the prompt's text"
+        ),
     }
 
 

@@ -144,7 +144,7 @@ class _Walk:
             plain = {key: value for key, value in own.items() if _is_plain(value)}
             attention = getattr(own.get("config"), "_attn_implementation", None)
             state.structure.append((type(inner), plain, attention))
-            hooks = (own["_forward_pre_hooks"], own["_forward_hooks"])
+            hooks = (own.get("_forward_pre_hooks", {}), own.get("_forward_hooks", {}))
             state.objects += [hook for kind in hooks for hook in kind.values()]
             state.objects.append(own.get("forward"))  # some libraries put another one there
         for tensor in _tensors_of(module):
