@@ -36,8 +36,10 @@ MASKED = ("prefill masked",)
 STEPS = ("step unmasked",)
 """Path of a token after a prompt that an encoder reads; the decoder's own is one token."""
 READERS = ("drafter prefill causal", "drafter prefill by rows")
-READING = ("eagle", "eagle3", "vispec", "dream", "flash")
-"""Drafters that read the target's states of the whole prompt."""
+READING = {name: READERS for name in ("eagle", "eagle3", "dream")}
+# these keep a few summaries of each image: a short prompt, with a mask
+READING |= {name: (*READERS, "drafter prefill masked") for name in ("vispec", "flash")}
+"""Paths of drafters that read the target's states of the prompt."""
 DRAFTS = {
     "lookup": "lookup",
     "lookahead": "lookahead",
@@ -114,7 +116,7 @@ def cases(tiny: bool) -> dict[str, Case]:
         ),
         "T5": Case(partial(models.t5, 40 if tiny else 2048, **size), STEPS, **bars),
         **{
-            f"LLaVA, {name}": Case(images, LEAN + READERS * (name in READING), draft=name)
+            f"LLaVA, {name}": Case(images, LEAN + READING.get(name, ()), draft=name)
             for name in DRAFTS
         },
         "LLaVA, sparse": Case(
