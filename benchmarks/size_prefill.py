@@ -36,9 +36,9 @@ MASKED = ("prefill masked",)
 STEPS = ("step unmasked",)
 """Path of a token after a prompt that an encoder reads; the decoder's own is one token."""
 READERS = ("drafter prefill causal", "drafter prefill by rows")
-READING = {name: READERS for name in ("eagle", "eagle3", "dream")}
+READING = dict.fromkeys(("eagle", "eagle3", "dream"), READERS)
 # these keep a few summaries of each image: a short prompt, with a mask
-READING |= {name: (*READERS, "drafter prefill masked") for name in ("vispec", "flash")}
+READING |= dict.fromkeys(("vispec", "flash"), (*READERS, "drafter prefill masked"))
 """Paths of drafters that read the target's states of the prompt."""
 DRAFTS = {
     "lookup": "lookup",
