@@ -68,29 +68,28 @@ def rows_of(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
         if not tiny:
             yield from size_images.zoo(repeats, only=arguments.only, **given)
     elif part == "images":
-        side = 4 if tiny else 8 if quick else 24
+        side = 4 if tiny else min(8, arguments.grid) if quick else arguments.grid
+        given |= {} if arguments.dtype is None else {"dtypes": arguments.dtype}
         yield from size_images.images(tiny, repeats, grid=side, **given)
     else:
         yield from size_arena.rows()
 
 
-def measured(arguments: argparse.Namespace) -> Iterator[list[Row]]:
-    """Rows of each part asked for; small models with each number of threads."""
+def measured(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Rows of the parts asked for; small models with each number of threads."""
     for part in arguments.parts:
-        rows: list[Row] = []
         for threads in arguments.threads if part == "host" else [max(arguments.threads)]:
             torch.set_num_threads(threads)
             print(f"\n{PARTS[part]}, {threads} threads, load {load()}", flush=True)
             for found in rows_of(part, arguments):
                 if arguments.only and arguments.only.lower() not in found["name"].lower():
                     continue
-                rows.append(found)
                 print(line(found), flush=True)
-        yield rows
+                yield found
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures, and writes the result file after each part; the page at the end."""
+    """Measures, and writes the result file after each row; the page at the end."""
     torch.set_num_threads(max(arguments.threads))
     facts = machine(torch.device("cpu"), "float32 where no other is stated")
     facts["threads"] = arguments.threads
@@ -100,8 +99,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     path = arguments.out / f"real-sizes-cpu-torch{version}-{facts['date']}.json"
     settings = {"parts": arguments.parts, "repeats": arguments.repeats, "quick": arguments.quick}
     result = {"machine": facts, "settings": settings, "warning": "", "rows": []}
-    for rows in measured(arguments):
-        result["rows"] += rows
+    for found in measured(arguments):
+        result["rows"].append(found)
         facts["load_at_end"] = load()
         loads = [facts["load_at_end"], *(found["load"] for found in result["rows"])]
         result["warning"] = warning(
@@ -132,6 +131,8 @@ def main() -> None:
         "--threads", type=int, nargs="+", default=[2, 1], help="the most: all parts"
     )
     parser.add_argument("--batch-size", type=int, nargs="+", help="default: those of each part")
+    parser.add_argument("--grid", type=int, default=24, help="side of an image, in tokens")
+    parser.add_argument("--dtype", nargs="+", help="of image models; default: float32, bfloat16")
     parser.add_argument("--repeats", type=int, default=5, help="at most; long parts take fewer")
     parser.add_argument("--quick", action="store_true", help="two repeats, shorter outputs")
     parser.add_argument("--tiny", action="store_true", help="toys in all parts: tries the script")
