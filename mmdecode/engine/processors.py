@@ -122,10 +122,10 @@ def _min_new_tokens(processor: lp.MinNewTokensLengthLogitsProcessor) -> Vectoris
 
 
 def written(scores: Tensor, index: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """A copy of ``scores`` in which the values at some tokens are changed.
+    """Changes the values at some tokens, in place; returns ``scores``.
 
     Args:
-        scores: ``(B, N + 1, V)``.
+        scores: ``(B, N + 1, V)``; a processor that calls this is listed in `OVERWRITING`.
         index: Tokens, ``(B, N + 1, K)``; those outside of ``0 .. V - 1`` are ignored, and a token
             may occur several times.
         change: From values ``(B, N + 1, K)`` to new ones; of each value on its own.
@@ -135,7 +135,7 @@ def written(scores: Tensor, index: Tensor, change: Callable[[Tensor], Tensor]) -
     index = torch.where(inside, index, 0)
     values = scores.gather(-1, index)
     at_zero = ((index == 0) & inside).any(-1, keepdim=True)
-    return scores.scatter(-1, index, torch.where(inside | at_zero, change(values), values))
+    return scores.scatter_(-1, index, torch.where(inside | at_zero, change(values), values))
 
 
 def repetition_penalty(processor: lp.RepetitionPenaltyLogitsProcessor) -> Vectorised:
@@ -200,7 +200,8 @@ def no_repeat_ngram(processor: lp.NoRepeatNGramLogitsProcessor) -> Vectorised:
     size = processor.ngram_size
 
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
-        suffix = nodes.suffix(size - 1)  # (B, N + 1, n - 1)
+        ends = nodes.suffix(size)
+        suffix = ends[..., 1:]  # (B, N + 1, n - 1)
         ids, used = nodes.committed()
         found = []
         if ids.shape[1] >= size:
@@ -210,7 +211,7 @@ def no_repeat_ngram(processor: lp.NoRepeatNGramLogitsProcessor) -> Vectorised:
                 same = same & (windows[:, None, :, at] == suffix[:, :, None, at])
             found.append(torch.where(same, windows[:, None, :, -1], -1))
         # n-grams that end at a node on the path; those that end at the root are committed
-        ends = nodes.suffix(size)[:, 1:]
+        ends = ends[:, 1:]
         whole = (ends >= 0).all(-1)[:, None] & nodes.on_path()
         same = whole & (ends[:, None, :, :-1] == suffix[:, :, None]).all(-1)
         found.append(torch.where(same, ends[:, None, :, -1], -1))
@@ -340,6 +341,16 @@ def watermark(processor: lp.WatermarkLogitsProcessor) -> Vectorised:
 ON_HOST = frozenset({lp.WatermarkLogitsProcessor, lp.TopHLogitsWarper})
 """Types that no captured round can run."""
 
+OVERWRITING = frozenset(
+    {
+        lp.RepetitionPenaltyLogitsProcessor,
+        lp.EncoderRepetitionPenaltyLogitsProcessor,
+        lp.NoRepeatNGramLogitsProcessor,
+        lp.EncoderNoRepeatNGramLogitsProcessor,
+    }
+)
+"""Types whose vectorised form changes the scores in place."""
+
 KNOWN: NodeProcessors = {
     **dict.fromkeys(_PREFIX_FREE, _flat),
     lp.SuppressTokensLogitsProcessor: _suppress,
@@ -412,6 +423,7 @@ class Processors:
         table = {**KNOWN, **known}
         runs = [_vectorised(processor, table) for processor in processors]
         self._runs = [run for run in runs if run is not None]
+        self._overwrites = [type(processor) in OVERWRITING for processor in processors]
         self.vectorised = len(self._runs) == len(runs)
         self.paths: Counter[str] = Counter()
         self.on_host = not self.vectorised or any(type(p) in ON_HOST for p in processors)
@@ -420,6 +432,8 @@ class Processors:
         """Processes the scores of root and nodes at once; only if `vectorised`."""
         if self._runs:
             self.paths["processors at all nodes"] += 1
-        for run in self._runs:
-            scores = run(scores, nodes)
+        given = scores.data_ptr()  # others read them too, and a processor may change nothing
+        for run, overwrites in zip(self._runs, self._overwrites, strict=True):
+            copied = overwrites and scores.data_ptr() == given
+            scores = run(scores.clone() if copied else scores, nodes)
         return scores

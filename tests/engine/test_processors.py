@@ -159,3 +159,24 @@ def test_ids_beyond_the_vocabulary_are_no_generated_tokens():
     call.rows.ids[:, 0] = VOCAB + 3  # an image token of a larger vocabulary
     for name in ("repetition", "no_repeat_1"):
         assert differing(STOCK[name](), call, proposal, logits)[0] == []
+
+
+class Unchanged(lp.LogitsProcessor):
+    """Returns the scores that it is given."""
+
+    prefix_free = True
+
+    def at_nodes(self, scores, nodes):
+        return scores.view_as(scores)
+
+
+@pytest.mark.parametrize("others", [[], [Unchanged()]], ids=["alone", "after one that is idle"])
+def test_scores_that_are_overwritten_are_a_copy(others):
+    call, proposal, logits = case(1)
+    before = logits.clone()
+    penalty = lp.RepetitionPenaltyLogitsProcessor(1.5)
+    found = TargetLogits(
+        logits, call, proposal, Processors(LogitsProcessorList([*others, penalty, penalty]))
+    ).all()
+    assert torch.equal(logits, before)
+    assert not torch.equal(found, before)
