@@ -291,7 +291,7 @@ def noise_by_round(patch):
 
 
 def unkeyed_noise(patch):
-    def sample(self, scores, positions, role, trial=None):
+    def sample(self, scores, positions, role, trial=None, index=None):
         return (scores - (-torch.rand(scores.shape).log()).log()).argmax(-1)
 
     patch.setattr(Noise, "sample", sample)
