@@ -53,10 +53,10 @@ ALIKE = {
     "hydra": lambda: Hydra(hydra_heads(), top_k=2, nodes=5),
     "kangaroo": lambda: Kangaroo(random_adapter("llama"), length=3, confidence_threshold=0.05),
     "lookup": PromptLookup,
+    "sparse": lambda: Sparse(2, length=3),
 }
 """Drafts whose rounds can be captured."""
 UNLIKE = {
-    "sparse": lambda: Sparse(2, length=3),
     "swift": lambda: Swift(length=3, every=1),
     "clasp": lambda: Clasp(length=3),
     "lookahead": Lookahead,
