@@ -64,6 +64,12 @@ def caps_logits(model_class: Any) -> bool:
     return "final_logit_softcapping" in inspect.getsource(model_class.forward)
 
 
+def text_config(model: Any) -> Any:
+    """Returns the config of a model's decoder of text; ``None`` if the model has none."""
+    choose = getattr(getattr(model, "config", None), "get_text_config", None)
+    return None if choose is None else choose(decoder=True)
+
+
 def attention_implementation(config: Any) -> str | None:
     """Returns the attention implementation that a config names, such as ``sdpa``, or ``None``."""
     return getattr(config, "_attn_implementation", None)

@@ -28,6 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from mmdecode._compat import attention_implementation
+
 if TYPE_CHECKING:
     from mmdecode.engine.call import Request
     from mmdecode.engine.loop import Run
@@ -142,7 +144,7 @@ class _Walk:
         for inner in module.modules():
             own = vars(inner)
             plain = {key: value for key, value in own.items() if _is_plain(value)}
-            attention = getattr(own.get("config"), "_attn_implementation", None)
+            attention = attention_implementation(own.get("config"))
             state.structure.append((type(inner), plain, attention))
             hooks = (own.get("_forward_pre_hooks", {}), own.get("_forward_hooks", {}))
             state.objects += [hook for kind in hooks for hook in kind.values()]

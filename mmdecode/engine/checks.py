@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from mmdecode._compat import text_config
 from mmdecode.engine import prefill
 from mmdecode.engine.adapter import MAIN, Adapter, Prompt
 from mmdecode.engine.attention import AttentionEdit
@@ -197,7 +198,7 @@ def warn_beyond_training(adapter: Adapter, length: int, warned: int = 0) -> None
 
 def length_made_for(adapter: Adapter) -> int | None:
     """Tokens of the longest text that a model was made for, from its config."""
-    length = getattr(_text_config(adapter), "max_position_embeddings", None)
+    length = getattr(text_config(adapter.model), "max_position_embeddings", None)
     return length if isinstance(length, int) and length > 0 else None
 
 
@@ -219,12 +220,6 @@ def refuse_memory(adapter: Adapter, prompt: Prompt, passes: Sequence[Pass]) -> N
     if needed > _SMALL:
         what = f"a prompt of {width} tokens" + (f" in {rows} rows" if rows > 1 else "")
         refuse_beyond_memory(needed, what, "shorten it, or give fewer rows at once")
-
-
-def _text_config(adapter: Adapter) -> Any:
-    whole = getattr(adapter.model, "config", None)
-    choose = getattr(whole, "get_text_config", None)
-    return choose(decoder=True) if choose is not None else None
 
 
 _BASES: dict[str, type[Part]] = {

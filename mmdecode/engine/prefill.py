@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmdecode._compat import attention_implementation
+from mmdecode._compat import attention_implementation, text_config
 from mmdecode.engine.adapter import Adapter, BranchSpec, Prompt
 from mmdecode.engine.cache import Piece, bucket
 from mmdecode.engine.encoding import grouped
@@ -78,8 +78,7 @@ class Cost:
     @classmethod
     def of(cls, adapter: Adapter) -> Cost:
         """Estimates for the adapter's model."""
-        choose = getattr(getattr(adapter.model, "config", None), "get_text_config", None)
-        config = None if choose is None else choose(decoder=True)
+        config = text_config(adapter.model)
         itemsize = 4 if config is None else adapter.model.dtype.itemsize
         return cls(config, itemsize, list(adapter.windows.values()))
 
