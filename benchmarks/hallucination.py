@@ -28,7 +28,8 @@ from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import run_script
 from mmdecode.evaluation import YesNoReport
 from mmdecode.evaluation.vision.data import read_questions
-from mmdecode.evaluation.vision.runs import INERT, Recorder, modes_of
+from mmdecode.evaluation.vision.modes import INERT, modes_of
+from mmdecode.evaluation.vision.runs import Recorder
 from mmdecode.runs.console import only_our_output
 from mmdecode.runs.files import run_of
 from mmdecode.vlm.loading import load

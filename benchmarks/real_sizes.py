@@ -3,7 +3,8 @@
     python benchmarks/real_sizes.py --page docs/real_sizes.md  # CPU, an hour, nothing else runs
     python benchmarks/real_sizes.py --quick --parts host --only llava
 
-Parts: ``prefill`` (memory and time of long prompts, by `size_prefill`), ``sampling`` and
+Parts: ``prefill`` (memory and time of long prompts, by `size_prefill`), ``questions`` (several
+about one image, by `size_questions`), ``sampling`` and
 ``processors`` at large vocabularies, ``host`` (undrafted loops of small models), by `size_steps`,
 ``images`` (image tokens, by `size_images`), ``arena`` (allocations and captures of the second call
 of a shape, by `size_arena`).
@@ -27,6 +28,7 @@ from typing import Any
 import size_arena
 import size_images
 import size_prefill
+import size_questions
 import size_rows
 import size_steps
 import torch
@@ -40,6 +42,7 @@ from mmdecode.runs.console import only_our_output
 HERE = Path(__file__).parent
 PARTS = {
     "prefill": "Long prompts",
+    "questions": "Questions about one image",
     "sampling": "Sampling over a large vocabulary",
     "processors": "Processors that read the prefix",
     "host": "Undrafted loops of small models",
@@ -47,18 +50,24 @@ PARTS = {
     "arena": "The second call of a shape",
 }
 """Headings of the parts."""
-MOST_REPEATS = {"prefill": 3, "sampling": 3, "images": 2}
+MOST_REPEATS = {"prefill": 3, "questions": 3, "sampling": 3, "images": 2}
 """Repeats of parts whose calls take many seconds each."""
+LEAST_REPEATS = {"host": 25}
+"""Repeats of parts whose calls take little time, so that single ones say little."""
 
 
 def rows_of(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
     """Rows of a part at the current number of threads."""
     tiny, quick = arguments.tiny, arguments.quick
     repeats = min(arguments.repeats, MOST_REPEATS.get(part, arguments.repeats))
+    if not (tiny or quick):
+        repeats = max(repeats, LEAST_REPEATS.get(part, repeats))
     batches = arguments.batch_size
     given: dict[str, Any] = {} if batches is None else {"batches": batches}
     if part == "prefill":
         yield from size_prefill.rows(tiny, repeats, arguments.only, arguments.limit_gb)
+    elif part == "questions":
+        yield from size_questions.rows(tiny, repeats, arguments.limit_gb)
     elif part == "sampling":
         yield from size_steps.sampling(tiny, repeats, **given)
     elif part == "processors":
@@ -145,6 +154,9 @@ def main() -> None:
     arguments = parsed(parser)
     only_our_output()
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    if arguments.child == size_questions.NAME:
+        size_questions.main(arguments)
+        return
     if arguments.child:
         size_prefill.main(arguments)
         return

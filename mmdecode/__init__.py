@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mmdecode.decoder import Decoder
     from mmdecode.engine.adapter import Adapter
     from mmdecode.engine.contracts import AcceptanceRule, BranchRunner, Drafter, DraftSession, Guide
+    from mmdecode.engine.prompt_cache import PromptCache
     from mmdecode.loading import load
 
 __version__ = "0.1.0.dev0"
@@ -42,6 +43,7 @@ __all__ = [
     "DraftSession",
     "Drafter",
     "Guide",
+    "PromptCache",
     "__version__",
     "accept",
     "adapters",
@@ -67,6 +69,7 @@ _HOME = {
     "DraftSession": "mmdecode.engine.contracts",
     "Drafter": "mmdecode.engine.contracts",
     "Guide": "mmdecode.engine.contracts",
+    "PromptCache": "mmdecode.engine.prompt_cache",
     "attach": "mmdecode.api",
     "generate": "mmdecode.api",
     "load": "mmdecode.loading",

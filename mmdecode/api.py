@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from transformers import StoppingCriteriaList
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.none import NoDraft
+from mmdecode.engine.prompt_cache import PromptCache
 from mmdecode.engine.request import with_stop_strings
 from mmdecode.engine.trace import Round
 from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
@@ -43,6 +45,10 @@ _RAW = (
 )
 
 
+_PIXELS = ("pixel_values", "pixel_values_videos")
+"""Raw inputs that ``generate`` of transformers encodes before a decoder starts, from 5.23 on."""
+
+
 def generate(
     model: Any,
     *args: Any,
@@ -54,6 +60,7 @@ def generate(
     draft_model: Any = None,
     request: Any = None,
     trace: list[list[Round]] | None = None,
+    prompt_cache: PromptCache | None = None,
     **kwargs: Any,
 ) -> Any:
     """Calls ``model.generate`` with a decoder.
@@ -73,6 +80,8 @@ def generate(
         request: One name per row, which seeds its sampling noise; ``None``: a hash of its content.
         trace: A list, to which one list of decoding rounds (drafted and committed tokens) per row
             is appended.
+        prompt_cache: Prefixes of prompts to continue from, and to add to: what prompts have in
+            common up to the end of their images is read once. In text mode only.
         **kwargs: Passed to ``model.generate``.
 
     Returns:
@@ -110,8 +119,12 @@ def generate(
         criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
         kwargs["stopping_criteria"] = with_stop_strings(criteria, stop_strings, tokenizer)
     raw = _raw(model, args, kwargs)
+    if prompt_cache is not None and prompt_cache.max_bytes and _encodes_images(model):
+        # the decoder encodes images that it has not read yet
+        kwargs = {name: value for name, value in kwargs.items() if name not in _PIXELS}
     kwargs |= {
         "custom_generate": decoder,
+        "mm_prompt_cache": prompt_cache,
         "mm_inputs": raw,
         "mm_request": request,
         "mm_model": model,
@@ -119,6 +132,11 @@ def generate(
         "mm_trace": trace,
     }
     return _ended(streamer, functools.partial(model.generate, *args, **kwargs))
+
+
+def _encodes_images(model: Any) -> bool:
+    """Whether ``model.generate`` encodes images before a decoder starts."""
+    return "mm_encoder_outputs" in inspect.signature(model.forward).parameters
 
 
 def _of_config(model: Any, kwargs: dict[str, Any]) -> str | list[str] | None:

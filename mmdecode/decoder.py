@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import DynamicCache, LogitsProcessorList
 from transformers.generation.logits_process import (
     ClassifierFreeGuidanceLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
@@ -30,13 +30,15 @@ from mmdecode.engine import attention, checks, request
 from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.arena import Arena, aliases
 from mmdecode.engine.attention import AttentionEdit
-from mmdecode.engine.branches import runners_of
 from mmdecode.engine.call import Call, DraftTarget, Plan, Rows
 from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide, Requirements
 from mmdecode.engine.loop import Run
 from mmdecode.engine.output import Listener, Recorder, Stream, output
+from mmdecode.engine.past import keep_text
 from mmdecode.engine.processors import Processors, prefix_free
+from mmdecode.engine.prompt_cache import PromptCache
 from mmdecode.engine.proposal import MAX_NODES, Kind
+from mmdecode.engine.runners import main_runner, runners_of
 from mmdecode.engine.stats import Stats
 from mmdecode.engine.stop import Stopping
 from mmdecode.engine.trace import NoTrace, Round, Tracer
@@ -133,6 +135,7 @@ class Decoder:
         mm_model: Any = None,
         mm_adapter: Any = None,
         mm_trace: list[list[Round]] | None = None,
+        mm_prompt_cache: PromptCache | None = None,
         stop_strings: str | list[str] | None = None,
         token_healing: bool | None = None,
         **model_kwargs: Any,
@@ -154,6 +157,8 @@ class Decoder:
             mm_adapter: An adapter to use instead of the registered one. It builds prompts itself,
                 so that ``input_ids`` may be empty, ``(B, 0)``, for example for a model whose output
                 vocabulary is not its input vocabulary.
+            mm_prompt_cache: Prefixes of prompts to continue from, and to add to; see
+                `mmdecode.engine.prompt_cache`.
             mm_trace: A list, to which a list of `mmdecode.engine.trace.Round` per row is appended;
                 each round then waits for the device.
             stop_strings: Texts that end a row; they need ``tokenizer`` of ``generate``.
@@ -188,6 +193,8 @@ class Decoder:
                 mm_model=mm_model,
                 mm_adapter=mm_adapter,
                 trace=mm_trace,
+                prompt_cache=mm_prompt_cache,
+                past=given.get("past_key_values"),
                 streamer=mm_streamer or streamer,
                 greets=mm_streamer is not None,
             )
@@ -209,6 +216,8 @@ class Decoder:
         mm_model: Any,
         mm_adapter: Any,
         trace: list[list[Round]] | None,
+        prompt_cache: PromptCache | None,
+        past: Any,
         streamer: Any,
         greets: bool,
     ) -> Any:
@@ -220,7 +229,8 @@ class Decoder:
         if guide is not None and guide.neutral:
             guide = None
         rule, kind = self.resolve_rule(bool(config.do_sample))
-        if self.compile:  # the arena moves a call's tensors, but never the caller's
+        static = self.compile and not checks.warn_split(model)
+        if static:  # the arena moves a call's tensors, but never the caller's
             input_ids, model_kwargs, mm_inputs = aliases((input_ids, model_kwargs, mm_inputs))
         seed = self.seed
         if seed is None:
@@ -249,16 +259,18 @@ class Decoder:
         plan = Plan(
             adapter=adapter,
             kind=kind,
-            static_shapes=self.compile,
+            static_shapes=static,
             window_mode=own.window_modes.get(kind),
             drafter_invariant=rule.capabilities.drafter_invariant,
             draft_target=self._draft_target(guide, processors, mm_adapter is not None),
             lease=lease,
+            past=checks.continued(model_kwargs.get("past_key_values"), input_ids.shape[1]),
+            prompt_cache=prompt_cache if prompt_cache and prompt_cache.max_bytes else None,
         )
         # columns after the last token are scratch space for the tokens of a round
         room = asked.max_new_tokens + MAX_NODES + 1
         rows = Rows.of(input_ids, room, pad_id=request.pad_id(config))
-        rows.even = rows.full = not self.compile
+        rows.even = rows.full = not static
         call = Call(request=asked, plan=plan, rows=rows)
         checks.refuse_positions(adapter, call.prompt_length, asked.max_new_tokens)
         checks.refuse_rows(streamer, call.batch)
@@ -291,6 +303,10 @@ class Decoder:
         with lease, attention.switched(model) if edited else nullcontext():
             cur_len = run.run()
             found = output(call, config, recorder, cur_len, encoder_decoder)
+            if isinstance(past, DynamicCache) and not encoder_decoder:
+                keep_text(past, main_runner(run.runners), call, cur_len)
+                if config.return_dict_in_generate:
+                    found.past_key_values = past
         stats.ran([lease])
         self.stats.merge(stats)
         checks.warn_beyond_training(adapter, call.prompt_length + cur_len, call.prompt_length)

@@ -1,13 +1,16 @@
 """Every notebook runs from top to bottom, and says what it is committed with."""
 
 import re
+from pathlib import Path
 
 import nbformat
 import pytest
 
 from mmdecode.checkpoints import is_installed
+from mmdecode.evaluation.vision.data import read_questions
+from mmdecode.zoo.scenes import draw_scene, render
 from tests.support.moonshine import NAME, needs_wheel
-from tests.support.notebooks import FOLDER, differences, execute, page
+from tests.support.notebooks import FOLDER, differences, execute, page, texts
 
 WITH_WHEEL = "07_real_speech"
 WITHOUT_IMAGES = {"05_correction_and_fusion", WITH_WHEEL}
@@ -28,6 +31,37 @@ def test_notebook_runs_and_says_what_it_is_committed_with(path, tmp_path):
     if path.stem == WITH_WHEEL and not is_installed(NAME):
         return  # another model has run, which says other words
     assert differences(committed, notebook) == [], "if it is right: make notebooks"
+
+
+@pytest.mark.notebook
+@pytest.mark.filterwarnings("default")
+def test_pope_asks_its_own_questions_about_images_with_cocos_names(tmp_path):
+    """The first cell takes another model, POPE's files and a folder of images."""
+    data = Path(__file__).parent / "data" / "pope"
+    first = read_questions("pope", [str(data)], images=tmp_path, prefix="coco").items
+    names = list(dict.fromkeys(item.image for item in first))[:3]
+    assert names[0].startswith("COCO_val2014_")
+    for seed, name in enumerate(names):
+        render(draw_scene(seed)).save(tmp_path / name)
+    files = sorted(str(path) for path in data.glob("coco_*"))
+    notebook = nbformat.read(FOLDER / "02_pope.ipynb", as_version=4)
+    cell = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    for old, new in (
+        ('DATA = ["zoo"]', f"DATA = {files!r}"),
+        ("IMAGES = None", f"IMAGES = {str(tmp_path)!r}"),
+        ("PICTURES = 12", "PICTURES = 3"),
+    ):
+        assert cell.source.count(old) == 1
+        cell.source = cell.source.replace(old, new)
+    execute(notebook, tmp_path)
+    printed = "".join(
+        text for cell in notebook.cells if cell.cell_type == "code" for _, text in texts(cell)
+    )
+    asked = re.search(r"(\d+) questions about 3 images", printed)
+    counts = re.search(r"'prompt_tokens_read': (\d+), 'prompt_tokens_reused': (\d+)", printed)
+    assert asked and counts and int(asked[1]) >= 3 * 9
+    # the prefixes of the modes that leave the image alone
+    assert int(counts[2]) > 3 * 64 * (int(asked[1]) - 3)
 
 
 def cell(*outputs, tags=()):

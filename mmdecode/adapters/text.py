@@ -125,6 +125,10 @@ class DecoderOnlyAdapter(Adapter):
         embeds = embeds[:, columns] if rows is None else embeds[rows, columns]
         return prompt.narrowed(rows, columns, {_EMBEDS: embeds})
 
+    def prefix(self, prompt: Prompt, rows: Sequence[int], columns: slice) -> Prompt | None:
+        """First tokens of some rows, like any other piece of a prompt read from left to right."""
+        return self.piece(prompt, torch.tensor(rows, device=prompt.ids.device), columns)
+
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """Computes the states of the prompt, from its embeddings if these were given."""
         embeds = prompt.inputs.get(_EMBEDS)

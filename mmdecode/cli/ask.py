@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import TextColumn
 
-from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help, refuse_without
+from mmdecode.cli.flags import (
+    Device,
+    DeviceMap,
+    Dtype,
+    Overwrite,
+    PromptCacheBytes,
+    model_help,
+    refuse_without,
+)
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar, resumable
 from mmdecode.runs.console import console, out, warnings_shown, without_other_bars
@@ -34,7 +42,9 @@ def command(
     context: typer.Context,
     paths: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[IMAGE...]", help="Images, or folders to search for them."),
+        typer.Argument(
+            metavar="[IMAGE...]", help="Images, videos, or folders to search for images."
+        ),
     ] = None,
     questions: Annotated[
         list[str] | None,
@@ -50,7 +60,7 @@ def command(
         typer.Option(
             "--data",
             help="A table of questions (.jsonl, .json, .csv or .tsv) with question, image or "
-            "images, and id.",
+            "images, and id; or with messages, conversations in OpenAI's form.",
         ),
     ] = None,
     images: Annotated[
@@ -88,10 +98,31 @@ def command(
     stream: Annotated[
         bool, typer.Option("--stream", help="Print each answer as it is decoded.")
     ] = False,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Hold a conversation: questions are typed, one a line; /help lists more."
+        ),
+    ] = False,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Questions decoded at once; answers do not depend on it.")
     ] = 8,
+    prompt_cache: PromptCacheBytes = 2**30,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 128,
+    frames: Annotated[
+        int, typer.Option(min=1, help="Frames to read of a video, at equal distances.")
+    ] = 8,
+    fps: Annotated[
+        float | None,
+        typer.Option(help="Frames per second to read of a video, instead of --frames."),
+    ] = None,
+    noise_by: Annotated[
+        str,
+        typer.Option(
+            help="What seeds a question's random numbers: request, or image, with which vcd and "
+            "its kin change an image alike for all questions, and read it once."
+        ),
+    ] = "request",
     sample: Annotated[
         bool, typer.Option("--sample", help="Sample tokens instead of taking the most likely.")
     ] = False,
@@ -103,6 +134,7 @@ def command(
         int, typer.Option(min=0, help="With --sample: number of tokens to sample from; 0: all.")
     ] = 0,
     device: Device = "auto",
+    device_map: DeviceMap = None,
     dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of questions.")] = None,
@@ -122,8 +154,11 @@ def command(
 
       mmdecode ask photos/ -q "What is in the image?" --model llava-1.5-7b --out answers
 
+      mmdecode ask photo.jpg --chat --model llava-1.5-7b
+
       mmdecode ask --data questions.jsonl --model llava-1.5-7b --out answers --resume
     """
+    from mmdecode.cli.conversation import converse
     from mmdecode.errors import OptionError
     from mmdecode.vlm import crashes
     from mmdecode.vlm.answerer import Answerer
@@ -136,6 +171,8 @@ def command(
         refuse_without("--out", ["resume"], context)
     if table is None:
         refuse_without("--data", ["images"], context)
+    if chat and (output or json or table or together or stream):
+        raise OptionError("--chat talks; leave out --out, --json, --data, --together and --stream")
     if stream and (output or json):
         raise OptionError("--stream prints pieces of answers; leave out --out and --json")
     options = AnswerOptions(
@@ -145,10 +182,24 @@ def command(
         top_p=top_p,
         top_k=top_k,
         batch_size=batch_size,
+        prompt_cache=prompt_cache,
+        noise_by=noise_by,
+        frames=frames,
+        fps=fps,
         text_only=text_only,
         margins=bool(output or json),  # a printed answer does not show them
     )
     without_other_bars()
+    if chat:
+        converse(
+            Answerer.from_pretrained(
+                model, draft, guide, accept, device, dtype, seed, device_map=device_map
+            ),
+            _found(paths),
+            questions or [],
+            dataclasses.asdict(options),
+        )
+        return
     if table is None:
         requests = _asked(paths, questions, together, text_only)[:limit]
     elif paths or questions or together:
@@ -167,7 +218,9 @@ def command(
     }
     # what may change an answer; the batch does not
     settings = {**dataclasses.asdict(options), **load}
-    for name in ("batch_size", "margins", "trace", "first_logits"):
+    if noise_by == "request":  # as before there was a choice
+        del settings["noise_by"]
+    for name in ("batch_size", "prompt_cache", "margins", "trace", "first_logits"):
         del settings[name]
     tally = _Tally()
     with warnings_shown("always"), contextlib.ExitStack() as stack:
@@ -197,7 +250,7 @@ def command(
         tally.changed = len(file.changed) if file else 0
         show = _Shown(requests)
         if todo:
-            answerer = Answerer.from_pretrained(**load, device=device)
+            answerer = Answerer.from_pretrained(**load, device=device, device_map=device_map)
             given = dataclasses.asdict(options)
             started = time.perf_counter()
             for answer in (
@@ -239,8 +292,6 @@ def _asked(
 ) -> list[AnswerRequest]:
     """Makes requests from the images and questions on the command line, in order."""
     from mmdecode.errors import OptionError
-    from mmdecode.runs.files import find_files
-    from mmdecode.vlm.images import SUFFIXES
     from mmdecode.vlm.requests import asked_of
 
     if not questions:
@@ -251,9 +302,16 @@ def _asked(
             if paths
             else "no image to ask about; give one, or --text-only for a question without an image"
         )
+    return asked_of(_found(paths), questions, together)
+
+
+def _found(paths: list[str] | None) -> list[str]:
+    """Finds the images that are named on the command line."""
+    from mmdecode.runs.files import find_files
+    from mmdecode.vlm.images import SUFFIXES
+
     with warnings_shown("always"):  # of links that are skipped
-        files = find_files(paths or (), SUFFIXES, "image")
-    return asked_of(files, questions, together)
+        return find_files(paths or (), SUFFIXES, "image")
 
 
 def _with_bar(
@@ -306,8 +364,7 @@ def _pieced(
             failed = Failed.of(InputError(request.problem), MEMORY_HINT)
             yield dataclasses.replace(answer, error=failed.error, kind=failed.kind), failed
             continue
-        name = request.id if request.named else None
-        pieces = answerer.stream(list(request.images), request.text, id=name, **options)
+        pieces = answerer.pieces(request, **options)
         while isinstance(piece := tried(partial(next, pieces, None), MEMORY_HINT), str):
             # rich prints whole lines only where there is no terminal
             out.file.write(piece if text else show.before(answer) + piece.lstrip())

@@ -14,99 +14,55 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help, refuse_without
+from mmdecode.cli.flags import (
+    Device,
+    DeviceMap,
+    Dtype,
+    Overwrite,
+    PromptCacheBytes,
+    refuse_without,
+)
 from mmdecode.cli.output import JsonFlag, emit_json, show_tables
 from mmdecode.cli.progress import answered, progress_bar, resumable, tell_changed
+from mmdecode.cli.vision_flags import (
+    BatchSize,
+    Controls,
+    Data,
+    Guides,
+    Images,
+    Limit,
+    MaxNewTokens,
+    Model,
+    Output,
+    Parser,
+    Part,
+    Redraw,
+    Resamples,
+    Rescore,
+    Resume,
+    Sample,
+    Seed,
+    Seeds,
+    Suffix,
+    Warmup,
+)
 from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from mmdecode.evaluation.report.item_report import ItemReport
     from mmdecode.evaluation.vision.data import Questions
     from mmdecode.evaluation.vision.items import Item
-    from mmdecode.evaluation.vision.runs import Mode, Recorder
+    from mmdecode.evaluation.vision.modes import Mode
+    from mmdecode.evaluation.vision.runs import Recorder
     from mmdecode.vlm.images import ImageSource
 
 READING = ".reading"  # the image that is being read, see mmdecode.runs.crashes
 SHOWN = 5  # failures listed one by one
 RUN_OPTIONS = tuple(
     "data part images split prefix prompt synonyms guide sample seeds controls suffix redraw limit "
-    "batch_size max_new_tokens warmup resume device dtype".split()
+    "batch_size prompt_cache max_new_tokens warmup resume device device_map dtype".split()
 )
 """Parameters of a run; with --rescore they are taken from the earlier run."""
-
-Data = Annotated[
-    list[str] | None,
-    typer.Option(help="Questions: 'zoo' for shipped ones, or a folder or file; see above."),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(help=model_help("A vision-language model", "llava-hf/llava-1.5-7b-hf")),
-]
-Guides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--guide",
-        help="A guide, as name or name:key=value,...; 'mmdecode methods guide' lists "
-        "them. The plain model ('none') is always included. Repeat it for more.",
-    ),
-]
-Images = Annotated[Path | None, typer.Option(help="Folder of the images.")]
-Part = Annotated[
-    str, typer.Option(help="Part of the zoo's sets: development to tune on, test to report.")
-]
-Seeds = Annotated[int, typer.Option(min=1, help="Number of seeds of each sampled mode.")]
-Sample = Annotated[
-    bool | None,
-    typer.Option(
-        "--sample/--greedy",
-        help="Only sample, or only decode greedily; default: both.",
-    ),
-]
-Controls = Annotated[
-    bool,
-    typer.Option(
-        "--controls/--no-controls",
-        help="Also run controls, which a good guide has to beat: plain decoding (greedy and, with "
-        "sampling, sampled), with sampling a plausibility cut alone and a matched temperature; for "
-        "yes/no questions an instruction to answer yes, the flip of answers with a small margin, "
-        "and a constant shift of the margin.",
-    ),
-]
-Suffix = Annotated[
-    str, typer.Option(help="Appended to each question: none, one-word, short, or any other text.")
-]
-Parser = Annotated[
-    str,
-    typer.Option(help="Rule that parses answers: leading, original, vcd, lmms, vlmevalkit or mme."),
-]
-Redraw = Annotated[
-    bool,
-    typer.Option(
-        "--redraw/--no-redraw",
-        help="Sample the yes/no answers of all seeds from the logits of one forward pass, unless "
-        "the guide is random; or decode every seed.",
-    ),
-]
-Limit = Annotated[
-    int | None, typer.Option(min=1, help="Use only this many questions, for a smoke test.")
-]
-BatchSize = Annotated[int, typer.Option(min=1, help="Questions decoded at once.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Untimed runs of each guide's first batch.")]
-Output = Annotated[
-    Path | None,
-    typer.Option("--out", help="Folder for answers, tables, figures and HTML page."),
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue in --out; same settings only.")]
-Rescore = Annotated[
-    Path | None, typer.Option(help="Folder of an earlier run: score its answers again.")
-]
-Resamples = Annotated[int, typer.Option(min=1, help="Number of bootstrap samples.")]
-Seed = Annotated[
-    int, typer.Option(help="First seed of sampling, and seed of guides and of every bootstrap.")
-]
 
 
 def pope(
@@ -131,6 +87,7 @@ def pope(
     redraw: Redraw = True,
     limit: Limit = None,
     batch_size: BatchSize = 8,
+    prompt_cache: PromptCacheBytes = 2**30,
     max_new_tokens: MaxNewTokens = 32,
     warmup: Warmup = 1,
     output: Output = None,
@@ -139,6 +96,7 @@ def pope(
     rescore: Rescore = None,
     resamples: Resamples = 10_000,
     device: Device = "auto",
+    device_map: DeviceMap = None,
     dtype: Dtype = "auto",
     seed: Seed = 0,
     json: JsonFlag = False,
@@ -180,6 +138,7 @@ def chair(
     controls: Controls = True,
     limit: Limit = None,
     batch_size: BatchSize = 8,
+    prompt_cache: PromptCacheBytes = 2**30,
     max_new_tokens: MaxNewTokens = 128,
     warmup: Warmup = 1,
     output: Output = None,
@@ -188,6 +147,7 @@ def chair(
     rescore: Rescore = None,
     resamples: Resamples = 10_000,
     device: Device = "auto",
+    device_map: DeviceMap = None,
     dtype: Dtype = "auto",
     seed: Seed = 0,
     json: JsonFlag = False,
@@ -219,6 +179,7 @@ def mme(
     redraw: Redraw = True,
     limit: Limit = None,
     batch_size: BatchSize = 8,
+    prompt_cache: PromptCacheBytes = 2**30,
     max_new_tokens: MaxNewTokens = 32,
     warmup: Warmup = 1,
     output: Output = None,
@@ -227,6 +188,7 @@ def mme(
     rescore: Rescore = None,
     resamples: Resamples = 10_000,
     device: Device = "auto",
+    device_map: DeviceMap = None,
     dtype: Dtype = "auto",
     seed: Seed = 0,
     json: JsonFlag = False,
@@ -257,6 +219,7 @@ def amber(
     redraw: Redraw = True,
     limit: Limit = None,
     batch_size: BatchSize = 8,
+    prompt_cache: PromptCacheBytes = 2**30,
     max_new_tokens: MaxNewTokens = 32,
     warmup: Warmup = 1,
     output: Output = None,
@@ -265,6 +228,7 @@ def amber(
     rescore: Rescore = None,
     resamples: Resamples = 10_000,
     device: Device = "auto",
+    device_map: DeviceMap = None,
     dtype: Dtype = "auto",
     seed: Seed = 0,
     json: JsonFlag = False,
@@ -297,6 +261,7 @@ def spatial(
     redraw: Redraw = True,
     limit: Limit = None,
     batch_size: BatchSize = 8,
+    prompt_cache: PromptCacheBytes = 2**30,
     max_new_tokens: MaxNewTokens = 32,
     warmup: Warmup = 1,
     output: Output = None,
@@ -305,6 +270,7 @@ def spatial(
     rescore: Rescore = None,
     resamples: Resamples = 10_000,
     device: Device = "auto",
+    device_map: DeviceMap = None,
     dtype: Dtype = "auto",
     seed: Seed = 0,
     json: JsonFlag = False,
@@ -451,9 +417,11 @@ def _run(
     controls: bool,
     limit: int | None,
     batch_size: int,
+    prompt_cache: int,
     max_new_tokens: int,
     warmup: int,
     device: str | None,
+    device_map: str | None,
     dtype: str,
     part: str = "test",
     split: list[str] | None = None,
@@ -467,7 +435,8 @@ def _run(
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.vision.data import read_questions
     from mmdecode.evaluation.vision.items import YesNoItem
-    from mmdecode.evaluation.vision.runs import Recorder, modes_of
+    from mmdecode.evaluation.vision.modes import modes_of
+    from mmdecode.evaluation.vision.runs import Recorder
     from mmdecode.evaluation.vision.tasks.pope import SUFFIXES
     from mmdecode.runs.conditions import surroundings
     from mmdecode.vlm.loading import load
@@ -505,8 +474,16 @@ def _run(
         "warmup": warmup,
     }
     only_our_output()
-    network, processor = load(model, device, dtype)
-    recorder = Recorder(network, processor, questions.items, modes, questions.image, **options)
+    network, processor = load(model, device, dtype, device_map)
+    recorder = Recorder(
+        network,
+        processor,
+        questions.items,
+        modes,
+        questions.image,
+        **options,
+        prompt_cache=prompt_cache,
+    )
     settings = {
         "task": questions.task,
         **surroundings(network),
@@ -535,7 +512,7 @@ def _run(
         rows=rows,
         modes=modes,
         settings=settings,
-        conditions={**settings, "load_average": load_average},
+        conditions={**settings, "load_average": load_average} | recorder.prompt_tokens,
         images=questions.report_images,
         left_out=questions.left_out,
     )
@@ -555,7 +532,7 @@ def _decoded(
     from mmdecode.vlm.crashes import watched
 
     def noted(name: str, source: ImageSource) -> ImageSource:
-        def read() -> Image:
+        def read() -> Any:
             if journal and questions.folder is not None:
                 journal.reading(str(questions.folder / name))
             return source.read()
@@ -588,7 +565,7 @@ def _recorded(folder: Path, task: str) -> _Run:
     from mmdecode.errors import InputError, OptionError
     from mmdecode.evaluation.vision.data import zoo_image
     from mmdecode.evaluation.vision.items import CaptionItem, ChoiceItem, YesNoItem, read_items
-    from mmdecode.evaluation.vision.runs import Mode
+    from mmdecode.evaluation.vision.modes import Mode
     from mmdecode.runs.files import RUN
 
     try:
@@ -616,7 +593,7 @@ def _report(run: _Run, parser: str | None, basis: dict[str, Any]) -> ItemReport[
     """Makes the report of the run's task."""
     from mmdecode.evaluation import CaptionReport, ChoiceReport, YesNoReport
     from mmdecode.evaluation.vision.data import vocabulary_of
-    from mmdecode.evaluation.vision.runs import NONE, comparisons_of
+    from mmdecode.evaluation.vision.modes import NONE, comparisons_of
 
     task = run.settings["task"]
     basis |= {

@@ -45,7 +45,24 @@ Timestamps = Annotated[
     bool, typer.Option("--timestamps/--no-timestamps", help="Let the model predict times.")
 ]
 MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Maximum tokens per window.")]
+PromptCacheBytes = Annotated[
+    int,
+    typer.Option(
+        "--prompt-cache",
+        min=0,
+        metavar="BYTES",
+        help="Memory for prompts, so that what questions about one image have in common is read "
+        "once; 0: off.",
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto (cuda if available), cpu, cuda, cuda:N or mps.")]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(
+        help="Split the model over devices, CPU and disk by accelerate: auto, balanced, "
+        "sequential, or a JSON file of modules and devices."
+    ),
+]
 Dtype = Annotated[
     str,
     typer.Option(

@@ -139,11 +139,14 @@ def _resolved(run: Any) -> Any:
         device = device_of(given["device"])
         kind = dtype_of(given.get("dtype"), model, device)
         shown = str(kind).removeprefix("torch.")
-        given["device"] = str(device)
+        split = given.get("device_map")
+        if split is None or given["device"] != "auto":
+            given["device"] = str(device)
+        where = device if split is None else f"devices by {split}"
         if "dtype" in given:
             given["dtype"] = shown
         if model and os.environ.get("RANK", "0") == "0":
-            print_line(f"model {model} on {device}, {shown}", console)
+            print_line(f"model {model} on {where}, {shown}", console)
         return run(*args, **given)
 
     return resolved

@@ -23,6 +23,7 @@ from torch import Tensor
 from mmdecode.checkpoints import paired
 from mmdecode.draft.growing import Shape, extended, grown_proposal, tree_mask
 from mmdecode.draft.placed import Placed
+from mmdecode.draft.prefixes import read_shared, rows_of_prefixes
 from mmdecode.draft.target import (
     along_path,
     branch_prompt,
@@ -206,11 +207,12 @@ class FeatureSession(DraftSession):
         rows = prompt_rows(self.drafter, call, outputs, self.target.specs)
         rows = replace(rows, features=self.drafter.fuse(rows.features))
         assert rows.kept is not None and rows.images is not None
-        shift = rows.kept.sum(1)  # tokens before the last one
-        whole = rows.kept
+        whole, shift = rows.kept, rows.kept.sum(1)  # tokens before the last one
         rows = self.drafter.prepare(self.visible_rows(rows, prefill))
-        packed = rows.packed() if rows.kept is not whole else (rows, rows.embeds.shape[1] - shift)
-        rows, self._pads = packed
+        found = [one for spec in self.target.specs for one in outputs[spec.name].prefixes]
+        counts = rows_of_prefixes(rows, shift, found, self.drafter.reads_first)
+        pads = rows.embeds.shape[1] - shift
+        rows, self._pads = rows.packed() if rows.kept is not whole else (rows, pads)
         self._carried = None if rows.carried is None else rows.carried[:, -1:]
         self._width = width = rows.embeds.shape[1]
         self._base = shift - width  # from a slot to its position
@@ -219,7 +221,10 @@ class FeatureSession(DraftSession):
         self.cache = RaggedCache(
             self.drafter.cache_layers, len(shift), call.device, call.reserved(width, tree)
         )
-        if width:
+        if width and found:
+            self.paths = {"drafter prefill continued": 1}
+            read_shared(self.drafter, self.cache, self._pads, rows, found, counts, draft.images)
+        elif width:
             self._read(rows)
         self.cache.set_start(torch.full_like(self._pads, width))
 

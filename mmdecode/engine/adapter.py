@@ -209,6 +209,19 @@ class Adapter(Part):
         """
         return None
 
+    def prefix(self, prompt: Prompt, rows: Sequence[int], columns: slice) -> Prompt | None:
+        """First tokens of some rows, up to the end of their images, that are read as a prompt.
+
+        Args:
+            prompt: The prompt.
+            rows: Rows to keep.
+            columns: Columns of these tokens; in these rows none of them is padding.
+
+        Returns:
+            The prefix; ``None``: it depends on what comes after it, or on other rows.
+        """
+        return None
+
     def open(self, cache: Any, prompt: Prompt) -> Any:
         """The model's ``past_key_values`` for a prompt: the engine's cache, or a wrapper of it."""
         return cache

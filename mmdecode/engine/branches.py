@@ -1,4 +1,4 @@
-"""Branches: one model under several conditionings, scored together; and the runners of a call.
+"""Branches: one model under several conditionings, scored together.
 
 All branches of one model and stage are stacked as batch rows, branch by branch, so that a further
 branch costs rows, not kernel launches. Prompts that cannot be read in one pass are read one by one
@@ -13,24 +13,27 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, ClassVar
 from warnings import warn
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
-from mmdecode.engine import capture, prefill
+from mmdecode.engine import capture, prefill, shared_prefill
 from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec, Mask, Prompt
 from mmdecode.engine.attention import AttentionEdit, AttentionPlan, planned
 from mmdecode.engine.cache import Piece, RaggedCache, Reserve, bucket
 from mmdecode.engine.call import Call
-from mmdecode.engine.checks import refuse_closed, refuse_memory, refuse_no_part
-from mmdecode.engine.contracts import BranchOutput, BranchRunner, Guide, Requirements, StateEdit
+from mmdecode.engine.checks import refuse_closed, refuse_memory
+from mmdecode.engine.contracts import BranchOutput, BranchRunner, Requirements, StateEdit
 from mmdecode.engine.hooks import edit_states, record_states
 from mmdecode.engine.masks import block_mask, slot_positions
 from mmdecode.engine.noise import Noise
+from mmdecode.engine.prompt_cache import Found
 from mmdecode.engine.proposal import Proposal, root_depth
-from mmdecode.errors import OptionError
+from mmdecode.errors import IncompatibleError
 
 
 class ModelRunner(BranchRunner):
@@ -44,10 +47,11 @@ class ModelRunner(BranchRunner):
 
     Attributes:
         paths: Number of passes by the way that each took; see `mmdecode.engine.stats.Stats`.
+        prompt_tokens: Tokens of prompts that were ``read``, and ``reused`` from a prompt cache.
     """
 
     graph_safe = True
-    uncaptured: ClassVar = {"prompts", "paths", "even"}
+    uncaptured: ClassVar = {"prompts", "paths", "prompt_tokens", "even"}
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class ModelRunner(BranchRunner):
         part = "a part that reads or edits attention, or reads exits"
         refuse_closed(part, adapter, self.edits, self.needs)
         self.paths: Counter[str] = Counter()
+        self.prompt_tokens: Counter[str] = Counter()
         self.cache: RaggedCache
         self.pads: Tensor
         self._past: Any = None
@@ -85,33 +90,36 @@ class ModelRunner(BranchRunner):
         own = [self.adapter.prompt(call, spec) for spec in self.specs]
         self.prompts = [] if call.plan.draft_target.guide is None else own
         prompts = self.adapter.stack(own)
+        self.width = max(prompt.ids.shape[1] for prompt in prompts)
+        reserved = call.reserved(self.width)
+        # several caches are joined, and the joined one reserves
+        alone = reserved if len(prompts) == 1 else None
+        kept = self.needs.hidden | {"last"} if self.needs.prompt_hidden else frozenset()
         options = {"by_rows": not (self.edits or self._sites), "chunks": not self._sites}
-        planned = [prefill.planned(self.adapter, prompt, **options) for prompt in prompts]
-        for prompt, passes in zip(prompts, planned, strict=True):
-            refuse_memory(self.adapter, prompt, passes)
+        ours = self.adapter is call.plan.adapter and self.specs[0].name == MAIN.name
+        readers = [
+            reader_of(call, self.adapter, prompt, alone, past, **options, layers=kept)
+            for prompt, past in zip_longest(prompts, [call.plan.past] if ours else [])
+        ]
+        for reader in readers:
+            refuse_memory(self.adapter, reader.prompt, reader.passes)
         if call.plan.static_shapes and not capture.available(call.device):
             self._forward = self._compiled()
         read: list[tuple[RaggedCache, Any, Tensor, Tensor | None]] = []
-        result: dict[str, BranchOutput] = {}
-        first = 0
-        self.width = max(prompt.ids.shape[1] for prompt in prompts)
-        reserved = call.reserved(self.width)
-        for prompt, passes in zip(prompts, planned, strict=True):
+        result, first = dict[str, BranchOutput](), 0
+        for prompt, reader in zip(prompts, readers, strict=True):
             rows, width = prompt.ids.shape
-            device = prompt.ids.device
-            # several caches are joined, and the joined one reserves
-            alone = reserved if len(prompts) == 1 else None
-            self.cache = RaggedCache(self.adapter.num_layers, rows, device, alone)
+            self.cache = RaggedCache(self.adapter.num_layers, rows, prompt.ids.device, alone)
             self.pads = width - prompt.mask.sum(1)
             self._past = self.adapter.open(self.cache, prompt)
             here = self.specs[first : first + rows // call.batch]
             self._read_edits(call, earlier, prompt)
-            last, whole, weights = prefill.read(self, prompt, passes, here)
+            found = reader.read(self, here)
             self.cache.set_start(torch.full_like(self.pads, width))
-            result |= self._split(here, last, weights, whole)
+            result |= self._split(here, found.last, found.weights, found.whole, found.prefixes)
             read.append((self.cache, self._past, self.pads, self._images))
             first += len(here)
-        self.even = all(p.ids.shape[1] == self.width and bool(p.mask.all()) for p in prompts)
+        self.even = all(min(reader.lengths) == self.width for reader in readers)
         if len(read) > 1:
             caches, pasts, pads, images = zip(*read, strict=True)
             self.cache = RaggedCache.join(caches, reserved)
@@ -223,6 +231,8 @@ class ModelRunner(BranchRunner):
                 alone = common is not None and tokens.shape[1] == 1  # a token that was committed
                 used = tokens if alone else tokens.clamp_min(0)
                 states["last"] = self._forward(used, mask, positions, past)
+        if states["last"].device != tokens.device:  # a model that is split over devices
+            states = {key: value.to(tokens.device) for key, value in states.items()}
         self._means = plan.means if plan else {}
         return states, plan.weights if plan else {}
 
@@ -371,8 +381,9 @@ class ModelRunner(BranchRunner):
         states: Mapping[int | str, Tensor],
         weights: Mapping[int, Tensor],
         prompt: Mapping[int | str, Tensor],
+        prefixes: Sequence[Found | None] = (),
     ) -> dict[str, BranchOutput]:
-        logits = self.adapter.head(states["last"]).float()
+        logits = self.adapter.head(states["last"]).float().to(self.pads.device)
         exits = {
             layer: self.adapter.head(self.adapter.norm(states[layer])).float()
             for layer in self.needs.early_exit_logits
@@ -389,6 +400,7 @@ class ModelRunner(BranchRunner):
             text_attention=text_attention,
             images=self._images,
             prompt_hidden=prompt,
+            prefixes=prefixes,
         )
         if len(specs) == 1:
             return {specs[0].name: whole}
@@ -397,6 +409,48 @@ class ModelRunner(BranchRunner):
             spec.name: whole.rows(slice(index * batch, (index + 1) * batch))
             for index, spec in enumerate(specs)
         }
+
+
+def reader_of(
+    call: Call,
+    adapter: Adapter,
+    prompt: Prompt,
+    reserved: Reserve | None,
+    past: DynamicCache | None,
+    *,
+    by_rows: bool,
+    chunks: bool,
+    layers: frozenset[int | str],
+) -> prefill.Reader:
+    """The reader of a prompt.
+
+    Args:
+        call: The call.
+        adapter: Adapter of the model.
+        prompt: The prompt.
+        reserved: Storage of the runner's cache, if it cannot grow.
+        past: Cache of transformers that holds the beginning of the first rows; ``None``: none.
+        by_rows: Whether rows may be read apart.
+        chunks: Whether tokens of a row may be read apart.
+        layers: Layers whose hidden states of the whole prompt are needed.
+
+    Raises:
+        IncompatibleError: ``past`` cannot be used, and the images that it holds are not given.
+    """
+    lengths, cache, shared = prompt.mask.sum(1).tolist(), call.plan.prompt_cache, None
+    if (cache is not None or past is not None) and by_rows and chunks:
+        shared = shared_prefill.reader_of(adapter, prompt, lengths, cache, layers, past)
+        if shared is not None and shared.pays(reserved):
+            return shared
+    if past is not None and not prompt.inputs and bool(adapter.spans("image", prompt.ids).any()):
+        raise IncompatibleError.between(
+            "past_key_values",
+            adapter.name,
+            "this call reads the whole prompt again, and its images were not passed",
+            "pass the images of earlier turns too",
+        )
+    passes = prefill.planned(adapter, prompt, lengths, by_rows=by_rows, chunks=chunks)
+    return prefill.Reader(prompt, lengths, passes) if shared is None else shared.keeping(passes)
 
 
 def _columns(chosen: Tensor) -> Tensor:
@@ -415,83 +469,3 @@ def _joined(masks: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(
         [torch.nn.functional.pad(mask, (0, width - mask.shape[1])) for mask in present]
     )
-
-
-def runners_of(
-    adapter: Adapter,
-    guide: Guide | None,
-    needs: Requirements,
-    call: Call,
-    adapter_for: Callable[[Any], Adapter],
-) -> list[BranchRunner]:
-    """Runners of all branches of a call, by stage.
-
-    Within a stage the called model's runner comes first, then those of other models, then those
-    that the guide builds.
-
-    Args:
-        adapter: Adapter of the called model.
-        guide: The guide, which names the branches other than the main one.
-        needs: Internals that the parts need from the called model's passes.
-        call: The call.
-        adapter_for: Finds the adapter of another model.
-
-    Raises:
-        OptionError: Another model has another vocabulary.
-    """
-    groups: dict[tuple[int, int], list[BranchSpec]] = {(1, 0): [MAIN]}
-    built: list[BranchRunner] = []
-    for spec in guide.branches if guide else ():
-        if spec.build is not None:
-            built.append(spec.build(call))
-            refuse_no_part("runner", built[-1])
-        else:
-            groups.setdefault((spec.stage, id(spec.model) if spec.model else 0), []).append(spec)
-    edits = guide.edits if guide else ()
-    runners: list[BranchRunner] = []
-    for (_, other), members in groups.items():
-        part = adapter_for(members[0].model) if other else adapter
-        if other and part.vocab != adapter.vocab:
-            raise OptionError(
-                f"branch {members[0].name!r} has a vocabulary of {part.vocab}, the main model one "
-                f"of {adapter.vocab}; expected the same tokenizer"
-            )
-        runners.append(ModelRunner(part, members, Requirements() if other else needs, edits))
-    return sorted(runners + built, key=lambda runner: runner.stage)
-
-
-def main_output(outputs: Mapping[str, BranchOutput]) -> BranchOutput:
-    """The main branch's output, with those of other branches in `BranchOutput.other_branches`."""
-    others = {name: output for name, output in outputs.items() if name != MAIN.name}
-    return replace(outputs[MAIN.name], other_branches=others) if others else outputs[MAIN.name]
-
-
-def main_runner(runners: Sequence[BranchRunner]) -> ModelRunner | None:
-    """The runner of the main branch; ``None``: a runner that the guide built has it."""
-    ours = [runner for runner in runners if isinstance(runner, ModelRunner)]
-    return next((r for r in ours if MAIN.name in [spec.name for spec in r.specs]), None)
-
-
-def without_replaced(
-    runners: list[BranchRunner], guide: Guide, scores: dict[str, BranchOutput]
-) -> list[BranchRunner]:
-    """The runners for all rounds after prefill: see `BranchSpec.replaces_after_prefill`.
-
-    Args:
-        runners: Runners of the prefill.
-        guide: The guide, which says which branch replaces which.
-        scores: Outputs at the prompt by branch; renamed in place in the same way.
-    """
-    for spec in guide.branches:
-        if spec.replaces_after_prefill is None:
-            continue
-        scores[spec.replaces_after_prefill] = scores.pop(spec.name)
-        kept: list[BranchRunner] = []
-        for runner in runners:
-            if isinstance(runner, ModelRunner):
-                if [other.name for other in runner.specs] == [spec.replaces_after_prefill]:
-                    continue
-                runner.rename(spec.name, spec.replaces_after_prefill)
-            kept.append(runner)
-        runners = kept
-    return runners

@@ -41,6 +41,17 @@ class Reserve(NamedTuple):
     allocate: Callable[[Tensor, tuple[int, ...]], Tensor] = Tensor.new_zeros
 
 
+class Slots(NamedTuple):
+    """Keys and values of some slots of one row and layer, each ``(H, n, D)``."""
+
+    keys: Tensor
+    values: Tensor
+
+    def clone(self) -> Slots:
+        """Copies of both."""
+        return Slots(self.keys.clone(), self.values.clone())
+
+
 class Piece(NamedTuple):
     """Tokens of a prompt that one pass reads: some of its rows, and some of their columns.
 
@@ -137,7 +148,7 @@ class RaggedLayer(CacheLayerMixin):
             self.keys.narrow(2, *written).copy_(key_states)
             self.values.narrow(2, *written).copy_(value_states)
         else:
-            index = rows.write_to(key_states.shape[2])
+            index = rows.write_to(key_states.shape[2]).to(key_states.device)
             self.keys.scatter_(2, index.expand_as(key_states), key_states)
             self.values.scatter_(2, index.expand_as(value_states), value_states)
         if rows.visible == self.keys.shape[2]:
@@ -248,6 +259,28 @@ class RaggedCache(Cache):
         self.rows.visible, self.rows.room = piece.last - piece.seen, width + 1
         self.rows.piece, self.rows.common, self.rows.length = piece, None, 0
 
+    def slots(self, row: int, columns: slice) -> list[Slots | None]:
+        """Views of some slots of a row, by layer; ``None``: a view of the model skips a layer."""
+        return [
+            Slots(layer.keys[row, :, columns], layer.values[row, :, columns])
+            if layer.is_initialized
+            else None
+            for layer in self.layers
+        ]
+
+    def put(self, row: int, first: int, slots: Sequence[Slots | None], count: int) -> None:
+        """Writes the first ``count`` of other slots to a row's slots from ``first`` on.
+
+        The cache was opened for as many slots as it must have room for.
+        """
+        for layer, given in zip(self.layers, slots, strict=True):
+            if given is None:
+                continue
+            if not layer.is_initialized:
+                layer.lazy_initialization(given.keys[None], given.values[None])
+            layer.keys[row, :, first : first + count] = given.keys[:, :count]
+            layer.values[row, :, first : first + count] = given.values[:, :count]
+
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:
         """Commits the root of the last pass and ``count - 1`` of its nodes.
 
@@ -265,10 +298,9 @@ class RaggedCache(Cache):
                 if not layer.is_initialized:
                     continue  # a view of the model skips this layer
                 for states in (layer.keys, layer.values):
-                    moved = source[:, None, :, None].expand(
-                        -1, states.shape[1], -1, states.shape[-1]
-                    )
-                    index = target[:, None, :, None].expand_as(moved)
+                    moved = source[:, None, :, None].to(states.device)
+                    moved = moved.expand(-1, states.shape[1], -1, states.shape[-1])
+                    index = target[:, None, :, None].to(states.device).expand_as(moved)
                     states.scatter_(2, index, states.gather(2, moved))
         self.rows.start += count
 

@@ -20,6 +20,7 @@ from mmdecode.engine.proposal import Kind
 
 if TYPE_CHECKING:
     from mmdecode.engine.branches import ModelRunner
+    from mmdecode.engine.prompt_cache import PromptCache
 
 WindowMode = Literal["redraw", "adaptive", "coupled", "shared"]
 """How the rest of a window is refilled after the first rejection, from the distribution along its
@@ -90,11 +91,13 @@ class Plan:
             prefill, and if a guide runs that branch itself.
         draft_target: Distribution for drafters with ``follows_target``.
         lease: The call's `mmdecode.engine.arena.Lease`, for captured rounds.
+        past: Cache of transformers that holds the beginning of the prompt; ``None``: none.
+        prompt_cache: Prefixes of prompts that were read before; ``None``: prompts are read whole.
         is_draft: Whether a guide is being applied to a draft model's logits. Guides do not warn
             then: they warn where they are applied to the target model's.
     """
 
-    uncaptured: ClassVar = {"lease"}
+    uncaptured: ClassVar = {"lease", "past", "prompt_cache"}
 
     adapter: Any = None
     kind: Kind = "deterministic"
@@ -104,6 +107,8 @@ class Plan:
     main: ModelRunner | None = None
     draft_target: DraftTarget = DraftTarget()
     lease: Any = None
+    past: Any = None
+    prompt_cache: PromptCache | None = None
     is_draft: bool = False
 
 

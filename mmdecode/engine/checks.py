@@ -13,7 +13,8 @@ from warnings import warn
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
 from mmdecode._compat import text_config
 from mmdecode.engine import prefill
@@ -114,21 +115,8 @@ def refuse_inputs(input_ids: Tensor, inputs: Mapping[str, Any], own_prompt: bool
         own_prompt: Whether the adapter makes the prompt, so that ``input_ids`` may be empty.
 
     Raises:
-        IncompatibleError: The prompt is in a cache, or is given as embeddings only.
+        IncompatibleError: The prompt is given as embeddings only.
     """
-    past = inputs.get("past_key_values")
-    if past is not None and not callable(getattr(past, "get_seq_length", None)):
-        raise IncompatibleError(
-            f"past_key_values of type {type(past).__name__} are not supported; leave "
-            "past_key_values out and pass the whole prompt as input_ids"
-        )
-    held = 0 if past is None else _held(past)
-    if held:
-        raise IncompatibleError(
-            f"past_key_values already hold tokens ({held}); a mmdecode decoder has a cache of "
-            "its own and cannot continue from one of transformers: leave past_key_values out and "
-            "pass the whole prompt, earlier turns included, as input_ids"
-        )
     if input_ids.shape[1] == 0 and not own_prompt:
         raise IncompatibleError(
             "the prompt came as inputs_embeds, without ids; drafts, processors and stop rules of a "
@@ -144,13 +132,68 @@ def refuse_inputs(input_ids: Tensor, inputs: Mapping[str, Any], own_prompt: bool
 
 
 def _held(past: Any) -> int:
-    """Number of tokens in a cache of transformers, in any of its parts and layers."""
-    both = ("self_attention_cache", "cross_attention_cache")
-    parts = [getattr(past, name) for name in both if hasattr(past, name)]
-    parts = parts or getattr(past, "layers", None) or [past]
-    if parts == [past]:
-        return int(past.get_seq_length()) if hasattr(past, "get_seq_length") else 0
-    return max(map(_held, parts))
+    """Number of tokens in a cache of transformers; ``None`` and empty caches hold 0."""
+    if past is None:
+        return 0
+    parts = [
+        getattr(past, name, None) for name in ("self_attention_cache", "cross_attention_cache")
+    ]
+    inner = [part for part in parts if part is not None] or getattr(past, "layers", None)
+    if inner:
+        return max(map(_held, inner))
+    return int(past.get_seq_length()) if hasattr(past, "get_seq_length") else 0
+
+
+def continued(past: Any, width: int) -> DynamicCache | None:
+    """Returns the caller's cache if it holds tokens.
+
+    Args:
+        past: The call's ``past_key_values``.
+        width: Columns of the prompt.
+
+    Raises:
+        IncompatibleError: It is no cache, or holds tokens otherwise than a `DynamicCache`, or as
+            many as the prompt has.
+    """
+    hint = (
+        "leave past_key_values out and pass the whole prompt, earlier turns included, as input_ids"
+    )
+    if past is not None and not callable(getattr(past, "get_seq_length", None)):
+        raise IncompatibleError(
+            f"past_key_values of type {type(past).__name__} are not supported; {hint}"
+        )
+    count = _held(past)
+    if not count:
+        return None
+    others = {type(layer).__name__ for layer in getattr(past, "layers", [past])}
+    if not isinstance(past, DynamicCache) or others != {DynamicLayer.__name__}:
+        raise IncompatibleError(
+            f"past_key_values hold tokens ({count}) in layers of type {', '.join(sorted(others))}; "
+            f"only a DynamicCache whose layers hold every token can be continued (DynamicCache() "
+            f"without a config): {hint}"
+        )
+    if count >= width:
+        raise IncompatibleError(
+            f"past_key_values hold {count} tokens, the prompt has {width}; pass the whole text as "
+            "input_ids: what the cache holds, and at least one token after it"
+        )
+    return past
+
+
+def warn_split(model: Any) -> bool:
+    """Returns whether a model is split over devices, CPU or disk; warns that nothing is compiled.
+
+    accelerate moves tensors between its parts in hooks, which cannot be captured.
+    """
+    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(devices) < 2 and "disk" not in devices:
+        return False
+    warn(
+        f"nothing is compiled: {type(model).__name__} is split over {', '.join(sorted(devices))} "
+        "(device_map)",
+        stacklevel=2,
+    )
+    return True
 
 
 def refuse_positions(adapter: Adapter, prompt: int, limit: int) -> None:

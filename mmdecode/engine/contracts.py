@@ -26,6 +26,7 @@ from mmdecode.engine.proposal import Kind, Proposal
 
 if TYPE_CHECKING:
     from mmdecode.engine.attention import AttentionEdit
+    from mmdecode.engine.prompt_cache import Found
     from mmdecode.engine.target_logits import TargetLogits
 
 
@@ -48,6 +49,8 @@ class BranchOutput:
             and ``text_attention``.
         other_branches: Outputs of the guide's other branches, by name. Set only on the main
             branch's output that is passed to the drafter.
+        prefixes: At prefill with a prompt cache, the prefix that each row of the prompt takes, or
+            ``None``.
     """
 
     logits: Tensor
@@ -59,6 +62,7 @@ class BranchOutput:
     images: Tensor | None = None
     prompt_hidden: Mapping[int | str, Tensor] = field(default_factory=dict)
     other_branches: Mapping[str, BranchOutput] = field(default_factory=dict)
+    prefixes: Sequence[Found | None] = ()
 
     def rows(self, rows: slice) -> BranchOutput:
         """The outputs of some rows, without `other_branches`."""
@@ -75,6 +79,7 @@ class BranchOutput:
             text_attention=those(self.text_attention),
             images=None if self.images is None else self.images[rows],
             prompt_hidden=those(self.prompt_hidden),
+            prefixes=self.prefixes[rows],
         )
 
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine import capture, checks, host, window
-from mmdecode.engine.branches import main_output, main_runner, without_replaced
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import (
     AcceptanceRule,
@@ -38,6 +37,7 @@ from mmdecode.engine.contracts import (
 from mmdecode.engine.output import Committed, Listener, TargetScores
 from mmdecode.engine.processors import Processors
 from mmdecode.engine.proposal import MAX_NODES, Proposal, width_bucket
+from mmdecode.engine.runners import main_output, main_runner, without_replaced
 from mmdecode.engine.stats import Stats
 from mmdecode.engine.stop import Stopping
 from mmdecode.engine.target_logits import TargetLogits

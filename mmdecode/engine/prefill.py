@@ -25,6 +25,7 @@ from mmdecode.runs.memory import cache_bytes, pass_bytes
 
 if TYPE_CHECKING:
     from mmdecode.engine.branches import ModelRunner
+    from mmdecode.engine.prompt_cache import Found
 
 LONG = 512
 """Tokens of a prompt from which on it may take several passes. Below, a pass for each length costs
@@ -114,6 +115,13 @@ class Cost:
             count = max(-(-count // 2), LEAST)
         return count
 
+    def part(self, rows: int, tokens: int, seen: int) -> int:
+        """Tokens to read at once, of so many after others, with a mask over ``seen`` slots."""
+        count = tokens
+        while count > LEAST and self.of_pass(rows, count, seen, True) > MASKED:
+            count = max(-(-count // 2), LEAST)
+        return count
+
     def of_passes(self, prompt: Prompt, passes: Sequence[Pass]) -> int:
         """Memory of a prompt's cache and of the largest of its passes."""
         if self.config is None:
@@ -127,21 +135,23 @@ class Cost:
         return cache_bytes(self.config, rows, bucket(width), self.itemsize) + max(needed)
 
 
-def planned(adapter: Adapter, prompt: Prompt, *, by_rows: bool, chunks: bool) -> list[Pass]:
+def planned(
+    adapter: Adapter, prompt: Prompt, lengths: Sequence[int], *, by_rows: bool, chunks: bool
+) -> list[Pass]:
     """The passes that read a prompt.
 
     Args:
         adapter: Adapter of the model.
         prompt: The prompt.
+        lengths: Its tokens per row.
         by_rows: Whether rows may be read apart.
         chunks: Whether tokens of a row may be read apart.
     """
     rows, width = prompt.ids.shape
     cost, whole = Cost.of(adapter), Piece(None, 0, 0, width)
-    padded = not bool(prompt.mask.all())
-    found = None
+    padded, found = min(lengths) < width, None
     if width >= LONG and padded and by_rows:
-        found = _groups(adapter, prompt, prompt.mask.sum(1).tolist(), cost, chunks)
+        found = _groups(adapter, prompt, lengths, cost, chunks)
     elif width >= LONG and not padded and chunks:
         found = _chunked(adapter, prompt, whole, rows, cost)
     if found is not None:
@@ -194,51 +204,74 @@ def _chunked(
     return passes
 
 
-def read(
-    runner: ModelRunner, prompt: Prompt, passes: Sequence[Pass], specs: Sequence[BranchSpec]
-) -> tuple[States, States, Mapping[int, Tensor]]:
-    """Runs the passes of a prompt.
+class Read(NamedTuple):
+    """Result of reading a prompt.
 
-    Args:
-        runner: Runner of the model, with an empty cache.
-        prompt: The prompt.
-        passes: Its passes, as `planned` returns them.
-        specs: Branches of its rows.
-
-    Returns:
-        Hidden states of the last token by layer, ``(R, 1, H)``; of all tokens, ``(R, P, H)``, where
-        parts need them; attention weights by layer, ``(R, heads, 1, P)``, where parts read them.
+    Attributes:
+        last: Hidden states of the last token by layer, ``(R, 1, H)``.
+        whole: Hidden states of all tokens, ``(R, P, H)``, where parts need them.
+        weights: Attention weights by layer, ``(R, heads, 1, P)``, where parts read them.
+        prefixes: Prefix that each row shares with others; see `mmdecode.engine.prompt_cache`.
     """
-    (rows, width), keep = prompt.ids.shape, runner.needs.prompt_hidden
-    last: States = {}
-    whole: States = {}
-    weights: Mapping[int, Tensor] = {}
-    for one in passes:
-        runner.paths[one.path] += 1
-        piece = one.piece or Piece(None, 0, 0, width)
-        depths, _ = chain(one.prompt.ids.shape[1], prompt.ids.device)
-        states, weights = runner.run(
-            one.prompt.ids,
-            depths,
-            one.prompt.prompt_attention,
-            visible=bucket(width) if one.piece is None else piece.last - piece.seen,
-            prompt=one.prompt,
-            specs=specs,
-            piece=one.piece,
-            masked=one.masked,
-        )
-        if piece.columns.stop == width:
-            # copies, so that the states of the whole prompt are freed
-            ends = {key: value[:, -1:] for key, value in states.items()}
-            _put(last, ends, piece.rows, slice(0, 1), (rows, 1))
-        if keep and len(passes) == 1:
-            whole = states
-        elif keep:
-            _put(whole, states, piece.rows, piece.columns, (rows, width))
-    return last, whole, {layer: value[..., :width] for layer, value in weights.items()}
+
+    last: States
+    whole: States
+    weights: Mapping[int, Tensor]
+    prefixes: Sequence[Found | None] = ()
 
 
-def _put(
+@dataclass
+class Reader:
+    """Reads a prompt.
+
+    Attributes:
+        prompt: The prompt.
+        lengths: Its tokens per row, without padding.
+        passes: The passes that read it.
+    """
+
+    prompt: Prompt
+    lengths: Sequence[int]
+    passes: Sequence[Pass]
+
+    def read(self, runner: ModelRunner, specs: Sequence[BranchSpec]) -> Read:
+        """Runs the passes, into the empty cache of a runner.
+
+        Args:
+            runner: Runner of the model.
+            specs: Branches of the prompt's rows.
+        """
+        runner.prompt_tokens["read"] += sum(self.lengths)
+        (rows, width), keep = self.prompt.ids.shape, runner.needs.prompt_hidden
+        last, whole = dict[int | str, Tensor](), dict[int | str, Tensor]()
+        weights: Mapping[int, Tensor] = {}
+        for one in self.passes:
+            piece = one.piece or Piece(None, 0, 0, width)
+            states, weights = run(runner, one, specs, width)
+            if piece.columns.stop == width:
+                # copies, so that the states of the whole prompt are freed
+                ends = {key: value[:, -1:] for key, value in states.items()}
+                put(last, ends, piece.rows, slice(0, 1), (rows, 1))
+            if keep and len(self.passes) == 1:
+                whole = states
+            elif keep:
+                put(whole, states, piece.rows, piece.columns, (rows, width))
+        return Read(last, whole, {layer: value[..., :width] for layer, value in weights.items()})
+
+
+def run(
+    runner: ModelRunner, one: Pass, specs: Sequence[BranchSpec], width: int
+) -> tuple[States, Mapping[int, Tensor]]:
+    """Runs one pass over a prompt of ``width`` columns; see `ModelRunner.run`."""
+    runner.paths[one.path] += 1
+    ids, piece = one.prompt.ids, one.piece
+    block = (chain(ids.shape[1], ids.device)[0], one.prompt.prompt_attention)
+    visible = bucket(width) if piece is None else piece.last - piece.seen
+    where: Any = {"specs": specs, "piece": piece, "masked": one.masked}
+    return runner.run(ids, *block, visible=visible, prompt=one.prompt, **where)
+
+
+def put(
     into: States, states: States, rows: Tensor | None, columns: slice, shape: tuple[int, int]
 ) -> None:
     """Writes states of a pass into those of ``shape`` rows and columns; others stay 0."""

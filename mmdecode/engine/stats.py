@@ -33,6 +33,8 @@ class Stats:
             ``compile=True`` also ``storage allocated``, tensors of caches, and on CUDA ``graph
             captured`` and ``storage reused``, calls that took over an earlier one's storage and
             graphs.
+        prompt_tokens: Tokens of prompts, padding not counted, over all branches: ``read``, and
+            ``reused`` from a prompt cache.
         unguided: Reasons why drafters that can follow the guide did not; see
             `mmdecode.engine.contracts.DraftSession`.
     """
@@ -55,6 +57,7 @@ class Stats:
             self.calls += call.calls
             self.passes += call.passes
             self.paths.update(call.paths)
+            self.prompt_tokens.update(call.prompt_tokens)
             self.unguided |= call.unguided
             if self._first and call._first and self._first[0].device != call._first[0].device:
                 self._reduce()
@@ -71,6 +74,7 @@ class Stats:
         """Back to zero."""
         self.calls = self.passes = 0
         self.paths: Counter[str] = Counter()
+        self.prompt_tokens: Counter[str] = Counter()
         self.unguided: set[str] = set()
         self._first: list[Tensor] = []
         self._rounds: list[Tensor] = []
@@ -92,6 +96,7 @@ class Stats:
         for part in parts:
             if part is not None:
                 self.paths.update(part.paths)
+                self.prompt_tokens.update(getattr(part, "prompt_tokens", ()))
 
     def prefilled(self, counts: Tensor) -> None:
         """Counts round 0 of a call, which needs no scoring pass; see `scored`."""
@@ -180,6 +185,8 @@ class Stats:
         """All counters and rates, as plain numbers."""
         return {
             "calls": self.calls,
+            "prompt_tokens": self.prompt_tokens["read"],
+            "prompt_tokens_reused": self.prompt_tokens["reused"],
             "tokens": self.tokens,
             "passes": self.passes,
             "row_passes": self.rounds,

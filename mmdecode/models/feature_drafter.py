@@ -109,6 +109,10 @@ class Rows:
         width = int(count.max())
         # a stable sort puts rows that are left out first and keeps the order of the rest
         order = self.kept.long().argsort(dim=1, stable=True)[:, self.kept.shape[1] - width :]
+        return self.gathered(order), width - count
+
+    def gathered(self, order: Tensor) -> Rows:
+        """Returns the rows ``order (B, Q)``, which are numbered along the second axis."""
 
         def moved(rows: Tensor) -> Tensor:
             return rows.gather(1, order[..., None].expand(-1, -1, rows.shape[-1]))
@@ -118,16 +122,15 @@ class Rows:
         carried = self.carried
         if carried is not None and carried.shape[1] > 1:
             carried = moved(carried)
-        packed = replace(
+        return replace(
             self,
             embeds=moved(self.embeds),
             features=moved(self.features),
             positions=positions.gather(-1, index),
-            kept=self.kept.gather(1, order),
-            images=self.images.gather(1, order),
+            kept=None if self.kept is None else self.kept.gather(1, order),
+            images=None if self.images is None else self.images.gather(1, order),
             carried=carried,
         )
-        return packed, width - count
 
 
 class Rotary:

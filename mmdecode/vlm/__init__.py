@@ -5,10 +5,11 @@ questions into model inputs.
 """
 
 from mmdecode.vlm.answerer import Answerer
+from mmdecode.vlm.chat import Chat
 from mmdecode.vlm.images import read_image
 from mmdecode.vlm.options import AnswerOptions
 from mmdecode.vlm.questions import Question
 from mmdecode.vlm.requests import AnswerRequest
 from mmdecode.vlm.results import Answer
 
-__all__ = ["Answer", "AnswerOptions", "AnswerRequest", "Answerer", "Question", "read_image"]
+__all__ = ["Answer", "AnswerOptions", "AnswerRequest", "Answerer", "Chat", "Question", "read_image"]

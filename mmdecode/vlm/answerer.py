@@ -20,6 +20,7 @@ from mmdecode.api import generate
 from mmdecode.checkpoints import trusting_as_asked
 from mmdecode.decoder import Decoder
 from mmdecode.engine.checks import length_made_for
+from mmdecode.engine.prompt_cache import PromptCache
 from mmdecode.engine.request import token_ids
 from mmdecode.engine.trace import Round
 from mmdecode.errors import InputError, UnsupportedModelError
@@ -27,9 +28,10 @@ from mmdecode.guide.answers import yes_no_ids, yes_no_margin
 from mmdecode.model_names import full_name
 from mmdecode.runs.failures import OnError, collected
 from mmdecode.runs.items import Failed, Watch, each, tried
+from mmdecode.vlm.chat import Chat
 from mmdecode.vlm.loading import load
 from mmdecode.vlm.options import AnswerOptions, make_options
-from mmdecode.vlm.questions import Prompts, Question, noise_name
+from mmdecode.vlm.questions import Prompts, Question, noise_name, noise_of_images
 from mmdecode.vlm.requests import AnswerRequest, is_list, requests_of
 from mmdecode.vlm.results import Answer, failed_answer
 
@@ -57,6 +59,7 @@ class Answerer:
 
     Attributes:
         max_positions: Maximum total tokens of a prompt and its answer; ``None``: no known limit.
+        prompt_cache: Prompts that questions about one image continue.
         made_for: The model's ``max_position_embeddings``, in tokens; ``None``: not in its config.
 
     Raises:
@@ -67,6 +70,7 @@ class Answerer:
         self.model, self.processor = model.eval(), processor
         self.decoder = decoder or Decoder(seed=0)
         self.prompts = Prompts(model, processor)
+        self.prompt_cache = PromptCache()
         self._ends = set(token_ids(model.generation_config.eos_token_id))
         self.max_positions: int | None = None
         self.made_for: int | None = None
@@ -87,6 +91,7 @@ class Answerer:
         dtype: str | torch.dtype | None = None,
         seed: int = 0,
         *,
+        device_map: str | Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
     ) -> Answerer:
         """Loads a model and builds its decoder.
@@ -99,6 +104,7 @@ class Answerer:
             device: Device of the model; ``None``: CUDA if available, else the CPU.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
             seed: Seed of the random numbers that sampling uses.
+            device_map: Splits the model over devices, CPU and disk; see `mmdecode.vlm.loading`.
             trust_remote_code: Run Python files that come with the model; read them first.
 
         Raises:
@@ -107,7 +113,7 @@ class Answerer:
             UnsupportedModelError: The checkpoint is no vision-language model.
         """
         name = full_name(str(model_id))
-        model, processor = load(name, device, dtype)
+        model, processor = load(name, device, dtype, device_map)
         at_hand = {"target": model, "model_id": name}
         if isinstance(draft, str):
             draft = registry.create("draft", draft, **at_hand)
@@ -177,9 +183,10 @@ class Answerer:
         self, requests: Sequence[AnswerRequest], settings: AnswerOptions, watch: Watch
     ) -> Iterator[tuple[Answer, Failed | None]]:
         lengths = [tried(partial(self._length, request), MEMORY_HINT) for request in requests]
-        ordered = sorted(zip(requests, lengths, strict=True), key=lambda one: _size(one[1]))
+        asked = [*zip(requests, lengths, strict=True)]
+        ordered = _by_image(asked) if settings.prompt_cache else _by_length(asked)
         for batch in _batches(ordered, settings.batch_size):
-            asked: list[tuple[AnswerRequest, Question]] = []
+            readable: list[tuple[AnswerRequest, Question]] = []
             for request, length in batch:
                 question = (
                     length
@@ -189,9 +196,9 @@ class Answerer:
                 if isinstance(question, Failed):
                     yield failed_answer(request, question), question
                 else:
-                    asked.append((request, question))
+                    readable.append((request, question))
             for (request, _), found in each(
-                asked,
+                readable,
                 partial(self._batch, settings=settings),
                 hint=MEMORY_HINT,
                 name=lambda one: one[0].id,
@@ -207,7 +214,8 @@ class Answerer:
         """Returns the number of images and the number of text tokens of a question."""
         if request.problem is not None:
             raise InputError(request.problem)
-        return len(request.images), len(self.processor.tokenizer.tokenize(request.text))
+        texts = [*(turn.text for turn in request.history), request.text]
+        return len(request.images), sum(len(self.processor.tokenizer.tokenize(t)) for t in texts)
 
     def _question(self, request: AnswerRequest, tokens: int, settings: AnswerOptions) -> Question:
         """Reads the images of a request.
@@ -215,10 +223,24 @@ class Answerer:
         Raises:
             InputError: An image cannot be read, or the question cannot be asked.
         """
-        images = [source.read() for source in request.images]
-        question = self.prompts.question(request.text, images, text_only=settings.text_only)
+        images = [
+            source.read(settings.frames, settings.fps) if source.video else source.read()
+            for source in request.images
+        ]
+        question = self.prompts.question(
+            request.text, images, text_only=settings.text_only, history=request.history
+        )
         self._refuse_beyond(tokens, settings)  # before a batch is built from it
         return question
+
+    def chat(self, system: str | None = None, **options: Any) -> Chat:
+        """Begins a conversation; see `mmdecode.vlm.Chat`.
+
+        Args:
+            system: A message of the system before the first turn; ``None``: none.
+            **options: Fields of `AnswerOptions` of all turns.
+        """
+        return Chat(self, system, **options)
 
     def stream(
         self, image: Any, question: str, *, id: str | None = None, **options: Any
@@ -236,12 +258,19 @@ class Answerer:
             InputError: An image cannot be read, or the question has another number of placeholders
                 than images.
         """
+        [request] = requests_of([image], question, None if id is None else [id])
+        yield from self.pieces(request, **options)
+
+    def pieces(self, request: AnswerRequest, **options: Any) -> Iterator[str]:
+        """Yields the answer to a request in pieces; see `stream`.
+
+        Raises:
+            InputError: The request cannot be answered.
+        """
         from transformers import StoppingCriteriaList, TextIteratorStreamer
 
         settings = make_options(options)
-        [request] = requests_of([image], question, None if id is None else [id])
-        images = [source.read() for source in request.images]
-        asked = self.prompts.question(question, images, text_only=settings.text_only)
+        asked = self._question(request, self._length(request)[1], settings)
         inputs = self._inputs([asked], settings)
         streamer = TextIteratorStreamer(
             self.processor.tokenizer,
@@ -291,6 +320,7 @@ class Answerer:
                 index=request.index,
                 images=tuple(source.name for source in request.images),
                 question=request.text,
+                history=request.history,
                 text=self._text(row["token_ids"]),
                 prompt=self.prompts.prompt(question),
                 seconds=seconds,
@@ -342,14 +372,18 @@ class Answerer:
         """Decodes a batch; returns each row's tokens, margins, logits and trace as requested."""
         asked = settings.margins and all(yes_no_ids(self.processor.tokenizer))
         names = None
-        if settings.do_sample:
+        if settings.noise_by == "image":
+            names = [noise_of_images(question) for question in questions]
+        elif settings.do_sample:
             names = [noise_name(*pair) for pair in zip(requests, questions, strict=True)]
         given: dict[str, Any] = {**inputs, **settings.generation(), **options}
+        self.prompt_cache.max_bytes = settings.prompt_cache
         rounds: list[list[Round]] = []
         output = generate(
             self.model,
             decoder=self.decoder,
             request=names,
+            prompt_cache=self.prompt_cache,
             mm_inputs={"questions": list(questions)},
             return_dict_in_generate=True,
             output_logits=asked,
@@ -382,15 +416,31 @@ class Answerer:
         return decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
 
 
+_Sized = tuple[AnswerRequest, tuple[int, int] | Failed]
+"""A request with its number of images and of text tokens, or why it has none."""
+
+
 def _size(length: tuple[int, int] | Failed) -> tuple[int, int]:
     return (0, 0) if isinstance(length, Failed) else length
 
 
-def _batches(
-    ordered: Sequence[tuple[AnswerRequest, tuple[int, int] | Failed]], size: int
-) -> Iterator[list[tuple[AnswerRequest, tuple[int, int] | Failed]]]:
+def _by_length(asked: Sequence[_Sized]) -> list[_Sized]:
+    """Questions of similar length next to each other."""
+    return sorted(asked, key=lambda one: _size(one[1]))
+
+
+def _by_image(asked: Sequence[_Sized]) -> list[_Sized]:
+    """Questions about the same images next to each other; these, and others, by length."""
+    groups: dict[Any, list[_Sized]] = {}
+    for request, length in _by_length(asked):
+        images = tuple(image.identity or image.name for image in request.images)
+        groups.setdefault(images or request.index, []).append((request, length))
+    return [one for group in groups.values() for one in group]
+
+
+def _batches(ordered: Sequence[_Sized], size: int) -> Iterator[list[_Sized]]:
     """Yields batches; a question much longer than the first of its batch begins a new batch."""
-    batch: list[tuple[AnswerRequest, tuple[int, int] | Failed]] = []
+    batch: list[_Sized] = []
     for one in ordered:
         longest = _LONGER * (_size(batch[0][1])[1] + _LONGER) if batch else math.inf
         if len(batch) == size or _size(one[1])[1] > longest:

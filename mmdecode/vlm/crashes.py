@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmdecode.runs.crashes import InFlight, read_apart
 from mmdecode.vlm.images import ImageSource
@@ -11,12 +11,14 @@ from mmdecode.vlm.images import ImageSource
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from mmdecode.vlm.videos import Video
+
 READ = """
 import sys
 from mmdecode.errors import MMDecodeError
-from mmdecode.vlm.images import read_image
+from mmdecode.vlm.images import image_source
 try:
-    read_image(sys.argv[1])
+    image_source(sys.argv[1], "").read()
 except MMDecodeError:
     pass
 """
@@ -35,11 +37,11 @@ def watched(source: ImageSource, journal: InFlight, *, code: str = READ) -> Imag
         code: Program that the subprocess runs.
     """
 
-    def read() -> Image:
+    def read(*how: Any) -> Image | Video:
         if source.name in journal.suspects:
             read_apart(code, source.name, "convert it with another program")
         with journal.reading(source.name):
-            image = source.read()
+            image = source.read(*how)
         journal.cleared(source.name)
         return image
 

@@ -19,7 +19,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ import numpy as np
 
 from mmdecode.errors import InputError, MissingExtraError
 from mmdecode.runs.inputs import content_of, refuse_address
+from mmdecode.vlm.videos import Video, is_video, read_video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -63,11 +64,16 @@ class ImageSource:
 
     Attributes:
         name: Name for users: the path, or ``image 2``.
-        read: Reads the image; may be called more than once.
+        read: Reads the image; may be called more than once. For a video it takes the number of
+            frames and the frames per second, see `mmdecode.vlm.videos.read_video`.
+        identity: Equal for sources of one image; ``None``: its name.
+        video: Whether it is a video.
     """
 
     name: str
-    read: Callable[[], Image]
+    read: Callable[..., Image | Video]
+    identity: Hashable = None
+    video: bool = False
 
 
 def image_source(item: Any, name: str) -> ImageSource:
@@ -82,7 +88,10 @@ def image_source(item: Any, name: str) -> ImageSource:
         return item
     if isinstance(item, (str, os.PathLike)):
         name = os.fspath(item)
-    return ImageSource(name, partial(read_image, item, name))
+        if is_video(name):
+            return ImageSource(name, partial(read_video, name), video=True)
+        return ImageSource(name, partial(read_image, item, name))
+    return ImageSource(name, partial(read_image, item, name), id(item))
 
 
 def read_image(item: Any, name: str | None = None) -> Image:
@@ -118,8 +127,13 @@ def read_image(item: Any, name: str | None = None) -> Image:
         raise InputError(f"{name}: {error}") from error
 
 
-def digest(image: Image) -> str:
-    """Returns a hash of an image's pixels, size and mode, independent of the file format."""
+def digest(image: Image | Video) -> str:
+    """Returns a hash of an image's pixels, size and mode, independent of the file format.
+
+    A video is hashed by the frames that are read, and their times.
+    """
+    if isinstance(image, Video):
+        return " ".join([*map(digest, image.frames), *map(str, image.seconds)])
     content = hashlib.blake2b(image.tobytes(), digest_size=8)
     content.update(repr((image.mode, image.size)).encode())
     return content.hexdigest()

@@ -35,11 +35,14 @@ from mmdecode.runs.files import (
     write_file,
 )
 from mmdecode.vlm.images import ImageSource
+from mmdecode.vlm.messages import as_messages
 from mmdecode.vlm.requests import AnswerRequest
 from mmdecode.vlm.results import Answer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from mmdecode.vlm.videos import Video
 
 RESULTS = "results.jsonl"
 """Name of the file in the folder of a run."""
@@ -111,11 +114,11 @@ class AnswerFile:
         contents: dict[str, dict[str, Any] | None] = {}
 
         def watched(source: ImageSource) -> ImageSource:
-            def read() -> Image:
+            def read(*how: Any) -> Image | Video:
                 if source.name not in contents:
                     contents[source.name] = self._inputs.content(source.name)
                 self._contents[request.id] = contents
-                return source.read()
+                return source.read(*how)
 
             return replace(source, read=read)
 
@@ -167,10 +170,11 @@ class AnswerFile:
             request = given.get(found["id"])
             if request is None or "error" in found:
                 continue
-            now = {"images": _paths(request.images), "question": request.text}
-            differing = [name for name in now if found[name] != _as_read(now[name])]
+            now: dict[str, Any] = {"images": _paths(request.images), "question": request.text}
+            now["messages"] = as_messages(request.history, request.text) or None
+            differing = [name for name in now if found.get(name) != _as_read(now[name])]
             if differing:
-                shown = "; ".join(f"{n} was {found[n]!r}, is {now[n]!r}" for n in differing)
+                shown = "; ".join(f"{n} was {found.get(n)!r}, is {now[n]!r}" for n in differing)
                 raise OptionError(
                     f"{self.path} holds an answer under the id {request.id!r}, but that id has "
                     f"another question now ({shown}); run in the same folder with the same input "
@@ -218,6 +222,8 @@ def as_line(answer: Answer) -> dict[str, Any]:
         "images": [os.path.abspath(name) for name in answer.images],
         "question": answer.question,
     }
+    if answer.history:
+        line["messages"] = as_messages(answer.history, answer.question)
     if answer.error:
         return line | {"error": answer.error, "kind": answer.kind}
     return line | {"text": answer.text, "token_ids": answer.token_ids, "margin": answer.margin}

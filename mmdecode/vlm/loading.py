@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
-from mmdecode.errors import MissingExtraError, MMDecodeError, UnsupportedModelError
+from mmdecode.errors import MissingExtraError, MMDecodeError, OptionError, UnsupportedModelError
+
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Device maps that transformers makes itself."""
 
 
 def load(
-    model_id: str, device: str | torch.device | None, dtype: str | torch.dtype | None
+    model_id: str,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    device_map: str | Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:
     """Loads a vision-language checkpoint; returns the model and its processor.
 
+    Args:
+        model_id: See `mmdecode.checkpoints.local_path`.
+        device: Device of the model; ``None``: CUDA if available, else the CPU.
+        dtype: See `mmdecode.checkpoints.dtype_of`.
+        device_map: Splits the model over devices, CPU and disk, as accelerate does it: ``auto``,
+            another strategy, the path of a JSON file, or a mapping of modules to devices.
+
     Raises:
         InputError: The checkpoint cannot be loaded.
-        MissingExtraError: Its processor needs a library that is not installed.
-        OptionError: The device or dtype does not exist.
+        MissingExtraError: Its processor, or ``device_map``, needs a library that is not installed.
+        OptionError: The device, dtype or strategy does not exist, or device and map are both given.
         UnsupportedModelError: The checkpoint is no vision-language model.
     """
     from transformers import (
@@ -28,6 +48,15 @@ def load(
         AutoProcessor,
     )
 
+    split, more = None, {}
+    if device_map is not None:
+        if device not in (None, "auto"):
+            raise OptionError(
+                f"device={device!r} and a device_map are given; leave out either: the map says "
+                "where each part goes"
+            )
+        split = tempfile.mkdtemp(prefix="mmdecode-offload-")
+        more = {"device_map": map_of(device_map), "offload_folder": split}
     kind = dtype_of(dtype, model_id, device)
     path = local_path(model_id)
     try:
@@ -40,7 +69,7 @@ def load(
                 )
             processor = AutoProcessor.from_pretrained(path, trust_remote_code=code_trusted())
             model = AutoModelForImageTextToText.from_pretrained(
-                path, dtype=kind, trust_remote_code=code_trusted()
+                path, dtype=kind, trust_remote_code=code_trusted(), **more
             )
     except MMDecodeError:
         raise
@@ -49,4 +78,32 @@ def load(
         raise MissingExtraError(
             f"loading {model_id!r} needs a library ({reason})", extra="vlm"
         ) from error
+    if split is not None:
+        weakref.finalize(model, shutil.rmtree, split, ignore_errors=True)
+        return model.eval(), processor
     return placed(model, device), processor
+
+
+def map_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
+    """Returns a device map as transformers takes it.
+
+    Raises:
+        MissingExtraError: accelerate is not installed.
+        OptionError: It is neither a strategy nor a mapping, nor a JSON file of one.
+    """
+    if importlib.util.find_spec("accelerate") is None:
+        raise MissingExtraError("device_map needs accelerate", extra="train")
+    if not isinstance(given, str):
+        return dict(given)
+    if given in STRATEGIES:
+        return given
+    try:
+        found = json.loads(Path(given).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise OptionError(
+            f"device_map={given!r}; expected {', '.join(STRATEGIES)}, or a JSON file that maps "
+            'names of modules to devices, such as {"": "cpu"}'
+        )
+    return found

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mmdecode.engine.prompt_cache import BYTES
 from mmdecode.errors import OptionError, refuse_unknown
+from mmdecode.vlm.videos import FRAMES
 
 WARPERS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Sampling settings of ``generate`` that `AnswerOptions` does not have and switches off."""
@@ -25,6 +27,14 @@ class AnswerOptions:
         top_k: Sample from the k most likely tokens; 0 is neutral. The checkpoint's own ``top_k`` is
             not used.
         batch_size: Questions decoded at once.
+        prompt_cache: Bytes of prompts to keep, so that what questions about one image have in
+            common, and the image itself, is read once; 0: every prompt is read whole.
+        noise_by: Seed of a question's random numbers: ``request``, its id or else its text and
+            images; or ``image``, its images alone. With ``image``, guides that change images at
+            random change an image alike for all questions, so that it is read once (other tokens
+            than with ``request``, for the same seed).
+        frames: Number of frames that are read of a video.
+        fps: Frames per second that are read of a video; ``None``: as many as ``frames``.
         text_only: Whether questions without an image are allowed.
         margins: Whether `Answer.margin` is computed; the logits of all new tokens then stay in
             memory.
@@ -43,15 +53,24 @@ class AnswerOptions:
     top_p: float = 1.0
     top_k: int = 0
     batch_size: int = 8
+    prompt_cache: int = BYTES
+    noise_by: str = "request"
+    frames: int = FRAMES
+    fps: float | None = None
     text_only: bool = False
     margins: bool = True
     trace: bool = False
     first_logits: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "batch_size"):
+        for name in ("max_new_tokens", "batch_size", "frames"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name}={getattr(self, name)}; expected at least 1")
+        if self.fps is not None and not 0 < self.fps < math.inf:
+            raise OptionError(f"fps={self.fps}; expected more than 0 frames per second")
+        refuse_unknown([self.noise_by], ("request", "image"), "noise_by")
+        if self.prompt_cache < 0:
+            raise OptionError(f"prompt_cache={self.prompt_cache}; expected bytes, or 0 for none")
         if not 0 < self.temperature < math.inf:
             raise OptionError(
                 f"temperature={self.temperature}; expected more than 0: for greedy decoding, leave "

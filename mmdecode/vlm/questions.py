@@ -8,22 +8,22 @@ video is passed as several images, its frames.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import InputError, UnsupportedModelError
 from mmdecode.vlm.images import digest
+from mmdecode.vlm.messages import PLACEHOLDER, Turn
+from mmdecode.vlm.videos import Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
     from mmdecode.vlm.requests import AnswerRequest
-
-PLACEHOLDER = "<image>"
-"""Placeholder of an image in a question, whatever the model's own placeholder is."""
 
 PLAIN_PROMPTS = {
     "llava": "USER: {images}{question} ASSISTANT:",
@@ -49,17 +49,20 @@ class Question:
 
     Attributes:
         text: The question, without the template around it.
-        images: RGB images; empty for a question without an image.
+        images: RGB images, and videos if the model reads them as such, the ones of earlier messages
+            first; empty for a question without an image.
         build: Turns questions into model inputs, one row each: ``input_ids`` and
             ``attention_mask``, padded on the left, ``pixel_values``, and any others that the
             processor makes. They are on the model's device, floats in its dtype.
         tokenizer: The processor's tokenizer.
+        history: Earlier messages of the conversation.
     """
 
     text: str
-    images: tuple[Image, ...]
+    images: tuple[Image | Video, ...]
     build: Callable[[Sequence[Question]], Mapping[str, Tensor]] = field(repr=False, compare=False)
     tokenizer: Any = field(default=None, repr=False, compare=False)
+    history: tuple[Turn, ...] = ()
 
 
 class Prompts:
@@ -85,18 +88,27 @@ class Prompts:
         own = getattr(processor, "image_token", None) or PLACEHOLDER
         self._own = str(getattr(own, "content", own))
         self._marks = re.compile("|".join({re.escape(PLACEHOLDER), re.escape(self._own)}))
+        self._video = str(getattr(processor, "video_token", None) or "")
+        self._reads_videos = bool(self._video) and self._kind.startswith("qwen")
         if processor.tokenizer.pad_token is None:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token
 
     def question(
-        self, text: str, images: Sequence[Image] = (), *, text_only: bool = False
+        self,
+        text: str,
+        images: Sequence[Image | Video] = (),
+        *,
+        text_only: bool = False,
+        history: Sequence[Turn] = (),
     ) -> Question:
         """Returns a `Question` after checking its text and the number of its images.
 
         Args:
             text: Text with one placeholder per image, or without any.
-            images: Images, as `mmdecode.vlm.images.read_image` returns them.
+            images: Images, as `mmdecode.vlm.images.read_image` returns them, and videos. A model
+                that reads no videos gets their frames as images.
             text_only: Whether a question without an image is allowed.
+            history: Earlier messages, whose images come first.
 
         Raises:
             InputError: The text is empty or has control characters, an image is missing, or the
@@ -109,20 +121,43 @@ class Prompts:
                 f"the question {text[:60]!r} has control characters; expected plain text: remove "
                 "them"
             )
-        marks = len(self._marks.findall(text))
+        if not self._reads_videos:
+            text, images, history = self._with_frames(text, images, history)
+        marks, own = len(self._marks.findall(text)), len(images)
+        own -= sum(turn.images for turn in history)
         if not images and (marks or not text_only):
             raise InputError(
                 f"the question {text[:60]!r} has no image; give one, or ask text alone with "
                 f"text_only=True and without {PLACEHOLDER}"
             )
-        if marks and marks != len(images):
-            more = "images than placeholders" if marks < len(images) else "placeholders than images"
+        if marks and marks != own:
+            more = "images than placeholders" if marks < own else "placeholders than images"
             raise InputError(
-                f"the question {text[:60]!r} has {len(images)} images and {marks} placeholders, "
+                f"the question {text[:60]!r} has {own} images and {marks} placeholders, "
                 f"more {more}; write {PLACEHOLDER} once per image, or leave it out, which puts all "
                 "images before the text"
             )
-        return Question(text, tuple(images), self.build, self.processor.tokenizer)
+        own_parts = (self.build, self.processor.tokenizer, tuple(history))
+        return Question(text, tuple(images), *own_parts)
+
+    def _with_frames(
+        self, text: str, images: Sequence[Image | Video], history: Sequence[Turn]
+    ) -> tuple[str, Sequence[Image | Video], Sequence[Turn]]:
+        """Replaces videos by their frames, and a placeholder of a video by one for each frame."""
+        if not any(isinstance(image, Video) for image in images):
+            return text, images, history
+        sizes = iter([len(one.frames) if isinstance(one, Video) else 1 for one in images])
+
+        def spread(turn: Turn) -> Turn:
+            own = list(itertools.islice(sizes, turn.images))
+            each = iter(own)
+            marked = self._marks.sub(lambda found: found[0] * next(each, 1), turn.text)
+            return Turn(turn.role, marked, sum(own))
+
+        own = len(images) - sum(turn.images for turn in history)
+        turns = [spread(turn) for turn in (*history, Turn("user", text, own))]
+        frames = [f for one in images for f in (one.frames if isinstance(one, Video) else [one])]
+        return turns[-1].text, frames, turns[:-1]
 
     def prompt(self, question: Question) -> str:
         """Returns the prompt: the filled-in template with one placeholder per image.
@@ -131,6 +166,12 @@ class Prompts:
             InputError: The chat template drops images, or cannot be filled in.
         """
         text, count = question.text, len(question.images)
+        templated = bool(getattr(self.processor, "chat_template", None))
+        if question.history and (self._kind in _ONE_IMAGE or not templated):
+            raise InputError(
+                f"{type(self.processor).__name__} has no chat template, and a conversation needs "
+                "one; ask a single question, or give the processor a template"
+            )
         if self._kind in _ONE_IMAGE:
             if count != 1:
                 raise InputError(
@@ -138,8 +179,8 @@ class Prompts:
                     f"one has {count}; ask about one image at a time"
                 )
             return self._marks.sub("", text).strip()
-        if getattr(self.processor, "chat_template", None):
-            prompt = self._templated(text, count)
+        if templated:
+            prompt = self._templated(question)
         else:
             images = self._own + "\n" if self._kind.startswith("llava") else self._own
             marked = self._marks.search(text)
@@ -149,6 +190,8 @@ class Prompts:
                 question=self._marks.sub(lambda _: self._own, text),
             )
         found = prompt.count(self._own)
+        if self._reads_videos:
+            found += prompt.count(self._video)
         if found != count:
             raise InputError(
                 f"the chat template of {type(self.processor).__name__} leaves {found} placeholders "
@@ -157,25 +200,37 @@ class Prompts:
             )
         return prompt
 
-    def _templated(self, text: str, count: int) -> str:
-        image = {"type": "image"}
-        parts = self._marks.split(text)
-        if len(parts) == 1:
-            content = [image] * count + [{"type": "text", "text": text}]
-        else:
-            content = []
-            for index, part in enumerate(parts):
-                content += [image] * (index > 0)
-                content += [{"type": "text", "text": part.strip("\n")}] * bool(part.strip())
+    def _templated(self, question: Question) -> str:
+        count = len(question.images)
+        history = [turn if count else self._without_images(turn) for turn in question.history]
+        own = count - sum(turn.images for turn in history)
+        turns = [*history, Turn("user", question.text, own)]
+        kinds = iter(["video" if isinstance(one, Video) else "image" for one in question.images])
+        messages = [{"role": turn.role, "content": self._content(turn, kinds)} for turn in turns]
         try:
             return self.processor.apply_chat_template(
-                [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+                messages, add_generation_prompt=True, tokenize=False
             )
         except Exception as error:  # templates may raise anything
             raise InputError(
                 f"the chat template of {type(self.processor).__name__} cannot be filled in: "
                 f"{error}; expected one that takes a user's message of images and text"
             ) from error
+
+    def _without_images(self, turn: Turn) -> Turn:
+        return Turn(turn.role, self._marks.sub("", turn.text))
+
+    def _content(self, turn: Turn, kinds: Iterator[str]) -> list[dict[str, str]]:
+        """A message's parts: images where the text has placeholders, else before it."""
+        content: list[dict[str, str]] = []
+        parts = self._marks.split(turn.text)
+        if len(parts) == 1:
+            content += [{"type": next(kinds)} for _ in range(turn.images)]
+            return [*content, {"type": "text", "text": turn.text}]
+        for index, part in enumerate(parts):
+            content += [{"type": next(kinds)}] if index else []
+            content += [{"type": "text", "text": part.strip("\n")}] * bool(part.strip())
+        return content
 
     def read(self, requests: Sequence[AnswerRequest]) -> dict[str, Tensor]:
         """Reads the images of requests and returns model inputs, one row per request.
@@ -185,7 +240,12 @@ class Prompts:
         """
         return self.build(
             [
-                self.question(one.text, [image.read() for image in one.images], text_only=True)
+                self.question(
+                    one.text,
+                    [image.read() for image in one.images],
+                    text_only=True,
+                    history=one.history,
+                )
                 for one in requests
             ]
         )
@@ -200,8 +260,14 @@ class Prompts:
         tokenizer = self.processor.tokenizer
         begin = tokenizer.bos_token
         inputs: dict[str, Any] = {}
-        if any(question.images for question in questions):
-            inputs["images"] = [list(question.images) for question in questions]
+        images = [[i for i in one.images if not isinstance(i, Video)] for one in questions]
+        if any(images):
+            inputs["images"] = images
+        videos = [i for one in questions for i in one.images if isinstance(i, Video)]
+        if videos:
+            inputs["videos"] = [list(video.frames) for video in videos]
+            inputs["video_metadata"] = [video.metadata() for video in videos]
+            inputs["do_sample_frames"] = False
         try:
             built = self.processor(
                 text=prompts,
@@ -233,4 +299,12 @@ def noise_name(request: AnswerRequest, question: Question) -> str:
     """Returns the string that seeds a request's sampling: the user's id, else text and images."""
     if request.named:
         return noise_of_id(request.id)
-    return "\n".join(["asked", question.text, *map(digest, question.images)])
+    earlier = [f"{turn.role}: {turn.text}" for turn in question.history]
+    return "\n".join(["asked", *earlier, question.text, *map(digest, question.images)])
+
+
+def noise_of_images(question: Question) -> str:
+    """Returns the string that seeds a question's noise by its images; without any, by its text."""
+    return "\n".join(
+        ["images", *map(digest, question.images)] if question.images else [question.text]
+    )

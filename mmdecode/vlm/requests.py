@@ -2,7 +2,8 @@
 
 A table is JSON lines, a JSON list, csv or tsv (`mmdecode.runs.tables`). `QUESTION`, `IMAGE`,
 `IMAGES` and `ID` are the accepted names of the columns with the question, one image, a list of
-images and the id.
+images and the id. Instead of a question, a row of JSON may have ``messages``, a conversation as
+`mmdecode.vlm.messages` describes it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.inputs import path_in
 from mmdecode.runs.tables import any_of, first_of, own_id, refuse_all, rows_of, text_of
 from mmdecode.vlm.images import ImageSource, image_source
+from mmdecode.vlm.messages import Turn, turns_of
 
 QUESTION = ("question", "prompt", "text")
 IMAGE = ("image", "image_path", "path", "file")
@@ -35,6 +37,7 @@ class AnswerRequest:
         text: The question.
         images: Images, not read yet.
         named: Whether the user gave the id.
+        history: Earlier messages of its conversation; ``images`` begin with theirs.
         problem: Why the question cannot be asked; ``None``: no problem is known.
     """
 
@@ -43,6 +46,7 @@ class AnswerRequest:
     text: str
     images: tuple[ImageSource, ...]
     named: bool = False
+    history: tuple[Turn, ...] = ()
     problem: str | None = None
 
 
@@ -138,14 +142,30 @@ def read_requests(
 
 
 def _request(row: Mapping[str, Any], where: str, base: Path, index: int) -> AnswerRequest:
+    if row.get("messages") is not None:
+        return _conversation(row, where, base, index)
     text = text_of(row, QUESTION, where)
     if text is None:
-        raise InputError(f"{where} asks nothing; expected {any_of(QUESTION)}")
+        raise InputError(f"{where} asks nothing; expected {any_of(QUESTION)}, or messages")
     names = _images(row, where)
     given = text_of(row, ID, where) or None  # an empty id counts as none
     sources = tuple(image_source(path_in(base, name), "") for name in names)
     name = described(names, text) if given is None else given
     return AnswerRequest(name, index, text, sources, named=given is not None)
+
+
+def _conversation(row: Mapping[str, Any], where: str, base: Path, index: int) -> AnswerRequest:
+    names = [path_in(base, name) for name in _images(row, where)]
+    try:
+        turns, sources = turns_of(row["messages"], lambda name: path_in(base, name), names)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+    given, text = text_of(row, ID, where) or None, turns[-1].text
+    name = described([one.name for one in sources], text) if given is None else given
+    history = tuple(turns[:-1])
+    return AnswerRequest(
+        name, index, text, tuple(sources), named=given is not None, history=history
+    )
 
 
 def _unasked(

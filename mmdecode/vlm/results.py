@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from mmdecode.engine.trace import Round
+from mmdecode.vlm.messages import Turn
 
 if TYPE_CHECKING:
     from mmdecode.runs.items import Failed
@@ -23,6 +24,7 @@ class Answer:
         index: Its index in the input.
         images: Names of its images: paths, or ``image 2``.
         question: The question, as it was asked.
+        history: Earlier messages of its conversation.
         text: The answer; empty if there is an error.
         token_ids: The answer as ids, its end token included.
         margin: Log-odds of a first word yes over no (see `yes_no_margin`) by the model's own
@@ -47,6 +49,7 @@ class Answer:
     index: int
     images: tuple[str, ...]
     question: str
+    history: tuple[Turn, ...] = ()
     text: str = ""
     token_ids: list[int] = field(default_factory=list, repr=False)
     margin: float | None = None

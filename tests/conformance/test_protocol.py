@@ -211,13 +211,15 @@ def test_embeddings_as_a_prompt_are_refused():
         model.generate(inputs_embeds=embeds, max_new_tokens=3, custom_generate=Decoder())
 
 
-def test_a_filled_cache_is_refused():
-    model = text_model("llama")
-    cache, ids = DynamicCache(), torch.tensor([[1, 2, 3]])
-    with torch.no_grad():
-        model(ids[:, :2], past_key_values=cache)
-    with pytest.raises(IncompatibleError, match="already hold tokens"):
-        model.generate(ids, past_key_values=cache, max_new_tokens=3, custom_generate=Decoder())
+def test_a_filled_cache_is_continued():
+    model, ids, found = text_model("llama"), torch.tensor([[1, 2, 3]]), []
+    for decoder in (None, Decoder()):
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(ids[:, :2], past_key_values=cache)
+        options = {"max_new_tokens": 3, "do_sample": False, "custom_generate": decoder}
+        found.append(model.generate(ids, past_key_values=cache, **options).tolist())
+    assert found[0] == found[1]
 
 
 def test_a_request_that_is_refused_leaves_the_decoder_usable():

@@ -350,7 +350,6 @@ def filled(cache):
 
 CONFIG = text_model("llama").config
 CACHES = {
-    "dynamic": lambda: filled(DynamicCache(config=CONFIG)),
     "static": lambda: filled(StaticCache(config=CONFIG, max_cache_len=32)),
     "of the source alone": lambda: EncoderDecoderCache(DynamicCache(), filled(DynamicCache())),
 }

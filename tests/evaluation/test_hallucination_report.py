@@ -8,7 +8,7 @@ import pytest
 
 from mmdecode.evaluation import CaptionReport, YesNoReport
 from mmdecode.evaluation.vision.items import CaptionItem, YesNoItem
-from mmdecode.evaluation.vision.runs import comparisons_of, modes_of
+from mmdecode.evaluation.vision.modes import comparisons_of, modes_of
 from mmdecode.evaluation.vision.tasks.chair import Vocabulary
 
 ROOT = Path(__file__).parents[2]

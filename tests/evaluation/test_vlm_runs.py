@@ -18,7 +18,8 @@ from mmdecode.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
 from mmdecode.evaluation import YesNoReport
 from mmdecode.evaluation.vision.items import CaptionItem, YesNoItem, read_items, text_hash
-from mmdecode.evaluation.vision.runs import Mode, Recorder, journal_of, modes_of, sampled_token
+from mmdecode.evaluation.vision.modes import Mode, modes_of
+from mmdecode.evaluation.vision.runs import Recorder, journal_of, sampled_token
 from mmdecode.guide import VCD
 from mmdecode.guide.answers import word_ids, yes_no_ids
 from mmdecode.runs.journal import Journal

@@ -5,7 +5,8 @@ import pytest
 from mmdecode.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.evaluation.vision.items import YesNoItem
-from mmdecode.evaluation.vision.runs import Recorder, modes_of
+from mmdecode.evaluation.vision.modes import modes_of
+from mmdecode.evaluation.vision.runs import Recorder
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.requests import AnswerRequest

@@ -65,6 +65,8 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
     """Names of inputs with one value per prompt token in their last axis."""
     divides_images: ClassVar = True
     """Whether rows with images are read correctly one by one, and gain by it."""
+    reads_forward: ClassVar = True
+    """Whether no token of a prompt attends to one after it and its image."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -101,6 +103,8 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
             IncompatibleError: The images were encoded for another model and no pixels are given.
         """
         given = dict(call.request.model_kwargs)
+        if _absent(given.get(_ENCODED)) and not _pixels(given) and _pixels(call.request.inputs):
+            given |= self.raw_inputs(call)
         if call.plan.adapter is not None and origin(call.plan.adapter.model) is not origin(
             self.model
         ):
@@ -114,6 +118,13 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
                     "call mmdecode.generate, or generate inside mmdecode.attach(model)",
                 )
         return {k: v for k, v in given.items() if k in self._takes and not _absent(v)}
+
+    def raw_inputs(self, call: Call) -> dict[str, Any]:
+        """Returns the images that the caller passed beside ``generate``, for all rows."""
+        if call.request.num_return_sequences > 1:
+            return image_transforms.join_rows(image_transforms.raw_images(self, call))
+        given = call.request.inputs
+        return {name: given[name] for name in self.raw_names if given.get(name) is not None}
 
     def with_images(self, call: Call, images: Mapping[str, Any]) -> Prompt:
         """Returns the caller's prompt with other images that have the same numbers of tokens."""
@@ -335,6 +346,16 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         )
         return None if inputs is None else prompt.narrowed(rows, columns, inputs)
 
+    def prefix(self, prompt: Prompt, rows: Sequence[int], columns: slice) -> Prompt | None:
+        """First tokens of some rows with their images; ``None``: they attend to later tokens."""
+        if not self.reads_forward or "inputs_embeds" in prompt.inputs:
+            return None
+        if not prompt.inputs:
+            return super().prefix(prompt, rows, columns)
+        inputs = encoding.inputs_of_rows(self, prompt, rows, columns)
+        index = torch.tensor(rows, device=prompt.ids.device)
+        return None if inputs is None else prompt.narrowed(index, columns, inputs)
+
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """Computes the states of the prompt, by the whole model if images must still be encoded."""
         if not prompt.inputs:
@@ -406,6 +427,10 @@ def images_by_tokens(tokens: Sequence[int], images: Tensor) -> list[int]:
         counts.append(last - first)
         first = last
     return counts
+
+
+def _pixels(inputs: Mapping[str, Any]) -> bool:
+    return any(inputs.get(name) is not None for name in image_transforms.PIXELS)
 
 
 def _absent(value: Any) -> bool:

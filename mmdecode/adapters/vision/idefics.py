@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmdecode.adapters.vision.base import VisionLanguageAdapter
 from mmdecode.engine.adapter import Prompt
+from mmdecode.engine.call import Call
 
 
 class IdeficsAdapter(VisionLanguageAdapter):
@@ -30,6 +31,12 @@ class IdeficsAdapter(VisionLanguageAdapter):
             {name: value[row : row + 1] for name, value in raw.items()} if has[row] else {}
             for row in range(len(ids))
         ]
+
+    def raw_inputs(self, call: Call) -> dict[str, Any]:
+        """Returns the images that the caller passed beside ``generate``, one entry per row."""
+        given, count = call.request.inputs, call.request.num_return_sequences
+        found = {name: given[name] for name in self.raw_names if given.get(name) is not None}
+        return {name: value.repeat_interleave(count, 0) for name, value in found.items()}
 
     def image_indices(self, own: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
         """Returns the indices of images that are not empty, without the padding of each."""

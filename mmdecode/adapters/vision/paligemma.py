@@ -16,6 +16,7 @@ class PaliGemmaAdapter(VisionLanguageAdapter):
     model_types = ("paligemma",)
     first_position: ClassVar = 1
     divides_images: ClassVar = False  # the model makes its mask in any case
+    reads_forward: ClassVar = False
 
     def prompt_attention(self, images: Tensor, mask: Tensor) -> Tensor:
         """Returns a mask that lets each token attend to the whole prompt, ``(B, P, P)``."""

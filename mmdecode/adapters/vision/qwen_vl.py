@@ -44,7 +44,18 @@ class QwenVLAdapter(VisionLanguageAdapter):
         """Returns the images, and ``offsets (B, 3, P)``: positions minus the token's index."""
         inputs = super().model_inputs(call)
         inputs.pop("mm_token_type_ids", None)  # positions are given
+        if not inputs and call.plan.past is not None:
+            self._refuse_unknown_positions(call)
         return inputs | self.position_inputs(call) if inputs else inputs
+
+    def _refuse_unknown_positions(self, call: Call) -> None:
+        if bool(self.spans("image", call.request.prompt_ids).any()):
+            raise IncompatibleError.between(
+                "past_key_values",
+                self.name,
+                "positions after an image depend on its size, and the images were not passed",
+                "pass the images of earlier turns too; they are not read again",
+            )
 
     def position_inputs(self, call: Call) -> dict[str, Any]:
         """Returns the offsets of the positions that ``generate`` prepared."""

@@ -131,7 +131,8 @@ def raw_images(adapter: VisionLanguageAdapter, call: Call) -> list[Raw]:
         IncompatibleError: The images were already encoded, so there are no pixels.
     """
     given = {**call.request.model_kwargs, **call.request.inputs}
-    raw = {n: given[n].to(call.device) for n in adapter.raw_names if given.get(n) is not None}
+    found = {name: given.get(name) for name in adapter.raw_names}
+    raw = {name: one.to(call.device) for name, one in found.items() if isinstance(one, Tensor)}
     if not any(name in raw for name in PIXELS):
         raise IncompatibleError.between(
             "a guide that changes images",
@@ -212,8 +213,19 @@ def whole_images(
 
 
 def _edit_images(change: Change, question: Any, draw: torch.Generator) -> Any:
-    images = tuple(edit_image(image, change, draw) for image in question.images)
+    images = tuple(_edited(image, change, draw) for image in question.images)
     return replace(question, images=images)
+
+
+def _edited(image: Any, change: Change, draw: torch.Generator) -> Any:
+    """Returns an edited image; all frames of a video get the same edit."""
+    if not hasattr(image, "frames"):
+        return edit_image(image, change, draw)
+    state, frames = draw.get_state(), []
+    for frame in image.frames:
+        draw.set_state(state)
+        frames.append(edit_image(frame, change, draw))
+    return replace(image, frames=tuple(frames))
 
 
 def questions(

@@ -16,8 +16,7 @@ in full. Captions, multiple-choice answers and random guides are always decoded 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -28,8 +27,11 @@ from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.engine.contracts import plain_main
 from mmdecode.engine.noise import Noise, Role, request_key
+from mmdecode.engine.prompt_cache import BYTES
+from mmdecode.engine.stats import Stats
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.vision.items import ITEMS, Some, YesNoItem, read_items, text_hash
+from mmdecode.evaluation.vision.modes import NONE, Mode
 from mmdecode.guide.answers import yes_no_ids
 from mmdecode.runs.items import Watch
 from mmdecode.runs.journal import Journal
@@ -42,126 +44,12 @@ from mmdecode.vlm.results import Answer
 if TYPE_CHECKING:
     from mmdecode.engine.contracts import Guide
 
-NONE = "none"
-"""Name that stands for no guide: the plain model."""
-GREEDY, SAMPLED = "greedy", "sampled"
-"""Names of the plain model's modes."""
-CONTROLS = ("plausible", "temperature_matched", "prompt_bias", "near_ties", "margin_shift")
-"""Guides that serve as controls: a method should be better than they are."""
-INERT = ("plausible", "temperature_matched", "dfd")
-"""Guides that never change the most likely token; they are useful with sampling only."""
 CHUNK = 8
 """Number of batches that one mode decodes before the next mode takes its turn."""
 _TRIED = 64  # questions on which two seeds are compared to find out whether a guide is random
 FEWEST = 16
 """With fewer questions, a guide is assumed to be random."""
 _SAME = 1e-3  # difference of logits by rounding
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mode:
-    """One way of decoding.
-
-    Attributes:
-        name: Name in tables and rows.
-        guide: Specification of the guide, ``NAME:OPTION=VALUE``; `NONE`: the plain model.
-        seeds: Seeds of the sampled repeats; empty: greedy decoding.
-        control: Whether the mode is a control, with which other modes are compared.
-        against: Names of the modes that this mode is compared with.
-    """
-
-    name: str
-    guide: str = NONE
-    seeds: tuple[int, ...] = ()
-    control: bool = False
-    against: tuple[str, ...] = ()
-
-
-def modes_of(
-    guides: Sequence[str],
-    *,
-    greedy: bool = True,
-    seeds: Sequence[int] = (),
-    controls: bool = True,
-    yes_no: bool = True,
-) -> list[Mode]:
-    """Lists the modes of a run: the plain model, each guide, and controls that a guide has to beat.
-
-    Controls for yes/no questions are an instruction to answer yes, and the flip of answers with a
-    small margin (sampled if there is no greedy mode). A sampled guide is compared with its
-    plausibility cut alone, and with the temperature that its weights imply if their sum is not 1.
-    The control with a shifted margin is computed in `mmdecode.evaluation.vision.yes_no_report`.
-
-    Args:
-        guides: Specifications of guides, ``NAME:OPTION=VALUE``; `NONE` is ignored.
-        greedy: Whether to decode greedily.
-        seeds: Seeds of sampling; empty: nothing is sampled.
-        controls: Whether to add the controls.
-        yes_no: Whether the questions are answered with yes or no.
-
-    Raises:
-        OptionError: Neither greedy decoding nor a seed is given, or a guide has no effect on greedy
-            decoding and there is no seed.
-        UnknownNameError: There is no such guide.
-    """
-    seeds = tuple(seeds)
-    if not greedy and not seeds:
-        raise OptionError("there is no mode to run; ask for greedy decoding or give a seed")
-    found: dict[str, Mode] = {}
-
-    def add(name: str, guide: str, sampled: bool, control: bool, *against: str) -> None:
-        earlier = tuple(dict.fromkeys(one for one in against if one in found))
-        mode = Mode(name=name, guide=guide, seeds=seeds * sampled, control=control, against=earlier)
-        found.setdefault(name, mode)
-
-    if greedy or controls:
-        add(GREEDY, NONE, False, not greedy)
-    if seeds:
-        add(SAMPLED, NONE, True, bool(found), GREEDY)
-    if controls and yes_no:
-        for name in ("prompt_bias", "near_ties"):
-            if greedy:
-                add(name, name, False, True, GREEDY)
-            else:
-                add(_sampled(name), name, True, True, SAMPLED)
-    for spec in dict.fromkeys(guides):
-        if spec == NONE:
-            continue
-        guide = registry.create("guide", spec)
-        kind = spec.partition(":")[0]
-        control = kind in CONTROLS
-        if kind in INERT and not seeds:
-            raise OptionError(
-                f"guide {spec!r} has no effect on greedy decoding; sample too, or leave the guide "
-                "out"
-            )
-        if greedy and kind not in INERT:
-            add(spec, spec, False, control, GREEDY)
-        if seeds:
-            more = [] if control or not controls else sampled_controls(guide)
-            for other in more:
-                add(_sampled(other), other, True, True, SAMPLED)
-            add(_sampled(spec), spec, True, control, SAMPLED, *map(_sampled, more))
-    return list(found.values())
-
-
-def sampled_controls(guide: Guide) -> list[str]:
-    """Specifications of a sampled guide's controls: its plausibility cut, its temperature."""
-    beta = getattr(guide, "beta", 0.0) or getattr(guide, "relative_top", 0.0)
-    total = guide.total
-    found = [f"plausible:beta={beta:g}"] if beta else []
-    if total is not None and total > 0 and not math.isclose(total, 1.0):
-        found.append(f"temperature_matched:total={total:g},beta={beta:g}")
-    return found
-
-
-def _sampled(spec: str) -> str:
-    return f"{spec}, {SAMPLED}"
-
-
-def comparisons_of(modes: Iterable[Mode]) -> dict[str, tuple[str, ...]]:
-    """The modes that each mode is compared with, by name."""
-    return {mode.name: mode.against for mode in modes}
 
 
 def journal_of(
@@ -199,6 +87,8 @@ class Recorder(Generic[Some]):
         suffix: Text appended to each question.
         max_new_tokens: Largest number of tokens of an answer.
         batch_size: Number of questions in a batch.
+        prompt_cache: Bytes of prompts to keep, see `mmdecode.vlm.AnswerOptions`. Each guide reads
+            the prompts of a chunk itself, so that its times are comparable.
         seed: Seed of random guides in greedy decoding.
         redraw: Whether seeds share the distribution of the first token, see the module.
         warmup: Number of untimed runs of each guide's first batch.
@@ -224,6 +114,7 @@ class Recorder(Generic[Some]):
         suffix: str = "",
         max_new_tokens: int = 32,
         batch_size: int = 8,
+        prompt_cache: int = BYTES,
         seed: int = 0,
         redraw: bool = True,
         warmup: int = 1,
@@ -241,6 +132,7 @@ class Recorder(Generic[Some]):
         self._options = {
             "max_new_tokens": max_new_tokens,
             "batch_size": batch_size,
+            "prompt_cache": prompt_cache,
             "margins": self._yes_no,
             "trace": self._yes_no,
         }
@@ -252,6 +144,7 @@ class Recorder(Generic[Some]):
         self._chunks = [self.items[i : i + size] for i in range(0, len(self.items), size)]
         self._words = {i for ids in yes_no_ids(processor.tokenizer) for i in ids}
         self._random: dict[str, bool] = {}
+        self._stats = Stats()
         self._watches = {spec: Watch() for spec in self._guides}
 
     def run(
@@ -304,6 +197,12 @@ class Recorder(Generic[Some]):
         prompts, first = Prompts(self._model, self._processor), self._requests(self.items[:1])[0]
         blank = tuple(Image.new("RGB", (1, 1)) for _ in first.images)
         return prompts.prompt(Question(first.text, blank, prompts.build))
+
+    @property
+    def prompt_tokens(self) -> dict[str, int]:
+        """Number of tokens of prompts that were read, and that were reused."""
+        counts = self._stats.prompt_tokens
+        return {f"prompt_tokens_{name}": counts[name] for name in ("read", "reused")}
 
     @property
     def total(self) -> int:
@@ -398,7 +297,7 @@ class Recorder(Generic[Some]):
         yield from answerer.answers(self._requests(items), watch=watch, **self._options | options)
 
     def _answerer(self, guide: str, seed: int) -> Answerer:
-        decoder = Decoder(guide=self._guides[guide], seed=seed)
+        decoder = Decoder(guide=self._guides[guide], seed=seed, stats=self._stats)
         return Answerer(self._model, self._processor, decoder)
 
     def _requests(self, items: Sequence[Some]) -> list[AnswerRequest]:

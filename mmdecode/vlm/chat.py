@@ -1,0 +1,109 @@
+"""`Chat`: a conversation about images, in which each turn goes on from what was read before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.engine.prompt_cache import PromptCache
+from mmdecode.errors import InputError
+from mmdecode.runs.failures import collected
+from mmdecode.vlm.images import image_source
+from mmdecode.vlm.messages import PLACEHOLDER, turns_of
+from mmdecode.vlm.options import make_options
+from mmdecode.vlm.requests import AnswerRequest, is_list
+from mmdecode.vlm.results import Answer
+
+if TYPE_CHECKING:
+    from mmdecode.vlm.answerer import Answerer
+
+
+class Chat:
+    """A conversation.
+
+    The keys and values of earlier turns are kept, so that a turn reads only what is new. Messages
+    may be edited between turns: what still agrees with the earlier conversation is reused.
+
+    Args:
+        answerer: Answers the turns.
+        system: A message of the system before the first turn; ``None``: none.
+        **options: Fields of `mmdecode.vlm.AnswerOptions` of all turns.
+
+    Attributes:
+        messages: The conversation so far; see `mmdecode.vlm.messages`.
+
+    Raises:
+        OptionError: An option is wrong.
+    """
+
+    def __init__(self, answerer: Answerer, system: str | None = None, **options: Any) -> None:
+        make_options(options)
+        self._answerer = copy.copy(answerer)
+        self._answerer.prompt_cache = PromptCache(whole=True)
+        self._options = options | {"text_only": True}
+        self.messages: list[dict[str, Any]] = []
+        if system is not None:
+            self.messages.append({"role": "system", "content": system})
+
+    def ask(self, question: str, images: Any = None) -> Answer:
+        """Asks a question, and adds it and its answer to the messages.
+
+        Args:
+            question: The question.
+            images: An image or a list of images that the question adds; ``None``: none.
+
+        Raises:
+            InputError: The question or an image cannot be read; the messages stay as they were.
+        """
+        messages = [*self.messages, _user(question, images)]
+        request = request_of(messages, len(self.messages))
+        answer: Answer = collected(
+            self._answerer.answers([request], **self._options), True, "raise"
+        )
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        return answer
+
+    def stream(self, question: str, images: Any = None) -> Iterator[str]:
+        """Same as `ask`, but yields the answer in pieces; an answer that is left off is not added.
+
+        Raises:
+            InputError: The question or an image cannot be read; the messages stay as they were.
+        """
+        messages = [*self.messages, _user(question, images)]
+        pieces: list[str] = []
+        request = request_of(messages, len(self.messages))
+        for piece in self._answerer.pieces(request, **self._options):
+            pieces.append(piece)
+            yield piece
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces).strip()}]
+
+
+def request_of(messages: Any, index: int = 0) -> AnswerRequest:
+    """Makes the request of a conversation whose last message is a user's.
+
+    Raises:
+        InputError: A message cannot be read.
+    """
+    turns, sources = turns_of(messages)
+    return AnswerRequest(
+        str(index), index, turns[-1].text, tuple(sources), history=tuple(turns[:-1])
+    )
+
+
+def _user(question: str, images: Any) -> dict[str, Any]:
+    several = list(images) if is_list(images) else [] if images is None else [images]
+    sources = [image_source(one, f"image {index}") for index, one in enumerate(several)]
+    given: list[Any] = [{"type": "image", "image": source} for source in sources]
+    texts = str(question).split(PLACEHOLDER)
+    if len(texts) == 1:
+        return {"role": "user", "content": [*given, {"type": "text", "text": question}]}
+    if len(texts) != len(given) + 1:
+        raise InputError(
+            f"the question {question[:60]!r} has {len(given)} images and {len(texts) - 1} "
+            f"placeholders; write {PLACEHOLDER} once per image, or leave it out"
+        )
+    parts: list[Any] = [{"type": "text", "text": texts[0]}]
+    for image, text in zip(given, texts[1:], strict=True):
+        parts += [image, {"type": "text", "text": text}]
+    return {"role": "user", "content": parts}

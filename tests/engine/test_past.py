@@ -1,0 +1,148 @@
+"""`past_key_values` of transformers, in and out, as with plain `generate`."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from mmdecode.decoder import Decoder
+from mmdecode.draft.eagle import Eagle
+from mmdecode.draft.lookup import PromptLookup
+from mmdecode.engine import checks
+from mmdecode.errors import IncompatibleError
+from tests.engine.test_prefill import eagle
+from tests.support.tiny import prompts, text_model
+from tests.support.tiny_vlm import vision_inputs, vision_model
+
+NEW = 6
+DRAFTS = {
+    "none": lambda: None,
+    "lookup": lambda: PromptLookup(length=3),
+    "eagle": lambda: Eagle(eagle(), depth=3, top_k=2, nodes=6),
+}
+
+
+def turns(model, inputs, decoder, count=3, cache=None, **options):
+    """Ids of each turn; every turn adds three words to all that went before."""
+    cache = DynamicCache() if cache is None else cache
+    ids, mask, found = inputs["input_ids"], inputs["attention_mask"], []
+    images = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
+    for turn in range(count):
+        more = options.pop("images", images) if turn == 0 else {}
+        ids = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            **more,
+            past_key_values=cache,
+            max_new_tokens=NEW,
+            do_sample=False,
+            custom_generate=decoder,
+            **options,
+        )
+        found.append((ids.tolist(), cache.get_seq_length()))
+        words = torch.arange(3).repeat(len(ids), 1) + 7 + turn
+        ids = torch.cat([ids, words], 1)
+        mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)
+    return found
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_three_turns_are_those_of_generate(family, draft):
+    model = text_model(family)
+    decoder = Decoder(DRAFTS[draft]())
+    assert turns(model, prompts(3), decoder) == turns(model, prompts(3), None)
+    reused = decoder.stats.prompt_tokens["reused"]
+    # a drafter that reads the prompt's states has it read again
+    assert not reused if draft == "eagle" else reused
+
+
+@pytest.mark.parametrize("draft", ["none", "lookup"])
+def test_three_turns_about_an_image(draft):
+    model = vision_model("llava")
+    decoder = Decoder(DRAFTS[draft]())
+    expected = turns(model, vision_inputs("llava"), None)
+    assert turns(model, vision_inputs("llava"), decoder) == expected
+    assert decoder.stats.prompt_tokens["reused"]
+
+
+def test_turns_may_alternate_with_plain_generate():
+    """A cache that generate has filled, and one that it goes on from."""
+    model, inputs = text_model("llama"), prompts(2)
+    expected = turns(model, inputs, None)
+    for order in ([None, Decoder(), None], [Decoder(PromptLookup()), None, Decoder()]):
+        cache, found = DynamicCache(), []
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        for turn, decoder in enumerate(order):
+            ids = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                max_new_tokens=NEW,
+                do_sample=False,
+                custom_generate=decoder,
+            )
+            found.append((ids.tolist(), cache.get_seq_length()))
+            words = torch.arange(3).repeat(len(ids), 1) + 7 + turn
+            ids = torch.cat([ids, words], 1)
+            mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)
+        assert found == expected
+
+
+def test_a_guide_reads_its_own_branch():
+    model, inputs = text_model("llama"), prompts(2)
+    options = {"guidance_scale": 1.5}
+    assert turns(model, inputs, Decoder(PromptLookup()), **options) == turns(
+        model, inputs, Decoder(), **options
+    )
+
+
+def test_the_output_holds_the_cache():
+    model, cache = text_model("llama"), DynamicCache()
+    found = model.generate(
+        **prompts(2),
+        past_key_values=cache,
+        max_new_tokens=NEW,
+        do_sample=False,
+        return_dict_in_generate=True,
+        custom_generate=Decoder(),
+    )
+    assert found.past_key_values is cache
+    assert cache.get_seq_length() == found.sequences.shape[1] - 1
+    found = model.generate(
+        **prompts(2), past_key_values=DynamicCache(), max_new_tokens=NEW, do_sample=False
+    )
+
+
+def test_keys_are_those_of_generate():
+    model, (mine, theirs) = text_model("llama"), (DynamicCache(), DynamicCache())
+    for cache, decoder in ((mine, Decoder(PromptLookup())), (theirs, None)):
+        model.generate(
+            **prompts(1),
+            past_key_values=cache,
+            max_new_tokens=NEW,
+            do_sample=False,
+            custom_generate=decoder,
+        )
+    for one, other in zip(mine.layers, theirs.layers, strict=True):
+        torch.testing.assert_close(one.keys, other.keys)
+        torch.testing.assert_close(one.values, other.values)
+
+
+def test_positions_after_an_image_of_qwen_need_it():
+    model, inputs = vision_model("qwen2_vl"), vision_inputs("qwen2_vl")
+    with pytest.raises(IncompatibleError, match="positions after an image depend on its size"):
+        turns(model, inputs, Decoder())
+
+
+def test_caches_that_cannot_be_continued():
+    model, inputs = text_model("mistral"), prompts(1)
+    cache = DynamicCache(config=model.config)
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    long = {name: torch.cat([value] * 4, 1) for name, value in inputs.items()}
+    with pytest.raises(IncompatibleError, match="layers of type DynamicSlidingWindowLayer"):
+        model.generate(**long, past_key_values=cache, max_new_tokens=2, custom_generate=Decoder())
+    model = text_model("llama")
+    cache = DynamicCache()
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    with pytest.raises(IncompatibleError, match="pass the whole text as input_ids"):
+        checks.continued(cache, inputs["input_ids"].shape[1])
