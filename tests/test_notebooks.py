@@ -5,6 +5,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from PIL import Image
 
 from mmdecode.checkpoints import is_installed
 from mmdecode.evaluation.vision.data import read_questions
@@ -42,7 +43,7 @@ def test_pope_asks_its_own_questions_about_images_with_cocos_names(tmp_path):
     names = list(dict.fromkeys(item.image for item in first))[:3]
     assert names[0].startswith("COCO_val2014_")
     for seed, name in enumerate(names):
-        render(draw_scene(seed)).save(tmp_path / name)
+        Image.fromarray(render(draw_scene(seed))).save(tmp_path / name)
     files = sorted(str(path) for path in data.glob("coco_*"))
     notebook = nbformat.read(FOLDER / "02_pope.ipynb", as_version=4)
     cell = next(cell for cell in notebook.cells if cell.cell_type == "code")

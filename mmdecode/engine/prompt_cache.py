@@ -152,7 +152,8 @@ class PromptCache:
     def holds(self, state: ModelState) -> bool:
         """Whether there is a prefix of a model in this state."""
         with self._lock:
-            return any(kept == state for kept, _ in self._kept.values())
+            state = self._known(state)
+            return any(kept is state for kept, _ in self._kept.values())
 
     def find(self, state: ModelState, row: RowPrompt, layers: frozenset[int | str]) -> Found | None:
         """The prefix that has most in common with a row; ``None``: nothing.
@@ -163,9 +164,10 @@ class PromptCache:
             layers: Layers whose hidden states are needed.
         """
         with self._lock:
+            state = self._known(state)
             best, key = None, None
             for number, (kept, prefix) in self._kept.items():
-                if kept != state or not layers <= prefix.states.keys():
+                if kept is not state or not layers <= prefix.states.keys():
                     continue
                 count = prefix.shared_with(row)
                 if count and (best is None or count > best.tokens):
@@ -184,15 +186,21 @@ class PromptCache:
             return prefix
         copy = prefix.copy()
         with self._lock:
+            state = self._known(state)
             for number, (kept, other) in [*self._kept.items()]:
                 dead = kept.model() is None
-                if dead or (kept == state and _goes_on(copy, other)):
+                if dead or (kept is state and _goes_on(copy, other)):
                     del self._kept[number]
             self._kept[self._next] = (state, copy)
             self._next += 1
             while self.nbytes > self.max_bytes:
                 self._kept.popitem(last=False)
         return copy
+
+    def _known(self, state: ModelState) -> ModelState:
+        """The equal state of a prefix that is kept, if there is one; comparing takes time."""
+        states = {id(kept): kept for kept, _ in self._kept.values()}
+        return next((kept for kept in states.values() if kept == state), state)
 
 
 def _goes_on(prefix: Prefix, other: Prefix) -> bool:

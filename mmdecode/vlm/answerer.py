@@ -56,6 +56,7 @@ class Answerer:
         model: A vision-language model of transformers.
         processor: Its processor.
         decoder: Decoder of the answers; ``None``: a decoder without a drafter or a guide.
+        prompt_cache: Prompts of earlier questions; ``None``: a new one.
 
     Attributes:
         max_positions: Maximum total tokens of a prompt and its answer; ``None``: no known limit.
@@ -66,11 +67,17 @@ class Answerer:
         UnsupportedModelError: The processor reads no images.
     """
 
-    def __init__(self, model: Any, processor: Any, decoder: Decoder | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        decoder: Decoder | None = None,
+        prompt_cache: PromptCache | None = None,
+    ) -> None:
         self.model, self.processor = model.eval(), processor
         self.decoder = decoder or Decoder(seed=0)
         self.prompts = Prompts(model, processor)
-        self.prompt_cache = PromptCache()
+        self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
         self._ends = set(token_ids(model.generation_config.eos_token_id))
         self.max_positions: int | None = None
         self.made_for: int | None = None

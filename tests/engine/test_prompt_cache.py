@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from mmdecode import generate
 from mmdecode.decoder import Decoder
@@ -12,7 +13,7 @@ from mmdecode.draft.eagle import Eagle
 from mmdecode.engine import prompt_cache
 from mmdecode.engine.prompt_cache import PromptCache
 from mmdecode.engine.shared_prefill import SharedReader
-from mmdecode.errors import OptionError
+from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.testing.drafts import RandomTrees
 from tests.draft.test_seeing import random_draft
 from tests.engine.test_prefill import eagle
@@ -20,6 +21,7 @@ from tests.support import seams
 from tests.support.tiny import DifferentError
 from tests.support.tiny_vlm import (
     CONFIGS,
+    DRAFTS,
     IMAGE,
     QWEN,
     SIZES,
@@ -97,6 +99,10 @@ def ids_of(family, rows, decoder, cache=None, seed=0, **options):
         return vision_model(family).generate(**inputs, **call).tolist()
     model, kept = vision_model(family), {"decoder": decoder, "prompt_cache": cache}
     return generate(model, **inputs, **call, **kept).tolist()
+
+
+def total(family, rows):
+    return int(asked(family, rows)["attention_mask"].sum())
 
 
 def check(family, make, batches=(FIRST, AGAIN), **options):
@@ -230,6 +236,60 @@ def test_a_drafter_reads_a_prefix_once(kind, monkeypatch):
     for question in (3, 6):
         ids_of("llava", [(0, question), (0, question + 1)], decoder, cache)
     assert passes == [1, 2, 2]  # the prefix, the rest of both rows; then the rest alone
+
+
+MATRIX_DRAFTS = [name for name in DRAFTS if not name.startswith("known")]
+"""All but those that are given what is generated."""
+MATRIX_GUIDES = [None, "vcd", "m3id", "dola", "pai", "rbd"]
+
+
+@pytest.mark.one_in(24)
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("guide", MATRIX_GUIDES)
+@pytest.mark.parametrize("draft", MATRIX_DRAFTS)
+@FAMILIES
+def test_every_family_draft_guide_and_batch(family, draft, guide, batch):
+    rows = [(n % 3, n) for n in range(batch)]
+    batches = [rows, [(image, question + 20) for image, question in rows]]
+
+    def make():
+        return Decoder(DRAFTS[draft](family, None), guide, seed=3)
+
+    try:
+        ids_of(family, rows, make())
+    except IncompatibleError:
+        pytest.skip("refused without a cache too")
+    stats = check(family, make, batches)
+    if family not in WHOLE and guide != "pai":
+        assert stats.prompt_tokens["reused"]
+
+
+@pytest.mark.parametrize("draft", ["none", "lookup"])
+@FAMILIES
+def test_three_turns_of_a_conversation(family, draft):
+    """Each turn has the answer of the one before, and more words."""
+    model, cache = vision_model(family), PromptCache(whole=True)
+    decoder, reused = Decoder(DRAFTS[draft](family, None)), []
+    inputs = asked(family, [(0, 1), (1, 2), (0, 3)])
+    for turn in range(3):
+        call = {**inputs, "max_new_tokens": NEW, "do_sample": False}
+        before = decoder.stats.prompt_tokens["reused"]
+        found = generate(model, **call, decoder=decoder, prompt_cache=cache)
+        assert found.tolist() == model.generate(**call).tolist()
+        reused.append(decoder.stats.prompt_tokens["reused"] - before)
+        old, words = inputs["input_ids"], torch.arange(3).repeat(3, 1) + 7 + turn
+        answer = found[:, old.shape[1] :] % 50 + 1  # a random model writes placeholders too
+        inputs["input_ids"] = torch.cat([old, answer, words], 1)
+        more = NEW + 3
+        for name in ("attention_mask", "token_type_ids", "mm_token_type_ids"):
+            if name in inputs:
+                value = int(name == "attention_mask")
+                inputs[name] = F.pad(inputs[name], (0, more), value=value)
+    if family in WHOLE:
+        assert reused == [0, 0, 0]
+    else:
+        assert reused[1] == total(family, [(0, 1), (1, 2), (0, 3)])
+        assert reused[2] > reused[1]
 
 
 # What is the same prefix

@@ -21,8 +21,11 @@ MAP = {
     "model.language_model.rotary_emb": "cpu",
     "lm_head": "cpu",
 }
-DRAFTS = ["lookup", "recycling", "layer_skip:exit_layer=1", "sparse", "amateur", "lookahead"]
-"""Drafters that need no training, of each way in which a drafter uses the model."""
+DRAFTS = [
+    *("lookup", "recycling", "lookahead", "amateur", "sparse", "jacobi"),
+    *("layer_skip:exit_layer=1", "swift", "clasp"),
+]
+"""Drafters that need no training."""
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.engine.contracts import plain_main
 from mmdecode.engine.noise import Noise, Role, request_key
-from mmdecode.engine.prompt_cache import BYTES
+from mmdecode.engine.prompt_cache import BYTES, PromptCache
 from mmdecode.engine.stats import Stats
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.vision.items import ITEMS, Some, YesNoItem, read_items, text_hash
@@ -87,8 +87,8 @@ class Recorder(Generic[Some]):
         suffix: Text appended to each question.
         max_new_tokens: Largest number of tokens of an answer.
         batch_size: Number of questions in a batch.
-        prompt_cache: Bytes of prompts to keep, see `mmdecode.vlm.AnswerOptions`. Each guide reads
-            the prompts of a chunk itself, so that its times are comparable.
+        prompt_cache: Bytes of prompts to keep, see `mmdecode.vlm.AnswerOptions`; each guide has
+            its share.
         seed: Seed of random guides in greedy decoding.
         redraw: Whether seeds share the distribution of the first token, see the module.
         warmup: Number of untimed runs of each guide's first batch.
@@ -140,6 +140,9 @@ class Recorder(Generic[Some]):
             spec: None if spec == NONE else registry.create("guide", spec, target=model)
             for spec in dict.fromkeys(mode.guide for mode in modes)
         }
+        # each guide reads its prompts itself, so that times are comparable
+        self._prompts = {spec: PromptCache() for spec in self._guides}
+        self._options["prompt_cache"] = prompt_cache // len(self._guides)
         size = chunk * batch_size
         self._chunks = [self.items[i : i + size] for i in range(0, len(self.items), size)]
         self._words = {i for ids in yes_no_ids(processor.tokenizer) for i in ids}
@@ -298,7 +301,7 @@ class Recorder(Generic[Some]):
 
     def _answerer(self, guide: str, seed: int) -> Answerer:
         decoder = Decoder(guide=self._guides[guide], seed=seed, stats=self._stats)
-        return Answerer(self._model, self._processor, decoder)
+        return Answerer(self._model, self._processor, decoder, self._prompts[guide])
 
     def _requests(self, items: Sequence[Some]) -> list[AnswerRequest]:
         return [
