@@ -34,6 +34,7 @@ def test_notebook_runs_and_says_what_it_is_committed_with(path, tmp_path):
     assert differences(committed, notebook) == [], "if it is right: make notebooks"
 
 
+@pytest.mark.slow
 @pytest.mark.notebook
 @pytest.mark.filterwarnings("default")
 def test_pope_asks_its_own_questions_about_images_with_cocos_names(tmp_path):

@@ -103,8 +103,6 @@ class ModelRunner(BranchRunner):
         ]
         for reader in readers:
             refuse_memory(self.adapter, reader.prompt, reader.passes)
-        if call.plan.static_shapes and not capture.available(call.device):
-            self._forward = self._compiled()
         read: list[tuple[RaggedCache, Any, Tensor, Tensor | None]] = []
         result, first = dict[str, BranchOutput](), 0
         for prompt, reader in zip(prompts, readers, strict=True):
@@ -119,6 +117,8 @@ class ModelRunner(BranchRunner):
             result |= self._split(here, found.last, found.weights, found.whole, found.prefixes)
             read.append((self.cache, self._past, self.pads, self._images))
             first += len(here)
+        if call.plan.static_shapes and not capture.available(call.device):
+            self._forward = self._compiled()
         self.even = all(min(reader.lengths) == self.width for reader in readers)
         if len(read) > 1:
             caches, pasts, pads, images = zip(*read, strict=True)

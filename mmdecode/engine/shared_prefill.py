@@ -59,8 +59,10 @@ def reader_of(
         return None
     width = prompt.ids.shape[1]
     found = [cache.find(state, row, layers) for row in rows]
-    if earlier and all(one.tokens >= row.images for one, row in zip(earlier, rows, strict=False)):
-        found[: len(earlier)] = earlier
+    given = earlier or []
+    if any(one.tokens < row.images for one, row in zip(given, rows, strict=False)):
+        given = []  # images come after it
+    found[: len(given)] = given
     counts = [
         row.images if one is None else one.tokens for row, one in zip(rows, found, strict=True)
     ]
@@ -84,7 +86,8 @@ def reader_of(
     longest = max(length - count for length, count in zip(lengths, counts, strict=True))
     rest = prompt.narrowed(None, slice(width - longest, width))
     passes.append(Pass(rest, None, True, "prefill continued"))
-    return SharedReader(prompt, lengths, passes, cache, state, rows, found, counts, source, reads)
+    where = (rows, found, counts, source, reads)
+    return SharedReader(prompt, lengths, passes, cache, state, *where, given=bool(given))
 
 
 @dataclass
@@ -99,6 +102,7 @@ class SharedReader(Reader):
         counts: Tokens that each row takes from a prefix, found or read now.
         source: Row that reads the prefix of each row.
         reads: Rows that read a prefix.
+        given: Whether the caller gave prefixes, which are used whatever they save.
     """
 
     cache: PromptCache
@@ -108,6 +112,7 @@ class SharedReader(Reader):
     counts: Sequence[int]
     source: Sequence[int]
     reads: Sequence[int]
+    given: bool = False
 
     @property
     def starts(self) -> list[int]:
@@ -120,7 +125,8 @@ class SharedReader(Reader):
         rest = self.passes[-1].prompt.ids.shape[1]
         read = sum(self.counts[row] for row in self.reads) + rest * len(self.rows)
         fits = reserved is None or max(self.starts) + rest <= reserved.slots
-        return fits and any(self.counts) and read <= WORTH * sum(self.lengths)
+        saves = any(self.counts) and read <= WORTH * sum(self.lengths)
+        return fits and (self.given or saves)
 
     def keeping(self, passes: Sequence[Pass]) -> KeepingReader:
         """The reader that reads rows whole, by these passes, and keeps their prefixes."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache
 
 from mmdecode.decoder import Decoder
@@ -63,6 +64,21 @@ def test_three_turns_about_an_image(draft):
     expected = turns(model, vision_inputs("llava"), None)
     assert turns(model, vision_inputs("llava"), decoder) == expected
     assert decoder.stats.prompt_tokens["reused"]
+
+
+def test_a_cache_is_used_however_little_it_saves():
+    """Images of earlier turns are not passed again, so the prompt cannot be read whole."""
+    model, inputs = vision_model("llava"), vision_inputs("llava")
+    found = []
+    for decoder in (None, Decoder()):
+        cache = DynamicCache()
+        options = {"past_key_values": cache, "do_sample": False, "custom_generate": decoder}
+        ids = model.generate(**inputs, **options, max_new_tokens=2)
+        ids = torch.cat([ids, torch.arange(60).repeat(len(ids), 1) % 50 + 1], 1)
+        mask = F.pad(inputs["attention_mask"], (0, 62), value=1)
+        call = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": NEW}
+        found.append(model.generate(**call, **options).tolist())
+    assert found[0] == found[1]
 
 
 def test_turns_may_alternate_with_plain_generate():
