@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.progress import TextColumn
@@ -117,9 +117,9 @@ def command(
         typer.Option(help="Frames per second to read of a video, instead of --frames."),
     ] = None,
     noise_by: Annotated[
-        str,
+        Literal["request", "image"],
         typer.Option(
-            help="What seeds a question's random numbers: request, or image, with which vcd and "
+            help="Seed of a question's random numbers: request, or image, with which vcd and "
             "its kin change an image alike for all questions, and read it once."
         ),
     ] = "request",

@@ -13,7 +13,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help
+from mmdecode.cli.flags import Device, DeviceMap, Dtype, Overwrite, model_help
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
 from mmdecode.cli.shared import Group
@@ -77,6 +77,7 @@ def vlm(
     ] = None,
     overwrite: Overwrite = False,
     device: Device = "auto",
+    device_map: DeviceMap = None,
     dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     json: JsonFlag = False,
@@ -109,7 +110,7 @@ def vlm(
         refuse_foreign([out_dir / RESULTS], overwrite)
     only_our_output()
     _refuse_others(model)
-    answerer = Answerer.from_pretrained(model, device=device, dtype=dtype)
+    answerer = Answerer.from_pretrained(model, device=device, dtype=dtype, device_map=device_map)
     at_hand = {"target": answerer.model, "model_id": model}
     names = ["lookup"] if draft is None else draft
     facts = machine(answerer.model.device, dtype)
