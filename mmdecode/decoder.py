@@ -264,7 +264,7 @@ class Decoder:
             drafter_invariant=rule.capabilities.drafter_invariant,
             draft_target=self._draft_target(guide, processors, mm_adapter is not None),
             lease=lease,
-            past=checks.continued(model_kwargs.get("past_key_values"), input_ids.shape[1]),
+            past=checks.continued(model_kwargs.get("past_key_values"), input_ids),
             prompt_cache=prompt_cache if prompt_cache and prompt_cache.max_bytes else None,
         )
         # columns after the last token are scratch space for the tokens of a round

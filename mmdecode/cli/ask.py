@@ -218,8 +218,9 @@ def command(
     }
     # what may change an answer; the batch does not
     settings = {**dataclasses.asdict(options), **load}
-    if noise_by == "request":  # as before there was a choice
-        del settings["noise_by"]
+    for name in ("noise_by", "frames", "fps"):  # as before there was a choice
+        if settings[name] == getattr(AnswerOptions, name):
+            del settings[name]
     for name in ("batch_size", "prompt_cache", "margins", "trace", "first_logits"):
         del settings[name]
     tally = _Tally()

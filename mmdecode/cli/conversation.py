@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.errors import MMDecodeError
 from mmdecode.runs.console import console, out
 
 if TYPE_CHECKING:
@@ -41,33 +40,51 @@ def converse(
         if command == "/help":
             console.print(HELP, highlight=False, markup=False)
         elif command == "/image":
-            pending += shlex.split(rest)
+            pending += _paths(rest)
         elif command == "/clear":
             chat, pending = answerer.chat(**options), []
         elif command == "/undo":
             del chat.messages[-2:]
         elif command.startswith("/"):
-            console.print(f"there is no {command}; /help lists commands", style="red")
+            _complain(f"there is no {command}; /help lists commands")
         elif line:
             pending = _asked(chat, line, pending)
 
 
 def _asked(chat: Any, question: str, images: list[str]) -> list[str]:
-    """Prints an answer; returns the images that are left for the next question."""
+    """Prints an answer; returns the images of the next question: these, if there is none."""
+    from mmdecode.runs.items import Failed
+    from mmdecode.vlm.answerer import MEMORY_HINT
+
     written = False
     try:
         for piece in chat.stream(question, images or None):
             out.file.write(piece if written else piece.lstrip())
             out.file.flush()
             written = True
-    except MMDecodeError as error:
-        console.print(f"failed: {error}", style="red", markup=False, highlight=False)
+    except Exception as error:  # of any kind: the conversation goes on
+        failed = Failed.of(error, MEMORY_HINT)
+        _complain(f"failed: {failed.error}")
+        if images:
+            _complain("its images are left out of the next question; /image adds them again")
         return []
     finally:
         if written:
             out.file.write("\n")
             out.file.flush()
     return []
+
+
+def _paths(words: str) -> list[str]:
+    """Splits paths as a shell does; a text with an open quotation mark is one path."""
+    try:
+        return shlex.split(words)
+    except ValueError:
+        return [words]
+
+
+def _complain(text: str) -> None:
+    console.print(text, style="red", markup=False, highlight=False)
 
 
 def _lines(questions: list[str]) -> Iterator[str]:

@@ -224,6 +224,8 @@ class FeatureSession(DraftSession):
         if width and found:
             self.paths = {"drafter prefill continued": 1}
             read_shared(self.drafter, self.cache, self._pads, rows, found, counts, draft.images)
+            if call.plan.prompt_cache is not None:
+                call.plan.prompt_cache.trim()
         elif width:
             self._read(rows)
         self.cache.set_start(torch.full_like(self._pads, width))

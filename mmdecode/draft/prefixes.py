@@ -71,7 +71,7 @@ def read_shared(
         cache.open_piece(piece, width)
         drafter(rows.part(index, piece.columns), None, cache)
         own = [part and part.clone() for part in cache.slots(row, piece.columns)]
-        one.prefix.drafts[name] = KeptDraft(state, count, own)
+        one.prefix.keep_draft(name, KeptDraft(state, count, own))
     starts = [left + count for left, count in zip(lefts, counts, strict=True)]
     longest = width - min(starts)
     if not longest:

@@ -439,7 +439,9 @@ def reader_of(
     """
     lengths, cache, shared = prompt.mask.sum(1).tolist(), call.plan.prompt_cache, None
     if (cache is not None or past is not None) and by_rows and chunks:
-        shared = shared_prefill.reader_of(adapter, prompt, lengths, cache, layers, past)
+        shared = shared_prefill.reader_of(
+            adapter, prompt, lengths, cache, layers, past, call.prompt_length
+        )
         if shared is not None and shared.pays(reserved):
             return shared
     if past is not None and not prompt.inputs and bool(adapter.spans("image", prompt.ids).any()):

@@ -144,16 +144,16 @@ def _held(past: Any) -> int:
     return int(past.get_seq_length()) if hasattr(past, "get_seq_length") else 0
 
 
-def continued(past: Any, width: int) -> DynamicCache | None:
+def continued(past: Any, input_ids: Tensor) -> DynamicCache | None:
     """Returns the caller's cache if it holds tokens.
 
     Args:
         past: The call's ``past_key_values``.
-        width: Columns of the prompt.
+        input_ids: The prompt, ``(B, P)``.
 
     Raises:
-        IncompatibleError: It is no cache, or holds tokens otherwise than a `DynamicCache`, or as
-            many as the prompt has.
+        IncompatibleError: It is no cache, has other rows than the prompt, holds tokens otherwise
+            than a `DynamicCache`, or holds as many as the prompt has.
     """
     hint = (
         "leave past_key_values out and pass the whole prompt, earlier turns included, as input_ids"
@@ -171,6 +171,13 @@ def continued(past: Any, width: int) -> DynamicCache | None:
             f"past_key_values hold tokens ({count}) in layers of type {', '.join(sorted(others))}; "
             f"only a DynamicCache whose layers hold every token can be continued (DynamicCache() "
             f"without a config): {hint}"
+        )
+    (batch, width), rows = input_ids.shape, past.layers[0].keys.shape[0]
+    if rows != batch:
+        raise IncompatibleError(
+            f"past_key_values hold {rows} rows, the prompt has {batch}; take or repeat rows of the "
+            "cache first: past_key_values.batch_select_indices(rows) or "
+            "batch_repeat_interleave(num_return_sequences)"
         )
     if count >= width:
         raise IncompatibleError(

@@ -21,26 +21,27 @@ if TYPE_CHECKING:
     from mmdecode.engine.branches import ModelRunner
 
 
-def prefixes(past: DynamicCache, ids: Tensor, lengths: Sequence[int]) -> list[Found] | None:
+def prefixes(
+    past: DynamicCache, ids: Tensor, lengths: Sequence[int], columns: int
+) -> list[Found] | None:
     """The tokens of each row of a prompt that a caller's cache holds; ``None``: a row has none.
 
     Args:
-        past: The cache.
-        ids: The prompt, ``(B, P)``.
+        past: The cache, with a row for each of the first rows of the prompt.
+        ids: The prompt, ``(R, P)``, padded on the left.
         lengths: Its tokens per row.
+        columns: Columns of the caller's prompt, at most P.
     """
-    count, width = past.get_seq_length(), ids.shape[1]
-    found: list[Found] = []
-    for row, length in enumerate(lengths):
-        left = width - length
-        if count <= left:
+    count, found = past.get_seq_length(), []
+    for row in range(past.layers[0].keys.shape[0]):
+        held = slice(columns - lengths[row], count)
+        tokens = count - held.start
+        if tokens <= 0:
             return None
-        own = [
-            Slots(part.keys[row, :, left:count], part.values[row, :, left:count])
-            for part in past.layers
-        ]
-        read = RowPrompt(ids[row, left:count].cpu(), 0, b"")
-        found.append(Found(Prefix(read, [*own]), count - left))
+        own = [Slots(part.keys[row, :, held], part.values[row, :, held]) for part in past.layers]
+        left = ids.shape[1] - lengths[row]
+        read = RowPrompt(ids[row, left : left + tokens].cpu(), 0, b"")
+        found.append(Found(Prefix(read, [*own]), tokens))
     return found
 
 
@@ -57,8 +58,10 @@ def keep_text(past: DynamicCache, main: ModelRunner | None, call: Call, cur_len:
         call: The call, which has ended.
         cur_len: Generated tokens of the longest row.
     """
+    for layer in past.layers:  # `reset` of transformers 5.17 keeps slots of zeros
+        layer.keys = layer.values = None
+        layer.is_initialized = False
     if main is None:
-        past.reset()
         return
     rows = main.rows_of(MAIN.name)
     # a prompt that shares its pass with a wider one was padded there
@@ -71,9 +74,9 @@ def keep_text(past: DynamicCache, main: ModelRunner | None, call: Call, cur_len:
         if not own.is_initialized:
             continue
         keys, values = own.keys[rows, :, slots].clone(), own.values[rows, :, slots].clone()
-        mine.reset()
         if type(mine) is DynamicLayer:
             mine.lazy_initialization(keys, values)
             mine.keys, mine.values = keys, values
         else:  # a window
+            mine.cumulative_length = 0
             mine.update(keys, values)

@@ -71,12 +71,16 @@ class Prefix:
     row: RowPrompt
     slots: list[Slots | None]
     states: Mapping[int | str, Tensor] = field(default_factory=dict)
-    drafts: dict[Any, KeptDraft] = field(default_factory=dict)
+    drafts: Mapping[Any, KeptDraft] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         return sum(tensor.nbytes for tensor in self._tensors())
+
+    def keep_draft(self, name: Any, kept: KeptDraft) -> None:
+        """Adds a drafter's keys and values, also while other threads read those of others."""
+        self.drafts = {**self.drafts, name: kept}
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self.states.values()
@@ -142,7 +146,7 @@ class PromptCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all prefixes."""
-        return sum(prefix.nbytes for _, prefix in self._kept.values())
+        return sum(prefix.nbytes for _, prefix in list(self._kept.values()))
 
     def clear(self) -> None:
         """Drops all prefixes."""
@@ -188,17 +192,27 @@ class PromptCache:
         with self._lock:
             state = self._known(state)
             for number, (kept, other) in [*self._kept.items()]:
-                dead = kept.model() is None
-                if dead or (kept is state and _goes_on(copy, other)):
+                if kept is state and _goes_on(copy, other):
                     del self._kept[number]
             self._kept[self._next] = (state, copy)
             self._next += 1
-            while self.nbytes > self.max_bytes:
-                self._kept.popitem(last=False)
+        self.trim()
         return copy
 
+    def trim(self) -> None:
+        """Drops prefixes, the least recently used first, until the rest fit ``max_bytes``."""
+        with self._lock:
+            while self._kept and self.nbytes > self.max_bytes:
+                self._kept.popitem(last=False)
+
     def _known(self, state: ModelState) -> ModelState:
-        """The equal state of a prefix that is kept, if there is one; comparing takes time."""
+        """The equal state of a prefix that is kept, if there is one; comparing takes time.
+
+        Prefixes of models that are gone are dropped.
+        """
+        for number, (kept, _) in [*self._kept.items()]:
+            if kept.model() is None:
+                del self._kept[number]
         states = {id(kept): kept for kept, _ in self._kept.values()}
         return next((kept for kept in states.values() if kept == state), state)
 
@@ -218,7 +232,7 @@ def _goes_on(prefix: Prefix, other: Prefix) -> bool:
 class ModelState:
     """State of a model that keys and values depend on; equal states read a prompt alike.
 
-    Weights are compared by their addresses and version counters, not by value.
+    Weights are compared by their addresses, version counters and one value of each.
 
     Args:
         model: The model.
@@ -226,7 +240,7 @@ class ModelState:
 
     def __init__(self, model: Any) -> None:
         self.model = ref(model)
-        self._parts = (torch.is_autocast_enabled(), *_parts_of(model))
+        self._parts = (*_parts_of(model), *_values_of(model))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ModelState) or self.model() is None:
@@ -242,6 +256,9 @@ _SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling
 
 def _parts_of(model: Any) -> Iterator[Any]:
     yield attention_implementation(getattr(model, "config", None))
+    kind = next((weight.device.type for weight in model.parameters()), "cpu")
+    kind = "cpu" if kind == "meta" else kind
+    yield torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     for module in model.modules():
         own = vars(module)
         if "_active_adapter" in own:
@@ -255,6 +272,17 @@ def _parts_of(model: Any) -> Iterator[Any]:
             if tensor is not None:
                 yield tensor.data_ptr()
                 yield 0 if tensor.is_inference() else tensor._version
+
+
+def _values_of(model: Any) -> Iterator[Any]:
+    """The middle value of each weight: writing to ``weight.data`` counts as no new version."""
+    groups: dict[Any, list[Tensor]] = {}
+    for weight in model.parameters():
+        if weight.device.type != "meta" and weight.numel():
+            middle = weight.detach()[tuple(size // 2 for size in weight.shape)]
+            groups.setdefault((weight.device, weight.dtype), []).append(middle)
+    for found in groups.values():
+        yield tuple(torch.stack(found).float().tolist())
 
 
 def _home(hook: Any) -> str:

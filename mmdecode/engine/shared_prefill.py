@@ -38,6 +38,7 @@ def reader_of(
     cache: PromptCache | None,
     layers: frozenset[int | str],
     past: DynamicCache | None,
+    columns: int,
 ) -> SharedReader | None:
     """The reader of a prompt whose rows may share prefixes; ``None``: no row has one.
 
@@ -48,9 +49,10 @@ def reader_of(
         cache: Prefixes that were read before; ``None``: none.
         layers: Layers whose hidden states of the whole prompt are needed.
         past: Cache of transformers that holds the beginning of the first rows; ``None``: none.
+        columns: Columns of the caller's prompt.
     """
     cache = PromptCache(0) if cache is None else cache
-    earlier = None if past is None or layers else prefixes(past, prompt.ids, lengths)
+    earlier = None if past is None or layers else prefixes(past, prompt.ids, lengths, columns)
     state = ModelState(adapter.model)
     if not (prompt.inputs or cache.whole or earlier) and not cache.holds(state):
         return None

@@ -44,7 +44,9 @@ def path_in(folder: Path, name: str) -> str:
         folder: Folder of the table.
         name: Path or URL in the table; a URL is refused later, when the file is read.
     """
-    return name if _ADDRESS.match(name) and not (folder / name).exists() else str(folder / name)
+    return (
+        name if _ADDRESS.match(name) and not os.path.exists(folder / name) else str(folder / name)
+    )
 
 
 def content_of(file: Any) -> bytes:

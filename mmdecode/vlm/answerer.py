@@ -191,7 +191,7 @@ class Answerer:
     ) -> Iterator[tuple[Answer, Failed | None]]:
         lengths = [tried(partial(self._length, request), MEMORY_HINT) for request in requests]
         asked = [*zip(requests, lengths, strict=True)]
-        ordered = _by_image(asked) if settings.prompt_cache else _by_length(asked)
+        ordered = _by_length(asked) if settings.prompt_cache == 0 else _by_image(asked)
         for batch in _batches(ordered, settings.batch_size):
             readable: list[tuple[AnswerRequest, Question]] = []
             for request, length in batch:
@@ -384,13 +384,14 @@ class Answerer:
         elif settings.do_sample:
             names = [noise_name(*pair) for pair in zip(requests, questions, strict=True)]
         given: dict[str, Any] = {**inputs, **settings.generation(), **options}
-        self.prompt_cache.max_bytes = settings.prompt_cache
+        if settings.prompt_cache:
+            self.prompt_cache.max_bytes = settings.prompt_cache
         rounds: list[list[Round]] = []
         output = generate(
             self.model,
             decoder=self.decoder,
             request=names,
-            prompt_cache=self.prompt_cache,
+            prompt_cache=None if settings.prompt_cache == 0 else self.prompt_cache,
             mm_inputs={"questions": list(questions)},
             return_dict_in_generate=True,
             output_logits=asked,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from mmdecode.engine.prompt_cache import PromptCache
 from mmdecode.errors import InputError
 from mmdecode.runs.failures import collected
-from mmdecode.vlm.images import image_source
+from mmdecode.runs.inputs import content_of
+from mmdecode.vlm.images import ImageSource, image_source
 from mmdecode.vlm.messages import PLACEHOLDER, turns_of
 from mmdecode.vlm.options import make_options
 from mmdecode.vlm.requests import AnswerRequest, is_list
@@ -93,6 +94,8 @@ def request_of(messages: Any, index: int = 0) -> AnswerRequest:
 
 def _user(question: str, images: Any) -> dict[str, Any]:
     several = list(images) if is_list(images) else [] if images is None else [images]
+    # every turn reads all images again: a file is read to its end now
+    several = [content_of(one) if _is_file(one) else one for one in several]
     sources = [image_source(one, f"image {index}") for index, one in enumerate(several)]
     given: list[Any] = [{"type": "image", "image": source} for source in sources]
     texts = str(question).split(PLACEHOLDER)
@@ -107,3 +110,7 @@ def _user(question: str, images: Any) -> dict[str, Any]:
     for image, text in zip(given, texts[1:], strict=True):
         parts += [image, {"type": "text", "text": text}]
     return {"role": "user", "content": parts}
+
+
+def _is_file(image: Any) -> bool:
+    return hasattr(image, "read") and not isinstance(image, ImageSource)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mmdecode.errors import InputError
 from mmdecode.runs.crashes import InFlight, read_apart
 from mmdecode.vlm.images import ImageSource
 
@@ -38,6 +39,8 @@ def watched(source: ImageSource, journal: InFlight, *, code: str = READ) -> Imag
     """
 
     def read(*how: Any) -> Image | Video:
+        if source.name in journal.suspects and source.name.startswith("data:"):
+            raise InputError(f"{source.name} ended an earlier run while it was read; leave it out")
         if source.name in journal.suspects:
             read_apart(code, source.name, "convert it with another program")
         with journal.reading(source.name):

@@ -219,7 +219,7 @@ def as_line(answer: Answer) -> dict[str, Any]:
     """Returns the JSON object of a line: the request with its answer or its error."""
     line: dict[str, Any] = {
         "id": answer.id,
-        "images": [os.path.abspath(name) for name in answer.images],
+        "images": [_named(name) for name in answer.images],
         "question": answer.question,
     }
     if answer.history:
@@ -230,7 +230,12 @@ def as_line(answer: Answer) -> dict[str, Any]:
 
 
 def _paths(images: Sequence[Any]) -> list[str]:
-    return [os.path.abspath(image.name) for image in images]
+    return [_named(image.name) for image in images]
+
+
+def _named(name: str) -> str:
+    """The absolute path of an image; an image of a data URL has a name of its content."""
+    return name if name.startswith("data:") else os.path.abspath(name)
 
 
 def _as_read(value: Any) -> Any:

@@ -41,6 +41,32 @@ def load(
         OptionError: The device, dtype or strategy does not exist, or device and map are both given.
         UnsupportedModelError: The checkpoint is no vision-language model.
     """
+    if device_map is None:
+        model, processor = _loaded(model_id, device, dtype)
+        return placed(model, device), processor
+    if device not in (None, "auto"):
+        raise OptionError(
+            f"device={device!r} and a device_map are given; leave out either: the map says where "
+            "each part goes"
+        )
+    chosen, folder = map_of(device_map), tempfile.mkdtemp(prefix="mmdecode-offload-")
+    try:
+        more = {"device_map": chosen, "offload_folder": folder}
+        model, processor = _loaded(model_id, device, dtype, **more)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    return model.eval(), processor
+
+
+def _loaded(
+    model_id: str,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    **more: Any,
+) -> tuple[Any, Any]:
+    """The model, wherever transformers puts it, and its processor; see `load`."""
     from transformers import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         AutoConfig,
@@ -48,15 +74,6 @@ def load(
         AutoProcessor,
     )
 
-    split, more = None, {}
-    if device_map is not None:
-        if device not in (None, "auto"):
-            raise OptionError(
-                f"device={device!r} and a device_map are given; leave out either: the map says "
-                "where each part goes"
-            )
-        split = tempfile.mkdtemp(prefix="mmdecode-offload-")
-        more = {"device_map": map_of(device_map), "offload_folder": split}
     kind = dtype_of(dtype, model_id, device)
     path = local_path(model_id)
     try:
@@ -78,10 +95,7 @@ def load(
         raise MissingExtraError(
             f"loading {model_id!r} needs a library ({reason})", extra="vlm"
         ) from error
-    if split is not None:
-        weakref.finalize(model, shutil.rmtree, split, ignore_errors=True)
-        return model.eval(), processor
-    return placed(model, device), processor
+    return model, processor
 
 
 def map_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:

@@ -74,10 +74,14 @@ def turns_of(
         where = f"message {number}"
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
             raise InputError(f"{where} is {message!r:.80}; expected a 'role' and a 'content'")
-        role = _OTHER_NAMES.get(message["role"], message["role"])
+        role = str(message["role"])
+        role = _OTHER_NAMES.get(role, role)
         if role not in ROLES:
             raise InputError(f"{where} has the role {role!r}; expected {', '.join(ROLES)}")
-        text, images = _content(message["content"], where, rest, find)
+        content = message["content"]
+        if role != "user" and isinstance(content, str):  # no image is meant
+            content = content.replace(PLACEHOLDER, "")
+        text, images = _content(content, where, rest, find)
         if images and role != "user":
             raise InputError(f"{where} is of the {role} and has an image; give it to the user")
         turns.append(Turn(role, text, len(images)))
@@ -116,7 +120,7 @@ def _content(
                 "{'type': 'image_url', 'image_url': {'url': ...}} or {'type': 'image', 'image': "
                 "...}"
             )
-        images += [_source(one, f"{where}, image {len(images) + 1}", find) for one in found]
+        images += [source_of(one, f"{where}, image {len(images) + 1}", find) for one in found]
     return "".join(texts), images
 
 
@@ -134,7 +138,17 @@ def _named(part: Mapping[str, Any], kind: str, where: str, rest: Any) -> Any:
     return found.get("url") if isinstance(found, Mapping) else found
 
 
-def _source(item: Any, name: str, find: Callable[[str], str]) -> ImageSource:
+def source_of(item: Any, name: str, find: Callable[[str], str]) -> ImageSource:
+    """Makes the source of an image: a path, a data URL, or what `image_source` takes.
+
+    Args:
+        item: The image.
+        name: Name of an image without a path, for errors.
+        find: Makes a path absolute.
+
+    Raises:
+        InputError: It is another address, or a data URL that cannot be read.
+    """
     if not isinstance(item, (str, os.PathLike)):
         return image_source(item, name)
     path = os.fspath(item)
@@ -154,7 +168,7 @@ def _source(item: Any, name: str, find: Callable[[str], str]) -> ImageSource:
             "'data:image/png;base64,...'"
         ) from error
     identity = hashlib.blake2b(data, digest_size=16).hexdigest()
-    return ImageSource(name, partial(read_image, data, name), identity)
+    return ImageSource(f"data:{identity}", partial(read_image, data, name), identity)
 
 
 def as_messages(history: Sequence[Turn], text: str) -> list[dict[str, str]]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmdecode.engine.prompt_cache import BYTES
 from mmdecode.errors import OptionError, refuse_unknown
 from mmdecode.vlm.videos import FRAMES
 
@@ -28,7 +27,8 @@ class AnswerOptions:
             not used.
         batch_size: Questions decoded at once.
         prompt_cache: Bytes of prompts to keep, so that what questions about one image have in
-            common, and the image itself, is read once; 0: every prompt is read whole.
+            common, and the image itself, is read once; 0: every prompt is read whole; ``None``: as
+            the `mmdecode.PromptCache` of the `Answerer` says, 1 GiB.
         noise_by: Seed of a question's random numbers: ``request``, its id or else its text and
             images; or ``image``, its images alone. With ``image``, guides that change images at
             random change an image alike for all questions, so that it is read once (other tokens
@@ -53,7 +53,7 @@ class AnswerOptions:
     top_p: float = 1.0
     top_k: int = 0
     batch_size: int = 8
-    prompt_cache: int = BYTES
+    prompt_cache: int | None = None
     noise_by: str = "request"
     frames: int = FRAMES
     fps: float | None = None
@@ -69,7 +69,7 @@ class AnswerOptions:
         if self.fps is not None and not 0 < self.fps < math.inf:
             raise OptionError(f"fps={self.fps}; expected more than 0 frames per second")
         refuse_unknown([self.noise_by], ("request", "image"), "noise_by")
-        if self.prompt_cache < 0:
+        if self.prompt_cache is not None and self.prompt_cache < 0:
             raise OptionError(f"prompt_cache={self.prompt_cache}; expected bytes, or 0 for none")
         if not 0 < self.temperature < math.inf:
             raise OptionError(

@@ -227,6 +227,11 @@ class Prompts:
         if len(parts) == 1:
             content += [{"type": next(kinds)} for _ in range(turn.images)]
             return [*content, {"type": "text", "text": turn.text}]
+        if len(parts) != turn.images + 1:
+            raise InputError(
+                f"the message {turn.text[:60]!r} has {turn.images} images and {len(parts) - 1} "
+                f"placeholders; write {PLACEHOLDER} once per image, or leave it out"
+            )
         for index, part in enumerate(parts):
             content += [{"type": next(kinds)}] if index else []
             content += [{"type": "text", "text": part.strip("\n")}] * bool(part.strip())

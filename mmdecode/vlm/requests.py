@@ -19,7 +19,7 @@ from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.inputs import path_in
 from mmdecode.runs.tables import any_of, first_of, own_id, refuse_all, rows_of, text_of
 from mmdecode.vlm.images import ImageSource, image_source
-from mmdecode.vlm.messages import Turn, turns_of
+from mmdecode.vlm.messages import Turn, source_of, turns_of
 
 QUESTION = ("question", "prompt", "text")
 IMAGE = ("image", "image_path", "path", "file")
@@ -149,8 +149,8 @@ def _request(row: Mapping[str, Any], where: str, base: Path, index: int) -> Answ
         raise InputError(f"{where} asks nothing; expected {any_of(QUESTION)}, or messages")
     names = _images(row, where)
     given = text_of(row, ID, where) or None  # an empty id counts as none
-    sources = tuple(image_source(path_in(base, name), "") for name in names)
-    name = described(names, text) if given is None else given
+    sources = tuple(source_of(name, where, lambda one: path_in(base, one)) for name in names)
+    name = described([one.name for one in sources], text) if given is None else given
     return AnswerRequest(name, index, text, sources, named=given is not None)
 
 

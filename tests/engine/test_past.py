@@ -5,10 +5,12 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
+from mmdecode import generate
 from mmdecode.decoder import Decoder
 from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.engine import checks
+from mmdecode.engine.prompt_cache import PromptCache
 from mmdecode.errors import IncompatibleError
 from tests.engine.test_prefill import eagle
 from tests.support.tiny import prompts, text_model
@@ -150,6 +152,39 @@ def test_positions_after_an_image_of_qwen_need_it():
         turns(model, inputs, Decoder())
 
 
+def test_a_cache_of_other_rows_is_refused():
+    model, inputs, cache = text_model("llama"), prompts(3), DynamicCache()
+    options = {"past_key_values": cache, "max_new_tokens": 2, "do_sample": False}
+    model.generate(**inputs, **options)
+    long = {name: F.pad(value[1:], (0, 9), value=1) for name, value in inputs.items()}
+    with pytest.raises(IncompatibleError, match="hold 3 rows, the prompt has 2; take or repeat"):
+        model.generate(**long, **options, custom_generate=Decoder())
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_branches_of_a_guide_are_read_beside_the_cache(family, shared):
+    model, inputs = vision_model(family), vision_inputs(family)
+    found = []
+    for kept in (True, False):
+        cache = DynamicCache() if kept else None
+        decoder = Decoder(guide="vcd", seed=1)
+        more = {"past_key_values": cache} if kept else {}
+        more |= {"prompt_cache": PromptCache()} if shared else {}
+        call = {**inputs, "max_new_tokens": NEW, "do_sample": False, "decoder": decoder, **more}
+        names = {"request": ["a", "b", "c"]}
+        ids = generate(model, **call, **names)[:, inputs["input_ids"].shape[1] :] % 50 + 1
+        ids = torch.cat([inputs["input_ids"], ids], 1)
+        call |= {
+            "input_ids": ids,
+            "attention_mask": F.pad(inputs["attention_mask"], (0, NEW), value=1),
+        }
+        if kept:  # what was generated is replaced by words, so is its part of the cache
+            cache.crop(inputs["input_ids"].shape[1] - cache.get_seq_length())
+        found.append(generate(model, **call, **names).tolist())
+    assert found[0] == found[1]
+
+
 def test_caches_that_cannot_be_continued():
     model, inputs = text_model("mistral"), prompts(1)
     cache = DynamicCache(config=model.config)
@@ -161,4 +196,4 @@ def test_caches_that_cannot_be_continued():
     cache = DynamicCache()
     model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
     with pytest.raises(IncompatibleError, match="pass the whole text as input_ids"):
-        checks.continued(cache, inputs["input_ids"].shape[1])
+        checks.continued(cache, inputs["input_ids"])

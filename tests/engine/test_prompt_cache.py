@@ -322,6 +322,13 @@ def test_changed_weights_read_again():
     with torch.no_grad():
         model.get_decoder().layers[0].self_attn.k_proj.weight.mul_(-1)
     assert call(2) == call(2, Decoder(), None)
+    model.get_decoder().layers[1].mlp.up_proj.weight.data.mul_(-1)  # no new version
+    assert call(2) == call(2, Decoder(), None)
+    assert not decoder.stats.prompt_tokens["reused"]
+    cache.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        call(2)
+    assert call(2) == call(2, Decoder(), None)
     assert not decoder.stats.prompt_tokens["reused"]
     call(3)
     assert decoder.stats.prompt_tokens["reused"]
@@ -356,6 +363,17 @@ def test_a_prefix_that_does_not_fit_is_shared_by_its_batch_alone():
     assert reused(decoder, "llava", [(0, 1), (0, 2), (0, 3)], cache) == 12
     assert not cache.count
     assert not reused(decoder, "llava", [(0, 4)], cache)
+
+
+def test_what_drafters_keep_counts():
+    cache, decoder = PromptCache(), Decoder(drafter("eagle"))
+    ids_of("llava", [(0, 1)], decoder, cache)
+    alone = cache.nbytes
+    cache = PromptCache(alone + 1)
+    for image in range(3):
+        ids_of("llava", [(image, 1)], decoder, cache)
+        assert cache.nbytes <= cache.max_bytes
+    assert cache.count == 1
 
 
 def test_nothing_is_shared_without_a_cache():

@@ -14,6 +14,7 @@ from mmdecode.vlm import Answerer
 from mmdecode.vlm.chat import request_of
 from mmdecode.vlm.messages import as_messages, turns_of
 from mmdecode.vlm.requests import read_requests
+from tests.support.commands import invoke
 from tests.support.files import write_json_lines
 
 ROLES = (
@@ -192,6 +193,7 @@ def test_an_image_that_is_an_address_is_refused_by_name(bad, tmp_path):
         ("hello", "expected a list of"),
         ([{"role": "user"}], "message 1 is .* expected a 'role' and a 'content'"),
         ([{"role": "tool", "content": "x"}], "message 1 has the role 'tool'"),
+        ([{"role": ["user"], "content": "x"}], "message 1 has the role"),
         ([{"role": "assistant", "content": "x"}], "the last message is of the assistant"),
         ([{"role": "user", "content": 3}], "expected a text or a list"),
         ([{"role": "user", "content": [{"type": "audio"}]}], "has the part .*audio"),
@@ -246,9 +248,8 @@ def test_a_conversation_on_the_command_line(model, talking, kit, tmp_path):
 
     from mmdecode.cli.app import app
 
-    typed = "\n".join(
-        [TURNS[1], "/help", "/undo", "/nothing", TURNS[2], "/clear", "Hi?", "/quit", "x"]
-    )
+    lines = [TURNS[1], "/help", "/undo", "/[/b]nothing", "/image it's.png", "Look", TURNS[1]]
+    typed = "\n".join([*lines, "/undo", TURNS[2], "/clear", "Hi?", "/quit", "x"])
     words = ["ask", str(tmp_path / "a.png"), "--chat", "-q", TURNS[0], "--max-new-tokens", "5"]
     found = CliRunner().invoke(app, [*words, "--model", str(tmp_path / "model")], input=typed)
     assert found.exit_code == 0, found.output
@@ -256,12 +257,55 @@ def test_a_conversation_on_the_command_line(model, talking, kit, tmp_path):
     first = chat.ask(TURNS[0], kit.image(3)).text
     second = chat.ask(TURNS[1]).text
     del chat.messages[-2:]
+    again = chat.ask(TURNS[1]).text
+    del chat.messages[-2:]
     third = chat.ask(TURNS[2]).text
     fourth = Answerer(model, talking).chat(max_new_tokens=5).ask("Hi?").text
-    assert found.stdout.splitlines() == [first, second, third, fourth]
-    assert "there is no /nothing" in found.stderr and "/image PATH" in found.stderr
+    assert found.stdout.splitlines() == [first, second, again, third, fourth]
+    for text in ("there is no /[/b]nothing", "it's.png: does not exist", "/image PATH"):
+        assert text in found.stderr
     refused = CliRunner().invoke(app, [*words, "--json"])
     assert "--chat talks" in str(refused.exception)
+
+
+def test_images_of_data_urls_resume_by_their_content(model, talking, kit, tmp_path, monkeypatch):
+    talking.save_pretrained(tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+
+    def ask(seed, *more):
+        url = {"type": "image_url", "image_url": {"url": data_url(kit.image(seed))}}
+        write_json_lines(tmp_path / "table.jsonl", [{"id": "a", "messages": conversation(url)}])
+        words = ["ask", "--data", str(tmp_path / "table.jsonl"), "--model", str(tmp_path / "model")]
+        return invoke(*words, "--out", str(tmp_path / "out"), "--max-new-tokens", "3", *more)
+
+    assert ask(3).exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    assert ask(3, "--resume").exit_code == 0
+    assert "another question now" in str(ask(4, "--resume").exception)
+
+
+def test_data_urls_may_stand_in_the_columns_of_images(model, talking, kit, tmp_path):
+    rows = [{"question": "What?", "image": data_url(kit.image(seed))} for seed in (3, 4)]
+    write_json_lines(tmp_path / "table.jsonl", rows)
+    requests = read_requests(tmp_path / "table.jsonl")
+    found = list(Answerer(model, talking).answers(requests, max_new_tokens=4))
+    alone = Answerer(model, talking)([kit.image(3), kit.image(4)], "What?", max_new_tokens=4)
+    assert {a.index: a.token_ids for a in found} == {a.index: a.token_ids for a in alone}
+
+
+def test_placeholders_in_texts_are_words_where_no_image_is_meant(model, talking, kit):
+    chat = Answerer(model, talking).chat("Say <image>.", max_new_tokens=3)
+    chat.ask(TURNS[0], kit.image(3))
+    chat.messages[-1]["content"] = "an <image> of it"
+    assert not chat.ask(TURNS[1]).error
+
+
+def test_an_open_file_is_read_once(model, talking, kit, tmp_path):
+    kit.image(3).save(tmp_path / "a.png")
+    chat = Answerer(model, talking).chat(max_new_tokens=3)
+    with (tmp_path / "a.png").open("rb") as file:
+        chat.ask(TURNS[0], file)
+        chat.ask(TURNS[1])
 
 
 def test_a_processor_without_a_template_holds_no_conversation(model, kit):

@@ -169,10 +169,19 @@ def kit_image(path):
     return read_image(path)
 
 
+def test_the_bound_of_a_cache_is_its_own(model, processor, images):
+    cache = PromptCache(1000)
+    answerer = Answerer(model, processor, prompt_cache=cache)
+    answerer(images[0], "What?", max_new_tokens=2)
+    answerer(images[0], "What?", max_new_tokens=2, prompt_cache=0)
+    assert cache.max_bytes == 1000
+    answerer(images[0], "What?", max_new_tokens=2, prompt_cache=2000)
+    assert cache.max_bytes == 2000
+
+
 def test_every_option_has_its_default_everywhere():
     from mmdecode.cli import ask, evaluate_vlm
-    from mmdecode.vlm import AnswerOptions
 
-    default = AnswerOptions().prompt_cache
+    default = PromptCache().max_bytes
     for command in (ask.command, evaluate_vlm.pope, evaluate_vlm.chair):
         assert inspect.signature(command).parameters["prompt_cache"].default == default
