@@ -96,7 +96,7 @@ class Stats:
         for part in parts:
             if part is not None:
                 self.paths.update(part.paths)
-                self.prompt_tokens.update(getattr(part, "prompt_tokens", ()))
+                self.prompt_tokens.update(vars(part).get("prompt_tokens", ()))
 
     def prefilled(self, counts: Tensor) -> None:
         """Counts round 0 of a call, which needs no scoring pass; see `scored`."""
