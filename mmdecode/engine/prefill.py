@@ -244,7 +244,6 @@ class Reader:
         runner.prompt_tokens["read"] += sum(self.lengths)
         (rows, width), keep = self.prompt.ids.shape, runner.needs.prompt_hidden
         last, whole = dict[int | str, Tensor](), dict[int | str, Tensor]()
-        weights: Mapping[int, Tensor] = {}
         for one in self.passes:
             piece = one.piece or Piece(None, 0, 0, width)
             states, weights = run(runner, one, specs, width)
