@@ -26,7 +26,7 @@ from mmdecode._compat import arguments_of_generate
 from mmdecode.accept.exact import Coupled, GreedyMatch, SampleMatch
 from mmdecode.accept.rejection import Rejection
 from mmdecode.draft.none import NoDraft
-from mmdecode.engine import attention, checks, request
+from mmdecode.engine import attention, capture, checks, request
 from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.arena import Arena, aliases
 from mmdecode.engine.attention import AttentionEdit
@@ -229,7 +229,7 @@ class Decoder:
         if guide is not None and guide.neutral:
             guide = None
         rule, kind = self.resolve_rule(bool(config.do_sample))
-        static = self.compile and not checks.warn_split(model)
+        static = self.compile and not capture.is_split(model)
         if static:  # the arena moves a call's tensors, but never the caller's
             input_ids, model_kwargs, mm_inputs = aliases((input_ids, model_kwargs, mm_inputs))
         seed = self.seed

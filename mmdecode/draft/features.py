@@ -23,7 +23,7 @@ from torch import Tensor
 from mmdecode.checkpoints import paired
 from mmdecode.draft.growing import Shape, extended, grown_proposal, tree_mask
 from mmdecode.draft.placed import Placed
-from mmdecode.draft.prefixes import read_shared, rows_of_prefixes
+from mmdecode.draft.prefixes import prefixes_of, read_shared, rows_of_prefixes
 from mmdecode.draft.target import (
     along_path,
     branch_prompt,
@@ -196,8 +196,7 @@ class FeatureSession(DraftSession):
     def __init__(self, draft: FeatureDraft, call: Call, prefill: BranchOutput) -> None:
         super().__init__(call)
         refuse_foreign(draft.drafter, call.plan.adapter, prefill)
-        self.draft = draft
-        self.drafter = draft.placed.like(prefill.hidden["last"])
+        self.draft, self.drafter = draft, draft.placed.like(prefill.hidden["last"])
         outputs = outputs_by_name(prefill)
         self.target = followed(call)
         self.unguided = self.target.unguided
@@ -209,7 +208,7 @@ class FeatureSession(DraftSession):
         assert rows.kept is not None and rows.images is not None
         whole, shift = rows.kept, rows.kept.sum(1)  # tokens before the last one
         rows = self.drafter.prepare(self.visible_rows(rows, prefill))
-        found = [one for spec in self.target.specs for one in outputs[spec.name].prefixes]
+        found = prefixes_of([outputs[spec.name] for spec in self.target.specs])
         counts = rows_of_prefixes(rows, shift, found, self.drafter.reads_first)
         pads = rows.embeds.shape[1] - shift
         rows, self._pads = rows.packed() if rows.kept is not whole else (rows, pads)
@@ -223,9 +222,8 @@ class FeatureSession(DraftSession):
         )
         if width and found:
             self.paths = {"drafter prefill continued": 1}
-            read_shared(self.drafter, self.cache, self._pads, rows, found, counts, draft.images)
-            if call.plan.prompt_cache is not None:
-                call.plan.prompt_cache.trim()
+            given = (rows, found, counts, draft.images, call.plan.prompt_cache)
+            read_shared(self.drafter, self.cache, self._pads, *given)
         elif width:
             self._read(rows)
         self.cache.set_start(torch.full_like(self._pads, width))

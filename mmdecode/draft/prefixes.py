@@ -8,9 +8,18 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine.cache import Piece, RaggedCache, bucket
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.masks import block_mask, chain
-from mmdecode.engine.prompt_cache import Found, KeptDraft, ModelState
+from mmdecode.engine.prompt_cache import Found, KeptDraft, ModelState, PromptCache
 from mmdecode.models.feature_drafter import FeatureDrafter, Rows
+
+
+def prefixes_of(outputs: Sequence[BranchOutput]) -> list[Found | None]:
+    """Returns the prefix of each row of several branches; empty if no row has one."""
+    found: list[Found | None] = []
+    for output in outputs:
+        found += output.prefixes or [None] * len(output.logits)
+    return found if any(found) else []
 
 
 def rows_of_prefixes(
@@ -43,6 +52,7 @@ def read_shared(
     found: Sequence[Found | None],
     counts: Sequence[int],
     images: str,
+    kept_in: PromptCache | None,
 ) -> None:
     """Reads the prompt into a drafter's empty cache.
 
@@ -54,6 +64,7 @@ def read_shared(
         found: Prefix of each prompt.
         counts: Rows of the drafter that belong to it.
         images: Option of `mmdecode.draft.features.FeatureDraft`.
+        kept_in: The prompt cache that holds the prefixes; ``None``: none does.
     """
     name = (type(drafter).__name__, images)
     state, width, device = ModelState(drafter), rows.embeds.shape[1], pads.device
@@ -72,6 +83,8 @@ def read_shared(
         drafter(rows.part(index, piece.columns), None, cache)
         own = [part and part.clone() for part in cache.slots(row, piece.columns)]
         one.prefix.keep_draft(name, KeptDraft(state, count, own))
+    if kept_in is not None:
+        kept_in.trim()
     starts = [left + count for left, count in zip(lefts, counts, strict=True)]
     longest = width - min(starts)
     if not longest:

@@ -203,3 +203,19 @@ class Compiled:
 
 def _forward(adapter: Adapter, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
     return adapter.forward(tokens, mask, positions, past)
+
+
+def is_split(model: Any) -> bool:
+    """Returns whether a model is split over devices, CPU or disk; warns that nothing is compiled.
+
+    accelerate moves tensors between its parts in hooks, which cannot be captured.
+    """
+    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(devices) < 2 and "disk" not in devices:
+        return False
+    warn(
+        f"nothing is compiled: {type(model).__name__} is split over {', '.join(sorted(devices))} "
+        "(device_map)",
+        stacklevel=2,
+    )
+    return True

@@ -187,22 +187,6 @@ def continued(past: Any, input_ids: Tensor) -> DynamicCache | None:
     return past
 
 
-def warn_split(model: Any) -> bool:
-    """Returns whether a model is split over devices, CPU or disk; warns that nothing is compiled.
-
-    accelerate moves tensors between its parts in hooks, which cannot be captured.
-    """
-    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
-    if len(devices) < 2 and "disk" not in devices:
-        return False
-    warn(
-        f"nothing is compiled: {type(model).__name__} is split over {', '.join(sorted(devices))} "
-        "(device_map)",
-        stacklevel=2,
-    )
-    return True
-
-
 def refuse_positions(adapter: Adapter, prompt: int, limit: int) -> None:
     """Refuses a text longer than the model's position table.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 import tempfile
 import weakref
 from collections.abc import Mapping
@@ -49,14 +48,15 @@ def load(
             f"device={device!r} and a device_map are given; leave out either: the map says where "
             "each part goes"
         )
-    chosen, folder = map_of(device_map), tempfile.mkdtemp(prefix="mmdecode-offload-")
+    chosen = map_of(device_map)
+    folder = tempfile.TemporaryDirectory(prefix="mmdecode-offload-", ignore_cleanup_errors=True)
+    more = {"device_map": chosen, "offload_folder": folder.name}
     try:
-        more = {"device_map": chosen, "offload_folder": folder}
         model, processor = _loaded(model_id, device, dtype, **more)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.cleanup()
         raise
-    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    weakref.finalize(model, folder.cleanup)  # which keeps the folder until then
     return model.eval(), processor
 
 

@@ -150,7 +150,10 @@ def _request(row: Mapping[str, Any], where: str, base: Path, index: int) -> Answ
     names = _images(row, where)
     given = text_of(row, ID, where) or None  # an empty id counts as none
     sources = tuple(source_of(name, where, lambda one: path_in(base, one)) for name in names)
-    name = described([one.name for one in sources], text) if given is None else given
+    if given is None:  # a data URL goes by its content
+        pairs = zip(names, sources, strict=True)
+        names = [one.name if name.startswith("data:") else name for name, one in pairs]
+    name = described(names, text) if given is None else given
     return AnswerRequest(name, index, text, sources, named=given is not None)
 
 

@@ -163,7 +163,7 @@ def test_a_cache_of_other_rows_is_refused():
 
 @pytest.mark.parametrize("family", ["llava", "llava_next"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_branches_of_a_guide_are_read_beside_the_cache(family, shared):
+def test_branches_of_a_guide_have_no_part_in_the_cache(family, shared):
     model, inputs = vision_model(family), vision_inputs(family)
     found = []
     for kept in (True, False):

@@ -219,6 +219,13 @@ def test_drafters_keep_what_they_have_read(family, kind):
     assert alone.stats.drafted
 
 
+@pytest.mark.parametrize("guide", ["vcd", "m3id", "rbd"])
+@pytest.mark.parametrize("kind", ["eagle", "vispec"])
+def test_drafters_that_follow_a_guide_share_too(kind, guide):
+    """Branches of which one shares prefixes, and another reads its own prompt."""
+    check("llava", lambda: Decoder(drafter(kind), guide, seed=3, draft_guided=True))
+
+
 @pytest.mark.parametrize("kind", ["eagle", "vispec"])
 def test_a_drafter_reads_a_prefix_once(kind, monkeypatch):
     passes = []
