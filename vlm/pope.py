@@ -21,7 +21,8 @@ from mmdecode.errors import run_script
 from mmdecode.evaluation import YesNoReport
 from mmdecode.evaluation.vision.data import ZOO, read_questions
 from mmdecode.evaluation.vision.items import ITEMS
-from mmdecode.evaluation.vision.runs import Recorder, comparisons_of, modes_of
+from mmdecode.evaluation.vision.modes import comparisons_of, modes_of
+from mmdecode.evaluation.vision.runs import Recorder
 from mmdecode.runs.journal import refuse_taken
 from mmdecode.vlm.loading import load
 
