@@ -48,11 +48,12 @@ def converse(
         elif command.startswith("/"):
             _complain(f"there is no {command}; /help lists commands")
         elif line:
-            pending = _asked(chat, line, pending)
+            _asked(chat, line, pending)
+            pending = []
 
 
-def _asked(chat: Any, question: str, images: list[str]) -> list[str]:
-    """Prints an answer; returns the images of the next question: these, if there is none."""
+def _asked(chat: Any, question: str, images: list[str]) -> None:
+    """Prints an answer, or why there is none."""
     from mmdecode.runs.items import Failed
     from mmdecode.vlm.answerer import MEMORY_HINT
 
@@ -67,12 +68,10 @@ def _asked(chat: Any, question: str, images: list[str]) -> list[str]:
         _complain(f"failed: {failed.error}")
         if images:
             _complain("its images are left out of the next question; /image adds them again")
-        return []
     finally:
         if written:
             out.file.write("\n")
             out.file.flush()
-    return []
 
 
 def _paths(words: str) -> list[str]:

@@ -9,7 +9,7 @@ passes in which attention is read or edited take the engine's mask, or the model
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -108,19 +108,14 @@ class Cost:
         masked = self.needs_mask(tokens)
         if self.of_pass(rows, tokens, tokens, masked) <= (MASKED if masked else ONE_PASS):
             return tokens
-        count = tokens
-        while count > LEAST:
-            if self.of_pass(rows, count, tokens - self.seen(tokens - count), True) <= CHUNK:
-                break
-            count = max(-(-count // 2), LEAST)
-        return count
+        return _halved(
+            tokens,
+            lambda n: self.of_pass(rows, n, tokens - self.seen(tokens - n), True) <= CHUNK,
+        )
 
     def part(self, rows: int, tokens: int, seen: int) -> int:
         """Tokens to read at once, of so many after others, with a mask over ``seen`` slots."""
-        count = tokens
-        while count > LEAST and self.of_pass(rows, count, seen, True) > MASKED:
-            count = max(-(-count // 2), LEAST)
-        return count
+        return _halved(tokens, lambda n: self.of_pass(rows, n, seen, True) <= MASKED)
 
     def of_passes(self, prompt: Prompt, passes: Sequence[Pass]) -> int:
         """Memory of a prompt's cache and of the largest of its passes."""
@@ -133,6 +128,13 @@ class Cost:
             masked = one.masked or one.path == "prefill masked" or self.needs_mask(tokens)
             needed.append(self.of_pass(part, tokens, seen, masked))
         return cache_bytes(self.config, rows, bucket(width), self.itemsize) + max(needed)
+
+
+def _halved(tokens: int, fits: Callable[[int], bool]) -> int:
+    """``tokens``, halved until they fit, but not below `LEAST`."""
+    while tokens > LEAST and not fits(tokens):
+        tokens = max(-(-tokens // 2), LEAST)
+    return tokens
 
 
 def planned(

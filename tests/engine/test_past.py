@@ -24,13 +24,13 @@ DRAFTS = {
 }
 
 
-def turns(model, inputs, decoder, count=3, cache=None, **options):
-    """Ids of each turn; every turn adds three words to all that went before."""
-    cache = DynamicCache() if cache is None else cache
+def turns(model, inputs, *decoders, **options):
+    """Ids of three turns, by one decoder or one each; each turn adds three words."""
+    decoders, cache = decoders if len(decoders) > 1 else decoders * 3, DynamicCache()
     ids, mask, found = inputs["input_ids"], inputs["attention_mask"], []
     images = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
-    for turn in range(count):
-        more = options.pop("images", images) if turn == 0 else {}
+    for turn, decoder in enumerate(decoders):
+        more = images if turn == 0 else {}
         ids = model.generate(
             input_ids=ids,
             attention_mask=mask,
@@ -88,22 +88,7 @@ def test_turns_may_alternate_with_plain_generate():
     model, inputs = text_model("llama"), prompts(2)
     expected = turns(model, inputs, None)
     for order in ([None, Decoder(), None], [Decoder(PromptLookup()), None, Decoder()]):
-        cache, found = DynamicCache(), []
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        for turn, decoder in enumerate(order):
-            ids = model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                past_key_values=cache,
-                max_new_tokens=NEW,
-                do_sample=False,
-                custom_generate=decoder,
-            )
-            found.append((ids.tolist(), cache.get_seq_length()))
-            words = torch.arange(3).repeat(len(ids), 1) + 7 + turn
-            ids = torch.cat([ids, words], 1)
-            mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)
-        assert found == expected
+        assert turns(model, inputs, *order) == expected
 
 
 def test_a_guide_reads_its_own_branch():

@@ -339,12 +339,10 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         cut = columns.stop < prompt.ids.shape[1] or bool(
             (padding if rows is None else padding[rows]).any()
         )
-        if cut or "inputs_embeds" in names or not self.divides_images:
+        if cut or not self.divides_images:
             return None
-        inputs = encoding.inputs_of_rows(
-            self, prompt, range(len(prompt.ids)) if rows is None else rows.tolist(), columns
-        )
-        return None if inputs is None else prompt.narrowed(rows, columns, inputs)
+        kept = range(len(prompt.ids)) if rows is None else rows.tolist()
+        return self.prefix(prompt, kept, columns)
 
     def prefix(self, prompt: Prompt, rows: Sequence[int], columns: slice) -> Prompt | None:
         """First tokens of some rows with their images; ``None``: they attend to later tokens."""
