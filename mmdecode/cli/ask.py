@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import TextColumn
@@ -19,6 +19,7 @@ from mmdecode.cli.flags import (
     Device,
     DeviceMap,
     Dtype,
+    NoiseBy,
     Overwrite,
     PromptCacheBytes,
     model_help,
@@ -116,13 +117,7 @@ def command(
         float | None,
         typer.Option(help="Frames per second to read of a video, instead of --frames."),
     ] = None,
-    noise_by: Annotated[
-        Literal["request", "image"],
-        typer.Option(
-            help="Seed of a question's random numbers: request, or image, with which vcd and "
-            "its kin change an image alike for all questions, and read it once."
-        ),
-    ] = "request",
+    noise_by: NoiseBy = "request",
     sample: Annotated[
         bool, typer.Option("--sample", help="Sample tokens instead of taking the most likely.")
     ] = False,

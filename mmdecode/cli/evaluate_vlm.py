@@ -18,6 +18,7 @@ from mmdecode.cli.flags import (
     Device,
     DeviceMap,
     Dtype,
+    NoiseBy,
     Overwrite,
     PromptCacheBytes,
     refuse_without,
@@ -60,7 +61,7 @@ READING = ".reading"  # the image that is being read, see mmdecode.runs.crashes
 SHOWN = 5  # failures listed one by one
 RUN_OPTIONS = tuple(
     "data part images split prefix prompt synonyms guide sample seeds controls suffix redraw limit "
-    "batch_size prompt_cache max_new_tokens warmup resume device device_map dtype".split()
+    "batch_size prompt_cache noise_by max_new_tokens warmup resume device device_map dtype".split()
 )
 """Parameters of a run; with --rescore they are taken from the earlier run."""
 
@@ -88,6 +89,7 @@ def pope(
     limit: Limit = None,
     batch_size: BatchSize = 8,
     prompt_cache: PromptCacheBytes = 2**30,
+    noise_by: NoiseBy = "request",
     max_new_tokens: MaxNewTokens = 32,
     warmup: Warmup = 1,
     output: Output = None,
@@ -139,6 +141,7 @@ def chair(
     limit: Limit = None,
     batch_size: BatchSize = 8,
     prompt_cache: PromptCacheBytes = 2**30,
+    noise_by: NoiseBy = "request",
     max_new_tokens: MaxNewTokens = 128,
     warmup: Warmup = 1,
     output: Output = None,
@@ -180,6 +183,7 @@ def mme(
     limit: Limit = None,
     batch_size: BatchSize = 8,
     prompt_cache: PromptCacheBytes = 2**30,
+    noise_by: NoiseBy = "request",
     max_new_tokens: MaxNewTokens = 32,
     warmup: Warmup = 1,
     output: Output = None,
@@ -220,6 +224,7 @@ def amber(
     limit: Limit = None,
     batch_size: BatchSize = 8,
     prompt_cache: PromptCacheBytes = 2**30,
+    noise_by: NoiseBy = "request",
     max_new_tokens: MaxNewTokens = 32,
     warmup: Warmup = 1,
     output: Output = None,
@@ -262,6 +267,7 @@ def spatial(
     limit: Limit = None,
     batch_size: BatchSize = 8,
     prompt_cache: PromptCacheBytes = 2**30,
+    noise_by: NoiseBy = "request",
     max_new_tokens: MaxNewTokens = 32,
     warmup: Warmup = 1,
     output: Output = None,
@@ -418,6 +424,7 @@ def _run(
     limit: int | None,
     batch_size: int,
     prompt_cache: int,
+    noise_by: str,
     max_new_tokens: int,
     warmup: int,
     device: str | None,
@@ -473,6 +480,8 @@ def _run(
         "redraw": redraw,
         "warmup": warmup,
     }
+    if noise_by != "request":  # as before there was a choice
+        options["noise_by"] = noise_by
     only_our_output()
     network, processor = load(model, device, dtype, device_map)
     recorder = Recorder(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -53,6 +53,13 @@ PromptCacheBytes = Annotated[
         metavar="BYTES",
         help="Memory for prompts, so that what questions about one image have in common is read "
         "once; 0: off.",
+    ),
+]
+NoiseBy = Annotated[
+    Literal["request", "image"],
+    typer.Option(
+        help="Seed of a question's random numbers: request, or image, with which vcd and "
+        "its kin change an image alike for all questions, and read it once."
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto (cuda if available), cpu, cuda, cuda:N or mps.")]

@@ -502,3 +502,13 @@ def test_a_published_table_is_checked(tmp_path):
         path.write_text(text)
         with pytest.raises(InputError, match=message):
             run("published", path)
+
+
+def test_changed_images_are_shared_if_noise_is_named_by_images(settings, data):
+    read = {}
+    for by in ("request", "image"):
+        more = ("--greedy", "--no-controls", "--guide", "vcd", "--noise-by", by, "--json")
+        found = parsed(run(*settings("pope", data, "--split", "random", *more)))
+        read[by] = found["conditions"]["prompt_tokens_read"]
+        assert ("noise_by" in found["conditions"]) == (by == "image")
+    assert read["image"] < read["request"], read

@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
 
+from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.errors import OptionError
+from mmdecode.train.drafters.recipes import RECIPES, Options
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.loading import load
 
@@ -49,6 +52,18 @@ def test_every_draft_decodes_what_the_whole_model_does(split, model, processor, 
     expected = answers(model, processor, kit)
     found = answers(*split, kit, Decoder(draft))
     assert found == expected
+
+
+@pytest.mark.parametrize("kind", sorted(RECIPES))
+def test_trained_drafters_do_too(split, model, processor, kit, kind):
+    options = Options(kind=kind, exit_layer=1) if kind == "kangaroo" else Options(kind=kind)
+    torch.manual_seed(0)
+    untrained = RECIPES[kind].build(registry.adapter_for(model), [], options)
+    for weight in untrained.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.1)
+    drafter = RECIPES[kind].draft(untrained.eval(), 3)
+    assert answers(*split, kit, Decoder(drafter)) == answers(model, processor, kit)
 
 
 @pytest.mark.parametrize("guide", ["vcd", "m3id", "pai", "dola"])

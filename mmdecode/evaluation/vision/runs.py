@@ -89,6 +89,7 @@ class Recorder(Generic[Some]):
         batch_size: Number of questions in a batch.
         prompt_cache: Bytes of prompts to keep, see `mmdecode.vlm.AnswerOptions`; each guide has
             its share.
+        noise_by: Seed of a question's random numbers, see `mmdecode.vlm.AnswerOptions`.
         seed: Seed of random guides in greedy decoding.
         redraw: Whether seeds share the distribution of the first token, see the module.
         warmup: Number of untimed runs of each guide's first batch.
@@ -115,6 +116,7 @@ class Recorder(Generic[Some]):
         max_new_tokens: int = 32,
         batch_size: int = 8,
         prompt_cache: int = BYTES,
+        noise_by: str = "request",
         seed: int = 0,
         redraw: bool = True,
         warmup: int = 1,
@@ -128,11 +130,13 @@ class Recorder(Generic[Some]):
         self._suffix, self._warmup = suffix, warmup
         self._yes_no = isinstance(items[0], YesNoItem)
         self._fewest = fewest
-        self._redraw = redraw and self._yes_no
-        self._options = {
+        # drawn again by questions' own noise
+        self._redraw = redraw and self._yes_no and noise_by == "request"
+        self._options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "batch_size": batch_size,
             "prompt_cache": prompt_cache,
+            "noise_by": noise_by,
             "margins": self._yes_no,
             "trace": self._yes_no,
         }
