@@ -7,14 +7,15 @@ formulas are applied to the same weights in 14 to 20 operations per layer. A mod
 returns the input of the first layer.
 
 The lean step is used only after two checks. First, the modules must be exactly ``nn.Linear``,
-``nn.LayerNorm`` and ``nn.Embedding``, without hooks, quantisation, offloading or adapters, in
-evaluation mode, with sdpa attention. Second, once per model, the lean step and the modules must
+``nn.LayerNorm`` and ``nn.Embedding``, or their int8 forms (`mmdecode.quantization`), without hooks,
+other quantisation, offloading or adapters, in evaluation mode, with sdpa attention. Second, once per model, the lean step and the modules must
 compute the same states for a small prompt and a small tree of random tokens. Otherwise the adapter
 runs the modules.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
@@ -31,16 +32,43 @@ from mmdecode.engine.adapter import Mask, Prompt
 from mmdecode.engine.cache import RaggedCache, RaggedLayer, bucket
 from mmdecode.engine.masks import block_mask
 from mmdecode.engine.views import origin
+from mmdecode.quantization.attention import NAME as BY_ROWS
+from mmdecode.quantization.attention import attend_by_rows
+from mmdecode.quantization.modules import Int8Embedding, Int8Linear, multiply
+from mmdecode.quantization.source import Int8Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Affine = tuple[Tensor, Tensor | None]
-"""Weight and bias."""
+Product = Callable[[Tensor], Tensor]
+"""A linear layer: inputs ``(..., I)`` to outputs ``(..., O)``."""
 Norm = tuple[tuple[int, ...], Tensor, Tensor | None, float]
 """Arguments of ``torch.layer_norm`` after its input."""
 Rotation = tuple[Tensor, Tensor]
 """Cosines and signed sines of rotary positions, ``(B, Q, 1, D)`` each; see `rotated`."""
+
+
+class Source(NamedTuple):
+    """Keys and values of the encoder's states, for one layer's cross-attention.
+
+    Attributes:
+        keys: ``(B, heads, S, D)``.
+        values: ``(B, heads, S, D)``.
+        mask: Additive mask, ``(B, 1, 1, S)``; ``None``: no padding.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+
+    def attend(self, layer: Layer, queries: Tensor) -> Tensor:
+        """Computes the attention output ``(B, Q, heads * D)`` of ``(B, Q, heads, D)`` queries."""
+        return attend(layer, queries, self.keys, self.values, self.mask)
+
+    def select_rows(self, rows: Tensor) -> Source:
+        """Returns the rows ``rows``."""
+        mask = None if self.mask is None else self.mask[rows]
+        return Source(self.keys[rows], self.values[rows], mask)
 
 
 class Layer(NamedTuple):
@@ -50,42 +78,34 @@ class Layer(NamedTuple):
         cache_index: Index of the layer in the cache; in a copy of a model that leaves out layers it
             differs from the layer's place.
         heads: Number of heads of self-attention and of cross-attention.
+        qkv: Function that computes queries, keys and values, each ``(B, Q, H)``.
+        source: What cross-attention attends to: `Source`, or `mmdecode.quantization.source`.
+        activation: Activation between ``up`` and ``down``.
         scale: Scale of attention scores; ``None``: 1 / sqrt(head width).
         padding: Zeros appended to each head's width during attention.
-        keys: Cross-attention keys of the encoder's states, ``(B, heads, S, D)``.
-        values: Cross-attention values of the encoder's states, ``(B, heads, S, D)``.
-        source_mask: Additive cross-attention mask, ``(B, 1, 1, S)``; ``None``: no padding.
-        activation: Activation between ``up`` and ``down``.
+        by_rows: Whether each query is computed alone, see `mmdecode.quantization.attention`.
     """
 
     cache_index: int
     heads: int
     self_norm: Norm
-    q: Affine
-    k: Affine
-    v: Affine
-    out: Affine
+    qkv: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    out: Product
     cross_norm: Norm
-    cross_q: Affine
-    cross_out: Affine
-    keys: Tensor
-    values: Tensor
-    source_mask: Tensor | None
+    cross_q: Product
+    cross_out: Product
+    source: Any
     final_norm: Norm
-    up: Affine
+    up: Product
     activation: Callable[[Tensor], Tensor]
-    down: Affine
+    down: Product
     scale: float | None = None
     padding: int = 0
+    by_rows: bool = False
 
     def select_rows(self, rows: Tensor) -> Layer:
-        """Returns this layer with only the rows ``rows`` of keys, values and mask."""
-        mask = self.source_mask
-        return self._replace(
-            keys=self.keys[rows],
-            values=self.values[rows],
-            source_mask=None if mask is None else mask[rows],
-        )
+        """Returns this layer with only the rows ``rows`` of the encoder's states."""
+        return self._replace(source=self.source.select_rows(rows))
 
 
 class LeanPast(SourcePast):
@@ -95,6 +115,7 @@ class LeanPast(SourcePast):
         cache: The engine's self-attention cache, whose rows may have different lengths.
         prompt: The prompt with the encoder's states.
         describe: Function that collects the weights of a layer, see `LeanAdapter.describe`.
+        rounds: Whether keys and values of the encoder's states are rounded to int8.
     """
 
     def __init__(
@@ -102,17 +123,21 @@ class LeanPast(SourcePast):
         cache: RaggedCache,
         prompt: Prompt,
         describe: Callable[[Any, Tensor, Tensor | None], Layer],
+        rounds: bool = False,
     ) -> None:
         super().__init__(cache, prompt)
-        self._describe = describe
+        self._describe, self._rounds = describe, rounds
         self._layers: list[Layer] = []
 
     def read(self, layers: Iterable[nn.Module]) -> list[Layer]:
         """Returns each layer's weights, cross-attention keys and values; collected at first use."""
         if not self._layers:
-            self._layers = [
-                self._describe(layer, self.source, self.source_mask) for layer in layers
-            ]
+            for layer in layers:
+                read = self._describe(layer, self.source, self.source_mask)
+                if self._rounds and read.by_rows:
+                    source = Int8Source.of(read.source.keys, read.source.values)
+                    read = read._replace(source=source)
+                self._layers.append(read)
         return self._layers
 
     def reorder_cache(self, rows: Tensor) -> None:
@@ -133,6 +158,7 @@ class LeanAdapter(EncoderDecoderAdapter):
 
     def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
         super().__init__(model, num_layers)
+        self._lean = False  # until it is compared
         modules = list(self._decoder.modules())
         hooks = [(module._forward_hooks, module._forward_pre_hooks) for module in modules]
         self._hooks = [each for pair in hooks for each in pair]
@@ -153,7 +179,7 @@ class LeanAdapter(EncoderDecoderAdapter):
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
         """Returns the caches for a prompt; the weights are collected at first use."""
-        return LeanPast(cache, prompt, self.describe)
+        return LeanPast(cache, prompt, self.describe, self._lean and not self.source_is_padded)
 
     def steps_unmasked(self, visible: int) -> bool:
         """Whether steps are run without the modules, which may mask by themselves."""
@@ -199,26 +225,21 @@ def run_layer(
         rotation: Rotation of queries and keys; ``None``: positions were added to the embedding.
     """
     heads = layer.heads
-    x = torch.layer_norm(hidden, *layer.self_norm)
-    queries, keys = _heads(linear(x, *layer.q), heads), _heads(linear(x, *layer.k), heads)
+    queries, keys, values = layer.qkv(torch.layer_norm(hidden, *layer.self_norm))
+    queries, keys = _heads(queries, heads), _heads(keys, heads)
     if rotation is not None:
         queries, keys = rotated(queries, rotation), rotated(keys, rotation)
-    keys, values = cache.update(
-        keys.transpose(1, 2), _heads(linear(x, *layer.v), heads).transpose(1, 2)
-    )
-    x = _attend(layer, queries, keys, values, mask)
-    hidden = hidden + linear(x, *layer.out)
+    keys, values = cache.update(keys.transpose(1, 2), _heads(values, heads).transpose(1, 2))
+    hidden = hidden + layer.out(attend(layer, queries, keys, values, mask))
 
-    x = torch.layer_norm(hidden, *layer.cross_norm)
-    queries = _heads(linear(x, *layer.cross_q), heads)
-    x = _attend(layer, queries, layer.keys, layer.values, layer.source_mask)
-    hidden = hidden + linear(x, *layer.cross_out)
+    queries = layer.cross_q(torch.layer_norm(hidden, *layer.cross_norm))
+    hidden = hidden + layer.cross_out(layer.source.attend(layer, _heads(queries, heads)))
 
-    x = linear(torch.layer_norm(hidden, *layer.final_norm), *layer.up)
-    return hidden + linear(layer.activation(x), *layer.down)
+    x = layer.up(torch.layer_norm(hidden, *layer.final_norm))
+    return hidden + layer.down(layer.activation(x))
 
 
-def _attend(
+def attend(
     layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 ) -> Tensor:
     """Computes the attention output ``(B, Q, heads * D)`` of ``(B, Q, heads, D)`` queries.
@@ -229,10 +250,14 @@ def _attend(
     if layer.padding:
         added = (0, layer.padding)
         queries, keys, values = pad(queries, added), pad(keys, added), pad(values, added)
-    x = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scale)
+    if layer.by_rows:
+        x = attend_by_rows(queries, keys, values, mask, layer.scale)
+    else:
+        x = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scale)
+        x = x.transpose(1, 2)
     if layer.padding:
         x = x[..., : -layer.padding]
-    return x.transpose(1, 2).flatten(2)
+    return x.flatten(2)
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
@@ -267,14 +292,37 @@ class Turns(NamedTuple):
         return angle.cos().to(dtype), (angle.sin() * self.side).to(dtype)
 
 
-def affine(module: nn.Linear) -> Affine:
-    """Returns weight and bias of a linear layer."""
-    return module.weight, module.bias
+def product(module: Any) -> Product:
+    """Returns a linear layer as a function that calls no module."""
+    if isinstance(module, Int8Linear):
+        return module.forward
+    return functools.partial(linear, weight=module.weight, bias=module.bias)
+
+
+def products(*modules: Any) -> Callable[[Tensor], Any]:
+    """Returns a function that applies several linear layers to one input."""
+    if all(isinstance(module, Int8Linear) for module in modules):
+        return lambda x: multiply(modules, x)
+    each = [product(module) for module in modules]
+    return lambda x: [one(x) for one in each]
+
+
+def embedded(module: Any, tokens: Tensor) -> Tensor:
+    """Returns rows of an embedding."""
+    if isinstance(module, Int8Embedding):
+        return module.forward(tokens)
+    return module.weight[tokens]  # type: ignore[no-any-return]
 
 
 def norm(module: nn.LayerNorm) -> Norm:
     """Returns the arguments of ``torch.layer_norm`` after its input."""
     return module.normalized_shape, module.weight, module.bias, module.eps
+
+
+def source_of(cross: Any, states: Tensor, mask: Tensor | None, heads: int) -> Source:
+    """Computes keys and values of encoder states ``(B, S, H)`` by a cross-attention's layers."""
+    keys, values = products(cross.k_proj, cross.v_proj)(states)
+    return Source(split(keys, heads), split(values, heads), mask)
 
 
 def split(x: Tensor, heads: int) -> Tensor:
@@ -292,7 +340,7 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 
 def usable(decoder: Any) -> bool:
     """Whether the decoder's modules can be bypassed: none is hooked, wrapped or patched."""
-    if decoder.training or attention_implementation(decoder.config) != "sdpa":
+    if decoder.training or attention_implementation(decoder.config) not in ("sdpa", BY_ROWS):
         return False
     return all(plain(module) for module in decoder.modules())
 
@@ -303,6 +351,8 @@ def plain(module: nn.Module) -> bool:
     foreign = holds_weights and type(module) not in (nn.Linear, nn.LayerNorm, nn.Embedding)
     patched = "forward" in vars(module) or "_hf_hook" in vars(module)
     hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+    if type(module) in (Int8Linear, Int8Embedding):
+        return not (patched or hooked)
     wrapped = not type(module).__module__.startswith(("torch.", "transformers."))
     return not (foreign or patched or hooked or wrapped)
 
@@ -357,10 +407,10 @@ def _difference(adapter: LeanAdapter) -> str:
 @torch.no_grad()
 def _states(adapter: LeanAdapter, run: Callable[..., Tensor]) -> Tensor:
     """Computes states of two prompts, one padded, each with a small tree, ``(2, 7, H)``."""
-    weight = next(adapter.model.get_decoder().parameters())
-    device, dice = weight.device, torch.Generator().manual_seed(0)
+    device, dtype = next(adapter.model.get_decoder().parameters()).device, adapter.model.dtype
+    dice = torch.Generator().manual_seed(0)
     ids = torch.randint(adapter.vocab, (2, 8), generator=dice).to(device)
-    source = torch.randn(2, 6, adapter.source_width, generator=dice).to(device, weight.dtype)
+    source = torch.randn(2, 6, adapter.source_width, generator=dice).to(device, dtype)
     inputs = {"source": source}
     if adapter.source_is_padded:
         inputs["source_mask"] = torch.arange(6, device=device) < ids.new_tensor([[6], [4]])
@@ -378,7 +428,7 @@ def _states(adapter: LeanAdapter, run: Callable[..., Tensor]) -> Tensor:
         start = torch.full_like(ids[:, 0], begin)
         cache.set_start(start)
         cache.open(visible)
-        seen = block_mask(start, past.pads, depths, ancestors, visible, weight.dtype, None)
+        seen = block_mask(start, past.pads, depths, ancestors, visible, dtype, None)
         positions = ((start - past.pads)[:, None] + depths).clamp(min=0, max=top)
         found.append(run(ids[:, begin : begin + 4], seen, positions, past))
     return torch.cat(found, 1)[:, 1:].float()  # the first is padding in one of them

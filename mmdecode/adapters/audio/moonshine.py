@@ -14,19 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from mmdecode.adapters.audio.lean_step import (
     Layer,
     LeanAdapter,
     Rotation,
     Turns,
-    affine,
+    embedded,
     norm,
     plain,
-    split,
+    product,
+    products,
+    source_of,
 )
 from mmdecode.engine.call import Call
+from mmdecode.quantization.modules import Int8Linear
 
 if TYPE_CHECKING:
     from transformers import MoonshineForConditionalGeneration
@@ -103,27 +105,24 @@ class MoonshineAdapter(LeanAdapter):
             cache_index=own.layer_idx,
             heads=heads,
             self_norm=norm(layer.input_layernorm),
-            q=affine(own.q_proj),
-            k=affine(own.k_proj),
-            v=affine(own.v_proj),
-            out=affine(own.o_proj),
+            qkv=products(own.q_proj, own.k_proj, own.v_proj),
+            out=product(own.o_proj),
             cross_norm=norm(layer.post_attention_layernorm),
-            cross_q=affine(cross.q_proj),
-            cross_out=affine(cross.o_proj),
-            keys=split(linear(source, *affine(cross.k_proj)), heads),
-            values=split(linear(source, *affine(cross.v_proj)), heads),
-            source_mask=source_mask,
+            cross_q=product(cross.q_proj),
+            cross_out=product(cross.o_proj),
+            source=source_of(cross, source, source_mask, heads),
             final_norm=norm(layer.final_layernorm),
-            up=affine(layer.mlp.fc1),
+            up=product(layer.mlp.fc1),
             activation=_gated(layer.mlp.activation_fn),
-            down=affine(layer.mlp.fc2),
+            down=product(layer.mlp.fc2),
+            by_rows=isinstance(own.q_proj, Int8Linear),
             scale=own.scaling,
             padding=0 if source.device.type == "cpu" else own.head_dim_padding,
         )
 
     def embed_at(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
         """Returns the tokens' embeddings, and the rotation of queries and keys for all layers."""
-        hidden = self._decoder.embed_tokens.weight[tokens]
+        hidden = embedded(self._decoder.embed_tokens, tokens)
         return hidden, self._turns.at(positions, hidden.dtype)
 
     @functools.cached_property

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer
 
 from mmdecode.adapters.audio import transforms as audio_transforms
@@ -15,16 +14,19 @@ from mmdecode.adapters.audio.lean_step import (
     Layer,
     LeanAdapter,
     LeanPast,
-    affine,
+    embedded,
     norm,
+    product,
+    products,
     run_layer,
-    split,
+    source_of,
 )
 from mmdecode.adapters.audio.whisper_timestamps import NODE_PROCESSORS
 from mmdecode.engine.adapter import BranchSpec, Prompt
 from mmdecode.engine.call import Call
 from mmdecode.engine.processors import NodeProcessors
 from mmdecode.engine.request import token_ids
+from mmdecode.quantization.modules import Int8Linear
 
 if TYPE_CHECKING:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
@@ -86,26 +88,23 @@ class WhisperAdapter(LeanAdapter):
             cache_index=own.layer_idx,
             heads=own.num_heads,
             self_norm=norm(layer.self_attn_layer_norm),
-            q=affine(own.q_proj),
-            k=affine(own.k_proj),
-            v=affine(own.v_proj),
-            out=affine(own.out_proj),
+            qkv=products(own.q_proj, own.k_proj, own.v_proj),
+            out=product(own.out_proj),
             cross_norm=norm(layer.encoder_attn_layer_norm),
-            cross_q=affine(cross.q_proj),
-            cross_out=affine(cross.out_proj),
-            keys=split(linear(source, *affine(cross.k_proj)), cross.num_heads),
-            values=split(linear(source, *affine(cross.v_proj)), cross.num_heads),
-            source_mask=source_mask,
+            cross_q=product(cross.q_proj),
+            cross_out=product(cross.out_proj),
+            source=source_of(cross, source, source_mask, cross.num_heads),
             final_norm=norm(layer.final_layer_norm),
-            up=affine(layer.fc1),
+            up=product(layer.fc1),
             activation=layer.activation_fn,
-            down=affine(layer.fc2),
+            down=product(layer.fc2),
+            by_rows=isinstance(own.q_proj, Int8Linear),
         )
 
     def embed_at(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, None]:
         """Returns scaled embeddings plus learned positions, and ``None`` as rotation."""
         decoder = self._decoder
-        hidden = decoder.embed_tokens.weight[tokens]
+        hidden = embedded(decoder.embed_tokens, tokens)
         if decoder.embed_scale != 1.0:
             hidden = hidden * decoder.embed_scale
         return hidden + decoder.embed_positions.weight[positions], None

@@ -1,0 +1,176 @@
+"""`quantize`: rounds a model's weights to int8, in place; saved and loaded by transformers.
+
+Every ``nn.Linear`` becomes an `Int8Linear`, encoder and output matrix included, and the embedding
+of tokens an `Int8Embedding`; attention is computed query by query (`mmdecode.quantization.attention`).
+The result is another model than before, with about a quarter of the memory, whose drafted and
+undrafted greedy tokens are the same.
+
+Importing this module registers the format with transformers, so that ``save_pretrained`` and
+``from_pretrained`` work on such models as on any other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from mmdecode._compat import attention_implementation
+from mmdecode.errors import OptionError, UnsupportedModelError, refuse_unknown
+from mmdecode.quantization.attention import NAME
+from mmdecode.quantization.modules import Int8Embedding, Int8Linear
+
+METHOD = "mmdecode_int8"
+"""Name of the format in a checkpoint's ``quantization_config``."""
+KINDS = ("int8",)
+Model = TypeVar("Model", bound=Any)
+_changing = threading.Lock()
+
+
+def quantize(model: Model, to: str = "int8") -> Model:
+    """Rounds the weights of a model of transformers to int8, in place; returns the model.
+
+    Greedy tokens with a draft are those without one, for the rounded model: a row's products and
+    attention do not depend on other rows. They are not those of the model before. A model that is
+    rounded already stays as it is.
+
+    Args:
+        model: A model on the CPU, in evaluation mode.
+        to: ``int8``: weights with a scale per output, and activations with a scale per row.
+
+    Raises:
+        OptionError: There is no such format.
+        UnsupportedModelError: The model is not on the CPU, has adapters or hooks, is quantised
+            otherwise, or has no attention that can be computed query by query.
+    """
+    refuse_unknown([to], KINDS, "quantize")
+    with _changing:
+        if is_quantized(model):
+            return model
+        _refuse(model)
+        embedding = model.get_input_embeddings()
+        made: dict[int, nn.Module] = {}  # a module may be in several places
+        replaced = {
+            name: _int8(module, made)
+            for name, module in model.named_modules(remove_duplicate=False)
+            if type(module) is nn.Linear or (module is embedding and type(module) is nn.Embedding)
+        }
+        for name, module in replaced.items():
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, module)
+        _mark(model, HfInt8(Int8Config(), pre_quantized=True))
+    return model
+
+
+def is_quantized(model: Any) -> bool:
+    """Whether `quantize` rounded the model, or a checkpoint of such a model was loaded."""
+    return isinstance(getattr(model, "hf_quantizer", None), HfInt8)
+
+
+def _int8(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    if id(module) not in made:
+        convert: Callable[[Any], nn.Module] = (
+            Int8Linear.of if isinstance(module, nn.Linear) else Int8Embedding.of
+        )
+        made[id(module)] = convert(module)
+    return made[id(module)]
+
+
+def _mark(model: Any, quantizer: HfInt8) -> None:
+    """Notes the format, as transformers does for what it loads, and sets the attention function."""
+    model.hf_quantizer, model.is_quantized = quantizer, True
+    model.quantization_method = METHOD
+    model.config.quantization_config = quantizer.quantization_config
+    model.config.tie_word_embeddings = False  # packed and by rows, they are two
+    parts = [m.config for m in model.modules() if getattr(m, "config", None) is not None]
+    configs = {id(c): c for c in parts if attention_implementation(c) == "sdpa"}
+    for config in configs.values():
+        config._attn_implementation = NAME
+
+
+def _refuse(model: Any) -> None:
+    name = type(model).__name__
+    if not hasattr(model, "get_input_embeddings"):
+        raise UnsupportedModelError(f"{name} is no model of transformers; it stays in float")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise UnsupportedModelError(
+            f"{name} is quantised already ({model.quantization_method}); load its float weights"
+        )
+    devices = {weight.device.type for weight in model.parameters()}
+    if devices != {"cpu"}:
+        raise UnsupportedModelError(
+            f"{name} is on {', '.join(sorted(devices))}; int8 products run on the CPU: load the "
+            "model with device='cpu', or leave out quantize"
+        )
+    if model.training:
+        raise OptionError(f"{name} is in training mode; call model.eval() first")
+    for path, module in model.named_modules():
+        if hasattr(module, "_hf_hook") or hasattr(module, "lora_A"):
+            raise UnsupportedModelError(
+                f"{name} has an adapter or a hook at {path or 'its top'}; merge or remove it first"
+            )
+    used = attention_implementation(model.config)
+    if used not in (None, "sdpa", NAME):
+        raise UnsupportedModelError(
+            f"{name} has attention {used!r}, which cannot be computed query by query; call "
+            "model.set_attn_implementation('sdpa') first"
+        )
+
+
+# The format, for save_pretrained and from_pretrained
+
+
+@register_quantization_config(METHOD)
+class Int8Config(QuantizationConfigMixin):
+    """``quantization_config`` of a checkpoint."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.quant_method = METHOD  # type: ignore[assignment]
+
+
+@register_quantizer(METHOD)
+class HfInt8(HfQuantizer):
+    """How transformers builds and loads such a checkpoint."""
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        if not self.pre_quantized:
+            raise OptionError(
+                "quantization_config names a format of saved checkpoints; load the float weights, "
+                "then call mmdecode.quantize(model)"
+            )
+        model.config.tie_word_embeddings = False
+        embedding = model.get_input_embeddings()
+        for name, module in list(model.named_modules()):
+            if type(module) is nn.Linear:
+                with torch.device("meta"):
+                    new: nn.Module = Int8Linear(
+                        module.in_features, module.out_features, module.bias is not None
+                    )
+            elif module is embedding and type(module) is nn.Embedding:
+                with torch.device("meta"):
+                    new = Int8Embedding(
+                        module.num_embeddings, module.embedding_dim, module.padding_idx
+                    )
+            else:
+                continue
+            model.set_submodule(name, new)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        for module in model.modules():
+            if isinstance(module, Int8Linear):
+                module.pack()
+        _mark(model, self)
+
+    def is_serializable(self) -> bool:
+        """Whether ``save_pretrained`` works."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the weights can be trained: no."""
+        return False

@@ -1,0 +1,122 @@
+"""Modules of transformers' models with int8 weights: linear layers and embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmdecode.quantization.products import Matrix, rounded, scaled
+
+
+class Int8Linear(nn.Module):
+    """A linear layer whose output for a row does not depend on other rows, to the bit.
+
+    Computes in float32 and returns its input's dtype. Its ``state_dict`` has ``weight``, int8
+    ``(O, I)``, and ``weight_scale``, float32 ``(O,)``; in memory there is `matrix` alone, once
+    `pack` has been called.
+
+    Args:
+        in_features: Width I of the input.
+        out_features: Width O of the output.
+        bias: Whether there is a bias.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight: Any = _constant(torch.empty(out_features, in_features, dtype=torch.int8))
+        self.weight_scale: Any = _constant(torch.empty(out_features, dtype=torch.float32))
+        self.bias = _constant(torch.empty(out_features)) if bias else None
+        self.matrix: Matrix | None = None
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> Int8Linear:
+        """Rounds the weights of a linear layer, row by row."""
+        with torch.device("meta"):
+            module = cls(linear.in_features, linear.out_features, bias=False)
+        module._hold(Matrix.of(linear.weight))
+        if linear.bias is not None:
+            module.bias = _constant(linear.bias.detach())
+        return module.train(linear.training)
+
+    def pack(self) -> None:
+        """Prepares loaded weights for products."""
+        if self.matrix is None:
+            self._hold(Matrix(self.weight.detach(), self.weight_scale.detach()))
+
+    def _hold(self, matrix: Matrix) -> None:
+        self.matrix = matrix
+        self._parameters.pop("weight"), self._parameters.pop("weight_scale")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiplies ``(..., I)`` to ``(..., O)``."""
+        assert self.matrix is not None, "loaded, and not packed"
+        bias = self.bias
+        if x.dtype == torch.float32:
+            return self.matrix(x, bias)
+        return self.matrix(x.float(), None if bias is None else bias.float()).to(x.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        # of a packed matrix; slow, and for those who ask for a dtype or a shape
+        if name in ("weight", "weight_scale") and self.__dict__.get("matrix") is not None:
+            return self.matrix.ints()[name == "weight_scale"]  # type: ignore[union-attr]
+        return super().__getattr__(name)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.matrix is not None:
+            ints, scale = self.matrix.ints()
+            destination[prefix + "weight"] = ints
+            destination[prefix + "weight_scale"] = scale
+
+    def extra_repr(self) -> str:
+        """Widths, as ``nn.Linear`` shows them."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+class Int8Embedding(nn.Module):
+    """An embedding whose rows are int8, each with a scale of its own.
+
+    Args:
+        num_embeddings: Number V of tokens.
+        embedding_dim: Width H.
+        padding_idx: As of ``nn.Embedding``; changes nothing when decoding.
+    """
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = padding_idx
+        self.weight = _constant(torch.empty(num_embeddings, embedding_dim, dtype=torch.int8))
+        self.weight_scale = _constant(torch.empty(num_embeddings))
+
+    @classmethod
+    def of(cls, embedding: nn.Embedding) -> Int8Embedding:
+        """Rounds the rows of an embedding."""
+        with torch.device("meta"):
+            module = cls(
+                embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
+            )
+        ints, scale = rounded(embedding.weight)
+        module.weight = _constant(ints)
+        module.weight_scale = _constant(scale.to(embedding.weight.dtype))
+        return module.train(embedding.training)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Returns rows ``(..., H)`` of ids ``(...)``, in the dtype of the scales."""
+        return self.weight[ids] * self.weight_scale[ids][..., None]
+
+
+def multiply(modules: Sequence[Any], x: Tensor) -> list[Tensor]:
+    """Applies several `Int8Linear` to one input, which is scaled once."""
+    given = scaled(x if x.dtype == torch.float32 else x.float())
+    return [one.matrix.multiply(*given, one.bias).to(x.dtype) for one in modules]
+
+
+def _constant(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)
