@@ -60,6 +60,7 @@ _BUILTIN = {
         "recycling": "mmdecode.draft.recycling:Recycling",
         "source": "mmdecode.draft.source:Source",
         "jacobi": "mmdecode.draft.jacobi:Jacobi",
+        "quantized": "mmdecode.draft.quantized:Quantized",
         "layer_skip": "mmdecode.draft.layer_skip:LayerSkip",
         "kangaroo": "mmdecode.draft.kangaroo:Kangaroo",
         "clasp": "mmdecode.draft.layer_search:Clasp",

@@ -15,6 +15,7 @@ from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookahead import Lookahead
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.draft.quantized import Quantized
 from mmdecode.draft.recycling import Recycling
 from mmdecode.draft.source import Source
 from mmdecode.draft.sparse import Sparse
@@ -37,6 +38,7 @@ __all__ = [
     "Medusa",
     "MedusaHeads",
     "PromptLookup",
+    "Quantized",
     "Recycling",
     "Source",
     "Sparse",

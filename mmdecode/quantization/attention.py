@@ -23,6 +23,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from mmdecode.errors import UnsupportedModelError
+
 NAME = "mmdecode_rows"
 LONGEST = 65
 """Largest number of queries that are computed one by one: a root and 64 nodes."""
@@ -56,15 +58,16 @@ def attend_by_rows(
         key: Keys ``(B, H', K, D)``, where H' divides H. Keys of a tree's nodes are moved while a
             query is computed, and moved back.
         value: Values, likewise.
-        mask: ``(B or 1, 1, Q, K)``, bool or additive; ``None``: queries attend to all keys.
+        mask: ``(B or 1, 1, Q or 1, K)``, bool or additive; ``None``: queries attend to all keys.
         scale: Factor of the scores; ``None``: 1 / sqrt(D).
     """
     batch, heads, count, _ = query.shape
     found = query.new_empty(batch, count, heads, value.shape[-1])
-    grouped = {"enable_gqa": True} if key.shape[1] != heads else {}
+    grouped = key.shape[1] != heads
     everything = [[Seen(0, key.shape[2])] * count] * batch
     rows = everything if mask is None else seen_by_rows(mask, batch)
     for row, nodes in enumerate(rows):
+        nodes = nodes if len(nodes) == count else nodes * count  # all queries see the same
         keys, values = key[row : row + 1], value[row : row + 1]
         moved = _Moved(keys, values, nodes)
         for node, seen in enumerate(nodes):
@@ -74,7 +77,7 @@ def attend_by_rows(
                 keys[:, :, seen.first : seen.last],
                 values[:, :, seen.first : seen.last],
                 scale=scale,
-                **grouped,
+                enable_gqa=grouped,
             )[0, :, 0]
         moved.show(())
     return found
@@ -114,8 +117,14 @@ def seen_by_rows(mask: Tensor, batch: int) -> list[list[Seen]]:
     """
     kept = getattr(mask, "_mmdecode_seen", None)
     if kept is not None:
-        return kept  # type: ignore[no-any-return]
-    seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
+        return kept
+    seen = mask[:, 0]
+    if mask.dtype != torch.bool:
+        seen = seen > torch.finfo(mask.dtype).min / 2
+        if bool((mask[:, 0][seen] != 0).any()):
+            raise UnsupportedModelError(
+                "attention has a bias, which is not supported with int8 weights; use float weights"
+            )
     slots = torch.arange(seen.shape[-1], device=seen.device)
     first = torch.where(seen, slots, seen.shape[-1]).amin(-1)
     count = seen.sum(-1)
@@ -156,14 +165,12 @@ def attend(
     count = query.shape[2]
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if count > LONGEST or query.device.type != "cpu":
-        return sdpa_attention_forward(  # type: ignore[return-value]
+        return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
     if attention_mask is None and causal and count > 1:
         attention_mask = torch.ones(1, 1, count, count, dtype=torch.bool).tril()
-        attention_mask = nn.functional.pad(
-            attention_mask, (key.shape[2] - count, 0), value=True
-        )
+        attention_mask = nn.functional.pad(attention_mask, (key.shape[2] - count, 0), value=True)
     return attend_by_rows(query, key, value, attention_mask, scaling), None
 
 

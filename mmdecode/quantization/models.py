@@ -1,9 +1,9 @@
 """`quantize`: rounds a model's weights to int8, in place; saved and loaded by transformers.
 
 Every ``nn.Linear`` becomes an `Int8Linear`, encoder and output matrix included, and the embedding
-of tokens an `Int8Embedding`; attention is computed query by query (`mmdecode.quantization.attention`).
-The result is another model than before, with about a quarter of the memory, whose drafted and
-undrafted greedy tokens are the same.
+of tokens an `Int8Embedding`; attention is computed query by query, see
+`mmdecode.quantization.attention`. The result is another model than before, with about a quarter of
+the memory, whose drafted and undrafted tokens are the same.
 
 Importing this module registers the format with transformers, so that ``save_pretrained`` and
 ``from_pretrained`` work on such models as on any other.
@@ -32,7 +32,7 @@ Model = TypeVar("Model", bound=Any)
 _changing = threading.Lock()
 
 
-def quantize(model: Model, to: str = "int8") -> Model:
+def quantize(model: Model, to: str = "int8", *, embeddings: bool = True) -> Model:
     """Rounds the weights of a model of transformers to int8, in place; returns the model.
 
     Greedy tokens with a draft are those without one, for the rounded model: a row's products and
@@ -42,6 +42,7 @@ def quantize(model: Model, to: str = "int8") -> Model:
     Args:
         model: A model on the CPU, in evaluation mode.
         to: ``int8``: weights with a scale per output, and activations with a scale per row.
+        embeddings: Whether the embedding of tokens is rounded too.
 
     Raises:
         OptionError: There is no such format.
@@ -53,7 +54,7 @@ def quantize(model: Model, to: str = "int8") -> Model:
         if is_quantized(model):
             return model
         _refuse(model)
-        embedding = model.get_input_embeddings()
+        embedding = model.get_input_embeddings() if embeddings else None
         made: dict[int, nn.Module] = {}  # a module may be in several places
         replaced = {
             name: _int8(module, made)
@@ -130,7 +131,7 @@ class Int8Config(QuantizationConfigMixin):
     """``quantization_config`` of a checkpoint."""
 
     def __init__(self, **kwargs: Any) -> None:
-        self.quant_method = METHOD  # type: ignore[assignment]
+        self.quant_method = METHOD
 
 
 @register_quantizer(METHOD)

@@ -99,9 +99,7 @@ class Int8Embedding(nn.Module):
     def of(cls, embedding: nn.Embedding) -> Int8Embedding:
         """Rounds the rows of an embedding."""
         with torch.device("meta"):
-            module = cls(
-                embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
-            )
+            module = cls(embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx)
         ints, scale = rounded(embedding.weight)
         module.weight = _constant(ints)
         module.weight_scale = _constant(scale.to(embedding.weight.dtype))

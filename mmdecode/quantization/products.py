@@ -95,7 +95,7 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divides each row ``(..., I)`` by its largest absolute value; returns that too, ``(..., 1)``."""
+    """Divides rows ``(..., I)`` by their largest absolute values, and returns those too."""
     largest = x.abs().amax(-1, keepdim=True).clamp_min_(LEAST)
     return x / largest, largest
 
@@ -121,7 +121,7 @@ def steps() -> int:
 
 def _fbgemm(x: Tensor, scale: float, zero: int, packed: Any) -> Tensor:
     op = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-    return op(x, scale, zero, packed)  # type: ignore[no-any-return]
+    return op(x, scale, zero, packed)
 
 
 def _packed(ints: Tensor, scale: Tensor) -> Any:

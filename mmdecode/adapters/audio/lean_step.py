@@ -8,9 +8,9 @@ returns the input of the first layer.
 
 The lean step is used only after two checks. First, the modules must be exactly ``nn.Linear``,
 ``nn.LayerNorm`` and ``nn.Embedding``, or their int8 forms (`mmdecode.quantization`), without hooks,
-other quantisation, offloading or adapters, in evaluation mode, with sdpa attention. Second, once per model, the lean step and the modules must
-compute the same states for a small prompt and a small tree of random tokens. Otherwise the adapter
-runs the modules.
+other quantisation, offloading or adapters, in evaluation mode, with sdpa attention. Second, once
+per model, the lean step and the modules must compute the same states for a small prompt and a small
+tree of random tokens. Otherwise the adapter runs the modules.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ def embedded(module: Any, tokens: Tensor) -> Tensor:
     """Returns rows of an embedding."""
     if isinstance(module, Int8Embedding):
         return module.forward(tokens)
-    return module.weight[tokens]  # type: ignore[no-any-return]
+    return module.weight[tokens]
 
 
 def norm(module: nn.LayerNorm) -> Norm:
@@ -360,10 +360,8 @@ def plain(module: nn.Module) -> bool:
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest allowed difference of the lean step's states, relative to the largest state."""
 
-_checked: weakref.WeakKeyDictionary[Any, tuple[torch.device, torch.dtype, bool]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Device and dtype at which each model was checked, and the result."""
+_checked: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
+"""Result of each model's check, by device, dtype, and whether its weights are int8."""
 
 
 def agrees(adapter: LeanAdapter) -> bool:
@@ -373,9 +371,10 @@ def agrees(adapter: LeanAdapter) -> bool:
     """
     model = origin(adapter.model)
     weight = next(adapter.model.get_decoder().parameters())
-    kind = (weight.device, weight.dtype)
-    if model in _checked and _checked[model][:2] == kind:
-        return _checked[model][2]
+    rounded = any(isinstance(module, Int8Linear) for module in adapter.model.modules())
+    results, kind = _checked.setdefault(model, {}), (weight.device, adapter.model.dtype, rounded)
+    if kind in results:
+        return results[kind]
     if weight.is_meta or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False  # nothing can be compared here
     why = _difference(adapter)
@@ -385,8 +384,8 @@ def agrees(adapter: LeanAdapter) -> bool:
             "instead, which is slower and changes nothing else",
             stacklevel=2,
         )
-    if model is adapter.model:
-        _checked[model] = (*kind, not why)
+    if model is adapter.model or rounded:  # other views have fewer layers
+        results[kind] = not why
     return not why
 
 

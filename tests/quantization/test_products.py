@@ -1,0 +1,115 @@
+"""Products with int8 matrices: a row's result is its own, to the bit."""
+
+import torch
+from torch.nn.functional import linear
+
+from mmdecode.quantization import products
+from mmdecode.quantization.products import Matrix, rounded, scaled, steps
+
+WIDE, DEEP = 96, 160
+
+
+def matrix(seed=0):
+    dice = torch.Generator().manual_seed(seed)
+    return torch.randn(WIDE, DEEP, generator=dice)
+
+
+def inputs(rows=64, seed=1):
+    """With a huge row, a row of zeros, a constant one, one value alone, and a tiny row."""
+    x = torch.randn(rows, DEEP, generator=torch.Generator().manual_seed(seed))
+    x[3] *= 1e6
+    x[5], x[6], x[7] = 0, 2.5, 0
+    x[7, 11], x[8] = -3, x[8] * 1e-12
+    return x
+
+
+def alone(product, x):
+    return torch.cat([product(row[None]) for row in x])
+
+
+def assert_by_rows(product, x):
+    expected = alone(product, x)
+    for count in range(1, len(x) + 1):
+        for begin in range(0, len(x) - count + 1, max(count, 7)):
+            rows = slice(begin, begin + count)
+            assert torch.equal(product(x[rows]), expected[rows]), (count, begin)
+    assert torch.equal(product(x.view(2, -1, DEEP)).view(-1, WIDE), expected)
+
+
+def test_rows_of_a_block_equal_rows_alone():
+    assert_by_rows(Matrix.of(matrix()), inputs())
+
+
+def test_one_scale_for_all_rows_would_not_do():
+    made = Matrix.of(matrix())
+
+    def together(x):
+        largest = x.abs().amax().clamp_min(1e-30)
+        return made.multiply(x / largest, largest)
+
+    x = inputs()
+    assert not torch.equal(together(x), alone(together, x))
+
+
+def test_the_error_is_that_of_two_roundings():
+    x, weight = inputs(), matrix()
+    bias = torch.randn(WIDE)
+    found, expected = Matrix.of(weight)(x, bias), linear(x, weight, bias)
+    steps = (weight.abs().amax(1) / 254)[None], x.abs().amax(1, keepdim=True) / 254
+    bound = steps[0] * x.abs().sum(1, keepdim=True) + steps[1] * weight.abs().sum(1)[None]
+    assert ((found - expected).abs() <= bound * 1.02 + 1e-6).all()
+    assert torch.equal(found[5], bias)
+
+
+def test_the_form_without_fbgemm_computes_the_same(monkeypatch):
+    assert steps() == 255, "this processor's products of 8 bits are exact"
+    x, weight = inputs(), matrix()
+    expected = Matrix.of(weight)(x)
+    monkeypatch.setattr(products, "steps", lambda: 0)
+    plain = Matrix.of(weight)
+    assert plain._packed is None
+    assert torch.allclose(plain(x), expected, rtol=1e-5)
+    assert_by_rows(plain, x)
+
+
+def test_seven_bits_where_sums_of_two_products_saturate(monkeypatch):
+    x, weight = inputs(), matrix()
+    exact = Matrix.of(weight)(x)
+    monkeypatch.setattr(products, "steps", lambda: 127)
+    coarse = Matrix.of(weight)
+    assert_by_rows(coarse, x)
+    errors = [(y - x @ weight.T)[9:].abs().mean() for y in (exact, coarse(x))]
+    assert 1 < errors[1] / errors[0] < 3
+
+
+def test_unsigned_inputs_have_twice_the_steps():
+    weight = matrix()
+    x = torch.rand(9, DEEP, generator=torch.Generator().manual_seed(4))
+    made = Matrix.of(weight)
+    expected = x @ weight.T
+    fine, coarse = ((f(x) - expected).abs().mean() for f in (made.unsigned, made.signed))
+    assert fine < coarse * 0.9
+    assert_by_rows(made.unsigned, torch.rand(32, DEEP))
+
+
+def test_integers_survive_packing():
+    ints, scale = rounded(matrix())
+    made = Matrix(ints, scale)
+    assert made._packed is not None
+    assert torch.equal(made.ints()[0], ints) and torch.equal(made.ints()[1], scale)
+    assert ints.abs().amax() == 127
+
+
+def test_a_scaled_input_serves_several_matrices():
+    x = inputs()
+    one, other = Matrix.of(matrix()), Matrix.of(matrix(9))
+    given = scaled(x)
+    assert torch.equal(one.multiply(*given), one(x))
+    assert torch.equal(other.multiply(*given), other(x))
+    assert given[0].abs().amax() <= 1
+
+
+def test_torchs_engine_is_as_before():
+    before = torch.backends.quantized.engine
+    Matrix.of(matrix())
+    assert torch.backends.quantized.engine == before

@@ -1,0 +1,241 @@
+"""The oracle of int8 targets: logits of drafted blocks equal those of single steps, to the bit."""
+
+import copy
+import threading
+
+import pytest
+import torch
+
+import mmdecode
+from mmdecode import registry
+from mmdecode.adapters.audio import lean_step
+from mmdecode.decoder import Decoder
+from mmdecode.engine.adapter import Prompt
+from mmdecode.engine.cache import RaggedCache, bucket
+from mmdecode.engine.masks import block_mask
+from mmdecode.errors import UnsupportedModelError
+from mmdecode.quantization import attention, quantize
+from mmdecode.quantization.source import Int8Source
+from tests.support import tiny, tiny_vlm
+from tests.support.int8 import counted
+from tests.support.seams import edited
+from tests.support.tiny_models import whisper
+
+STATES, LAYERS = 150, 2
+
+
+@pytest.fixture(scope="module")
+def speech():
+    """Wide enough that its products and attention take the ways of real ones."""
+    sizes = {"encoder_layers": 1, "decoder_layers": LAYERS, "max_source_positions": STATES}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    widths = {"encoder_ffn_dim": 256, "decoder_ffn_dim": 256, "d_model": 128}
+    ids = {"vocab_size": 500, "pad_token_id": 0, "decoder_start_token_id": 1}
+    model = whisper(**sizes, **heads, **widths, **ids, max_target_positions=200)
+    dice = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=1.5 * weight.shape[-1] ** -0.5, generator=dice)
+    return quantize(model)
+
+
+@torch.no_grad()
+def logits(model, blocks, batch, tree=None, rows=None):
+    """Logits of the same tokens, read in blocks; ``tree`` gives depths and ancestors of nodes."""
+    adapter = registry.adapter_for(model)
+    assert adapter._lean
+    dice = torch.Generator().manual_seed(0)
+    ids = torch.randint(500, (8, sum(blocks)), generator=dice)
+    states = torch.randn(8, STATES, adapter.source_width, generator=dice)
+    chosen = slice(batch) if rows is None else rows
+    ids, states = ids[chosen], states[chosen]
+    count = len(ids)
+    cache = RaggedCache(adapter.num_layers, count, torch.device("cpu"))
+    mask = torch.ones(count, blocks[0], dtype=torch.bool)
+    past = adapter.open(cache, Prompt(ids=ids, mask=mask, inputs={"source": states}))
+    begin, found = 0, []
+    for size in blocks:
+        start = torch.full((count,), begin)
+        cache.set_start(start)
+        visible = bucket(begin + size)
+        cache.open(visible)
+        depths = torch.arange(size)[None]
+        seen = block_mask(start, past.pads, depths, None, visible, torch.float32, None)
+        states = adapter.forward(ids[:, begin : begin + size], seen, start[:, None] + depths, past)
+        found.append(adapter.head(states))
+        begin += size
+    return torch.cat(found, 1)
+
+
+def blocks_of(size, total=96):
+    """A prompt of four tokens, then blocks; the cache grows past two buckets."""
+    return [4, *[size] * (total // size), *([total % size] if total % size else [])]
+
+
+@pytest.mark.parametrize(
+    ("threads", "batch"),
+    [(1, 1), (1, 8), *(pytest.param(2, n, marks=pytest.mark.slow) for n in (1, 8))],
+)
+def test_blocks_equal_single_steps(speech, batch, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    registry.adapter_for(speech)  # compares the lean step with the modules
+    try:
+        with counted() as count:
+            expected = logits(speech, blocks_of(1), batch)
+        # seven products and the head of each pass, two of cross-attention a row, and its K and V
+        passes = 97
+        assert count.products == passes * (LAYERS * (8 + 2 * batch) + 1) + LAYERS * 2
+        for size in (2, 3, 5, 8, 17, 33, 64):
+            assert torch.equal(logits(speech, blocks_of(size), batch), expected), size
+        alone = logits(speech, blocks_of(5), batch, rows=slice(batch - 1, batch))
+        assert torch.equal(alone[0], expected[-1]), "a row alone"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_attention_over_a_block_would_not_do(speech, monkeypatch):
+    def together(query, key, value, mask=None, scale=None):
+        found = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
+        return found.transpose(1, 2)
+
+    monkeypatch.setattr(lean_step, "attend_by_rows", together)
+    expected = logits(speech, blocks_of(1), 1)
+    assert not torch.equal(logits(speech, blocks_of(5), 1), expected)
+
+
+# Whole decoding, of every kind of model: logits of all new tokens
+
+
+TEXT = ("llama", "qwen2", "gemma2")
+VISION = ("llava", "qwen2_vl", "llava_next", "idefics3", "gemma3")
+
+
+def fresh(family):
+    model = tiny_vlm.vision_model(family) if family in VISION else tiny.model_of(family)
+    return quantize(copy.deepcopy(model))
+
+
+def decoded(model, family, draft, batch=3, **options):
+    inputs = tiny_vlm.vision_inputs(family, batch) if family in VISION else None
+    inputs = inputs or tiny.inputs_of(family, batch)
+    decoder = Decoder(draft, seed=3)
+    found = mmdecode.generate(
+        model,
+        decoder=decoder,
+        max_new_tokens=20,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **inputs,
+        **options,
+    )
+    return found.sequences, torch.stack(found.logits), decoder.stats
+
+
+DRAFTS = ("quantized:length=5", "recycling:nodes=12", "layer_skip:exit_layer=1", "jacobi")
+
+
+@pytest.mark.parametrize("family", [*TEXT, *VISION, "whisper", "moonshine", "moonshine_padded"])
+def test_drafted_logits_are_the_undrafted_ones(family):
+    try:
+        model = fresh(family)
+    except Exception as error:
+        assert "query by query" in str(error), error  # says what to do
+        return
+    ids, expected, _ = decoded(model, family, None)
+    kept = 0
+    for draft in DRAFTS:
+        with counted() as count:
+            found, logits, stats = decoded(model, family, draft)
+        assert torch.equal(found, ids), draft
+        rows = expected.isfinite()
+        assert torch.equal(logits[rows], expected[rows]), draft
+        assert count.products >= 7 * 2 * stats.passes
+        kept += stats.acceptance_length > 1
+    assert kept >= 2, "blocks of several tokens were accepted"
+    one = decoded(model, family, "quantized:length=5", batch=1)
+    assert torch.equal(one[1], decoded(model, family, None, batch=1)[1])
+
+
+def test_two_threads_share_a_model():
+    model = fresh("llama")
+    expected = decoded(model, "llama", None)[1]
+    found = {}
+
+    def run(name, draft):
+        found[name] = decoded(model, "llama", draft)[1]
+
+    threads = [
+        threading.Thread(target=run, args=(i, draft)) for i, draft in enumerate((None, DRAFTS[1]))
+    ]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert torch.equal(found[0], expected) and torch.equal(found[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "new"),
+    [
+        ("attend_by_rows", "moved.show(seen.path)", "pass"),
+        ("attend_by_rows", "moved.show(())", "pass"),
+        ("_tree", "slots[hole - 1 :]", "slots[hole:]"),
+    ],
+)
+def test_keys_of_trees_have_to_be_moved_and_put_back(monkeypatch, function, old, new):
+    model = fresh("llama")
+    expected = decoded(model, "llama", None)[1]
+    wrong = edited(getattr(attention, function), old, new)
+    monkeypatch.setattr(attention, function, wrong)
+    assert not torch.equal(decoded(model, "llama", "recycling:nodes=12")[1], expected)
+
+
+# Attention query by query
+
+
+def random_attention(heads=4, groups=2, queries=7, keys=40, seed=0):
+    dice = torch.Generator().manual_seed(seed)
+    shapes = [(2, heads, queries, 16), (2, groups, keys, 16), (2, groups, keys, 16)]
+    return [torch.randn(*shape, generator=dice) for shape in shapes]
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_it_is_attention(additive):
+    query, key, value = random_attention()
+    dice = torch.Generator().manual_seed(1)
+    mask = torch.rand(2, 1, 7, 40, generator=dice) < 0.5
+    mask[..., 0] = True
+    stored = key.clone(), value.clone()
+    given = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    found = attention.attend_by_rows(query, key, value, given if additive else mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, enable_gqa=True
+    )
+    assert torch.allclose(found, expected.transpose(1, 2), atol=1e-6)
+    assert torch.equal(key, stored[0]) and torch.equal(value, stored[1]), "put back"
+
+
+def test_biases_are_refused():
+    query, key, value = random_attention()
+    with pytest.raises(UnsupportedModelError, match="bias"):
+        attention.attend_by_rows(query, key, value, torch.randn(1, 1, 7, 40))
+
+
+# Keys and values of the encoder's states in int8
+
+
+def test_int8_sources_are_near_and_by_rows():
+    dice = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(2, 4, 300, 16, generator=dice) for _ in range(2))
+    queries = torch.randn(2, 6, 4, 16, generator=dice)
+    source = Int8Source.of(keys, values)
+    layer = type("Layer", (), {"scale": None})
+    found = source.attend(layer, queries)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        queries.transpose(1, 2), keys, values
+    )
+    expected = expected.transpose(1, 2).flatten(2)
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+    for node in range(6):
+        assert torch.equal(source.attend(layer, queries[:, [node]])[:, 0], found[:, node])
+    row = source.select_rows(torch.tensor([1]))
+    assert torch.equal(row.attend(layer, queries[1:]), found[1:])
