@@ -15,6 +15,7 @@ LAYERS = (
     {"checkpoints"},
     {"weights"},
     {"engine"},
+    {"quantization"},
     {"models"},
     {"adapters", "draft", "accept", "guide"},
     {"decoder"},

@@ -83,7 +83,7 @@ class Int8Embedding(nn.Module):
     Args:
         num_embeddings: Number V of tokens.
         embedding_dim: Width H.
-        padding_idx: As of ``nn.Embedding``; changes nothing when decoding.
+        padding_idx: Id of padding, whose row is like any other here.
     """
 
     def __init__(

@@ -7,8 +7,8 @@ as the row alone, to the bit.
 
 Two kernels compute the same: FBGEMM, on x86 processors with AVX2, which takes matrices in its own
 packed form; and ``torch._int_mm``, everywhere else. Without VNNI instructions FBGEMM's sums of two
-products may saturate; inputs are then rounded to 7 bits. Which kernel runs is decided once per
-process by trying it, never by the number of rows.
+products may saturate; inputs are then rounded to 7 bits. The kernel is chosen once per process, by
+a product of known result; the number of rows has no say.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Layer(NamedTuple):
             differs from the layer's place.
         heads: Number of heads of self-attention and of cross-attention.
         qkv: Function that computes queries, keys and values, each ``(B, Q, H)``.
-        source: What cross-attention attends to: `Source`, or `mmdecode.quantization.source`.
+        source: Keys and values of cross-attention: `Source`, or `mmdecode.quantization.source`.
         activation: Activation between ``up`` and ``down``.
         scale: Scale of attention scores; ``None``: 1 / sqrt(head width).
         padding: Zeros appended to each head's width during attention.
