@@ -11,7 +11,7 @@ from mmdecode.errors import InputError
 from mmdecode.runs.failures import collected
 from mmdecode.runs.inputs import content_of
 from mmdecode.vlm.images import ImageSource, image_source
-from mmdecode.vlm.messages import PLACEHOLDER, turns_of
+from mmdecode.vlm.messages import PLACEHOLDER, counted, turns_of
 from mmdecode.vlm.options import make_options
 from mmdecode.vlm.requests import AnswerRequest, is_list
 from mmdecode.vlm.results import Answer
@@ -103,8 +103,9 @@ def _user(question: str, images: Any) -> dict[str, Any]:
         return {"role": "user", "content": [*given, {"type": "text", "text": question}]}
     if len(texts) != len(given) + 1:
         raise InputError(
-            f"the question {question[:60]!r} has {len(given)} images and {len(texts) - 1} "
-            f"placeholders; write {PLACEHOLDER} once per image, or leave it out"
+            f"the question {question[:60]!r} has {counted(len(given), 'image')} and "
+            f"{counted(len(texts) - 1, 'placeholder')}; write {PLACEHOLDER} once per image, or "
+            "leave it out"
         )
     parts: list[Any] = [{"type": "text", "text": texts[0]}]
     for image, text in zip(given, texts[1:], strict=True):

@@ -90,7 +90,7 @@ def turns_of(
         raise InputError(f"the last message is of the {turns[-1].role}; expected the user's")
     if list(rest):
         raise InputError(
-            f"there are {len(more)} images, and the messages name {len(sources)}; write "
+            f"{counted(len(more), 'image')} given, and the messages name {len(sources)}; write "
             f"{PLACEHOLDER} in a text, or a part of type 'image', for each"
         )
     return turns, sources
@@ -169,6 +169,11 @@ def source_of(item: Any, name: str, find: Callable[[str], str]) -> ImageSource:
         ) from error
     identity = hashlib.blake2b(data, digest_size=16).hexdigest()
     return ImageSource(f"data:{identity}", partial(read_image, data, name), identity)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number and its noun, for messages: ``1 image``, ``2 images``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def as_messages(history: Sequence[Turn], text: str) -> list[dict[str, str]]:

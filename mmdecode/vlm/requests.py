@@ -19,7 +19,7 @@ from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.inputs import path_in
 from mmdecode.runs.tables import any_of, first_of, own_id, refuse_all, rows_of, text_of
 from mmdecode.vlm.images import ImageSource, image_source
-from mmdecode.vlm.messages import Turn, source_of, turns_of
+from mmdecode.vlm.messages import Turn, counted, source_of, turns_of
 
 QUESTION = ("question", "prompt", "text")
 IMAGE = ("image", "image_path", "path", "file")
@@ -72,9 +72,9 @@ def requests_of(
         texts *= len(entries)
     if len(entries) != len(texts):
         raise OptionError(
-            f"{len(entries)} images for {len(texts)} questions; give one image per question, a "
-            "single question for all images, or a single image for all questions (a list inside "
-            "the list holds several images of one question)"
+            f"{counted(len(entries), 'image')} for {counted(len(texts), 'question')}; give one "
+            "image per question, a single question for all images, or a single image for all "
+            "questions (a list inside the list holds several images of one question)"
         )
     if ids is not None and (len(ids) != len(texts) or len(set(ids)) != len(ids)):
         raise OptionError(

@@ -1,5 +1,7 @@
 """Videos: frames by number or time, ids those of the processor given the same frames."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -86,6 +88,9 @@ def test_a_model_that_reads_images_gets_the_frames(model, processor, video, kit)
         [[kit.image(1), video]], ["Is <image> in <image>?"], max_new_tokens=4, frames=2
     )
     assert mixed[0].prompt.count("<image>") == 3
+    twice = "has 1 image (a video counts as one) and 2 placeholders"
+    with pytest.raises(InputError, match=re.escape(twice)):
+        answerer(video, "<image> or <image>?", frames=3)
     with pytest.raises(OptionError, match="fps"):
         answerer(video, "What?", fps=-1)
 
