@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mmdecode._compat import input_device
 from mmdecode.errors import InputError, UnsupportedModelError
 from mmdecode.vlm.images import digest
 from mmdecode.vlm.messages import PLACEHOLDER, Turn, counted
@@ -324,7 +325,7 @@ class Prompts:
         order = built["attention_mask"].argsort(dim=1, stable=True)
         for name in _BY_TOKEN & built.keys():  # some put image tokens before the padding
             built[name] = built[name].gather(1, order)
-        return dict(built.to(self._model.device, dtype=self._model.dtype))
+        return dict(built.to(input_device(self._model), dtype=self._model.dtype))
 
 
 def noise_of_id(name: str) -> str:
