@@ -109,8 +109,9 @@ def input_device(model: Any) -> torch.device:
     Weights on disk are on torch's ``meta`` device until accelerate's hook loads them onto the
     device that the hook names.
     """
-    if model.device.type != "meta":
-        return torch.device(model.device)
+    device = torch.device(model.device)
+    if device.type != "meta":
+        return device
     hook = getattr(model, "_hf_hook", None)
     return torch.device(getattr(hook, "execution_device", None) or "cpu")
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.engine.prompt_cache import PromptCache
-from mmdecode.errors import InputError
+from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.failures import collected
 from mmdecode.runs.inputs import content_of
-from mmdecode.vlm.images import ImageSource, image_source
+from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.messages import PLACEHOLDER, counted, turns_of
 from mmdecode.vlm.options import make_options
 from mmdecode.vlm.requests import AnswerRequest, is_list
@@ -32,7 +32,8 @@ class Chat:
         **options: Fields of `mmdecode.vlm.AnswerOptions` of all turns.
 
     Attributes:
-        messages: The conversation so far; see `mmdecode.vlm.messages`.
+        messages: The conversation so far; see `mmdecode.vlm.messages`. Its images are those given;
+            an open file's content is kept.
 
     Raises:
         OptionError: An option is wrong.
@@ -56,8 +57,9 @@ class Chat:
 
         Raises:
             InputError: The question or an image cannot be read; the messages stay as they were.
+            OptionError: ``messages`` are no list.
         """
-        messages = [*self.messages, _user(question, images)]
+        messages = self._with(question, images)
         request = request_of(messages, len(self.messages))
         answer: Answer = collected(
             self._answerer.answers([request], **self._options), True, "raise"
@@ -70,14 +72,24 @@ class Chat:
 
         Raises:
             InputError: The question or an image cannot be read; the messages stay as they were.
+            OptionError: ``messages`` are no list.
         """
-        messages = [*self.messages, _user(question, images)]
+        messages = self._with(question, images)
         pieces: list[str] = []
         request = request_of(messages, len(self.messages))
         for piece in self._answerer.pieces(request, **self._options):
             pieces.append(piece)
             yield piece
         self.messages = [*messages, {"role": "assistant", "content": "".join(pieces).strip()}]
+
+    def _with(self, question: str, images: Any) -> list[dict[str, Any]]:
+        """The messages and a new one."""
+        if not isinstance(self.messages, (list, tuple)):
+            raise OptionError(
+                f"chat.messages is {self.messages!r:.80}; expected a list of messages: [] begins "
+                "again"
+            )
+        return [*self.messages, _user(question, images)]
 
 
 def request_of(messages: Any, index: int = 0) -> AnswerRequest:
@@ -96,8 +108,7 @@ def _user(question: str, images: Any) -> dict[str, Any]:
     several = list(images) if is_list(images) else [] if images is None else [images]
     # every turn reads all images again: a file is read to its end now
     several = [content_of(one) if _is_file(one) else one for one in several]
-    sources = [image_source(one, f"image {index}") for index, one in enumerate(several)]
-    given: list[Any] = [{"type": "image", "image": source} for source in sources]
+    given: list[Any] = [{"type": "image", "image": one} for one in several]
     texts = str(question).split(PLACEHOLDER)
     if len(texts) == 1:
         return {"role": "user", "content": [*given, {"type": "text", "text": question}]}

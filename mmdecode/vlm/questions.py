@@ -93,7 +93,7 @@ class Prompts:
         self._marks = re.compile("|".join({re.escape(PLACEHOLDER), re.escape(self._own)}))
         self._video = str(getattr(processor, "video_token", None) or "")
         self._reads_videos = bool(self._video) and self._kind.startswith("qwen")
-        self._told = False
+        self._warned = False
         if processor.tokenizer.pad_token is None:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token
 
@@ -118,7 +118,8 @@ class Prompts:
             InputError: The text is empty or has control characters, an image is missing, or the
                 number of placeholders is not that of the images.
         """
-        if not isinstance(text, str) or not text.strip():
+        refuse_no_text(text)
+        if not text.strip():
             raise InputError(f"the question is {text!r}; expected a text")
         if re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text.replace("\r\n", "\n")):
             raise InputError(
@@ -130,7 +131,7 @@ class Prompts:
         if not images and (marks or not text_only):
             raise InputError(
                 f"the question {text[:60]!r} has no image; give one, or ask text alone with "
-                f"text_only=True and without {PLACEHOLDER}"
+                f"text_only=True (--text-only on a command line) and without {PLACEHOLDER}"
             )
         if marks and marks != own:
             more = "images than placeholders" if marks < own else "placeholders than images"
@@ -222,9 +223,9 @@ class Prompts:
                 f"the chat template of {type(self.processor).__name__} cannot be filled in: "
                 f"{error}; expected one that takes a user's message of images and text"
             ) from error
-        if not self._told and any(map(self._has_text_before_image, turns)):
-            self._told = True
-            self._tell_of_order()
+        if not self._warned and any(map(self._has_text_before_image, turns)):
+            self._warned = True
+            self._warn_of_order()
         return str(prompt)
 
     def _without_images(self, turn: Turn) -> Turn:
@@ -251,7 +252,7 @@ class Prompts:
     def _has_text_before_image(self, turn: Turn) -> bool:
         return any(part.strip() for part in self._marks.split(turn.text)[:-1])
 
-    def _tell_of_order(self) -> None:
+    def _warn_of_order(self) -> None:
         """Warns if the chat template puts images before the text, wherever a message has them."""
         before, after = "text before it", "text after it"
         texts = [{"type": "text", "text": text} for text in (before, after)]
@@ -326,6 +327,22 @@ class Prompts:
         for name in _BY_TOKEN & built.keys():  # some put image tokens before the padding
             built[name] = built[name].gather(1, order)
         return dict(built.to(input_device(self._model), dtype=self._model.dtype))
+
+
+def refuse_no_text(text: Any) -> None:
+    """Refuses what is no text, or text of bytes that are not UTF-8.
+
+    Raises:
+        InputError: It is so.
+    """
+    if not isinstance(text, str):
+        raise InputError(f"the question is {text!r:.80}; expected a text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"the question {text[:60]!r} is not UTF-8 text; write it as UTF-8"
+        ) from None
 
 
 def noise_of_id(name: str) -> str:

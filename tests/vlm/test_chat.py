@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 
 import pytest
 
@@ -197,6 +198,14 @@ def test_an_image_that_is_an_address_is_refused_by_name(bad, tmp_path):
         ([{"role": "assistant", "content": "x"}], "the last message is of the assistant"),
         ([{"role": "user", "content": 3}], "expected a text or a list"),
         ([{"role": "user", "content": [{"type": "audio"}]}], "has the part .*audio"),
+        (
+            [{"role": "user", "content": [{"type": "video", "video": b"mp4"}]}],
+            "message 1, image 1 is a video without a path",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "video_url", "video_url": "data:video/mp4,"}]}],
+            "message 1, image 1 is a video without a path",
+        ),
         ([{"role": "user", "content": "<image>"}], "more placeholders than there are images"),
         (
             [{"role": "system", "content": [{"type": "image", "image": "a"}]}],
@@ -209,6 +218,30 @@ def test_messages_that_cannot_be_read(messages, why):
         turns_of(messages)
     with pytest.raises(InputError, match=r"^2 images given, and the messages name 0"):
         turns_of([{"role": "user", "content": "x"}], more=["a", "b"])
+
+
+def test_failures_of_a_conversation_name_its_row(model, talking, tmp_path):
+    broken = "data:image/png;base64," + base64.b64encode(b"nothing").decode()
+    rows = [
+        {"id": "a", "messages": conversation({"type": "image_url", "image_url": broken})},
+        {"id": "b", "messages": [{"role": "user", "content": "What?"}]},
+        {"id": "c", "messages": conversation({"type": "text", "text": "\udce9"})},
+        {"id": "d", "messages": [{"role": "user", "content": "What?"}], "question": "Why?"},
+        {"id": "e", "messages": [{"role": "assistant", "content": "What?"}]},
+    ]
+    table = tmp_path / "table.jsonl"
+    write_json_lines(table, [*rows[:3], {"id": "ok", "question": "What?"}, *rows[3:]])
+    requests = read_requests(table, failing=True)
+    failed = [*Answerer(model, talking).answers(requests, max_new_tokens=3)]
+    failed = {answer.id: answer.error for answer in failed}
+    for name, line, why in (
+        ("a", 1, ": message 2, image 1: is no image that Pillow reads"),
+        ("b", 2, ": the question 'What.' has no image; give one, or .*--text-only "),
+        ("c", 3, ": the question .* is not UTF-8 text"),
+        ("d", 5, " has a question and messages; leave out either"),
+        ("e", 6, ": the last message is of the assistant"),
+    ):
+        assert re.match(f"{re.escape(str(table))}, line {line}{why}", failed[name])
 
 
 def test_results_of_conversations_resume_and_are_a_table(model, talking, kit, tmp_path, folder):
@@ -298,6 +331,30 @@ def test_placeholders_in_texts_are_words_where_no_image_is_meant(model, talking,
     chat.ask(TURNS[0], kit.image(3))
     chat.messages[-1]["content"] = "an <image> of it"
     assert not chat.ask(TURNS[1]).error
+
+
+def test_messages_hold_what_was_given(model, talking, kit, tmp_path):
+    kit.image(3).save(tmp_path / "a.png")
+    chat = Answerer(model, talking).chat(max_new_tokens=3)
+    given = [tmp_path / "a.png", kit.image(4)]
+    chat.ask("What?", given)
+    chat.ask(TURNS[1], data_url(kit.image(5)))
+    images = [part["image"] for part in chat.messages[0]["content"] if part["type"] == "image"]
+    assert all(one is other for one, other in zip(images, given, strict=True))
+    assert chat.messages[2]["content"][0]["image"].startswith("data:")
+    chat.messages = None
+    with pytest.raises(OptionError, match=r"chat\.messages is None; expected a list"):
+        chat.ask(TURNS[1])
+
+
+def test_text_of_bytes_that_are_not_utf8_is_refused(model, talking, kit):
+    chat = Answerer(model, talking).chat("Answer \udce9.", max_new_tokens=3)
+    with pytest.raises(InputError, match="is not UTF-8 text; write it as UTF-8"):
+        chat.ask("What?")
+    with pytest.raises(InputError, match="is not UTF-8 text; write it as UTF-8"):
+        Answerer(model, talking)(kit.image(1), "What \udce9?")
+    with pytest.raises(InputError, match="is not UTF-8 text; write it as UTF-8"):
+        list(Answerer(model, talking).stream(kit.image(1), "What \udce9?"))
 
 
 def test_an_open_file_is_read_once(model, talking, kit, tmp_path):
