@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.engine.prompt_cache import PromptCache
@@ -67,7 +67,7 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         return answer
 
-    def stream(self, question: str, images: Any = None) -> Iterator[str]:
+    def stream(self, question: str, images: Any = None) -> Generator[str, None, None]:
         """Same as `ask`, but yields the answer in pieces; an answer that is left off is not added.
 
         Raises:

@@ -151,10 +151,12 @@ def map_of(given: str | os.PathLike[str] | Mapping[str, Any]) -> str | dict[str,
         given = os.fspath(given)
         try:
             found = json.loads(Path(given).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            broken = not isinstance(error, OSError)
-            reason = f"is not JSON: {error}" if broken else f"cannot be read: {error.strerror}"
-            raise OptionError(f"device_map={given!r} {reason}; {_EXPECTED}") from error
+        except OSError as error:
+            raise OptionError(
+                f"device_map={given!r} cannot be read: {error.strerror}; {_EXPECTED}"
+            ) from error
+        except ValueError as error:
+            raise OptionError(f"device_map={given!r} is not JSON: {error}; {_EXPECTED}") from error
     if not isinstance(found, Mapping) or not found:
         what = type(found).__name__ if not isinstance(found, Mapping) else "no module"
         raise OptionError(f"device_map={given!r:.80} holds {what}; {_EXPECTED}")

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -281,11 +282,11 @@ def test_a_conversation_on_the_command_line(model, talking, kit, tmp_path):
 
     from mmdecode.cli.app import app
 
-    lines = [TURNS[1], "/help", "/undo", "/[/b]nothing", "/image it's.png", "Look", TURNS[1]]
+    lines = [TURNS[1], "/help", "/undo", "/[/b]nothing", "/image it's.png", TURNS[1]]
     typed = "\n".join([*lines, "/undo", TURNS[2], "/clear", "Hi?", "/quit", "x"])
     words = ["ask", str(tmp_path / "a.png"), "--chat", "-q", TURNS[0], "--max-new-tokens", "5"]
     found = CliRunner().invoke(app, [*words, "--model", str(tmp_path / "model")], input=typed)
-    assert found.exit_code == 0, found.output
+    assert found.exit_code == 1, found.output  # an image could not be read
     chat = Answerer(model, talking).chat(max_new_tokens=5)
     first = chat.ask(TURNS[0], kit.image(3)).text
     second = chat.ask(TURNS[1]).text
@@ -294,11 +295,101 @@ def test_a_conversation_on_the_command_line(model, talking, kit, tmp_path):
     del chat.messages[-2:]
     third = chat.ask(TURNS[2]).text
     fourth = Answerer(model, talking).chat(max_new_tokens=5).ask("Hi?").text
-    assert found.stdout.splitlines() == [first, second, again, third, fourth]
-    for text in ("there is no /[/b]nothing", "it's.png: does not exist", "/image PATH"):
+    lines = found.stdout.splitlines()
+    assert lines[2].startswith("/image PATH") and lines[6].startswith("/quit")
+    assert [*lines[:2], *lines[7:]] == [first, second, again, third, fourth]
+    for text in ("there is no /[/b]nothing", "not added: it's.png: does not exist"):
         assert text in found.stderr
+    assert found.stderr.count(f"forgotten: {TURNS[1]}\n") == 2
     refused = CliRunner().invoke(app, [*words, "--json"])
-    assert "--chat talks" in str(refused.exception)
+    assert "--chat talks" in str(refused.exception) and not refused.stderr
+
+
+@pytest.fixture
+def talk(model, talking, kit, tmp_path, monkeypatch):
+    """Types lines into a conversation about an image."""
+    talking.save_pretrained(tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    kit.image(3).save(tmp_path / "a.png")
+    (tmp_path / "sub dir").mkdir()
+    kit.image(4).save(tmp_path / "sub dir" / "b c.png")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def call(*lines, **options):
+        typed = b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines)
+        words = ("ask", "a.png", "--chat", "--model", "model", "--max-new-tokens", 3, "--quiet")
+        return invoke(*words, *options.pop("words", ()), input=typed, **options)
+
+    return call
+
+
+def test_an_undone_question_leaves_its_images(talk, model, talking, kit):
+    found = talk(TURNS[0], "/undo", TURNS[1], "/undo", "/undo", "/image", "/help")
+    chat = Answerer(model, talking).chat(max_new_tokens=3)
+    first = chat.ask(TURNS[0], kit.image(3)).text
+    chat.messages = []
+    assert found.stdout.splitlines()[:2] == [first, chat.ask(TURNS[1], kit.image(3)).text]
+    assert found.stdout.splitlines()[2].startswith("/image PATH")  # asked for: also if quiet
+    assert "there is no question to forget" in found.stderr
+    assert "/image needs the path" in found.stderr and "forgotten" not in found.stderr
+    assert found.exit_code == 0
+
+
+@pytest.mark.parametrize("given", ["sub dir/b c.png", "'sub dir/b c.png'", "~/sub dir", "sub dir"])
+def test_paths_of_images_are_those_of_a_command_line(talk, model, talking, kit, given):
+    found = talk(TURNS[0], f"/image {given}", TURNS[1])
+    chat = Answerer(model, talking).chat(max_new_tokens=3)
+    chat.ask(TURNS[0], kit.image(3))
+    assert found.stdout.splitlines()[1] == chat.ask(TURNS[1], kit.image(4)).text
+    assert found.exit_code == 0
+
+
+def test_a_line_that_is_not_text_fails_alone(talk):
+    found = talk(b"What \xe9?", TURNS[1])
+    assert found.exit_code == 1 and "is not UTF-8 text" in found.stderr
+    assert len(found.stdout.splitlines()) == 1
+
+
+def test_ctrl_c_stops_an_answer_alone(talk, monkeypatch):
+    pieces, calls = Answerer.pieces, []
+
+    def interrupted(self, request, **options):
+        calls.append(request)
+        yield from list(pieces(self, request, **options))[:1]
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Answerer, "pieces", interrupted)
+    found = talk(TURNS[0], TURNS[1], TURNS[2])
+    assert found.exit_code == 0 and len(calls) == 3
+    assert [turn.text for turn in calls[2].history][::2] == ["<image>" + TURNS[0]]
+
+
+def test_a_failed_question_shows_its_traceback_if_asked(talk, monkeypatch):
+    def broken(self, request, **options):
+        raise RuntimeError("of the model")
+        yield
+
+    monkeypatch.setattr(Answerer, "pieces", broken)
+    found = talk(TURNS[0])
+    assert found.exit_code == 1 and "Traceback" not in found.stderr
+    monkeypatch.setenv("MMDECODE_DEBUG", "1")
+    assert "Traceback" in talk(TURNS[0]).stderr
+
+
+def test_a_closed_pipe_ends_a_conversation(talk, monkeypatch):
+    from mmdecode.cli import conversation
+
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError
+
+        flush = write
+
+    monkeypatch.setattr(conversation, "out", SimpleNamespace(file=Closed()))
+    found = talk(TURNS[0], TURNS[1])
+    assert isinstance(found.exception, BrokenPipeError) and "failed" not in found.stderr
 
 
 def test_images_of_data_urls_resume_by_their_content(model, talking, kit, tmp_path, monkeypatch):
