@@ -103,6 +103,19 @@ def attention_configs(model: Any, name: str) -> Iterator[None]:
                     del _stock[id(config)]
 
 
+def input_device(model: Any) -> torch.device:
+    """Returns the device that a model's inputs go to, also if its weights are on disk.
+
+    Weights on disk are on torch's ``meta`` device until accelerate's hook loads them onto the
+    device that the hook names.
+    """
+    device = torch.device(model.device)
+    if device.type != "meta":
+        return device
+    hook = getattr(model, "_hf_hook", None)
+    return torch.device(getattr(hook, "execution_device", None) or "cpu")
+
+
 def stock_attention(config: Any) -> str:
     """Returns a config's attention implementation outside `attention_configs`, else ``sdpa``."""
     noted = _stock.get(id(config))

@@ -23,7 +23,7 @@ from transformers import StoppingCriteriaList
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.none import NoDraft
-from mmdecode.engine.prompt_cache import PromptCache
+from mmdecode.engine.prompt_cache import PromptCache, refuse_no_cache
 from mmdecode.engine.request import with_stop_strings
 from mmdecode.engine.trace import Round
 from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
@@ -88,11 +88,13 @@ def generate(
         The result of ``model.generate``; in image mode an `mmdecode.image_ar.raster.ImageTokens`.
 
     Raises:
-        OptionError: ``stop_strings`` are given without a tokenizer, or in image mode.
+        OptionError: ``stop_strings`` are given without a tokenizer, or in image mode; or
+            ``prompt_cache`` is none.
         UnknownNameError: ``mode`` is unknown.
         IncompatibleError: A streamer is given for several rows, or ``draft_model`` for a decoder
             that has a drafter.
     """
+    refuse_no_cache(prompt_cache)
     decoder = decoder or Decoder()
     draft_model = draft_model or kwargs.pop("assistant_model", None)
     if draft_model is not None:

@@ -169,6 +169,14 @@ def test_a_draft_model_is_an_assistant():
         generate(3, Decoder(PromptLookup()), draft_model=small_of("llama"))
 
 
+@pytest.mark.parametrize(("given", "meant"), [(1 << 20, "max_bytes=1048576"), (True, "")])
+def test_a_prompt_cache_that_is_none_is_refused(given, meant):
+    with pytest.raises(
+        OptionError, match=rf"prompt_cache={given}; .* such as PromptCache\({meant}"
+    ):
+        generate(prompt_cache=given)
+
+
 def test_request_names_decide_the_noise():
     ids = torch.tensor([[5, 6, 7], [5, 6, 7]])
     options = {"do_sample": True, "input_ids": ids, "attention_mask": torch.ones_like(ids)}

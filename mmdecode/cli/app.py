@@ -6,7 +6,8 @@ The module ``mmdecode/cli/<name>.py`` of a sub-command defines one of:
 * ``app = typer.Typer(...)``, if the command has sub-commands.
 
 ``COMMANDS`` has the one-line help of each command, so that ``mmdecode --help`` does not import
-torch; a command whose module does not exist is not listed. Every command takes ``--json``
+torch; a command whose module does not exist is not listed. A function ``refuse`` of the module gets
+the arguments before anything is printed. Every command takes ``--json``
 (``output.JsonFlag``), and then ends with ``output.emit_json``. `mmdecode.cli.shared` adds the
 options and checks of all commands, `mmdecode.cli.models` those of commands that load a model.
 Errors are raised as classes of ``mmdecode.errors``; ``main`` prints them and exits with code 2. A
@@ -28,7 +29,7 @@ from typer.core import TyperCommand
 
 import mmdecode
 from mmdecode.cli.models import with_models
-from mmdecode.cli.shared import Group, in_panels, with_devices, with_shared
+from mmdecode.cli.shared import Group, in_panels, refusing_first, with_devices, with_shared
 from mmdecode.errors import one_line
 from mmdecode.runs.console import console, print_line
 
@@ -84,7 +85,10 @@ def _load(name: str) -> Any:
     loaded = with_models(loaded)
     if hasattr(module, "PANELS"):
         loaded = in_panels(loaded, module.PANELS)
-    return with_shared(with_devices(loaded))
+    loaded = with_devices(loaded)
+    if hasattr(module, "refuse"):
+        loaded = refusing_first(loaded, module.refuse)
+    return with_shared(loaded)
 
 
 def _show_version(asked: bool) -> None:

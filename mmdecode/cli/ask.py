@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -166,10 +166,6 @@ def command(
         refuse_without("--out", ["resume"], context)
     if table is None:
         refuse_without("--data", ["images"], context)
-    if chat and (output or json or table or together or stream):
-        raise OptionError("--chat talks; leave out --out, --json, --data, --together and --stream")
-    if stream and (output or json):
-        raise OptionError("--stream prints pieces of answers; leave out --out and --json")
     options = AnswerOptions(
         max_new_tokens=max_new_tokens,
         do_sample=sample,
@@ -186,14 +182,14 @@ def command(
     )
     without_other_bars()
     if chat:
-        converse(
-            Answerer.from_pretrained(
-                model, draft, guide, accept, device, dtype, seed, device_map=device_map
-            ),
-            _found(paths),
-            questions or [],
-            dataclasses.asdict(options),
+        answerer = Answerer.from_pretrained(
+            model, draft, guide, accept, device, dtype, seed, device_map=device_map
         )
+        with warnings_shown("default"):  # every turn reads all images again
+            given = dataclasses.asdict(options)
+            fine = converse(answerer, _found(paths), questions or [], given, _found)
+        if not fine:
+            raise typer.Exit(1)
         return
     if table is None:
         requests = _asked(paths, questions, together, text_only)[:limit]
@@ -266,6 +262,21 @@ def command(
         raise typer.Exit(1)
 
 
+def refuse(given: Mapping[str, Any]) -> None:
+    """Refuses arguments that do not go together.
+
+    Raises:
+        OptionError: They do not.
+    """
+    from mmdecode.errors import OptionError
+
+    others = ("output", "json", "table", "together", "stream")
+    if given["chat"] and any(given[name] for name in others):
+        raise OptionError("--chat talks; leave out --out, --json, --data, --together and --stream")
+    if given["stream"] and (given["output"] or given["json"]):
+        raise OptionError("--stream prints pieces of answers; leave out --out and --json")
+
+
 @dataclass
 class _Tally:
     """Counts, answers and failures of the run, for its summary."""
@@ -301,7 +312,7 @@ def _asked(
     return asked_of(_found(paths), questions, together)
 
 
-def _found(paths: list[str] | None) -> list[str]:
+def _found(paths: Sequence[str] | None) -> list[str]:
     """Finds the images that are named on the command line."""
     from mmdecode.runs.files import find_files
     from mmdecode.vlm.images import SUFFIXES

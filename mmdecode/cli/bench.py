@@ -95,6 +95,7 @@ def vlm(
       mmdecode bench vlm --model my-llava --draft eagle:path=my-drafter --data questions.jsonl
     """
     from mmdecode import registry
+    from mmdecode._compat import input_device
     from mmdecode.evaluation.speed.draft_speed import (
         PEERS,
         Setting,
@@ -113,7 +114,7 @@ def vlm(
     answerer = Answerer.from_pretrained(model, device=device, dtype=dtype, device_map=device_map)
     at_hand = {"target": answerer.model, "model_id": model}
     names = ["lookup"] if draft is None else draft
-    facts = machine(answerer.model.device, dtype)
+    facts = machine(input_device(answerer.model), dtype)
     if facts["load_at_start"] > 0.7:
         console.print(
             f"system load {facts['load_at_start']}: other programs run, and times are unreliable"

@@ -18,7 +18,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -94,6 +94,24 @@ def _with_numbers_checked(run: Any, options: Iterable[Any]) -> Any:
         return run(*args, **given)
 
     return checked
+
+
+def refusing_first(command: Any, refuse: Callable[[Mapping[str, Any]], None]) -> Any:
+    """Makes a command refuse its arguments before anything is printed; returns the command.
+
+    Args:
+        command: Command that typer made.
+        refuse: Takes the arguments by name, and raises an error.
+    """
+    run = command.callback
+
+    @functools.wraps(run)
+    def checked(*args: Any, **given: Any) -> Any:
+        refuse(given)
+        return run(*args, **given)
+
+    command.callback = checked
+    return command
 
 
 def in_panels(command: Any, panels: Mapping[str, str]) -> Any:

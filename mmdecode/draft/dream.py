@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from mmdecode.draft.features import FeatureDraft, FeatureSession, shipped
+from mmdecode.draft.features import FeatureDraft, FeatureSession
+from mmdecode.draft.shipped import shipped
 from mmdecode.draft.target import outputs_by_name
 from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.call import Call

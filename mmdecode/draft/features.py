@@ -12,7 +12,7 @@ whose rows have different lengths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -20,10 +20,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from mmdecode.checkpoints import paired
 from mmdecode.draft.growing import Shape, extended, grown_proposal, tree_mask
 from mmdecode.draft.placed import Placed
 from mmdecode.draft.prefixes import prefixes_of, read_shared, rows_of_prefixes
+from mmdecode.draft.shipped import shipped
 from mmdecode.draft.target import (
     along_path,
     branch_prompt,
@@ -334,22 +334,6 @@ class FeatureSession(DraftSession):
     def slots(self, levels: int, vocab: int) -> int:
         """Returns how many cache slots attention covers while ``levels`` levels are grown."""
         return bucket(self._reach + (levels - 1) * min(self.draft.top_k, vocab))
-
-
-def shipped(kinds: Iterable[str], model_id: str | None) -> str:
-    """Returns ``zoo:NAME`` of the drafter that ships with a model, of the first kind available.
-
-    Raises:
-        OptionError: No drafter of these kinds ships with the model.
-    """
-    kinds = list(kinds)
-    for kind in kinds:
-        if (name := paired(model_id, kind)) is not None:
-            return name
-    raise OptionError(
-        f"draft {kinds[0]!r} needs path=..., the folder or Hub id of a drafter; none is shipped "
-        f"for {model_id or 'the model'}: train one by 'mmdecode train drafter --kind {kinds[0]}'"
-    )
 
 
 def feature_needs(drafter: FeatureDrafter, adapter: Any) -> Requirements:

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mmdecode.draft.features import refuse_encoder, refuse_foreign, shipped
+from mmdecode.draft.features import refuse_encoder, refuse_foreign
 from mmdecode.draft.growing import Shape, grown_proposal
 from mmdecode.draft.placed import Placed
+from mmdecode.draft.shipped import shipped
 from mmdecode.draft.target import along_path, followed, gathered
 from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.call import Call

@@ -18,9 +18,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mmdecode.draft.assistant import AssistantSession, Going, adapter_like
-from mmdecode.draft.features import refuse_foreign, shipped
+from mmdecode.draft.features import refuse_foreign
 from mmdecode.draft.layer_skip import LayerSkip, shallow
 from mmdecode.draft.placed import Placed
+from mmdecode.draft.shipped import shipped
 from mmdecode.draft.target import TargetDistribution, warp_alone
 from mmdecode.engine.adapter import MAIN, Adapter
 from mmdecode.engine.branches import ModelRunner

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from mmdecode import registry
 from mmdecode.checkpoints import local_path, paired
 from mmdecode.draft.placed import Placed
+from mmdecode.draft.shipped import no_path
 from mmdecode.draft.target import (
     along_path,
     branch_prompt,
@@ -263,10 +264,11 @@ class Medusa(Drafter):
             path = paired(model_id, "medusa")
         elif path is None:
             path = model_id
+        if path is None and model_id is None:
+            raise no_path("medusa", ["medusa"])
         if path is None:
             raise OptionError(
-                f"medusa needs path=..., the folder of the heads; {model_id or 'the model'} "
-                "has none of its own"
+                f"medusa needs path=..., the folder of the heads; {model_id} has none of its own"
             )
         draft = cls.from_pretrained(path)
         draft.nodes = nodes

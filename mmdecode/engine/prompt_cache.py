@@ -29,6 +29,20 @@ BYTES = 2**30
 """Default size of a cache, in bytes."""
 
 
+def refuse_no_cache(given: Any) -> None:
+    """Refuses what is neither a `PromptCache` nor ``None``.
+
+    Raises:
+        OptionError: It is neither.
+    """
+    if given is not None and not isinstance(given, PromptCache):
+        size = f"max_bytes={given}" if type(given) is int else ""
+        raise OptionError(
+            f"prompt_cache={given!r:.80}; expected a mmdecode.PromptCache, such as "
+            f"PromptCache({size})"
+        )
+
+
 class RowPrompt(NamedTuple):
     """The prompt of one row.
 

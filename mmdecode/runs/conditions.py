@@ -88,10 +88,11 @@ def surroundings(model: Any) -> dict[str, Any]:
     import transformers
 
     import mmdecode
+    from mmdecode._compat import input_device
 
     return {
         "model": os.path.basename(model.config.name_or_path) or type(model).__name__,
-        "device": device_name(model.device),
+        "device": device_name(input_device(model)),
         "dtype": str(model.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "load_average": load_average(),

@@ -20,7 +20,7 @@ from mmdecode.api import generate
 from mmdecode.checkpoints import trusting_as_asked
 from mmdecode.decoder import Decoder
 from mmdecode.engine.checks import length_made_for
-from mmdecode.engine.prompt_cache import PromptCache
+from mmdecode.engine.prompt_cache import PromptCache, refuse_no_cache
 from mmdecode.engine.request import token_ids
 from mmdecode.engine.trace import Round
 from mmdecode.errors import InputError, UnsupportedModelError
@@ -31,7 +31,7 @@ from mmdecode.runs.items import Failed, Watch, each, tried
 from mmdecode.vlm.chat import Chat
 from mmdecode.vlm.loading import load
 from mmdecode.vlm.options import AnswerOptions, make_options
-from mmdecode.vlm.questions import Prompts, Question, noise_name, noise_of_images
+from mmdecode.vlm.questions import Prompts, Question, noise_name, noise_of_images, refuse_no_text
 from mmdecode.vlm.requests import AnswerRequest, is_list, requests_of
 from mmdecode.vlm.results import Answer, failed_answer
 
@@ -77,6 +77,7 @@ class Answerer:
         self.model, self.processor = model.eval(), processor
         self.decoder = decoder or Decoder(seed=0)
         self.prompts = Prompts(model, processor)
+        refuse_no_cache(prompt_cache)
         self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
         self._ends = set(token_ids(model.generation_config.eos_token_id))
         self.max_positions: int | None = None
@@ -222,6 +223,9 @@ class Answerer:
         if request.problem is not None:
             raise InputError(request.problem)
         texts = [*(turn.text for turn in request.history), request.text]
+        with _located(request):
+            for text in texts:
+                refuse_no_text(text)
         return len(request.images), sum(len(self.processor.tokenizer.tokenize(t)) for t in texts)
 
     def _question(self, request: AnswerRequest, tokens: int, settings: AnswerOptions) -> Question:
@@ -234,9 +238,10 @@ class Answerer:
             source.read(settings.frames, settings.fps) if source.video else source.read()
             for source in request.images
         ]
-        question = self.prompts.question(
-            request.text, images, text_only=settings.text_only, history=request.history
-        )
+        with _located(request):
+            question = self.prompts.question(
+                request.text, images, text_only=settings.text_only, history=request.history
+            )
         self._refuse_beyond(tokens, settings)  # before a batch is built from it
         return question
 
@@ -422,6 +427,17 @@ class Answerer:
     def _text(self, tokens: list[int]) -> str:
         decode = self.processor.tokenizer.decode
         return decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
+
+
+@contextlib.contextmanager
+def _located(request: AnswerRequest) -> Iterator[None]:
+    """Adds the table and line of a request to errors about it."""
+    try:
+        yield
+    except InputError as error:
+        if request.where is None:
+            raise
+        raise InputError(f"{request.where}: {error}") from error
 
 
 _Sized = tuple[AnswerRequest, tuple[int, int] | Failed]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.engine.prompt_cache import PromptCache
-from mmdecode.errors import InputError
+from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.failures import collected
 from mmdecode.runs.inputs import content_of
-from mmdecode.vlm.images import ImageSource, image_source
-from mmdecode.vlm.messages import PLACEHOLDER, turns_of
+from mmdecode.vlm.images import ImageSource
+from mmdecode.vlm.messages import PLACEHOLDER, counted, turns_of
 from mmdecode.vlm.options import make_options
 from mmdecode.vlm.requests import AnswerRequest, is_list
 from mmdecode.vlm.results import Answer
@@ -32,7 +32,8 @@ class Chat:
         **options: Fields of `mmdecode.vlm.AnswerOptions` of all turns.
 
     Attributes:
-        messages: The conversation so far; see `mmdecode.vlm.messages`.
+        messages: The conversation so far; see `mmdecode.vlm.messages`. Its images are those given;
+            an open file's content is kept.
 
     Raises:
         OptionError: An option is wrong.
@@ -56,8 +57,9 @@ class Chat:
 
         Raises:
             InputError: The question or an image cannot be read; the messages stay as they were.
+            OptionError: ``messages`` are no list.
         """
-        messages = [*self.messages, _user(question, images)]
+        messages = self._with(question, images)
         request = request_of(messages, len(self.messages))
         answer: Answer = collected(
             self._answerer.answers([request], **self._options), True, "raise"
@@ -65,19 +67,29 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         return answer
 
-    def stream(self, question: str, images: Any = None) -> Iterator[str]:
+    def stream(self, question: str, images: Any = None) -> Generator[str, None, None]:
         """Same as `ask`, but yields the answer in pieces; an answer that is left off is not added.
 
         Raises:
             InputError: The question or an image cannot be read; the messages stay as they were.
+            OptionError: ``messages`` are no list.
         """
-        messages = [*self.messages, _user(question, images)]
+        messages = self._with(question, images)
         pieces: list[str] = []
         request = request_of(messages, len(self.messages))
         for piece in self._answerer.pieces(request, **self._options):
             pieces.append(piece)
             yield piece
         self.messages = [*messages, {"role": "assistant", "content": "".join(pieces).strip()}]
+
+    def _with(self, question: str, images: Any) -> list[dict[str, Any]]:
+        """The messages and a new one."""
+        if not isinstance(self.messages, (list, tuple)):
+            raise OptionError(
+                f"chat.messages is {self.messages!r:.80}; expected a list of messages: [] begins "
+                "again"
+            )
+        return [*self.messages, _user(question, images)]
 
 
 def request_of(messages: Any, index: int = 0) -> AnswerRequest:
@@ -96,15 +108,15 @@ def _user(question: str, images: Any) -> dict[str, Any]:
     several = list(images) if is_list(images) else [] if images is None else [images]
     # every turn reads all images again: a file is read to its end now
     several = [content_of(one) if _is_file(one) else one for one in several]
-    sources = [image_source(one, f"image {index}") for index, one in enumerate(several)]
-    given: list[Any] = [{"type": "image", "image": source} for source in sources]
+    given: list[Any] = [{"type": "image", "image": one} for one in several]
     texts = str(question).split(PLACEHOLDER)
     if len(texts) == 1:
         return {"role": "user", "content": [*given, {"type": "text", "text": question}]}
     if len(texts) != len(given) + 1:
         raise InputError(
-            f"the question {question[:60]!r} has {len(given)} images and {len(texts) - 1} "
-            f"placeholders; write {PLACEHOLDER} once per image, or leave it out"
+            f"the question {question[:60]!r} has {counted(len(given), 'image')} and "
+            f"{counted(len(texts) - 1, 'placeholder')}; write {PLACEHOLDER} once per image, or "
+            "leave it out"
         )
     parts: list[Any] = [{"type": "text", "text": texts[0]}]
     for image, text in zip(given, texts[1:], strict=True):

@@ -40,7 +40,10 @@ SUFFIXES = frozenset(
 )
 """Suffixes of files that are read from a folder; a file given by its own path may have any."""
 
-_FRAMES = "give its frames as several images of one question"
+_FRAMES = (
+    "to have it read as a video, let its name end like one, such as .mp4; or give its frames as "
+    "several images of one question"
+)
 _OTHERS = (
     (4, rb"ftyp(?:hei[cfmsx]|hev[cx]|mif1|msf1)", "HEIC, which Pillow does not read", ""),
     (4, rb"ftyp(?!avif|avis)", "a video (mp4 or a similar format)", _FRAMES),
@@ -76,19 +79,20 @@ class ImageSource:
     video: bool = False
 
 
-def image_source(item: Any, name: str) -> ImageSource:
+def image_source(item: Any, name: str, video: bool = False) -> ImageSource:
     """Makes an `ImageSource` from a user's argument; opens no file yet.
 
     Args:
         item: A path, the bytes of a file, an open file, a PIL image, an array or a tensor, or an
             `ImageSource`.
         name: Name of an image that has no path.
+        video: Whether a path is of a video whatever its suffix.
     """
     if isinstance(item, ImageSource):
         return item
     if isinstance(item, (str, os.PathLike)):
         name = os.fspath(item)
-        if is_video(name):
+        if video or is_video(name):
             return ImageSource(name, partial(read_video, name), video=True)
         return ImageSource(name, partial(read_image, item, name))
     return ImageSource(name, partial(read_image, item, name), id(item))
@@ -185,7 +189,7 @@ def _decoded(data: bytes, name: str) -> Image:
     if frames > 1:
         warnings.warn(
             f"{name}: has {frames} frames or pages, and only the first is used; to ask about "
-            "several, give them as several images of one question",
+            "several, give them as several images of one question, or convert an animation to .mp4",
             stacklevel=2,
         )
     return _upright(image, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import tempfile
 import weakref
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
+from mmdecode.checkpoints import code_trusted, device_of, dtype_of, loading, local_path, placed
 from mmdecode.errors import MissingExtraError, MMDecodeError, OptionError, UnsupportedModelError
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -37,7 +38,8 @@ def load(
     Raises:
         InputError: The checkpoint cannot be loaded.
         MissingExtraError: Its processor, or ``device_map``, needs a library that is not installed.
-        OptionError: The device, dtype or strategy does not exist, or device and map are both given.
+        OptionError: The device, dtype or strategy does not exist, device and map are both given, or
+            the map has one of two tied weights on disk.
         UnsupportedModelError: The checkpoint is no vision-language model.
     """
     if device_map is None:
@@ -84,6 +86,9 @@ def _loaded(
                     f"{model_id} is a {config.model_type} model; expected a vision-language model, "
                     "one that transformers' AutoModelForImageTextToText loads"
                 )
+            if isinstance(more.get("device_map"), dict):
+                kinds = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+                _refuse_split_ties(kinds, config, more["device_map"])
             processor = AutoProcessor.from_pretrained(path, trust_remote_code=code_trusted())
             model = AutoModelForImageTextToText.from_pretrained(
                 path, dtype=kind, trust_remote_code=code_trusted(), **more
@@ -98,26 +103,74 @@ def _loaded(
     return model, processor
 
 
-def map_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
+_EXPECTED = (
+    f"expected {', '.join(STRATEGIES)}, or a JSON file that maps names of modules to devices, such "
+    'as {"": "cpu"}'
+)
+
+
+def _refuse_split_ties(kinds: Any, config: Any, devices: Mapping[str, Any]) -> None:
+    """Refuses a map that puts one of two tied weights on disk, and the other elsewhere.
+
+    Raises:
+        OptionError: The map does so.
+    """
+    ties = None
+    for kind in kinds if isinstance(kinds, tuple) else (kinds,):
+        ties = ties or getattr(kind, "_tied_weights_keys", None)
+    if not isinstance(ties, dict) or not getattr(config, "tie_word_embeddings", False):
+        return
+
+    def device(weight: str) -> Any:
+        above = [n for n in devices if not n or f"{weight}.".startswith(f"{n}.")]
+        return devices[max(above, key=len)] if above else None
+
+    for pair in ties.items():
+        where = [device(weight) for weight in pair]
+        if "disk" in where and where[0] != where[1]:
+            raise OptionError(
+                f"device_map has {pair[0]} on {where[0]} and {pair[1]} on {where[1]}, and they are "
+                "one weight (tie_word_embeddings); give both modules one device"
+            )
+
+
+def map_of(given: str | os.PathLike[str] | Mapping[str, Any]) -> str | dict[str, Any]:
     """Returns a device map as transformers takes it.
 
     Raises:
         MissingExtraError: accelerate is not installed.
-        OptionError: It is neither a strategy nor a mapping, nor a JSON file of one.
+        OptionError: It is neither a strategy nor a mapping, nor a JSON file of one; or a device
+            does not exist.
     """
     if importlib.util.find_spec("accelerate") is None:
         raise MissingExtraError("device_map needs accelerate", extra="train")
-    if not isinstance(given, str):
-        return dict(given)
-    if given in STRATEGIES:
+    if isinstance(given, str) and given in STRATEGIES:
         return given
-    try:
-        found = json.loads(Path(given).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = None
-    if not isinstance(found, dict):
-        raise OptionError(
-            f"device_map={given!r}; expected {', '.join(STRATEGIES)}, or a JSON file that maps "
-            'names of modules to devices, such as {"": "cpu"}'
-        )
-    return found
+    found: Any = given
+    if isinstance(given, (str, os.PathLike)):
+        given = os.fspath(given)
+        try:
+            found = json.loads(Path(given).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise OptionError(
+                f"device_map={given!r} cannot be read: {error.strerror}; {_EXPECTED}"
+            ) from error
+        except ValueError as error:
+            raise OptionError(f"device_map={given!r} is not JSON: {error}; {_EXPECTED}") from error
+    if not isinstance(found, Mapping) or not found:
+        what = type(found).__name__ if not isinstance(found, Mapping) else "no module"
+        raise OptionError(f"device_map={given!r:.80} holds {what}; {_EXPECTED}")
+    for module, device in found.items():
+        if device == "disk":
+            continue
+        known = isinstance(device, (str, int, torch.device)) and not isinstance(device, bool)
+        if not known or device == "auto":
+            raise OptionError(
+                f"device_map has {device!r:.80} for {module!r}; expected a device, such as cpu, "
+                "disk or cuda:0"
+            )
+        try:
+            device_of(torch.device(device) if isinstance(device, int) else device)
+        except OptionError as error:
+            raise OptionError(f"device_map for {module!r}: {error}, or disk") from error
+    return dict(found)

@@ -3,7 +3,8 @@
 A message is ``{"role": "system" | "user" | "assistant", "content": ...}``. Content is a text, or a
 list of parts: ``{"type": "text", "text": ...}``, ``{"type": "image_url", "image_url": {"url":
 ...}}`` and ``{"type": "image", "image": ...}``. An image is a path, a data URL, or anything else
-that `mmdecode.vlm.images` reads. Nothing is downloaded.
+that `mmdecode.vlm.images` reads. ``video_url`` and ``video`` are alike, with the path of a video.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _OTHER_NAMES = {
     "input_text": "text",
     "output_text": "text",
     "input_image": "image_url",
+    "input_video": "video_url",
 }
 """Names that other interfaces use for the same."""
 _DATA = re.compile(r"(?i)data:[^,]*?(;base64)?,")
@@ -51,7 +53,7 @@ class Turn:
 
 
 def turns_of(
-    messages: Any, find: Callable[[str], str] = str, more: Sequence[Any] = ()
+    messages: Any, find: Callable[[str], str] = str, more: Sequence[Any] = (), at: str = ""
 ) -> tuple[list[Turn], list[ImageSource]]:
     """Reads messages; returns their turns, and the images of all of them in order.
 
@@ -59,19 +61,20 @@ def turns_of(
         messages: The messages; the last one is a user's.
         find: Makes the path of an image absolute.
         more: Images for parts that name none, and for placeholders in texts, in order.
+        at: Beginning of errors and of names of images, such as the line of a table.
 
     Raises:
         InputError: A message is not as described above, or an image is an address.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InputError(
-            f"messages are {messages!r:.80}; expected a list of {{'role': ..., 'content': ...}}"
+            f"{at}messages are {messages!r:.80}; expected a list of {{'role': ..., 'content': ...}}"
         )
     turns: list[Turn] = []
     sources: list[ImageSource] = []
     rest = iter(more)
     for number, message in enumerate(messages, 1):
-        where = f"message {number}"
+        where = f"{at}message {number}"
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
             raise InputError(f"{where} is {message!r:.80}; expected a 'role' and a 'content'")
         role = str(message["role"])
@@ -87,11 +90,11 @@ def turns_of(
         turns.append(Turn(role, text, len(images)))
         sources += images
     if turns[-1].role != "user":
-        raise InputError(f"the last message is of the {turns[-1].role}; expected the user's")
+        raise InputError(f"{at}the last message is of the {turns[-1].role}; expected the user's")
     if list(rest):
         raise InputError(
-            f"there are {len(more)} images, and the messages name {len(sources)}; write "
-            f"{PLACEHOLDER} in a text, or a part of type 'image', for each"
+            f"{at}{counted(len(more), 'image')} given, and the messages name {len(sources)}; "
+            f"write {PLACEHOLDER} in a text, or a part of type 'image', for each"
         )
     return turns, sources
 
@@ -111,16 +114,19 @@ def _content(
         if kind == "text" and isinstance(part.get("text"), str):
             texts.append(part["text"])
             found = [_next(rest, where) for _ in range(part["text"].count(PLACEHOLDER))]
-        elif kind in ("image", "image_url"):
+        elif kind in ("image", "image_url", "video", "video_url"):
             texts.append(PLACEHOLDER)
             found = [_named(part, kind, where, rest)]
         else:
             raise InputError(
                 f"{where} has the part {part!r:.80}; expected text, or an image as "
                 "{'type': 'image_url', 'image_url': {'url': ...}} or {'type': 'image', 'image': "
-                "...}"
+                "...}, or the same with video"
             )
-        images += [source_of(one, f"{where}, image {len(images) + 1}", find) for one in found]
+        video = str(kind).startswith("video")
+        images += [
+            source_of(one, f"{where}, image {len(images) + 1}", find, video) for one in found
+        ]
     return "".join(texts), images
 
 
@@ -138,17 +144,21 @@ def _named(part: Mapping[str, Any], kind: str, where: str, rest: Any) -> Any:
     return found.get("url") if isinstance(found, Mapping) else found
 
 
-def source_of(item: Any, name: str, find: Callable[[str], str]) -> ImageSource:
+def source_of(item: Any, name: str, find: Callable[[str], str], video: bool = False) -> ImageSource:
     """Makes the source of an image: a path, a data URL, or what `image_source` takes.
 
     Args:
         item: The image.
         name: Name of an image without a path, for errors.
         find: Makes a path absolute.
+        video: Whether it is a video, which has a path.
 
     Raises:
-        InputError: It is another address, or a data URL that cannot be read.
+        InputError: It is another address, a data URL that cannot be read, or a video without a
+            path.
     """
+    if video and (not isinstance(item, (str, os.PathLike)) or _DATA.match(os.fspath(item))):
+        raise InputError(f"{name} is a video without a path; expected the path of its file")
     if not isinstance(item, (str, os.PathLike)):
         return image_source(item, name)
     path = os.fspath(item)
@@ -157,7 +167,7 @@ def source_of(item: Any, name: str, find: Callable[[str], str]) -> ImageSource:
             refuse_address(path)
         except InputError as error:
             raise InputError(f"{name}, {path!r:.80}, {error}") from error
-        return image_source(find(path), name)
+        return image_source(find(path), name, video)
     try:
         if not match[1]:
             raise binascii.Error("it is not base64")
@@ -169,6 +179,11 @@ def source_of(item: Any, name: str, find: Callable[[str], str]) -> ImageSource:
         ) from error
     identity = hashlib.blake2b(data, digest_size=16).hexdigest()
     return ImageSource(f"data:{identity}", partial(read_image, data, name), identity)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number and its noun, for messages: ``1 image``, ``2 images``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def as_messages(history: Sequence[Turn], text: str) -> list[dict[str, str]]:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
+from mmdecode.engine.prompt_cache import PromptCache
 from mmdecode.errors import OptionError, refuse_unknown
 from mmdecode.vlm.videos import FRAMES
 
 WARPERS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Sampling settings of ``generate`` that `AnswerOptions` does not have and switches off."""
+
+
+_NUMBERS = (
+    (Integral, "a whole number", ("max_new_tokens", "batch_size", "frames", "top_k")),
+    (Integral, "a whole number of bytes", ("prompt_cache",)),
+    (Real, "a number", ("fps", "temperature", "top_p")),
+)
+"""Types of the options that are numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +54,7 @@ class AnswerOptions:
             new tokens then stay in memory.
 
     Raises:
-        OptionError: A value is out of range.
+        OptionError: A value is out of range, or of another type.
     """
 
     max_new_tokens: int = 128
@@ -63,6 +73,17 @@ class AnswerOptions:
     first_logits: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.prompt_cache, PromptCache):
+            raise OptionError(
+                "prompt_cache is a PromptCache; expected a number of bytes: give the cache itself "
+                "to Answerer(..., prompt_cache=...)"
+            )
+        for kind, what, names in _NUMBERS:
+            for name in names:
+                value = getattr(self, name)
+                none = value is None and name in ("fps", "prompt_cache")
+                if not none and (isinstance(value, bool) or not isinstance(value, kind)):
+                    raise OptionError(f"{name}={value!r:.80}; expected {what}")
         for name in ("max_new_tokens", "batch_size", "frames"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name}={getattr(self, name)}; expected at least 1")

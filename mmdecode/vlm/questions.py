@@ -2,21 +2,24 @@
 
 The processor's chat template makes the prompt; for a processor without a template, `PLAIN_PROMPTS`
 has the usual format of the model family. Images are inserted where the text has ``<image>`` (or the
-processor's own placeholder), once per image; without placeholders they come before the text. A
-video is passed as several images, its frames.
+processor's own placeholder), once per image; without placeholders they come before the text. Some
+templates put images first all the same, and a warning says so. A video has one placeholder; it is
+passed as several images, its frames.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mmdecode._compat import input_device
 from mmdecode.errors import InputError, UnsupportedModelError
 from mmdecode.vlm.images import digest
-from mmdecode.vlm.messages import PLACEHOLDER, Turn
+from mmdecode.vlm.messages import PLACEHOLDER, Turn, counted
 from mmdecode.vlm.videos import Video
 
 if TYPE_CHECKING:
@@ -90,6 +93,7 @@ class Prompts:
         self._marks = re.compile("|".join({re.escape(PLACEHOLDER), re.escape(self._own)}))
         self._video = str(getattr(processor, "video_token", None) or "")
         self._reads_videos = bool(self._video) and self._kind.startswith("qwen")
+        self._warned = False
         if processor.tokenizer.pad_token is None:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token
 
@@ -114,29 +118,32 @@ class Prompts:
             InputError: The text is empty or has control characters, an image is missing, or the
                 number of placeholders is not that of the images.
         """
-        if not isinstance(text, str) or not text.strip():
+        refuse_no_text(text)
+        if not text.strip():
             raise InputError(f"the question is {text!r}; expected a text")
         if re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text.replace("\r\n", "\n")):
             raise InputError(
                 f"the question {text[:60]!r} has control characters; expected plain text: remove "
                 "them"
             )
-        if not self._reads_videos:
-            text, images, history = self._with_frames(text, images, history)
         marks, own = len(self._marks.findall(text)), len(images)
         own -= sum(turn.images for turn in history)
         if not images and (marks or not text_only):
             raise InputError(
                 f"the question {text[:60]!r} has no image; give one, or ask text alone with "
-                f"text_only=True and without {PLACEHOLDER}"
+                f"text_only=True (--text-only on a command line) and without {PLACEHOLDER}"
             )
         if marks and marks != own:
             more = "images than placeholders" if marks < own else "placeholders than images"
+            videos = any(isinstance(image, Video) for image in images)
+            note = " (a video counts as one)" if videos else ""
             raise InputError(
-                f"the question {text[:60]!r} has {own} images and {marks} placeholders, "
-                f"more {more}; write {PLACEHOLDER} once per image, or leave it out, which puts all "
-                "images before the text"
+                f"the question {text[:60]!r} has {counted(own, 'image')}{note} and "
+                f"{counted(marks, 'placeholder')}, more {more}; write {PLACEHOLDER} once per "
+                "image, or leave it out, which puts all images before the text"
             )
+        if not self._reads_videos:
+            text, images, history = self._with_frames(text, images, history)
         own_parts = (self.build, self.processor.tokenizer, tuple(history))
         return Question(text, tuple(images), *own_parts)
 
@@ -194,9 +201,9 @@ class Prompts:
             found += prompt.count(self._video)
         if found != count:
             raise InputError(
-                f"the chat template of {type(self.processor).__name__} leaves {found} placeholders "
-                f"{self._own!r} for {count} images; give the processor the template of its own "
-                "model, or ask about one image at a time"
+                f"the chat template of {type(self.processor).__name__} leaves "
+                f"{counted(found, 'placeholder')} {self._own!r} for {counted(count, 'image')}; "
+                "give the processor the template of its own model, or ask about one image at a time"
             )
         return prompt
 
@@ -208,7 +215,7 @@ class Prompts:
         kinds = iter(["video" if isinstance(one, Video) else "image" for one in question.images])
         messages = [{"role": turn.role, "content": self._content(turn, kinds)} for turn in turns]
         try:
-            return self.processor.apply_chat_template(
+            prompt = self.processor.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False
             )
         except Exception as error:  # templates may raise anything
@@ -216,6 +223,10 @@ class Prompts:
                 f"the chat template of {type(self.processor).__name__} cannot be filled in: "
                 f"{error}; expected one that takes a user's message of images and text"
             ) from error
+        if not self._warned and any(map(self._has_text_before_image, turns)):
+            self._warned = True
+            self._warn_of_order()
+        return str(prompt)
 
     def _without_images(self, turn: Turn) -> Turn:
         return Turn(turn.role, self._marks.sub("", turn.text))
@@ -229,13 +240,36 @@ class Prompts:
             return [*content, {"type": "text", "text": turn.text}]
         if len(parts) != turn.images + 1:
             raise InputError(
-                f"the message {turn.text[:60]!r} has {turn.images} images and {len(parts) - 1} "
-                f"placeholders; write {PLACEHOLDER} once per image, or leave it out"
+                f"the message {turn.text[:60]!r} has {counted(turn.images, 'image')} and "
+                f"{counted(len(parts) - 1, 'placeholder')}; write {PLACEHOLDER} once per image, or "
+                "leave it out"
             )
         for index, part in enumerate(parts):
             content += [{"type": next(kinds)}] if index else []
             content += [{"type": "text", "text": part.strip("\n")}] * bool(part.strip())
         return content
+
+    def _has_text_before_image(self, turn: Turn) -> bool:
+        return any(part.strip() for part in self._marks.split(turn.text)[:-1])
+
+    def _warn_of_order(self) -> None:
+        """Warns if the chat template puts images before the text, wherever a message has them."""
+        before, after = "text before it", "text after it"
+        texts = [{"type": "text", "text": text} for text in (before, after)]
+        content = [texts[0], {"type": "image"}, texts[1]]
+        try:
+            found = self.processor.apply_chat_template(
+                [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+            )
+        except Exception:  # a template need not take this message
+            return
+        if not found.find(before) < found.find(self._own) < found.find(after):
+            warnings.warn(
+                f"the chat template of {type(self.processor).__name__} puts all images of a "
+                f"message before its text: the positions of {PLACEHOLDER} and of images between "
+                "texts are not used; write the question so that it does not depend on them",
+                stacklevel=2,
+            )
 
     def read(self, requests: Sequence[AnswerRequest]) -> dict[str, Tensor]:
         """Reads the images of requests and returns model inputs, one row per request.
@@ -292,7 +326,23 @@ class Prompts:
         order = built["attention_mask"].argsort(dim=1, stable=True)
         for name in _BY_TOKEN & built.keys():  # some put image tokens before the padding
             built[name] = built[name].gather(1, order)
-        return dict(built.to(self._model.device, dtype=self._model.dtype))
+        return dict(built.to(input_device(self._model), dtype=self._model.dtype))
+
+
+def refuse_no_text(text: Any) -> None:
+    """Refuses what is no text, or text of bytes that are not UTF-8.
+
+    Raises:
+        InputError: It is so.
+    """
+    if not isinstance(text, str):
+        raise InputError(f"the question is {text!r:.80}; expected a text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"the question {text[:60]!r} is not UTF-8 text; write it as UTF-8"
+        ) from None
 
 
 def noise_of_id(name: str) -> str:

@@ -19,7 +19,7 @@ from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.inputs import path_in
 from mmdecode.runs.tables import any_of, first_of, own_id, refuse_all, rows_of, text_of
 from mmdecode.vlm.images import ImageSource, image_source
-from mmdecode.vlm.messages import Turn, source_of, turns_of
+from mmdecode.vlm.messages import Turn, counted, source_of, turns_of
 
 QUESTION = ("question", "prompt", "text")
 IMAGE = ("image", "image_path", "path", "file")
@@ -39,6 +39,7 @@ class AnswerRequest:
         named: Whether the user gave the id.
         history: Earlier messages of its conversation; ``images`` begin with theirs.
         problem: Why the question cannot be asked; ``None``: no problem is known.
+        where: File and line of a table that it is from, for messages; else ``None``.
     """
 
     id: str
@@ -48,6 +49,7 @@ class AnswerRequest:
     named: bool = False
     history: tuple[Turn, ...] = ()
     problem: str | None = None
+    where: str | None = None
 
 
 def requests_of(
@@ -72,9 +74,9 @@ def requests_of(
         texts *= len(entries)
     if len(entries) != len(texts):
         raise OptionError(
-            f"{len(entries)} images for {len(texts)} questions; give one image per question, a "
-            "single question for all images, or a single image for all questions (a list inside "
-            "the list holds several images of one question)"
+            f"{counted(len(entries), 'image')} for {counted(len(texts), 'question')}; give one "
+            "image per question, a single question for all images, or a single image for all "
+            "questions (a list inside the list holds several images of one question)"
         )
     if ids is not None and (len(ids) != len(texts) or len(set(ids)) != len(ids)):
         raise OptionError(
@@ -154,21 +156,20 @@ def _request(row: Mapping[str, Any], where: str, base: Path, index: int) -> Answ
         pairs = zip(names, sources, strict=True)
         names = [one.name if name.startswith("data:") else name for name, one in pairs]
     name = described(names, text) if given is None else given
-    return AnswerRequest(name, index, text, sources, named=given is not None)
+    return AnswerRequest(name, index, text, sources, named=given is not None, where=where)
 
 
 def _conversation(row: Mapping[str, Any], where: str, base: Path, index: int) -> AnswerRequest:
     names = [path_in(base, name) for name in _images(row, where)]
-    try:
-        turns, sources = turns_of(row["messages"], lambda name: path_in(base, name), names)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
+    found = turns_of(row["messages"], lambda name: path_in(base, name), names, f"{where}: ")
+    turns, sources = found
     given, text = text_of(row, ID, where) or None, turns[-1].text
+    asked = text_of(row, ("question",), where)  # results have both, of one text
+    if asked is not None and asked != text:
+        raise InputError(f"{where} has a question and messages; leave out either")
     name = described([one.name for one in sources], text) if given is None else given
     history = tuple(turns[:-1])
-    return AnswerRequest(
-        name, index, text, tuple(sources), named=given is not None, history=history
-    )
+    return AnswerRequest(name, index, text, tuple(sources), given is not None, history, where=where)
 
 
 def _unasked(

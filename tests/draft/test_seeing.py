@@ -272,6 +272,10 @@ def test_without_a_path_it_is_what_is_shipped_for_the_model():
         pattern = f"{kind}.*path=.*{model or 'the model'}.*--kind {kind}"
         with pytest.raises(OptionError, match=pattern):
             registry.create("draft", kind, model_id=model)
+    with pytest.raises(OptionError, match=r"draft 'eagle' .*eagle:path=zoo:llava-scenes-eagle"):
+        registry.create("draft", "eagle")
+    with pytest.raises(OptionError, match=r"draft 'medusa' .*medusa:path=zoo:llava-scenes-medusa"):
+        registry.create("draft", "medusa")
 
 
 @kinds

@@ -12,6 +12,7 @@ from transformers import pipeline
 import mmdecode
 from mmdecode import registry
 from mmdecode.decoder import Decoder
+from mmdecode.engine.prompt_cache import PromptCache
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnsupportedModelError
 from mmdecode.guide.answers import word_ids, yes_no_margin
 from mmdecode.guide.linear import Linear
@@ -442,6 +443,13 @@ def test_what_does_not_pair_up_is_refused(images, questions, ids, message):
     [
         ({"max_new_tokens": 0}, "expected at least 1"),
         ({"batch_size": 0}, "expected at least 1"),
+        ({"frames": "2"}, "frames='2'; expected a whole number"),
+        ({"frames": 2.5}, "frames=2.5; expected a whole number"),
+        ({"max_new_tokens": True}, "max_new_tokens=True; expected a whole number"),
+        ({"max_new_tokens": None}, "max_new_tokens=None; expected a whole number"),
+        ({"fps": "1"}, "fps='1'; expected a number"),
+        ({"prompt_cache": 1.5}, "prompt_cache=1.5; expected a whole number of bytes"),
+        ({"prompt_cache": PromptCache()}, "give the cache itself to Answerer"),
         ({"do_sample": True, "temperature": 0.0}, "expected more than 0"),
         ({"do_sample": True, "top_p": 1.5}, "at most 1"),
         ({"do_sample": True, "top_k": -1}, "or 0 for all"),

@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -197,6 +199,14 @@ def test_an_image_that_is_an_address_is_refused_by_name(bad, tmp_path):
         ([{"role": "assistant", "content": "x"}], "the last message is of the assistant"),
         ([{"role": "user", "content": 3}], "expected a text or a list"),
         ([{"role": "user", "content": [{"type": "audio"}]}], "has the part .*audio"),
+        (
+            [{"role": "user", "content": [{"type": "video", "video": b"mp4"}]}],
+            "message 1, image 1 is a video without a path",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "video_url", "video_url": "data:video/mp4,"}]}],
+            "message 1, image 1 is a video without a path",
+        ),
         ([{"role": "user", "content": "<image>"}], "more placeholders than there are images"),
         (
             [{"role": "system", "content": [{"type": "image", "image": "a"}]}],
@@ -207,8 +217,32 @@ def test_an_image_that_is_an_address_is_refused_by_name(bad, tmp_path):
 def test_messages_that_cannot_be_read(messages, why):
     with pytest.raises(InputError, match=why):
         turns_of(messages)
-    with pytest.raises(InputError, match="there are 2 images, and the messages name 0"):
+    with pytest.raises(InputError, match=r"^2 images given, and the messages name 0"):
         turns_of([{"role": "user", "content": "x"}], more=["a", "b"])
+
+
+def test_failures_of_a_conversation_name_its_row(model, talking, tmp_path):
+    broken = "data:image/png;base64," + base64.b64encode(b"nothing").decode()
+    rows = [
+        {"id": "a", "messages": conversation({"type": "image_url", "image_url": broken})},
+        {"id": "b", "messages": [{"role": "user", "content": "What?"}]},
+        {"id": "c", "messages": conversation({"type": "text", "text": "\udce9"})},
+        {"id": "d", "messages": [{"role": "user", "content": "What?"}], "question": "Why?"},
+        {"id": "e", "messages": [{"role": "assistant", "content": "What?"}]},
+    ]
+    table = tmp_path / "table.jsonl"
+    write_json_lines(table, [*rows[:3], {"id": "ok", "question": "What?"}, *rows[3:]])
+    requests = read_requests(table, failing=True)
+    failed = [*Answerer(model, talking).answers(requests, max_new_tokens=3)]
+    failed = {answer.id: answer.error for answer in failed}
+    for name, line, why in (
+        ("a", 1, ": message 2, image 1: is no image that Pillow reads"),
+        ("b", 2, ": the question 'What.' has no image; give one, or .*--text-only "),
+        ("c", 3, ": the question .* is not UTF-8 text"),
+        ("d", 5, " has a question and messages; leave out either"),
+        ("e", 6, ": the last message is of the assistant"),
+    ):
+        assert re.match(f"{re.escape(str(table))}, line {line}{why}", failed[name])
 
 
 def test_results_of_conversations_resume_and_are_a_table(model, talking, kit, tmp_path, folder):
@@ -248,11 +282,11 @@ def test_a_conversation_on_the_command_line(model, talking, kit, tmp_path):
 
     from mmdecode.cli.app import app
 
-    lines = [TURNS[1], "/help", "/undo", "/[/b]nothing", "/image it's.png", "Look", TURNS[1]]
+    lines = [TURNS[1], "/help", "/undo", "/[/b]nothing", "/image it's.png", TURNS[1]]
     typed = "\n".join([*lines, "/undo", TURNS[2], "/clear", "Hi?", "/quit", "x"])
     words = ["ask", str(tmp_path / "a.png"), "--chat", "-q", TURNS[0], "--max-new-tokens", "5"]
     found = CliRunner().invoke(app, [*words, "--model", str(tmp_path / "model")], input=typed)
-    assert found.exit_code == 0, found.output
+    assert found.exit_code == 1, found.output  # an image could not be read
     chat = Answerer(model, talking).chat(max_new_tokens=5)
     first = chat.ask(TURNS[0], kit.image(3)).text
     second = chat.ask(TURNS[1]).text
@@ -261,11 +295,101 @@ def test_a_conversation_on_the_command_line(model, talking, kit, tmp_path):
     del chat.messages[-2:]
     third = chat.ask(TURNS[2]).text
     fourth = Answerer(model, talking).chat(max_new_tokens=5).ask("Hi?").text
-    assert found.stdout.splitlines() == [first, second, again, third, fourth]
-    for text in ("there is no /[/b]nothing", "it's.png: does not exist", "/image PATH"):
+    lines = found.stdout.splitlines()
+    assert lines[2].startswith("/image PATH") and lines[6].startswith("/quit")
+    assert [*lines[:2], *lines[7:]] == [first, second, again, third, fourth]
+    for text in ("there is no /[/b]nothing", "not added: it's.png: does not exist"):
         assert text in found.stderr
+    assert found.stderr.count(f"forgotten: {TURNS[1]}\n") == 2
     refused = CliRunner().invoke(app, [*words, "--json"])
-    assert "--chat talks" in str(refused.exception)
+    assert "--chat talks" in str(refused.exception) and not refused.stderr
+
+
+@pytest.fixture
+def talk(model, talking, kit, tmp_path, monkeypatch):
+    """Types lines into a conversation about an image."""
+    talking.save_pretrained(tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    kit.image(3).save(tmp_path / "a.png")
+    (tmp_path / "sub dir").mkdir()
+    kit.image(4).save(tmp_path / "sub dir" / "b c.png")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def call(*lines, **options):
+        typed = b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines)
+        words = ("ask", "a.png", "--chat", "--model", "model", "--max-new-tokens", 3, "--quiet")
+        return invoke(*words, *options.pop("words", ()), input=typed, **options)
+
+    return call
+
+
+def test_an_undone_question_leaves_its_images(talk, model, talking, kit):
+    found = talk(TURNS[0], "/undo", TURNS[1], "/undo", "/undo", "/image", "/help")
+    chat = Answerer(model, talking).chat(max_new_tokens=3)
+    first = chat.ask(TURNS[0], kit.image(3)).text
+    chat.messages = []
+    assert found.stdout.splitlines()[:2] == [first, chat.ask(TURNS[1], kit.image(3)).text]
+    assert found.stdout.splitlines()[2].startswith("/image PATH")  # asked for: also if quiet
+    assert "there is no question to forget" in found.stderr
+    assert "/image needs the path" in found.stderr and "forgotten" not in found.stderr
+    assert found.exit_code == 0
+
+
+@pytest.mark.parametrize("given", ["sub dir/b c.png", "'sub dir/b c.png'", "~/sub dir", "sub dir"])
+def test_paths_of_images_are_those_of_a_command_line(talk, model, talking, kit, given):
+    found = talk(TURNS[0], f"/image {given}", TURNS[1])
+    chat = Answerer(model, talking).chat(max_new_tokens=3)
+    chat.ask(TURNS[0], kit.image(3))
+    assert found.stdout.splitlines()[1] == chat.ask(TURNS[1], kit.image(4)).text
+    assert found.exit_code == 0
+
+
+def test_a_line_that_is_not_text_fails_alone(talk):
+    found = talk(b"What \xe9?", TURNS[1])
+    assert found.exit_code == 1 and "is not UTF-8 text" in found.stderr
+    assert len(found.stdout.splitlines()) == 1
+
+
+def test_ctrl_c_stops_an_answer_alone(talk, monkeypatch):
+    pieces, calls = Answerer.pieces, []
+
+    def interrupted(self, request, **options):
+        calls.append(request)
+        yield from list(pieces(self, request, **options))[:1]
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Answerer, "pieces", interrupted)
+    found = talk(TURNS[0], TURNS[1], TURNS[2])
+    assert found.exit_code == 0 and len(calls) == 3
+    assert [turn.text for turn in calls[2].history][::2] == ["<image>" + TURNS[0]]
+
+
+def test_a_failed_question_shows_its_traceback_if_asked(talk, monkeypatch):
+    def broken(self, request, **options):
+        raise RuntimeError("of the model")
+        yield
+
+    monkeypatch.setattr(Answerer, "pieces", broken)
+    found = talk(TURNS[0])
+    assert found.exit_code == 1 and "Traceback" not in found.stderr
+    monkeypatch.setenv("MMDECODE_DEBUG", "1")
+    assert "Traceback" in talk(TURNS[0]).stderr
+
+
+def test_a_closed_pipe_ends_a_conversation(talk, monkeypatch):
+    from mmdecode.cli import conversation
+
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError
+
+        flush = write
+
+    monkeypatch.setattr(conversation, "out", SimpleNamespace(file=Closed()))
+    found = talk(TURNS[0], TURNS[1])
+    assert isinstance(found.exception, BrokenPipeError) and "failed" not in found.stderr
 
 
 def test_images_of_data_urls_resume_by_their_content(model, talking, kit, tmp_path, monkeypatch):
@@ -298,6 +422,30 @@ def test_placeholders_in_texts_are_words_where_no_image_is_meant(model, talking,
     chat.ask(TURNS[0], kit.image(3))
     chat.messages[-1]["content"] = "an <image> of it"
     assert not chat.ask(TURNS[1]).error
+
+
+def test_messages_hold_what_was_given(model, talking, kit, tmp_path):
+    kit.image(3).save(tmp_path / "a.png")
+    chat = Answerer(model, talking).chat(max_new_tokens=3)
+    given = [tmp_path / "a.png", kit.image(4)]
+    chat.ask("What?", given)
+    chat.ask(TURNS[1], data_url(kit.image(5)))
+    images = [part["image"] for part in chat.messages[0]["content"] if part["type"] == "image"]
+    assert all(one is other for one, other in zip(images, given, strict=True))
+    assert chat.messages[2]["content"][0]["image"].startswith("data:")
+    chat.messages = None
+    with pytest.raises(OptionError, match=r"chat\.messages is None; expected a list"):
+        chat.ask(TURNS[1])
+
+
+def test_text_of_bytes_that_are_not_utf8_is_refused(model, talking, kit):
+    chat = Answerer(model, talking).chat("Answer \udce9.", max_new_tokens=3)
+    with pytest.raises(InputError, match="is not UTF-8 text; write it as UTF-8"):
+        chat.ask("What?")
+    with pytest.raises(InputError, match="is not UTF-8 text; write it as UTF-8"):
+        Answerer(model, talking)(kit.image(1), "What \udce9?")
+    with pytest.raises(InputError, match="is not UTF-8 text; write it as UTF-8"):
+        list(Answerer(model, talking).stream(kit.image(1), "What \udce9?"))
 
 
 def test_an_open_file_is_read_once(model, talking, kit, tmp_path):

@@ -31,6 +31,18 @@ DRAFTS = [
 """Drafters that need no training."""
 
 
+DISK = [
+    {"": "disk"},
+    {
+        "model.vision_tower": "disk",
+        "model.multi_modal_projector": "cpu",
+        "model.language_model": "cpu",
+        "lm_head": "cpu",
+    },
+]
+"""Maps whose first weight is on disk."""
+
+
 @pytest.fixture(scope="module")
 def split(folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("map") / "map.json"
@@ -52,6 +64,26 @@ def test_every_draft_decodes_what_the_whole_model_does(split, model, processor, 
     expected = answers(model, processor, kit)
     found = answers(*split, kit, Decoder(draft))
     assert found == expected
+
+
+@pytest.fixture(scope="module", params=DISK, ids=["all", "images"])
+def on_disk(request, folder):
+    model, processor = load(str(folder), None, None, request.param)
+    assert model.device.type == "meta"
+    return model, processor
+
+
+@pytest.mark.parametrize("draft", [None, *DRAFTS])
+def test_the_first_weight_may_be_on_disk(on_disk, model, processor, kit, draft):
+    expected = answers(model, processor, kit)
+    assert answers(*on_disk, kit, Decoder(draft)) == expected
+
+
+def test_tied_weights_are_on_one_device():
+    split = {"model": "cpu", "model.language_model.embed_tokens": "disk", "lm_head": "cpu"}
+    for given in (split, {"model": "disk", "lm_head": "cpu"}, {"model": "cpu", "lm_head": "disk"}):
+        with pytest.raises(OptionError, match=r"lm_head.weight on .* one weight .*; give both"):
+            load("zoo:llava-scenes", None, None, given)
 
 
 @pytest.mark.parametrize("kind", sorted(RECIPES))
@@ -98,9 +130,26 @@ def test_the_command_line_takes_a_map(folder, kit, tmp_path):
 
 def test_maps_that_are_none(folder, tmp_path):
     (tmp_path / "list.json").write_text("[1]")
-    for given in ("nowhere", str(tmp_path / "list.json")):
-        with pytest.raises(OptionError, match="expected auto, balanced"):
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "empty.json").write_text("{}")
+    for given, why in (
+        ("nowhere", "cannot be read: No such file"),
+        (tmp_path / "list.json", "holds list"),
+        (str(tmp_path / "broken.json"), "is not JSON: Expecting"),
+        (tmp_path / "empty.json", "holds no module"),
+        (3, "device_map=3 holds int"),
+    ):
+        with pytest.raises(OptionError, match=f"{why}.*; expected auto, balanced"):
             load(str(folder), None, None, given)
+    missing = torch.cuda.device_count()
+    for device, why in (
+        ("tpu", "device_map for 'lm_head': device 'tpu' is not known"),
+        (f"cuda:{missing}", f"'cuda:{missing}' cannot be used"),
+        (missing, f"'cuda:{missing}' cannot be used"),
+        (None, "has None for 'lm_head'; expected a device"),
+    ):
+        with pytest.raises(OptionError, match=why):
+            load(str(folder), None, None, {"": "cpu", "lm_head": device})
     with pytest.raises(OptionError, match="leave out either"):
         load(str(folder), "cpu", None, "auto")
 

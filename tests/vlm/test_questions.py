@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -30,8 +31,11 @@ from transformers.models.llava_next.image_processing_pil_llava_next import (
 )
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from mmdecode.checkpoints import ZOO
 from mmdecode.errors import InputError, UnsupportedModelError
+from mmdecode.train.zoo.llava_scenes import TEMPLATE
 from mmdecode.vlm import Answerer
+from mmdecode.vlm.messages import Turn
 from mmdecode.vlm.questions import Prompts
 from tests.support.tiny_vlm import CONFIGS, image_tokens
 
@@ -81,6 +85,34 @@ def test_images_stand_where_the_text_says(prompts, untemplated, images):
     assert found == "USER: First <image> and then <image>. ASSISTANT:"
     found = prompts.prompt(prompts.question(text, images[:2]))
     assert found == "USER: First <image>\n and then <image>\n. ASSISTANT:"
+
+
+def test_a_template_that_puts_images_first_warns_once(kit, model, images):
+    processor = kit.build_processor()
+    processor.chat_template = TEMPLATE  # of the shipped model, and of LLaVA-1.5
+    moved = Prompts(model, processor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        moved.prompt(moved.question("<image> What?", images[:1]))
+        kept = Prompts(model, kit.build_processor())
+        kept.prompt(kept.question("Is <image> it?", images[:1]))
+    with pytest.warns(UserWarning, match="puts all images of a message before") as shown:
+        for text in ("Is <image> it?", "Is it <image>?"):
+            found = moved.prompt(moved.question(text, images[:1]))
+            assert found.startswith("USER: <image>\nIs")
+    assert len(shown) == 1
+
+
+def test_the_shipped_template_has_a_system(kit, model):
+    processor = kit.build_processor()
+    processor.chat_template = TEMPLATE
+    turns = [Turn("system", "Be brief."), Turn("user", "What?"), Turn("assistant", "One.")]
+    prompts = Prompts(model, processor)
+    asked = prompts.question("Why?", text_only=True, history=turns)
+    assert prompts.prompt(asked) == (
+        "Be brief. USER: What? ASSISTANT: One.</s>USER: Why? ASSISTANT:"
+    )
+    assert (ZOO / "llava-scenes" / "chat_template.jinja").read_text() == TEMPLATE
 
 
 def test_inputs_are_those_of_the_processor_padded_on_the_left(prompts, processor, images, kit):
@@ -156,8 +188,8 @@ def test_inputs_have_the_dtype_of_the_model(kit, processor, images):
     [
         ("Is it?", 0, "has no image; give one, or ask text alone with text_only=True"),
         ("<image> Is it?", 0, "has no image"),
-        ("<image> Is it?", 2, "2 images and 1 placeholders, more images than placeholders"),
-        ("<image> or <image>?", 1, "1 images and 2 placeholders, more placeholders than images"),
+        ("<image> Is it?", 2, "2 images and 1 placeholder, more images than placeholders"),
+        ("<image> or <image>?", 1, "1 image and 2 placeholders, more placeholders than images"),
         ("", 1, "expected a text"),
         (" \n", 1, "expected a text"),
         (None, 1, "expected a text"),
@@ -179,7 +211,7 @@ def test_a_template_that_drops_images_is_refused(kit, model, images):
     processor = kit.build_processor()
     processor.chat_template = "USER: {{ messages[0]['content'][-1]['text'] }} ASSISTANT:"
     prompts = Prompts(model, processor)
-    with pytest.raises(InputError, match=r"leaves 0 placeholders '<image>' for 1 images; give"):
+    with pytest.raises(InputError, match=r"leaves 0 placeholders '<image>' for 1 image; give"):
         prompts.build([prompts.question("What?", images[:1])])
 
 

@@ -1,11 +1,14 @@
 """Videos: frames by number or time, ids those of the processor given the same frames."""
 
+import re
+
 import numpy as np
 import pytest
 
 from mmdecode.engine import shared_prefill
 from mmdecode.errors import InputError, OptionError
 from mmdecode.vlm import Answerer
+from mmdecode.vlm.chat import request_of
 from mmdecode.vlm.videos import is_video, read_video
 
 av = pytest.importorskip("av")
@@ -86,8 +89,41 @@ def test_a_model_that_reads_images_gets_the_frames(model, processor, video, kit)
         [[kit.image(1), video]], ["Is <image> in <image>?"], max_new_tokens=4, frames=2
     )
     assert mixed[0].prompt.count("<image>") == 3
+    twice = "has 1 image (a video counts as one) and 2 placeholders"
+    with pytest.raises(InputError, match=re.escape(twice)):
+        answerer(video, "<image> or <image>?", frames=3)
     with pytest.raises(OptionError, match="fps"):
         answerer(video, "What?", fps=-1)
+
+
+@pytest.mark.parametrize("kind", ["video", "video_url", "input_video", "image_url"])
+def test_messages_hold_videos(model, processor, video, tmp_path, kind):
+    named = {"video": "video"}.get(kind, {"input_video": "video_url"}.get(kind, kind))
+    path = video
+    if kind != "image_url":  # its suffix says nothing
+        path = tmp_path / "recording"
+        path.write_bytes(video.read_bytes())
+    part = {"type": kind, named: str(path) if kind == "video" else {"url": str(path)}}
+    content = [part, {"type": "text", "text": "What is there?"}]
+    answerer = Answerer(model, processor)
+    request = request_of([{"role": "user", "content": content}])
+    [found] = answerer.answers([request], max_new_tokens=4, frames=2)
+    expected = answerer(video, "What is there?", max_new_tokens=4, frames=2)
+    assert found.token_ids == expected.token_ids and not found.error
+
+
+def test_a_video_by_another_name_is_recognised(model, processor, video, tmp_path):
+    path = tmp_path / "recording.bin"
+    path.write_bytes(video.read_bytes())
+    with pytest.raises(InputError, match=r"is a video .*let its name end like one, such as \.mp4"):
+        Answerer(model, processor)(path, "What?")
+
+
+def test_an_animation_by_the_name_of_a_video_is_one(kit, tmp_path):
+    images = [kit.image(seed) for seed in range(3)]
+    images[0].save(tmp_path / "a.gif", save_all=True, append_images=images[1:], duration=100)
+    (tmp_path / "a.gif").rename(tmp_path / "a.mp4")
+    assert len(read_video(tmp_path / "a.mp4").frames) == 3
 
 
 def test_one_video_that_fails_is_that_questions(model, processor, video, tmp_path):

@@ -38,6 +38,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mmdecode._compat import input_device
 from mmdecode.accept.exact import Coupled
 from mmdecode.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role, request_key
@@ -544,7 +545,7 @@ def _report(plain: Plain, subject: _Subject, rows: Sequence[_Row], noise: float)
         guide=subject.guide,
         rule=subject.rule,
         dtype=str(model.dtype).removeprefix("torch."),
-        device=str(model.device),
+        device=str(input_device(model)),
         reference=subject.reference,
         identical=identical,
         noise=noise,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.special import entr
 
+from mmdecode._compat import input_device
 from mmdecode.api import generate
 from mmdecode.decoder import Decoder
 from mmdecode.engine.contracts import Block, BranchOutput, Drafter, DraftSession, Guide
@@ -178,7 +179,7 @@ def measure(
         for name, run in runs.items()
         for length in (1, setting.max_new_tokens)
     }
-    device = model.device
+    device = input_device(model)
     interleaved(ways, 1, 1, device, done)  # what is made at first use
     for decoder in decoders.values():
         decoder.stats.reset()

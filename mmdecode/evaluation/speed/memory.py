@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmdecode import registry
+from mmdecode._compat import input_device
 from mmdecode.engine.cache import BUCKET, bucket
 from mmdecode.engine.proposal import MAX_NODES
 
@@ -84,7 +85,7 @@ def row_bytes(
     converted = size if size < _SCORE else 0  # logits as the model gives them
     score = branches * (_SCORE + converted)
     if do_sample:
-        draw = _DRAW_CPU if model.device.type == "cpu" else _DRAW
+        draw = _DRAW_CPU if input_device(model).type == "cpu" else _DRAW
         score = max(score, branches * _SCORE + draw)
     return RowBytes(
         cache=branches * slot * slots,

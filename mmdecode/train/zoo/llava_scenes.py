@@ -60,11 +60,11 @@ PATCHES = (SIDE // PATCH) ** 2
 MEAN, SPREAD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] == 'user' %}USER: {% else %}ASSISTANT: {% endif %}"
+    "{% if message['role'] != 'system' %}{{ message['role'].upper() }}: {% endif %}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] if part['type'] == 'image' %}<image>\n{% endfor %}"
     "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}"
-    "{% endif %}{% if message['role'] == 'user' %} {% else %}</s>{% endif %}"
+    "{% endif %}{{ '</s>' if message['role'] == 'assistant' else ' ' }}"
     "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 
