@@ -23,6 +23,7 @@ from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.draft.layer_search import Clasp
 from mmdecode.draft.layer_skip import LayerSkip
+from mmdecode.draft.quantized import Quantized
 from mmdecode.draft.lookahead import Lookahead
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.draft.recycling import Recycling
@@ -85,6 +86,7 @@ EXAMPLES = {
         "hydra": lambda: hydra_draft(V),
         "kangaroo": lambda: kangaroo_draft(V),
         "layer_skip": lambda: LayerSkip(exit_layer=1, length=2),
+        "quantized": lambda: Quantized(bits=32, length=2),  # a table has nothing to round
         "clasp": lambda: Clasp(share=0.5, length=2, every=2),
         "sparse": lambda: Sparse(length=2),
         "lookahead": lambda: Lookahead(window=2, ngram=3, guesses=2),
