@@ -9,7 +9,7 @@ EXTRAS := asr,vlm,train,eval,vad,media,bench,dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-oldest lint types docs notebooks gpu bench clean
+.PHONY: help demo test test-all test-oldest lint types docs notebooks gpu gpu-bench bench clean
 
 help:
 	@echo "make demo      shipped models on shipped speech and images"
@@ -20,7 +20,8 @@ help:
 	@echo "make types     mypy"
 	@echo "make docs      the site, in build/site"
 	@echo "make bench     speed on this machine's CPU"
-	@echo "make gpu       tests and speed on CUDA, with the packages of $(PYTHON), installs nothing"
+	@echo "make gpu       tests on CUDA, with the packages of $(PYTHON), installs nothing; call again to go on"
+	@echo "make gpu-bench speed on CUDA, in parts: PART=passes, steps, widened, speech, images or vlm"
 	@echo "make clean     remove caches and build outputs, keep $(VENV)"
 
 $(PY):
@@ -91,13 +92,18 @@ notebooks: $(VENV)/.installed $(VENV)/.moonshine
 bench: $(VENV)/.installed
 	$(PY) benchmarks/asr_speed.py --device cpu
 
-# the machine with the GPU may lack pytest-timeout, whose option is then unknown to pytest
+# tests on CUDA and the benchmarks at toy size; then what is measured, in parts. Steps that are done are
+# not repeated, and a call ends within eight minutes: call again to go on. QUICK=1 DEVICE=cpu tries all
+DEVICE ?= cuda
+GPU_OUT ?= build/gpu
+GPU_STEPS = PYTHONPATH=. $(PYTHON) benchmarks/on_gpu.py $@ --device $(DEVICE) --out $(GPU_OUT) \
+  $(if $(QUICK),--quick) $(if $(KEEP),--keep) $(if $(ANYWAY),--anyway)
+
 gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -W "ignore::pytest.PytestConfigWarning"
-	PYTHONPATH=. $(PYTHON) benchmarks/step_speed.py
-	PYTHONPATH=. $(PYTHON) benchmarks/asr_speed.py --device cuda
-	PYTHONPATH=. $(PYTHON) benchmarks/image_speed.py --device cuda
-	PYTHONPATH=. $(PYTHON) benchmarks/vlm_speed.py --device cuda --scenes 4
+	$(GPU_STEPS)
+
+gpu-bench:
+	$(GPU_STEPS) $(if $(PART),--part $(PART))
 
 clean:
 	rm -rf build dist $(OLDEST) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -28,6 +28,7 @@ import numpy as np
 import peak_memory
 import torch
 from pages import parsed, table, warn_if_busy, write_page, write_result
+from toys import toy, toy_device
 
 from mmdecode import registry
 from mmdecode.checkpoints import paired
@@ -155,7 +156,8 @@ def measure(
         name: lambda item, repeat, d=decoder: subject.draw(d, batch, item)
         for name, decoder in decoders.items()
     }
-    interleaved(calls, 1, 1, device)  # warm
+    if items > 1:
+        interleaved(calls, 1, 1, device)  # warm
     for decoder in decoders.values():
         decoder.stats.reset()
     seconds, results = interleaved(calls, items, repeats, device)
@@ -188,7 +190,9 @@ def measure(
     return {"batch": batch, "items": items, "repeats": repeats, "rows": rows}
 
 
-def identity(subject: Subject, window: int, images: int, batch: int) -> dict[str, Any]:
+def identity(
+    subject: Subject, window: int, images: int, batch: int, together: int = 16
+) -> dict[str, Any]:
     """Compares codes of coupled and plain images, and of a batch of 16 and single images."""
     plain = subject.decoder(Way(None))
     drafted = subject.decoder(Way(f"jacobi:window={window}", "coupled"))
@@ -201,12 +205,14 @@ def identity(subject: Subject, window: int, images: int, batch: int) -> dict[str
                 excess, noise = certificate(subject, right[row], batch, item, row)
                 differ.append({"image": item * batch + row, "excess": excess, "allowed": noise})
                 worst = max(worst, excess - noise)
-    together = subject.draw(drafted, 16, 0)
-    alone = [subject.draw(drafted, 16, 0, only=row) for row in range(16)]
+    batched = subject.draw(drafted, together, 0) if together else ()
+    alone = [subject.draw(drafted, together, 0, only=row) for row in range(together)]
     return {
         "window": window,
         "images": -(-images // batch) * batch,
-        "batch_16_as_alone": int(sum(map(torch.equal, together, torch.cat(alone)))),
+        "batch_16_as_alone": sum(
+            torch.equal(row, one[0]) for row, one in zip(batched, alone, strict=True)
+        ),
         "diverged": differ,
         "certified": worst <= 0,
     }
@@ -323,17 +329,20 @@ def run(arguments: argparse.Namespace, chosen: dict[str, Way]) -> Path:
     """Measures, writes the result file and the page."""
     device = torch.device(arguments.device)
     subject = Subject(arguments.model, device, arguments.compile)
-    facts = machine(device, "float32") | {"threads": torch.get_num_threads()}
+    quick = arguments.quick
+    facts = toy_device(device, "float32") if quick else machine(device, "float32")
+    facts |= {"threads": torch.get_num_threads()} | ({"load_at_start": load()} if quick else {})
     print(facts)
     warn_if_busy(facts)
     cases = []
     for batch in arguments.batch_size:
         print(f"batch {batch}")
-        items = max(2, arguments.count // batch)
+        items = 1 if quick else max(2, arguments.count // batch)
         cases.append(measure(subject, chosen, batch, items, arguments.repeats, device))
     facts["load_at_end"] = load()  # nothing below is timed
     print("identity")
-    same = identity(subject, arguments.window[-1], arguments.identical, 8)
+    sizes = (1, 0) if quick else (8, 16)
+    same = identity(subject, arguments.window[-1], arguments.identical, *sizes)
     print(f"  {len(same['diverged'])} of {same['images']} differ, certified: {same['certified']}")
     peaks = memory(arguments, chosen) if arguments.peaks else {}
     result = {
@@ -374,20 +383,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--peaks", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--compile", action="store_true", help="every way, see `Decoder`")
+    parser.add_argument("--quick", action="store_true", help="a smoke test of two ways")
     parser.add_argument("--page", type=Path, help="a Markdown page to put the tables into")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--memory", type=int, default=1, help=argparse.SUPPRESS)
     arguments = parsed(parser)
+    if arguments.quick:
+        small = {"window": [8], "batch_size": [1], "count": 1, "repeats": 1, "identical": 1}
+        vars(arguments).update(small | {"small": "", "eagle": "", "peaks": False})
     arguments.window = arguments.window or [8, 16, 32]
     arguments.batch_size = arguments.batch_size or [1, 8, 32]
     if arguments.eagle is None:
         arguments.eagle = paired(arguments.model, "eagle") or ""
     chosen = ways(arguments.window, arguments.small or None, arguments.eagle or None)
+    if arguments.quick:
+        chosen = {name: chosen[name] for name in (PLAIN, "coupled 8")}
     only_our_output()
     if arguments.child:
         child(arguments, chosen)
     else:
-        run(arguments, chosen)
+        with toy(torch.device(arguments.device), arguments.quick and arguments.compile):
+            run(arguments, chosen)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from pages import parsed, table, warn_if_busy, write_page, write_result
+from toys import toy
 
 from mmdecode import registry
 from mmdecode.cli.bench import SCENES, prompts_of
@@ -94,6 +95,10 @@ CASES = (
 )
 
 
+QUICK = (Case(1), Case(2, 0.0, "vcd"))
+"""Cases of a smoke test."""
+
+
 def drafts_of(
     wanted: Mapping[str, str | None], answerer: Answerer, model: str = MODEL
 ) -> dict[str, Any]:
@@ -128,7 +133,7 @@ def run(arguments: argparse.Namespace) -> Path:
     form = f"{answerer.model.device.type}{'-compiled' if arguments.compile else ''}"
     name = f"vlm-{form}-torch{version}-{facts['date']}.json"
     path = arguments.out / name
-    for case in CASES:
+    for case in QUICK if arguments.quick else CASES:
         count = max(arguments.scenes, 2 * case.batch)
         batches = prompts_of(answerer, SCENES, count, case.batch)
         setting = Setting(
@@ -242,9 +247,14 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="all but peers, see `Decoder`")
     parser.add_argument("--draft", action="append", help="NAME=SPEC, beside the shipped ones")
     parser.add_argument("--only", action="append", help="name of a draft to measure; repeat")
+    parser.add_argument("--quick", action="store_true", help="a smoke test of two cases")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--page", type=Path, help="Markdown whose tables are replaced")
-    print(run(parsed(parser)))
+    arguments = parsed(parser)
+    if arguments.quick:
+        vars(arguments).update({"scenes": 1, "tokens": 8, "only": ["lookup", "medusa"]})
+    with toy(torch.device(arguments.device), arguments.quick and arguments.compile):
+        print(run(arguments))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import GenerationMixin
 
 
@@ -144,4 +145,17 @@ def compiled(function: Callable[..., Tensor], backend: str) -> Callable[..., Ten
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, KINDS_OF_SHAPES)
     made: Callable[..., Tensor] = torch.compile(function, fullgraph=True, backend=backend)
+    return made
+
+
+@lru_cache
+def flex_kernel() -> Callable[..., Tensor]:
+    """Returns ``flex_attention``, compiled; sizes become symbols where they change.
+
+    A limit of 8 shapes would let later ones run without a kernel.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, KINDS_OF_SHAPES)
+    function: Any = flex_attention
+    made: Callable[..., Tensor] = torch.compile(function)
     return made

@@ -26,7 +26,7 @@ from mmdecode._compat import arguments_of_generate
 from mmdecode.accept.exact import Coupled, GreedyMatch, SampleMatch
 from mmdecode.accept.rejection import Rejection
 from mmdecode.draft.none import NoDraft
-from mmdecode.engine import attention, capture, checks, request
+from mmdecode.engine import attention, capture, checks, flex, request
 from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.arena import Arena, aliases
 from mmdecode.engine.attention import AttentionEdit
@@ -72,6 +72,9 @@ class Decoder:
             runs as usual, with a warning that says why. See `mmdecode.engine.capture`.
         draft_guided: Whether drafters that support it draft from the guided distribution instead
             of the model's; ``None``: only for image tokens. See `docs/guided_drafts.md`.
+        flex: With ``compile`` on CUDA, compute attention in captured rounds by FlexAttention,
+            which is compiled in the first call. Other models than decoder-only ones, and guides
+            that edit attention, run as without it. See `mmdecode.engine.flex`.
         stats: Counters, to which every finished call adds its own; ``None``: new counters.
             Decoders made by ``dataclasses.replace`` share them.
 
@@ -87,6 +90,7 @@ class Decoder:
     seed: int | None
     compile: bool
     draft_guided: bool | None
+    flex: bool
     stats: Stats
     _arena: Arena = field(init=False, repr=False, compare=False)
 
@@ -98,6 +102,7 @@ class Decoder:
         seed: int | None = None,
         compile: bool = False,
         draft_guided: bool | None = None,
+        flex: bool = False,
         stats: Stats | None = None,
     ) -> None:
         if draft is None:
@@ -116,7 +121,7 @@ class Decoder:
         if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__")):
             raise OptionError(f"seed={seed!r}; expected a whole number, or None to draw one")
         checks.refuse_lookaround(made["guide"])
-        made |= {"seed": seed, "compile": compile, "draft_guided": draft_guided}
+        made |= {"seed": seed, "compile": compile, "draft_guided": draft_guided, "flex": flex}
         for name, value in {**made, "stats": stats or Stats(), "_arena": Arena()}.items():
             object.__setattr__(self, name, value)
 
@@ -298,9 +303,9 @@ class Decoder:
         )
         if greets:
             streamer.put(input_ids.cpu())
-        edited = _looks_inside(guide, needs)
+        switch = _attention(guide, needs, flex.NAME if self.flex and static else None)
         encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", 0))
-        with lease, attention.switched(model) if edited else nullcontext():
+        with lease, attention.switched(model, switch) if switch else nullcontext():
             cur_len = run.run()
             found = output(call, config, recorder, cur_len, encoder_decoder)
             if isinstance(past, DynamicCache) and not encoder_decoder:
@@ -390,8 +395,13 @@ def take_over_guidance(
     return kept, guide
 
 
-def _looks_inside(guide: Guide | None, needs: Requirements) -> bool:
-    """Returns whether attention weights are edited or read in this call."""
-    if needs.attention or needs.text_attention:
-        return True
-    return any(isinstance(edit, AttentionEdit) for edit in (guide.edits if guide else ()))
+def _attention(guide: Guide | None, needs: Requirements, usual: str | None) -> str | None:
+    """Returns the name of the attention function of a call; ``None``: the model's own.
+
+    Args:
+        guide: The guide, which may edit attention.
+        needs: Internals that the parts read; attention may be among them.
+        usual: The name where attention weights are neither edited nor read.
+    """
+    edits = [edit for edit in (guide.edits if guide else ()) if isinstance(edit, AttentionEdit)]
+    return attention.NAME if edits or needs.attention or needs.text_attention else usual

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mmdecode._compat import attention_implementation
-from mmdecode.engine.attention import NAME
+from mmdecode.engine import attention, flex
 from mmdecode.errors import UnsupportedModelError
 from mmdecode.quantization.attention import NAME as BY_ROWS
 
@@ -19,7 +19,7 @@ def refuse_attention(model: Any) -> None:
         UnsupportedModelError: The model has another attention implementation.
     """
     used = attention_implementation(model.config)
-    if used not in (None, "sdpa", "eager", NAME, BY_ROWS):
+    if used not in (None, "sdpa", "eager", attention.NAME, flex.NAME, BY_ROWS):
         raise UnsupportedModelError(
             f"{type(model).__name__} has attention {used!r}, which takes no tree masks; use sdpa "
             "or eager: call model.set_attn_implementation('sdpa')"

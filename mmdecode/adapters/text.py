@@ -45,6 +45,7 @@ class DecoderOnlyAdapter(Adapter):
         "gemma3_text",
     )
     shows_inside = True
+    takes_block_masks = True
     no_transforms: ClassVar = (
         "a text model has no input to change",
         "use a prompt instead, or a model with images or audio; where another model gave it "

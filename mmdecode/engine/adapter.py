@@ -127,6 +127,8 @@ class Adapter(Part):
             unlimited. With several types a mask is a dict by type.
         shows_inside: Whether `layers`, `norm` and `attention_sites` are implemented, so that parts
             can read and edit hidden states and attention.
+        takes_block_masks: Whether masks go unchanged to the layers' attention function, so that
+            they may be those of `mmdecode.engine.flex`.
         layout: Grid in which generated tokens lie, a `mmdecode.models.image_layout.Layout`;
             ``None``: there is none.
     """
@@ -142,6 +144,7 @@ class Adapter(Part):
     inputs: frozenset[str] = frozenset()
     windows: Mapping[str, int | None] = MappingProxyType({"full_attention": None})
     shows_inside: bool = False
+    takes_block_masks: bool = False
     layout: Any = None
 
     @staticmethod

@@ -250,13 +250,13 @@ def planned(plan: AttentionPlan | TowerPlan | None) -> Iterator[None]:
 
 
 @contextmanager
-def switched(model: nn.Module) -> Iterator[None]:
-    """Lets all attention layers of a model use `attend`; on exit the model is as before.
+def switched(model: nn.Module, name: str = NAME) -> Iterator[None]:
+    """Lets all attention layers of a model use a function by name; on exit all is as before.
 
     The name of the attention function is stored in configs, so models that share a config switch
     together. Contexts may overlap.
     """
-    with attention_configs(model, NAME):
+    with attention_configs(model, name):
         yield
 
 
@@ -339,6 +339,13 @@ def _explicit(
             plan.keep(layer, weights)
     weights = weights.to(query.dtype)
     return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def explicit(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention, ``(B, Q, H, D)``, and its weights, where ``seen`` allows it; see `attend`."""
+    return _explicit(query, key, value, seen, scale, softcap, None, None)
 
 
 def _scores(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mmdecode.engine import capture, prefill, shared_prefill
+from mmdecode.engine import capture, flex, prefill, shared_prefill
 from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec, Mask, Prompt
 from mmdecode.engine.attention import AttentionEdit, AttentionPlan, planned
 from mmdecode.engine.cache import Piece, RaggedCache, Reserve, bucket
@@ -51,6 +51,7 @@ class ModelRunner(BranchRunner):
     """
 
     graph_safe = True
+    _own_mask: Callable[..., Any] | None = None  # `mmdecode.engine.flex.tree_mask`, if not additive
     uncaptured: ClassVar = {"prompts", "paths", "prompt_tokens", "even"}
 
     def __init__(
@@ -117,8 +118,8 @@ class ModelRunner(BranchRunner):
             result |= self._split(here, found.last, found.weights, found.whole, found.prefixes)
             read.append((self.cache, self._past, self.pads, self._images))
             first += len(here)
-        if call.plan.static_shapes and not capture.available(call.device):
-            self._forward = self._compiled()
+        if call.plan.static_shapes:
+            self._fix_shapes(call.device)
         self.even = all(min(reader.lengths) == self.width for reader in readers)
         if len(read) > 1:
             caches, pasts, pads, images = zip(*read, strict=True)
@@ -245,11 +246,11 @@ class ModelRunner(BranchRunner):
         visible: int,
         piece: Piece | None,
     ) -> Mask:
-        dtype = self.adapter.model.dtype
+        dtype, make = self.adapter.model.dtype, self._own_mask or block_mask
         if piece is not None:  # of rows that are all alike, and attend to no slot before `seen`
             begin, pads = (slots[:1] - piece.left - piece.seen for slots in (begin, pads))
         masks = {
-            kind: block_mask(begin, pads, depths, ancestors, visible, dtype, window)
+            kind: make(begin, pads, depths, ancestors, visible, dtype, window)
             for kind, window in self.adapter.windows.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -332,6 +333,13 @@ class ModelRunner(BranchRunner):
             return capture.Compiled(self.adapter)
         warn("nothing is compiled: states of inner layers are taken by hooks", stacklevel=2)
         return self.adapter.forward
+
+    def _fix_shapes(self, device: torch.device) -> None:
+        """Prepares passes of a few fixed shapes: they are captured, or compiled."""
+        if not capture.available(device):
+            self._forward = self._compiled()
+        elif flex.used(self.adapter):
+            self._own_mask = flex.tree_mask
 
     def commit(self, path: Tensor, count: Tensor, chain: bool) -> None:
         """Commits root and accepted nodes of the last pass in every branch."""

@@ -154,18 +154,15 @@ class Noise:
             index: Index of each score row's position, ``(B or 1, Q)``, where several rows share
                 one; ``None``: P = Q, in order.
         """
-        shape, vocab = scores.shape[:-1], scores.shape[-1]
+        shape = scores.shape[:-1]
         state = self._state(positions, role, trial)
         if host.may_read(scores.device):
             if index is not None:
                 state = state.expand(len(scores), -1).gather(1, index.expand(shape))
             return _largest(scores, state.expand(shape))
-        tokens = torch.arange(vocab, device=scores.device)
-        draws = _exact(_upper_bits(state, tokens), state[..., None], tokens)
         if index is not None:
-            draws = draws.expand(len(scores), -1, -1)
-            draws = draws.gather(1, index.expand(shape)[..., None].expand(-1, -1, vocab))
-        return (scores + draws).argmax(-1)
+            index = index.expand(shape)[..., None]
+        return _chunked(scores, state, index)
 
     def pairs(self, queries: Tensor, keys: Tensor, layer: int, heads: int) -> Tensor:
         """Draws in (0, 1) for every pair of a query and a key in a layer, float32.
@@ -215,6 +212,8 @@ def _upper_bits(state: Tensor, tokens: Tensor) -> Tensor:
 _GOLDEN32 = 0x9E3779B9 - (1 << 32)
 _FACTOR = 0x846CA68B - (1 << 32)
 _CHUNK = 1 << 18
+_SUMS = 1 << 22
+"""Most sums that are held at a time on a device from which nothing is read."""
 _SLACK = 1.0
 """More than `_gumbel` differs from `_exact`; where all upper bits are 0 it may be lower by more."""
 
@@ -230,6 +229,30 @@ def _exact(upper: Tensor, state: Tensor, tokens: Tensor) -> Tensor:
     lower = _absorb(state, tokens) & ((1 << 21) - 1)
     unit = ((upper.long() << 21) + lower).double().add_(0.5).mul_(-(2.0**-52))
     return unit.log1p_().neg_().log_().neg_()
+
+
+def _chunked(scores: Tensor, state: Tensor, index: Tensor | None) -> Tensor:
+    """`Noise.sample` without reading values: ``state (B or 1, P)``, ``index (B, Q, 1)``.
+
+    Ids are taken in chunks: draws and sums are float64, and there is no tensor of all of them.
+    """
+    rows, vocab = scores.shape[:-1], scores.shape[-1]
+    step = max(1, _SUMS // max(1, rows.numel()))
+    best = chosen = None
+    for begin in range(0, vocab, step):
+        tokens = torch.arange(begin, min(begin + step, vocab), device=scores.device)
+        draws = _exact(_upper_bits(state, tokens), state[..., None], tokens)
+        if index is not None:
+            draws = draws.expand(len(scores), -1, -1)
+            draws = draws.gather(1, index.expand(-1, -1, len(tokens)))
+        value, token = (scores[..., begin : begin + step] + draws).max(-1)
+        if best is None or chosen is None:
+            best, chosen = value, token
+            continue
+        above = (value > best) | (value.isnan() & ~best.isnan())  # of equal ones the first
+        best, chosen = torch.where(above, value, best), torch.where(above, token + begin, chosen)
+    assert chosen is not None, "a vocabulary has tokens"
+    return chosen
 
 
 def _largest(scores: Tensor, state: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from mmdecode.engine import host
 from mmdecode.engine import noise as noise_module
 from mmdecode.engine.noise import Noise, Role, request_key
+from tests.support import seams
 
 NOISE = Noise.of(7, range(50))
 POSITIONS = torch.arange(40).expand(50, -1)
@@ -186,3 +187,52 @@ def test_rows_without_a_finite_score_are_sampled_alike(reads, monkeypatch):
     scores[0, 1, 4] = torch.nan
     found = Noise.of(7, [1]).sample(scores, torch.tensor([[0, 1, 2]]), Role.TARGET)[0]
     assert found[:2].tolist() == [0, 4]
+
+
+def in_chunks(monkeypatch, scores, sums, index=None, change=None):
+    """Samples without reading values, so many sums at a time."""
+    monkeypatch.setattr(host, "may_read", lambda device: False)
+    monkeypatch.setattr(noise_module, "_SUMS", sums)
+    if change is not None:
+        monkeypatch.setattr(noise_module, "_chunked", seams.edited(noise_module._chunked, *change))
+    drawn = Noise.of(3, range(len(scores)))
+    positions = torch.arange(scores.shape[1] if index is None else 2).expand(len(scores), -1)
+    return drawn.sample(scores, positions, Role.TARGET, index=index)
+
+
+def hard_scores():
+    """Rows of random scores, of -inf but for a few, of -inf alone, and with a NaN."""
+    scores = torch.randn(3, 5, 1000, generator=torch.Generator().manual_seed(0)) * 3
+    scores[0, 1, 7:] = -torch.inf
+    scores[1, 2] = -torch.inf
+    scores[2, 3, 411] = torch.nan
+    return scores
+
+
+@pytest.mark.parametrize("most", [15, 15 * 64, 15 * 999, 1 << 22])
+@pytest.mark.parametrize("shared", [False, True])
+def test_samples_are_the_same_in_chunks_of_the_vocabulary(most, shared, monkeypatch):
+    index = torch.tensor([[0, 1, 1, 0, 1]]) if shared else None
+    whole = in_chunks(monkeypatch, hard_scores(), 1 << 40, index)
+    if not shared:
+        sums = dense(Noise.of(3, range(3)), hard_scores(), POSITIONS[:3, :5], Role.TARGET)
+        assert torch.equal(whole, sums.argmax(-1))
+    assert torch.equal(in_chunks(monkeypatch, hard_scores(), most, index), whole)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("token + begin, chosen", "token, chosen"),
+        ("value > best", "value >= best"),
+        (" | (value.isnan() & ~best.isnan())", ""),
+        ("begin + step, vocab), device", "begin + step, vocab - 1), device"),
+    ],
+)
+def test_a_mistake_in_the_chunks_is_seen(change, monkeypatch):
+    whole = in_chunks(monkeypatch, hard_scores(), 1 << 40)
+    try:
+        found = in_chunks(monkeypatch, hard_scores(), 15 * 64, change=change)
+    except RuntimeError:
+        return
+    assert not torch.equal(found, whole)

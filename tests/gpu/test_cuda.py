@@ -1,4 +1,7 @@
-"""What only a CUDA device can show; everything else is tested on the CPU with the same code."""
+"""What only a CUDA device can show; everything else is tested on the CPU with the same code.
+
+The same tests run on the CPU among the slow ones, captured rounds on a tape.
+"""
 
 import warnings
 
@@ -10,15 +13,17 @@ from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.engine.noise import Noise, Role
+from tests.gpu.devices import DEVICES
 from tests.support import tiny_models
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+
+@pytest.fixture
+def capturing(device, request):
+    """Captures on either device: on a CPU on a tape."""
+    return request.getfixturevalue("taped") if device == "cpu" else None
 
 
-def llama(layers=3, seed=0):
+def llama(device, layers=3, seed=0):
     return tiny_models.llama(
         seed,
         vocab_size=61,
@@ -30,10 +35,10 @@ def llama(layers=3, seed=0):
         bos_token_id=1,
         pad_token_id=0,
         initializer_range=0.4,
-    ).cuda()
+    ).to(device)
 
 
-def whisper():
+def whisper(device):
     return tiny_models.whisper(
         vocab_size=101,
         num_mel_bins=16,
@@ -52,27 +57,29 @@ def whisper():
         init_std=0.4,
         suppress_tokens=None,
         begin_suppress_tokens=None,
-    ).cuda()
+    ).to(device)
 
 
-def test_noise_is_the_same_on_both_devices():
+@DEVICES
+def test_noise_is_the_same_on_both_devices(device):
     keys, positions = [5, 9], torch.arange(6).expand(2, -1)
     here = Noise.of(3, keys).gumbel(positions, Role.TARGET, 50)
-    there = Noise.of(3, keys, "cuda").gumbel(positions.cuda(), Role.TARGET, 50)
+    there = Noise.of(3, keys, device).gumbel(positions.to(device), Role.TARGET, 50)
     torch.testing.assert_close(here, there.cpu(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("drafter", ["none", "lookup", "assistant", "itself"])
 @pytest.mark.parametrize("sample", [False, True])
-def test_text_model_in_fp32_decodes_alike_with_any_draft(drafter, sample):
-    model = llama()
-    ids = torch.randint(1, 60, (3, 9), generator=torch.Generator().manual_seed(1)).cuda()
+@DEVICES
+def test_text_model_in_fp32_decodes_alike_with_any_draft(device, drafter, sample):
+    model = llama(device)
+    ids = torch.randint(1, 60, (3, 9), generator=torch.Generator().manual_seed(1)).to(device)
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     draft = {
         "none": lambda: None,
         "lookup": PromptLookup,
-        "assistant": lambda: Assistant(llama(1, 1)),
+        "assistant": lambda: Assistant(llama(device, 1, 1)),
         "itself": lambda: Assistant(model),
     }[drafter]()
     call = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": sample}
@@ -81,9 +88,10 @@ def test_text_model_in_fp32_decodes_alike_with_any_draft(drafter, sample):
     assert torch.equal(plain, drafted)
 
 
-def test_whisper_with_random_medusa_heads_decodes_as_generate_does():
-    model = whisper()
-    features = torch.randn(3, 16, 80, generator=torch.Generator().manual_seed(2)).cuda()
+@DEVICES
+def test_whisper_with_random_medusa_heads_decodes_as_generate_does(device):
+    model = whisper(device)
+    features = torch.randn(3, 16, 80, generator=torch.Generator().manual_seed(2)).to(device)
     heads = MedusaHeads(3, 1, 32)
     torch.nn.init.normal_(heads.weight, std=0.3)
     paths = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
@@ -99,13 +107,14 @@ def test_whisper_with_random_medusa_heads_decodes_as_generate_does():
 
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("drafter", ["none", "lookup", "assistant"])
-def test_captured_rounds_decode_as_the_loop_does(drafter, sample):
-    model = llama()
-    ids = torch.randint(1, 60, (3, 9), generator=torch.Generator().manual_seed(1)).cuda()
+@DEVICES
+def test_captured_rounds_decode_as_the_loop_does(device, drafter, sample, capturing):
+    model = llama(device)
+    ids = torch.randint(1, 60, (3, 9), generator=torch.Generator().manual_seed(1)).to(device)
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     make = {"none": lambda: None, "lookup": PromptLookup, "assistant": lambda: Assistant(small)}
-    small = llama(1, 1)
+    small = llama(device, 1, 1)
     call = {"attention_mask": mask, "max_new_tokens": 200, "do_sample": sample}
     plain = model.generate(ids, custom_generate=Decoder(make[drafter](), seed=3), **call)
     decoder = Decoder(make[drafter](), seed=3, compile=True)
@@ -115,9 +124,10 @@ def test_captured_rounds_decode_as_the_loop_does(drafter, sample):
     assert torch.equal(plain, captured)
 
 
-def test_captured_medusa_decodes_as_generate_does():
-    model = whisper()
-    features = torch.randn(3, 16, 80, generator=torch.Generator().manual_seed(2)).cuda()
+@DEVICES
+def test_captured_medusa_decodes_as_generate_does(device, capturing):
+    model = whisper(device)
+    features = torch.randn(3, 16, 80, generator=torch.Generator().manual_seed(2)).to(device)
     heads = MedusaHeads(3, 1, 32)
     torch.nn.init.normal_(heads.weight, std=0.3)
     draft = Medusa(heads, paths=[(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
@@ -127,9 +137,10 @@ def test_captured_medusa_decodes_as_generate_does():
     assert torch.equal(expected, found)
 
 
-def test_half_precision_runs_without_nan():
-    model = whisper().half()
-    features = torch.randn(2, 16, 80, generator=torch.Generator().manual_seed(2)).cuda().half()
+@DEVICES
+def test_half_precision_runs_without_nan(device):
+    model = whisper(device).half()
+    features = torch.randn(2, 16, 80, generator=torch.Generator().manual_seed(2)).to(device).half()
     output = model.generate(
         features,
         do_sample=False,
