@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "mmdecode"
 
 LAYERS = (
     {"errors", "_compat", "__init__"},
-    {"options", "entries", "model_names", "runs"},
+    {"options", "entries", "model_names", "runs", "quantization"},
     {"registry"},
     {"checkpoints"},
     {"weights"},

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from mmdecode.cli.flags import Device, Dtype, model_help
+from mmdecode.cli.flags import Device, Dtype, Quantize, model_help
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnsupportedModelError
@@ -88,6 +88,7 @@ def command(
     ] = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     seed: Annotated[int, typer.Option(help="Seed of the noise that sampling uses.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Audit only this many inputs.")] = None,
     json: JsonFlag = False,
