@@ -10,7 +10,8 @@ PACKAGE = Path(__file__).parents[1] / "mmdecode"
 
 LAYERS = (
     {"errors", "_compat", "__init__"},
-    {"options", "entries", "model_names", "runs", "quantization"},
+    {"quantization"},
+    {"options", "entries", "model_names", "runs"},
     {"registry"},
     {"checkpoints"},
     {"weights"},

@@ -342,10 +342,11 @@ class Transcriber:
                 "word_timestamps cannot be combined with correct: only the words of the recogniser "
                 "have times, and correct changes them; leave one of the two out"
             )
+        method: Any = correct
         if isinstance(correct, str):
             acoustic = Acoustic(model=self.model, tokenizer=self.processor.tokenizer)
-            correct = registry.create("correct", correct, recogniser=acoustic)
-        return WindowCorrector(correct, self._loop)
+            method = registry.create("correct", correct, recogniser=acoustic)
+        return WindowCorrector(method, self._loop)
 
 
 class _Segments:
@@ -414,9 +415,7 @@ class _Segments:
             spans = in_order(spans, timeline.duration_s)
         return around_words(spans, words, self._last_word_end_s)
 
-    def _segment(
-        self, piece: Piece, span: tuple[float, float], words: list[Word] | None
-    ) -> Segment:
+    def _segment(self, piece: Piece, span: Sequence[float], words: list[Word] | None) -> Segment:
         return Segment(
             start_s=round(span[0], 6),
             end_s=round(span[1], 6),

@@ -56,7 +56,7 @@ def attend_by_rows(
         key: Keys ``(B, H', K, D)``, where H' divides H. Keys of a tree's nodes are moved while a
             query is computed, and moved back.
         value: Values, likewise.
-        mask: ``(B or 1, 1, Q, K)``, bool or additive; ``None``: queries attend to all keys.
+        mask: ``(B or 1, 1, Q or 1, K)``, bool or additive; ``None``: queries attend to all keys.
         scale: Factor of the scores; ``None``: 1 / sqrt(D).
     """
     batch, heads, count, _ = query.shape
@@ -65,6 +65,7 @@ def attend_by_rows(
     everything = [[Seen(0, key.shape[2])] * count] * batch
     rows = everything if mask is None else seen_by_rows(mask, batch)
     for row, nodes in enumerate(rows):
+        nodes = nodes if len(nodes) == count else nodes * count  # padding, the same for all queries
         keys, values = key[row : row + 1], value[row : row + 1]
         moved = _Moved(keys, values, nodes)
         for node, seen in enumerate(nodes):
