@@ -85,7 +85,7 @@ def spoken(model: Any) -> dict[str, str]:
 def surroundings(model: Any) -> dict[str, Any]:
     """Returns a model's name, device, dtype and threads, the load, and versions of libraries.
 
-    Of a model with int8 weights also ``quantize``: ``int8``.
+    Rounded weights are named by ``quantize``, which is missing otherwise.
     """
     import torch
     import transformers

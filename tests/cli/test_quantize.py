@@ -13,6 +13,7 @@ from tests.support.int8 import counted
 
 run = functools.partial(invoke, catch_exceptions=False)
 CPU = ("--device", "cpu", "--dtype", "fp32")
+MODEL = ("--model", "zoo:whisper-synth")
 
 
 def options_of(command):
@@ -54,7 +55,7 @@ def test_a_transcript_is_the_same_with_a_draft_and_a_run_is_not_that_of_the_floa
     settings = {name: json.loads((tmp_path / name / "run.json").read_text()) for name in texts}
     assert "quantize" not in json.dumps(settings["float"])  # earlier runs can be resumed
     assert settings["int8"]["settings"]["quantize"] == "int8"
-    again = ("transcribe", clip, "--model", "zoo:whisper-synth", *CPU, "--resume", "--out")
+    again = ("transcribe", clip, *MODEL, *CPU, "--resume", "--out")
     with pytest.raises(OptionError, match="quantize"):
         run(*again, tmp_path / "float", "--quantize", "int8")
     with pytest.raises(OptionError, match="quantize"):

@@ -16,6 +16,7 @@ from mmdecode.asr.correction.selection import TextScorer
 from mmdecode.errors import OptionError, UnsupportedModelError
 from mmdecode.evaluation.vision.data import read_questions
 from mmdecode.image_ar import ImageGenerator
+from mmdecode.image_ar.loading import config_of
 from mmdecode.quantization import is_quantized
 from mmdecode.quantization.attention import attend_by_rows
 from mmdecode.quantization.models import refuse_device
@@ -62,7 +63,7 @@ def test_a_drafted_whisper_says_the_same(recogniser, draft):
     assert len(plain[0]) > 10
     # Medusa's heads apply the output matrix too, in every proposal
     assert products == once + (passes + 1) * each + passes * (draft == "medusa")
-    clips = [str(clip.path) for clip in speech_test()[1:4]]
+    clips = [str(clip.path) for clip in speech_test()[1:3]]
     together = transcribed(recogniser, clips)[0]
     assert transcribed(drafted, clips)[0] == together
     assert [transcribed(recogniser, [clip])[0][0] for clip in clips] == together
@@ -90,11 +91,12 @@ def test_a_drafted_vision_model_says_the_same():
 
 
 def test_drafted_images_are_the_same():
-    def drawn(**how):
+    layers = config_of("zoo:llamagen-scenes-small").num_hidden_layers
+
+    def generated(**how):
         generator = ImageGenerator.from_pretrained(
             "zoo:llamagen-scenes-small", device="cpu", quantize="int8", seed=3, **how
         )
-        layers = generator._backend.model.adapter.model.config.num_hidden_layers
         with counted() as count:
             codes = generator(["ring"])[0].codes
         passes = generator.stats.passes
@@ -102,8 +104,8 @@ def test_drafted_images_are_the_same():
         assert count.products == (passes + 1) * (5 * layers + 1)
         return codes, passes
 
-    plain, passes = drawn()
-    drafted, fewer = drawn(draft="jacobi:window=16")
+    plain, passes = generated()
+    drafted, fewer = generated(draft="jacobi:window=16")
     assert torch.equal(plain, drafted)
     assert fewer < passes / 2
 
