@@ -43,9 +43,7 @@ def test_a_transcript_is_the_same_with_a_draft_and_a_run_is_not_that_of_the_floa
     }.items():
         with counted() as count:
             out = tmp_path / name
-            done = run(
-                "transcribe", clip, "--model", "zoo:whisper-synth", *CPU, *more, "--out", out
-            )
+            done = run("transcribe", clip, *MODEL, *CPU, *more, "--out", out)
         assert done.exit_code == 0
         assert (count.products > 200) == bool(more)
         assert ("float32, int8 weights" in done.stderr) == bool(more)
@@ -65,20 +63,32 @@ def test_a_transcript_is_the_same_with_a_draft_and_a_run_is_not_that_of_the_floa
 
 def test_an_audit_is_of_the_rounded_model_and_says_how_far_it_is_from_the_float_one():
     with counted() as count:
-        done = run("audit", "--draft", "medusa", "--quantize", "int8", "--limit", 1, *CPU, "--json")
+        done = run(
+            "audit",
+            "--draft",
+            "medusa",
+            "--quantize",
+            "int8",
+            "--limit",
+            1,
+            *CPU,
+            "--max-new-tokens",
+            9,
+            "--json",
+        )
     found = json_of(done)
     assert done.exit_code == 0, found["words"]
-    assert count.products > 1000
+    assert count.products > 500
     assert (found["identical"], found["noise"]) == (True, 0.0)
     assert found["given"]["quantize"] == "int8"
     apart = found["distance"]
-    assert apart["tokens"] == found["tokens"] > 10
+    assert apart["tokens"] == found["tokens"] > 5
     assert 0 < apart["mean"] < apart["largest"] < 5
     assert 0.5 < apart["same_choice"] <= 1
 
 
 def test_answers_of_an_evaluation_have_the_format_among_their_conditions(tmp_path):
-    given = ("evaluate", "pope", "--model", "zoo:llava-scenes", "--data", "zoo", "--limit", 2, *CPU)
+    given = ("evaluate", "pope", "--model", "zoo:llava-scenes", "--data", "zoo", "--limit", 1, *CPU)
     given += ("--guide", "none", "--no-controls", "--warmup", 0, "--resamples", 20, "--out")
     with counted() as count:
         done = run(*given, tmp_path / "run", "--quantize", "int8")
