@@ -116,7 +116,7 @@ def tables(result: dict[str, Any], name: str) -> str:
 def run(arguments: argparse.Namespace) -> Path:
     """Measures everything and writes one file."""
     torch.set_num_threads(arguments.threads)
-    facts = machine(torch.device("cpu"), "float32")
+    facts = machine(torch.device("cpu"), arguments.quantize or "float32")
     facts |= {
         "command": "python benchmarks/streaming.py",
         "model": MODEL,
@@ -125,7 +125,9 @@ def run(arguments: argparse.Namespace) -> Path:
     print(json.dumps(facts, indent=2))
     warn_if_busy(facts)
     transcribers = {
-        draft: Transcriber.from_pretrained(MODEL, draft=draft, device="cpu", word_timestamps="ctc")
+        draft: Transcriber.from_pretrained(
+            MODEL, draft=draft, device="cpu", quantize=arguments.quantize, word_timestamps="ctc"
+        )
         for draft in {draft for _, _, draft in WAYS}
     }
     clips = speech_test()[: arguments.limit]
@@ -144,7 +146,8 @@ def run(arguments: argparse.Namespace) -> Path:
             case["rows"].append(row)
         cases.append(case)
     facts["load_at_end"] = load()
-    name = f"streaming-cpu-torch{torch.__version__.split('+')[0]}-{facts['date']}.json"
+    form = "cpu" if arguments.quantize is None else f"cpu-{arguments.quantize}"
+    name = f"streaming-{form}-torch{torch.__version__.split('+')[0]}-{facts['date']}.json"
     write_result(arguments.out / name, {"machine": facts, "cases": cases}, indent=None)
     return arguments.out / name
 
@@ -155,6 +158,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=12, help="clips, of 30")
     parser.add_argument("--clips-only", action="store_true", help="leave the recording out")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quantize", choices=["int8"], help="round the weights of the model")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--page", type=Path, help="write the tables into this page")
     parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")

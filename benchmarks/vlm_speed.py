@@ -118,8 +118,11 @@ def drafts_of(
 def run(arguments: argparse.Namespace) -> Path:
     """Measures, and writes after each case."""
     only_our_output()
-    answerer = Answerer.from_pretrained(arguments.model, device=arguments.device)
-    facts = machine(answerer.model.device, "float32") | {"threads": torch.get_num_threads()}
+    answerer = Answerer.from_pretrained(
+        arguments.model, device=arguments.device, quantize=arguments.quantize
+    )
+    kind = arguments.quantize or "float32"
+    facts = machine(answerer.model.device, kind) | {"threads": torch.get_num_threads()}
     print(facts)
     warn_if_busy(facts)
     wanted: dict[str, str | None] = {**DRAFTS}
@@ -131,6 +134,7 @@ def run(arguments: argparse.Namespace) -> Path:
     cases: list[dict[str, Any]] = []
     version = torch.__version__.partition("+")[0]
     form = f"{answerer.model.device.type}{'-compiled' if arguments.compile else ''}"
+    form += f"-{arguments.quantize}" if arguments.quantize else ""
     name = f"vlm-{form}-torch{version}-{facts['date']}.json"
     path = arguments.out / name
     for case in QUICK if arguments.quick else CASES:
@@ -241,6 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quantize", choices=["int8"], help="round the weights of the model")
     parser.add_argument("--scenes", type=int, default=12, help="at least, at every batch size")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
     parser.add_argument("--repeats", type=int, default=1)

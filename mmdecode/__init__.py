@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mmdecode.engine.contracts import AcceptanceRule, BranchRunner, Drafter, DraftSession, Guide
     from mmdecode.engine.prompt_cache import PromptCache
     from mmdecode.loading import load
+    from mmdecode.quantization import quantize
 
 __version__ = "0.1.0.dev0"
 
@@ -57,6 +58,7 @@ __all__ = [
     "guide",
     "image_ar",
     "load",
+    "quantize",
     "vlm",
     "zoo",
 ]
@@ -73,6 +75,7 @@ _HOME = {
     "attach": "mmdecode.api",
     "generate": "mmdecode.api",
     "load": "mmdecode.loading",
+    "quantize": "mmdecode.quantization",
 }
 _PACKAGES = frozenset(__all__) - frozenset(_HOME) - {"__version__"}
 

@@ -400,25 +400,40 @@ def device_of(name: str | torch.device | None) -> torch.device:
     return device
 
 
-def placed(model: Any, device: str | torch.device | None) -> Any:
-    """Moves a model to a device; ``None`` and ``auto``: CUDA if available, else the CPU.
+def placed(model: Any, device: str | torch.device | None, quantize: str | None = None) -> Any:
+    """Moves a model to a device, and rounds its weights there if that is asked for.
+
+    Args:
+        model: A module, in evaluation mode if it is rounded.
+        device: ``None`` and ``auto``: CUDA if available, else the CPU.
+        quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
 
     Raises:
-        OptionError: The device cannot be used.
+        OptionError: The device cannot be used, or there is no such format.
+        UnsupportedModelError: The model has no int8 form, or int8 weights and the device is no CPU.
     """
+    from mmdecode.quantization import models as quantization
+
+    where = device_of(device)
+    quantization.refuse_device(model, where)
     try:
-        return model.to(device_of(device))
+        model = model.to(where)
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"device {device!r} cannot be used: {error}") from error
+    return model if quantize is None else quantization.quantize(model, quantize)
 
 
 @contextmanager
 def loading(model_id: str) -> Iterator[None]:
     """Turns errors that transformers raises while it loads a checkpoint into `InputError`.
 
+    Inside the context transformers also knows the format of `mmdecode.quantize`.
+
     Raises:
         InputError: The checkpoint cannot be loaded.
     """
+    import mmdecode.quantization  # noqa: F401, registers the format
+
     try:
         yield
     except MMDecodeError:

@@ -38,6 +38,7 @@ def load(
     name: str | os.PathLike[str],
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    quantize: str | None = None,
     *,
     trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
@@ -52,6 +53,7 @@ def load(
             that ``mmdecode zoo`` lists, such as ``moonshine:tiny-en``.
         device: Device of the model; ``None``: CUDA if available, else the CPU.
         dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
+        quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
         trust_remote_code: Run Python files that come with the model: read them first.
 
     Returns:
@@ -62,8 +64,9 @@ def load(
     Raises:
         InputError: The checkpoint cannot be loaded, or is a drafter.
         MissingExtraError: Its processor needs a library that is not installed.
-        OptionError: The device or dtype does not exist.
-        UnsupportedModelError: The model does not generate, or its type is not supported.
+        OptionError: The device, dtype or format does not exist.
+        UnsupportedModelError: The model does not generate, its type is not supported, or it has no
+            int8 form.
     """
     full = full_name(str(name))
     path = local_path(full)
@@ -73,19 +76,19 @@ def load(
     if kind == "whisper":
         from mmdecode.asr.transcriber import load as load_whisper
 
-        model, processor = load_whisper(full, device, dtype)
+        model, processor = load_whisper(full, device, dtype, quantize)
     elif kind in ("llamagen", "imagegpt"):
         from mmdecode.image_ar.loading import load as load_raster
 
-        model, processor = load_raster(full, device, dtype).adapter.model, None
+        model, processor = load_raster(full, device, dtype, quantize).adapter.model, None
     elif kind == "var":
-        from mmdecode.image_ar.next_scale import load as load_scales
+        from mmdecode.image_ar.loading import load_scales
 
-        model, processor = load_scales(full, device, dtype)[0], None
+        model, processor = load_scales(full, device, dtype, quantize)[0], None
     else:
         with loading(full):
             model, processor = _of_transformers(full, path, config, dtype_of(dtype, full, device))
-        model = placed(model, device)
+        model = placed(model.eval(), device, quantize)
     return model.eval(), processor
 
 

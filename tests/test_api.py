@@ -61,6 +61,13 @@ class Collector:
         self.ends += 1
 
 
+def test_quantize_is_a_name_of_the_package():
+    from mmdecode.quantization import quantize
+
+    assert "quantize" in mmdecode.__all__
+    assert mmdecode.quantize is quantize
+
+
 def test_without_a_decoder_it_is_plain_generate():
     assert generate(3).tolist() == plain("llama").tolist()
 

@@ -40,6 +40,7 @@ def parse_args():
     parser.add_argument("--out", type=Path, help="folder for the report")
     parser.add_argument("--device")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantize", choices=["int8"], help="round the weights; on a CPU only")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace files that it did not write"
     )
@@ -58,7 +59,7 @@ def main():
     data = data.limited(args.limit)
     data.check_images()
     modes = modes_of(args.guide or ["vcd"])
-    model, processor = load(args.model, args.device, args.dtype)
+    model, processor = load(args.model, args.device, args.dtype, args.quantize)
     recorder = Recorder(model, processor, data.items, modes, data.image, batch_size=args.batch_size)
     report = YesNoReport(
         recorder.run(),

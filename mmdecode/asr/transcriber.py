@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+from transformers import AutoConfig
 
 from mmdecode import registry
 from mmdecode.asr.alignment.words import around_words, in_order, timed_words
@@ -89,6 +90,7 @@ class Transcriber:
         accept: AcceptanceRule | str = "auto",
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        quantize: str | None = None,
         seed: int = 0,
         correct: ListCorrection | str | None = None,
         *,
@@ -104,6 +106,7 @@ class Transcriber:
             accept: Acceptance rule, see `mmdecode.Decoder`.
             device: Device of the model; ``None``: CUDA if available.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
+            quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
             seed: Seed of the noise that sampling uses.
             correct: Corrector of the text, such as ``uadf:model=zoo:lm-synth``; ``None``: none.
             trust_remote_code: Whether to run Python code from the model's folder: read it first.
@@ -115,7 +118,7 @@ class Transcriber:
         """
         settings = make_options(options)
         name = full_name(str(model_id))
-        model, processor = load(name, device, dtype, settings)
+        model, processor = load(name, device, dtype, quantize, settings)
         at_hand = {"target": model, "model_id": name}
         if isinstance(draft, str):
             draft = registry.create("draft", draft, **at_hand)
@@ -339,12 +342,10 @@ class Transcriber:
                 "word_timestamps cannot be combined with correct: only the words of the recogniser "
                 "have times, and correct changes them; leave one of the two out"
             )
-        method: ListCorrection
+        method: Any = correct
         if isinstance(correct, str):
             acoustic = Acoustic(model=self.model, tokenizer=self.processor.tokenizer)
             method = registry.create("correct", correct, recogniser=acoustic)
-        else:
-            method = correct
         return WindowCorrector(method, self._loop)
 
 
@@ -414,9 +415,7 @@ class _Segments:
             spans = in_order(spans, timeline.duration_s)
         return around_words(spans, words, self._last_word_end_s)
 
-    def _segment(
-        self, piece: Piece, span: tuple[float, float], words: list[Word] | None
-    ) -> Segment:
+    def _segment(self, piece: Piece, span: Sequence[float], words: list[Word] | None) -> Segment:
         return Segment(
             start_s=round(span[0], 6),
             end_s=round(span[1], 6),
@@ -472,6 +471,7 @@ def load(
     model_id: str,
     device: str | torch.device | None,
     dtype: str | torch.dtype | None,
+    quantize: str | None = None,
     options: TranscribeOptions | None = None,
 ) -> tuple[Any, Any]:
     """Loads the model and the processor of a checkpoint.
@@ -480,6 +480,7 @@ def load(
         model_id: A folder, a Hub id or another name of a checkpoint.
         device: Device of the model; ``None``: CUDA if available.
         dtype: Data type of the weights.
+        quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
         options: Options that the model family has to support; checked before weights are read.
 
     Raises:
@@ -487,8 +488,6 @@ def load(
         OptionError: The device or dtype does not exist, or the family does not support an option.
         UnsupportedModelError: The checkpoint is not a supported recogniser.
     """
-    from transformers import AutoConfig
-
     kind = dtype_of(dtype, model_id, device)
     path = local_path(model_id)
     with loading(model_id):
@@ -497,4 +496,4 @@ def load(
         if options is not None:
             refuse_beyond(family.capabilities, options, model_id)
         model, processor = family.load(path, config, kind)
-    return placed(model, device), processor
+    return placed(model.eval(), device, quantize), processor

@@ -22,6 +22,7 @@ from mmdecode.cli.flags import (
     NoiseBy,
     Overwrite,
     PromptCacheBytes,
+    Quantize,
     model_help,
     refuse_without,
 )
@@ -131,6 +132,7 @@ def command(
     device: Device = "auto",
     device_map: DeviceMap = None,
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of questions.")] = None,
     json: JsonFlag = False,
@@ -183,7 +185,7 @@ def command(
     without_other_bars()
     if chat:
         answerer = Answerer.from_pretrained(
-            model, draft, guide, accept, device, dtype, seed, device_map=device_map
+            model, draft, guide, accept, device, dtype, quantize, seed, device_map=device_map
         )
         with warnings_shown("default"):  # every turn reads all images again
             given = dataclasses.asdict(options)
@@ -207,6 +209,8 @@ def command(
         "dtype": dtype,
         "seed": seed,
     }
+    if quantize is not None:  # as before there was a choice
+        load["quantize"] = quantize
     # what may change an answer; the batch does not
     settings = {**dataclasses.asdict(options), **load}
     for name in ("noise_by", "frames", "fps"):  # as before there was a choice

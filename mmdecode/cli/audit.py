@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from mmdecode.cli.flags import Device, Dtype, model_help
+from mmdecode.cli.flags import Device, Dtype, Quantize, model_help
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnsupportedModelError
@@ -88,6 +88,7 @@ def command(
     ] = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     seed: Annotated[int, typer.Option(help="Seed of the noise that sampling uses.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Audit only this many inputs.")] = None,
     json: JsonFlag = False,
@@ -100,6 +101,9 @@ def command(
     and whether that is more than the measured noise of scoring several tokens in one pass. The
     verdict is 'passes', 'fails' or, if the noise is as large as the model's own preferences,
     'inconclusive'. The exit code is 0 only if the verdict is 'passes'.
+
+    With --quantize int8 the rounded model is audited, and its distance to the float model, which is
+    another model, is printed too.
 
     Long recordings are cut into windows, and each window is one input. Inputs are decoded one at a
     time, so errors that occur only in batches are not found.
@@ -117,7 +121,9 @@ def command(
     from mmdecode.checkpoints import config_of, loading, local_path
     from mmdecode.decoder import Decoder
     from mmdecode.evaluation.audit.audit import audit
+    from mmdecode.evaluation.audit.distance import distance
     from mmdecode.evaluation.audit.plain import UNCUT, Plain
+    from mmdecode.quantization import is_quantized
 
     if tokens is not None and (draft or guide or accept != "auto"):
         raise OptionError(
@@ -131,22 +137,26 @@ def command(
     only_our_output()
     failures: list[dict[str, str]] = []
     options: dict[str, Any] = {**UNCUT, "temperature": temperature} if sample else {}
-    if family == "whisper":
-        network, cases = _speech(
-            model, data, language, timestamps, max_new_tokens, device, dtype, limit, failures
-        )
-        from transformers import GenerationMixin
-
-        # Whisper's own generate cuts, repeats and strips; what it calls does none of that
-        generate = functools.partial(GenerationMixin.generate, network)
-    elif GenericRecognizer.fits(family):
+    if family != "whisper" and GenericRecognizer.fits(family):
         raise UnsupportedModelError(
             f"{model} is a speech recogniser ({family}); audit supports no recognisers but "
             "Whisper; name a Whisper or a language model with --model"
         )
-    else:
-        network, cases = _text(model, data, device, dtype, limit)
-        generate = network.generate
+
+    def loaded(to: str | None, failures: list[dict[str, str]]) -> tuple[Any, list[Case], Any]:
+        given = device, dtype, to, limit
+        if family != "whisper":
+            network, cases = _text(model, data, *given)
+            return network, cases, network.generate
+        from transformers import GenerationMixin
+
+        network, cases = _speech(
+            model, data, language, timestamps, max_new_tokens, *given, failures
+        )
+        # Whisper's own generate cuts, repeats and strips; what it calls does none of that
+        return network, cases, functools.partial(GenerationMixin.generate, network)
+
+    network, cases, generate = loaded(quantize, failures)
     if not cases:
         raise InputError("none of the inputs can be read: " + failures[0]["error"])
     decoder, foreign = None, None
@@ -160,6 +170,7 @@ def command(
     if family != "whisper":
         longest = max((len(row) + 1 for row in (foreign or {}).values()), default=0)
         options["max_new_tokens"] = max_new_tokens or max(64, longest)
+    plain = Plain(network, generate, **options)
     with progress_bar() as bar:
         task = bar.add_task("auditing", total=len(foreign or cases))
         report = audit(
@@ -169,19 +180,27 @@ def command(
             tokens=foreign,
             sample=sample,
             draws=draws,
-            plain=Plain(network, generate, **options),
+            plain=plain,
             progress=lambda name: bar.advance(task),
         )
+    apart = None
+    if quantize is not None:
+        network, others, generate = loaded(None, [])
+        if not is_quantized(network):
+            apart = distance(plain, Plain(network, generate, **options), paired(cases, others))
     if json:
         given = {"model": model, "draft": draft, "guide": guide, "accept": accept, "seed": seed}
-        emit_json(
-            dataclasses.asdict(report)
-            | {"tokens": report.tokens, "given": given, "failures": failures}
-        )
+        more = {"tokens": report.tokens, "given": given, "failures": failures}
+        if quantize is not None:
+            given["quantize"] = quantize
+            more["distance"] = None if apart is None else dataclasses.asdict(apart)
+        emit_json(dataclasses.asdict(report) | more)
     else:
-        out.print(_table(report))
+        out.print(_table(report, is_quantized(plain.model)))
         colour = {"passes": "green", "fails": "red", "inconclusive": "yellow"}[report.verdict]
         out.print(report.words, style=colour, markup=False, highlight=False, soft_wrap=True)
+        if apart is not None:
+            out.print(apart.words, markup=False, highlight=False, soft_wrap=True)
     for failure in failures:
         console.print(
             f"failed: {failure['error']}",
@@ -194,6 +213,22 @@ def command(
         raise typer.Exit(1)
 
 
+def paired(cases: Sequence[Case], others: Sequence[Case]) -> list[tuple[Case, Case]]:
+    """Pairs inputs of two models by name; both read the prompt of the first one.
+
+    Args:
+        cases: Inputs of one model.
+        others: Inputs of the other, with encoder states of its own if it has an encoder.
+    """
+    states = {one.name: one.inputs.get("encoder_outputs") for one in others}
+    found = []
+    for case in cases:
+        own = states[case.name]
+        inputs = case.inputs if own is None else {**case.inputs, "encoder_outputs": own}
+        found.append((case, dataclasses.replace(case, inputs=inputs)))
+    return found
+
+
 def _speech(
     model: str,
     data: list[str] | None,
@@ -202,6 +237,7 @@ def _speech(
     max_new_tokens: int | None,
     device: str | None,
     dtype: str,
+    quantize: str | None,
     limit: int | None,
     failures: list[dict[str, str]],
 ) -> tuple[Any, list[Case]]:
@@ -216,7 +252,7 @@ def _speech(
             files = {path: path for path in find_audio(data)}
     else:
         files = {clip.name: str(clip.path) for clip in speech_test()}
-    network, processor = load(model, device, dtype)
+    network, processor = load(model, device, dtype, quantize)
     options = TranscribeOptions(
         language=language, timestamps=timestamps, max_new_tokens=max_new_tokens
     )
@@ -284,7 +320,12 @@ def speech_cases(
 
 
 def _text(
-    model: str, data: list[str] | None, device: str | None, dtype: str, limit: int | None
+    model: str,
+    data: list[str] | None,
+    device: str | None,
+    dtype: str,
+    quantize: str | None,
+    limit: int | None,
 ) -> tuple[Any, list[Case]]:
     """Loads the model, and makes a case, a named input to audit, of each line of the files."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -309,7 +350,7 @@ def _text(
         network = AutoModelForCausalLM.from_pretrained(
             path, dtype=kind, trust_remote_code=code_trusted()
         ).eval()
-    network = placed(network, device)
+    network = placed(network, device, quantize)
     cases = []
     for index, prompt in enumerate(prompts, 1):
         encoded = tokenizer(prompt, return_tensors="pt").to(network.device)
@@ -374,9 +415,10 @@ def read_tokens(path: Path, names: Sequence[str]) -> dict[str, list[int]]:
     return found
 
 
-def _table(report: AuditReport) -> Table:
+def _table(report: AuditReport, rounded: bool) -> Table:
     title = (
-        f"{report.model}, {report.dtype} on {report.device}: draft {report.draft}, guide "
+        f"{report.model}, {report.dtype}{', int8 weights' if rounded else ''} on "
+        f"{report.device}: draft {report.draft}, guide "
         f"{report.guide}, rule {report.rule}; reference: {report.reference}"
     )
     table = Table(

@@ -13,7 +13,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from mmdecode.cli.flags import Device, DeviceMap, Dtype, Overwrite, model_help
+from mmdecode.cli.flags import Device, DeviceMap, Dtype, Overwrite, Quantize, model_help
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
 from mmdecode.cli.shared import Group
@@ -79,6 +79,7 @@ def vlm(
     device: Device = "auto",
     device_map: DeviceMap = None,
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     json: JsonFlag = False,
 ) -> None:
@@ -105,16 +106,21 @@ def vlm(
         working,
     )
     from mmdecode.evaluation.speed.stopwatch import load, machine
+    from mmdecode.quantization import is_quantized
     from mmdecode.vlm import Answerer
 
     if out_dir is not None:
         refuse_foreign([out_dir / RESULTS], overwrite)
     only_our_output()
     _refuse_others(model)
-    answerer = Answerer.from_pretrained(model, device=device, dtype=dtype, device_map=device_map)
+    answerer = Answerer.from_pretrained(
+        model, device=device, dtype=dtype, quantize=quantize, device_map=device_map
+    )
     at_hand = {"target": answerer.model, "model_id": model}
     names = ["lookup"] if draft is None else draft
     facts = machine(input_device(answerer.model), dtype)
+    if is_quantized(answerer.model):
+        facts["quantize"] = "int8"
     if facts["load_at_start"] > 0.7:
         console.print(
             f"system load {facts['load_at_start']}: other programs run, and times are unreliable"

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mmdecode.cli.flags import Device, Dtype, Overwrite, refuse_without
+from mmdecode.cli.flags import Device, Dtype, Overwrite, Quantize, refuse_without
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.errors import UnknownNameError
 
@@ -78,6 +78,7 @@ def command(
     overwrite: Overwrite = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     seed: Annotated[
         int,
         typer.Option(help="Seed of images, confidence intervals and guides; text is greedy."),
@@ -105,7 +106,7 @@ def command(
     for name in chosen:
         folder = FOLDER / name if output is None else output if what else output / name
         asked_for = model if name == chosen[0] else None
-        shared = (folder.resolve(), limit, device, dtype, seed, overwrite)
+        shared = (folder.resolve(), limit, device, dtype, quantize, seed, overwrite)
         if name == "speech":
             from mmdecode.demo.speech import command as demo_speech
 

@@ -15,6 +15,7 @@ from mmdecode.cli.flags import (
     Language,
     MaxNewTokens,
     Overwrite,
+    Quantize,
     Resume,
     Task,
     Timestamps,
@@ -36,8 +37,9 @@ app = typer.Typer(cls=Group, help=ABOUT, add_completion=False)
 PLAIN = "plain"
 """Name of the mode without a draft."""
 SHOWN = 5  # failures listed one by one
-MODEL_OPTIONS = (
-    "batch_size warmup language task timestamps fallback max_new_tokens device dtype".split()
+MODEL_OPTIONS = tuple(
+    "batch_size warmup language task timestamps fallback max_new_tokens "
+    "device dtype quantize".split()
 )
 
 
@@ -159,6 +161,7 @@ def wer(
     max_new_tokens: MaxNewTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     seed: Annotated[int, typer.Option(help="Seed of every bootstrap and of sampling.")] = 0,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use only this many recordings, for a smoke test.")
@@ -235,7 +238,7 @@ def wer(
                 from mmdecode.asr.options import FALLBACK
 
                 options |= FALLBACK
-            transcribers = _transcribers(model, draft or [], device, dtype, seed, options)
+            transcribers = _transcribers(model, draft or [], device, dtype, quantize, seed, options)
             samples, conditions = _run(
                 transcribers,
                 entries,
@@ -351,6 +354,7 @@ def _transcribers(
     drafts: list[str],
     device: str | None,
     dtype: str,
+    quantize: str | None,
     seed: int,
     options: dict[str, Any],
 ) -> dict[str, Transcriber]:
@@ -364,7 +368,7 @@ def _transcribers(
     if len(set(drafts)) < len(drafts):
         raise OptionError(f"--draft is given twice: {', '.join(drafts)}; give each drafter once")
     only_our_output()
-    network, processor = load(model, device, dtype)
+    network, processor = load(model, device, dtype, quantize)
     found = {PLAIN: Transcriber(network, processor, Decoder(seed=seed), settings)}
     for spec in drafts:
         drafter = registry.create("draft", spec, target=network, model_id=model)

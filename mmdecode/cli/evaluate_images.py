@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help
+from mmdecode.cli.flags import Device, Dtype, Overwrite, Quantize, model_help
 from mmdecode.cli.output import JsonFlag, emit_json, show_tables
 from mmdecode.cli.progress import progress_bar
 from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
@@ -107,6 +107,7 @@ def images(
     overwrite: Overwrite = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     seed: Annotated[int, typer.Option(help="Seed of the images and of all resampling.")] = 0,
     json: JsonFlag = False,
 ) -> None:
@@ -145,7 +146,7 @@ def images(
             f"{model} generates images scale by scale and has no drafters; give a model that "
             "generates in raster order, such as zoo:llamagen-scenes"
         )
-    network = load(model, device, dtype)
+    network = load(model, device, dtype, quantize)
     left_out: list[str] = []
     how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "guidance": guidance}
     recorder = Recorder(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help
+from mmdecode.cli.flags import Device, Dtype, Overwrite, Quantize, model_help
 from mmdecode.cli.output import JsonFlag, emit_json, show_tables
 from mmdecode.cli.progress import progress_bar
 from mmdecode.runs.console import console, only_our_output, print_line
@@ -86,6 +86,7 @@ def nbest(
     batch_size: Annotated[int, typer.Option(min=1, help="Batch size, in lists or texts.")] = 16,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     seed: Annotated[int, typer.Option(help="Seed of every bootstrap.")] = 0,
     json: JsonFlag = False,
 ) -> None:
@@ -126,17 +127,21 @@ def nbest(
         name: parts_of(lists[:limit], train_share, dev_share)
         for name, lists in _sets(data, references).items()
     }
+    chosen = {} if quantize is None else {"quantize": quantize}
     conditions = {
         "methods": asked,
         "train_share": train_share,
         "dev_share": dev_share,
         "limit": limit,
         "dtype": dtype,
+        **chosen,
         "mmdecode": mmdecode.__version__,
         "transformers": transformers.__version__,
     }
     with claimed(output) if output else contextlib.nullcontext():
-        rows = _rows(wanted, sets, output, resume, overwrite, device, dtype, batch_size, limit)
+        rows = _rows(
+            wanted, sets, output, resume, overwrite, device, dtype, quantize, batch_size, limit
+        )
         reports = []
         for name, parts in sets.items():
             found = {
@@ -216,6 +221,7 @@ def _rows(
     overwrite: bool,
     device: str | None,
     dtype: str,
+    quantize: str | None,
     batch_size: int,
     limit: int | None,
 ) -> Rows:
@@ -227,6 +233,8 @@ def _rows(
     if output is not None:
         hashes = {name: _hash(parts) for name, parts in sets.items()}
         settings = {"lists": hashes, "dtype": dtype, "limit": limit}
+        if quantize is not None:  # as before there was a choice
+            settings["quantize"] = quantize
         journal = Journal(
             output / ROWS,
             read_model_rows,
@@ -242,7 +250,7 @@ def _rows(
         found.setdefault((row.data, row.source), {})[row.id] = row
     try:
         for source in dict.fromkeys(method.source for method in methods if method.source):
-            for row in _made(source, sets, found, device, dtype, batch_size):
+            for row in _made(source, sets, found, device, dtype, quantize, batch_size):
                 found.setdefault((row.data, source), {})[row.id] = row
                 if journal:
                     journal.add(row)
@@ -258,6 +266,7 @@ def _made(
     found: Rows,
     device: str | None,
     dtype: str,
+    quantize: str | None,
     batch_size: int,
 ) -> Iterator[ModelRow]:
     """Runs one model on the lists that have no output of it yet."""
@@ -282,7 +291,8 @@ def _made(
     made = corrected if kind == "corrector" else scored
     # thresholds are laid on preferences later, on the development part
     options = {"copy_below": -math.inf} if kind == "corrector" else {}
-    loaded = load(model, device=device, dtype=dtype, batch_size=batch_size, **options)
+    placing = {"device": device, "dtype": dtype, "quantize": quantize}
+    loaded = load(model, **placing, batch_size=batch_size, **options)
     watch = Watch()
     with progress_bar() as bar:
         task = bar.add_task(source, total=sum(map(len, todo.values())))

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Overwrite, Resume, model_help
+from mmdecode.cli.flags import (
+    Device,
+    Dtype,
+    Language,
+    MaxNewTokens,
+    Overwrite,
+    Quantize,
+    Resume,
+    model_help,
+)
 from mmdecode.cli.output import JsonFlag, emit_json, show_tables
 from mmdecode.cli.progress import recorded
 from mmdecode.runs.console import console, only_our_output, print_line
@@ -75,6 +84,7 @@ def silence(
     resamples: Annotated[int, typer.Option(min=1, help="Number of bootstrap samples.")] = 10_000,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     seed: Annotated[int, typer.Option(help="Seed of every bootstrap and of sampling.")] = 0,
     limit: Annotated[
         int | None,
@@ -123,7 +133,7 @@ def silence(
             "batch_size": batch_size,
             "padding": padding,
         }
-        transcribers = _transcribers(model, guides, draft, device, dtype, seed, options)
+        transcribers = _transcribers(model, guides, draft, device, dtype, quantize, seed, options)
         made: dict[Path, Callable[[], np.ndarray]] = {}
         left_out: list[str] = []
         entries = [
@@ -196,6 +206,7 @@ def _transcribers(
     draft: str | None,
     device: str | None,
     dtype: str,
+    quantize: str | None,
     seed: int,
     options: dict[str, Any],
 ) -> dict[str, Transcriber]:
@@ -208,7 +219,7 @@ def _transcribers(
 
     if len(set(guides)) < len(guides):
         raise OptionError(f"--guide is given twice: {', '.join(guides)}; give each guide once")
-    network, processor = load(model, device, dtype)
+    network, processor = load(model, device, dtype, quantize)
     at_hand = {"target": network, "model_id": model}
     ways: dict[str, tuple[str | None, dict[str, Any]]] = {
         PLAIN: (None, {"loop_guard": "report"}),

@@ -21,6 +21,7 @@ from mmdecode.cli.flags import (
     NoiseBy,
     Overwrite,
     PromptCacheBytes,
+    Quantize,
     refuse_without,
 )
 from mmdecode.cli.output import JsonFlag, emit_json, show_tables
@@ -61,7 +62,8 @@ READING = ".reading"  # the image that is being read, see mmdecode.runs.crashes
 SHOWN = 5  # failures listed one by one
 RUN_OPTIONS = tuple(
     "data part images split prefix prompt synonyms guide sample seeds controls suffix redraw limit "
-    "batch_size prompt_cache noise_by max_new_tokens warmup resume device device_map dtype".split()
+    "batch_size prompt_cache noise_by max_new_tokens warmup resume device device_map dtype "
+    "quantize".split()
 )
 """Parameters of a run; with --rescore they are taken from the earlier run."""
 
@@ -100,6 +102,7 @@ def pope(
     device: Device = "auto",
     device_map: DeviceMap = None,
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     seed: Seed = 0,
     json: JsonFlag = False,
 ) -> None:
@@ -152,6 +155,7 @@ def chair(
     device: Device = "auto",
     device_map: DeviceMap = None,
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     seed: Seed = 0,
     json: JsonFlag = False,
 ) -> None:
@@ -194,6 +198,7 @@ def mme(
     device: Device = "auto",
     device_map: DeviceMap = None,
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     seed: Seed = 0,
     json: JsonFlag = False,
 ) -> None:
@@ -235,6 +240,7 @@ def amber(
     device: Device = "auto",
     device_map: DeviceMap = None,
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     seed: Seed = 0,
     json: JsonFlag = False,
 ) -> None:
@@ -278,6 +284,7 @@ def spatial(
     device: Device = "auto",
     device_map: DeviceMap = None,
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     seed: Seed = 0,
     json: JsonFlag = False,
 ) -> None:
@@ -430,6 +437,7 @@ def _run(
     device: str | None,
     device_map: str | None,
     dtype: str,
+    quantize: str | None = None,
     part: str = "test",
     split: list[str] | None = None,
     prefix: str = "",
@@ -483,7 +491,7 @@ def _run(
     if noise_by != "request":  # as before there was a choice
         options["noise_by"] = noise_by
     only_our_output()
-    network, processor = load(model, device, dtype, device_map)
+    network, processor = load(model, device, dtype, quantize, device_map)
     recorder = Recorder(
         network,
         processor,

@@ -77,6 +77,12 @@ Dtype = Annotated[
         "or fp16 on GPUs without bf16; on a CPU and for zoo models auto is fp32."
     ),
 ]
+Quantize = Annotated[
+    Literal["int8"] | None,
+    typer.Option(
+        help="int8: the model's weights are rounded, which makes it another model; on a CPU only."
+    ),
+]
 
 
 def refuse_without(needed: str, options: Collection[str], context: typer.Context) -> None:

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import TextColumn
 
-from mmdecode.cli.flags import Device, Dtype, Overwrite, Resume, model_help, refuse_without
+from mmdecode.cli.flags import (
+    Device,
+    Dtype,
+    Overwrite,
+    Quantize,
+    Resume,
+    model_help,
+    refuse_without,
+)
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
 from mmdecode.runs.console import console, print_line, warnings_shown, without_other_bars
@@ -149,6 +157,7 @@ def command(
     overwrite: Overwrite = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     json: JsonFlag = False,
 ) -> None:
     """Generate images from classes or prompts.
@@ -200,6 +209,8 @@ def command(
         "negative_prompt": negative_prompt,
         "template": not raw_prompt,
     }
+    if quantize is not None:  # as before there was a choice
+        load["quantize"] = quantize
     # what may change an image; the batch does not
     settings = {
         **load,
@@ -257,7 +268,7 @@ def _metadata(generator: ImageGenerator, load: Mapping[str, Any]) -> dict[str, A
 
     names = (
         *("model_id", "mode", "draft", "accept", "refiner", "drafted", "dtype"),
-        *("negative_prompt", "template"),
+        *("negative_prompt", "template", *(["quantize"] if "quantize" in load else [])),
     )
     return {
         "Software": f"mmdecode {mmdecode.__version__}",

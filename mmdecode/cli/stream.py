@@ -12,7 +12,7 @@ import typer
 from rich.live import Live
 from rich.text import Text
 
-from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Recogniser
+from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Quantize, Recogniser
 from mmdecode.cli.output import emit_json
 from mmdecode.runs.console import console, out, without_other_bars
 
@@ -57,6 +57,7 @@ def command(
     max_new_tokens: MaxNewTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object per update, and one at the end.")
     ] = False,
@@ -83,6 +84,7 @@ def command(
         draft=draft,
         device=device,
         dtype=dtype,
+        quantize=quantize,
         language=language,
         vad=vad,
         word_timestamps=word_timestamps,
@@ -100,8 +102,9 @@ def command(
         follow(_blocks(path, stream.rate), stream.feed, round(step * stream.rate), take)
         take([stream.finish()])
     report = meter.report()
+    named = {} if quantize is None else {"quantize": quantize}
     if json:
-        emit_json({"model": model} | report.as_dict())
+        emit_json({"model": model, **named} | report.as_dict())
     else:
         console.print(_summary(report, stream.audio_s), highlight=False, soft_wrap=True)
 

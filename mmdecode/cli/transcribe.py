@@ -22,6 +22,7 @@ from mmdecode.cli.flags import (
     Language,
     MaxNewTokens,
     Overwrite,
+    Quantize,
     Recogniser,
     Resume,
     Task,
@@ -45,7 +46,7 @@ PANELS = {
     "Options": "model out_dir formats draft language task word_timestamps batch_size resume device",
     "Input": "files_from data limit allow_truncated",
     "Output": "keep_tree report max_line_width max_line_count max_reading_speed overwrite json",
-    "Decoding": "guide accept dtype timestamps temperature beams n_best n_best_method "
+    "Decoding": "guide accept dtype quantize timestamps temperature beams n_best n_best_method "
     "max_new_tokens mode overlap_s window_s padding seed trust_remote_code",
     "Words and their correction": "word_method correct prompt prompt_condition_type hotwords",
     "Silence, loops and failed windows": "fallback compression_ratio_threshold logprob_threshold "
@@ -241,6 +242,7 @@ def command(
     ] = "auto",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     seed: Annotated[int, typer.Option(help="Seed of the noise that sampling uses.")] = 0,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Transcribe only this many recordings.")
@@ -334,15 +336,12 @@ def command(
     _warn_of_thresholds(checked)
     # what may change a file; a transcript does not depend on the batch
     settings = dataclasses.asdict(checked) | {
-        "model": model,
-        "draft": draft,
-        "guide": guide,
-        "accept": accept,
-        "dtype": dtype,
-        "seed": seed,
-        "keep_tree": keep_tree,
+        **{"model": model, "draft": draft, "guide": guide, "accept": accept},
+        **{"dtype": dtype, "seed": seed, "keep_tree": keep_tree},
     }
     del settings["batch_size"]
+    if quantize is not None:  # as before there was a choice
+        settings["quantize"] = quantize
     if correct is not None:
         settings["correct"] = correct
     layout = Layout(
@@ -370,7 +369,7 @@ def command(
             entries = stack.enter_context(gathered(paths or (), files_from, data, limit, keep_tree))
         load = functools.partial(
             Transcriber.from_pretrained,
-            *(model, draft, guide, accept, team.device, dtype, seed, correct),
+            *(model, draft, guide, accept, team.device, dtype, quantize, seed, correct),
             **options,
         )
         tally = _transcribe(entries, load, output, team)
@@ -558,9 +557,10 @@ def _write_page(path: Path, entries: list[Entry], tally: _Tally, output: _Output
             audio = Path(entry.audio or "") if whole else None
             texts.append(CorrectedText.of_transcript(found[entry.id], entry.text, audio))
     english = {row["language"] for row in found.values()} <= {None, "en"}
+    names = "model", "correct", "dtype", "quantize"
+    shown = {name: output.settings[name] for name in names if name in output.settings}
     page = CorrectedTexts(texts, normaliser="whisper" if english else "basic").page(
-        {name: output.settings[name] for name in ("model", "correct", "dtype")}
-        | {"mmdecode": mmdecode.__version__}
+        shown | {"mmdecode": mmdecode.__version__}
     )
     with explained(path):
         # names of files need not be UTF-8

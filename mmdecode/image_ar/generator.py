@@ -138,6 +138,7 @@ class ImageGenerator:
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        quantize: str | None = None,
         compile: bool = False,
         grid: tuple[int, int] | None = None,
         refiner: str | os.PathLike[str] | None = None,
@@ -156,6 +157,7 @@ class ImageGenerator:
                 ``exact``, ``fast``, ``relaxed`` (lossy), or ``zipar:window=8`` (lossy).
             device: Device of the model; ``None``: CUDA if available, else the CPU.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
+            quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
             compile: See `mmdecode.Decoder`.
             grid: Rows and columns of codes, for model families whose images may have any size.
             refiner: A smaller next-scale model that generates the last scales (CoDe).
@@ -181,6 +183,7 @@ class ImageGenerator:
                 "compile": compile or None,
                 "grid": grid,
                 "dtype": None if dtype in (AUTO, "fp32", "float32", torch.float32) else dtype,
+                "quantize": quantize,
             }
             for option, value in given.items():
                 if value is not None:
@@ -200,7 +203,7 @@ class ImageGenerator:
                 f"a refiner is for next-scale models, and {name} generates in raster order; to "
                 "draft with a smaller model, use draft='assistant:model=...'"
             )
-        model = load(name, device, dtype, grid, template)
+        model = load(name, device, dtype, quantize, grid, template)
         lead = lead_of(mode)
         if lead is not None:
             if compile:

@@ -24,10 +24,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmdecode import registry
 from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
-from mmdecode.errors import IncompatibleError, InputError, OptionError
-from mmdecode.models import llamagen, var  # noqa: F401, VAR's type becomes known
+from mmdecode.errors import IncompatibleError, InputError, OptionError, UnsupportedModelError
+from mmdecode.models import llamagen
 from mmdecode.models.chameleon_vq import ChameleonVQDecoder
 from mmdecode.models.llamagen import LlamaGenForImageGeneration
+from mmdecode.models.multiscale_vq import MultiScaleVQ
+from mmdecode.models.var import VarForImageGeneration
 from mmdecode.models.vq import VQModel
 
 if TYPE_CHECKING:
@@ -96,6 +98,7 @@ def load(
     model_id: str,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    quantize: str | None = None,
     grid: tuple[int, int] | None = None,
     template: bool = True,
 ) -> RasterModel:
@@ -105,6 +108,7 @@ def load(
         model_id: A folder, a Hub id or ``zoo:NAME``.
         device: Device of the model; ``None``: CUDA if available, else the CPU.
         dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
+        quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
         grid: Rows and columns of codes, for model families whose images may have any size.
         template: Whether prompts are put into the processor's chat template, for families whose
             published code does so (Janus); ``False``: the model reads prompts unchanged.
@@ -112,14 +116,55 @@ def load(
     Raises:
         InputError: The checkpoint cannot be loaded, or a part is missing.
         IncompatibleError: The image tokenizer has another codebook than the model.
-        OptionError: Device or dtype do not exist; the model needs a grid, or has a fixed one.
-        UnsupportedModelError: No adapter supports the model.
+        OptionError: Device, dtype or format do not exist; the model needs a grid, or has a fixed
+            one.
+        UnsupportedModelError: No adapter supports the model, or it has no int8 form.
     """
     if config_of(model_id).model_type == llamagen.LlamaGenConfig.model_type:
         if grid is not None:
             raise OptionError(f"{model_id} generates images of one size; leave out the grid")
-        return _llamagen(model_id, device, dtype)
-    return _of_transformers(model_id, device, dtype, grid, template)
+        return _llamagen(model_id, device, dtype, quantize)
+    return _of_transformers(model_id, device, dtype, quantize, grid, template)
+
+
+def load_scales(
+    name: str | Path,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    quantize: str | None = None,
+) -> tuple[VarForImageGeneration, MultiScaleVQ]:
+    """Loads a next-scale transformer and the tokenizer that its configuration names.
+
+    Published checkpoints have loaders of their own, `mmdecode.models.var.load_published` and
+    `mmdecode.models.multiscale_vq.load_published`.
+
+    Args:
+        name: A folder, a Hub id or ``zoo:NAME``.
+        device: Device of model and tokenizer; ``None``: CUDA if available, else the CPU.
+        dtype: Data type of the transformer; the tokenizer is always in float32, since it sums the
+            latents of all scales.
+        quantize: Refused unless ``None``: a whole scale attends at once, not query by query.
+
+    Raises:
+        InputError: The model does not exist, weights are missing, or the configuration does not
+            name the tokenizer.
+        OptionError: The device or the dtype does not exist.
+        UnsupportedModelError: ``quantize`` is given.
+    """
+    if quantize is not None:
+        raise UnsupportedModelError(
+            f"{name} generates images scale by scale and has no int8 form; leave out "
+            f"quantize={quantize!r}"
+        )
+    model = whole(VarForImageGeneration, str(name), dtype=dtype_of(dtype, name, device))
+    if not model.config.tokenizer:
+        raise InputError(
+            f"{name} does not name its tokenizer; write the tokenizer's folder into config.json as "
+            "'tokenizer', or load model and tokenizer separately and pass them to NextScale"
+        )
+    folder = Path(local_path(name)) / model.config.tokenizer
+    source = str(folder) if folder.is_dir() else model.config.tokenizer
+    return placed(model, device), placed(whole(MultiScaleVQ, source, dtype=torch.float32), device)
 
 
 def whole(cls: Any, model_id: str, subfolder: str = "", **options: Any) -> Any:
@@ -188,10 +233,13 @@ def with_generation_settings(model_id: str, preset: Preset) -> Preset:
 
 
 def _llamagen(
-    model_id: str, device: str | torch.device | None, dtype: str | torch.dtype | None
+    model_id: str,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    quantize: str | None,
 ) -> RasterModel:
     kind = dtype_of(dtype, model_id, device)
-    model = placed(whole(LlamaGenForImageGeneration, model_id, dtype=kind), device)
+    model = placed(whole(LlamaGenForImageGeneration, model_id, dtype=kind), device, quantize)
     vq = None
     if _holds(model_id, "vq"):
         vq = placed(whole(VQModel, model_id, "vq", dtype=kind), device)
@@ -255,6 +303,7 @@ def _of_transformers(
     model_id: str,
     device: str | torch.device | None,
     dtype: str | torch.dtype | None,
+    quantize: str | None,
     grid: tuple[int, int] | None,
     template: bool,
 ) -> RasterModel:
@@ -282,7 +331,7 @@ def _of_transformers(
     with loading(model_id):
         kind = dtype_of(dtype, model_id, device)
         model = auto.from_pretrained(path, dtype=kind, trust_remote_code=code_trusted())
-    adapter = registry.image_adapter_for(placed(model.eval(), device), **options)
+    adapter = registry.image_adapter_for(placed(model.eval(), device, quantize), **options)
     if unconditional:
         return RasterModel(
             adapter=adapter,

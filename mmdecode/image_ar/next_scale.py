@@ -25,10 +25,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mmdecode.checkpoints import dtype_of, local_path, placed
 from mmdecode.engine.noise import Noise, Role, request_key
-from mmdecode.errors import IncompatibleError, InputError, OptionError, ShapeError
-from mmdecode.image_ar.loading import whole
+from mmdecode.errors import IncompatibleError, OptionError, ShapeError
+from mmdecode.image_ar.loading import load_scales
 from mmdecode.image_ar.sampling import Sampling, Warper, guided
 from mmdecode.models.multiscale_vq import MultiScaleVQ, resized
 from mmdecode.models.var import ScaleCache, VarForImageGeneration
@@ -217,9 +216,10 @@ class NextScale:
         name: str | Path,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        quantize: str | None = None,
     ) -> NextScale:
-        """Loads a model and its tokenizer from a folder, a Hub id or ``zoo:NAME``; see `load`."""
-        return cls(*load(name, device, dtype))
+        """Loads a model and its tokenizer; see `mmdecode.image_ar.loading.load_scales`."""
+        return cls(*load_scales(name, device, dtype, quantize))
 
     @torch.no_grad()
     def generate(
@@ -395,15 +395,16 @@ class Collaborative(NextScale):
         drafted: int,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        quantize: str | None = None,
     ) -> Collaborative:
-        """Loads both models and their tokenizer; see `load`.
+        """Loads both models and their tokenizer; see `load_scales`.
 
         Raises:
             IncompatibleError: The models differ in codes, scales or classes, or have different
                 tokenizers.
         """
-        large, tokenizer = load(drafter, device, dtype)
-        small, other = load(refiner, device, dtype)
+        large, tokenizer = load_scales(drafter, device, dtype, quantize)
+        small, other = load_scales(refiner, device, dtype, quantize)
         mine, theirs = tokenizer.state_dict(), other.state_dict()
         if mine.keys() != theirs.keys() or not all(mine[n].equal(theirs[n]) for n in mine):
             raise IncompatibleError.between(
@@ -413,38 +414,6 @@ class Collaborative(NextScale):
                 "give models that were trained with the same tokenizer",
             )
         return cls(large, small, tokenizer, drafted)
-
-
-def load(
-    name: str | Path,
-    device: str | torch.device | None = None,
-    dtype: str | torch.dtype | None = None,
-) -> tuple[VarForImageGeneration, MultiScaleVQ]:
-    """Loads a transformer and the tokenizer that its configuration names.
-
-    Published checkpoints have loaders of their own, `mmdecode.models.var.load_published` and
-    `mmdecode.models.multiscale_vq.load_published`.
-
-    Args:
-        name: A folder, a Hub id or ``zoo:NAME``.
-        device: Device of model and tokenizer; ``None``: CUDA if available, else the CPU.
-        dtype: Data type of the transformer; the tokenizer is always in float32, since it sums the
-            latents of all scales.
-
-    Raises:
-        InputError: The model does not exist, weights are missing, or the configuration does not
-            name the tokenizer.
-        OptionError: The device or the dtype does not exist.
-    """
-    model = whole(VarForImageGeneration, str(name), dtype=dtype_of(dtype, name, device))
-    if not model.config.tokenizer:
-        raise InputError(
-            f"{name} does not name its tokenizer; write the tokenizer's folder into config.json as "
-            "'tokenizer', or load model and tokenizer separately and pass them to NextScale"
-        )
-    folder = Path(local_path(name)) / model.config.tokenizer
-    source = str(folder) if folder.is_dir() else model.config.tokenizer
-    return placed(model, device), placed(whole(MultiScaleVQ, source, dtype=torch.float32), device)
 
 
 def _check_pair(role: str, model: VarForImageGeneration, tokenizer: MultiScaleVQ) -> None:

@@ -94,6 +94,19 @@ def _mark(model: Any, quantizer: HfInt8) -> None:
         config._attn_implementation = NAME
 
 
+def refuse_device(model: Any, device: torch.device) -> None:
+    """Refuses to move a model with int8 weights to a device other than the CPU.
+
+    Raises:
+        UnsupportedModelError: The model has int8 weights, and the device is no CPU.
+    """
+    if is_quantized(model) and device.type != "cpu":
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has int8 weights, whose products run on the CPU, not on "
+            f"{device}: load it with device='cpu', or load its float weights"
+        )
+
+
 def _refuse(model: Any) -> None:
     name = type(model).__name__
     if not hasattr(model, "get_input_embeddings"):
@@ -137,6 +150,19 @@ class Int8Config(QuantizationConfigMixin):
 @register_quantizer(METHOD)
 class HfInt8(HfQuantizer):
     """How transformers builds and loads such a checkpoint."""
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuses a device map, before weights are read.
+
+        Raises:
+            UnsupportedModelError: The map names more than the CPU.
+        """
+        named = device_map.values() if isinstance(device_map, dict) else [device_map]
+        if any(one is not None and str(one) != "cpu" for one in named):
+            raise UnsupportedModelError(
+                f"the checkpoint has int8 weights, whose products run on the CPU, and "
+                f"device_map={device_map!r}; leave the map out, or load its float weights"
+            )
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         if not self.pre_quantized:

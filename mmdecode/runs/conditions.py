@@ -75,7 +75,7 @@ def spoken(model: Any) -> dict[str, str]:
     busy = load_note(None, found["load_average"])
     versions = (f"{name} {found[name]}" for name in ("mmdecode", "torch", "transformers"))
     return {
-        "device": f"{found['device']}, {found['dtype']}",
+        "device": ", ".join(found[n] for n in ("device", "dtype", "quantize") if n in found),
         "threads": f"threads: {found['threads']}",
         "load": f"load average {found['load_average']}{f'; {busy}' if busy else ''}",
         "versions": ", ".join(versions),
@@ -83,17 +83,22 @@ def spoken(model: Any) -> dict[str, str]:
 
 
 def surroundings(model: Any) -> dict[str, Any]:
-    """Returns a model's name, device, dtype and threads, the load, and versions of libraries."""
+    """Returns a model's name, device, dtype and threads, the load, and versions of libraries.
+
+    Rounded weights are named by ``quantize``, which is missing otherwise.
+    """
     import torch
     import transformers
 
     import mmdecode
     from mmdecode._compat import input_device
+    from mmdecode.quantization import is_quantized
 
     return {
         "model": os.path.basename(model.config.name_or_path) or type(model).__name__,
         "device": device_name(input_device(model)),
         "dtype": str(model.dtype).removeprefix("torch."),
+        **({"quantize": "int8"} if is_quantized(model) else {}),
         "threads": torch.get_num_threads(),
         "load_average": load_average(),
         "mmdecode": mmdecode.__version__,

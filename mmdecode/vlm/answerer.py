@@ -97,6 +97,7 @@ class Answerer:
         accept: AcceptanceRule | str = "auto",
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        quantize: str | None = None,
         seed: int = 0,
         *,
         device_map: str | Mapping[str, Any] | None = None,
@@ -111,17 +112,18 @@ class Answerer:
             accept: The acceptance rule, or its name; see `mmdecode.Decoder`.
             device: Device of the model; ``None``: CUDA if available, else the CPU.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
+            quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
             seed: Seed of the random numbers that sampling uses.
             device_map: Splits the model over devices, CPU and disk; see `mmdecode.vlm.loading`.
             trust_remote_code: Run Python files that come with the model; read them first.
 
         Raises:
             InputError: The checkpoint cannot be loaded.
-            OptionError: The device or dtype does not exist.
-            UnsupportedModelError: The checkpoint is no vision-language model.
+            OptionError: The device, dtype or format does not exist.
+            UnsupportedModelError: The checkpoint is no vision-language model, or has no int8 form.
         """
         name = full_name(str(model_id))
-        model, processor = load(name, device, dtype, device_map)
+        model, processor = load(name, device, dtype, quantize, device_map)
         at_hand = {"target": model, "model_id": name}
         if isinstance(draft, str):
             draft = registry.create("draft", draft, **at_hand)

@@ -24,6 +24,7 @@ def load(
     model_id: str,
     device: str | torch.device | None,
     dtype: str | torch.dtype | None,
+    quantize: str | None = None,
     device_map: str | Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:
     """Loads a vision-language checkpoint; returns the model and its processor.
@@ -32,19 +33,25 @@ def load(
         model_id: See `mmdecode.checkpoints.local_path`.
         device: Device of the model; ``None``: CUDA if available, else the CPU.
         dtype: See `mmdecode.checkpoints.dtype_of`.
+        quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
         device_map: Splits the model over devices, CPU and disk, as accelerate does it: ``auto``,
             another strategy, the path of a JSON file, or a mapping of modules to devices.
 
     Raises:
         InputError: The checkpoint cannot be loaded.
         MissingExtraError: Its processor, or ``device_map``, needs a library that is not installed.
-        OptionError: The device, dtype or strategy does not exist, device and map are both given, or
-            the map has one of two tied weights on disk.
-        UnsupportedModelError: The checkpoint is no vision-language model.
+        OptionError: The device, dtype, format or strategy does not exist, a map is given next to a
+            device or a format, or the map has one of two tied weights on disk.
+        UnsupportedModelError: The checkpoint is no vision-language model, or has no int8 form.
     """
     if device_map is None:
         model, processor = _loaded(model_id, device, dtype)
-        return placed(model, device), processor
+        return placed(model.eval(), device, quantize), processor
+    if quantize is not None:
+        raise OptionError(
+            f"quantize={quantize!r} and a device_map are given; leave out the map: int8 products "
+            "run on the CPU alone"
+        )
     if device not in (None, "auto"):
         raise OptionError(
             f"device={device!r} and a device_map are given; leave out either: the map says where "

@@ -11,6 +11,7 @@ from torch import nn
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.errors import IncompatibleError, InputError, OptionError, ShapeError
 from mmdecode.image_ar import next_scale
+from mmdecode.image_ar.loading import load_scales
 from mmdecode.image_ar.next_scale import (
     CODE,
     Collaborative,
@@ -18,7 +19,6 @@ from mmdecode.image_ar.next_scale import (
     Known,
     NextScale,
     class_requests,
-    load,
 )
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models import var
@@ -474,10 +474,10 @@ def test_pairs_of_two_tokenizers_are_refused(tmp_path, tokenizer):
 def test_a_model_that_names_no_tokenizer_is_refused(tmp_path, tokenizer):
     folder = save_pair(tmp_path, model_of(2), tokenizer, "")
     with pytest.raises(InputError, match="does not name its tokenizer"):
-        load(folder, "cpu")
+        load_scales(folder, "cpu")
     folder = save_pair(tmp_path, model_of(2), tokenizer, "../nowhere/at/all")
     with pytest.raises(InputError, match="does not exist"):
-        load(folder, "cpu")
+        load_scales(folder, "cpu")
 
 
 def test_a_folder_without_all_weights_is_refused(tmp_path, tokenizer):
@@ -486,7 +486,7 @@ def test_a_folder_without_all_weights_is_refused(tmp_path, tokenizer):
     del weights["head.bias"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=r"without head\.bias"):
-        load(folder, "cpu")
+        load_scales(folder, "cpu")
 
 
 def test_half_precision_is_for_the_transformer_alone(tmp_path, tokenizer):

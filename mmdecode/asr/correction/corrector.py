@@ -190,6 +190,7 @@ class Corrector:
         model_id: str | os.PathLike[str],
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        quantize: str | None = None,
         **options: Any,
     ) -> Corrector:
         """Loads a model, or a peft adapter together with its base model.
@@ -199,6 +200,7 @@ class Corrector:
                 package, its folder sets the defaults of ``template``, ``count`` and ``chat``.
             device: Device of the model; ``None``: CUDA if available.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
+            quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
             **options: Further arguments of `Corrector`.
 
         Raises:
@@ -207,7 +209,7 @@ class Corrector:
             OptionError: A value is out of range, or an option does not exist.
         """
         refuse_unknown(options, [*inspect.signature(cls).parameters][2:])
-        model, tokenizer = load(str(model_id), device, dtype)
+        model, tokenizer = load(str(model_id), device, dtype, quantize)
         return cls(model, tokenizer, **PromptOptions.kept(local_path(str(model_id))) | options)
 
     @property
@@ -423,14 +425,23 @@ def _failure(one: NBestList, index: int, failed: Failed) -> Correction:
 
 
 def load(
-    model_id: str, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
+    model_id: str,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    quantize: str | None = None,
 ) -> tuple[Any, Any]:
     """Loads model and tokenizer of a checkpoint; a peft adapter is merged into its base model.
+
+    Args:
+        model_id: A folder, a Hub id or ``zoo:NAME``.
+        device: Device of the model; ``None``: CUDA if available.
+        dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
+        quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
 
     Raises:
         InputError: The checkpoint cannot be loaded, or is no causal or seq2seq language model.
         MissingExtraError: The checkpoint is a peft adapter, and peft is not installed.
-        OptionError: The device or dtype does not exist.
+        OptionError: The device, dtype or format does not exist.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
     from transformers.utils import find_adapter_config_file
@@ -449,7 +460,7 @@ def load(
     if base != path:
         with imported_peft(f"loading the adapter {model_id!r}") as peft:
             model = peft.PeftModel.from_pretrained(model, path).merge_and_unload()
-    return placed(model, device), tokenizer
+    return placed(model.eval(), device, quantize), tokenizer
 
 
 @contextmanager

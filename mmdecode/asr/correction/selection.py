@@ -223,6 +223,7 @@ class TextScorer:
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        quantize: str | None = None,
         batch_size: int = 16,
     ) -> TextScorer:
         """Loads a model and its tokenizer.
@@ -231,11 +232,12 @@ class TextScorer:
             model_id: A folder, a Hub id or ``zoo:NAME``.
             device: Device of the model; ``None``: CUDA if available.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
+            quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
             batch_size: Number of texts scored at once.
 
         Raises:
             InputError: The checkpoint cannot be loaded.
-            OptionError: The device or dtype does not exist.
+            OptionError: The device, dtype or format does not exist.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -245,7 +247,8 @@ class TextScorer:
                 path, dtype=kind, trust_remote_code=code_trusted()
             )
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=code_trusted())
-        return cls(placed(model, device), tokenizer, batch_size=batch_size)
+        model = placed(model.eval(), device, quantize)
+        return cls(model, tokenizer, batch_size=batch_size)
 
     def __call__(self, texts: Sequence[str]) -> list[TextScore]:
         """Scores texts, in order; duplicates are computed once."""

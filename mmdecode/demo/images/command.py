@@ -32,6 +32,7 @@ def run(
     limit: int | None,
     device: str | None,
     dtype: str,
+    quantize: str | None,
     seed: int,
     overwrite: bool,
 ) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def run(
         limit: Number of images, at most 4; ``None``: 4.
         device: Device of the model; ``None``: chosen automatically.
         dtype: Dtype of the model.
+        quantize: See `mmdecode.image_ar.loading.load`.
         seed: Seed of the sampling.
         overwrite: Whether to replace a file that mmdecode did not write.
 
@@ -68,7 +70,7 @@ def run(
         highlight=False,
     )
     only_our_output()
-    network = load(model, device, dtype)
+    network = load(model, device, dtype, quantize)
     adapter = network.adapter
     ways: list[Way] = []
     names: list[str] = []

@@ -37,6 +37,7 @@ def run(
     limit: int | None,
     device: str | None,
     dtype: str,
+    quantize: str | None,
     seed: int,
     overwrite: bool,
 ) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def run(
     from mmdecode.runs.conditions import load_average
     from mmdecode.zoo.speech import speech_test
 
-    people, synthetic, note = _parts(model, draft, device, dtype)
+    people, synthetic, note = _parts(model, draft, device, dtype, quantize)
     load_before = load_average()
     real: dict[str, Any] | None = None
     opening: Opening | None = None
@@ -84,7 +85,8 @@ def run(
     write_file(texts_file, rows_text([*rows, *more_rows]), overwrite)
     write_files(subtitles, titles | more_titles, overwrite)
     result = _report(synthetic, items, clips, noisy, recordings, seed)
-    result.conditions.update(_conditions(ways, dtype, repeats, load_before))
+    weights = ", ".join(filter(None, (dtype, quantize)))
+    result.conditions.update(_conditions(ways, weights, repeats, load_before))
     more = {"recordings of people": note} if note else {}
     shown = dataclasses.replace(result, conditions=result.conditions | more)
     write_file(page_file, page.page(shown, opening), overwrite)
@@ -115,15 +117,13 @@ class Part:
     ways: tuple[Way, Way]
 
 
-def _parts(
-    model: str | None, draft: str | None, device: str | None, dtype: str
-) -> tuple[Part | None, Part, str]:
+def _parts(model: str | None, draft: str | None, *placing: Any) -> tuple[Part | None, Part, str]:
     """Loads models for real and synthetic speech; returns a note if real speech is left out."""
     from mmdecode.demo.speech import recordings as demo_recordings
     from mmdecode.errors import MMDecodeError
 
     def loaded(model: str, draft: str) -> Part:
-        return Part(model, draft, _load(model, draft, device, dtype))
+        return Part(model, draft, _load(model, draft, *placing))
 
     if model is None:
         synthetic = loaded(SYNTHETIC, draft or HEADS)
@@ -203,7 +203,7 @@ class Way:
         return transcript, self.seconds, time.perf_counter() - began
 
 
-def _load(model: str, draft: str, device: str | None, dtype: str) -> tuple[Way, Way]:
+def _load(model: str, draft: str, *placing: Any) -> tuple[Way, Way]:
     """Loads a model; returns a transcriber without and another with a drafter."""
     from mmdecode import registry
     from mmdecode.asr.transcriber import Transcriber, load
@@ -212,7 +212,7 @@ def _load(model: str, draft: str, device: str | None, dtype: str) -> tuple[Way, 
     from mmdecode.runs.conditions import now
 
     only_our_output()
-    network, processor = load(model, device, dtype)
+    network, processor = load(model, *placing)
     if draft.partition(":")[0] in registry.names("draft"):
         drafter = registry.create("draft", draft, target=network, model_id=model)
     else:

@@ -64,6 +64,7 @@ def run(
     limit: int | None,
     device: str | None,
     dtype: str,
+    quantize: str | None,
     seed: int,
     overwrite: bool,
 ) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def run(
         highlight=False,
     )
     only_our_output()
-    network, processor = loading.load(model, device, dtype)
+    network, processor = loading.load(model, device, dtype, quantize)
     methods: dict[str, Guide | None] = {PLAIN: None}
     methods |= {name: registry.create("guide", name, target=network) for name in names}
     drafter = drafter_of(model)

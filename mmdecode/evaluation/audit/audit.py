@@ -19,7 +19,7 @@ The reference depends on the kind of call:
 * Sampling by another rule, or elsewhere: no single sequence can be certified. A statistical test of
   all tokens under the plain distributions can reject, but never prove
   (`mmdecode.evaluation.stats.draws`).
-* Decoding with a guide: our own loop, token by token, since ``generate`` has no guides.
+* Decoding with a guide, or by a Whisper with int8 weights: our own loop, token by token.
 
 Plain decoding is in `mmdecode.evaluation.audit.plain`. Rows are audited one at a time: faults that
 need a batch of several rows are not found.
@@ -318,7 +318,7 @@ class _Drafted(_Subject):
         self.rule = rule if isinstance(rule, str) else type(rule).__name__
         self.draft = type(decoder.draft).__name__
         guide = None if decoder.guide is None or decoder.guide.neutral else decoder.guide
-        self.guided = guide is not None
+        self.guided = guide is not None or plain.differs  # our loop is the reference
         self.guide = "-" if guide is None else type(guide).__name__
         self.statistical = sample and not (rule == "coupled" or isinstance(rule, Coupled))
         self.draws = draws if self.statistical else 1

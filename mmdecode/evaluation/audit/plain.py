@@ -23,6 +23,7 @@ from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.engine.request import token_ids
 from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import InputError, OptionError
+from mmdecode.quantization import is_quantized
 
 BLOCK = 5
 """Number of tokens per block when the rounding noise of a guided distribution is measured."""
@@ -99,6 +100,14 @@ class Plain:
         self.ends = token_ids(options.get("eos_token_id", config.eos_token_id))
         self._own: dict[str, Replay] = {}
         self._noise: dict[str, float] = {}
+
+    @property
+    def differs(self) -> bool:
+        """Whether plain ``generate`` computes otherwise than our own loop without a draft.
+
+        So it does for a Whisper with int8 weights, whose encoder states it reads in float.
+        """
+        return is_quantized(self.model) and bool(self.model.config.is_encoder_decoder)
 
     def run(
         self,
