@@ -11,11 +11,10 @@ PACKAGE = Path(__file__).parents[1] / "mmdecode"
 LAYERS = (
     {"errors", "_compat", "__init__"},
     {"options", "entries", "model_names", "runs"},
-    {"registry"},
+    {"registry", "quantization"},
     {"checkpoints"},
     {"weights"},
     {"engine"},
-    {"quantization"},
     {"models"},
     {"adapters", "draft", "accept", "guide"},
     {"decoder"},
