@@ -119,7 +119,7 @@ class ModelRunner(BranchRunner):
             read.append((self.cache, self._past, self.pads, self._images))
             first += len(here)
         if call.plan.static_shapes:
-            self._fix_shapes(call.device)
+            self._fix_shapes(call)
         self.even = all(min(reader.lengths) == self.width for reader in readers)
         if len(read) > 1:
             caches, pasts, pads, images = zip(*read, strict=True)
@@ -334,11 +334,11 @@ class ModelRunner(BranchRunner):
         warn("nothing is compiled: states of inner layers are taken by hooks", stacklevel=2)
         return self.adapter.forward
 
-    def _fix_shapes(self, device: torch.device) -> None:
+    def _fix_shapes(self, call: Call) -> None:
         """Prepares passes of a few fixed shapes: they are captured, or compiled."""
-        if not capture.available(device):
+        if not capture.available(call.device):
             self._forward = self._compiled()
-        elif flex.used(self.adapter):
+        elif self.adapter is call.plan.adapter and flex.used(self.adapter):
             self._own_mask = flex.tree_mask
 
     def commit(self, path: Tensor, count: Tensor, chain: bool) -> None:

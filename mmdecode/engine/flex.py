@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from mmdecode._compat import attention_implementation, flex_kernel
+from mmdecode._compat import attention_implementation, flex_kernel, text_config
 from mmdecode.engine import attention
 
 if TYPE_CHECKING:
@@ -38,10 +38,12 @@ UNLIMITED = 2**40
 
 
 def used(adapter: Adapter) -> bool:
-    """Whether the layers of a model use `attend` in this call."""
-    sites = adapter.attention_sites() if adapter.takes_block_masks else ()
-    names = {attention_implementation(getattr(site, "config", None)) for site in sites}
-    return names == {NAME}
+    """Whether the layers of the called model use `attend` in this call.
+
+    Drafters run views of it with layers of their own, which need not.
+    """
+    name = attention_implementation(text_config(adapter.model))
+    return adapter.takes_block_masks and name == NAME
 
 
 def tree_mask(

@@ -116,8 +116,8 @@ def seen_by_rows(mask: Tensor, batch: int) -> list[list[Seen]]:
         batch: Number of rows.
     """
     kept = getattr(mask, "_mmdecode_seen", None)
-    if kept is not None:
-        return kept
+    if kept is not None and kept[0] == mask._version:
+        return kept[1]
     seen = mask[:, 0]
     if mask.dtype != torch.bool:
         seen = seen > torch.finfo(mask.dtype).min / 2
@@ -138,7 +138,7 @@ def seen_by_rows(mask: Tensor, batch: int) -> list[list[Seen]]:
         for columns in zip(first.tolist(), count.tolist(), solid.tolist(), seen, strict=True)
     ]
     rows = rows if len(rows) == batch else rows * batch
-    mask._mmdecode_seen = rows  # type: ignore[attr-defined]
+    mask._mmdecode_seen = (mask._version, rows)  # type: ignore[attr-defined]
     return rows
 
 

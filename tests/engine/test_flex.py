@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import mmdecode
 from mmdecode.decoder import Decoder
 from mmdecode.draft.eagle import Eagle
+from mmdecode.draft.kangaroo import Kangaroo
 from mmdecode.draft.medusa import Medusa
 from mmdecode.engine import flex
 from mmdecode.engine.attention import explicit
@@ -18,6 +19,7 @@ from mmdecode.engine.cache import bucket
 from mmdecode.engine.masks import block_mask
 from mmdecode.engine.proposal import Tree
 from tests.draft.test_eagle import random_drafter
+from tests.draft.test_kangaroo import random_adapter
 from tests.support import seams
 from tests.support.tiny import TREE, model_of, prompts, random_heads
 from tests.support.tiny_vlm import vision_inputs, vision_model
@@ -120,6 +122,7 @@ DRAFTS = {
     "none": lambda: None,
     "lookup": lambda: "lookup",
     "medusa": lambda: Medusa(random_heads(layers=2), paths=TREE),
+    "kangaroo": lambda: Kangaroo(random_adapter("llama"), length=3, confidence_threshold=0.05),
     "eagle": lambda: Eagle(random_drafter(seed=1), depth=3, top_k=3, nodes=9),
 }
 
@@ -148,7 +151,7 @@ def masks_made(monkeypatch):
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("family", ["llama", "llava", "gemma3"])
 def test_captured_rounds_with_it_decode_as_without(family, draft, do_sample, taped, monkeypatch):
-    if family == "gemma3" and draft in ("medusa", "eagle"):
+    if family == "gemma3" and draft in ("medusa", "eagle", "kangaroo"):
         pytest.skip("no heads of its width")
     expected = decode(family, Decoder(seed=7), do_sample)
     made = masks_made(monkeypatch)

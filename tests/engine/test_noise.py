@@ -195,9 +195,9 @@ def in_chunks(monkeypatch, scores, sums, index=None, change=None):
     monkeypatch.setattr(noise_module, "_SUMS", sums)
     if change is not None:
         monkeypatch.setattr(noise_module, "_chunked", seams.edited(noise_module._chunked, *change))
-    found = Noise.of(3, range(len(scores)))
+    keyed = Noise.of(3, range(len(scores)))
     positions = torch.arange(scores.shape[1] if index is None else 2).expand(len(scores), -1)
-    return found.sample(scores, positions, Role.TARGET, index=index)
+    return keyed.sample(scores, positions, Role.TARGET, index=index)
 
 
 def hard_scores():
