@@ -61,7 +61,7 @@ def attend_by_rows(
     """
     batch, heads, count, _ = query.shape
     found = query.new_empty(batch, count, heads, value.shape[-1])
-    grouped = {"enable_gqa": True} if key.shape[1] != heads else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != heads else {}
     everything = [[Seen(0, key.shape[2])] * count] * batch
     rows = everything if mask is None else seen_by_rows(mask, batch)
     for row, nodes in enumerate(rows):
@@ -115,7 +115,7 @@ def seen_by_rows(mask: Tensor, batch: int) -> list[list[Seen]]:
     """
     kept = getattr(mask, "_mmdecode_seen", None)
     if kept is not None:
-        return kept  # type: ignore[no-any-return]
+        return kept
     seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
     slots = torch.arange(seen.shape[-1], device=seen.device)
     first = torch.where(seen, slots, seen.shape[-1]).amin(-1)
@@ -157,14 +157,12 @@ def attend(
     count = query.shape[2]
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if count > LONGEST or query.device.type != "cpu":
-        return sdpa_attention_forward(  # type: ignore[return-value]
+        return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
     if attention_mask is None and causal and count > 1:
         attention_mask = torch.ones(1, 1, count, count, dtype=torch.bool).tril()
-        attention_mask = nn.functional.pad(
-            attention_mask, (key.shape[2] - count, 0), value=True
-        )
+        attention_mask = nn.functional.pad(attention_mask, (key.shape[2] - count, 0), value=True)
     return attend_by_rows(query, key, value, attention_mask, scaling), None
 
 

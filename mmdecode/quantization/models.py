@@ -1,7 +1,8 @@
 """`quantize`: rounds a model's weights to int8, in place; saved and loaded by transformers.
 
 Every ``nn.Linear`` becomes an `Int8Linear`, encoder and output matrix included, and the embedding
-of tokens an `Int8Embedding`; attention is computed query by query (`mmdecode.quantization.attention`).
+of tokens an `Int8Embedding`; attention is computed query by query, see
+`mmdecode.quantization.attention`.
 The result is another model than before, with about a quarter of the memory, whose drafted and
 undrafted greedy tokens are the same.
 
@@ -143,7 +144,7 @@ class Int8Config(QuantizationConfigMixin):
     """``quantization_config`` of a checkpoint."""
 
     def __init__(self, **kwargs: Any) -> None:
-        self.quant_method = METHOD  # type: ignore[assignment]
+        self.quant_method = METHOD
 
 
 @register_quantizer(METHOD)

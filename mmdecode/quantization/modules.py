@@ -83,7 +83,7 @@ class Int8Embedding(nn.Module):
     Args:
         num_embeddings: Number V of tokens.
         embedding_dim: Width H.
-        padding_idx: As of ``nn.Embedding``; changes nothing when decoding.
+        padding_idx: Same as in ``nn.Embedding``; changes nothing when decoding.
     """
 
     def __init__(
@@ -99,9 +99,7 @@ class Int8Embedding(nn.Module):
     def of(cls, embedding: nn.Embedding) -> Int8Embedding:
         """Rounds the rows of an embedding."""
         with torch.device("meta"):
-            module = cls(
-                embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
-            )
+            module = cls(embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx)
         ints, scale = rounded(embedding.weight)
         module.weight = _constant(ints)
         module.weight_scale = _constant(scale.to(embedding.weight.dtype))

@@ -7,7 +7,7 @@ as the row alone, to the bit.
 
 Two kernels compute the same: FBGEMM, on x86 processors with AVX2, which takes matrices in its own
 packed form; and ``torch._int_mm``, everywhere else. Without VNNI instructions FBGEMM's sums of two
-products may saturate; inputs are then rounded to 7 bits. Which kernel runs is decided once per
+products may saturate; inputs are then rounded to 7 bits. The kernel is chosen once per
 process by trying it, never by the number of rows.
 """
 
@@ -95,7 +95,7 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divides each row ``(..., I)`` by its largest absolute value; returns that too, ``(..., 1)``."""
+    """Divides each row ``(..., I)`` by its largest absolute value; returns both."""
     largest = x.abs().amax(-1, keepdim=True).clamp_min_(LEAST)
     return x / largest, largest
 
@@ -121,7 +121,7 @@ def steps() -> int:
 
 def _fbgemm(x: Tensor, scale: float, zero: int, packed: Any) -> Tensor:
     op = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-    return op(x, scale, zero, packed)  # type: ignore[no-any-return]
+    return op(x, scale, zero, packed)
 
 
 def _packed(ints: Tensor, scale: Tensor) -> Any:

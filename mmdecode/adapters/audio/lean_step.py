@@ -8,9 +8,9 @@ returns the input of the first layer.
 
 The lean step is used only after two checks. First, the modules must be exactly ``nn.Linear``,
 ``nn.LayerNorm`` and ``nn.Embedding``, or their int8 forms (`mmdecode.quantization`), without hooks,
-other quantisation, offloading or adapters, in evaluation mode, with sdpa attention. Second, once per model, the lean step and the modules must
-compute the same states for a small prompt and a small tree of random tokens. Otherwise the adapter
-runs the modules.
+other quantisation, offloading or adapters, in evaluation mode, with sdpa attention. Second, once
+per model, the lean step and the modules must compute the same states for a small prompt and a small
+tree of random tokens. Otherwise the adapter runs the modules.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Layer(NamedTuple):
             differs from the layer's place.
         heads: Number of heads of self-attention and of cross-attention.
         qkv: Function that computes queries, keys and values, each ``(B, Q, H)``.
-        source: What cross-attention attends to: `Source`, or `mmdecode.quantization.source`.
+        source: Keys and values for cross-attention: `Source`, or `mmdecode.quantization.source`.
         activation: Activation between ``up`` and ``down``.
         scale: Scale of attention scores; ``None``: 1 / sqrt(head width).
         padding: Zeros appended to each head's width during attention.
@@ -311,7 +311,7 @@ def embedded(module: Any, tokens: Tensor) -> Tensor:
     """Returns rows of an embedding."""
     if isinstance(module, Int8Embedding):
         return module.forward(tokens)
-    return module.weight[tokens]  # type: ignore[no-any-return]
+    return module.weight[tokens]
 
 
 def norm(module: nn.LayerNorm) -> Norm:
