@@ -10,8 +10,9 @@ PACKAGE = Path(__file__).parents[1] / "mmdecode"
 
 LAYERS = (
     {"errors", "_compat", "__init__"},
+    {"quantization"},
     {"options", "entries", "model_names", "runs"},
-    {"registry", "quantization"},
+    {"registry"},
     {"checkpoints"},
     {"weights"},
     {"engine"},

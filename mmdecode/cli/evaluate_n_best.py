@@ -290,9 +290,10 @@ def _made(
     load: Any = (Corrector if kind == "corrector" else TextScorer).from_pretrained
     made = corrected if kind == "corrector" else scored
     # thresholds are laid on preferences later, on the development part
-    options = {"copy_below": -math.inf} if kind == "corrector" else {}
-    placing = {"device": device, "dtype": dtype, "quantize": quantize}
-    loaded = load(model, **placing, batch_size=batch_size, **options)
+    options: dict[str, Any] = {"copy_below": -math.inf} if kind == "corrector" else {}
+    if quantize is not None:
+        options["quantize"] = quantize
+    loaded = load(model, device=device, dtype=dtype, batch_size=batch_size, **options)
     watch = Watch()
     with progress_bar() as bar:
         task = bar.add_task(source, total=sum(map(len, todo.values())))

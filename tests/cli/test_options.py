@@ -78,7 +78,7 @@ def test_options_of_a_file_are_named_as_on_the_command_line(given):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("batchsize: 3", "no option 'batchsize'; did you mean 'batch-size'?; known: question"),
+        ("batchsize: 3", "no option 'batchsize'; did you mean 'batch-size' or 'quantize'?"),
         ("options: o.yaml", "no option 'options'"),
         ("sample: 1", "sample: 1; expected true or false"),
         ("seed: [1, 2]", "several values; the option takes one"),
