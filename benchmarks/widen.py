@@ -315,28 +315,30 @@ class Widening:
                 found[f"{match[1]}{layer}{match[3]}"] = own
         return found
 
-    def pad_vocabulary(self, weights: dict[str, Tensor], unlikely: int | None) -> None:
-        """Gives additional ids their rows of the output matrix.
+    @property
+    def offset(self) -> Tensor | None:
+        """The bias that moves two copies of the last state apart; ``None``: it has no bias."""
+        return OFFSET * self.contrast if "slots" in self.new else None
 
-        Two copies of the last state are moved apart by the bias of the last LayerNorm. Rows of
-        trained ids, and Medusa heads, read their sum, where this cancels; the additional rows read
-        their difference, where everything else does.
+    def pad_rows(self, rows: Tensor, unlikely: int | None) -> None:
+        """Fills the rows of additional ids in an output matrix, in place.
+
+        Rows of trained ids, and Medusa heads, read the sum of the two copies that `offset` moves
+        apart; there it cancels. The additional rows read their difference, and nothing else.
 
         Args:
-            weights: All weights of the wide model.
-            unlikely: The id whose row is copied where the last norm has no bias.
+            rows: A wide output matrix.
+            unlikely: The id whose row is copied where there is no such bias.
         """
         first = self.old["vocab"]
         if self.new["vocab"] == first:
             return
-        if "slots" in self.new:
-            weights["model.decoder.layer_norm.bias"] += OFFSET * self.contrast
-            row = PADDED_LOGIT / (OFFSET * self.contrast.abs().sum()) * self.contrast
-            weights["proj_out.weight"][first:] = row
+        if self.offset is not None:
+            rows[first:] = PADDED_LOGIT / self.offset.abs().sum() * self.contrast
         elif unlikely is None:
             raise OptionError("more ids need an id that begins a text, and the model has none")
         else:
-            weights["lm_head.weight"][first:] = weights["lm_head.weight"][unlikely]
+            rows[first:] = rows[unlikely]
 
     def open_gaps(self, weights: dict[str, Tensor]) -> None:
         """Makes room for the copies of `laid_out`, and hides the slots between them.
@@ -432,8 +434,11 @@ def widen(model: Any, shape: Shape) -> Any:
     """
     plan = Widening(model.config, shape)
     weights = plan.weights(model.state_dict())
-    plan.pad_vocabulary(weights, model.config.bos_token_id)
-    if "slots" in plan.new:
+    head = "lm_head.weight" if plan.offset is None else "proj_out.weight"
+    plan.pad_rows(weights[head], model.config.bos_token_id)
+    if plan.offset is not None:
+        if plan.new["vocab"] > plan.old["vocab"]:
+            weights["model.decoder.layer_norm.bias"] += plan.offset
         plan.open_gaps(weights)
     wide, report = type(model).from_pretrained(
         None,
@@ -469,20 +474,17 @@ def widen_heads(medusa: Medusa, model: Any, shape: Shape) -> Medusa:
             for head in range(count):
                 wide.weight[layer, head] = hidden.shared(hidden.copied(heads.weight[layer, head]))
         wide.bias.copy_(hidden.copied(heads.bias, 3))
-        if heads.out is not None:
-            vocab = plan.axes["vocab"]
-            for head, out in enumerate(heads.out):
-                one = {"proj_out.weight": hidden.shared(vocab.copied(out))}
-                one["model.decoder.layer_norm.bias"] = torch.zeros(plan.new["width"])
-                one["lm_head.weight"] = one["proj_out.weight"]
-                plan.pad_vocabulary(one, model.config.bos_token_id)
-                wide.out[head] = one["proj_out.weight"]
+        if heads.out is not None and wide.out is not None:
+            for head, trained_rows in enumerate(heads.out):
+                rows = hidden.shared(plan.axes["vocab"].copied(trained_rows))
+                plan.pad_rows(rows, model.config.bos_token_id)
+                wide.out[head] = rows
     block = None
     if medusa.block is not None:
         block = registry.adapter_class(model.config.model_type).extra_layer(plan.config)
         trained = medusa.block.state_dict()
         weights = {name: plan.weight(name, weight) for name, weight in trained.items()}
-        if plan.new["slots"] != plan.old["slots"]:
+        if plan.new.get("slots") != plan.old.get("slots"):
             norm = hidden.copied(model.get_encoder().layer_norm.weight.detach().float())
             plan.hide(weights, "encoder_attn.k_proj.weight", norm)
         block.load_state_dict(weights)

@@ -18,6 +18,7 @@ from transformers import (
 from mmdecode.checkpoints import local_path
 from mmdecode.decoder import Decoder
 from mmdecode.draft import Medusa
+from mmdecode.draft.medusa import MedusaHeads
 from mmdecode.errors import InputError, OptionError, UnsupportedModelError
 
 ROOT = Path(__file__).parents[1]
@@ -279,6 +280,26 @@ def test_the_command_writes_a_checkpoint_that_loads(
     compare(widen, speech, trained, wide, pairs, features[:1])
     with pytest.raises(InputError, match="has files"):
         widen.main()
+
+
+@pytest.mark.parametrize("name", [WHISPER, "zoo:lm-synth"])
+def test_heads_with_output_matrices_of_their_own_are_widened(widen, name):
+    torch.manual_seed(0)
+    trained = widen.load(name)
+    vocab = trained.config.vocab_size
+    heads = MedusaHeads(2, 2, 128, vocab)
+    for weight in heads.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    shape = widen.Shape(256, 4, 8, 512, vocab + 9)
+    wide = widen.widen_heads(Medusa(heads), trained, shape).heads
+    hidden, offset = torch.randn(3, 128), widen.Widening(trained.config, shape).offset
+    copies = hidden.repeat(1, 2) + (0 if offset is None else offset)
+    with torch.no_grad():
+        expected, found = heads.logits(hidden, None), wide.logits(copies, None)
+    torch.testing.assert_close(found[..., :vocab], expected, atol=1e-4, rtol=0)
+    begin = expected[..., :1].expand(-1, -1, 9)
+    padded = torch.full_like(begin, -100) if offset is not None else begin
+    torch.testing.assert_close(found[..., vocab:], padded, atol=0.01, rtol=0)
 
 
 def test_alignment_heads_stay_with_their_layers(widen, trained, little):
