@@ -25,6 +25,7 @@ import itertools
 import json
 import statistics
 import tempfile
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +39,7 @@ from asr_tables import number, tables
 from pages import parsed, warn_if_busy, write_page, write_result
 from peers import GENERATE, UNDRAFTED, Checkpoint, Engine, rows_of
 from speech import clips, encode, windows
+from widen import SHAPES, laid_out, write
 
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speed.stopwatch import interleaved, load, machine
@@ -47,6 +49,8 @@ HERE = Path(__file__).parent
 WARM = 4
 """Batches that each engine decodes before any count."""
 PARTS = ("short", "long", "memory")
+SLOTS = 1500
+"""Encoder slots of a widened model: those of half a minute."""
 Case = tuple[int, bool]
 """Batch size, and whether timestamps are predicted."""
 
@@ -100,21 +104,23 @@ def measure(
         once = ids[name][: len(chunks) * batch]
         tokens = sum(len(line) + 1 for line in once)
         same = [mine == theirs for mine, theirs in zip(ids[name], ids[GENERATE], strict=True)]
+        kept = engine.as_of not in ids or ids[name] == ids[engine.as_of]
         row |= {
             "threads": checkpoint.threads,
             "batch": batch,
             "timestamps": timestamps,
             "engine": name,
-            "exact": engine.exact,
+            "exact": engine.as_of is not None,
             "identical_share": round(sum(same) / len(same), 4),
             "wer": peers.word_errors(checkpoint, texts, once),
             "ms_per_token_row": round(1e3 * row["decode_s"] * batch / tokens, 3),
+            "ms_per_window": round(1e3 * (row["encoder_s"] + row["decode_s"]) / len(once), 1),
             "tokens": tokens,
             "windows": len(once),
             "tokens_per_pass": engine.stats and round(engine.stats.acceptance_length, 3),
         }
-        if engine.exact and not all(same):
-            row |= {"decode_s": None, "ms_per_token_row": None}
+        if not kept:
+            row |= {"decode_s": None, "ms_per_token_row": None, "ms_per_window": None}
         rows.append(row)
     return rows
 
@@ -184,6 +190,8 @@ def short_form(
     rows, best = [], []
     cases = list(itertools.product(batches, (False, True)))
     features = windows(checkpoint.extractor, max(limit, *batches))
+    if checkpoint.wide:
+        features = laid_out(features, checkpoint.settings.config)
     features = features.to(checkpoint.device, checkpoint.dtype)
     for count, case in itertools.product(threads, cases):
         torch.set_num_threads(count)
@@ -210,7 +218,14 @@ def run(arguments: argparse.Namespace, folder: Path) -> Path:
         threads = threads[:1]
     torch.set_num_threads(max(threads))
     dtype = getattr(torch, arguments.dtype)
-    checkpoint = Checkpoint(arguments.model, arguments.draft, device, dtype, folder=folder)
+    model, draft, notes = arguments.model, arguments.draft, ()
+    if arguments.width:
+        wide = folder / "wide"
+        plan = write(model, draft, replace(SHAPES[arguments.width], slots=SLOTS), wide)
+        model, draft, notes = str(wide), str(wide / "medusa"), plan.notes
+    checkpoint = Checkpoint(
+        model, draft, device, dtype, folder=folder / "converted", wide=bool(arguments.width)
+    )
     decoder = checkpoint.model.get_decoder()
     step_bytes = sum(p.numel() * p.element_size() for p in decoder.parameters())
     facts = machine(device, arguments.dtype)
@@ -221,6 +236,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> Path:
         "model": arguments.model,
         "draft": arguments.draft,
         "windows": arguments.limit,
+        "width": arguments.width,
+        "notes": [*notes],
         "decoder_megabytes_per_pass": round(step_bytes / 1e6, 1),
         "floor_ms_per_pass": round(step_bytes / 1e6 / facts["bandwidth_gb_per_s"], 2),
         "ctranslate2": peers.version("ctranslate2"),
@@ -250,7 +267,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> Path:
     if "memory" in arguments.parts:
         result["memory"] = peak_memory.measure(checkpoint, chosen, batches)
     facts["load_at_end"] = load()
-    name = f"asr-{device.type}-torch{torch.__version__.split('+')[0]}-{facts['date']}.json"
+    shape = f"-{arguments.width}" if arguments.width else ""
+    name = f"asr{shape}-{device.type}-torch{torch.__version__.split('+')[0]}-{facts['date']}.json"
     write_result(arguments.out / name, result)
     return arguments.out / name
 
@@ -260,6 +278,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="zoo:whisper-synth")
     parser.add_argument("--draft", default="zoo:whisper-synth-medusa", help="Medusa heads")
+    parser.add_argument(
+        "--width", choices=SHAPES, help="widen model and heads to this shape; short form alone"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
@@ -279,6 +300,8 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write the tables into this page")
     parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")
     arguments = parsed(parser)
+    if arguments.width:  # a Transcriber cannot feed a wide model
+        arguments.parts = [part for part in arguments.parts if part == "short"]
     if arguments.quick:
         small = {"batch_size": "1,2", "repeats": 1, "limit": 2, "threads": "1"}
         vars(arguments).update(small | {"recordings": 2, "seconds": 12})

@@ -36,6 +36,7 @@ def short_table(best: list[dict[str, Any]], batch: int) -> str:
                 number(one["over_generate"]),
                 number(one["over_undrafted"]),
                 number(one["tokens_per_pass"]),
+                number(one.get("ms_per_window"), ".0f"),
                 share(one["identical_share"]),
             ]
             for column, one in (("plain", row), ("times", times[name]))
@@ -43,7 +44,14 @@ def short_table(best: list[dict[str, Any]], batch: int) -> str:
         rows.append(
             [name, *cells["plain"], share(row["encoder_share"]), rate(row["wer"]), *cells["times"]]
         )
-    header = ["ms a step", "over generate", "over undrafted", "tokens a pass", "same ids"]
+    header = [
+        "ms a step",
+        "over generate",
+        "over undrafted",
+        "tokens a pass",
+        "ms a window",
+        "same ids",
+    ]
     with_times = [f"timestamps: {name}" for name in header]
     return table(["engine", *header, "encoder's share", "WER", *with_times], rows)
 

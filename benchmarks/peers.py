@@ -34,6 +34,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from mmdecode.checkpoints import local_path
 from mmdecode.decoder import Decoder
 from mmdecode.engine.stats import Stats
+from mmdecode.quantization import quantize
 from mmdecode.train.drafters.medusa import whisper_prompt
 
 CTRANSLATE2 = {"CTranslate2": "float32", "CTranslate2 int8": "int8"}
@@ -50,6 +51,7 @@ class Checkpoint:
         dtype: Type of torch's weights.
         threads: Threads of CTranslate2; torch's are set for the process.
         folder: Where the weights converted for CTranslate2 are, or are put when they are needed.
+        wide: Whether the model was widened, see `widen.py`.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Checkpoint:
     dtype: torch.dtype = torch.float32
     threads: int = 1
     folder: Path | None = None
+    wide: bool = False
 
     @property
     def path(self) -> str:
@@ -71,6 +74,11 @@ class Checkpoint:
             self.path, dtype=self.dtype, trust_remote_code=False
         )
         return model.to(self.device).eval()
+
+    @cached_property
+    def rounded(self) -> Any:
+        """The model with int8 weights."""
+        return quantize(copy.deepcopy(self.model))
 
     @cached_property
     def extractor(self) -> Any:
@@ -170,14 +178,14 @@ class Engine:
         encode: Function from features ``(B, mel, frames)`` to the input of ``decode``; ``None``:
             decode reads features and runs the encoder itself.
         encoder: Name of the encoder.
-        exact: Whether its ids are promised to be those of the first engine.
+        as_of: Name of the engine whose ids it promises; ``None``: it promises none.
         stats: Its counters, where it keeps any.
     """
 
     decode: Callable[[Any], Any]
     encode: Callable[[torch.Tensor], Any] | None = None
     encoder: str = "torch"
-    exact: bool = True
+    as_of: str | None = "generate"
     stats: Stats | None = None
 
 
@@ -203,6 +211,15 @@ def ours(checkpoint: Checkpoint, timestamps: bool, draft: Any = None) -> Engine:
     return Engine(run, partial(encode, model), stats=decoder.stats)
 
 
+def rounded(checkpoint: Checkpoint, timestamps: bool, draft: Any = None) -> Engine:
+    """Our loop with int8 weights; a draft promises the ids of the same loop without one."""
+    model = checkpoint.rounded
+    decoder = Decoder(draft=draft)
+    run = engine(model, decoder, timestamps)
+    as_of = None if draft is None else INT8
+    return Engine(run, partial(encode, model), "int8", as_of, decoder.stats)
+
+
 def converted(checkpoint: Checkpoint, timestamps: bool, kind: str) -> Engine:
     """CTranslate2's own encoder and decoder."""
     peer = checkpoint.ctranslate2(kind)
@@ -211,7 +228,7 @@ def converted(checkpoint: Checkpoint, timestamps: bool, kind: str) -> Engine:
     def decode(states: Any) -> list[list[int]]:
         return peer.generate(states, [prompt] * states.shape[0])
 
-    return Engine(decode, peer.encode, f"CTranslate2 {kind}", exact=False)
+    return Engine(decode, peer.encode, f"CTranslate2 {kind}", as_of=None)
 
 
 def medusa(checkpoint: Checkpoint) -> Any:
@@ -233,7 +250,7 @@ def half(checkpoint: Checkpoint) -> str:
     return f"layer_skip:exit_layer={checkpoint.settings.config.decoder_layers // 2}"
 
 
-GENERATE, UNDRAFTED = "generate", "undrafted"
+GENERATE, UNDRAFTED, INT8 = "generate", "undrafted", "undrafted int8"
 MAKERS: dict[str, Callable[[Checkpoint, bool], Engine]] = {
     GENERATE: stock,
     "generate again": stock,
@@ -244,6 +261,9 @@ MAKERS: dict[str, Callable[[Checkpoint, bool], Engine]] = {
     "layer_skip": lambda c, times: ours(c, times, half(c)),
     "lookup": partial(ours, draft="lookup"),
     "recycling": partial(ours, draft="recycling"),
+    "quantized": partial(ours, draft="quantized"),
+    INT8: rounded,
+    "medusa int8": lambda c, times: rounded(c, times, medusa(c)),
     "first_of": lambda c, times: ours(c, times, tail_first(c)),
     **{name: partial(converted, kind=kind) for name, kind in CTRANSLATE2.items()},
 }
@@ -263,6 +283,8 @@ def names(batch: int, device: torch.device) -> list[str]:
     left_out = {"first_of"}  # in one window there is no tail of the last one
     if batch > 1:
         left_out |= {"generate, lookup", "generate, assistant"}
+    if device.type != "cpu":
+        left_out |= {"quantized", INT8, "medusa int8"}
     if not has_ctranslate2(device):
         left_out |= set(CTRANSLATE2)
     return [name for name in MAKERS if name not in left_out]
