@@ -114,13 +114,12 @@ def measure(
             "identical_share": round(sum(same) / len(same), 4),
             "wer": peers.word_errors(checkpoint, texts, once),
             "ms_per_token_row": round(1e3 * row["decode_s"] * batch / tokens, 3),
-            "ms_per_window": round(1e3 * (row["encoder_s"] + row["decode_s"]) / len(once), 1),
             "tokens": tokens,
             "windows": len(once),
             "tokens_per_pass": engine.stats and round(engine.stats.acceptance_length, 3),
         }
         if not kept:
-            row |= {"decode_s": None, "ms_per_token_row": None, "ms_per_window": None}
+            row |= {"decode_s": None, "ms_per_token_row": None}
         rows.append(row)
     return rows
 
