@@ -23,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from mmdecode._compat import attention_implementation
 from mmdecode.errors import OptionError, UnsupportedModelError, refuse_unknown
 from mmdecode.quantization.attention import NAME
+from mmdecode.quantization.foreign import foreign_layers
 from mmdecode.quantization.modules import Int8Embedding, Int8Linear
 
 METHOD = "mmdecode_int8"
@@ -114,6 +115,10 @@ def _refuse(model: Any) -> None:
     if getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedModelError(
             f"{name} is quantised already ({model.quantization_method}); load its float weights"
+        )
+    if any(True for _ in foreign_layers(model)):
+        raise UnsupportedModelError(
+            f"{name} has layers that another library quantised; load its float weights"
         )
     devices = {weight.device.type for weight in model.parameters()}
     if devices != {"cpu"}:

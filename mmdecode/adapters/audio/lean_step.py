@@ -34,6 +34,7 @@ from mmdecode.engine.masks import block_mask
 from mmdecode.engine.views import origin
 from mmdecode.quantization.attention import NAME as BY_ROWS
 from mmdecode.quantization.attention import attend_by_rows
+from mmdecode.quantization.foreign import is_foreign
 from mmdecode.quantization.modules import Int8Embedding, Int8Linear, multiply
 from mmdecode.quantization.source import Int8Source
 
@@ -349,6 +350,9 @@ def plain(module: nn.Module) -> bool:
     """Whether a module is unmodified: no hooks or patches, and weights only in standard layers."""
     holds_weights = bool(module._parameters) and type(module).__module__.startswith("torch.")
     foreign = holds_weights and type(module) not in (nn.Linear, nn.LayerNorm, nn.Embedding)
+    foreign |= type(module).__module__.startswith("torch.ao.") or any(
+        map(is_foreign, module._parameters.values())
+    )
     patched = "forward" in vars(module) or "_hf_hook" in vars(module)
     hooked = bool(module._forward_hooks or module._forward_pre_hooks)
     if type(module) in (Int8Linear, Int8Embedding):
