@@ -44,6 +44,7 @@ from mmdecode.draft import Medusa
 from mmdecode.draft.medusa import MedusaHeads
 from mmdecode.errors import InputError, OptionError, UnsupportedModelError, run_script
 from mmdecode.runs.console import only_our_output
+from mmdecode.runs.files import write_folder
 
 PADDED_LOGIT = -100.0
 """Logit of each additional id after a LayerNorm."""
@@ -444,6 +445,7 @@ def widen(model: Any, shape: Shape) -> Any:
         None,
         config=plan.config,
         state_dict=weights,
+        trust_remote_code=False,
         dtype=torch.float32,
         output_loading_info=True,
     )
@@ -523,14 +525,20 @@ def write(name: str, heads: str | None, shape: Shape, folder: Path) -> Widening:
         raise InputError(f"{folder} has files; give a new folder")
     model = load(name)
     plan = Widening(model.config, shape)
-    widen(model, shape).save_pretrained(folder)
-    source = Path(local_path(name))
-    for pattern in FILES:
-        for file in source.glob(pattern):
-            shutil.copy(file, folder / file.name)
+    wide = widen(model, shape)
+    drafter = None
     if heads is not None:
-        wide = widen_heads(Medusa.from_pretrained(heads), model, shape)
-        wide.save_pretrained(folder / "medusa", plan.config.to_dict())
+        drafter = widen_heads(Medusa.from_pretrained(heads), model, shape)
+
+    def fill(into: Path) -> None:
+        wide.save_pretrained(into)
+        for pattern in FILES:
+            for file in Path(local_path(name)).glob(pattern):
+                shutil.copy(file, into / file.name)
+        if drafter is not None:
+            drafter.save_pretrained(into / "medusa", plan.config.to_dict())
+
+    write_folder(folder, fill)
     return plan
 
 

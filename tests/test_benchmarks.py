@@ -261,7 +261,7 @@ def test_the_page_of_drafters_shows_its_result_file(drafters):
     registered = {e.name for e in registry.describe("draft") if not e.plugin}
     # measured on image tokens, on answers about images, or nowhere yet
     elsewhere = {"jacobi", "amateur", "eagle", "sparse", "swift", "clasp", "lookahead"}
-    elsewhere |= {"vispec", "dream", "flash", "hydra", "kangaroo"}
+    elsewhere |= {"vispec", "dream", "flash", "hydra", "kangaroo", "quantized"}
     assert registered - elsewhere <= {re.match("\\w+", row["drafter"])[0] for row in rows}
     assert registered <= set(re.findall("^\\| `(\\w+)` ", page, re.MULTILINE))
 
@@ -363,18 +363,21 @@ def test_an_exact_engine_whose_ids_differ_gets_no_time(benchmarks, monkeypatch):
     import asr_speed
     import peers
 
-    def engine(ids, exact=True):
+    def engine(ids, as_of="generate"):
         def decode(states):
             time.sleep(0.01)
             return [list(ids) for _ in states]
 
-        return peers.Engine(decode, lambda features: features, exact=exact)
+        return peers.Engine(decode, lambda features: features, as_of=as_of)
 
     makers = {
         "generate": engine([1, 2, 3]),
         "undrafted": engine([1, 2, 3]),
         "medusa": engine([1, 2]),
-        "CTranslate2": engine([1, 2], exact=False),
+        "CTranslate2": engine([1, 2], None),
+        "int8": engine([1], None),
+        "int8, drafted": engine([1], "int8"),
+        "int8, wrong": engine([2], "int8"),
     }
     monkeypatch.setattr(peers, "MAKERS", {n: lambda c, t, e=e: e for n, e in makers.items()})
     monkeypatch.setattr(asr_speed, "encode", lambda model, features: features)
@@ -386,8 +389,9 @@ def test_an_exact_engine_whose_ids_differ_gets_no_time(benchmarks, monkeypatch):
     times = {row["engine"]: row["ms_per_token_row"] for row in rows}
     shares = {row["engine"]: row["identical_share"] for row in rows}
     assert times["medusa"] is None and rows[2]["over_generate"] is None
-    assert times["generate"] and times["CTranslate2"]
-    assert shares == {"generate": 1, "undrafted": 1, "medusa": 0, "CTranslate2": 0}
+    assert times["int8, wrong"] is None
+    assert times["generate"] and times["CTranslate2"] and times["int8"] and times["int8, drafted"]
+    assert [name for name, share in shares.items() if share] == ["generate", "undrafted"]
 
 
 def test_the_encoder_is_subtracted_only_where_it_ran(benchmarks):

@@ -59,7 +59,7 @@ def main():
     data = data.limited(args.limit)
     data.check_images()
     modes = modes_of(args.guide or ["vcd"])
-    model, processor = load(args.model, args.device, args.dtype, args.quantize)
+    model, processor = load(args.model, args.device, args.dtype, quantize=args.quantize)
     recorder = Recorder(model, processor, data.items, modes, data.image, batch_size=args.batch_size)
     report = YesNoReport(
         recorder.run(),

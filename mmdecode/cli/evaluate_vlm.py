@@ -491,7 +491,7 @@ def _run(
     if noise_by != "request":  # as before there was a choice
         options["noise_by"] = noise_by
     only_our_output()
-    network, processor = load(model, device, dtype, quantize, device_map)
+    network, processor = load(model, device, dtype, device_map, quantize)
     recorder = Recorder(
         network,
         processor,

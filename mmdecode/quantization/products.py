@@ -33,22 +33,25 @@ class Matrix:
     Args:
         ints: Integers from -127 to 127, int8 ``(O, I)``.
         scale: Scale of each output, float32 ``(O,)``.
+        passing: Whether the matrix is packed in less time, and each of its products
+            multiplied by the scales, for one that is used a few times.
     """
 
-    def __init__(self, ints: Tensor, scale: Tensor) -> None:
+    def __init__(self, ints: Tensor, scale: Tensor, passing: bool = False) -> None:
         self.shape = tuple(ints.shape)
         self._packed: Any = None
         self._ints: Tensor | None = None
         self._scale = scale
+        self._outside = scale if passing else None
         if steps():
-            self._packed = _packed(ints, scale)
+            self._packed = _packed(ints, None if passing else scale)
         else:
             self._ints = ints.contiguous()
 
     @classmethod
-    def of(cls, weight: Tensor) -> Matrix:
+    def of(cls, weight: Tensor, passing: bool = False) -> Matrix:
         """Rounds a float matrix."""
-        return cls(*rounded(weight))
+        return cls(*rounded(weight), passing)
 
     def ints(self) -> tuple[Tensor, Tensor]:
         """Returns integers and scales; unpacks the matrix if it is packed."""
@@ -76,7 +79,8 @@ class Matrix:
     def _product(self, x: Tensor, most: int, zero: int) -> Tensor:
         if self._packed is not None:
             most, zero = (most, zero) if steps() == 255 else (most // 2, zero // 2)
-            return _fbgemm(x, 1 / most, zero, self._packed)
+            product = _fbgemm(x, 1 / most, zero, self._packed)
+            return product if self._outside is None else product.mul_(self._outside)
         assert self._ints is not None
         # 255 steps do not fit int8; the difference to 127 is in the scale alone
         ints = (x.flatten(0, -2) * 127).round_().to(torch.int8)
@@ -124,9 +128,13 @@ def _fbgemm(x: Tensor, scale: float, zero: int, packed: Any) -> Tensor:
     return op(x, scale, zero, packed)
 
 
-def _packed(ints: Tensor, scale: Tensor) -> Any:
-    zeros = torch.zeros(len(scale), dtype=torch.long)
-    weight = torch._make_per_channel_quantized_tensor(ints, scale.double(), zeros, 0)
+def _packed(ints: Tensor, scale: Tensor | None) -> Any:
+    """Packs integers with a scale for each output; ``None``: 1 for all, which takes less time."""
+    if scale is None:
+        weight = torch._make_per_tensor_quantized_tensor(ints, 1.0, 0)
+    else:
+        zeros = torch.zeros(len(scale), dtype=torch.long)
+        weight = torch._make_per_channel_quantized_tensor(ints, scale.double(), zeros, 0)
     with _fbgemm_packs():
         return torch.ops.quantized.linear_prepack(weight, None)
 

@@ -30,12 +30,11 @@ class Int8Source(NamedTuple):
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor) -> Int8Source:
-        """Rounds float keys and values, ``(B, heads, S, D)`` each."""
-        flat = [one.transpose(1, 2).flatten(2).unbind() for one in (keys, values)]
-        ones = values.new_ones(1, values.shape[2])
+        """Rounds float keys and values, ``(B, S, heads * D)`` each."""
+        ones = values.new_ones(1, values.shape[1])
         return cls(
-            tuple(Matrix.of(row) for row in flat[0]),
-            tuple(Matrix.of(torch.cat([row.t(), ones])) for row in flat[1]),
+            tuple(Matrix.of(row, passing=True) for row in keys),
+            tuple(Matrix.of(torch.cat([row.t(), ones]), passing=True) for row in values),
         )
 
     def attend(self, layer: Any, queries: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ class Answerer:
             UnsupportedModelError: The checkpoint is no vision-language model, or has no int8 form.
         """
         name = full_name(str(model_id))
-        model, processor = load(name, device, dtype, quantize, device_map)
+        model, processor = load(name, device, dtype, device_map, quantize)
         at_hand = {"target": model, "model_id": name}
         if isinstance(draft, str):
             draft = registry.create("draft", draft, **at_hand)

@@ -24,8 +24,8 @@ def load(
     model_id: str,
     device: str | torch.device | None,
     dtype: str | torch.dtype | None,
-    quantize: str | None = None,
     device_map: str | Mapping[str, Any] | None = None,
+    quantize: str | None = None,
 ) -> tuple[Any, Any]:
     """Loads a vision-language checkpoint; returns the model and its processor.
 
@@ -33,9 +33,9 @@ def load(
         model_id: See `mmdecode.checkpoints.local_path`.
         device: Device of the model; ``None``: CUDA if available, else the CPU.
         dtype: See `mmdecode.checkpoints.dtype_of`.
-        quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
         device_map: Splits the model over devices, CPU and disk, as accelerate does it: ``auto``,
             another strategy, the path of a JSON file, or a mapping of modules to devices.
+        quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
 
     Raises:
         InputError: The checkpoint cannot be loaded.

@@ -227,7 +227,7 @@ def test_int8_sources_are_near_and_by_rows():
     dice = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(2, 4, 300, 16, generator=dice) for _ in range(2))
     queries = torch.randn(2, 6, 4, 16, generator=dice)
-    source = Int8Source.of(keys, values)
+    source = Int8Source.of(*(one.transpose(1, 2).flatten(2) for one in (keys, values)))
     layer = type("Layer", (), {"scale": None})
     found = source.attend(layer, queries)
     expected = torch.nn.functional.scaled_dot_product_attention(

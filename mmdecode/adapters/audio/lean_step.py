@@ -62,6 +62,12 @@ class Source(NamedTuple):
     values: Tensor
     mask: Tensor | None
 
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, heads: int, mask: Tensor | None) -> Source:
+        """Splits keys and values ``(B, S, heads * D)`` into heads, contiguous in memory."""
+        keys, values = (_heads(x, heads).transpose(1, 2).contiguous() for x in (keys, values))
+        return cls(keys, values, mask)
+
     def attend(self, layer: Layer, queries: Tensor) -> Tensor:
         """Computes the attention output ``(B, Q, heads * D)`` of ``(B, Q, heads, D)`` queries."""
         return attend(layer, queries, self.keys, self.values, self.mask)
@@ -80,11 +86,13 @@ class Layer(NamedTuple):
             differs from the layer's place.
         heads: Number of heads of self-attention and of cross-attention.
         qkv: Function that computes queries, keys and values, each ``(B, Q, H)``.
-        source: Keys and values of cross-attention: `Source`, or `mmdecode.quantization.source`.
+        cross_kv: Function from encoder states to keys and values of cross-attention, ``(B, S, H)``.
         activation: Activation between ``up`` and ``down``.
         scale: Scale of attention scores; ``None``: 1 / sqrt(head width).
         padding: Zeros appended to each head's width during attention.
         by_rows: Whether each query is computed alone, see `mmdecode.quantization.attention`.
+        source: These keys and values: `Source`, or `mmdecode.quantization.source`. `LeanPast` adds
+            them.
     """
 
     cache_index: int
@@ -95,7 +103,7 @@ class Layer(NamedTuple):
     cross_norm: Norm
     cross_q: Product
     cross_out: Product
-    source: Any
+    cross_kv: Callable[[Tensor], tuple[Tensor, Tensor]]
     final_norm: Norm
     up: Product
     activation: Callable[[Tensor], Tensor]
@@ -103,6 +111,7 @@ class Layer(NamedTuple):
     scale: float | None = None
     padding: int = 0
     by_rows: bool = False
+    source: Any = None
 
     def select_rows(self, rows: Tensor) -> Layer:
         """Returns this layer with only the rows ``rows`` of the encoder's states."""
@@ -123,7 +132,7 @@ class LeanPast(SourcePast):
         self,
         cache: RaggedCache,
         prompt: Prompt,
-        describe: Callable[[Any, Tensor, Tensor | None], Layer],
+        describe: Callable[[Any], Layer],
         rounds: bool = False,
     ) -> None:
         super().__init__(cache, prompt)
@@ -133,12 +142,14 @@ class LeanPast(SourcePast):
     def read(self, layers: Iterable[nn.Module]) -> list[Layer]:
         """Returns each layer's weights, cross-attention keys and values; collected at first use."""
         if not self._layers:
-            for layer in layers:
-                read = self._describe(layer, self.source, self.source_mask)
-                if self._rounds and read.by_rows:
-                    source = Int8Source.of(read.source.keys, read.source.values)
-                    read = read._replace(source=source)
-                self._layers.append(read)
+            for layer in map(self._describe, layers):
+                keys, values = layer.cross_kv(self.source)
+                source: Any
+                if self._rounds and layer.by_rows:
+                    source = Int8Source.of(keys, values)
+                else:
+                    source = Source.of(keys, values, layer.heads, self.source_mask)
+                self._layers.append(layer._replace(source=source))
         return self._layers
 
     def reorder_cache(self, rows: Tensor) -> None:
@@ -167,8 +178,8 @@ class LeanAdapter(EncoderDecoderAdapter):
 
     @staticmethod
     @abstractmethod
-    def describe(layer: Any, source: Tensor, source_mask: Tensor | None) -> Layer:
-        """Collects the weights of a layer that attends to encoder states ``source (B, S, H)``."""
+    def describe(layer: Any) -> Layer:
+        """Collects the weights of a layer."""
 
     @abstractmethod
     def embed_at(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation | None]:
@@ -318,17 +329,6 @@ def embedded(module: Any, tokens: Tensor) -> Tensor:
 def norm(module: nn.LayerNorm) -> Norm:
     """Returns the arguments of ``torch.layer_norm`` after its input."""
     return module.normalized_shape, module.weight, module.bias, module.eps
-
-
-def source_of(cross: Any, states: Tensor, mask: Tensor | None, heads: int) -> Source:
-    """Computes keys and values of encoder states ``(B, S, H)`` by a cross-attention's layers."""
-    keys, values = products(cross.k_proj, cross.v_proj)(states)
-    return Source(split(keys, heads), split(values, heads), mask)
-
-
-def split(x: Tensor, heads: int) -> Tensor:
-    """Splits ``(B, S, H)`` into heads ``(B, heads, S, D)``, contiguous in memory."""
-    return _heads(x, heads).transpose(1, 2).contiguous()
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

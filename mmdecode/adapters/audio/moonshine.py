@@ -25,7 +25,6 @@ from mmdecode.adapters.audio.lean_step import (
     plain,
     product,
     products,
-    source_of,
 )
 from mmdecode.engine.call import Call
 from mmdecode.quantization.modules import Int8Linear
@@ -97,10 +96,10 @@ class MoonshineAdapter(LeanAdapter):
         return getattr(call.request.model_kwargs["encoder_outputs"], "attention_mask", None)
 
     @staticmethod
-    def describe(layer: Any, source: Tensor, source_mask: Tensor | None) -> Layer:
-        """Collects the weights of a layer, with keys and values of ``source (B, S, H)``."""
+    def describe(layer: Any) -> Layer:
+        """Collects the weights of a layer."""
         own, cross = layer.self_attn, layer.encoder_attn
-        heads = own.config.num_key_value_heads
+        heads, device = own.config.num_key_value_heads, layer.input_layernorm.weight.device
         return Layer(
             cache_index=own.layer_idx,
             heads=heads,
@@ -110,14 +109,14 @@ class MoonshineAdapter(LeanAdapter):
             cross_norm=norm(layer.post_attention_layernorm),
             cross_q=product(cross.q_proj),
             cross_out=product(cross.o_proj),
-            source=source_of(cross, source, source_mask, heads),
+            cross_kv=products(cross.k_proj, cross.v_proj),
             final_norm=norm(layer.final_layernorm),
             up=product(layer.mlp.fc1),
             activation=_gated(layer.mlp.activation_fn),
             down=product(layer.mlp.fc2),
             by_rows=isinstance(own.q_proj, Int8Linear),
             scale=own.scaling,
-            padding=0 if source.device.type == "cpu" else own.head_dim_padding,
+            padding=0 if device.type == "cpu" else own.head_dim_padding,
         )
 
     def embed_at(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:

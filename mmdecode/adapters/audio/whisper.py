@@ -19,7 +19,6 @@ from mmdecode.adapters.audio.lean_step import (
     product,
     products,
     run_layer,
-    source_of,
 )
 from mmdecode.adapters.audio.whisper_timestamps import NODE_PROCESSORS
 from mmdecode.engine.adapter import BranchSpec, Prompt
@@ -81,8 +80,8 @@ class WhisperAdapter(LeanAdapter):
         return encoder(features.to(kind.device, kind.dtype)).last_hidden_state
 
     @staticmethod
-    def describe(layer: Any, source: Tensor, source_mask: Tensor | None) -> Layer:
-        """Collects the weights of a layer, with keys and values of ``source (B, S, H)``."""
+    def describe(layer: Any) -> Layer:
+        """Collects the weights of a layer."""
         own, cross = layer.self_attn, layer.encoder_attn
         return Layer(
             cache_index=own.layer_idx,
@@ -93,7 +92,7 @@ class WhisperAdapter(LeanAdapter):
             cross_norm=norm(layer.encoder_attn_layer_norm),
             cross_q=product(cross.q_proj),
             cross_out=product(cross.out_proj),
-            source=source_of(cross, source, source_mask, cross.num_heads),
+            cross_kv=products(cross.k_proj, cross.v_proj),
             final_norm=norm(layer.final_layer_norm),
             up=product(layer.fc1),
             activation=layer.activation_fn,
