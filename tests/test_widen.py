@@ -199,6 +199,7 @@ WHOLE = (
 
 
 @pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_one_weight_that_is_not_divided_is_noticed(
     widen, trained, little, features, monkeypatch, name
@@ -209,6 +210,7 @@ def test_one_weight_that_is_not_divided_is_noticed(
 
 
 @pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -244,6 +246,7 @@ def test_additional_ids_of_a_zero_row_are_noticed(widen, trained, little, featur
     assert error(widen, trained, wide, features)[1] > -1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", ["heads", "block", "slots"])
 def test_mistakes_in_heads_are_noticed(
     widen, speech, trained, little, features, monkeypatch, mistake
@@ -261,6 +264,7 @@ def test_mistakes_in_heads_are_noticed(
 
 
 @pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [403, None])
 def test_the_command_writes_a_checkpoint_that_loads(
     widen, speech, trained, little, features, tmp_path, monkeypatch, capsys, slots
@@ -282,6 +286,7 @@ def test_the_command_writes_a_checkpoint_that_loads(
         widen.main()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [WHISPER, "zoo:lm-synth"])
 def test_heads_with_output_matrices_of_their_own_are_widened(widen, name):
     torch.manual_seed(0)

@@ -149,7 +149,10 @@ def masks_made(monkeypatch):
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("family", ["llama", "llava", "gemma3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llava", "gemma3"))],
+)
 def test_captured_rounds_with_it_decode_as_without(family, draft, do_sample, taped, monkeypatch):
     if family == "gemma3" and draft in ("medusa", "eagle", "kangaroo"):
         pytest.skip("no heads of its width")

@@ -66,7 +66,11 @@ def test_every_draft_decodes_what_the_whole_model_does(split, model, processor, 
     assert found == expected
 
 
-@pytest.fixture(scope="module", params=DISK, ids=["all", "images"])
+@pytest.fixture(
+    scope="module",
+    params=[DISK[0], pytest.param(DISK[1], marks=pytest.mark.slow)],
+    ids=["all", "images"],
+)
 def on_disk(request, folder):
     model, processor = load(str(folder), None, None, request.param)
     assert model.device.type == "meta"
