@@ -93,9 +93,9 @@ def measurements() -> Iterator[Step]:
         yield Step(part, "passes", ("benchmarks/step_passes.py", "--part", part))
     for name in SHAPES:
         yield Step(f"steps-{name}", "steps", ("benchmarks/step_speed.py", "--only", name))
-    yield Step("widened", "widened", ("benchmarks/widen.py",))
-    parts = ("--parts", "short", "--dtype", "float32")
-    yield Step("speech", "speech", ("benchmarks/asr_speed.py", *parts))
+    speech = ("benchmarks/asr_speed.py", "--parts", "short", "--dtype", "float32")
+    yield Step("widened", "widened", speech)
+    yield Step("speech", "speech", speech)
     images = ("--compile", "--no-peaks", "--batch-size", "1", "--window", "16", "--window", "32")
     few = ("-n", "4", "--repeats", "1", "--identical", "8")
     yield Step("images", "images", ("benchmarks/image_speed.py", *images, *few), 400)
@@ -113,7 +113,10 @@ def steps_of(target: str, device: str, quick: bool, out: Path) -> list[Step]:
             print(f"left out: {step.name}: {step.words[0]} is not here")
             continue
         folder = out / ("toys" if small else "results")
-        some = ("--engines", "undrafted", "medusa") if small and step.name == "speech" else ()
+        spoken = step.name in ("speech", "widened")
+        some = ("--engines", "undrafted", "medusa") if small and spoken else ()
+        if step.name == "widened":
+            some = (*some, "--width", "tiny" if small else "small")
         words = (*step.words, "--device", device, *small, *some, "--out", str(folder))
         part = "toys" if target == "gpu" else step.part
         name = f"toy-{step.name}" if small else step.name
