@@ -56,15 +56,7 @@ def quantize(model: Model, to: str = "int8", *, embeddings: bool = True) -> Mode
             return model
         _refuse(model)
         embedding = model.get_input_embeddings() if embeddings else None
-        made: dict[int, nn.Module] = {}  # a module may be in several places
-        replaced = {
-            name: _int8(module, made)
-            for name, module in model.named_modules(remove_duplicate=False)
-            if type(module) is nn.Linear or (module is embedding and type(module) is nn.Embedding)
-        }
-        for name, module in replaced.items():
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, module)
+        _replace(model, embedding, Int8Linear.of, Int8Embedding.of)
         _mark(model, HfInt8(Int8Config(), pre_quantized=True))
     return model
 
@@ -74,13 +66,24 @@ def is_quantized(model: Any) -> bool:
     return isinstance(getattr(model, "hf_quantizer", None), HfInt8)
 
 
-def _int8(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
-    if id(module) not in made:
-        convert: Callable[[Any], nn.Module] = (
-            Int8Linear.of if isinstance(module, nn.Linear) else Int8Embedding.of
-        )
-        made[id(module)] = convert(module)
-    return made[id(module)]
+def _replace(
+    model: Any,
+    embedding: Any,
+    linear_of: Callable[[Any], nn.Module],
+    embedding_of: Callable[[Any], nn.Module],
+) -> None:
+    """Replaces every ``nn.Linear`` and the embedding by what a function makes of it."""
+    made: dict[nn.Module, nn.Module] = {}  # a module may be in several places
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if type(module) is nn.Linear:
+            convert = linear_of
+        elif module is embedding and type(module) is nn.Embedding:
+            convert = embedding_of
+        else:
+            continue
+        if module not in made:
+            made[module] = convert(module)
+        model.set_submodule(name, made[module])
 
 
 def _mark(model: Any, quantizer: HfInt8) -> None:
@@ -177,20 +180,7 @@ class HfInt8(HfQuantizer):
             )
         model.config.tie_word_embeddings = False
         embedding = model.get_input_embeddings()
-        for name, module in list(model.named_modules()):
-            if type(module) is nn.Linear:
-                with torch.device("meta"):
-                    new: nn.Module = Int8Linear(
-                        module.in_features, module.out_features, module.bias is not None
-                    )
-            elif module is embedding and type(module) is nn.Embedding:
-                with torch.device("meta"):
-                    new = Int8Embedding(
-                        module.num_embeddings, module.embedding_dim, module.padding_idx
-                    )
-            else:
-                continue
-            model.set_submodule(name, new)
+        _replace(model, embedding, Int8Linear.like, Int8Embedding.like)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         for module in model.modules():

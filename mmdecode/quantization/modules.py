@@ -33,10 +33,15 @@ class Int8Linear(nn.Module):
         self.matrix: Matrix | None = None
 
     @classmethod
+    def like(cls, linear: nn.Linear) -> Int8Linear:
+        """Builds a layer of the same widths, without memory for its weights."""
+        with torch.device("meta"):
+            return cls(linear.in_features, linear.out_features, linear.bias is not None)
+
+    @classmethod
     def of(cls, linear: nn.Linear) -> Int8Linear:
         """Rounds the weights of a linear layer, row by row."""
-        with torch.device("meta"):
-            module = cls(linear.in_features, linear.out_features, bias=False)
+        module = cls.like(linear)
         module._hold(Matrix.of(linear.weight))
         if linear.bias is not None:
             module.bias = _constant(linear.bias.detach())
@@ -96,10 +101,15 @@ class Int8Embedding(nn.Module):
         self.weight_scale = _constant(torch.empty(num_embeddings))
 
     @classmethod
+    def like(cls, embedding: nn.Embedding) -> Int8Embedding:
+        """Builds an embedding of the same size, without memory for its rows."""
+        with torch.device("meta"):
+            return cls(embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx)
+
+    @classmethod
     def of(cls, embedding: nn.Embedding) -> Int8Embedding:
         """Rounds the rows of an embedding."""
-        with torch.device("meta"):
-            module = cls(embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx)
+        module = cls.like(embedding)
         ints, scale = rounded(embedding.weight)
         module.weight = _constant(ints)
         module.weight_scale = _constant(scale.to(embedding.weight.dtype))

@@ -35,6 +35,7 @@ from mmdecode.engine.views import origin
 from mmdecode.quantization.attention import NAME as BY_ROWS
 from mmdecode.quantization.attention import attend_by_rows
 from mmdecode.quantization.foreign import is_foreign
+from mmdecode.quantization.models import is_quantized
 from mmdecode.quantization.modules import Int8Embedding, Int8Linear, multiply
 from mmdecode.quantization.source import Int8Source
 
@@ -375,7 +376,7 @@ def agrees(adapter: LeanAdapter) -> bool:
     """
     model = origin(adapter.model)
     weight = next(adapter.model.get_decoder().parameters())
-    rounded = any(isinstance(module, Int8Linear) for module in adapter.model.modules())
+    rounded = is_quantized(adapter.model)
     results, kind = _checked.setdefault(model, {}), (weight.device, adapter.model.dtype, rounded)
     if kind in results:
         return results[kind]
