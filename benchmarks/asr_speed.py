@@ -25,6 +25,7 @@ import itertools
 import json
 import statistics
 import tempfile
+import time
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -35,7 +36,7 @@ import long_form_speed
 import peak_memory
 import peers
 import torch
-from asr_tables import number, tables
+from asr_tables import number, tables, wide_tables
 from pages import parsed, warn_if_busy, write_page, write_result
 from peers import GENERATE, UNDRAFTED, Checkpoint, Engine, rows_of
 from speech import clips, encode, windows
@@ -49,10 +50,17 @@ HERE = Path(__file__).parent
 WARM = 4
 """Batches that each engine decodes before any count."""
 PARTS = ("short", "long", "memory")
+PAUSE = 0.3
+"""Seconds between two calls."""
 SLOTS = 1500
 """Encoder slots of a widened model: those of half a minute."""
 Case = tuple[int, bool]
 """Batch size, and whether timestamps are predicted."""
+
+
+def rest() -> None:
+    """Lets the threads of the last engine fall asleep: they wait for more work on our cores."""
+    time.sleep(PAUSE)
 
 
 def reference_texts(checkpoint: Checkpoint, count: int) -> list[str] | None:
@@ -87,11 +95,14 @@ def measure(
 
     calls: dict[str, Any] = {f"encoder {n}": partial(encoding, run) for n, run in encoders.items()}
     calls |= {name: partial(decoding, engine) for name, engine in engines.items()}
+    firsts = {n: replace(e, decode=e.first) for n, e in engines.items() if e.first is not None}
+    if checkpoint.wide:
+        calls |= {f"first {name}": partial(decoding, first) for name, first in firsts.items()}
     interleaved(calls, min(WARM, len(chunks)), 1, features.device)
     for engine in engines.values():
         if engine.stats is not None:
             engine.stats.reset()
-    seconds, results = interleaved(calls, len(chunks), repeats, features.device)
+    seconds, results = interleaved(calls, len(chunks), repeats, features.device, rest)
     ids = {
         name: [row for one in results[name] for row in rows_of(one, checkpoint.settings)]
         for name in engines
@@ -118,6 +129,9 @@ def measure(
             "windows": len(once),
             "tokens_per_pass": engine.stats and round(engine.stats.acceptance_length, 3),
         }
+        if f"first {name}" in seconds:
+            first = timing(seconds[f"first {name}"], encoder, engine.encode is None)["decode_s"]
+            row["first_s"] = first
         if not kept:
             row |= {"decode_s": None, "ms_per_token_row": None}
         rows.append(row)
@@ -229,7 +243,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> Path:
     step_bytes = sum(p.numel() * p.element_size() for p in decoder.parameters())
     facts = machine(device, arguments.dtype)
     facts |= {
-        "command": "python benchmarks/asr_speed.py",
+        "command": "python benchmarks/asr_speed.py"
+        + (f" --width {arguments.width}" if arguments.width else ""),
         "threads": threads,
         "repeats": arguments.repeats,
         "model": arguments.model,
@@ -265,7 +280,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> Path:
             )
     if "memory" in arguments.parts:
         result["memory"] = peak_memory.measure(checkpoint, chosen, batches)
-    facts["load_at_end"] = load()
+    facts |= {"load_at_end": load(), "weights_mb": checkpoint.megabytes()}
     shape = f"-{arguments.width}" if arguments.width else ""
     name = f"asr{shape}-{device.type}-torch{torch.__version__.split('+')[0]}-{facts['date']}.json"
     write_result(arguments.out / name, result)
@@ -307,10 +322,10 @@ def main() -> None:
     only_our_output()
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.result or run(arguments, Path(folder))
-    shown = tables(json.loads(path.read_text()), path.name)
+    shown = (wide_tables if arguments.width else tables)(json.loads(path.read_text()), path.name)
     print(f"\n{shown}\n\nwritten: {path}")
     if arguments.page:
-        write_page(arguments.page, shown)
+        write_page(arguments.page, shown, arguments.width or "tables")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables of docs/asr_speed.md, from a result of asr_speed.py."""
+"""Tables of docs/asr_speed.md and docs/int8_speed.md, from results of asr_speed.py."""
 
 from __future__ import annotations
 
@@ -97,18 +97,78 @@ def memory_table(rows: list[dict[str, Any]]) -> str:
     return table(["engine", "loaded", *[f"peak, batch {batch}" for batch in batches]], lines)
 
 
+TOKENS = 80
+"""Tokens of a window of half a minute, about."""
+
+
+def wide_table(best: list[dict[str, Any]], batch: int, timestamps: bool) -> str:
+    """Engines on a widened model: encoder, first token, further tokens, and a whole window."""
+    rows = [r for r in best if (r["batch"], r["timestamps"]) == (batch, timestamps)]
+    parts = {row["engine"]: _parts(row) for row in rows if row["decode_s"] and "first_s" in row}
+    peer = parts.get("CTranslate2 int8")
+    lines = []
+    for row in rows:
+        name = row["engine"]
+        if name not in parts:
+            lines.append([name, "ids differ", *[""] * 8])
+            continue
+        encoder, first, further = parts[name]
+        window = encoder + first + (TOKENS - 1) * further
+        ratios = [""] * 3
+        if peer:
+            states = peer[1] + (TOKENS - 1) * peer[2]
+            ratios = [
+                number(peer[2] / further),
+                number(states / (first + (TOKENS - 1) * further)),
+                number((peer[0] + states) / window),
+            ]
+        lines.append(
+            [
+                name,
+                number(encoder, ".0f"),
+                number(first, ".0f"),
+                number(further, ".1f"),
+                number(row["tokens_per_pass"]),
+                number(window, ".0f"),
+                *ratios,
+                share(row["identical_share"]),
+                rate(row["wer"]),
+            ]
+        )
+    header = ["engine", "encoder, ms", "first token, ms", "a further token, ms", "tokens a pass"]
+    header += [f"window of {TOKENS} tokens, ms", "further tokens over CTranslate2 int8"]
+    header += ["from encoder states", "whole window", "ids of generate", "WER"]
+    return table(header, lines)
+
+
+def _parts(row: dict[str, Any]) -> tuple[float, float, float]:
+    """Milliseconds of the encoder and of the first token, a window, and of a further token."""
+    count = row["windows"]
+    further = (row["decode_s"] - row["first_s"]) / (row["tokens"] - count)
+    return 1e3 * row["encoder_s"] / count, 1e3 * row["first_s"] / count, 1e3 * further
+
+
+def wide_tables(result: dict[str, Any], name: str) -> str:
+    """What was measured of a widened model into the result file called ``name``."""
+    facts = result["machine"]
+    weights = facts["weights_mb"]
+    found = [_written(facts, name), "; ".join(facts["notes"])]
+    sizes = [f"{kind} {size:.0f} MB" for kind, size in weights.items()]
+    if {"model", "rounded"} <= set(weights):
+        sizes.append(f"int8 over float32 {weights['rounded'] / weights['model']:.2f}")
+    found.append(f"Weights in memory: {', '.join(sizes)}.")
+    for batch in sorted({row["batch"] for row in result["best"]}):
+        for timestamps in (False, True):
+            words = "with timestamps" if timestamps else "without timestamps"
+            found.append(f"**Batch {batch}, {words}**")
+            found.append(wide_table(result["best"], batch, timestamps))
+    return "\n\n".join(filter(None, found))
+
+
 def tables(result: dict[str, Any], name: str) -> str:
     """Everything that was measured into the result file called ``name``."""
     facts = result["machine"]
-    versions = [f"{package} {facts[package]}" for package in ("torch", "transformers")]
-    if facts["ctranslate2"]:
-        versions.append(f"CTranslate2 {facts['ctranslate2']}")
-    found = [
-        f"Written by `{facts['command']}` from `benchmarks/results/{name}`: {facts['model']}, "
-        f"{facts['repeats']} repeats, {facts['device']} with {facts['cores']} cores, "
-        f"{facts['dtype']}, {', '.join(versions)}, {facts['date']}; load "
-        f"{facts['load_at_start']} at the start, {facts['load_at_end']} at the end."
-    ]
+    found = [_written(facts, name)]
     best = result.get("best", [])
     for batch in sorted({row["batch"] for row in best}):
         count = next(row["windows"] for row in best if row["batch"] == batch)
@@ -120,3 +180,16 @@ def tables(result: dict[str, Any], name: str) -> str:
     if result.get("memory"):
         found += ["**Memory**, megabytes.", memory_table(result["memory"])]
     return "\n\n".join(found)
+
+
+def _written(facts: dict[str, Any], name: str) -> str:
+    """How the numbers came about."""
+    versions = [f"{package} {facts[package]}" for package in ("torch", "transformers")]
+    if facts["ctranslate2"]:
+        versions.append(f"CTranslate2 {facts['ctranslate2']}")
+    return (
+        f"Written by `{facts['command']}` from `benchmarks/results/{name}`: {facts['model']}, "
+        f"{facts['repeats']} repeats, {facts['device']} with {facts['cores']} cores, "
+        f"{facts['dtype']}, {', '.join(versions)}, {facts['date']}; load "
+        f"{facts['load_at_start']} at the start, {facts['load_at_end']} at the end."
+    )

@@ -118,7 +118,7 @@ def main() -> None:
     dtype = getattr(torch, arguments.dtype)
     device = torch.device(arguments.device)
     checkpoint = Checkpoint(
-        arguments.model, arguments.draft, device, dtype, folder=arguments.converted
+        arguments.model, arguments.draft, device, dtype, folder=arguments.converted, apart=False
     )
     print(json.dumps(child(arguments.engine, checkpoint, arguments.batch_size)))
 

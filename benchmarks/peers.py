@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from apart import Apart, Kept
 from speech import clean, encode, engine
 from transformers import (
     AutoConfig,
@@ -35,6 +36,7 @@ from mmdecode.checkpoints import local_path
 from mmdecode.decoder import Decoder
 from mmdecode.engine.stats import Stats
 from mmdecode.quantization import quantize
+from mmdecode.quantization.modules import Int8Linear
 from mmdecode.train.drafters.medusa import whisper_prompt
 
 CTRANSLATE2 = {"CTranslate2": "float32", "CTranslate2 int8": "int8"}
@@ -52,6 +54,7 @@ class Checkpoint:
         threads: Threads of CTranslate2; torch's are set for the process.
         folder: Where the weights converted for CTranslate2 are, or are put when they are needed.
         wide: Whether the model was widened, see `widen.py`.
+        apart: Whether CTranslate2 runs in a process of its own, see `apart.py`.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Checkpoint:
     threads: int = 1
     folder: Path | None = None
     wide: bool = False
+    apart: bool = True
 
     @property
     def path(self) -> str:
@@ -76,9 +80,19 @@ class Checkpoint:
         return model.to(self.device).eval()
 
     @cached_property
+    def halved(self) -> Any:
+        """The model in bfloat16."""
+        return copy.deepcopy(self.model).to(torch.bfloat16)
+
+    @cached_property
     def rounded(self) -> Any:
         """The model with int8 weights."""
         return quantize(copy.deepcopy(self.model))
+
+    def megabytes(self) -> dict[str, float]:
+        """Megabytes of the weights of each form that was used, as they lie in memory."""
+        used = [name for name in ("model", "halved", "rounded") if name in vars(self)]
+        return {name: round(_bytes(getattr(self, name)) / 1e6, 1) for name in used}
 
     @cached_property
     def extractor(self) -> Any:
@@ -119,9 +133,20 @@ class Checkpoint:
             TransformersConverter(self.path).convert(str(self.folder), force=True)
         return self.folder
 
-    def ctranslate2(self, kind: str) -> CTranslate2:
-        """An engine of the converted weights."""
-        return CTranslate2(self.convert(), kind, self.threads, self.settings)
+    def ctranslate2(self, kind: str) -> Any:
+        """A `CTranslate2` of the converted weights, or one in a process of its own."""
+        given = self.convert(), kind, self.threads, self.settings
+        return CTranslate2Apart(*given) if self.apart else CTranslate2(*given)
+
+
+def _bytes(model: Any) -> int:
+    """Bytes of a model's weights, packed int8 matrices included."""
+    found = sum(weight.nbytes for weight in model.parameters())
+    for module in model.modules():
+        if isinstance(module, Int8Linear):
+            rows, columns = module.packed.shape
+            found += rows * columns * (1 + len(module.groups)) + 4 * rows
+    return found
 
 
 class CTranslate2:
@@ -145,14 +170,21 @@ class CTranslate2:
 
     def encode(self, features: torch.Tensor) -> Any:
         """Encoder states, as CTranslate2 keeps them."""
-        return self._model.encode(self._view(np.ascontiguousarray(features.float().numpy())))
+        return self._model.encode(self._view(np.ascontiguousarray(features, np.float32)))
 
-    def generate(self, states: Any, prompts: list[list[int]]) -> list[list[int]]:
+    def states(self, features: torch.Tensor) -> np.ndarray:
+        """Encoder states as an array."""
+        return np.array(self.encode(features))
+
+    def generate(
+        self, states: Any, prompts: list[list[int]], most: int | None = None
+    ) -> list[list[int]]:
         """Greedy ids after the prompts.
 
         Args:
             states: Of its own encoder, or an array ``(B, S, H)``.
             prompts: Of one length.
+            most: Largest number of ids; ``None``: all that the model has positions for.
         """
         if isinstance(states, np.ndarray):
             states = self._view(np.ascontiguousarray(states))
@@ -163,10 +195,29 @@ class CTranslate2:
             states,
             prompts,
             beam_size=1,
-            max_length=2 * room,
+            max_length=2 * room if most is None else len(prompts[0]) - 1 + most,
             max_initial_timestamp_index=50 if first is None else first,
         )
         return [result.sequences_ids[0] for result in found]
+
+
+class CTranslate2Apart:
+    """The same in a process of its own; what it encodes stays there."""
+
+    def __init__(self, *given: Any) -> None:
+        self._peer = Apart(CTranslate2, *given)
+
+    def encode(self, features: torch.Tensor) -> Kept:
+        """Encoder states, for `generate`."""
+        return self._peer.keep("encode", features.numpy())
+
+    def states(self, features: torch.Tensor) -> np.ndarray:
+        """Encoder states as an array."""
+        return self._peer.call("states", features.numpy())
+
+    def generate(self, *given: Any) -> list[list[int]]:
+        """Greedy ids, see `CTranslate2.generate`."""
+        return self._peer.call("generate", *given)
 
 
 @dataclass(frozen=True)
@@ -180,6 +231,7 @@ class Engine:
         encoder: Name of the encoder.
         as_of: Name of the engine whose ids it promises; ``None``: it promises none.
         stats: Its counters, where it keeps any.
+        first: ``decode`` that stops after one token.
     """
 
     decode: Callable[[Any], Any]
@@ -187,6 +239,7 @@ class Engine:
     encoder: str = "torch"
     as_of: str | None = "generate"
     stats: Stats | None = None
+    first: Callable[[Any], Any] | None = None
 
 
 def rows_of(found: Any, settings: Any) -> list[list[int]]:
@@ -200,24 +253,29 @@ def stock(checkpoint: Checkpoint, timestamps: bool, **options: Any) -> Engine:
     call = {"do_sample": False, "num_beams": 1, "return_timestamps": timestamps}
     if getattr(model.generation_config, "is_multilingual", False):
         call |= {"language": "en", "task": "transcribe"}
-    return Engine(partial(model.generate, **call, **options))
+    run = partial(model.generate, **call, **options)
+    return Engine(run, first=partial(run, max_new_tokens=1))
 
 
-def ours(checkpoint: Checkpoint, timestamps: bool, draft: Any = None) -> Engine:
-    """Our loop, with a draft or its name."""
-    model = checkpoint.model
+def ours(
+    checkpoint: Checkpoint, timestamps: bool, draft: Any = None, weights: str = "model"
+) -> Engine:
+    """Our loop, with a draft or its name.
+
+    Args:
+        checkpoint: The weights.
+        timestamps: Whether timestamps are predicted.
+        draft: A drafter or its name.
+        weights: ``model``, ``halved`` or ``rounded``, see `Checkpoint`. With int8 weights a draft
+            promises the ids of the same loop without one; bfloat16 promises nothing.
+    """
+    model = getattr(checkpoint, weights)
     decoder = Decoder(draft=draft)
     run = engine(model, decoder, timestamps)
-    return Engine(run, partial(encode, model), stats=decoder.stats)
-
-
-def rounded(checkpoint: Checkpoint, timestamps: bool, draft: Any = None) -> Engine:
-    """Our loop with int8 weights; a draft promises the ids of the same loop without one."""
-    model = checkpoint.rounded
-    decoder = Decoder(draft=draft)
-    run = engine(model, decoder, timestamps)
-    as_of = None if draft is None else INT8
-    return Engine(run, partial(encode, model), "int8", as_of, decoder.stats)
+    first = engine(model, Decoder(draft=decoder.draft), timestamps, most=1)
+    as_of = {"model": GENERATE, "rounded": draft and INT8, "halved": None}[weights]
+    encoder = "torch" if weights == "model" else weights
+    return Engine(run, partial(encode, model), encoder, as_of, decoder.stats, first)
 
 
 def converted(checkpoint: Checkpoint, timestamps: bool, kind: str) -> Engine:
@@ -225,10 +283,11 @@ def converted(checkpoint: Checkpoint, timestamps: bool, kind: str) -> Engine:
     peer = checkpoint.ctranslate2(kind)
     prompt = whisper_prompt(checkpoint.settings, 1, int(timestamps))[0].tolist()
 
-    def decode(states: Any) -> list[list[int]]:
-        return peer.generate(states, [prompt] * states.shape[0])
+    def decode(states: Any, most: int | None = None) -> list[list[int]]:
+        return peer.generate(states, [prompt] * states.shape[0], most)
 
-    return Engine(decode, peer.encode, f"CTranslate2 {kind}", as_of=None)
+    name = f"CTranslate2 {kind}"
+    return Engine(decode, peer.encode, name, as_of=None, first=partial(decode, most=1))
 
 
 def medusa(checkpoint: Checkpoint) -> Any:
@@ -250,7 +309,8 @@ def half(checkpoint: Checkpoint) -> str:
     return f"layer_skip:exit_layer={checkpoint.settings.config.decoder_layers // 2}"
 
 
-GENERATE, UNDRAFTED, INT8 = "generate", "undrafted", "undrafted int8"
+GENERATE, UNDRAFTED = "generate", "undrafted"
+INT8, BF16 = "undrafted int8", "undrafted bf16"
 MAKERS: dict[str, Callable[[Checkpoint, bool], Engine]] = {
     GENERATE: stock,
     "generate again": stock,
@@ -262,8 +322,10 @@ MAKERS: dict[str, Callable[[Checkpoint, bool], Engine]] = {
     "lookup": partial(ours, draft="lookup"),
     "recycling": partial(ours, draft="recycling"),
     "quantized": partial(ours, draft="quantized"),
-    INT8: rounded,
-    "medusa int8": lambda c, times: rounded(c, times, medusa(c)),
+    INT8: partial(ours, weights="rounded"),
+    "medusa int8": lambda c, times: ours(c, times, medusa(c), "rounded"),
+    BF16: partial(ours, weights="halved"),
+    "medusa bf16": lambda c, times: ours(c, times, medusa(c), "halved"),
     "first_of": lambda c, times: ours(c, times, tail_first(c)),
     **{name: partial(converted, kind=kind) for name, kind in CTRANSLATE2.items()},
 }
@@ -284,7 +346,7 @@ def names(batch: int, device: torch.device) -> list[str]:
     if batch > 1:
         left_out |= {"generate, lookup", "generate, assistant"}
     if device.type != "cpu":
-        left_out |= {"quantized", INT8, "medusa int8"}
+        left_out |= {"quantized", INT8, "medusa int8", BF16, "medusa bf16"}
     if not has_ctranslate2(device):
         left_out |= set(CTRANSLATE2)
     return [name for name in MAKERS if name not in left_out]
@@ -314,19 +376,19 @@ def word_errors(
 class _Encoder(torch.nn.Module):
     """CTranslate2's encoder where transformers' is expected."""
 
-    def __init__(self, peer: CTranslate2, encoder: Any) -> None:
+    def __init__(self, peer: Any, encoder: Any) -> None:
         super().__init__()
         self.conv1, self.conv2, self.peer = encoder.conv1, encoder.conv2, peer
 
     def forward(self, features: torch.Tensor) -> BaseModelOutput:
-        states = torch.from_numpy(np.array(self.peer.encode(features)))
+        states = torch.from_numpy(self.peer.states(features))
         return BaseModelOutput(last_hidden_state=states)
 
 
 class _Decoder(Decoder):
     """CTranslate2's greedy decoder where ours is expected."""
 
-    def __init__(self, peer: CTranslate2, eos: int) -> None:
+    def __init__(self, peer: Any, eos: int) -> None:
         super().__init__()
         self.peer, self.eos = peer, eos
 

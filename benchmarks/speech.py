@@ -45,10 +45,10 @@ def windows(extractor, limit=None):
 @torch.no_grad()
 def encode(model, features):
     """Encoder states, ``(B, S, H)``."""
-    return model.get_encoder()(features).last_hidden_state
+    return model.get_encoder()(features.to(model.dtype)).last_hidden_state
 
 
-def engine(model, decoder, timestamps, temperature=0.0, **options):
+def engine(model, decoder, timestamps, temperature=0.0, most=None, **options):
     """Our loop after the encoder: ``audio (B, S, H)`` to token ids after the prompt.
 
     Args:
@@ -56,6 +56,7 @@ def engine(model, decoder, timestamps, temperature=0.0, **options):
         decoder: The decoder.
         timestamps: Whether timestamps are predicted.
         temperature: 0 is greedy.
+        most: Largest number of tokens; ``None``: all that the model has positions for.
         **options: Further entries of the generation configuration; where these ask for an output
             object, it is returned whole.
     """
@@ -64,7 +65,7 @@ def engine(model, decoder, timestamps, temperature=0.0, **options):
     width = prompt.shape[1]
     rules = processors(config, width, TranscribeOptions(timestamps=timestamps), temperature)
     call = GenerationConfig(
-        max_length=model.config.max_target_positions,
+        max_length=width + most if most else model.config.max_target_positions,
         do_sample=temperature > 0,
         num_beams=1,
         eos_token_id=config.eos_token_id,
@@ -79,7 +80,8 @@ def engine(model, decoder, timestamps, temperature=0.0, **options):
             logits_processor=rules,
             stopping_criteria=StoppingCriteriaList(),
             generation_config=call,
-            encoder_outputs=BaseModelOutput(last_hidden_state=audio),
+            # a new tensor, so that what a call derives from the states is computed in each call
+            encoder_outputs=BaseModelOutput(last_hidden_state=audio.detach()),
             **inputs,
         )
         return found if call.return_dict_in_generate else found[:, width:]

@@ -51,6 +51,7 @@ from mmdecode.errors import (
     OptionError,
     UnsupportedModelError,
 )
+from mmdecode.quantization.models import is_quantized
 from mmdecode.runs.files import write_file, write_folder
 from mmdecode.weights import read_weights
 
@@ -364,7 +365,7 @@ class MedusaSession(DraftSession):
         self.state: Tensor | None = None  # decided the root, in each branch, (M * B, H)
         self.block: BlockRunner | None = None
         if draft.placed_block is not None:
-            layer = draft.placed_block.like(states)
+            layer = draft.placed_block.like(states, is_quantized(call.plan.adapter.model))
             self.block = BlockRunner(layer, call, self.target.specs, outputs)
 
     def propose(self, budget: int) -> Proposal:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
+from warnings import warn
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from mmdecode.errors import OptionError, UnsupportedModelError, refuse_unknown
 from mmdecode.quantization.attention import NAME
 from mmdecode.quantization.foreign import foreign_layers
 from mmdecode.quantization.modules import Int8Embedding, Int8Linear
+from mmdecode.quantization.products import gain
 
 METHOD = "mmdecode_int8"
 """Name of the format in a checkpoint's ``quantization_config``."""
@@ -61,6 +63,12 @@ def quantize(model: Model, to: str = "int8", *, embeddings: bool = True) -> Mode
     return model
 
 
+def round_linears(module: Model) -> Model:
+    """Rounds the weights of every ``nn.Linear`` inside a module, in place; returns the module."""
+    _replace(module, None, Int8Linear.of, Int8Embedding.of)
+    return module
+
+
 def is_quantized(model: Any) -> bool:
     """Whether `quantize` rounded the model, or a checkpoint of such a model was loaded."""
     return isinstance(getattr(model, "hf_quantizer", None), HfInt8)
@@ -69,25 +77,39 @@ def is_quantized(model: Any) -> bool:
 def _replace(
     model: Any,
     embedding: Any,
-    linear_of: Callable[[Any], nn.Module],
+    linear_of: Callable[[Any, bool], nn.Module],
     embedding_of: Callable[[Any], nn.Module],
 ) -> None:
-    """Replaces every ``nn.Linear`` and the embedding by what a function makes of it."""
+    """Replaces every ``nn.Linear`` and the embedding by what a function makes of it.
+
+    The function of linear layers is also told whether they are outside the decoder.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    steps = {*decoder.modules(), *(output.modules() if output is not None else ())}
     made: dict[nn.Module, nn.Module] = {}  # a module may be in several places
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if type(module) is nn.Linear:
-            convert = linear_of
+            made[module] = made.get(module) or linear_of(module, module not in steps)
         elif module is embedding and type(module) is nn.Embedding:
-            convert = embedding_of
+            made[module] = made.get(module) or embedding_of(module)
         else:
             continue
-        if module not in made:
-            made[module] = convert(module)
         model.set_submodule(name, made[module])
 
 
 def _mark(model: Any, quantizer: HfInt8) -> None:
-    """Notes the format, as transformers does for what it loads, and sets the attention function."""
+    """Notes the format, as transformers does for what it loads, and sets the attention function.
+
+    Warns where this processor multiplies int8 weights more slowly than float32 ones.
+    """
+    if gain() < 1:
+        warn(
+            f"this processor multiplies a row by int8 weights in {1 / gain():.1f} times the time "
+            f"of float32 weights: {type(model).__name__} will need less memory, and be slower; "
+            "leave out quantize for speed",
+            stacklevel=3,
+        )
     model.hf_quantizer, model.is_quantized = quantizer, True
     model.quantization_method = METHOD
     model.config.quantization_config = quantizer.quantization_config

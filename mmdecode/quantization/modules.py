@@ -22,27 +22,31 @@ class Int8Linear(nn.Module):
         in_features: Width I of the input.
         out_features: Width O of the output.
         bias: Whether there is a bias.
+        many: Whether inputs have many rows, see `Matrix`.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, many: bool = False
+    ) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features, self.many = in_features, out_features, many
         self.weight: Any = _constant(torch.empty(out_features, in_features, dtype=torch.int8))
         self.weight_scale: Any = _constant(torch.empty(out_features, dtype=torch.float32))
         self.bias = _constant(torch.empty(out_features)) if bias else None
         self.matrix: Matrix | None = None
+        self.groups: dict[tuple[int, bool], list[Matrix]] = {}
 
     @classmethod
-    def like(cls, linear: nn.Linear) -> Int8Linear:
+    def like(cls, linear: nn.Linear, many: bool = False) -> Int8Linear:
         """Builds a layer of the same widths, without memory for its weights."""
         with torch.device("meta"):
-            return cls(linear.in_features, linear.out_features, linear.bias is not None)
+            return cls(linear.in_features, linear.out_features, linear.bias is not None, many)
 
     @classmethod
-    def of(cls, linear: nn.Linear) -> Int8Linear:
+    def of(cls, linear: nn.Linear, many: bool = False) -> Int8Linear:
         """Rounds the weights of a linear layer, row by row."""
-        module = cls.like(linear)
-        module._hold(Matrix.of(linear.weight))
+        module = cls.like(linear, many)
+        module._hold(Matrix.of(linear.weight, many))
         if linear.bias is not None:
             module.bias = _constant(linear.bias.detach())
         return module.train(linear.training)
@@ -50,19 +54,41 @@ class Int8Linear(nn.Module):
     def pack(self) -> None:
         """Prepares loaded weights for products."""
         if self.matrix is None:
-            self._hold(Matrix(self.weight.detach(), self.weight_scale.detach()))
+            self._hold(Matrix(self.weight.detach(), self.weight_scale.detach(), self.many))
 
     def _hold(self, matrix: Matrix) -> None:
         self.matrix = matrix
         self._parameters.pop("weight"), self._parameters.pop("weight_scale")
 
+    @property
+    def packed(self) -> Matrix:
+        """The matrix, which `pack` has made of loaded weights."""
+        assert self.matrix is not None, "loaded, and not packed"
+        return self.matrix
+
+    def grouped(self, groups: int, transposed: bool = False) -> list[Matrix]:
+        """Returns the matrices ``(O / G, I)`` of G groups of outputs, made once.
+
+        Args:
+            groups: Number G of groups.
+            transposed: Whether the matrices are ``(I, O / G)``, with inputs that are multiplied by
+                the scales of the outputs before.
+        """
+        key = (groups, transposed)
+        if key not in self.groups:
+            ints, scale = self.packed.ints()
+            self.groups[key] = [
+                Matrix(part.t().contiguous()) if transposed else Matrix(part, own)
+                for part, own in zip(ints.chunk(groups), scale.chunk(groups), strict=True)
+            ]
+        return self.groups[key]
+
     def forward(self, x: Tensor) -> Tensor:
         """Multiplies ``(..., I)`` to ``(..., O)``."""
-        assert self.matrix is not None, "loaded, and not packed"
         bias = self.bias
         if x.dtype == torch.float32:
-            return self.matrix(x, bias)
-        return self.matrix(x.float(), None if bias is None else bias.float()).to(x.dtype)
+            return self.packed(x, bias)
+        return self.packed(x.float(), None if bias is None else bias.float()).to(x.dtype)
 
     def __getattr__(self, name: str) -> Any:
         # of a packed matrix; slow, and for those who ask for a dtype or a shape
@@ -123,7 +149,7 @@ class Int8Embedding(nn.Module):
 def multiply(modules: Sequence[Any], x: Tensor) -> list[Tensor]:
     """Applies several `Int8Linear` to one input, which is scaled once."""
     given = scaled(x if x.dtype == torch.float32 else x.float())
-    return [one.matrix.multiply(*given, one.bias).to(x.dtype) for one in modules]
+    return [one.packed.multiply(*given, one.bias).to(x.dtype) for one in modules]
 
 
 def _constant(values: Tensor) -> nn.Parameter:

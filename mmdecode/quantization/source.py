@@ -1,10 +1,15 @@
-"""Keys and values of encoder states in int8, for the cross-attention of one decoder layer.
+"""Cross-attention to encoder states in int8, without keys and values.
 
-At Whisper's 1,500 states they are 40 % of the bytes that a step with int8 weights reads. Both are
-matrices like those of the weights: keys have a scale for each state, values one for each channel.
-One product computes the scores of all heads: a query of a head is zero in the channels of the
-others. Weights are relative to the largest one, from 0 to 1, and rounded to 1/255; a row of ones
-among the values sums the rounded weights, by which the result is divided.
+A score is ``q . (K x) = (K^T q) . x``, and an output ``sum(p V x) = V sum(p x)``: queries and sums
+go through the projections K and V, instead of all states (multi-head latent attention calls this
+absorbed projections). The states ``x`` of a row are rounded and packed once for all layers. At
+Whisper's 1,500 states this leaves out most of the work between the encoder and the first token,
+and the memory of keys and values.
+
+The states have one scale for each channel, since some channels are large in all states. One product
+computes the scores of all heads. Attention weights are relative to the largest one, from 0 to 1,
+and rounded to 1/255; a row of ones among the states sums the rounded weights, by which the result
+is divided.
 """
 
 from __future__ import annotations
@@ -14,48 +19,105 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmdecode.quantization.products import Matrix, scaled
+from mmdecode.quantization.modules import Int8Linear
+from mmdecode.quantization.products import LEAST, Matrix, scaled
+
+GROUP = 256
+"""Channels of keys, and of values, that are projected by one product."""
+
+
+class Int8States(NamedTuple):
+    """Encoder states of every row of a batch; padding is left out.
+
+    Attributes:
+        scored: A matrix ``(S, C)`` for each row, multiplied by queries.
+        summed: A matrix ``(C + 1, S)`` for each row, multiplied by weights; its last row has only
+            ones.
+        scale: Value of one step in each channel, ``(B, 1, C)``.
+    """
+
+    scored: tuple[Matrix, ...]
+    summed: tuple[Matrix, ...]
+    scale: Tensor
+
+    @classmethod
+    def of(cls, states: Tensor, read: Tensor | None = None) -> Int8States:
+        """Rounds states ``(B, S, C)``; ``read (B, S)`` is False at padding."""
+        if read is not None:
+            return cls._of(states, read)
+        made = getattr(states, "_mmdecode_rounded", None)  # by a drafter that reads them too
+        if made is None:
+            made = states._mmdecode_rounded = cls._of(states, None)  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def _of(cls, states: Tensor, read: Tensor | None) -> Int8States:
+        scored, summed, scales = [], [], []
+        for row in range(len(states)):
+            own = states[row] if read is None else states[row, read[row]]
+            scale = own.abs().amax(0, keepdim=True).clamp_min(LEAST).float() / 127
+            ints = (own / scale).round_().to(torch.int8)
+            scored.append(Matrix(ints))
+            summed.append(Matrix(torch.cat([ints.t(), ints.new_ones(1, len(ints))])))
+            scales.append(scale)
+        return cls(tuple(scored), tuple(summed), torch.stack(scales))
+
+    def select_rows(self, rows: Tensor) -> Int8States:
+        """Returns the rows ``rows``."""
+        chosen = rows.tolist()
+        return Int8States(
+            tuple(self.scored[row] for row in chosen),
+            tuple(self.summed[row] for row in chosen),
+            self.scale[rows],
+        )
 
 
 class Int8Source(NamedTuple):
-    """Keys and values of every row.
+    """The states, and the projections of one layer's cross-attention.
 
     Attributes:
-        keys: A matrix ``(S, heads * D)`` for each row.
-        values: A matrix ``(heads * D + 1, S)`` for each row, whose last row has only ones.
+        states: The states of every row.
+        keys: The layer's projection to keys.
+        values: The layer's projection to values.
     """
 
-    keys: tuple[Matrix, ...]
-    values: tuple[Matrix, ...]
-
-    @classmethod
-    def of(cls, keys: Tensor, values: Tensor) -> Int8Source:
-        """Rounds float keys and values, ``(B, S, heads * D)`` each."""
-        ones = values.new_ones(1, values.shape[1])
-        return cls(
-            tuple(Matrix.of(row, passing=True) for row in keys),
-            tuple(Matrix.of(torch.cat([row.t(), ones]), passing=True) for row in values),
-        )
+    states: Int8States
+    keys: Int8Linear
+    values: Int8Linear
 
     def attend(self, layer: Any, queries: Tensor) -> Tensor:
         """Computes the attention output ``(B, Q, heads * D)`` of ``(B, Q, heads, D)`` queries."""
-        heads, width = queries.shape[2:]
+        batch, count, heads, width = queries.shape
+        scored, summed, channels = self.states
+        groups = next(n for n in range(max(1, heads * width // GROUP), 0, -1) if heads % n == 0)
+        each = heads // groups
         scale = width**-0.5 if layer.scale is None else layer.scale
-        given, largest = scaled(queries.float())
-        own = torch.eye(heads, dtype=given.dtype)[:, :, None]
-        found = []
-        for row, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            alone = (given[row, :, :, None] * own).flatten(2)  # zero for the other heads
-            scores = keys.signed(alone).mul_(largest[row] * scale)
-            weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-            summed = values.unsigned(weights)
-            each = summed[..., :-1].unflatten(-1, (heads, width)).diagonal(0, 1, 2).mT
-            found.append(each / summed[..., -1:])
-        return torch.stack(found).flatten(2).to(queries.dtype)
+
+        # (B, G, Q, heads of a group, D); a query is zero in the channels of its group's other heads
+        given = queries.float() * (self.keys.packed.scale * scale).view(heads, width)
+        given, largest = scaled(given.unflatten(2, (groups, each)).transpose(1, 2))
+        alone = (given[..., None, :] * torch.eye(each)[:, :, None]).flatten(4)
+        keys = self.keys.grouped(groups, transposed=True)
+        found = [matrix.signed(alone[:, group]) for group, matrix in enumerate(keys)]
+        given = torch.stack(found, 1).mul_(largest).view(batch, -1, channels.shape[-1])
+
+        given, largest = scaled(given.mul_(channels))
+        sums = []
+        for row in range(batch):
+            scores = scored[row].signed(given[row]).mul_(largest[row])
+            sums.append(summed[row].unsigned(scores.sub_(scores.amax(-1, keepdim=True)).exp_()))
+        whole = torch.stack(sums)
+        mean, largest = scaled(whole[..., :-1].mul_(channels).div_(whole[..., -1:]))
+
+        mean = mean.view(batch, groups, count, each, -1)
+        values = self.values.grouped(groups)
+        found = [matrix.signed(mean[:, group]) for group, matrix in enumerate(values)]
+        own = torch.stack(found, 1).unflatten(4, (each, width)).diagonal(0, 3, 4).mT
+        own = (own * largest.view(*own.shape[:-1], 1)).transpose(1, 2).flatten(2)
+        if self.values.bias is not None:
+            own += self.values.bias
+        return own.to(queries.dtype)
 
     def select_rows(self, rows: Tensor) -> Int8Source:
         """Returns the rows ``rows``."""
-        chosen = rows.tolist()
-        return Int8Source(
-            tuple(self.keys[row] for row in chosen), tuple(self.values[row] for row in chosen)
-        )
+        return self._replace(states=self.states.select_rows(rows))

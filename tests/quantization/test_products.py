@@ -1,10 +1,12 @@
 """Products with int8 matrices: a row's result is its own, to the bit."""
 
+import pickle
+
 import torch
 from torch.nn.functional import linear
 
 from mmdecode.quantization import products
-from mmdecode.quantization.products import Matrix, rounded, scaled, steps
+from mmdecode.quantization.products import Matrix, gain, rounded, scaled, steps
 
 WIDE, DEEP = 96, 160
 
@@ -70,6 +72,29 @@ def test_the_form_without_fbgemm_computes_the_same(monkeypatch):
     assert plain._packed is None
     assert torch.allclose(plain(x), expected, rtol=1e-5)
     assert_by_rows(plain, x)
+
+
+def test_matrices_for_many_rows_compute_the_same():
+    x, weight = inputs(600), matrix()
+    few, many = Matrix.of(weight), Matrix.of(weight, many=True)
+    bias = torch.randn(WIDE)
+    found = many(x, bias)
+    # a value between two steps may be rounded to either
+    assert torch.allclose(found, few(x, bias), rtol=1e-2, atol=1e-5 + float(x.abs().max()) / 1e4)
+    assert torch.equal(found, torch.cat([many(row[None], bias) for row in x])), "chunks of rows"
+    assert_by_rows(many, x[:64])
+    assert torch.equal(many.ints()[0], few.ints()[0])
+
+
+def test_matrices_are_pickled():
+    x = inputs()
+    for many in (False, True):
+        made = Matrix.of(matrix(), many)
+        assert torch.equal(pickle.loads(pickle.dumps(made))(x), made(x))
+
+
+def test_products_are_faster_than_in_float():
+    assert gain() > 0 and gain() == gain()
 
 
 def test_seven_bits_where_sums_of_two_products_saturate(monkeypatch):

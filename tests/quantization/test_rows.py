@@ -15,7 +15,8 @@ from mmdecode.engine.cache import RaggedCache, bucket
 from mmdecode.engine.masks import block_mask
 from mmdecode.errors import UnsupportedModelError
 from mmdecode.quantization import attention, quantize
-from mmdecode.quantization.source import Int8Source
+from mmdecode.quantization.modules import Int8Linear
+from mmdecode.quantization.source import Int8Source, Int8States
 from tests.support import tiny, tiny_vlm
 from tests.support.int8 import counted
 from tests.support.seams import edited
@@ -83,9 +84,9 @@ def test_blocks_equal_single_steps(speech, batch, threads):
     try:
         with counted() as count:
             expected = logits(speech, blocks_of(1), batch)
-        # seven products and the head of each pass, two of cross-attention a row, and its K and V
+        # eight products of a layer, two of cross-attention and two more for each row, and the head
         passes = 97
-        assert count.products == passes * (LAYERS * (8 + 2 * batch) + 1) + LAYERS * 2
+        assert count.products == passes * (LAYERS * (10 + 2 * batch) + 1)
         for size in (2, 3, 5, 8, 17, 33, 64):
             assert torch.equal(logits(speech, blocks_of(size), batch), expected), size
         alone = logits(speech, blocks_of(5), batch, rows=slice(batch - 1, batch))
@@ -220,22 +221,43 @@ def test_biases_are_refused():
         attention.attend_by_rows(query, key, value, torch.randn(1, 1, 7, 40))
 
 
-# Keys and values of the encoder's states in int8
+# Cross-attention to the encoder's states in int8
 
 
-def test_int8_sources_are_near_and_by_rows():
+@pytest.mark.parametrize("width", [64, 576])  # one group of heads, and two of three heads
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_int8_sources_are_near_and_by_rows(width, padded):
     dice = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(2, 4, 300, 16, generator=dice) for _ in range(2))
-    queries = torch.randn(2, 6, 4, 16, generator=dice)
-    source = Int8Source.of(*(one.transpose(1, 2).flatten(2) for one in (keys, values)))
+    heads = 6 if width == 576 else 4
+    states = torch.randn(2, 300, 40, generator=dice)
+    states[:, :, 7] *= 30  # a channel that is large in all states
+    keys, values = torch.nn.Linear(40, width, bias=False), torch.nn.Linear(40, width)
+    keys.weight.data[:, 7] /= 30
+    queries = torch.randn(2, 6, heads, width // heads, generator=dice)
+    read = torch.arange(300) < torch.tensor([[300], [200]]) if padded else None
+    rounded = [Int8Linear.of(one) for one in (keys, values)]
+    source = Int8Source(Int8States.of(states, read), *rounded)
     layer = type("Layer", (), {"scale": None})
     found = source.attend(layer, queries)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        queries.transpose(1, 2), keys, values
-    )
-    expected = expected.transpose(1, 2).flatten(2)
-    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+
+    def attention(projections):
+        given = (one(states).unflatten(2, (heads, -1)).transpose(1, 2) for one in projections)
+        mask = None if read is None else read[:, None, None]
+        given = queries.transpose(1, 2), *given, mask
+        whole = torch.nn.functional.scaled_dot_product_attention(*given)
+        return whole.transpose(1, 2).flatten(2)
+
+    expected = attention((keys, values))
+    error, usual = ((one - expected).norm() for one in (found, attention(rounded)))
+    assert error < 1.5 * usual
     for node in range(6):
         assert torch.equal(source.attend(layer, queries[:, [node]])[:, 0], found[:, node])
     row = source.select_rows(torch.tensor([1]))
     assert torch.equal(row.attend(layer, queries[1:]), found[1:])
+
+
+def test_states_are_rounded_once_for_a_target_and_its_drafter():
+    states = torch.randn(1, 30, 40)
+    assert Int8States.of(states) is Int8States.of(states)
+    assert Int8States.of(states) is not Int8States.of(states.clone())

@@ -37,7 +37,7 @@ from mmdecode.quantization.attention import attend_by_rows
 from mmdecode.quantization.foreign import is_foreign
 from mmdecode.quantization.models import is_quantized
 from mmdecode.quantization.modules import Int8Embedding, Int8Linear, multiply
-from mmdecode.quantization.source import Int8Source
+from mmdecode.quantization.source import Int8Source, Int8States
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -87,13 +87,13 @@ class Layer(NamedTuple):
             differs from the layer's place.
         heads: Number of heads of self-attention and of cross-attention.
         qkv: Function that computes queries, keys and values, each ``(B, Q, H)``.
-        cross_kv: Function from encoder states to keys and values of cross-attention, ``(B, S, H)``.
+        cross_kv: Modules that compute keys and values of cross-attention from encoder states.
         activation: Activation between ``up`` and ``down``.
         scale: Scale of attention scores; ``None``: 1 / sqrt(head width).
         padding: Zeros appended to each head's width during attention.
         by_rows: Whether each query is computed alone, see `mmdecode.quantization.attention`.
-        source: These keys and values: `Source`, or `mmdecode.quantization.source`. `LeanPast` adds
-            them.
+        source: These keys and values, or what is read instead of them with int8 weights: `Source`,
+            or `mmdecode.quantization.source`. `LeanPast` adds them.
     """
 
     cache_index: int
@@ -104,7 +104,7 @@ class Layer(NamedTuple):
     cross_norm: Norm
     cross_q: Product
     cross_out: Product
-    cross_kv: Callable[[Tensor], tuple[Tensor, Tensor]]
+    cross_kv: tuple[Any, Any]
     final_norm: Norm
     up: Product
     activation: Callable[[Tensor], Tensor]
@@ -126,7 +126,7 @@ class LeanPast(SourcePast):
         cache: The engine's self-attention cache, whose rows may have different lengths.
         prompt: The prompt with the encoder's states.
         describe: Function that collects the weights of a layer, see `LeanAdapter.describe`.
-        rounds: Whether keys and values of the encoder's states are rounded to int8.
+        rounds: Whether the encoder's states are rounded to int8.
     """
 
     def __init__(
@@ -143,12 +143,15 @@ class LeanPast(SourcePast):
     def read(self, layers: Iterable[nn.Module]) -> list[Layer]:
         """Returns each layer's weights, cross-attention keys and values; collected at first use."""
         if not self._layers:
+            rounded = None
             for layer in map(self._describe, layers):
-                keys, values = layer.cross_kv(self.source)
                 source: Any
                 if self._rounds and layer.by_rows:
-                    source = Int8Source.of(keys, values)
+                    if rounded is None:
+                        rounded = Int8States.of(self.source, self.source_read)
+                    source = Int8Source(rounded, *layer.cross_kv)
                 else:
+                    keys, values = products(*layer.cross_kv)(self.source)
                     source = Source.of(keys, values, layer.heads, self.source_mask)
                 self._layers.append(layer._replace(source=source))
         return self._layers
@@ -192,7 +195,7 @@ class LeanAdapter(EncoderDecoderAdapter):
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
         """Returns the caches for a prompt; the weights are collected at first use."""
-        return LeanPast(cache, prompt, self.describe, self._lean and not self.source_is_padded)
+        return LeanPast(cache, prompt, self.describe, self._lean)
 
     def steps_unmasked(self, visible: int) -> bool:
         """Whether steps are run without the modules, which may mask by themselves."""

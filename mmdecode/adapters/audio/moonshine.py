@@ -109,7 +109,7 @@ class MoonshineAdapter(LeanAdapter):
             cross_norm=norm(layer.post_attention_layernorm),
             cross_q=product(cross.q_proj),
             cross_out=product(cross.o_proj),
-            cross_kv=products(cross.k_proj, cross.v_proj),
+            cross_kv=(cross.k_proj, cross.v_proj),
             final_norm=norm(layer.final_layernorm),
             up=product(layer.mlp.fc1),
             activation=_gated(layer.mlp.activation_fn),

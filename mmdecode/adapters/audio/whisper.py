@@ -92,7 +92,7 @@ class WhisperAdapter(LeanAdapter):
             cross_norm=norm(layer.encoder_attn_layer_norm),
             cross_q=product(cross.q_proj),
             cross_out=product(cross.out_proj),
-            cross_kv=products(cross.k_proj, cross.v_proj),
+            cross_kv=(cross.k_proj, cross.v_proj),
             final_norm=norm(layer.final_layer_norm),
             up=product(layer.fc1),
             activation=layer.activation_fn,
