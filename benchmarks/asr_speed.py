@@ -325,7 +325,7 @@ def main() -> None:
     shown = (wide_tables if arguments.width else tables)(json.loads(path.read_text()), path.name)
     print(f"\n{shown}\n\nwritten: {path}")
     if arguments.page:
-        write_page(arguments.page, shown, arguments.width or "tables")
+        write_page(arguments.page, shown)
 
 
 if __name__ == "__main__":

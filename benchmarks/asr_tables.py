@@ -104,7 +104,7 @@ TOKENS = 80
 def wide_table(best: list[dict[str, Any]], batch: int, timestamps: bool) -> str:
     """Engines on a widened model: encoder, first token, further tokens, and a whole window."""
     rows = [r for r in best if (r["batch"], r["timestamps"]) == (batch, timestamps)]
-    parts = {row["engine"]: _parts(row) for row in rows if row["decode_s"] and "first_s" in row}
+    parts = {row["engine"]: parts_of(row) for row in rows if row["decode_s"] and "first_s" in row}
     peer = parts.get("CTranslate2 int8")
     lines = []
     for row in rows:
@@ -141,7 +141,7 @@ def wide_table(best: list[dict[str, Any]], batch: int, timestamps: bool) -> str:
     return table(header, lines)
 
 
-def _parts(row: dict[str, Any]) -> tuple[float, float, float]:
+def parts_of(row: dict[str, Any]) -> tuple[float, float, float]:
     """Milliseconds of the encoder and of the first token, a window, and of a further token."""
     count = row["windows"]
     further = (row["decode_s"] - row["first_s"]) / (row["tokens"] - count)

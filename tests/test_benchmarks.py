@@ -126,8 +126,35 @@ def test_a_page_shows_its_result_file(page, module, monkeypatch):
     page_and_result(page, importlib.import_module(module).tables)
 
 
+def test_the_page_of_int8_shows_its_result_file(benchmarks):
+    from asr_tables import wide_tables
+
+    _, result = page_and_result("int8_speed.md", wide_tables)
+    assert all(row["decode_s"] for row in result["best"] if row["exact"])
+
+
+def test_an_object_in_another_process(benchmarks):
+    from apart import Apart, Kept
+
+    there = Apart(list, ["a", "b"])
+    assert there.call("index", "b") == 1
+    kept = there.keep("copy")
+    assert isinstance(kept, Kept)
+    assert there.call("__add__", kept) == ["a", "b", "a", "b"]
+    with pytest.raises(ValueError, match="is not in list"):
+        there.call("index", "c")
+
+
+def test_parts_of_a_window_add_up(benchmarks):
+    from asr_tables import parts_of
+
+    row = {"windows": 2, "decode_s": 1.0, "first_s": 0.2, "tokens": 22, "encoder_s": 3.0}
+    assert parts_of(row) == pytest.approx((1500, 100, 40))
+
+
 MARKED = {
-    "asr_speed.md": "tables", "drafters.md": "tables", "guidance_cost.md": "tables",
+    "asr_speed.md": "tables", "int8_speed.md": "tables", "drafters.md": "tables",
+    "guidance_cost.md": "tables",
     "guided_drafts.md": "tables", "hallucination.md": "tables", "image_speed.md": "tables",
     "real_speech.md": "tables", "real_sizes.md": "tables",
     "streaming.md": "tables", "vlm_speed.md": "tables", "results.md": "measured",

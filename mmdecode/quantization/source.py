@@ -45,10 +45,12 @@ class Int8States(NamedTuple):
         """Rounds states ``(B, S, C)``; ``read (B, S)`` is False at padding."""
         if read is not None:
             return cls._of(states, read)
-        made = getattr(states, "_mmdecode_rounded", None)  # by a drafter that reads them too
-        if made is None:
-            made = states._mmdecode_rounded = cls._of(states, None)  # type: ignore[attr-defined]
-        return made
+        version = 0 if states.is_inference() else states._version
+        made = getattr(states, "_mmdecode_rounded", None)  # for a drafter that reads them too
+        if made is None or made[0] != version:
+            made = version, cls._of(states, None)
+            states._mmdecode_rounded = made  # type: ignore[attr-defined]
+        return made[1]
 
     @classmethod
     def _of(cls, states: Tensor, read: Tensor | None) -> Int8States:

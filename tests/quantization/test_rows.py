@@ -260,4 +260,9 @@ def test_int8_sources_are_near_and_by_rows(width, padded):
 def test_states_are_rounded_once_for_a_target_and_its_drafter():
     states = torch.randn(1, 30, 40)
     assert Int8States.of(states) is Int8States.of(states)
-    assert Int8States.of(states) is not Int8States.of(states.clone())
+    before = Int8States.of(states)
+    assert before is not Int8States.of(states.clone())
+    states.mul_(2)
+    assert torch.equal(Int8States.of(states).scale, 2 * before.scale), "changed in place"
+    with torch.inference_mode():
+        Int8States.of(torch.randn(1, 30, 40))
