@@ -51,16 +51,12 @@ WARM = 4
 """Batches that each engine decodes before any count."""
 PARTS = ("short", "long", "memory")
 PAUSE = 0.3
-"""Seconds between two calls."""
+"""Seconds between two calls of a widened model, in which the threads of the last engine, which wait
+for more work on our cores, fall asleep. Calls of a small model are too many for it."""
 SLOTS = 1500
 """Encoder slots of a widened model: those of half a minute."""
 Case = tuple[int, bool]
 """Batch size, and whether timestamps are predicted."""
-
-
-def rest() -> None:
-    """Lets the threads of the last engine fall asleep: they wait for more work on our cores."""
-    time.sleep(PAUSE)
 
 
 def reference_texts(checkpoint: Checkpoint, count: int) -> list[str] | None:
@@ -95,14 +91,15 @@ def measure(
 
     calls: dict[str, Any] = {f"encoder {n}": partial(encoding, run) for n, run in encoders.items()}
     calls |= {name: partial(decoding, engine) for name, engine in engines.items()}
-    firsts = {n: replace(e, decode=e.first) for n, e in engines.items() if e.first is not None}
     if checkpoint.wide:
+        firsts = {n: replace(e, decode=e.first) for n, e in engines.items() if e.first is not None}
         calls |= {f"first {name}": partial(decoding, first) for name, first in firsts.items()}
     interleaved(calls, min(WARM, len(chunks)), 1, features.device)
     for engine in engines.values():
         if engine.stats is not None:
             engine.stats.reset()
-    seconds, results = interleaved(calls, len(chunks), repeats, features.device, rest)
+    pause = partial(time.sleep, PAUSE if checkpoint.wide else 0.0)
+    seconds, results = interleaved(calls, len(chunks), repeats, features.device, pause)
     ids = {
         name: [row for one in results[name] for row in rows_of(one, checkpoint.settings)]
         for name in engines
@@ -322,7 +319,8 @@ def main() -> None:
     only_our_output()
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.result or run(arguments, Path(folder))
-    shown = (wide_tables if arguments.width else tables)(json.loads(path.read_text()), path.name)
+    result = json.loads(path.read_text())
+    shown = (wide_tables if result["machine"].get("width") else tables)(result, path.name)
     print(f"\n{shown}\n\nwritten: {path}")
     if arguments.page:
         write_page(arguments.page, shown)

@@ -110,18 +110,14 @@ def wide_table(best: list[dict[str, Any]], batch: int, timestamps: bool) -> str:
     for row in rows:
         name = row["engine"]
         if name not in parts:
-            lines.append([name, "ids differ", *[""] * 8])
+            lines.append([name, "ids differ", *[""] * 9])
             continue
         encoder, first, further = parts[name]
-        window = encoder + first + (TOKENS - 1) * further
-        ratios = [""] * 3
-        if peer:
-            states = peer[1] + (TOKENS - 1) * peer[2]
-            ratios = [
-                number(peer[2] / further),
-                number(states / (first + (TOKENS - 1) * further)),
-                number((peer[0] + states) / window),
-            ]
+        own = _times(parts[name])
+        ratios = (
+            [number(p / o) for p, o in zip(_times(peer), own, strict=True)] if peer else [""] * 3
+        )
+        *_, window = own
         lines.append(
             [
                 name,
@@ -139,6 +135,13 @@ def wide_table(best: list[dict[str, Any]], batch: int, timestamps: bool) -> str:
     header += [f"window of {TOKENS} tokens, ms", "further tokens over CTranslate2 int8"]
     header += ["from encoder states", "whole window", "ids of generate", "WER"]
     return table(header, lines)
+
+
+def _times(parts: tuple[float, float, float]) -> tuple[float, float, float]:
+    """Milliseconds of a further token, of all tokens from the encoder's states, and of a window."""
+    encoder, first, further = parts
+    states = first + (TOKENS - 1) * further
+    return further, states, encoder + states
 
 
 def parts_of(row: dict[str, Any]) -> tuple[float, float, float]:

@@ -152,6 +152,17 @@ def test_parts_of_a_window_add_up(benchmarks):
     assert parts_of(row) == pytest.approx((1500, 100, 40))
 
 
+def test_an_engine_whose_ids_differ_has_a_whole_line(benchmarks):
+    from asr_tables import wide_table
+
+    case = {"batch": 1, "timestamps": False, "identical_share": 1, "wer": None}
+    row = {"windows": 2, "decode_s": 1.0, "first_s": 0.2, "tokens": 22, "encoder_s": 3.0}
+    row |= case | {"engine": "CTranslate2 int8", "tokens_per_pass": None}
+    shown = wide_table([row, row | {"engine": "medusa", "decode_s": None}], 1, False)
+    assert len({line.count("|") for line in shown.splitlines()}) == 1
+    assert "| 1.00 | 1.00 | 1.00 |" in shown
+
+
 MARKED = {
     "asr_speed.md": "tables", "int8_speed.md": "tables", "drafters.md": "tables",
     "guidance_cost.md": "tables",

@@ -1,12 +1,16 @@
 """Products with int8 matrices: a row's result is its own, to the bit."""
 
+import copy
 import pickle
+import warnings
 
+import pytest
 import torch
 from torch.nn.functional import linear
 
-from mmdecode.quantization import products
+from mmdecode.quantization import models, products, quantize
 from mmdecode.quantization.products import Matrix, gain, rounded, scaled, steps
+from tests.support import tiny
 
 WIDE, DEEP = 96, 160
 
@@ -93,8 +97,18 @@ def test_matrices_are_pickled():
         assert torch.equal(pickle.loads(pickle.dumps(made))(x), made(x))
 
 
-def test_products_are_faster_than_in_float():
+def test_the_gain_over_float_is_measured_once():
     assert gain() > 0 and gain() == gain()
+    assert gain.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("measured", [0.5, 1.5])
+def test_a_processor_slower_than_in_float_is_warned_of(measured, monkeypatch):
+    monkeypatch.setattr(models, "gain", lambda: measured)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        quantize(copy.deepcopy(tiny.model_of("llama")))
+    assert ["2.0 times the time" in str(one.message) for one in found] == [True] * (measured < 1)
 
 
 def test_seven_bits_where_sums_of_two_products_saturate(monkeypatch):

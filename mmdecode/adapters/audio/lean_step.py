@@ -148,7 +148,9 @@ class LeanPast(SourcePast):
                 source: Any
                 if self._rounds and layer.by_rows:
                     if rounded is None:
-                        rounded = Int8States.of(self.source, self.source_read)
+                        mask = self.source_mask
+                        read = None if mask is None else mask[:, 0, 0] == 0
+                        rounded = Int8States.of(self.source, read)
                     source = Int8Source(rounded, *layer.cross_kv)
                 else:
                     keys, values = products(*layer.cross_kv)(self.source)

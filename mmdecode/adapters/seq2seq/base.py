@@ -128,7 +128,6 @@ class SourcePast:
         caches: Self-attention and cross-attention caches together, as the decoder expects them.
         source: The encoder's states, ``(R, S, H)``.
         source_mask: Additive cross-attention mask, ``(R, 1, 1, S)``; ``None``: no padding.
-        source_read: True at encoder states that are not padding, ``(R, S)``; ``None``: no padding.
         pads: Number of padding tokens at the left of the decoder's prompt, ``(R,)``.
     """
 
@@ -137,9 +136,8 @@ class SourcePast:
         self.caches = EncoderDecoderCache(cache, DynamicCache())
         self.source = prompt.inputs["source"]
         self.source_mask: Tensor | None = None
-        self.source_read: Tensor | None = prompt.inputs.get("source_mask")
-        if self.source_read is not None:
-            read = self.source_read[:, None, None]
+        if "source_mask" in prompt.inputs:
+            read = prompt.inputs["source_mask"][:, None, None]
             mask = torch.zeros(read.shape, dtype=self.source.dtype, device=read.device)
             self.source_mask = mask.masked_fill_(~read, torch.finfo(mask.dtype).min)
         self.pads = (~prompt.mask).sum(1)
@@ -148,6 +146,6 @@ class SourcePast:
         """Keeps the rows ``rows``, in that order."""
         self.caches.reorder_cache(rows)
         self.source = self.source[rows]
-        if self.source_mask is not None and self.source_read is not None:
-            self.source_mask, self.source_read = self.source_mask[rows], self.source_read[rows]
+        if self.source_mask is not None:
+            self.source_mask = self.source_mask[rows]
         self.pads = self.pads[rows]
