@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmdecode.quantization.products import Matrix, rounded, scaled
+from mmdecode.quantization.kernels import run_linears
+from mmdecode.quantization.products import Matrix, rounded
 
 
 class Int8Linear(nn.Module):
@@ -146,10 +147,18 @@ class Int8Embedding(nn.Module):
         return self.weight[ids] * self.weight_scale[ids][..., None]
 
 
-def multiply(modules: Sequence[Any], x: Tensor) -> list[Tensor]:
-    """Applies several `Int8Linear` to one input, which is scaled once."""
-    given = scaled(x if x.dtype == torch.float32 else x.float())
-    return [one.packed.multiply(*given, one.bias).to(x.dtype) for one in modules]
+def multiplier(modules: Sequence[Any]) -> Callable[[Tensor], list[Tensor]]:
+    """Returns a function that applies several `Int8Linear` to one input, which is scaled once."""
+    matrices = [one.packed.packed for one in modules]
+    biases = [None if one.bias is None else one.bias.detach().float() for one in modules]
+    steps = modules[0].packed.steps
+
+    def multiply(x: Tensor) -> list[Tensor]:
+        if x.dtype == torch.float32:
+            return run_linears(x, matrices, biases, steps)
+        return [found.to(x.dtype) for found in run_linears(x.float(), matrices, biases, steps)]
+
+    return multiply
 
 
 def _constant(values: Tensor) -> nn.Parameter:

@@ -7,7 +7,8 @@ as the row alone, to the bit.
 
 On x86 processors with AVX2 there are two kernels, each with its own packed form of a matrix:
 FBGEMM, which reads the weights of a few rows a quarter faster, and oneDNN, which multiplies many
-rows in two thirds of the time. Elsewhere ``torch._int_mm`` computes the same. Without VNNI
+rows in two thirds of the time; `mmdecode.quantization.kernels` calls them. Elsewhere
+``torch._int_mm`` computes the same. Without VNNI
 instructions sums of two products may saturate in the first two; inputs are then rounded to 7 bits.
 The processor is tested once per process, by a product of known result, and a matrix has one kernel
 for all its inputs: their number of rows has no say.
@@ -26,8 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LEAST = 1e-30
-"""Smallest divisor of a row: rows of zeros stay zero."""
+from mmdecode.quantization import kernels
+from mmdecode.quantization.kernels import LEAST, Integers, scaled
+
 CHUNK = 256
 """Rows that oneDNN multiplies at once; what they need then stays in the processor's cache."""
 _engine = threading.Lock()
@@ -44,16 +46,16 @@ class Matrix:
 
     def __init__(self, ints: Tensor, scale: Tensor | None = None, many: bool = False) -> None:
         self.shape = tuple(ints.shape)
-        self.scale, self._many = torch.ones(len(ints)) if scale is None else scale, many
-        self._packed: Any = None
-        self._ints: Tensor | None = None
-        if not steps():
-            self._ints = ints.contiguous()
+        self.scale, self.steps = torch.ones(len(ints)) if scale is None else scale, steps()
+        self._many = many and self.steps > 0
+        self.packed: Any
+        if not self.steps:
+            self.packed = Integers(ints.contiguous(), self.scale)
         elif many:
-            self._packed = torch.ops.onednn.qlinear_prepack(ints, None)
+            self.packed = torch.ops.onednn.qlinear_prepack(ints, None)
             self._zeros = torch.zeros(len(ints), dtype=torch.long)
         else:
-            self._packed = _packed(ints, scale)
+            self.packed = _packed(ints, scale)
 
     @classmethod
     def of(cls, weight: Tensor, many: bool = False) -> Matrix:
@@ -62,49 +64,26 @@ class Matrix:
 
     def ints(self) -> tuple[Tensor, Tensor]:
         """Returns integers and scales; unpacks the matrix if it is packed."""
-        if self._ints is not None:
-            return self._ints, self.scale
+        if isinstance(self.packed, Integers):
+            return self.packed
         if self._many:
-            return self._packed.to_dense().t().contiguous(), self.scale
-        return torch.ops.quantized.linear_unpack(self._packed)[0].int_repr(), self.scale
+            return self.packed.to_dense().t().contiguous(), self.scale
+        return torch.ops.quantized.linear_unpack(self.packed)[0].int_repr(), self.scale
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiplies ``(..., I)`` to ``(..., O)`` and adds a bias ``(O,)``."""
-        if not self._many or x.shape[:-1].numel() <= CHUNK:
-            return self.multiply(*scaled(x), bias)
+        if not self._many:
+            return kernels.run_linear(x, self.packed, bias, self.steps)
         found = x.new_empty(*x.shape[:-1], self.shape[0])
         parts = zip(x.flatten(0, -2).split(CHUNK), found.flatten(0, -2).split(CHUNK), strict=True)
         for part, into in parts:  # rows do not depend on each other
-            self.multiply(*scaled(part), bias, into)
+            given, largest = scaled(part)
+            product = _onednn(given, *_signed(self.steps), self.packed, self.scale, self._zeros)
+            if bias is None:
+                torch.mul(product, largest, out=into)
+            else:
+                torch.addcmul(bias, product, largest, out=into)
         return found
-
-    def multiply(
-        self, x: Tensor, largest: Tensor, bias: Tensor | None = None, into: Tensor | None = None
-    ) -> Tensor:
-        """The same of an input that `scaled` has prepared, for several matrices with one input."""
-        product = self.signed(x)
-        if bias is not None:
-            return torch.addcmul(bias, product, largest, out=into)
-        return torch.mul(product, largest, out=product if into is None else into)
-
-    def signed(self, x: Tensor) -> Tensor:
-        """Multiplies inputs between -1 and 1."""
-        return self._product(x, 127, 128)
-
-    def unsigned(self, x: Tensor) -> Tensor:
-        """Multiplies inputs between 0 and 1, which are rounded twice as finely."""
-        return self._product(x, 255, 0)
-
-    def _product(self, x: Tensor, most: int, zero: int) -> Tensor:
-        if self._ints is not None:
-            # 255 steps do not fit int8; the difference to 127 is in the scale alone
-            ints = (x.flatten(0, -2) * 127).round_().to(torch.int8)
-            sums = torch._int_mm(ints, self._ints.t())
-            return (sums * (self.scale / 127)).unflatten(0, x.shape[:-1])
-        most, zero = (most, zero) if steps() == 255 else (most // 2, zero // 2)
-        if self._many:
-            return _onednn(x, 1 / most, zero, self._packed, self.scale, self._zeros)
-        return _fbgemm(x, 1 / most, zero, self._packed)
 
     def __reduce__(self) -> Any:
         return Matrix, (*self.ints(), self._many)
@@ -120,12 +99,6 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scale[:, None]).round_().to(torch.int8), scale
 
 
-def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divides rows ``(..., I)`` by their largest absolute values, and returns those too."""
-    largest = x.abs().amax(-1, keepdim=True).clamp_min_(LEAST)
-    return x / largest, largest
-
-
 @functools.cache
 def steps() -> int:
     """Steps between the least and the largest input of packed products; 0 if there are none.
@@ -136,11 +109,11 @@ def steps() -> int:
         return 0
     for most in (255, 127):
         ones, scale = torch.full((16, 64), 127, dtype=torch.int8), torch.ones(16)
-        given = (torch.ones(2, 64), 1 / (most // 2), (most + 1) // 2)
+        x, zeros = torch.ones(2, 64), torch.zeros(16, dtype=torch.long)
         try:
-            few = _fbgemm(*given, _packed(ones, scale))
+            few = kernels.product(x, _packed(ones, scale), most, True)
             many = torch.ops.onednn.qlinear_prepack(ones, None)
-            found = few, _onednn(*given, many, scale, torch.zeros(16, dtype=torch.long))
+            found = few, _onednn(x, *_signed(most), many, scale, zeros)
         except (RuntimeError, AttributeError):
             return 0
         if all(torch.allclose(one, torch.tensor(127.0 * 64)) for one in found):
@@ -148,9 +121,9 @@ def steps() -> int:
     return 0
 
 
-def _fbgemm(x: Tensor, scale: float, zero: int, packed: Any) -> Tensor:
-    op = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-    return op(x, scale, zero, packed)
+def _signed(steps: int) -> tuple[float, int]:
+    """Value of one step of inputs from -1 to 1, and the step of 0."""
+    return 1 / (steps // 2), (steps + 1) // 2
 
 
 def _onednn(

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mmdecode.quantization.kernels import LEAST, run_cross_attention
 from mmdecode.quantization.modules import Int8Linear
-from mmdecode.quantization.products import LEAST, Matrix, scaled
+from mmdecode.quantization.products import Matrix
 
 GROUP = 256
 """Channels of keys, and of values, that are projected by one product."""
@@ -89,36 +90,22 @@ class Int8Source(NamedTuple):
 
     def attend(self, layer: Any, queries: Tensor) -> Tensor:
         """Computes the attention output ``(B, Q, heads * D)`` of ``(B, Q, heads, D)`` queries."""
-        batch, count, heads, width = queries.shape
-        scored, summed, channels = self.states
+        heads, width = queries.shape[2:]
         groups = next(n for n in range(max(1, heads * width // GROUP), 0, -1) if heads % n == 0)
-        each = heads // groups
         scale = width**-0.5 if layer.scale is None else layer.scale
-
-        # (B, G, Q, heads of a group, D); a query is zero in the channels of its group's other heads
-        given = queries.float() * (self.keys.packed.scale * scale).view(heads, width)
-        given, largest = scaled(given.unflatten(2, (groups, each)).transpose(1, 2))
-        alone = (given[..., None, :] * torch.eye(each)[:, :, None]).flatten(4)
-        keys = self.keys.grouped(groups, transposed=True)
-        found = [matrix.signed(alone[:, group]) for group, matrix in enumerate(keys)]
-        given = torch.stack(found, 1).mul_(largest).view(batch, -1, channels.shape[-1])
-
-        given, largest = scaled(given.mul_(channels))
-        sums = []
-        for row in range(batch):
-            scores = scored[row].signed(given[row]).mul_(largest[row])
-            sums.append(summed[row].unsigned(scores.sub_(scores.amax(-1, keepdim=True)).exp_()))
-        whole = torch.stack(sums)
-        mean, largest = scaled(whole[..., :-1].mul_(channels).div_(whole[..., -1:]))
-
-        mean = mean.view(batch, groups, count, each, -1)
-        values = self.values.grouped(groups)
-        found = [matrix.signed(mean[:, group]) for group, matrix in enumerate(values)]
-        own = torch.stack(found, 1).unflatten(4, (each, width)).diagonal(0, 3, 4).mT
-        own = (own * largest.view(*own.shape[:-1], 1)).transpose(1, 2).flatten(2)
-        if self.values.bias is not None:
-            own += self.values.bias
-        return own.to(queries.dtype)
+        bias = self.values.bias
+        found = run_cross_attention(
+            queries.float(),
+            (self.keys.packed.scale * scale).view(heads, width),
+            [one.packed for one in self.keys.grouped(groups, transposed=True)],
+            [one.packed for one in self.values.grouped(groups)],
+            None if bias is None else bias.float(),
+            [one.packed for one in self.states.scored],
+            [one.packed for one in self.states.summed],
+            self.states.scale,
+            self.keys.packed.steps,
+        )
+        return found.to(queries.dtype)
 
     def select_rows(self, rows: Tensor) -> Int8Source:
         """Returns the rows ``rows``."""

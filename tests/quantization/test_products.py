@@ -3,13 +3,16 @@
 import copy
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.functional import linear
 
-from mmdecode.quantization import models, products, quantize
-from mmdecode.quantization.products import Matrix, gain, rounded, scaled, steps
+from mmdecode.quantization import kernels, models, products, quantize
+from mmdecode.quantization.modules import Int8Linear
+from mmdecode.quantization.products import Matrix, gain, rounded, steps
+from mmdecode.quantization.source import Int8Source, Int8States
 from tests.support import tiny
 
 WIDE, DEEP = 96, 160
@@ -51,7 +54,7 @@ def test_one_scale_for_all_rows_would_not_do():
 
     def together(x):
         largest = x.abs().amax().clamp_min(1e-30)
-        return made.multiply(x / largest, largest)
+        return kernels.product(x / largest, made.packed, made.steps, True) * largest
 
     x = inputs()
     assert not torch.equal(together(x), alone(together, x))
@@ -73,7 +76,7 @@ def test_the_form_without_fbgemm_computes_the_same(monkeypatch):
     expected = Matrix.of(weight)(x)
     monkeypatch.setattr(products, "steps", lambda: 0)
     plain = Matrix.of(weight)
-    assert plain._packed is None
+    assert isinstance(plain.packed, kernels.Integers)
     assert torch.allclose(plain(x), expected, rtol=1e-5)
     assert_by_rows(plain, x)
 
@@ -126,26 +129,41 @@ def test_unsigned_inputs_have_twice_the_steps():
     x = torch.rand(9, DEEP, generator=torch.Generator().manual_seed(4))
     made = Matrix.of(weight)
     expected = x @ weight.T
-    fine, coarse = ((f(x) - expected).abs().mean() for f in (made.unsigned, made.signed))
+
+    def product(x, signed=False):
+        return kernels.product(x, made.packed, made.steps, signed)
+
+    fine, coarse = ((product(x, signed) - expected).abs().mean() for signed in (False, True))
     assert fine < coarse * 0.9
-    assert_by_rows(made.unsigned, torch.rand(32, DEEP))
+    assert_by_rows(product, torch.rand(32, DEEP))
 
 
 def test_integers_survive_packing():
     ints, scale = rounded(matrix())
     made = Matrix(ints, scale)
-    assert made._packed is not None
+    assert not isinstance(made.packed, kernels.Integers)
     assert torch.equal(made.ints()[0], ints) and torch.equal(made.ints()[1], scale)
     assert ints.abs().amax() == 127
 
 
-def test_a_scaled_input_serves_several_matrices():
-    x = inputs()
+def test_one_input_serves_several_matrices():
+    x, bias = inputs(), torch.randn(WIDE)
     one, other = Matrix.of(matrix()), Matrix.of(matrix(9))
-    given = scaled(x)
-    assert torch.equal(one.multiply(*given), one(x))
-    assert torch.equal(other.multiply(*given), other(x))
-    assert given[0].abs().amax() <= 1
+    found = kernels.run_linears(x, [one.packed, other.packed], [bias, None], one.steps)
+    assert torch.equal(found[0], one(x, bias)) and torch.equal(found[1], other(x))
+
+
+def test_torchscript_computes_what_python_does(monkeypatch):
+    x, bias, made = inputs(), torch.randn(WIDE), Matrix.of(matrix())
+    states = Int8States.of(torch.randn(2, 300, 48))
+    keys, values = (Int8Linear.of(torch.nn.Linear(48, 96)) for _ in range(2))
+    source, layer = Int8Source(states, keys, values), SimpleNamespace(scale=None)
+    queries = torch.randn(2, 5, 6, 16)
+    scripted = made(x, bias), source.attend(layer, queries)
+    assert kernels.run_linear._compiled is not None
+    monkeypatch.setattr(kernels.Scripted, "enabled", False)
+    assert torch.equal(made(x, bias), scripted[0])
+    assert torch.equal(source.attend(layer, queries), scripted[1])
 
 
 def test_torchs_engine_is_as_before():

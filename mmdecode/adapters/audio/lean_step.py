@@ -36,7 +36,7 @@ from mmdecode.quantization.attention import NAME as BY_ROWS
 from mmdecode.quantization.attention import attend_by_rows
 from mmdecode.quantization.foreign import is_foreign
 from mmdecode.quantization.models import is_quantized
-from mmdecode.quantization.modules import Int8Embedding, Int8Linear, multiply
+from mmdecode.quantization.modules import Int8Embedding, Int8Linear, multiplier
 from mmdecode.quantization.source import Int8Source, Int8States
 
 if TYPE_CHECKING:
@@ -313,14 +313,15 @@ class Turns(NamedTuple):
 def product(module: Any) -> Product:
     """Returns a linear layer as a function that calls no module."""
     if isinstance(module, Int8Linear):
-        return module.forward
+        multiply = multiplier([module])
+        return lambda x: multiply(x)[0]
     return functools.partial(linear, weight=module.weight, bias=module.bias)
 
 
 def products(*modules: Any) -> Callable[[Tensor], Any]:
     """Returns a function that applies several linear layers to one input."""
     if all(isinstance(module, Int8Linear) for module in modules):
-        return lambda x: multiply(modules, x)
+        return multiplier(modules)
     each = [product(module) for module in modules]
     return lambda x: [one(x) for one in each]
 
