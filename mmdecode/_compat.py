@@ -159,3 +159,8 @@ def flex_kernel() -> Callable[..., Tensor]:
     function: Any = flex_attention
     made: Callable[..., Tensor] = torch.compile(function)
     return made
+
+
+def version(tensor: Tensor) -> int | None:
+    """Returns how often a tensor was changed in place; ``None`` in inference mode: not counted."""
+    return None if tensor.is_inference() else tensor._version

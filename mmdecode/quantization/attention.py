@@ -13,17 +13,17 @@ stock function: they are read in the same way with and without a draft.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from mmdecode._compat import version
 from mmdecode.errors import UnsupportedModelError
+from mmdecode.quantization.kernels import run_attention_by_rows
 
 NAME = "mmdecode_rows"
 LONGEST = 65
@@ -31,17 +31,17 @@ LONGEST = 65
 
 
 class Seen(NamedTuple):
-    """Keys that one query may attend to.
+    """Keys that each query of a batch may attend to, in lists with an entry per query.
 
     Attributes:
         first: The first of them.
         last: The slot after the last one, once they lie side by side.
-        path: Slots of the last ones, if they do not lie side by side; empty otherwise.
+        paths: Slots of the last ones, if they do not lie side by side; empty otherwise.
     """
 
-    first: int
-    last: int
-    path: tuple[int, ...] = ()
+    first: list[int]
+    last: list[int]
+    paths: list[list[int]]
 
 
 def attend_by_rows(
@@ -61,62 +61,25 @@ def attend_by_rows(
         mask: ``(B or 1, 1, Q or 1, K)``, bool or additive; ``None``: queries attend to all keys.
         scale: Factor of the scores; ``None``: 1 / sqrt(D).
     """
-    batch, heads, count, _ = query.shape
-    found = query.new_empty(batch, count, heads, value.shape[-1])
-    grouped = key.shape[1] != heads
-    everything = [[Seen(0, key.shape[2])] * count] * batch
-    rows = everything if mask is None else seen_by_rows(mask, batch)
-    for row, nodes in enumerate(rows):
-        nodes = nodes if len(nodes) == count else nodes * count  # all queries see the same
-        keys, values = key[row : row + 1], value[row : row + 1]
-        moved = _Moved(keys, values, nodes)
-        for node, seen in enumerate(nodes):
-            moved.show(seen.path)
-            found[row, node] = scaled_dot_product_attention(
-                query[row : row + 1, :, node : node + 1],
-                keys[:, :, seen.first : seen.last],
-                values[:, :, seen.first : seen.last],
-                scale=scale,
-                enable_gqa=grouped,
-            )[0, :, 0]
-        moved.show(())
-    return found
+    batch, _, count, _ = query.shape
+    if mask is None:
+        each = batch * count
+        seen = Seen([0] * each, [key.shape[2]] * each, [[]] * each)
+    else:
+        seen = seen_by_rows(mask, batch, count)
+    return run_attention_by_rows(query, key, value, *seen, scale)
 
 
-class _Moved:
-    """Keys and values of a row, some of which are moved next to those that a node attends to."""
-
-    def __init__(self, keys: Tensor, values: Tensor, nodes: Sequence[Seen]) -> None:
-        paths = [seen for seen in nodes if seen.path]
-        self._shown: tuple[int, ...] = ()
-        if paths:
-            self._first = min(seen.path[0] for seen in paths)
-            end = 1 + max(slot for seen in paths for slot in seen.path)
-            self._views = [states[:, :, self._first : end] for states in (keys, values)]
-            self._kept = [view.clone() for view in self._views]
-
-    def show(self, path: tuple[int, ...]) -> None:
-        """Moves the slots of a path to its first slot and those after it; none: all are back."""
-        if path == self._shown:
-            return
-        index = torch.tensor([slot - self._first for slot in path])
-        for view, kept in zip(self._views, self._kept, strict=True):
-            view.copy_(kept)
-            if path:
-                begin = path[0] - self._first
-                view[:, :, begin : begin + len(path)] = kept[:, :, index]
-        self._shown = path
-
-
-def seen_by_rows(mask: Tensor, batch: int) -> list[list[Seen]]:
-    """Keys that each query of each row may attend to, read once for all layers that share a mask.
+def seen_by_rows(mask: Tensor, batch: int, count: int) -> Seen:
+    """Keys that each query may attend to, read once for all layers that share a mask.
 
     Args:
-        mask: ``(B or 1, 1, Q, K)``, bool or additive.
-        batch: Number of rows.
+        mask: ``(B or 1, 1, Q or 1, K)``, bool or additive.
+        batch: Number B of rows.
+        count: Number Q of queries of a row.
     """
     kept = getattr(mask, "_mmdecode_seen", None)
-    if kept is not None and kept[0] == mask._version:
+    if kept is not None and kept[0] == version(mask) is not None:
         return kept[1]
     seen = mask[:, 0]
     if mask.dtype != torch.bool:
@@ -125,29 +88,25 @@ def seen_by_rows(mask: Tensor, batch: int) -> list[list[Seen]]:
             raise UnsupportedModelError(
                 "attention has a bias, which is not supported with int8 weights; use float weights"
             )
+    seen = seen.expand(batch, count, -1).flatten(0, 1)
     slots = torch.arange(seen.shape[-1], device=seen.device)
     first = torch.where(seen, slots, seen.shape[-1]).amin(-1)
-    count = seen.sum(-1)
-    solid = torch.where(seen, slots, -1).amax(-1) + 1 - first == count
-    rows = [
-        [
-            # a row that has ended may see nothing
-            Seen(0, 1) if not many else Seen(begin, begin + many) if whole else _tree(line)
-            for begin, many, whole, line in zip(*columns, strict=True)
-        ]
-        for columns in zip(first.tolist(), count.tolist(), solid.tolist(), seen, strict=True)
-    ]
-    rows = rows if len(rows) == batch else rows * batch
-    mask._mmdecode_seen = (mask._version, rows)  # type: ignore[attr-defined]
-    return rows
+    many = seen.sum(-1)
+    solid = torch.where(seen, slots, -1).amax(-1) + 1 - first == many
+    first = torch.where(many == 0, 0, first)
+    last = first + many.clamp_min(1)  # a row that has ended may see nothing
+    holes = (~solid & (many > 0)).tolist()
+    paths = [_path(line) if hole else [] for line, hole in zip(seen, holes, strict=True)]
+    found = Seen(first.tolist(), last.tolist(), paths)
+    mask._mmdecode_seen = (version(mask), found)  # type: ignore[attr-defined]
+    return found
 
 
-def _tree(seen: Tensor) -> Seen:
-    """Keys of a node whose ancestors do not lie side by side."""
+def _path(seen: Tensor) -> list[int]:
+    """Slots of a node's last keys, which do not lie side by side."""
     slots = seen.nonzero()[:, 0].tolist()
     hole = next(i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1)
-    # from the slot before the hole on, so that the first slot stays where it is
-    return Seen(slots[0], slots[0] + len(slots), tuple(slots[hole - 1 :]))
+    return slots[hole - 1 :]  # from before the hole, so that the first slot stays where it is
 
 
 def attend(

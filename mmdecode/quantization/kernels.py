@@ -11,15 +11,18 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 LEAST = 1e-30
 """Smallest divisor of a row: rows of zeros stay zero."""
-Packed = torch.classes.quantized.LinearPackedParamsBase
-"""A matrix packed by FBGEMM; in Python also `Integers`."""
+if TYPE_CHECKING:
+    Packed = Any
+else:
+    Packed = torch.classes.quantized.LinearPackedParamsBase
+    """A matrix packed by FBGEMM; in Python also `Integers`."""
 
 
 class Integers(NamedTuple):
@@ -36,7 +39,7 @@ class Scripted:
         function: Function of this module.
 
     Attributes:
-        enabled: Whether functions are compiled; else Python runs them.
+        enabled: Whether functions are compiled; else Python runs them, with `Integers` too.
     """
 
     enabled = True
@@ -47,8 +50,8 @@ class Scripted:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *given: Any) -> Any:
-        """Runs the function, whose last argument is ``steps``; 0: matrices are not packed."""
-        if not (self.enabled and given[-1]):
+        """Runs the function."""
+        if not self.enabled:
             return self.function(*given)
         if self._compiled is None:
             with self._compiling, warnings.catch_warnings():
@@ -154,5 +157,81 @@ def cross_attention(
     return own if bias is None else own.add_(bias)
 
 
+def attention_by_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: list[int],
+    last: list[int],
+    paths: list[list[int]],
+    scale: float | None,
+) -> Tensor:
+    """Computes attention by a call for each query, see `mmdecode.quantization.attention`.
+
+    Args:
+        query: ``(B, H, Q, D)``.
+        key: ``(B, H', K, D)``; slots of paths are moved for their queries, and moved back.
+        value: Likewise.
+        first: First slot that each of B * Q queries attends to.
+        last: The slot after the last one.
+        paths: Slots of the last ones, where they do not lie side by side.
+        scale: Factor of the scores; ``None``: 1 / sqrt(D).
+
+    Returns:
+        ``(B, Q, H, D)``.
+    """
+    batch, heads, count, _ = query.shape
+    grouped = key.shape[1] != heads
+    rows: list[Tensor] = []
+    for row in range(batch):
+        keys, values = key.narrow(0, row, 1), value.narrow(0, row, 1)
+        begin, end = key.shape[2], 0
+        for path in paths[row * count : (row + 1) * count]:
+            for slot in path:
+                begin, end = min(begin, slot), max(end, slot + 1)
+        width = max(0, end - begin)
+        views = [states.narrow(2, begin, width) for states in (keys, values)]
+        kept = [view.clone() for view in views]
+        shown: list[int] = []
+        found: list[Tensor] = []
+        for node in range(count):
+            index = row * count + node
+            path = paths[index]
+            if path != shown:
+                move(views, kept, begin, path)
+                shown = path
+            seen = first[index], last[index] - first[index]
+            own = torch.nn.functional.scaled_dot_product_attention(
+                query.narrow(0, row, 1).narrow(2, node, 1),
+                keys.narrow(2, seen[0], seen[1]),
+                values.narrow(2, seen[0], seen[1]),
+                scale=scale,
+                enable_gqa=grouped,
+            )
+            found.append(own)
+        if len(shown) > 0:
+            move(views, kept, begin, [])
+        rows.append(torch.cat(found, 2))
+    return torch.cat(rows).transpose(1, 2)
+
+
+def move(views: list[Tensor], kept: list[Tensor], begin: int, path: list[int]) -> None:
+    """Writes the slots of a path side by side, from its first one on; none: all are back.
+
+    Args:
+        views: Keys and values ``(1, H', W, D)`` of W slots from ``begin`` on.
+        kept: What is in them when none is moved.
+        begin: The first slot.
+        path: Slots.
+    """
+    for which, view in enumerate(views):
+        own = kept[which]
+        view.copy_(own)
+        if len(path) > 0:
+            index = torch.tensor([slot - begin for slot in path])
+            view.narrow(2, path[0] - begin, len(path)).copy_(own.index_select(2, index))
+
+
 run_linears, run_linear = Scripted(linears), Scripted(linear)
 run_cross_attention = Scripted(cross_attention)
+run_attention_by_rows = Scripted(attention_by_rows)

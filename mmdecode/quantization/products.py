@@ -51,6 +51,7 @@ class Matrix:
         self.packed: Any
         if not self.steps:
             self.packed = Integers(ints.contiguous(), self.scale)
+            kernels.Scripted.enabled = False  # TorchScript has no type for both
         elif many:
             self.packed = torch.ops.onednn.qlinear_prepack(ints, None)
             self._zeros = torch.zeros(len(ints), dtype=torch.long)

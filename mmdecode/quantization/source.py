@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mmdecode._compat import version
 from mmdecode.quantization.kernels import LEAST, run_cross_attention
 from mmdecode.quantization.modules import Int8Linear
 from mmdecode.quantization.products import Matrix
@@ -46,10 +47,9 @@ class Int8States(NamedTuple):
         """Rounds states ``(B, S, C)``; ``read (B, S)`` is False at padding."""
         if read is not None:
             return cls._of(states, read)
-        version = 0 if states.is_inference() else states._version
         made = getattr(states, "_mmdecode_rounded", None)  # for a drafter that reads them too
-        if made is None or made[0] != version:
-            made = version, cls._of(states, None)
+        if made is None or made[0] != version(states):
+            made = version(states), cls._of(states, None)
             states._mmdecode_rounded = made  # type: ignore[attr-defined]
         return made[1]
 

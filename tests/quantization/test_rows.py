@@ -177,15 +177,16 @@ def test_two_threads_share_a_model():
 @pytest.mark.parametrize(
     ("function", "old", "new"),
     [
-        ("attend_by_rows", "moved.show(seen.path)", "pass"),
-        ("attend_by_rows", "moved.show(())", "pass"),
-        ("_tree", "slots[hole - 1 :]", "slots[hole:]"),
+        ("run_attention_by_rows", "if path != shown", "if False"),
+        ("run_attention_by_rows", "if len(shown) > 0", "if False"),
+        ("_path", "slots[hole - 1 :]", "slots[hole:]"),
     ],
 )
 def test_keys_of_trees_have_to_be_moved_and_put_back(monkeypatch, function, old, new):
     model = fresh("llama")
     expected = decoded(model, "llama", None)[1]
-    wrong = edited(getattr(attention, function), old, new)
+    right = getattr(attention, function)
+    wrong = edited(getattr(right, "function", right), old, new)
     monkeypatch.setattr(attention, function, wrong)
     assert not torch.equal(decoded(model, "llama", "recycling:nodes=12")[1], expected)
 
@@ -213,6 +214,18 @@ def test_it_is_attention(additive):
     )
     assert torch.allclose(found, expected.transpose(1, 2), atol=1e-6)
     assert torch.equal(key, stored[0]) and torch.equal(value, stored[1]), "put back"
+
+
+@torch.inference_mode()
+def test_masks_of_inference_mode_are_read():
+    query, key, value = random_attention()
+    mask = torch.ones(7, 40, dtype=torch.bool).tril(33).expand(2, 1, 7, 40)
+    found = attention.attend_by_rows(query, key, value, mask)
+    assert torch.equal(attention.attend_by_rows(query, key, value, mask.clone()), found)
+    whole = torch.ones(2, 1, 7, 40, dtype=torch.bool)
+    attention.attend_by_rows(query, key, value, whole)
+    whole.copy_(mask)
+    assert torch.equal(attention.attend_by_rows(query, key, value, whole), found), "changed"
 
 
 def test_biases_are_refused():
