@@ -220,7 +220,7 @@ def move(views: list[Tensor], kept: list[Tensor], begin: int, path: list[int]) -
 
     Args:
         views: Keys and values ``(1, H', W, D)`` of W slots from ``begin`` on.
-        kept: What is in them when none is moved.
+        kept: Their content when none is moved.
         begin: The first slot.
         path: Slots.
     """

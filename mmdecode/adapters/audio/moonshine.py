@@ -46,9 +46,9 @@ def by_column(head: nn.Module) -> Tensor | None:
     a third of the memory bandwidth; the transposed matrix reaches all of it. The copy is made once,
     and again if the weights have changed.
     """
-    weight = getattr(head, "weight", None)
-    if type(head) is not nn.Linear or weight is None or head.bias is not None or not plain(head):
+    if type(head) is not nn.Linear or head.bias is not None or not plain(head):
         return None
+    weight = head.weight
     tall = weight.shape[0] >= 8192 and weight.shape[1] <= 512 and weight.shape[1] % 2 == 0
     if not (tall and weight.device.type == "cpu" and weight.dtype == torch.float32):
         return None
