@@ -34,6 +34,7 @@ from mmdecode.engine.noise import Noise
 from mmdecode.engine.prompt_cache import Found
 from mmdecode.engine.proposal import Proposal, root_depth
 from mmdecode.errors import IncompatibleError
+from mmdecode.quantization.models import is_quantized
 
 
 class ModelRunner(BranchRunner):
@@ -328,6 +329,9 @@ class ModelRunner(BranchRunner):
         return plan
 
     def _compiled(self) -> Callable[..., Tensor]:
+        if is_quantized(self.adapter.model):
+            warn("nothing is compiled: int8 products are run by TorchScript already", stacklevel=2)
+            return self.adapter.forward
         inside = self.edits or self.needs.attention
         if all(isinstance(index, str) for index in self.needs.hidden) and not inside:
             return capture.Compiled(self.adapter)

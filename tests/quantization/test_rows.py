@@ -117,10 +117,10 @@ def fresh(family):
     return quantize(copy.deepcopy(model))
 
 
-def decoded(model, family, draft, batch=3, **options):
+def decoded(model, family, draft, batch=3, compile=False, **options):
     inputs = tiny_vlm.vision_inputs(family, batch) if family in VISION else None
     inputs = inputs or tiny.inputs_of(family, batch)
-    decoder = Decoder(draft, seed=3)
+    decoder = Decoder(draft, seed=3, compile=compile)
     found = mmdecode.generate(
         model,
         decoder=decoder,
@@ -156,6 +156,14 @@ def test_drafted_logits_are_the_undrafted_ones(family):
     assert kept >= 2, "blocks of several tokens were accepted"
     one = decoded(model, family, "quantized:length=5", batch=1)
     assert torch.equal(one[1], decoded(model, family, None, batch=1)[1])
+
+
+def test_compile_leaves_int8_models_as_they_are():
+    model = fresh("llama")
+    expected = decoded(model, "llama", None)[1]
+    with pytest.warns(UserWarning, match="nothing is compiled: int8 products"):
+        found = decoded(model, "llama", None, compile=True)[1]
+    assert torch.equal(found, expected)
 
 
 def test_two_threads_share_a_model():
