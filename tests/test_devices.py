@@ -1,6 +1,7 @@
 """Devices and dtypes by name, and what ``auto`` chooses."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from transformers import LlamaConfig
 
 from mmdecode.checkpoints import device_of, dtype_of
 from mmdecode.errors import OptionError
+from mmdecode.quantization import products
 from mmdecode.train.distributed import precision_of
 from tests.support.commands import invoke
 
@@ -42,6 +44,17 @@ def test_dtypes_have_short_names_and_those_of_torch():
             dtype_of(wrong)
     with pytest.raises(OptionError, match="expected float32"):
         dtype_of(torch.int8)
+
+
+@pytest.mark.parametrize("measured", [0.5, 1.5])
+def test_a_processor_slower_in_16_bits_is_warned_of(measured, monkeypatch):
+    monkeypatch.setattr(products, "gain", lambda to: measured)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert dtype_of("bf16", device="cpu") == torch.bfloat16
+        dtype_of("fp32", device="cpu")
+    told = ["bfloat16 in 2.0 times the time" in str(one.message) for one in found]
+    assert told == [True] * (measured < 1)
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,15 @@ for all its inputs: their number of rows has no say.
 from __future__ import annotations
 
 import functools
-import statistics
 import threading
 import timeit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from mmdecode.quantization import kernels
 from mmdecode.quantization.kernels import LEAST, Integers, scaled
@@ -160,12 +160,24 @@ def _fbgemm_packs() -> Iterator[None]:
 
 
 @functools.cache
-def gain() -> float:
-    """How many times as fast as in float32 a row is multiplied here, measured once per process."""
+def gain(to: str = "int8") -> float:
+    """How many times as fast as in float32 a row is multiplied here, measured once per process.
+
+    Args:
+        to: ``int8``, or a dtype of torch such as ``bfloat16``.
+    """
     weight, x = torch.ones(2048, 2048), torch.ones(1, 2048)
-    rounded_one = Matrix.of(weight)
-    float32, int8 = (
-        statistics.median(timeit.repeat(product, number=1, repeat=7))
-        for product in (lambda: torch.mv(weight, x[0]), lambda: rounded_one(x))
-    )
-    return float32 / int8
+    kind = torch.float32 if to == "int8" else getattr(torch, to)
+    other: Callable[[], Tensor] = functools.partial(linear, x.to(kind), weight.to(kind))
+    if to == "int8":
+        other = functools.partial(Matrix.of(weight), x)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for whatever else runs on the machine
+    try:
+        float32, found = (
+            min(timeit.repeat(product, number=1, repeat=10))
+            for product in (functools.partial(linear, x, weight), other)
+        )
+    finally:
+        torch.set_num_threads(threads)
+    return float32 / found
