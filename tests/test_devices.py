@@ -53,8 +53,8 @@ def test_a_processor_slower_in_16_bits_is_warned_of(measured, monkeypatch):
         warnings.simplefilter("always")
         assert dtype_of("bf16", device="cpu") == torch.bfloat16
         dtype_of("fp32", device="cpu")
-    told = ["bfloat16 in 2.0 times the time" in str(one.message) for one in found]
-    assert told == [True] * (measured < 1)
+    warned = ["bfloat16 in 2.0 times the time" in str(one.message) for one in found]
+    assert warned == [True] * (measured < 1)
 
 
 @pytest.mark.parametrize(
