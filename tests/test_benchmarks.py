@@ -224,6 +224,14 @@ def test_the_page_shows_how_images_are_distributed(benchmarks):
     page_and_result("image_speed.md", tables, "distribution")
 
 
+def test_the_page_shows_what_is_written_with_int8_weights(benchmarks):
+    tables = importlib.import_module("real_texts").tables
+    _, result = page_and_result("real_speech.md", tables, "texts")
+    assert result["same_tokens"] == len(result["rows"]) == len(real_clips())
+    result["same_tokens"] -= 1
+    assert "in 10 of 11. THEY HAVE TO BE THE SAME." in tables(result, "r.json")
+
+
 @pytest.mark.parametrize("page", MARKED)
 def test_a_page_is_filled_twice_and_its_own_text_stays(page, benchmarks, tmp_path):
     pages = importlib.import_module("pages")
@@ -631,6 +639,32 @@ def test_sentences_on_real_speech_follow_from_the_measurements(benchmarks):
     assert "DIFFERENT ids than `generate` in rows of ours: lookahead" in text
 
 
+def test_int8_rows_are_compared_with_the_int8_model_and_the_publishers(benchmarks):
+    script = importlib.import_module("real_speech")
+    shown = importlib.import_module("real_speech_tables")
+
+    def page_of(*rows):
+        found = measured(way("undrafted", 6.0, length=1.0), *rows)
+        return shown.tables(found | {"bars": script.bars(found)}, "r.json")
+
+    own = way("undrafted int8", 5.0, 9, length=1.0, as_undrafted=11)
+    drafted = way("lookup int8", 4.0, 9, length=1.4, as_undrafted=11)
+    compiled = way("undrafted int8, compiled", 4.0, 9, length=1.0, as_undrafted=11)
+    theirs = way("onnxruntime, the publisher's int8", 4.5, 8)
+    close, apart = {"times_onnxruntime": [1.1, 1.0, 1.2]}, {"times_onnxruntime": [1.3, 1.2, 1.4]}
+    text = page_of(own | close, drafted, compiled | close, theirs)
+    assert "1.10 [1.00, 1.20] times as long a token as the publisher's int8 graphs" in text
+    assert "at most 1.25 asked for: held. Wrong words: 10 (5.7 %) against 10 (5.7 %)." in text
+    assert "Undrafted int8, compiled" in text and "at most 1.0 asked for: MISSED" in text
+    assert "Every float32 row of ours has the ids that plain `generate` gives" in text
+    assert "Every int8 row of ours has the ids of the int8 model without a draft" in text
+    assert "lookup int8, is 1.25 times" in text and "with the same weights" in text
+    text = page_of(own | apart, drafted | {"as_undrafted": 10}, theirs)
+    assert "at most 1.25 asked for: MISSED" in text
+    assert "DIFFERENT ids than without a draft in int8 rows: lookup int8." in text
+    assert "which did not run; at most 1.25 asked for." in page_of(own)
+
+
 @pytest.mark.slow
 @needs_wheel
 def test_real_speech_is_measured_on_a_clip(call, tmp_path):
@@ -643,17 +677,21 @@ def test_real_speech_is_measured_on_a_clip(call, tmp_path):
     names = {row["way"] for row in result["short"]}
     kept = "recycling, 8 nodes, table kept"
     assert {"generate", "undrafted", "lookup", kept, "transformers' pipeline"} <= names
+    assert {"undrafted int8", "lookup int8"} <= names
     assert "generate, padded batch" in {row["way"] for row in result["short"] if row["batch"] > 1}
     [recording] = result["long"]
     for row in [*result["short"], *recording["rows"]]:
         own = row["tokens_per_pass"] is not None
-        assert own == (row["way"] == "undrafted" or row["way"].startswith(("lookup", "recycling")))
-        if own or row["way"] == "generate":
+        assert own == row["way"].startswith(("undrafted", "lookup", "recycling"))
+        if row["way"].endswith(" int8"):
+            assert row.get("as_undrafted", 2) == 2
+        elif own or row["way"] == "generate":
             assert row["identical"] == row.get("clips", recording["windows"]), row
             assert row["ms_per_token"] > 0 and row["encoder_ms_per_audio_s"] > 0
         assert 0 < row["rtf"] < 5
     assert all(row["word_errors"] < 0.2 * row["words"] for row in result["short"])
-    assert [bar["bar"] for bar in result["bars"]] == ["undrafted over generate"]
+    bars = [bar["bar"] for bar in result["bars"]]
+    assert bars == ["undrafted over generate", "int8 over the publisher's"]
     assert path.name in page.read_text()
 
 
