@@ -58,6 +58,37 @@ def test_step_speed_measures_toys_and_finds_the_ids_of_generate(tmp_path):
 
 
 @pytest.mark.slow
+def test_steps_of_int8_toys_read_a_quarter_of_the_weights(tmp_path):
+    words = ["--device", "cpu", "--dtype", "float32", "--scale", "tiny", "--repeats", "1"]
+    run(*words, "--quantize", "int8", "--out", str(tmp_path))
+    (path,) = tmp_path.glob("step-cpu-int8-*.json")
+    result = json.loads(path.read_text())
+    assert result["machine"]["weights"] == "int8"
+    for shape in result["shapes"]:
+        rows = {row["engine"]: row for row in shape["rows"]}
+        assert rows["undrafted"]["ms_per_token"] > 0 and len(rows) == 5
+
+
+def test_weights_of_a_rounded_toy_are_counted(benchmarks):
+    rounding, steps = importlib.import_module("rounding"), importlib.import_module("step_speed")
+    given = (torch.device("cpu"), torch.float32)
+    for shape in steps.shapes("tiny").values():
+        whole, rounded = steps.build(shape, *given)[0], steps.build(shape, *given, "int8")[0]
+        assert rounding.weight_count(rounded) >= rounding.weight_count(whole)
+        share = rounding.weight_bytes(rounded) / rounding.weight_bytes(whole)
+        assert 0.25 < share < 0.65  # toys have many norms and an untied output matrix
+        assert steps.step_bytes(rounded, shape) < steps.step_bytes(whole, shape)
+    assert rounding.form_of("cpu", compiled=True, quantize="int8") == "cpu-compiled-int8"
+
+
+def test_engines_that_compile_run_where_they_are_named(benchmarks):
+    peers = importlib.import_module("peers")
+    assert set(peers.ASKED_FOR) < set(peers.MAKERS)
+    assert "compiled" in peers.names(1, torch.device("cpu"))
+    assert not {"compiled int8", "torchao int8"} & {*peers.names(1, torch.device("cuda"))}
+
+
+@pytest.mark.slow
 def test_step_speed_says_that_it_was_not_run(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "not run" in run()
