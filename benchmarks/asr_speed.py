@@ -255,7 +255,10 @@ def run(arguments: argparse.Namespace, folder: Path) -> Path:
     }
     print(json.dumps(facts, indent=2))
     warn_if_busy(facts)
-    chosen = [GENERATE, *arguments.engines] if arguments.engines else [*peers.MAKERS]
+    usual = [name for name in peers.MAKERS if name not in peers.ASKED_FOR]
+    chosen = [GENERATE, *arguments.engines] if arguments.engines else usual
+    if "torchao int8" in chosen and find_spec("torchao") is None:
+        print("torchao int8 is left out: torchao is not installed")
     if not peers.has_ctranslate2(device):
         print("CTranslate2 is left out: it is not installed, or this is not a CPU")
     result: dict[str, Any] = {"machine": facts}

@@ -28,6 +28,7 @@ import numpy as np
 import peak_memory
 import torch
 from pages import parsed, table, warn_if_busy, write_page, write_result
+from rounding import add_quantize, form_of
 from toys import toy, toy_device
 
 from mmdecode import registry
@@ -108,10 +109,12 @@ def ways(
 class Subject:
     """A model with its card's settings."""
 
-    def __init__(self, name: str, device: torch.device, compiled: bool = False) -> None:
+    def __init__(
+        self, name: str, device: torch.device, compiled: bool = False, quantize: str | None = None
+    ) -> None:
         self.name = name
-        self.compiled = compiled
-        self.model: RasterModel = load_model(name, device)
+        self.compiled, self.quantize = compiled, quantize
+        self.model: RasterModel = load_model(name, device, quantize=quantize)
         self.adapter = self.model.adapter
         self.sampling = Sampling(**self.model.preset.sampling)
         self.guidance = self.model.preset.guidance
@@ -193,7 +196,10 @@ def measure(
 def identity(
     subject: Subject, window: int, images: int, batch: int, together: int = 16
 ) -> dict[str, Any]:
-    """Compares codes of coupled and plain images, and of a batch of 16 and single images."""
+    """Compares codes of coupled and plain images, and of a batch of 16 and single images.
+
+    With int8 weights there is no certificate: all images have to be the same.
+    """
     plain = subject.decoder(Way(None))
     drafted = subject.decoder(Way(f"jacobi:window={window}", "coupled"))
     differ, worst = [], 0.0
@@ -202,7 +208,10 @@ def identity(
         right = subject.draw(drafted, batch, item)
         for row in range(batch):
             if not torch.equal(left[row], right[row]):
-                excess, noise = certificate(subject, right[row], batch, item, row)
+                if subject.quantize:
+                    excess, noise = float("inf"), 0.0
+                else:
+                    excess, noise = certificate(subject, right[row], batch, item, row)
                 differ.append({"image": item * batch + row, "excess": excess, "allowed": noise})
                 worst = max(worst, excess - noise)
     batched = subject.draw(drafted, together, 0) if together else ()
@@ -252,6 +261,7 @@ def memory(arguments: argparse.Namespace, chosen: dict[str, Way]) -> dict[str, f
             "--eagle",
             arguments.eagle,
             *(["--compile"] if arguments.compile else []),
+            *(["--quantize", arguments.quantize] if arguments.quantize else []),
         ]
         for window in arguments.window:
             command += ["--window", str(window)]
@@ -263,7 +273,7 @@ def memory(arguments: argparse.Namespace, chosen: dict[str, Way]) -> dict[str, f
 def child(arguments: argparse.Namespace, chosen: dict[str, Way]) -> None:
     """Prints the peak memory of one way."""
     device = torch.device(arguments.device)
-    subject = Subject(arguments.model, device, arguments.compile)
+    subject = Subject(arguments.model, device, arguments.compile, arguments.quantize)
     decoder = subject.decoder(chosen[arguments.child])
     subject.draw(subject.decoder(Way(None)), 1, 0)
     before = peak_memory.now(device)
@@ -311,7 +321,7 @@ def tables(result: dict[str, Any], name: str) -> str:
         parts.append(table(header, rows) + "\n")
     same = result["identity"]
     parts.append(
-        f"Coupled, window {same['window']}, {same['images']} images in float32: "
+        f"Coupled, window {same['window']}, {same['images']} images in {facts['dtype']}: "
         f"{len(same['diverged'])} differ from the plain loop's"
         + (", each within its certificate" if same["diverged"] and same["certified"] else "")
         + f"; {same['batch_16_as_alone']} of 16 images of a batch are those drawn alone.\n"
@@ -328,9 +338,9 @@ def tables(result: dict[str, Any], name: str) -> str:
 def run(arguments: argparse.Namespace, chosen: dict[str, Way]) -> Path:
     """Measures, writes the result file and the page."""
     device = torch.device(arguments.device)
-    subject = Subject(arguments.model, device, arguments.compile)
-    quick = arguments.quick
-    facts = toy_device(device, "float32") if quick else machine(device, "float32")
+    subject = Subject(arguments.model, device, arguments.compile, arguments.quantize)
+    quick, kind = arguments.quick, arguments.quantize or "float32"
+    facts = toy_device(device, kind) if quick else machine(device, kind)
     facts |= {"threads": torch.get_num_threads()} | ({"load_at_start": load()} if quick else {})
     print(facts)
     warn_if_busy(facts)
@@ -356,7 +366,7 @@ def run(arguments: argparse.Namespace, chosen: dict[str, Way]) -> Path:
         "memory": peaks,
         "memory_at": arguments.batch_size[0],
     }
-    form = f"{device.type}{'-compiled' if arguments.compile else ''}"
+    form = form_of(device.type, compiled=arguments.compile, quantize=arguments.quantize)
     name = f"images-{form}-torch{torch.__version__.partition('+')[0]}-{facts['date']}.json"
     path = arguments.out / name
     write_result(path, result)
@@ -375,6 +385,7 @@ def main() -> None:
         "--eagle", help="drafter over states, '' for none; default: what ships with the model"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_quantize(parser)
     parser.add_argument("-n", "--count", type=int, default=16, help="a way and repeat")
     parser.add_argument("--identical", type=int, default=200, help="images compared with plain")
     parser.add_argument("--repeats", type=int, default=3)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from apart import Apart, Kept
+from rounding import weight_bytes
 from speech import clean, encode, engine
 from transformers import (
     AutoConfig,
@@ -36,7 +37,6 @@ from mmdecode.checkpoints import local_path
 from mmdecode.decoder import Decoder
 from mmdecode.engine.stats import Stats
 from mmdecode.quantization import quantize
-from mmdecode.quantization.modules import Int8Linear
 from mmdecode.train.drafters.medusa import whisper_prompt
 
 CTRANSLATE2 = {"CTranslate2": "float32", "CTranslate2 int8": "int8"}
@@ -71,28 +71,40 @@ class Checkpoint:
         """The folder or Hub id."""
         return local_path(self.name)
 
-    @cached_property
-    def model(self) -> Any:
-        """The model as transformers loads it."""
+    def _loaded(self, dtype: torch.dtype) -> Any:
         model = WhisperForConditionalGeneration.from_pretrained(
-            self.path, dtype=self.dtype, trust_remote_code=False
+            self.path, dtype=dtype, trust_remote_code=False
         )
         return model.to(self.device).eval()
 
     @cached_property
+    def model(self) -> Any:
+        """The model as transformers loads it."""
+        return self._loaded(self.dtype)
+
+    @cached_property
     def halved(self) -> Any:
         """The model in bfloat16."""
-        return copy.deepcopy(self.model).to(torch.bfloat16)
+        return self._loaded(torch.bfloat16)
 
     @cached_property
     def rounded(self) -> Any:
         """The model with int8 weights."""
-        return quantize(copy.deepcopy(self.model))
+        return quantize(self._loaded(self.dtype))
+
+    @cached_property
+    def torchao(self) -> Any:
+        """The model with int8 weights and inputs of torchao, which scales inputs by row."""
+        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+        model = self._loaded(self.dtype)
+        quantize_(model, Int8DynamicActivationInt8WeightConfig())
+        return model
 
     def megabytes(self) -> dict[str, float]:
         """Megabytes of the weights of each form that was used, as they lie in memory."""
         used = [name for name in ("model", "halved", "rounded") if name in vars(self)]
-        return {name: round(_bytes(getattr(self, name)) / 1e6, 1) for name in used}
+        return {name: round(weight_bytes(getattr(self, name)) / 1e6, 1) for name in used}
 
     @cached_property
     def extractor(self) -> Any:
@@ -137,16 +149,6 @@ class Checkpoint:
         """A `CTranslate2` of the converted weights, or one in a process of its own."""
         given = self.convert(), kind, self.threads, self.settings
         return CTranslate2Apart(*given) if self.apart else CTranslate2(*given)
-
-
-def _bytes(model: Any) -> int:
-    """Bytes of a model's weights, packed int8 matrices included."""
-    found = sum(weight.nbytes for weight in model.parameters())
-    for module in model.modules():
-        if isinstance(module, Int8Linear):
-            rows, columns = module.packed.shape
-            found += rows * columns * (1 + len(module.groups)) + 4 * rows
-    return found
 
 
 class CTranslate2:
@@ -258,7 +260,11 @@ def stock(checkpoint: Checkpoint, timestamps: bool, **options: Any) -> Engine:
 
 
 def ours(
-    checkpoint: Checkpoint, timestamps: bool, draft: Any = None, weights: str = "model"
+    checkpoint: Checkpoint,
+    timestamps: bool,
+    draft: Any = None,
+    weights: str = "model",
+    compiled: bool = False,
 ) -> Engine:
     """Our loop, with a draft or its name.
 
@@ -266,14 +272,16 @@ def ours(
         checkpoint: The weights.
         timestamps: Whether timestamps are predicted.
         draft: A drafter or its name.
-        weights: ``model``, ``halved`` or ``rounded``, see `Checkpoint`. With int8 weights a draft
-            promises the ids of the same loop without one; bfloat16 promises nothing.
+        weights: ``model``, ``halved``, ``rounded`` or ``torchao``, see `Checkpoint`. With int8
+            weights a draft promises the ids of the same loop without one; bfloat16 and torchao
+            promise nothing.
+        compiled: Whether forward passes are compiled.
     """
     model = getattr(checkpoint, weights)
-    decoder = Decoder(draft=draft)
+    decoder = Decoder(draft=draft, compile=compiled)
     run = engine(model, decoder, timestamps)
-    first = engine(model, Decoder(draft=decoder.draft), timestamps, most=1)
-    as_of = {"model": GENERATE, "rounded": draft and INT8, "halved": None}[weights]
+    first = engine(model, Decoder(draft=decoder.draft, compile=compiled), timestamps, most=1)
+    as_of = {"model": GENERATE, "rounded": draft and INT8}.get(weights)
     encoder = "torch" if weights == "model" else weights
     return Engine(run, partial(encode, model), encoder, as_of, decoder.stats, first)
 
@@ -328,8 +336,13 @@ MAKERS: dict[str, Callable[[Checkpoint, bool], Engine]] = {
     "medusa bf16": lambda c, times: ours(c, times, medusa(c), "halved"),
     "first_of": lambda c, times: ours(c, times, tail_first(c)),
     **{name: partial(converted, kind=kind) for name, kind in CTRANSLATE2.items()},
+    "compiled": partial(ours, compiled=True),
+    "compiled int8": partial(ours, weights="rounded", compiled=True),
+    "torchao int8": partial(ours, weights="torchao", compiled=True),
 }
 """Every engine; each is given the checkpoint and whether times are predicted."""
+ASKED_FOR = ("compiled", "compiled int8", "torchao int8")
+"""Engines that run where they are named: compiling takes up to a minute for each shape."""
 
 
 def version(package: str) -> str | None:
@@ -347,6 +360,9 @@ def names(batch: int, device: torch.device) -> list[str]:
         left_out |= {"generate, lookup", "generate, assistant"}
     if device.type != "cpu":
         left_out |= {"quantized", INT8, "medusa int8", BF16, "medusa bf16"}
+        left_out |= {"compiled int8", "torchao int8"}
+    if find_spec("torchao") is None:
+        left_out.add("torchao int8")
     if not has_ctranslate2(device):
         left_out |= set(CTRANSLATE2)
     return [name for name in MAKERS if name not in left_out]

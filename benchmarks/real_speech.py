@@ -10,7 +10,8 @@ with those that lie next to a checkout.
 
 Single clips, batch 1 and 8: all ways decode the same states, one process, interleaved item by item,
 medians over repeats. ``generate`` runs twice, and no ratio is known better than that control. Ids
-are compared with those that plain ``generate`` gives of each recording alone. A draft that
+are compared with those that plain ``generate`` gives of each recording alone; int8 ways read states
+of their own encoder, and those with a draft are compared with the one without as well. A draft that
 remembers begins again with each clip, or its name says that it does not.
 
 Recordings of 1, 5 and 30 minutes, made of the clips (`recordings`): all from samples to tokens or
@@ -29,9 +30,12 @@ import json
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,11 +44,14 @@ import numpy as np
 import peak_memory
 import torch
 from pages import parsed, warn_if_busy, write_page, write_result
-from real_speech_tables import PIPELINE, bar_sentences, tables
+from real_speech_tables import PIPELINE, bar_sentences, errors, tables
 from real_ways import (
+    COMPILED_INT8,
     RATE,
     UNDRAFTED,
+    UNDRAFTED_INT8,
     Decoders,
+    Drafted,
     Graphs,
     Pipeline,
     Rows,
@@ -73,10 +80,14 @@ HERE = Path(__file__).parent
 CPU = torch.device("cpu")
 PARTS = ("short", "long", "memory")
 GENERATE, AGAIN, PADDED = "generate", "generate again", "generate, padded batch"
-INT8 = "onnxruntime, the publisher's int8"
+ONNX = "onnxruntime, the publisher's int8"
+INT8 = "torch int8"
+"""Name of the encoder of our int8 ways."""
+MOST = {UNDRAFTED_INT8: 1.25, COMPILED_INT8: 1.0}
+"""Bars: how many times the publisher's int8 graphs a token may take."""
 ALL_DRAFTS_S = 300.0
 """Longest recording that every draft decodes, and the pipeline one by one."""
-FEW = (UNDRAFTED, "lookup")
+FEW = (UNDRAFTED, "lookup", UNDRAFTED_INT8, "lookup int8")
 
 
 class Clips:
@@ -109,63 +120,74 @@ class Clips:
         return {"word_errors": found.errors, "words": found.words}
 
 
-def usable(subject: Subject, clips: Clips) -> tuple[dict[str, Decoders], dict[str, str]]:
+def usable(
+    subject: Subject, clips: Clips, chosen: list[str] | None
+) -> tuple[dict[str, Decoders], dict[str, str]]:
     """Our ways that the model takes, tried on a clip, and why it does not take the others."""
-    states = encode(subject, clips.waves[:1])
     found, refused = {}, {}
-    for name, way in drafts(subject).items():
+    for name, way in chosen_of(drafts(subject), chosen).items():
         decoders = Decoders(subject, way)
+        states = encode(decoders.subject, clips.waves[:1])
         try:
-            ours(subject, states, decoders.new())
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                ours(decoders.subject, states, decoders.at(0, 0))
         except (IncompatibleError, OptionError) as error:
             refused[name] = str(error)
         else:
-            found[name] = decoders
+            messages = [str(one.message) for one in caught]
+            failed = [one for one in messages if "could not be compiled" in one]
+            if failed and way.compiled:
+                refused[name] = textwrap.shorten(failed[0], 160, placeholder=" ...")
+            else:
+                found[name] = decoders
     return found, refused
 
 
-def chosen_of(ways: dict[str, Any], chosen: list[str] | None) -> dict[str, Any]:
-    """The selected ways; all by default."""
+def chosen_of(ways: dict[str, Drafted], chosen: list[str] | None) -> dict[str, Drafted]:
+    """The selected ways, and what they are compared with; all by default."""
     if not chosen:
         return ways
-    return {
-        name: way
-        for name, way in ways.items()
-        if name == UNDRAFTED or any(name.startswith(wish) for wish in chosen)
-    }
+    found = {n: way for n, way in ways.items() if any(n.startswith(wish) for wish in chosen)}
+    bases = {UNDRAFTED} | ({UNDRAFTED_INT8} if any(way.int8 for way in found.values()) else set())
+    return {name: way for name, way in ways.items() if name in found or name in bases}
 
 
 def short_form(
-    subject: Subject, clips: Clips, batch: int, repeats: int, chosen: list[str] | None
+    subject: Subject, clips: Clips, batch: int, repeats: int, mine: dict[str, Decoders]
 ) -> list[dict[str, Any]]:
     """Every way on single clips, so many at once; a row each."""
     waves = [clips.waves[at : at + batch] for at in range(0, len(clips.waves), batch)]
-    mine = chosen_of(usable(subject, clips)[0], chosen)
-    states = [encode(subject, group) for group in waves]
-    encoders: dict[str, Callable[..., Any]] = {"torch": partial(encode, subject)}
+    subjects = {"torch": subject}
+    if any(decoders.way.int8 for decoders in mine.values()):
+        subjects[INT8] = subject.rounded
+    encoders: dict[str, Callable[..., Any]] = {n: partial(encode, s) for n, s in subjects.items()}
+    states = {name: [run(group) for group in waves] for name, run in encoders.items()}
     calls: dict[str, Callable[[int, int], Any]] = {}
     for name in (GENERATE, AGAIN):
-        calls[name] = lambda item, repeat: generate(subject, states[item])
+        calls[name] = lambda item, repeat: generate(subject, states["torch"][item])
     for name, decoders in mine.items():
+        decoders.begin_again()
         decoders.prepare(len(waves), repeats)
 
         def decode(item: int, repeat: int, of: Decoders = decoders) -> Rows:
-            return ours(subject, states[item], of.at(item, repeat))
+            return ours(of.subject, states[encoder_of(of)][item], of.at(item, repeat))
 
         calls[name] = decode
     if has_graphs(subject.name):
         graphs = Graphs(assets() or Path(), subject.threads, subject.model)
-        encoders[INT8] = graphs.encode
+        encoders[ONNX] = graphs.encode
         encoded = [graphs.encode(group) for group in waves]
-        calls[INT8] = lambda item, repeat: graphs.decode(encoded[item])
+        calls[ONNX] = lambda item, repeat: graphs.decode(encoded[item])
     if batch > 1:
         calls[PADDED] = lambda item, repeat: padded(subject, waves[item])
     pipe = Pipeline(subject)
     calls[PIPELINE] = lambda item, repeat: pipe(waves[item], batch)
-    for call in calls.values():  # what is made at first use
-        call(0, 0)
+    for name, call in calls.items():  # what is made at first use
+        for item in range(len(waves) if name in mine and mine[name].way.compiled else 1):
+            call(item, 0)
     for decoders in mine.values():
-        decoders.made.clear()
+        decoders.begin_again()
         decoders.prepare(len(waves), repeats)
     timed = calls | {
         f"encoder {name}": lambda item, repeat, run=run: run(waves[item])
@@ -176,8 +198,8 @@ def short_form(
     costs, rows = {}, []
     for name in calls:
         whole_only = name in (PADDED, PIPELINE)
-        encoder = f"encoder {name if name in encoders else 'torch'}"
-        encoder_s = float(median[encoder].sum())
+        encoder = encoder_of(mine[name]) if name in mine else name
+        encoder_s = float(median[f"encoder {encoder if encoder in encoders else 'torch'}"].sum())
         first = results[name][: len(waves)]
         row: dict[str, Any] = {
             "way": name,
@@ -211,9 +233,20 @@ def short_form(
         if name in mine:
             row["tokens_per_pass"] = round(mine[name].tokens_per_pass, 3)
             row["memory"] = mine[name].way.memory
+            if mine[name].way.int8:
+                lines, base = ([*chain(*results[n])] for n in (name, UNDRAFTED_INT8))
+                row["as_undrafted"] = count_same(lines, base) // repeats
         row |= {"rtf": round(whole_s / clips.seconds, 5)} | clips.word_errors(texts)
         rows.append(row)
+    for row in rows:
+        if row["way"] in mine and ONNX in costs:
+            row["times_onnxruntime"] = costs[ONNX].over(costs[row["way"]])
     return rows
+
+
+def encoder_of(decoders: Decoders) -> str:
+    """Name of the encoder whose states a way of ours reads."""
+    return INT8 if decoders.way.int8 else "torch"
 
 
 def count_same(found: Sequence[Any], truth: Sequence[Any]) -> int:
@@ -235,11 +268,11 @@ def long_ways(
 
     found[GENERATE, 1] = by_windows
     for name, decoders in mine.items():
-        for batch in (1, 8) if name == UNDRAFTED else (1,):
+        for batch in (1, 8) if name in (UNDRAFTED, UNDRAFTED_INT8) else (1,):
 
             def transcribed(repeat: int, of: Decoders = decoders, batch: int = batch) -> Any:
-                transcriber = transcriber_of(subject, of.at(0, repeat), batch)
-                return clocked(subject, lambda: window_ids(transcriber(wave)))
+                transcriber = transcriber_of(of.subject, of.at(0, repeat), batch)
+                return clocked(of.subject, lambda: window_ids(transcriber(wave)))
 
             found[name, batch] = transcribed
     if has_graphs(subject.name):
@@ -248,7 +281,7 @@ def long_ways(
         def int8(repeat: int) -> Any:
             return by_graphs(graphs, windows)
 
-        found[INT8, 1] = int8
+        found[ONNX, 1] = int8
     pipe = Pipeline(subject)
     for batch in (1, 8) if len(wave) <= ALL_DRAFTS_S * RATE else (8,):
 
@@ -291,13 +324,13 @@ def windows_of(subject: Subject, wave: np.ndarray) -> list[np.ndarray]:
 
 
 def long_form(
-    subject: Subject, seconds: float, repeats: int, chosen: list[str] | None, clips: Clips
+    subject: Subject, seconds: float, repeats: int, mine: dict[str, Decoders]
 ) -> dict[str, Any]:
-    """Every way on one recording; a row each."""
+    """Every way on one recording; a row each. Windows have too many lengths for compiled passes."""
     recording = joined(seconds)
     wave = recording.samples
     windows = windows_of(subject, wave)
-    mine = chosen_of(usable(subject, clips)[0], chosen)
+    mine = {name: way for name, way in mine.items() if not way.way.compiled}
     if seconds > ALL_DRAFTS_S:
         mine = {name: way for name, way in mine.items() if name in FEW}
     ways = long_ways(subject, wave, windows, mine)
@@ -306,6 +339,7 @@ def long_form(
         for (name, batch), run in ways.items()
     }
     for decoders in mine.values():
+        decoders.begin_again()
         decoders.prepare(1, repeats)
     spent, results = interleaved(calls, 1, repeats, CPU)
     truth = results[f"{GENERATE}/1"][0].result
@@ -371,7 +405,7 @@ def child(subject: Subject, name: str, batches: list[int], seconds: float) -> di
 
 def memory_calls(subject: Subject, name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What decodes clips at once, and what decodes a recording."""
-    if name == INT8:
+    if name == ONNX:
         config = subject.settings
         graphs = Graphs(assets() or Path(), subject.threads, config)
         return (
@@ -386,10 +420,11 @@ def memory_calls(subject: Subject, name: str) -> tuple[Callable[..., Any], Calla
             lambda waves: generate(subject, encode(subject, waves)),
             lambda wave: [alone(subject, piece) for piece in pieces_of(wave)],
         )
-    decoder = Decoders(subject, drafts(subject)[name]).new()
+    decoders = Decoders(subject, drafts(subject)[name])
+    own, decoder = decoders.subject, decoders.new()
     return (
-        lambda waves: ours(subject, encode(subject, waves), decoder),
-        lambda wave: transcriber_of(subject, decoder, 8)(wave),
+        lambda waves: ours(own, encode(own, waves), decoder),
+        lambda wave: transcriber_of(own, decoder, 8)(wave),
     )
 
 
@@ -404,8 +439,8 @@ def memory(subject: Subject, batches: list[int], seconds: float) -> list[dict[st
     if not peak_memory.STATUS.exists():
         print("\nmemory is left out: it is read from Linux's /proc")
         return []
-    names = [GENERATE, UNDRAFTED, "lookup", PIPELINE]
-    names += [INT8] * has_graphs(subject.name)
+    names = [GENERATE, UNDRAFTED, "lookup", "quantized", UNDRAFTED_INT8, "lookup int8", PIPELINE]
+    names += [ONNX] * has_graphs(subject.name)
     rows = []
     print("\nmemory, each way in a process of its own", flush=True)
     for name in names:
@@ -424,12 +459,24 @@ def memory(subject: Subject, batches: list[int], seconds: float) -> list[dict[st
 def bars(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Targets of the benchmark, and whether they were met; for `real_speech_tables`."""
     found: list[dict[str, Any]] = []
-    for row in result.get("short", []):
-        if (row["way"], row["batch"]) == (UNDRAFTED, 1):
+    single = [row for row in result.get("short", []) if row["batch"] == 1]
+    for row in single:
+        if row["way"] == UNDRAFTED:
             value, low, high = row["over_generate"]
             found.append(
                 {"bar": "undrafted over generate", "threads": row["threads"], "least": 1.3}
                 | {"value": value, "low": low, "high": high, "held": value >= 1.3}
+            )
+    theirs = {row["threads"]: row for row in single if row["way"] == ONNX}
+    for row in single:
+        if row["way"] in MOST:
+            most, peer = MOST[row["way"]], theirs.get(row["threads"])
+            value, low, high = row.get("times_onnxruntime") or [None] * 3
+            found.append(
+                {"bar": "int8 over the publisher's", "way": row["way"], "threads": row["threads"]}
+                | {"most": most, "value": value, "low": low, "high": high}
+                | {"held": None if value is None else value <= most, "wrong": errors(row)}
+                | {"their_wrong": errors(peer) if peer else ""}
             )
     for recording in result.get("long", []):
         if recording["minutes"] != 30:
@@ -480,8 +527,8 @@ def run(arguments: argparse.Namespace) -> Path:
     print(json.dumps(facts, indent=2))
     warn_if_busy(facts)
     if not has_graphs(arguments.model):
-        print(f"{INT8}: left out; it needs onnxruntime and the installed wheel moonshine-voice")
-    _, refused = usable(subject, clips)
+        print(f"{ONNX}: left out; it needs onnxruntime and the installed wheel moonshine-voice")
+    mine, refused = usable(subject, clips, arguments.ways)
     for name, why in refused.items():
         print(f"{name}: left out; {why}")
     result: dict[str, Any] = {"machine": facts, "refused": refused}
@@ -492,7 +539,7 @@ def run(arguments: argparse.Namespace) -> Path:
             torch.set_num_threads(count)
             for batch in batches:
                 print(f"\nsingle clips, {count} threads, batch {batch}", flush=True)
-                rows = short_form(subject, clips, batch, arguments.repeats, arguments.ways)
+                rows = short_form(subject, clips, batch, arguments.repeats, mine)
                 print("\n".join(map(shown, rows)), flush=True)
                 result["short"] += rows
     subject.threads = max(threads)
@@ -502,7 +549,7 @@ def run(arguments: argparse.Namespace) -> Path:
         for minutes in arguments.minutes:
             print(f"\n{minutes:g} minutes, {subject.threads} threads", flush=True)
             repeats = max(1, arguments.repeats - (minutes >= 5))
-            found = long_form(subject, 60 * minutes, repeats, arguments.ways, clips)
+            found = long_form(subject, 60 * minutes, repeats, mine)
             print("\n".join(map(shown, found["rows"])), flush=True)
             result["long"].append({"minutes": minutes, "repeats": repeats} | found)
     if "memory" in arguments.parts:

@@ -31,6 +31,11 @@ def is_draft(row: Row) -> bool:
     return not row["way"].startswith(PEERS)
 
 
+def is_int8(row: Row) -> bool:
+    """Whether a row is our loop with int8 weights."""
+    return "int8" in row["way"] and not row["way"].startswith("onnxruntime")
+
+
 def short_table(rows: list[Row]) -> str:
     """Single clips of one batch size and number of threads."""
     header = ["way", "decoder: ms a token", "over generate", "encoder: ms a second of audio"]
@@ -92,7 +97,20 @@ def bar_sentences(bars: list[dict[str, Any]]) -> list[str]:
     found = []
     for bar in bars:
         verdict = "held" if bar["held"] else "MISSED"
-        if "least" in bar:
+        if "way" in bar:
+            asked = f"at most {bar['most']} asked for"
+            found.append(
+                f"{bar['way'].capitalize()}, one clip at a time, {threads(bar['threads'])}: "
+                + (
+                    f"{bar['value']:.2f} [{bar['low']:.2f}, {bar['high']:.2f}] times as long a "
+                    f"token as the publisher's int8 graphs, {asked}: {verdict}. Wrong words: "
+                    f"{bar['wrong']} against {bar['their_wrong']}."
+                    if bar["value"] is not None
+                    else f"not compared with the publisher's int8 graphs, which did not run; "
+                    f"{asked}."
+                )
+            )
+        elif "least" in bar:
             found.append(
                 f"Undrafted, one clip at a time, {threads(bar['threads'])}: {bar['value']:.2f} "
                 f"[{bar['low']:.2f}, {bar['high']:.2f}] times as fast a token as `generate`, at "
@@ -114,16 +132,24 @@ def threads(count: int) -> str:
 
 def id_sentences(result: dict[str, Any]) -> list[str]:
     """Which rows have the ids of ``generate``, and which have not."""
-    own = [row for row in result.get("short", []) if is_draft(row) or row["way"] == "undrafted"]
+    mine = [r for r in result.get("short", []) if is_draft(r) or r["way"].startswith("undrafted")]
+    own = [row for row in mine if not is_int8(row)]
     other = sorted({row["way"] for row in own if row["identical"] < row["clips"]})
     found = []
+    kind = "float32 " if len(own) < len(mine) else ""
     if own and not other:
         found.append(
-            "Every row of ours has the ids that plain `generate` gives of each clip alone, in "
-            "batches too."
+            f"Every {kind}row of ours has the ids that plain `generate` gives of each clip alone, "
+            "in batches too."
         )
     elif own:
         found.append(f"DIFFERENT ids than `generate` in rows of ours: {', '.join(other)}.")
+    int8 = [row for row in mine if is_int8(row)]
+    other = sorted({row["way"] for row in int8 if row["as_undrafted"] < row["clips"]})
+    if other:
+        found.append(f"DIFFERENT ids than without a draft in int8 rows: {', '.join(other)}.")
+    elif int8:
+        found.append("Every int8 row of ours has the ids of the int8 model without a draft.")
     for way, why in (
         (
             "generate, padded batch",
@@ -151,16 +177,19 @@ def draft_sentences(result: dict[str, Any]) -> list[str]:
     gains = []
     for case in sorted(cases):
         here = [row for row in rows if (row["threads"], row["batch"]) == case]
-        base = next(row for row in here if row["way"] == "undrafted")["ms_per_token"]
-        gains += [(base / row["ms_per_token"], row) for row in here if is_draft(row)]
+        base = {row["way"]: row["ms_per_token"] for row in here}
+        for row in filter(is_draft, here):
+            without = base["undrafted int8" if is_int8(row) else "undrafted"]
+            gains.append((without / row["ms_per_token"], row))
     if gains:
         best, row = max(gains, key=lambda one: one[0])
         longest = max((row for _, row in gains), key=lambda row: row["tokens_per_pass"])
         where = f"batch {row['batch']}, {threads(row['threads'])}"
+        same = " with the same weights" if any(map(is_int8, rows)) else ""
         says = "None of these drafts gains time" if best <= 1 else "Some draft gains time here"
         found.append(
             f"{says}: the best, {row['way']}, is {best:.2f} times as fast a token as our loop "
-            f"without a draft ({where}). Most tokens a pass has {longest['way']}, "
+            f"without a draft{same} ({where}). Most tokens a pass has {longest['way']}, "
             f"{longest['tokens_per_pass']:.2f}."
         )
         if best <= 1:

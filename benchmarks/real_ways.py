@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.modeling_outputs import ModelOutput
 
 import mmdecode as mm
@@ -52,21 +52,28 @@ class Subject:
     Attributes:
         name: Name of the model.
         threads: Threads of every way.
+        quantize: Format of the weights, see `mmdecode.quantize`; ``None``: float32.
     """
 
     name: str
     threads: int = 1
+    quantize: str | None = None
 
     @cached_property
     def loaded(self) -> tuple[Any, Any]:
         """Model and processor."""
-        model, processor = mm.load(self.name, "cpu")
+        model, processor = mm.load(self.name, "cpu", quantize=self.quantize)
         return model.eval(), processor
 
     @property
     def model(self) -> Any:
-        """The model as transformers loads it, in float32."""
+        """The model as transformers loads it, with its weights rounded where that is asked for."""
         return self.loaded[0]
+
+    @cached_property
+    def rounded(self) -> Subject:
+        """The same model with int8 weights."""
+        return Subject(self.name, self.threads, "int8")
 
     @property
     def processor(self) -> Any:
@@ -81,8 +88,8 @@ class Subject:
 
     @property
     def layers(self) -> int:
-        """Number of decoder layers."""
-        config = self.model.config
+        """Number of decoder layers, without the weights."""
+        config = AutoConfig.from_pretrained(local_path(self.name), trust_remote_code=False)
         return getattr(config, "decoder_num_hidden_layers", None) or config.decoder_layers
 
     def text(self, ids: Sequence[int]) -> str:
@@ -154,23 +161,29 @@ Memory = Literal["call", "clip", "kept"]
 
 @dataclass(frozen=True)
 class Drafted:
-    """Our loop with a drafter.
+    """Our loop, with a drafter or without one.
 
     Attributes:
         spec: Drafter as in ``--draft``; ``None``: no draft.
         memory: How long the drafter remembers: for a ``call``; longer, but it begins again with
             each ``clip``; or it is ``kept`` from clip to clip, and begins again with each repeat.
+        int8: Whether the model has int8 weights.
+        compiled: Whether forward passes are compiled.
     """
 
     spec: str | None = None
     memory: Memory = "call"
+    int8: bool = False
+    compiled: bool = False
 
 
-UNDRAFTED = "undrafted"
+UNDRAFTED, UNDRAFTED_INT8 = "undrafted", "undrafted int8"
+COMPILED, COMPILED_INT8 = "undrafted, compiled", "undrafted int8, compiled"
 
 
 def drafts(subject: Subject) -> dict[str, Drafted]:
-    """Every drafter of the registry that needs neither training, an image nor a text at hand."""
+    """Ways of our loop: every drafter of the registry that needs neither training, an image nor a
+    text at hand; int8 weights without a draft and with the cheapest one; compiled passes."""
     layers = subject.layers
     few = max(1, layers // 2)
     found = {
@@ -188,6 +201,12 @@ def drafts(subject: Subject) -> dict[str, Drafted]:
         "clasp": Drafted("clasp"),
         "swift": Drafted("swift", "clip"),
         "adaptive over lookup": Drafted("adaptive:draft=lookup", "kept"),
+        "quantized": Drafted("quantized"),
+        UNDRAFTED_INT8: Drafted(int8=True),
+        "lookup int8": Drafted("lookup", int8=True),
+        "adaptive over lookup int8": Drafted("adaptive:draft=lookup", "kept", int8=True),
+        COMPILED: Drafted(compiled=True),
+        COMPILED_INT8: Drafted(int8=True, compiled=True),
     }
     known = {entry.name for entry in registry.describe("draft")}
     return {
@@ -202,20 +221,25 @@ class Decoders:
     """The decoders of one way, each with a drafter that remembers as long as it may.
 
     Attributes:
-        subject: For drafters that ask for their target.
+        given: The model in float32.
         way: What they are made of.
         made: Those that were made, by clip and repeat as far as these matter.
     """
 
-    subject: Subject
+    given: Subject
     way: Drafted
     made: dict[tuple[int, int], mm.Decoder] = field(default_factory=dict)
+
+    @property
+    def subject(self) -> Subject:
+        """The model that is decoded, in float32 or with int8 weights."""
+        return self.given.rounded if self.way.int8 else self.given
 
     def new(self) -> mm.Decoder:
         """A new decoder, whose drafter has no state."""
         spec, subject = self.way.spec, self.subject
         if spec is None:
-            return mm.Decoder(seed=0)
+            return mm.Decoder(seed=0, compile=self.way.compiled)
         at_hand = {"target": subject.model, "model_id": subject.name}
         return mm.Decoder(registry.create("draft", spec, **at_hand), seed=0)
 
@@ -231,6 +255,13 @@ class Decoders:
         if key not in self.made:
             self.made[key] = self.new()
         return self.made[key]
+
+    def begin_again(self) -> None:
+        """Makes new drafters in place of those that remember, and sets counters to zero."""
+        if self.way.memory != "call":
+            self.made.clear()
+        for decoder in self.made.values():
+            decoder.stats.reset()
 
     @property
     def tokens_per_pass(self) -> float:

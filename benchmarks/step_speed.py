@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import transformers
 from pages import parsed, write_result
+from rounding import add_quantize, form_of, weight_bytes, weight_count
 from toys import toy, toy_device
 from transformers import (
     AutoModelForCausalLM,
@@ -40,12 +41,14 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
+import mmdecode as mm
 from mmdecode.decoder import Decoder
 from mmdecode.engine.capabilities import DrafterCapabilities
 from mmdecode.engine.contracts import Drafter, DraftSession
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speed.stopwatch import machine, timed
+from mmdecode.quantization import is_quantized
 from mmdecode.testing.table import Table, decode
 
 HERE = Path(__file__).parent
@@ -168,28 +171,35 @@ class KnownSession(DraftSession):
 
 
 def step_bytes(model, shape: Shape) -> int:
-    """Weights, self-attention cache at half length, cross-attention cache: what a step reads."""
+    """Weights, self-attention cache at half length, cross-attention cache: what a step reads.
+
+    With int8 weights cross-attention reads the encoder's states, packed twice for all layers, and
+    has no cache.
+    """
     config, size = shape.config, model.dtype.itemsize
     decoder = model.get_decoder()
-    weights = sum(p.numel() for p in decoder.layers.parameters())
-    weights += model.get_output_embeddings().weight.numel()
+    weights = weight_bytes(decoder.layers) + weight_bytes(model.get_output_embeddings())
     seen = shape.prompt + shape.new // 2
     if config.is_encoder_decoder:
+        cache = 2 * config.decoder_layers * config.d_model * size
+        if is_quantized(model):
+            return weights + cache * seen + (2 * config.d_model + 1) * config.max_source_positions
         cross = sum(
-            p.numel()
+            p.nbytes
             for layer in decoder.layers
             for name in ("k_proj", "v_proj")
             for p in getattr(layer.encoder_attn, name).parameters()
         )  # used once, at prefill
-        cache = 2 * config.decoder_layers * config.d_model * (seen + config.max_source_positions)
-        return size * (weights - cross + cache)
+        return weights - cross + cache * (seen + config.max_source_positions)
     head = config.hidden_size // config.num_attention_heads
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head * seen
-    return size * (weights + cache)
+    return weights + size * cache
 
 
-def build(shape: Shape, device: torch.device, dtype: torch.dtype):
-    """The model with random weights, and the inputs of a call."""
+def build(
+    shape: Shape, device: torch.device, dtype: torch.dtype, quantize: str | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """The model with random weights, rounded where that is asked for, and the inputs of a call."""
     torch.manual_seed(0)
     with torch.device(device):
         if shape.config.is_encoder_decoder:
@@ -197,6 +207,8 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype):
         else:
             model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype)
     model.eval()
+    if quantize:
+        mm.quantize(model, quantize)
     model.generation_config = transformers.GenerationConfig(
         pad_token_id=0, eos_token_id=None, decoder_start_token_id=1
     )
@@ -245,10 +257,17 @@ def host_time(prompt: int, rounds: int = 256) -> float:
 
 
 def measure(
-    name: str, shape: Shape, device, dtype, speed: float, repeats: int, compiled: bool
+    name: str,
+    shape: Shape,
+    device,
+    dtype,
+    speed: float,
+    repeats: int,
+    compiled: bool,
+    quantize: str | None = None,
 ) -> dict[str, Any]:
     """All ways to decode one shape."""
-    model, inputs = build(shape, device, dtype)
+    model, inputs = build(shape, device, dtype, quantize)
     floor = 1e3 * step_bytes(model, shape) / speed
     engines: dict[str, dict[str, Any]] = {
         "generate": {},
@@ -261,7 +280,8 @@ def measure(
     result: dict[str, Any] = {
         "shape": name,
         "note": shape.note,
-        "parameters_m": round(sum(p.numel() for p in model.parameters()) / 1e6),
+        "weights_mb": round(weight_bytes(model) / 1e6, 1),
+        "parameters_m": round(weight_count(model) / 1e6),
         "megabytes_per_step": round(step_bytes(model, shape) / 1e6, 1),
         "floor_ms": round(floor, 4),
         "rows": [],
@@ -331,6 +351,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
+    add_quantize(parser)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", help="one shape by name")
     parser.add_argument("--scale", default="full", choices=("full", "small", "tiny", "quick"))
@@ -352,6 +373,7 @@ def main() -> None:
     where = (
         toy_device(device, arguments.dtype) if arguments.quick else machine(device, arguments.dtype)
     )
+    where |= {"weights": arguments.quantize or arguments.dtype}
     speed = 1e9 * where["bandwidth_gb_per_s"]
     print(json.dumps(where, indent=2))
     results = []
@@ -359,7 +381,8 @@ def main() -> None:
     for name, shape in shapes(arguments.scale).items():
         if arguments.only in (None, name):
             with torch.no_grad(), toy(device, arguments.quick):
-                found = measure(name, shape, device, dtype, speed, arguments.repeats, compiled)
+                given = (speed, arguments.repeats, compiled, arguments.quantize)
+                found = measure(name, shape, device, dtype, *given)
             results.append(found | {"bars": bars(found)})
             if cuda:
                 torch.cuda.empty_cache()
@@ -371,7 +394,8 @@ def main() -> None:
             + ", ".join(f"{time} ms behind {prompt} tokens" for prompt, time in host.items())
         )
     name = f"{arguments.only}-" if arguments.only else ""
-    path = arguments.out / f"step-{name}{device.type}-{where['date']}.json"
+    form = form_of(device.type, quantize=arguments.quantize)
+    path = arguments.out / f"step-{name}{form}-{where['date']}.json"
     write_result(path, {"machine": where, "host_ms": host, "shapes": results})
     print(f"\nwritten: {path}")
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from pages import parsed, table, warn_if_busy, write_page, write_result
+from rounding import add_quantize, form_of
 
 from mmdecode.asr import Stream, Transcriber
 from mmdecode.errors import run_script
@@ -146,7 +147,7 @@ def run(arguments: argparse.Namespace) -> Path:
             case["rows"].append(row)
         cases.append(case)
     facts["load_at_end"] = load()
-    form = "cpu" if arguments.quantize is None else f"cpu-{arguments.quantize}"
+    form = form_of("cpu", quantize=arguments.quantize)
     name = f"streaming-{form}-torch{torch.__version__.split('+')[0]}-{facts['date']}.json"
     write_result(arguments.out / name, {"machine": facts, "cases": cases}, indent=None)
     return arguments.out / name
@@ -158,7 +159,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=12, help="clips, of 30")
     parser.add_argument("--clips-only", action="store_true", help="leave the recording out")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quantize", choices=["int8"], help="round the weights of the model")
+    add_quantize(parser)
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--page", type=Path, help="write the tables into this page")
     parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from pages import parsed, table, warn_if_busy, write_page, write_result
+from rounding import add_quantize, form_of
 from toys import toy
 
 from mmdecode import registry
@@ -133,8 +134,8 @@ def run(arguments: argparse.Namespace) -> Path:
         wanted = {name: wanted[name] for name in arguments.only}
     cases: list[dict[str, Any]] = []
     version = torch.__version__.partition("+")[0]
-    form = f"{answerer.model.device.type}{'-compiled' if arguments.compile else ''}"
-    form += f"-{arguments.quantize}" if arguments.quantize else ""
+    device = answerer.model.device.type
+    form = form_of(device, compiled=arguments.compile, quantize=arguments.quantize)
     name = f"vlm-{form}-torch{version}-{facts['date']}.json"
     path = arguments.out / name
     for case in QUICK if arguments.quick else CASES:
@@ -245,7 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quantize", choices=["int8"], help="round the weights of the model")
+    add_quantize(parser)
     parser.add_argument("--scenes", type=int, default=12, help="at least, at every batch size")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
     parser.add_argument("--repeats", type=int, default=1)

@@ -58,6 +58,37 @@ def test_step_speed_measures_toys_and_finds_the_ids_of_generate(tmp_path):
 
 
 @pytest.mark.slow
+def test_steps_of_int8_toys_read_a_quarter_of_the_weights(tmp_path):
+    words = ["--device", "cpu", "--dtype", "float32", "--scale", "tiny", "--repeats", "1"]
+    run(*words, "--quantize", "int8", "--out", str(tmp_path))
+    (path,) = tmp_path.glob("step-cpu-int8-*.json")
+    result = json.loads(path.read_text())
+    assert result["machine"]["weights"] == "int8"
+    for shape in result["shapes"]:
+        rows = {row["engine"]: row for row in shape["rows"]}
+        assert rows["undrafted"]["ms_per_token"] > 0 and len(rows) == 5
+
+
+def test_weights_of_a_rounded_toy_are_counted(benchmarks):
+    rounding, steps = importlib.import_module("rounding"), importlib.import_module("step_speed")
+    given = (torch.device("cpu"), torch.float32)
+    for shape in steps.shapes("tiny").values():
+        whole, rounded = steps.build(shape, *given)[0], steps.build(shape, *given, "int8")[0]
+        assert rounding.weight_count(rounded) >= rounding.weight_count(whole)
+        share = rounding.weight_bytes(rounded) / rounding.weight_bytes(whole)
+        assert 0.25 < share < 0.65  # toys have many norms and an untied output matrix
+        assert steps.step_bytes(rounded, shape) < steps.step_bytes(whole, shape)
+    assert rounding.form_of("cpu", compiled=True, quantize="int8") == "cpu-compiled-int8"
+
+
+def test_engines_that_compile_run_where_they_are_named(benchmarks):
+    peers = importlib.import_module("peers")
+    assert set(peers.ASKED_FOR) < set(peers.MAKERS)
+    assert "compiled" in peers.names(1, torch.device("cpu"))
+    assert not {"compiled int8", "torchao int8"} & {*peers.names(1, torch.device("cuda"))}
+
+
+@pytest.mark.slow
 def test_step_speed_says_that_it_was_not_run(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "not run" in run()
@@ -222,6 +253,14 @@ def test_rows_of_a_published_checkpoint_are_measured_or_called_not_measured(benc
 def test_the_page_shows_how_images_are_distributed(benchmarks):
     tables = importlib.import_module("image_distribution").tables
     page_and_result("image_speed.md", tables, "distribution")
+
+
+def test_the_page_shows_what_is_written_with_int8_weights(benchmarks):
+    tables = importlib.import_module("real_texts").tables
+    _, result = page_and_result("real_speech.md", tables, "texts")
+    assert result["same_tokens"] == len(result["rows"]) == len(real_clips())
+    result["same_tokens"] -= 1
+    assert "in 10 of 11. THEY HAVE TO BE THE SAME." in tables(result, "r.json")
 
 
 @pytest.mark.parametrize("page", MARKED)
@@ -631,6 +670,32 @@ def test_sentences_on_real_speech_follow_from_the_measurements(benchmarks):
     assert "DIFFERENT ids than `generate` in rows of ours: lookahead" in text
 
 
+def test_int8_rows_are_compared_with_the_int8_model_and_the_publishers(benchmarks):
+    script = importlib.import_module("real_speech")
+    shown = importlib.import_module("real_speech_tables")
+
+    def page_of(*rows):
+        found = measured(way("undrafted", 6.0, length=1.0), *rows)
+        return shown.tables(found | {"bars": script.bars(found)}, "r.json")
+
+    own = way("undrafted int8", 5.0, 9, length=1.0, as_undrafted=11)
+    drafted = way("lookup int8", 4.0, 9, length=1.4, as_undrafted=11)
+    compiled = way("undrafted int8, compiled", 4.0, 9, length=1.0, as_undrafted=11)
+    theirs = way("onnxruntime, the publisher's int8", 4.5, 8)
+    close, apart = {"times_onnxruntime": [1.1, 1.0, 1.2]}, {"times_onnxruntime": [1.3, 1.2, 1.4]}
+    text = page_of(own | close, drafted, compiled | close, theirs)
+    assert "1.10 [1.00, 1.20] times as long a token as the publisher's int8 graphs" in text
+    assert "at most 1.25 asked for: held. Wrong words: 10 (5.7 %) against 10 (5.7 %)." in text
+    assert "Undrafted int8, compiled" in text and "at most 1.0 asked for: MISSED" in text
+    assert "Every float32 row of ours has the ids that plain `generate` gives" in text
+    assert "Every int8 row of ours has the ids of the int8 model without a draft" in text
+    assert "lookup int8, is 1.25 times" in text and "with the same weights" in text
+    text = page_of(own | apart, drafted | {"as_undrafted": 10}, theirs)
+    assert "at most 1.25 asked for: MISSED" in text
+    assert "DIFFERENT ids than without a draft in int8 rows: lookup int8." in text
+    assert "which did not run; at most 1.25 asked for." in page_of(own)
+
+
 @pytest.mark.slow
 @needs_wheel
 def test_real_speech_is_measured_on_a_clip(call, tmp_path):
@@ -643,17 +708,21 @@ def test_real_speech_is_measured_on_a_clip(call, tmp_path):
     names = {row["way"] for row in result["short"]}
     kept = "recycling, 8 nodes, table kept"
     assert {"generate", "undrafted", "lookup", kept, "transformers' pipeline"} <= names
+    assert {"undrafted int8", "lookup int8"} <= names
     assert "generate, padded batch" in {row["way"] for row in result["short"] if row["batch"] > 1}
     [recording] = result["long"]
     for row in [*result["short"], *recording["rows"]]:
         own = row["tokens_per_pass"] is not None
-        assert own == (row["way"] == "undrafted" or row["way"].startswith(("lookup", "recycling")))
-        if own or row["way"] == "generate":
+        assert own == row["way"].startswith(("undrafted", "lookup", "recycling"))
+        if row["way"].endswith(" int8"):
+            assert row.get("as_undrafted", 2) == 2
+        elif own or row["way"] == "generate":
             assert row["identical"] == row.get("clips", recording["windows"]), row
             assert row["ms_per_token"] > 0 and row["encoder_ms_per_audio_s"] > 0
         assert 0 < row["rtf"] < 5
     assert all(row["word_errors"] < 0.2 * row["words"] for row in result["short"])
-    assert [bar["bar"] for bar in result["bars"]] == ["undrafted over generate"]
+    bars = [bar["bar"] for bar in result["bars"]]
+    assert bars == ["undrafted over generate", "int8 over the publisher's"]
     assert path.name in page.read_text()
 
 

@@ -1,0 +1,35 @@
+"""Option ``--quantize`` of the benchmarks, and the bytes of weights of either form."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+from mmdecode.quantization.modules import Int8Linear
+
+
+def add_quantize(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--quantize`` to a command line."""
+    parser.add_argument("--quantize", choices=["int8"], help="round the weights of the model")
+
+
+def form_of(device: str, *, compiled: bool = False, quantize: str | None = None) -> str:
+    """Part of a result file's name: device, whether passes are compiled, and form of weights."""
+    return "-".join([device, *["compiled"] * compiled, *([quantize] if quantize else [])])
+
+
+def weight_count(module: Any) -> int:
+    """Number of a module's weights, packed int8 matrices included."""
+    packed = [part.packed.shape for part in module.modules() if isinstance(part, Int8Linear)]
+    return sum(weight.numel() for weight in module.parameters()) + sum(map(math.prod, packed))
+
+
+def weight_bytes(module: Any) -> int:
+    """Bytes of a module's weights, packed int8 matrices included."""
+    found = sum(weight.nbytes for weight in module.parameters())
+    for part in module.modules():
+        if isinstance(part, Int8Linear):
+            rows, columns = part.packed.shape
+            found += rows * columns * (1 + len(part.groups)) + 4 * rows
+    return found
