@@ -337,11 +337,10 @@ MAKERS: dict[str, Callable[[Checkpoint, bool], Engine]] = {
     "first_of": lambda c, times: ours(c, times, tail_first(c)),
     **{name: partial(converted, kind=kind) for name, kind in CTRANSLATE2.items()},
     "compiled": partial(ours, compiled=True),
-    "compiled int8": partial(ours, weights="rounded", compiled=True),
     "torchao int8": partial(ours, weights="torchao", compiled=True),
 }
 """Every engine; each is given the checkpoint and whether times are predicted."""
-ASKED_FOR = ("compiled", "compiled int8", "torchao int8")
+ASKED_FOR = ("compiled", "torchao int8")
 """Engines that run where they are named: compiling takes up to a minute for each shape."""
 
 
@@ -360,7 +359,7 @@ def names(batch: int, device: torch.device) -> list[str]:
         left_out |= {"generate, lookup", "generate, assistant"}
     if device.type != "cpu":
         left_out |= {"quantized", INT8, "medusa int8", BF16, "medusa bf16"}
-        left_out |= {"compiled int8", "torchao int8"}
+        left_out.add("torchao int8")
     if find_spec("torchao") is None:
         left_out.add("torchao int8")
     if not has_ctranslate2(device):

@@ -178,7 +178,7 @@ class Drafted:
 
 
 UNDRAFTED, UNDRAFTED_INT8 = "undrafted", "undrafted int8"
-COMPILED, COMPILED_INT8 = "undrafted, compiled", "undrafted int8, compiled"
+COMPILED = "undrafted, compiled"
 
 
 def drafts(subject: Subject) -> dict[str, Drafted]:
@@ -206,7 +206,6 @@ def drafts(subject: Subject) -> dict[str, Drafted]:
         "lookup int8": Drafted("lookup", int8=True),
         "adaptive over lookup int8": Drafted("adaptive:draft=lookup", "kept", int8=True),
         COMPILED: Drafted(compiled=True),
-        COMPILED_INT8: Drafted(int8=True, compiled=True),
     }
     known = {entry.name for entry in registry.describe("draft")}
     return {

@@ -85,7 +85,7 @@ def test_engines_that_compile_run_where_they_are_named(benchmarks):
     peers = importlib.import_module("peers")
     assert set(peers.ASKED_FOR) < set(peers.MAKERS)
     assert "compiled" in peers.names(1, torch.device("cpu"))
-    assert not {"compiled int8", "torchao int8"} & {*peers.names(1, torch.device("cuda"))}
+    assert "torchao int8" not in peers.names(1, torch.device("cuda"))
 
 
 @pytest.mark.slow
@@ -680,20 +680,18 @@ def test_int8_rows_are_compared_with_the_int8_model_and_the_publishers(benchmark
 
     own = way("undrafted int8", 5.0, 9, length=1.0, as_undrafted=11)
     drafted = way("lookup int8", 4.0, 9, length=1.4, as_undrafted=11)
-    compiled = way("undrafted int8, compiled", 4.0, 9, length=1.0, as_undrafted=11)
     theirs = way("onnxruntime, the publisher's int8", 4.5, 8)
-    close, apart = {"times_onnxruntime": [1.1, 1.0, 1.2]}, {"times_onnxruntime": [1.3, 1.2, 1.4]}
-    text = page_of(own | close, drafted, compiled | close, theirs)
-    assert "1.10 [1.00, 1.20] times as long a token as the publisher's int8 graphs" in text
-    assert "at most 1.25 asked for: held. Wrong words: 10 (5.7 %) against 10 (5.7 %)." in text
-    assert "Undrafted int8, compiled" in text and "at most 1.0 asked for: MISSED" in text
+    close, apart = {"times_onnxruntime": [0.9, 0.8, 1.2]}, {"times_onnxruntime": [1.3, 1.2, 1.4]}
+    text = page_of(own | close, drafted, theirs)
+    assert "0.90 [0.80, 1.20] times as long a token as the publisher's int8 graphs" in text
+    assert "at most 1.0 asked for: held. Wrong words: 10 (5.7 %) against 10 (5.7 %)." in text
     assert "Every float32 row of ours has the ids that plain `generate` gives" in text
     assert "Every int8 row of ours has the ids of the int8 model without a draft" in text
     assert "lookup int8, is 1.25 times" in text and "with the same weights" in text
     text = page_of(own | apart, drafted | {"as_undrafted": 10}, theirs)
-    assert "at most 1.25 asked for: MISSED" in text
+    assert "at most 1.0 asked for: MISSED" in text
     assert "DIFFERENT ids than without a draft in int8 rows: lookup int8." in text
-    assert "which did not run; at most 1.25 asked for." in page_of(own)
+    assert "which did not run; at most 1.0 asked for." in page_of(own)
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ class Scripted:
         function: Function of this module.
 
     Attributes:
+        compiled: The compiled function, after the first call.
         enabled: Whether functions are compiled; else Python runs them, with `Integers` too.
     """
 
@@ -47,17 +48,17 @@ class Scripted:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self._compiled: Callable[..., Any] | None = None
+        self.compiled: Callable[..., Any] | None = None
 
     def __call__(self, *given: Any) -> Any:
         """Runs the function."""
         if not self.enabled:
             return self.function(*given)
-        if self._compiled is None:
+        if self.compiled is None:
             with self._compiling, warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
-                self._compiled = torch.jit.script(self.function)
-        return self._compiled(*given)
+                self.compiled = torch.jit.script(self.function)
+        return self.compiled(*given)
 
 
 def scaled(x: Tensor, least: float = LEAST) -> tuple[Tensor, Tensor]:
