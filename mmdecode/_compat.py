@@ -164,3 +164,15 @@ def flex_kernel() -> Callable[..., Tensor]:
 def version(tensor: Tensor) -> int | None:
     """Returns how often a tensor was changed in place; ``None`` in inference mode: not counted."""
     return None if tensor.is_inference() else tensor._version
+
+
+def has_onednn_linear() -> bool:
+    """Returns whether torch has oneDNN's linear layer on this CPU."""
+    mkldnn = torch.backends.mkldnn
+    enabled = mkldnn.is_available() and getattr(mkldnn, "enabled", True)
+    return bool(enabled and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiplies ``(..., I)`` by a weight ``(O, I)``, and adds a bias; has no gradient."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

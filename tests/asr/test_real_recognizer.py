@@ -91,10 +91,8 @@ def test_real_clips_have_the_same_text_in_int8_with_a_draft_and_without(model, t
         first = transcribed(model, tmp_path / f"{draft}-first", *more, "--limit", 1)[1]
         lines, whole, network = transcribed(model, tmp_path / draft, *more)
         products, passes, windows, parts = whole - first  # what a model is tried with cancels out
-        layers, encoder = (
-            getattr(network.config, f"{part}_num_hidden_layers", None)
-            or getattr(network.config, f"{part}_layers")
-            for part in ("decoder", "encoder")
+        encoder, layers = (
+            len(part.layers) for part in (network.get_encoder(), network.get_decoder())
         )
         # six matrices of an encoder's layer, by parts of the states; in a pass eight of each
         # decoder layer, the projections to keys and values, two of the states, and the head

@@ -24,9 +24,10 @@ from warnings import warn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad, scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mmdecode._compat import attention_implementation
+from mmdecode.adapters.products import Product, float_product
 from mmdecode.adapters.seq2seq.base import EncoderDecoderAdapter, SourcePast
 from mmdecode.engine.adapter import Mask, Prompt
 from mmdecode.engine.cache import RaggedCache, RaggedLayer, bucket
@@ -42,8 +43,6 @@ from mmdecode.quantization.source import Int8Source, Int8States
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Product = Callable[[Tensor], Tensor]
-"""A linear layer: inputs ``(..., I)`` to outputs ``(..., O)``."""
 Norm = tuple[tuple[int, ...], Tensor, Tensor | None, float]
 """Arguments of ``torch.layer_norm`` after its input."""
 Rotation = tuple[Tensor, Tensor]
@@ -153,7 +152,7 @@ class LeanPast(SourcePast):
                         rounded = Int8States.of(self.source, read)
                     source = Int8Source(rounded, *layer.cross_kv)
                 else:
-                    keys, values = products(*layer.cross_kv)(self.source)
+                    keys, values = (module.forward(self.source) for module in layer.cross_kv)
                     source = Source.of(keys, values, layer.heads, self.source_mask)
                 self._layers.append(layer._replace(source=source))
         return self._layers
@@ -208,6 +207,18 @@ class LeanAdapter(EncoderDecoderAdapter):
         if self._lean and not any(self._hooks):
             return self.step(tokens, mask, positions, past)
         return super().forward(tokens, mask, positions, past)
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """Applies the output matrix."""
+        head = self._head
+        if not self._lean or head._forward_hooks or head._forward_pre_hooks:
+            return super().unembed(hidden)
+        return self._logits(hidden)
+
+    @functools.cached_property
+    def _logits(self) -> Product:
+        head = self._head
+        return product(head) if type(head) is nn.Linear and plain(head) else head
 
     def step(self, tokens: Tensor, mask: Mask, positions: Tensor, past: LeanPast) -> Tensor:
         """Computes the states ``(B, Q, H)`` after the final norm by the lean step.
@@ -315,7 +326,7 @@ def product(module: Any) -> Product:
     if isinstance(module, Int8Linear):
         multiply = multiplier([module])
         return lambda x: multiply(x)[0]
-    return functools.partial(linear, weight=module.weight, bias=module.bias)
+    return float_product(module.weight, module.bias)
 
 
 def products(*modules: Any) -> Callable[[Tensor], Any]:

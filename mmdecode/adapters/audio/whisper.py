@@ -117,12 +117,13 @@ class WhisperAdapter(LeanAdapter):
         return NODE_PROCESSORS
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Computes logits."""
-        return self._head(hidden)
+        """Computes logits; of a Medusa-Linear target with its head 0."""
+        return self._head(hidden) if hasattr(self._head, "projection") else self.unembed(hidden)
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """Applies the output matrix; for a Medusa-Linear target without its head 0."""
-        return getattr(self._head, "projection", self._head)(hidden)
+        own = getattr(self._head, "projection", None)
+        return super().unembed(hidden) if own is None else own(hidden)
 
     @staticmethod
     def extra_layer(config: WhisperConfig) -> torch.nn.Module:
