@@ -51,7 +51,7 @@ from mmdecode.errors import (
     OptionError,
     UnsupportedModelError,
 )
-from mmdecode.quantization.models import is_quantized
+from mmdecode.quantization.models import rounds_activations
 from mmdecode.runs.files import write_file, write_folder
 from mmdecode.weights import read_weights
 
@@ -365,7 +365,7 @@ class MedusaSession(DraftSession):
         self.state: Tensor | None = None  # decided the root, in each branch, (M * B, H)
         self.block: BlockRunner | None = None
         if draft.placed_block is not None:
-            layer = draft.placed_block.like(states, is_quantized(call.plan.adapter.model))
+            layer = draft.placed_block.like(states, rounds_activations(call.plan.adapter.model))
             self.block = BlockRunner(layer, call, self.target.specs, outputs)
 
     def propose(self, budget: int) -> Proposal:

@@ -7,7 +7,8 @@ weights; embeddings, norms and convolutions are shared.
 
 Sources: QuantSpec, Tiwari et al. 2025, arXiv:2502.10424 (a quantised self-draft; there 4-bit
 weights and a quantised cache). Differs from it: weights and activations of linear layers have 8
-bits, and the cache is not quantised, except Whisper's keys and values of the encoder's states.
+bits, and the cache is not quantised, except Whisper's keys and values of the encoder's states. On
+CUDA only weights have, by torchao, see `mmdecode.quantization.weight_only`.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class Quantized(Drafter):
 
     Raises:
         OptionError: An option is out of range.
-        IncompatibleError: When decoding begins: the model is on another device than the CPU, is
+        IncompatibleError: When decoding begins: the model is neither on the CPU nor on CUDA, is
             quantised already, or has an adapter or a hook.
+        MissingExtraError: When decoding begins: the model is on CUDA, and torchao is missing.
     """
 
     summary = "the model itself with int8 weights drafts a chain"
@@ -83,14 +85,14 @@ class Quantized(Drafter):
         Raises:
             IncompatibleError: The model cannot be rounded.
         """
-        from mmdecode.quantization.models import quantize
+        from mmdecode.quantization.models import quantize_drafter
 
         with self._lock:
             if id(model) not in self._copies:
                 view = sharing_copy(model)
                 mark(view, model)
                 try:
-                    quantize(view, embeddings=False)
+                    quantize_drafter(view)
                 except UnsupportedModelError as error:
                     raise IncompatibleError.between(
                         "draft Quantized", type(model).__name__, str(error), "use another draft"
