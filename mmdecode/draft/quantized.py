@@ -56,7 +56,9 @@ class Quantized(Drafter):
     source = "self-drafting as in QuantSpec, Tiwari et al. 2025; int8 as in `mmdecode.quantize`"
     kinds: tuple[Kind, ...] = Assistant.kinds
     # its cache lacks what another draft proposed
-    capabilities = DrafterCapabilities(graph_safe=True, composable=False, follows_target=True)
+    capabilities = DrafterCapabilities(
+        graph_safe=True, composable=False, follows_target=True, reads_logits=False
+    )
 
     def __init__(
         self, bits: int = 8, length: int = 8, max_rejection_probability: float = 1.0
