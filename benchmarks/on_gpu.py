@@ -45,6 +45,7 @@ FEW = {
     "test_drafters": "captured_rounds and lookup and greedy or trained and medusa-llama-fp32",
     "test_guides": "as_in_the_batch and tiny and vcd and greedy",
     "test_images": "captured_rounds and coupled and llamagen",
+    "test_quantized": "a_draft or drafts_for and llama",
 }
 """Tests that stand for their file with ``--quick``; all of them are among the slow ones."""
 SHAPES = ("whisper-large-v3", "whisper-large-v3-turbo", "llamagen-xl", "llama-7b")

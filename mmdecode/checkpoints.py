@@ -422,11 +422,11 @@ def placed(model: Any, device: str | torch.device | None, quantize: str | None =
     Args:
         model: A module, in evaluation mode if it is rounded.
         device: ``None`` and ``auto``: CUDA if available, else the CPU.
-        quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
+        quantize: ``int8`` or ``fp8``, see `mmdecode.quantize`; ``None``: weights as loaded.
 
     Raises:
         OptionError: The device cannot be used, or there is no such format.
-        UnsupportedModelError: The model has no int8 form, or int8 weights and the device is no CPU.
+        UnsupportedModelError: The model cannot be rounded, or was on a CPU and is to leave it.
     """
     from mmdecode.quantization import models as quantization
 

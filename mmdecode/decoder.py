@@ -288,13 +288,19 @@ class Decoder:
             tracer = Tracer(guide, call.batch)
             listeners.append(tracer)
             trace.extend(tracer.rows)
+        reads = (
+            bool(processors or recorder.rows or plan.window_mode)
+            or trace is not None
+            or self.draft.capabilities.reads_logits
+            or not rule.capabilities.argmax_only
+        )
         stats = self.stats.of_call()
         run = Run(
             call=call,
             drafter=self.draft,
             guide=guide,
             rule=rule,
-            runners=runners_of(adapter, guide, needs, call, registry.adapter_for),
+            runners=runners_of(adapter, guide, needs, call, registry.adapter_for, not reads),
             processors=Processors(processors, adapter.node_processors()),
             stopping=Stopping(criteria, asked.eos_token_ids, asked.max_new_tokens),
             stats=stats,

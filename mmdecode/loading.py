@@ -53,7 +53,7 @@ def load(
             that ``mmdecode zoo`` lists, such as ``moonshine:tiny-en``.
         device: Device of the model; ``None``: CUDA if available, else the CPU.
         dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
-        quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
+        quantize: ``int8`` or ``fp8``, see `mmdecode.quantize`; ``None``: weights as loaded.
         trust_remote_code: Run Python files that come with the model: read them first.
 
     Returns:

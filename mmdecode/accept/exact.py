@@ -32,7 +32,7 @@ class GreedyMatch(AcceptanceRule):
     guarantee = "exact"
     kinds = _ANY
     modes = frozenset({"greedy"})
-    capabilities = RuleCapabilities(drafter_invariant=True)
+    capabilities = RuleCapabilities(drafter_invariant=True, argmax_only=True)
 
     def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
         """Applies the rule to a proposal; see `mmdecode.engine.contracts.AcceptanceRule`."""

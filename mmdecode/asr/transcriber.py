@@ -106,7 +106,7 @@ class Transcriber:
             accept: Acceptance rule, see `mmdecode.Decoder`.
             device: Device of the model; ``None``: CUDA if available.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
-            quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
+            quantize: ``int8`` or ``fp8``, see `mmdecode.quantize`; ``None``: weights as loaded.
             seed: Seed of the noise that sampling uses.
             correct: Corrector of the text, such as ``uadf:model=zoo:lm-synth``; ``None``: none.
             trust_remote_code: Whether to run Python code from the model's folder: read it first.
@@ -480,7 +480,7 @@ def load(
         model_id: A folder, a Hub id or another name of a checkpoint.
         device: Device of the model; ``None``: CUDA if available.
         dtype: Data type of the weights.
-        quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
+        quantize: ``int8`` or ``fp8``, see `mmdecode.quantize`; ``None``: weights as loaded.
         options: Options that the model family has to support; checked before weights are read.
 
     Raises:

@@ -102,7 +102,7 @@ def command(
     verdict is 'passes', 'fails' or, if the noise is as large as the model's own preferences,
     'inconclusive'. The exit code is 0 only if the verdict is 'passes'.
 
-    With --quantize int8 the rounded model is audited, and its distance to the float model, which is
+    With --quantize the rounded model is audited, and its distance to the float model, which is
     another model, is printed too.
 
     Long recordings are cut into windows, and each window is one input. Inputs are decoded one at a
@@ -123,7 +123,7 @@ def command(
     from mmdecode.evaluation.audit.audit import audit
     from mmdecode.evaluation.audit.distance import distance
     from mmdecode.evaluation.audit.plain import UNCUT, Plain
-    from mmdecode.quantization import is_quantized
+    from mmdecode.quantization.models import format_of, is_quantized
 
     if tokens is not None and (draft or guide or accept != "auto"):
         raise OptionError(
@@ -196,7 +196,7 @@ def command(
             more["distance"] = None if apart is None else dataclasses.asdict(apart)
         emit_json(dataclasses.asdict(report) | more)
     else:
-        out.print(_table(report, is_quantized(plain.model)))
+        out.print(_table(report, format_of(plain.model)))
         colour = {"passes": "green", "fails": "red", "inconclusive": "yellow"}[report.verdict]
         out.print(report.words, style=colour, markup=False, highlight=False, soft_wrap=True)
         if apart is not None:
@@ -415,9 +415,9 @@ def read_tokens(path: Path, names: Sequence[str]) -> dict[str, list[int]]:
     return found
 
 
-def _table(report: AuditReport, rounded: bool) -> Table:
+def _table(report: AuditReport, rounded: str | None) -> Table:
     title = (
-        f"{report.model}, {report.dtype}{', int8 weights' if rounded else ''} on "
+        f"{report.model}, {report.dtype}{f', {rounded} weights' if rounded else ''} on "
         f"{report.device}: draft {report.draft}, guide "
         f"{report.guide}, rule {report.rule}; reference: {report.reference}"
     )

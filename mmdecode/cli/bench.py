@@ -106,7 +106,7 @@ def vlm(
         working,
     )
     from mmdecode.evaluation.speed.stopwatch import load, machine
-    from mmdecode.quantization import is_quantized
+    from mmdecode.quantization.models import format_of
     from mmdecode.vlm import Answerer
 
     if out_dir is not None:
@@ -119,8 +119,8 @@ def vlm(
     at_hand = {"target": answerer.model, "model_id": model}
     names = ["lookup"] if draft is None else draft
     facts = machine(input_device(answerer.model), dtype)
-    if is_quantized(answerer.model):
-        facts["quantize"] = "int8"
+    if (rounded := format_of(answerer.model)) is not None:
+        facts["quantize"] = rounded
     if facts["load_at_start"] > 0.7:
         console.print(
             f"system load {facts['load_at_start']}: other programs run, and times are unreliable"

@@ -39,6 +39,7 @@ PACKAGES = {
     "kaldialign": "eval",
     "silero-vad": "vad",
     "av": "media",
+    "torchao": "torchao",
     "ctranslate2": "bench",
     "moonshine-voice": "moonshine",
 }

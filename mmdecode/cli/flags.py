@@ -78,9 +78,9 @@ Dtype = Annotated[
     ),
 ]
 Quantize = Annotated[
-    Literal["int8"] | None,
+    Literal["int8", "fp8"] | None,
     typer.Option(
-        help="int8: the model's weights are rounded, which makes it another model; on a CPU only."
+        help="int8 or, on CUDA, fp8: the model's weights are rounded, which makes it another model."
     ),
 ]
 

@@ -163,7 +163,7 @@ def _resolved(run: Any) -> Any:
         where = device if split is None else f"devices by {split}"
         if "dtype" in given:
             given["dtype"] = shown
-        shown += ", int8 weights" if given.get("quantize") else ""
+        shown += f", {given['quantize']} weights" if given.get("quantize") else ""
         if model and os.environ.get("RANK", "0") == "0":
             print_line(f"model {model} on {where}, {shown}", console)
         return run(*args, **given)

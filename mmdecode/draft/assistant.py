@@ -68,7 +68,9 @@ class Assistant(Drafter):
     source = "Leviathan et al. 2023"
     kinds: tuple[Kind, ...] = ("deterministic", "iid", "coupled")
     # its cache lacks tokens that another drafter proposed
-    capabilities = DrafterCapabilities(graph_safe=True, composable=False, follows_target=True)
+    capabilities = DrafterCapabilities(
+        graph_safe=True, composable=False, follows_target=True, reads_logits=False
+    )
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ from mmdecode.errors import (
     OptionError,
     UnsupportedModelError,
 )
-from mmdecode.quantization.models import is_quantized
+from mmdecode.quantization.models import rounds_activations
 from mmdecode.runs.files import write_file, write_folder
 from mmdecode.weights import read_weights
 
@@ -166,7 +166,7 @@ class Medusa(Drafter):
 
     summary = "extra heads on the model's own last hidden state draft a tree"
     source = "Cai et al. 2024; for Whisper, Segal-Feldman et al. 2024"
-    capabilities = DrafterCapabilities(graph_safe=True, follows_target=True)
+    capabilities = DrafterCapabilities(graph_safe=True, follows_target=True, reads_logits=False)
 
     def __init__(
         self,
@@ -365,7 +365,7 @@ class MedusaSession(DraftSession):
         self.state: Tensor | None = None  # decided the root, in each branch, (M * B, H)
         self.block: BlockRunner | None = None
         if draft.placed_block is not None:
-            layer = draft.placed_block.like(states, is_quantized(call.plan.adapter.model))
+            layer = draft.placed_block.like(states, rounds_activations(call.plan.adapter.model))
             self.block = BlockRunner(layer, call, self.target.specs, outputs)
 
     def propose(self, budget: int) -> Proposal:

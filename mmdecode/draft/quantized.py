@@ -7,7 +7,8 @@ weights; embeddings, norms and convolutions are shared.
 
 Sources: QuantSpec, Tiwari et al. 2025, arXiv:2502.10424 (a quantised self-draft; there 4-bit
 weights and a quantised cache). Differs from it: weights and activations of linear layers have 8
-bits, and the cache is not quantised, except Whisper's keys and values of the encoder's states.
+bits, and the cache is not quantised, except Whisper's keys and values of the encoder's states. On
+CUDA only weights have, by torchao, see `mmdecode.quantization.weight_only`.
 """
 
 from __future__ import annotations
@@ -46,15 +47,18 @@ class Quantized(Drafter):
 
     Raises:
         OptionError: An option is out of range.
-        IncompatibleError: When decoding begins: the model is on another device than the CPU, is
+        IncompatibleError: When decoding begins: the model is neither on the CPU nor on CUDA, is
             quantised already, or has an adapter or a hook.
+        MissingExtraError: When decoding begins: the model is on CUDA, and torchao is missing.
     """
 
     summary = "the model itself with int8 weights drafts a chain"
     source = "self-drafting as in QuantSpec, Tiwari et al. 2025; int8 as in `mmdecode.quantize`"
     kinds: tuple[Kind, ...] = Assistant.kinds
     # its cache lacks what another draft proposed
-    capabilities = DrafterCapabilities(graph_safe=True, composable=False, follows_target=True)
+    capabilities = DrafterCapabilities(
+        graph_safe=True, composable=False, follows_target=True, reads_logits=False
+    )
 
     def __init__(
         self, bits: int = 8, length: int = 8, max_rejection_probability: float = 1.0
@@ -83,14 +87,14 @@ class Quantized(Drafter):
         Raises:
             IncompatibleError: The model cannot be rounded.
         """
-        from mmdecode.quantization.models import quantize
+        from mmdecode.quantization.models import quantize_drafter
 
         with self._lock:
             if id(model) not in self._copies:
                 view = sharing_copy(model)
                 mark(view, model)
                 try:
-                    quantize(view, embeddings=False)
+                    quantize_drafter(view)
                 except UnsupportedModelError as error:
                     raise IncompatibleError.between(
                         "draft Quantized", type(model).__name__, str(error), "use another draft"

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mmdecode._compat import attention_implementation
+from mmdecode.quantization.foreign import stored
 
 if TYPE_CHECKING:
     from mmdecode.engine.call import Request
@@ -196,8 +197,8 @@ def _known(kind: type) -> bool:
 
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+    for tensor in (*module.parameters(), *module.buffers()):
+        yield from stored(tensor)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -23,6 +23,7 @@ from transformers import DynamicCache
 
 from mmdecode.engine import capture, flex, prefill, shared_prefill
 from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec, Mask, Prompt
+from mmdecode.engine.argmax import argmax_of
 from mmdecode.engine.attention import AttentionEdit, AttentionPlan, planned
 from mmdecode.engine.cache import Piece, RaggedCache, Reserve, bucket
 from mmdecode.engine.call import Call
@@ -34,7 +35,7 @@ from mmdecode.engine.noise import Noise
 from mmdecode.engine.prompt_cache import Found
 from mmdecode.engine.proposal import Proposal, root_depth
 from mmdecode.errors import IncompatibleError
-from mmdecode.quantization.models import is_quantized
+from mmdecode.quantization.models import rounds_activations
 
 
 class ModelRunner(BranchRunner):
@@ -52,6 +53,7 @@ class ModelRunner(BranchRunner):
     """
 
     graph_safe = True
+    argmax_only = False  # whether rounds compute no logits, see `DrafterCapabilities.reads_logits`
     _own_mask: Callable[..., Any] | None = None  # `mmdecode.engine.flex.tree_mask`, if not additive
     uncaptured: ClassVar = {"prompts", "paths", "prompt_tokens", "even"}
 
@@ -164,6 +166,10 @@ class ModelRunner(BranchRunner):
             common=common,
         )
         read = {layer: value[..., : self.width] for layer, value in weights.items()}
+        if self.argmax_only:
+            tokens = argmax_of(self.adapter, states["last"]).to(self.pads.device)
+            none = states["last"].new_empty(*tokens.shape, 0)
+            return {self.specs[0].name: BranchOutput(logits=none, argmax=tokens, hidden=states)}
         return self._split(self.specs, states, read, {})
 
     def run(
@@ -329,7 +335,7 @@ class ModelRunner(BranchRunner):
         return plan
 
     def _compiled(self) -> Callable[..., Tensor]:
-        if is_quantized(self.adapter.model):
+        if rounds_activations(self.adapter.model):
             warn("nothing is compiled: int8 products are run by TorchScript already", stacklevel=2)
             return self.adapter.forward
         inside = self.edits or self.needs.attention

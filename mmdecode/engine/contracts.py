@@ -36,6 +36,8 @@ class BranchOutput:
 
     Attributes:
         logits: float32, ``(B, N + 1, V)``; ``(B, N + 1, K)`` where ``candidates`` are given.
+        argmax: Most likely tokens, ``(B, N + 1)``, of a round whose logits no part reads: these are
+            then ``(B, N + 1, 0)``. ``None``: there are logits.
         candidates: Ids of the main vocabulary that were scored, ``(B, N + 1, K)``, -1 unused.
         hidden: Layer to ``(B, N + 1, H)``: ``hidden[i]`` is the input of layer i,
             ``hidden["last"]`` the state after the final norm.
@@ -54,6 +56,7 @@ class BranchOutput:
     """
 
     logits: Tensor
+    argmax: Tensor | None = None
     candidates: Tensor | None = None
     hidden: Mapping[int | str, Tensor] = field(default_factory=dict)
     early_exit_logits: Mapping[int, Tensor] = field(default_factory=dict)
@@ -72,6 +75,7 @@ class BranchOutput:
 
         return BranchOutput(
             logits=self.logits[rows],
+            argmax=None if self.argmax is None else self.argmax[rows],
             candidates=None if self.candidates is None else self.candidates[rows],
             hidden=those(self.hidden),
             early_exit_logits=those(self.early_exit_logits),

@@ -120,7 +120,8 @@ class Run:
 
     def finish_round(self, proposal: Proposal, scores: TargetScores) -> RoundResult:
         """Accepts a path, commits it up to where stop rules cut, and makes the next proposal."""
-        target = TargetLogits(scores.logits, self.call, proposal, self.processors)
+        parts = self.call, proposal, self.processors
+        target = TargetLogits(scores.logits, *parts, scores.main.argmax)
         outcome = self.accept(proposal, target)
         block = self.commit(proposal, scores, target, outcome)
         if self.session is None:

@@ -40,6 +40,7 @@ class TargetLogits:
         call: The call.
         proposal: The proposal whose nodes were scored.
         processors: The caller's processors.
+        argmax: Most likely tokens, ``(B, N + 1)``, of a pass that computed no logits.
 
     Attributes:
         vectorised: Whether `all` can be called: every processor can be evaluated at all nodes
@@ -47,8 +48,14 @@ class TargetLogits:
     """
 
     def __init__(
-        self, logits: Tensor, call: Call, proposal: Proposal, processors: Processors
+        self,
+        logits: Tensor,
+        call: Call,
+        proposal: Proposal,
+        processors: Processors,
+        argmax: Tensor | None = None,
     ) -> None:
+        self._argmax = argmax
         self._raw, self._call, self._proposal, self._processors = logits, call, proposal, processors
         self.vectorised = processors.vectorised
         self._all: Tensor | None = None
@@ -70,6 +77,10 @@ class TargetLogits:
             without = not self._processors.processors
             self._all = self._raw if without else self._processors.run_all(self._raw, self.nodes)
         return self._all
+
+    def argmax(self) -> Tensor:
+        """Most likely tokens, ``(B, N + 1)``; of equal ones the lowest id. If `vectorised`."""
+        return self.all().argmax(-1) if self._argmax is None else self._argmax
 
     def at(self, rows: Tensor) -> Tensor:
         """Processed logits at one node of each row, ``(B, V)``.

@@ -24,6 +24,7 @@ from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers, exit_layers
 from mmdecode.guide.linear import checked_cut, not_negative, plausible
+from mmdecode.quantization.models import is_tied
 
 BUCKETS = {"low": (0.0, 0.5), "high": (0.5, 1.0), "all": (0.0, 1.0)}
 """Ranges of candidate layers by name, as fractions of the depth."""
@@ -71,7 +72,7 @@ class DoLa(Guide):
 
     def candidates(self, adapter: Any) -> range:
         """Returns the indices of the candidate layers."""
-        return exit_layers(self.layers, adapter.num_layers, 2 * _tied(adapter.model), step=2)
+        return exit_layers(self.layers, adapter.num_layers, 2 * is_tied(adapter.model), step=2)
 
     def needs(self, adapter: Any) -> Requirements:
         """Returns what the guide needs: logits of the candidate layers, if ``alpha`` is not 0."""
@@ -123,10 +124,3 @@ def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
 def _divergence(p: Tensor, q: Tensor) -> Tensor:
     """Computes the KL divergence of log-probabilities; tokens with ``p`` = 0 add nothing."""
     return torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum(-1)
-
-
-def _tied(model: Any) -> bool:
-    """Whether the output matrix is tied to the input embeddings."""
-    if not hasattr(model, "get_output_embeddings"):
-        return False
-    return model.get_output_embeddings().weight is model.get_input_embeddings().weight

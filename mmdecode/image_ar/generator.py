@@ -157,7 +157,7 @@ class ImageGenerator:
                 ``exact``, ``fast``, ``relaxed`` (lossy), or ``zipar:window=8`` (lossy).
             device: Device of the model; ``None``: CUDA if available, else the CPU.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
-            quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
+            quantize: ``int8`` or ``fp8``, see `mmdecode.quantize`; ``None``: weights as loaded.
             compile: See `mmdecode.Decoder`.
             grid: Rows and columns of codes, for model families whose images may have any size.
             refiner: A smaller next-scale model that generates the last scales (CoDe).

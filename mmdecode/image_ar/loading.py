@@ -108,7 +108,7 @@ def load(
         model_id: A folder, a Hub id or ``zoo:NAME``.
         device: Device of the model; ``None``: CUDA if available, else the CPU.
         dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
-        quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
+        quantize: ``int8`` or ``fp8``, see `mmdecode.quantize`; ``None``: weights as loaded.
         grid: Rows and columns of codes, for model families whose images may have any size.
         template: Whether prompts are put into the processor's chat template, for families whose
             published code does so (Janus); ``False``: the model reads prompts unchanged.

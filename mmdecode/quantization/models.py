@@ -1,4 +1,7 @@
-"""`quantize`: rounds a model's weights to int8, in place; saved and loaded by transformers.
+"""`quantize`: rounds a model's weights to 8 bits, in place.
+
+On CUDA this is done by torchao, see `mmdecode.quantization.weight_only`; the rest of this page is
+about CPUs, where a rounded model is also saved and loaded by transformers.
 
 Every ``nn.Linear`` becomes an `Int8Linear`, encoder and output matrix included, and the embedding
 of tokens an `Int8Embedding`; attention is computed query by query, see
@@ -11,6 +14,7 @@ Importing this module registers the format with transformers, so that ``save_pre
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,49 +22,86 @@ from warnings import warn
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from mmdecode._compat import attention_implementation
 from mmdecode.errors import OptionError, UnsupportedModelError, refuse_unknown
+from mmdecode.quantization import weight_only
 from mmdecode.quantization.attention import NAME
-from mmdecode.quantization.foreign import foreign_layers
+from mmdecode.quantization.foreign import foreign_layers, is_foreign, stored
 from mmdecode.quantization.modules import Int8Embedding, Int8Linear
 from mmdecode.quantization.products import gain
 
 METHOD = "mmdecode_int8"
 """Name of the format in a checkpoint's ``quantization_config``."""
-KINDS = ("int8",)
+KINDS = ("int8", "fp8")
 Model = TypeVar("Model", bound=Any)
 _changing = threading.Lock()
 
 
 def quantize(model: Model, to: str = "int8", *, embeddings: bool = True) -> Model:
-    """Rounds the weights of a model of transformers to int8, in place; returns the model.
+    """Rounds the weights of a model of transformers to int8 or fp8, in place; returns the model.
 
     Greedy tokens with a draft are those without one, for the rounded model: a row's products and
-    attention do not depend on other rows. They are not those of the model before. A model that is
-    rounded already stays as it is.
+    attention do not depend on other rows; on CUDA, not more than in float, as a test at rounding
+    ensures. They are not those of the model before. A model that is rounded already stays as it is.
 
     Args:
-        model: A model on the CPU, in evaluation mode.
-        to: ``int8``: weights with a scale per output, and activations with a scale per row.
-        embeddings: Whether the embedding of tokens is rounded too.
+        model: A model on the CPU or on CUDA, in evaluation mode.
+        to: ``int8``, or on CUDA ``fp8``: weights with a scale per output. On the CPU activations
+            are rounded too, with a scale per row.
+        embeddings: Whether the embedding of tokens is rounded too; on CUDA it never is.
 
     Raises:
-        OptionError: There is no such format.
-        UnsupportedModelError: The model is not on the CPU, has adapters or hooks, is quantised
-            otherwise, or has no attention that can be computed query by query.
+        OptionError: There is no such format, or not on this device.
+        MissingExtraError: The model is on CUDA, and torchao is missing.
+        UnsupportedModelError: The model is on another device, has adapters or hooks, is quantised
+            otherwise, or has no attention that can be computed query by query; or, on CUDA, a row's
+            products depend on other rows: its rounded copy may still draft.
     """
+    return _quantize(model, to, embeddings, target=True)
+
+
+def quantize_drafter(model: Model, to: str = "int8") -> Model:
+    """Same as `quantize`, for a copy that only drafts: its products may depend on other rows."""
+    return _quantize(model, to, embeddings=False, target=False)
+
+
+def _quantize(model: Model, to: str, embeddings: bool, target: bool) -> Model:
     refuse_unknown([to], KINDS, "quantize")
     with _changing:
         if is_quantized(model):
             return model
         _refuse(model)
+        if device_type(model) == "cuda":
+            round_on_cuda(model, to, target)
+            return model
+        if to != "int8":
+            raise OptionError(
+                f"quantize={to!r} runs on CUDA, and {type(model).__name__} is on the CPU; use "
+                "quantize='int8', or load the model with device='cuda'"
+            )
+        _refuse_attention(model)
+        tied = is_tied(model)
         embedding = model.get_input_embeddings() if embeddings else None
         _replace(model, embedding, Int8Linear.of, Int8Embedding.of)
-        _mark(model, HfInt8(Int8Config(), pre_quantized=True))
+        _mark(model, HfInt8(Int8Config(tied=tied), pre_quantized=True))
     return model
+
+
+def round_on_cuda(model: Any, to: str, target: bool = True) -> None:
+    """Rounds a model by torchao, in place, and notes the format; any device will do.
+
+    Args:
+        model: The model.
+        to: ``int8`` or ``fp8``.
+        target: See `mmdecode.quantization.weight_only.round_weights`.
+    """
+    tied = is_tied(model)
+    weight_only.round_weights(model, to, target)
+    _note(model, weight_only.HfWeightOnly(weight_only.WeightOnlyConfig(to, tied)))
 
 
 def round_linears(module: Model) -> Model:
@@ -71,7 +112,28 @@ def round_linears(module: Model) -> Model:
 
 def is_quantized(model: Any) -> bool:
     """Whether `quantize` rounded the model, or a checkpoint of such a model was loaded."""
+    return format_of(model) is not None
+
+
+def format_of(model: Any) -> str | None:
+    """The format to which `quantize` rounded a model, ``int8`` or ``fp8``; ``None``: it did not."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if isinstance(quantizer, weight_only.HfWeightOnly):
+        return quantizer.quantization_config.to
+    return "int8" if isinstance(quantizer, HfInt8) else None
+
+
+def rounds_activations(model: Any) -> bool:
+    """Whether `quantize` replaced the model's layers by `Int8Linear`, as it does on the CPU."""
     return isinstance(getattr(model, "hf_quantizer", None), HfInt8)
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the output matrix is the embedding of tokens, or was before both were rounded."""
+    if is_quantized(model):
+        return bool(model.hf_quantizer.quantization_config.tied)
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    return output is not None and output.weight is model.get_input_embeddings().weight
 
 
 def _replace(
@@ -110,9 +172,7 @@ def _mark(model: Any, quantizer: HfInt8) -> None:
             "leave out quantize for speed",
             stacklevel=3,
         )
-    model.hf_quantizer, model.is_quantized = quantizer, True
-    model.quantization_method = METHOD
-    model.config.quantization_config = quantizer.quantization_config
+    _note(model, quantizer)
     model.config.tie_word_embeddings = False  # packed and by rows, they are two
     parts = [m.config for m in model.modules() if getattr(m, "config", None) is not None]
     configs = {id(c): c for c in parts if attention_implementation(c) == "sdpa"}
@@ -120,13 +180,35 @@ def _mark(model: Any, quantizer: HfInt8) -> None:
         config._attn_implementation = NAME
 
 
+def _note(model: Any, quantizer: Any) -> None:
+    model.hf_quantizer, model.is_quantized = quantizer, True
+    model.quantization_method = quantizer.quantization_config.quant_method
+    model.config.quantization_config = quantizer.quantization_config
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.get_memory_footprint = functools.partial(footprint, part)
+
+
+def footprint(model: Any, return_buffers: bool = True) -> int:
+    """``get_memory_footprint`` of a rounded model, in bytes.
+
+    Transformers' own counts no packed matrices, and torchao's weights by the dtype that they had.
+    """
+    size = type(model).get_memory_footprint(model, return_buffers)
+    size += sum(m.packed_bytes() for m in model.modules() if isinstance(m, Int8Linear))
+    for weight in filter(is_foreign, model.parameters()):
+        size += sum(part.nbytes for part in stored(weight))
+        size -= weight.nelement() * weight.element_size()
+    return size
+
+
 def refuse_device(model: Any, device: torch.device) -> None:
-    """Refuses to move a model with int8 weights to a device other than the CPU.
+    """Refuses to move a model that was rounded on the CPU to another device.
 
     Raises:
-        UnsupportedModelError: The model has int8 weights, and the device is no CPU.
+        UnsupportedModelError: The model was rounded on the CPU, and the device is no CPU.
     """
-    if is_quantized(model) and device.type != "cpu":
+    if rounds_activations(model) and device.type != "cpu":
         raise UnsupportedModelError(
             f"{type(model).__name__} has int8 weights, whose products run on the CPU, not on "
             f"{device}: load it with device='cpu', or load its float weights"
@@ -145,12 +227,6 @@ def _refuse(model: Any) -> None:
         raise UnsupportedModelError(
             f"{name} has layers that another library quantised; load its float weights"
         )
-    devices = {weight.device.type for weight in model.parameters()}
-    if devices != {"cpu"}:
-        raise UnsupportedModelError(
-            f"{name} is on {', '.join(sorted(devices))}; int8 products run on the CPU: load the "
-            "model with device='cpu', or leave out quantize"
-        )
     if model.training:
         raise OptionError(f"{name} is in training mode; call model.eval() first")
     for path, module in model.named_modules():
@@ -158,7 +234,21 @@ def _refuse(model: Any) -> None:
             raise UnsupportedModelError(
                 f"{name} has an adapter or a hook at {path or 'its top'}; merge or remove it first"
             )
-    used = attention_implementation(model.config)
+
+
+def device_type(model: Any) -> str:
+    """Type of the device of a model's weights, ``cpu`` or ``cuda``."""
+    devices = {weight.device.type for weight in model.parameters()}
+    if devices in ({"cpu"}, {"cuda"}):
+        return devices.pop()
+    raise UnsupportedModelError(
+        f"{type(model).__name__} is on {', '.join(sorted(devices))}; weights are rounded on the "
+        "CPU or on CUDA: load the model with device='cpu' or 'cuda', or leave out quantize"
+    )
+
+
+def _refuse_attention(model: Any) -> None:
+    name, used = type(model).__name__, attention_implementation(model.config)
     if used not in (None, "sdpa", NAME):
         raise UnsupportedModelError(
             f"{name} has attention {used!r}, which cannot be computed query by query; call "
@@ -171,10 +261,10 @@ def _refuse(model: Any) -> None:
 
 @register_quantization_config(METHOD)
 class Int8Config(QuantizationConfigMixin):
-    """``quantization_config`` of a checkpoint."""
+    """``quantization_config`` of a checkpoint; ``tied`` see `is_tied`."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        self.quant_method = METHOD
+    def __init__(self, tied: bool = False, **kwargs: Any) -> None:
+        self.quant_method, self.tied = METHOD, tied
 
 
 @register_quantizer(METHOD)

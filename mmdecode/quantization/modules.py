@@ -67,6 +67,11 @@ class Int8Linear(nn.Module):
         assert self.matrix is not None, "loaded, and not packed"
         return self.matrix
 
+    def packed_bytes(self) -> int:
+        """Bytes of the matrix, and of those that `grouped` made of it; 0 before `pack`."""
+        made = [matrix for group in self.groups.values() for matrix in group]
+        return sum(one.nbytes for one in (self.matrix, *made) if one is not None)
+
     def grouped(self, groups: int, transposed: bool = False) -> list[Matrix]:
         """Returns the matrices ``(O / G, I)`` of G groups of outputs, made once.
 

@@ -17,6 +17,7 @@ for all its inputs: their number of rows has no say.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import timeit
 from collections.abc import Callable, Iterator
@@ -70,6 +71,11 @@ class Matrix:
         if self._many:
             return self.packed.to_dense().t().contiguous(), self.scale
         return torch.ops.quantized.linear_unpack(self.packed)[0].int_repr(), self.scale
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of integers and scales, without what a packed form adds."""
+        return math.prod(self.shape) + self.scale.nbytes
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiplies ``(..., I)`` to ``(..., O)`` and adds a bias ``(O,)``."""

@@ -92,13 +92,13 @@ def surroundings(model: Any) -> dict[str, Any]:
 
     import mmdecode
     from mmdecode._compat import input_device
-    from mmdecode.quantization import is_quantized
+    from mmdecode.quantization.models import format_of
 
     return {
         "model": os.path.basename(model.config.name_or_path) or type(model).__name__,
         "device": device_name(input_device(model)),
         "dtype": str(model.dtype).removeprefix("torch."),
-        **({"quantize": "int8"} if is_quantized(model) else {}),
+        **({} if (rounded := format_of(model)) is None else {"quantize": rounded}),
         "threads": torch.get_num_threads(),
         "load_average": load_average(),
         "mmdecode": mmdecode.__version__,

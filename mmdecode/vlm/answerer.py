@@ -112,7 +112,7 @@ class Answerer:
             accept: The acceptance rule, or its name; see `mmdecode.Decoder`.
             device: Device of the model; ``None``: CUDA if available, else the CPU.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
-            quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
+            quantize: ``int8`` or ``fp8``, see `mmdecode.quantize`; ``None``: weights as loaded.
             seed: Seed of the random numbers that sampling uses.
             device_map: Splits the model over devices, CPU and disk; see `mmdecode.vlm.loading`.
             trust_remote_code: Run Python files that come with the model; read them first.
@@ -120,7 +120,7 @@ class Answerer:
         Raises:
             InputError: The checkpoint cannot be loaded.
             OptionError: The device, dtype or format does not exist.
-            UnsupportedModelError: The checkpoint is no vision-language model, or has no int8 form.
+            UnsupportedModelError: The checkpoint is no vision-language model, or cannot be rounded.
         """
         name = full_name(str(model_id))
         model, processor = load(name, device, dtype, device_map, quantize)

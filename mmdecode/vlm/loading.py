@@ -35,22 +35,22 @@ def load(
         dtype: See `mmdecode.checkpoints.dtype_of`.
         device_map: Splits the model over devices, CPU and disk, as accelerate does it: ``auto``,
             another strategy, the path of a JSON file, or a mapping of modules to devices.
-        quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
+        quantize: ``int8`` or ``fp8``, see `mmdecode.quantize`; ``None``: weights as loaded.
 
     Raises:
         InputError: The checkpoint cannot be loaded.
         MissingExtraError: Its processor, or ``device_map``, needs a library that is not installed.
         OptionError: The device, dtype, format or strategy does not exist, a map is given next to a
             device or a format, or the map has one of two tied weights on disk.
-        UnsupportedModelError: The checkpoint is no vision-language model, or has no int8 form.
+        UnsupportedModelError: The checkpoint is no vision-language model, or cannot be rounded.
     """
     if device_map is None:
         model, processor = _loaded(model_id, device, dtype)
         return placed(model.eval(), device, quantize), processor
     if quantize is not None:
         raise OptionError(
-            f"quantize={quantize!r} and a device_map are given; leave out the map: int8 products "
-            "run on the CPU alone"
+            f"quantize={quantize!r} and a device_map are given; leave out the map: a model is "
+            "rounded on one device"
         )
     if device not in (None, "auto"):
         raise OptionError(

@@ -1,22 +1,46 @@
 """DoLa on synthetic layers: which one is chosen, and the resulting distribution."""
 
+import copy
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import mmdecode as mm
 from mmdecode import registry
 from mmdecode.engine.contracts import BranchOutput
 from mmdecode.errors import OptionError
 from mmdecode.guide.dola import DoLa, jensen_shannon
 from mmdecode.testing.table import call_of
+from tests.support.rounded import as_on_cuda
+from tests.support.tiny import text_model
 
 V = 6
 
 
 def context(depth, model=None):
     return call_of([[0]], SimpleNamespace(num_layers=depth, model=model))
+
+
+@pytest.mark.parametrize("family", ["gemma", "llama"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_layers_of_a_rounded_model_are_those_of_the_float_one(
+    family, device, monkeypatch, tmp_path
+):
+    guide, tied = DoLa((0.0, 1.0)), family == "gemma"
+    model = copy.deepcopy(text_model(family, layers=4))
+    expected = guide.candidates(registry.adapter_for(model))
+    assert expected.start == 2 * tied
+    if device == "cuda":
+        as_on_cuda(monkeypatch)
+    mm.quantize(model)
+    assert guide.candidates(registry.adapter_for(model)) == expected
+    assert guide.candidates(registry.adapter_for(copy.deepcopy(model))) == expected
+    if device == "cpu":
+        model.save_pretrained(tmp_path)
+        again = type(model).from_pretrained(tmp_path)
+        assert guide.candidates(registry.adapter_for(again)) == expected
 
 
 def made(depth, seed=0, nodes=3):

@@ -200,7 +200,7 @@ class Corrector:
                 package, its folder sets the defaults of ``template``, ``count`` and ``chat``.
             device: Device of the model; ``None``: CUDA if available.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
-            quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
+            quantize: ``int8`` or ``fp8``, see `mmdecode.quantize`; ``None``: weights as loaded.
             **options: Further arguments of `Corrector`.
 
         Raises:
@@ -436,7 +436,7 @@ def load(
         model_id: A folder, a Hub id or ``zoo:NAME``.
         device: Device of the model; ``None``: CUDA if available.
         dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
-        quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
+        quantize: ``int8`` or ``fp8``, see `mmdecode.quantize`; ``None``: weights as loaded.
 
     Raises:
         InputError: The checkpoint cannot be loaded, or is no causal or seq2seq language model.

@@ -232,7 +232,7 @@ class TextScorer:
             model_id: A folder, a Hub id or ``zoo:NAME``.
             device: Device of the model; ``None``: CUDA if available.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
-            quantize: ``int8``: weights are rounded, see `mmdecode.quantize`; ``None``: as loaded.
+            quantize: ``int8`` or ``fp8``, see `mmdecode.quantize`; ``None``: weights as loaded.
             batch_size: Number of texts scored at once.
 
         Raises:

@@ -32,9 +32,9 @@ class Distance:
     def words(self) -> str:
         """The numbers in a sentence."""
         return (
-            f"int8 against float, along the int8 output: {self.same_choice:.1%} of {self.tokens} "
-            f"choices are the same; log-probabilities differ by {self.mean:.2g} on average, by "
-            f"{self.largest:.2g} at most"
+            f"rounded against float, along the rounded model's output: {self.same_choice:.1%} of "
+            f"{self.tokens} choices are the same; log-probabilities differ by {self.mean:.2g} on "
+            f"average, by {self.largest:.2g} at most"
         )
 
 

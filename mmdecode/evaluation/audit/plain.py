@@ -23,7 +23,7 @@ from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.engine.request import token_ids
 from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import InputError, OptionError
-from mmdecode.quantization import is_quantized
+from mmdecode.quantization.models import rounds_activations
 
 BLOCK = 5
 """Number of tokens per block when the rounding noise of a guided distribution is measured."""
@@ -107,7 +107,7 @@ class Plain:
 
         So it does for a Whisper with int8 weights, whose encoder states it reads in float.
         """
-        return is_quantized(self.model) and bool(self.model.config.is_encoder_decoder)
+        return rounds_activations(self.model) and bool(self.model.config.is_encoder_decoder)
 
     def run(
         self,
