@@ -35,8 +35,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from mmdecode.checkpoints import local_path
 from mmdecode.decoder import Decoder
 from mmdecode.engine.stats import Stats
+from mmdecode.evaluation.speed.memory import weight_bytes
 from mmdecode.quantization import quantize
-from mmdecode.quantization.modules import Int8Linear
 from mmdecode.train.drafters.medusa import whisper_prompt
 
 CTRANSLATE2 = {"CTranslate2": "float32", "CTranslate2 int8": "int8"}
@@ -92,7 +92,7 @@ class Checkpoint:
     def megabytes(self) -> dict[str, float]:
         """Megabytes of the weights of each form that was used, as they lie in memory."""
         used = [name for name in ("model", "halved", "rounded") if name in vars(self)]
-        return {name: round(_bytes(getattr(self, name)) / 1e6, 1) for name in used}
+        return {name: round(weight_bytes(getattr(self, name)) / 1e6, 1) for name in used}
 
     @cached_property
     def extractor(self) -> Any:
@@ -137,16 +137,6 @@ class Checkpoint:
         """A `CTranslate2` of the converted weights, or one in a process of its own."""
         given = self.convert(), kind, self.threads, self.settings
         return CTranslate2Apart(*given) if self.apart else CTranslate2(*given)
-
-
-def _bytes(model: Any) -> int:
-    """Bytes of a model's weights, packed int8 matrices included."""
-    found = sum(weight.nbytes for weight in model.parameters())
-    for module in model.modules():
-        if isinstance(module, Int8Linear):
-            rows, columns = module.packed.shape
-            found += rows * columns * (1 + len(module.groups)) + 4 * rows
-    return found
 
 
 class CTranslate2:

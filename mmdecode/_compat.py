@@ -159,3 +159,17 @@ def flex_kernel() -> Callable[..., Tensor]:
     function: Any = flex_attention
     made: Callable[..., Tensor] = torch.compile(function)
     return made
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Returns whether a device multiplies bfloat16 by instructions of its own.
+
+    On a CPU these are AMX or AVX512-BF16; without them products in bfloat16 are emulated, and
+    slower than in float32.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type != "cpu":
+        return False
+    known = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in known)

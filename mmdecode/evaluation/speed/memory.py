@@ -1,7 +1,7 @@
-"""Memory that one row of a batch needs, computed from the model's shape.
+"""Memory of weights, and the memory that one row of a batch needs, from the model's shape.
 
-The formula is checked against the live tensors of a call in ``tests/evaluation/test_memory.py``,
-and for large shapes in ``benchmarks/memory.py``.
+The formula of a row is checked against the live tensors of a call in
+``tests/evaluation/test_memory.py``, and for large shapes in ``benchmarks/memory.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from mmdecode import registry
 from mmdecode._compat import input_device
 from mmdecode.engine.cache import BUCKET, bucket
 from mmdecode.engine.proposal import MAX_NODES
+from mmdecode.quantization.modules import Int8Linear
 
 _SCORE, _ID = 4, 8  # float32, int64
 _DRAW = 28  # bytes of the float64 Gumbel noise of a score, with what it is computed from
@@ -94,6 +95,16 @@ def row_bytes(
         scores=(nodes + 1) * adapter.vocab * score,
         growth=0 if compile else branches * key * (slots - BUCKET),
     )
+
+
+def weight_bytes(model: Any) -> int:
+    """Returns the bytes of a model's weights in memory, packed int8 matrices included."""
+    found = sum(weight.nbytes for weight in model.parameters())
+    for module in model.modules():
+        if isinstance(module, Int8Linear):
+            rows, columns = module.packed.shape
+            found += rows * columns * (1 + len(module.groups)) + 4 * rows
+    return found
 
 
 def _width(config: Any) -> int:
