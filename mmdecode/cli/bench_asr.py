@@ -162,6 +162,8 @@ def asr(
                 measured.run(ways, repeats, advance)
             except KeyboardInterrupt:
                 stopped = True
+        if ways[0].problem is not None:
+            raise UnsupportedModelError(f"{model} cannot be decoded: {ways[0].problem}")
         if not measured.turns:
             print_line("stopped before all ways had a turn; nothing was measured", console, "red")
             raise typer.Exit(130)

@@ -38,7 +38,7 @@ MODEL = "zoo:whisper-synth"
 @pytest.fixture(scope="module")
 def recogniser():
     model, processor = load(MODEL, "cpu", "fp32")
-    return WhisperRecognizer(model, processor, make_options({"max_new_tokens": 12}))
+    return WhisperRecognizer(model, processor, make_options({"max_new_tokens": 24}))
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,8 @@ def test_all_ways_decode_the_windows_of_a_transcription(recogniser, spoken, monk
     assert len(calls) == measured.calls(len(ways), 2) == 6 * 5
     rows = {row.draft: row for row in measured.rows(ways)}
     assert list(rows) == [PLAIN, AGAIN, GENERATE, "medusa", "medusa:path=gone"]
+    assert ways[0].decoder.stats.calls == 4  # the untimed batch is not counted
+    assert min(len(ids) for ids in ways[0].tokens.values()) < 24  # it ended by itself
     failed = rows.pop("medusa:path=gone")
     assert "cannot be loaded" in failed.problem and failed.texts == ()
 
@@ -89,6 +91,47 @@ def test_all_ways_decode_the_windows_of_a_transcription(recogniser, spoken, monk
     assert rows[PLAIN].rtfx == pytest.approx(audio / (2 * 4.0), abs=0.01)
     weights = sum(p.nbytes for p in recogniser.model.parameters())
     assert rows[PLAIN].megabytes == round(weights / 1e6, 1)
+
+
+def fake(states, dtype=torch.float32):
+    """A recogniser that encodes windows to ``states``, or to its inputs."""
+    model = SimpleNamespace(device=torch.device("cpu"), dtype=dtype)
+    return SimpleNamespace(model=model, encode=lambda inputs, seconds: states or inputs)
+
+
+def test_each_way_decodes_the_encoder_states_of_its_precision():
+    class Reading(Way):
+        def decode(self, windows, encoded):
+            read.append((self.precision, encoded))
+            return [[1] for _ in windows]
+
+    read = []
+    recognizers = {"fp32": fake("float states"), "int8": fake("rounded states")}
+    measured = Measurement(recognizers, [Spoken(0, [1], None, 1.0, "", [])] * 3, 2, [0])
+    ways = [Reading(PLAIN, name, one, None) for name, one in recognizers.items()]
+    measured.run(ways, 2)
+    assert set(read) == {("fp32", "float states"), ("int8", "rounded states")}
+    assert measured.turns == [[0, 1], [2]] * 2
+    assert ways[1].tokens == {0: [1], 1: [1], 2: [1]}
+
+
+def test_inputs_have_the_dtype_of_the_model():
+    inputs = {"input_values": torch.ones(1, 2), "attention_mask": torch.ones(1, 2).long()}
+    window = Spoken(0, [1], inputs, 1.0, "", [])
+    [found] = recogniser_speed.encoding(fake(None, torch.bfloat16), [window])()
+    assert [x.dtype for x in found.values()] == [torch.bfloat16, torch.int64]
+
+
+@pytest.mark.parametrize("missing", ["_is_avx512_bf16_supported", "_is_amx_tile_supported"])
+def test_either_instruction_set_computes_in_bf16(missing, monkeypatch):
+    cpu, names = torch.device("cpu"), ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    for name in names:
+        monkeypatch.setattr(torch.cpu, name, lambda: True, raising=False)
+    monkeypatch.setattr(torch.cpu, missing, lambda: False)
+    assert _compat.has_bf16(cpu) and not _compat.has_bf16(torch.device("mps"))
+    for name in names:
+        monkeypatch.delattr(torch.cpu, name)
+    assert not _compat.has_bf16(cpu)  # as in an older torch
 
 
 def test_other_tokens_are_counted_by_precision(recogniser, spoken):

@@ -342,8 +342,8 @@ class Measurement:
     ) -> tuple[dict[str, float], list[tuple[float, list[list[int]]]]]:
         """Encodes and decodes a batch in every way; returns seconds, and seconds with tokens."""
         windows = [self.windows[index] for index in batch]
-        encoding = {name: _encoding(one, windows) for name, one in self.recognizers.items()}
-        encoded = turn(encoding, self._order, self.device, done)
+        encoders = {name: encoding(one, windows) for name, one in self.recognizers.items()}
+        encoded = turn(encoders, self._order, self.device, done)
         decoding = {
             str(number): partial(way.decode, windows, encoded[way.precision][1])
             for number, way in enumerate(ways)
@@ -368,7 +368,7 @@ class Measurement:
         windows = [self.windows[index] for index in self.batches[0]]
         spent = {}
         for number, way in enumerate(ways):
-            encoded = _encoding(way.recognizer, windows)()
+            encoded = encoding(way.recognizer, windows)()
             way.decode(windows, encoded)
             seconds, _ = timed(self.device, partial(way.decode, windows, encoded))
             if way.problem is None and way.decoder is not None and way.decoder.stats.accepted:
@@ -438,7 +438,7 @@ class Measurement:
         return [index for index in self.recordings if index not in missing]
 
 
-def _encoding(recognizer: Recognizer, windows: Sequence[Spoken]) -> Callable[[], Encoded]:
+def encoding(recognizer: Recognizer, windows: Sequence[Spoken]) -> Callable[[], Encoded]:
     """Returns a function that encodes windows, with inputs in the dtype of the model."""
     kind = recognizer.model.dtype
     inputs = [window.inputs for window in windows]
@@ -452,7 +452,7 @@ def _encoding(recognizer: Recognizer, windows: Sequence[Spoken]) -> Callable[[],
 
 def _share(first: Mapping[int, list[int]], second: Mapping[int, list[int]]) -> float:
     """Share of windows whose tokens are equal."""
-    same = [tokens == second[index] for index, tokens in first.items()]
+    same = [tokens == second.get(index) for index, tokens in first.items()]
     return round(sum(same) / max(len(same), 1), 4)
 
 
