@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from apart import Apart, Kept
-from rounding import weight_bytes
 from speech import clean, encode, engine
 from transformers import (
     AutoConfig,
@@ -37,6 +36,7 @@ from mmdecode.checkpoints import local_path
 from mmdecode.decoder import Decoder
 from mmdecode.engine.stats import Stats
 from mmdecode.quantization import quantize
+from mmdecode.quantization.models import weight_bytes
 from mmdecode.train.drafters.medusa import whisper_prompt
 
 CTRANSLATE2 = {"CTranslate2": "float32", "CTranslate2 int8": "int8"}

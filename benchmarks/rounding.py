@@ -1,4 +1,4 @@
-"""Option ``--quantize`` of the benchmarks, and the bytes of weights of either form."""
+"""Option ``--quantize`` of the benchmarks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,3 @@ def weight_count(module: Any) -> int:
     """Number of a module's weights, packed int8 matrices included."""
     packed = [part.packed.shape for part in module.modules() if isinstance(part, Int8Linear)]
     return sum(weight.numel() for weight in module.parameters()) + sum(map(math.prod, packed))
-
-
-def weight_bytes(module: Any) -> int:
-    """Bytes of a module's weights, packed int8 matrices included."""
-    found = sum(weight.nbytes for weight in module.parameters())
-    for part in module.modules():
-        if isinstance(part, Int8Linear):
-            rows, columns = part.packed.shape
-            found += rows * columns * (1 + len(part.groups)) + 4 * rows
-    return found

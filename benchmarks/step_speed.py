@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import transformers
 from pages import parsed, write_result
-from rounding import add_quantize, form_of, weight_bytes, weight_count
+from rounding import add_quantize, form_of, weight_count
 from toys import toy, toy_device
 from transformers import (
     AutoModelForCausalLM,
@@ -49,6 +49,7 @@ from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speed.stopwatch import machine, timed
 from mmdecode.quantization import is_quantized
+from mmdecode.quantization.models import weight_bytes
 from mmdecode.testing.table import Table, decode
 
 HERE = Path(__file__).parent

@@ -270,6 +270,7 @@ LOADING = [
     "train alignment-heads --model MODEL --data clips.jsonl",
     "train corrector --model MODEL --data lists.json --out corrector",
     "audit --model MODEL --data lines.txt",
+    "bench asr --model MODEL --data clips.jsonl",
     "bench vlm --model MODEL",
     "demo speech --model MODEL --out shown",
 ]

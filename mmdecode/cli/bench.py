@@ -1,4 +1,7 @@
-"""``mmdecode bench``: compares the speed of drafters with decoding without a drafter."""
+"""``mmdecode bench``: compares the speed of drafters with decoding without a drafter.
+
+Speech recognisers have a command of their own, `mmdecode.cli.bench_asr`.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from mmdecode.cli.bench_asr import asr
 from mmdecode.cli.flags import Device, DeviceMap, Dtype, Overwrite, Quantize, model_help
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
-from mmdecode.cli.shared import Group
+from mmdecode.cli.shared import Group, warn_of_load
 from mmdecode.errors import OptionError, UnsupportedModelError
-from mmdecode.runs.console import console, only_our_output, out, print_line
+from mmdecode.runs.console import only_our_output, out, print_line
 from mmdecode.runs.files import explained, marked_json, refuse_foreign, write_file
 
 if TYPE_CHECKING:
@@ -32,6 +36,9 @@ RESULTS = "results.json"
 @app.callback()
 def group() -> None:
     """Measure the speed of drafters against decoding without a drafter."""
+
+
+app.command("asr")(asr)
 
 
 @app.command("vlm")
@@ -121,10 +128,7 @@ def vlm(
     facts = machine(input_device(answerer.model), dtype)
     if (rounded := format_of(answerer.model)) is not None:
         facts["quantize"] = rounded
-    if facts["load_at_start"] > 0.7:
-        console.print(
-            f"system load {facts['load_at_start']}: other programs run, and times are unreliable"
-        )
+    warn_of_load(facts["load_at_start"])
     cases: list[dict[str, Any]] = []
     for size in batch_size or [1]:
         batches = prompts_of(answerer, data, limit, size)
@@ -192,8 +196,8 @@ def _refuse_others(model: str) -> None:
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UnsupportedModelError(
             f"bench vlm times vision-language models; {model} is a {config.model_type} model: "
-            "compare drafters for it in Python, by decoder.stats and a clock "
-            "(docs/first_steps.md, which drafter is quickest)"
+            "compare drafters by 'mmdecode bench asr' for a speech recogniser, and for others in "
+            "Python, by decoder.stats and a clock (docs/first_steps.md, which drafter is quickest)"
         )
 
 

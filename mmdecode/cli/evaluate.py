@@ -24,7 +24,7 @@ from mmdecode.cli.flags import (
 )
 from mmdecode.cli.output import JsonFlag, emit_json, show_tables
 from mmdecode.cli.progress import recorded
-from mmdecode.cli.shared import Group
+from mmdecode.cli.shared import Group, shipped_for
 from mmdecode.runs.console import console, only_our_output, out, print_line
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def wer(
         if folder:
             refuse_taken(folder, SAMPLES, resume or bool(own), overwrite, resumable=bool(model))
         if model:
-            data = data or _shipped_for(model)
+            data = data or shipped_for(model)
             entries = _entries(data, limit, normalise if filtered else None, left_out)
             options = {
                 "language": language,
@@ -320,15 +320,6 @@ for _command in (
     *evaluate_images.COMMANDS,
 ):
     app.command()(_command)
-
-
-def _shipped_for(model: str) -> Path:
-    """Default data for a model: synthetic speech for models of the zoo, else real recordings."""
-    known = model.startswith("zoo:")
-    data = "zoo:speech-test" if known else "zoo:real-clips"
-    why = "synthetic speech, as in training" if known else "11 clips, too few for a claim"
-    print_line(f"data: {data} ({why}); give your own with --data", console)
-    return Path(data)
 
 
 def _entries(manifest: Path, limit: int | None, normalise: Any, left_out: list[str]) -> list[Entry]:

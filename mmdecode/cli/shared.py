@@ -163,9 +163,11 @@ def _resolved(run: Any) -> Any:
         where = device if split is None else f"devices by {split}"
         if "dtype" in given:
             given["dtype"] = shown
-        shown += f", {given['quantize']} weights" if given.get("quantize") else ""
+        shown = f", {shown}, {given['quantize']} weights" if given.get("quantize") else f", {shown}"
+        if "dtypes" in given:  # it names each where it shows it
+            shown = ""
         if model and os.environ.get("RANK", "0") == "0":
-            print_line(f"model {model} on {where}, {shown}", console)
+            print_line(f"model {model} on {where}{shown}", console)
         return run(*args, **given)
 
     return resolved
@@ -360,3 +362,23 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def shipped_for(model: str) -> Path:
+    """Returns the default data: synthetic speech for zoo recognisers, else real recordings."""
+    known = model.startswith("zoo:")
+    data = "zoo:speech-test" if known else "zoo:real-clips"
+    why = "synthetic speech, as in training" if known else "11 clips, too few for a claim"
+    print_line(f"data: {data} ({why}); give your own with --data", console)
+    return Path(data)
+
+
+def warn_of_load(load: float) -> None:
+    """Prints a warning if the machine is too busy for times to be reliable.
+
+    Args:
+        load: Load average before the measurement.
+    """
+    if load > 0.7:
+        text = f"system load {load}: other programs run, and times are unreliable"
+        print_line(text, console, "yellow")

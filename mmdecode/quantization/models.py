@@ -30,7 +30,7 @@ from mmdecode._compat import attention_implementation
 from mmdecode.errors import OptionError, UnsupportedModelError, refuse_unknown
 from mmdecode.quantization import weight_only
 from mmdecode.quantization.attention import NAME
-from mmdecode.quantization.foreign import foreign_layers, is_foreign, stored
+from mmdecode.quantization.foreign import foreign_layers, stored
 from mmdecode.quantization.modules import Int8Embedding, Int8Linear
 from mmdecode.quantization.products import gain
 
@@ -189,17 +189,18 @@ def _note(model: Any, quantizer: Any) -> None:
             part.get_memory_footprint = functools.partial(footprint, part)
 
 
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of a module's weights in memory, packed matrices and those of torchao included."""
+    found = sum(part.nbytes for weight in module.parameters() for part in stored(weight))
+    return found + sum(m.packed_bytes() for m in module.modules() if isinstance(m, Int8Linear))
+
+
 def footprint(model: Any, return_buffers: bool = True) -> int:
     """``get_memory_footprint`` of a rounded model, in bytes.
 
     Transformers' own counts no packed matrices, and torchao's weights by the dtype that they had.
     """
-    size = type(model).get_memory_footprint(model, return_buffers)
-    size += sum(m.packed_bytes() for m in model.modules() if isinstance(m, Int8Linear))
-    for weight in filter(is_foreign, model.parameters()):
-        size += sum(part.nbytes for part in stored(weight))
-        size -= weight.nelement() * weight.element_size()
-    return size
+    return weight_bytes(model) + sum(one.nbytes for one in model.buffers() if return_buffers)
 
 
 def refuse_device(model: Any, device: torch.device) -> None:

@@ -45,6 +45,8 @@ BASES = {
     "train corrector": "--data LISTS --out out --method scratch --steps 1",
     "train zoo": "nonsense",
     "audit": "--data CLIP --max-new-tokens 2 --draft lookup",
+    "bench asr": "--data TABLE --limit 1 --repeats 1 --max-new-tokens 2 --no-peers --dtype fp32 "
+    "--draft lookup",
     "bench vlm": "--limit 1 --max-new-tokens 2 --no-peers",
     "zoo": "",
     "methods": "",

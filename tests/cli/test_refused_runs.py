@@ -30,6 +30,7 @@ COMMAND_LINES = {
     "train alignment-heads": ["--data", "texts.jsonl", *NO_MODEL, *OUT],
     "train corrector": ["--data", "lists.jsonl", *NO_MODEL, *OUT],
     "train zoo": ["nothing", "--work", "work", *OUT],
+    "bench asr": ["--data", "texts.jsonl", *NO_MODEL, *OUT],
     "bench vlm": ASKED,
 }
 REPLACED = {
@@ -49,6 +50,7 @@ REPLACED = {
     "train drafter": "card.json",
     "train alignment-heads": "generation_config.json",
     "train corrector": "tokenizer.json",
+    "bench asr": "results.json",
     "bench vlm": "results.json",
 }
 """A file of each command's results; the other commands ask about theirs in tests of their own."""

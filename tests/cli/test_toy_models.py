@@ -117,6 +117,7 @@ ON_OWN_FILES = [
     "train alignment-heads --data clips.jsonl --model zoo:whisper-synth",
     "train corrector --data clips.jsonl --model zoo:lm-synth --out corrector",
     "audit --data talk.ogg",
+    "bench asr --data clips.jsonl",
     "bench vlm --data clips.jsonl",
 ]
 NO_OWN_FILES = {"demo"}

@@ -102,7 +102,7 @@ class Attempts:
                 self.judge(result)
             return results
         scored = options.logprob_threshold is not None or options.scores
-        limits = self._limits(encoded)
+        limits = self.limits(encoded)
         config = ours.generation(width, max(limits))
         config.update(
             do_sample=temperature > 0,
@@ -131,7 +131,7 @@ class Attempts:
             results.append(result)
         return results
 
-    def _limits(self, encoded: Encoded) -> list[int]:
+    def limits(self, encoded: Encoded) -> list[int]:
         """Returns the largest number of new tokens of each row."""
         asked = self.options.max_new_tokens
         found = [self.recognizer.most_tokens(seconds) for seconds in encoded.seconds]
@@ -141,7 +141,7 @@ class Attempts:
         self, prompt: Tensor, encoded: Encoded, beams: int, keep: int
     ) -> list[list[Scored]]:
         """Returns the ``keep`` best sequences per window, see `mmdecode.asr.decoding.beams`."""
-        limits = self._limits(encoded)
+        limits = self.limits(encoded)
         found: dict[int, list[Scored]] = {}
         for rows in grouped(limits):
             config = self.recognizer.generation(prompt.shape[1], limits[rows[0]])

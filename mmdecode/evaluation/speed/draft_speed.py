@@ -217,13 +217,13 @@ def working(
         try:
             model.generate(**inputs, **options, do_sample=False, max_new_tokens=4)
         except Exception as problem:  # whatever it is, it is not ours
-            failed[name] = _why(problem)
+            failed[name] = reason_of(problem)
         else:
             found[name] = options
     return found, failed
 
 
-def _why(problem: Exception) -> str:
+def reason_of(problem: Exception) -> str:
     """Explains in words why transformers' own ``generate`` raised an error."""
     text = f"{type(problem).__name__}: {problem}".partition("\n")[0][:200]
     known = (reason for part, reason in REASONS.items() if part in text)

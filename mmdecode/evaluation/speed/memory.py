@@ -1,7 +1,7 @@
-"""Memory that one row of a batch needs, computed from the model's shape.
+"""Memory of weights, and the memory that one row of a batch needs, from the model's shape.
 
-The formula is checked against the live tensors of a call in ``tests/evaluation/test_memory.py``,
-and for large shapes in ``benchmarks/memory.py``.
+The formula of a row is checked against the live tensors of a call in
+``tests/evaluation/test_memory.py``, and for large shapes in ``benchmarks/memory.py``.
 """
 
 from __future__ import annotations

@@ -57,13 +57,35 @@ def interleaved(
         for name in names:
             seconds[name].append([])
         for item in range(items):
-            # who follows whom must not matter
-            for name in order.sample(names, len(names)):
-                spent, result = timed(device, partial(calls[name], item, repeat))
+            now = {name: partial(calls[name], item, repeat) for name in names}
+            for name, (spent, result) in turn(now, order, device, done).items():
                 seconds[name][-1].append(spent)
                 results[name].append(result)
-                done()
     return seconds, results
+
+
+def turn(
+    calls: Mapping[str, Callable[[], T]],
+    order: random.Random,
+    device: torch.device,
+    done: Callable[[], object] = lambda: None,
+) -> dict[str, tuple[float, T]]:
+    """Times every call once, in random order, so that it does not matter which follows which.
+
+    Args:
+        calls: Functions without arguments, by name.
+        order: Source of the order.
+        device: Device on which the work runs; the clock waits for it.
+        done: Called after each timed call.
+
+    Returns:
+        Seconds and result by name, in the order of ``calls``.
+    """
+    found: dict[str, tuple[float, T]] = {}
+    for name in order.sample(list(calls), len(calls)):
+        found[name] = timed(device, calls[name])
+        done()
+    return {name: found[name] for name in calls}
 
 
 def ratio(over: np.ndarray, under: np.ndarray) -> tuple[float, list[float]]:
@@ -79,7 +101,8 @@ class Cost:
 
     Attributes:
         amount: Seconds or passes of each unit, ``(units,)``.
-        tokens: Number of tokens of each unit, end-of-sequence tokens included, ``(units,)``.
+        tokens: Number of tokens of each unit, end-of-sequence tokens included, ``(units,)``; or
+            another measure of the work, such as seconds of audio.
     """
 
     amount: np.ndarray

@@ -1,0 +1,458 @@
+"""``mmdecode bench asr``: every drafter and precision on a recogniser, and one recommendation."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from mmdecode.cli.flags import (
+    Device,
+    Language,
+    MaxNewTokens,
+    Overwrite,
+    Quantize,
+    Task,
+    Timestamps,
+    model_help,
+)
+from mmdecode.cli.output import JsonFlag, emit_json
+from mmdecode.cli.progress import progress_bar
+from mmdecode.cli.shared import shipped_for, warn_of_load
+from mmdecode.errors import InputError, MissingExtraError, OptionError, UnsupportedModelError
+from mmdecode.runs.console import console, only_our_output, out, print_line
+from mmdecode.runs.files import explained, marked_json, refuse_foreign, write_file
+
+if TYPE_CHECKING:
+    import torch
+
+    from mmdecode.asr.output.manifest import Entry
+    from mmdecode.asr.recognizers.base import Recognizer
+    from mmdecode.evaluation.speed.recogniser_speed import Measurement, RecogniserSpeed, Way
+
+RESULTS = "results.json"
+TABLES = (".jsonl", ".json", ".csv", ".tsv", ".trn")
+KEPT = 3
+"""Drafters that are measured by default: the quickest ones on the first batch."""
+WIDE = 100
+"""Columns of a terminal from which on intervals stand next to their values."""
+
+
+CAPTION = (
+    "same: windows with the tokens of undrafted decoding in this precision; as fp32: of undrafted "
+    "fp32. RTFx: seconds of audio a second. RTFx and times as fast include the encoder."
+)
+
+
+def asr(
+    model: Annotated[
+        str, typer.Option(help=model_help("A speech recogniser", "openai/whisper-small"))
+    ] = "zoo:whisper-synth",
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Audio files, folders, or a table of recordings as for 'mmdecode transcribe'; "
+            "with texts in the table, word error rates are shown. Repeatable. [default: "
+            "zoo:real-clips, and zoo:speech-test for a model of the zoo]"
+        ),
+    ] = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Drafter, as name or name:key=value,...; see 'mmdecode methods draft'. "
+            f"Repeatable. [default: of all that fit the model, the {KEPT} quickest on one batch]"
+        ),
+    ] = None,
+    dtypes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dtype",
+            help="fp32, fp16 or bf16; repeatable. fp32 without a drafter is always measured. "
+            "[default: without --quantize, fp32, bf16 where the processor is faster in it, int8 "
+            "on a CPU]",
+        ),
+    ] = None,
+    quantize: Quantize = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Windows decoded at once, as in 'mmdecode transcribe'.")
+    ] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of times that all is timed.")] = 3,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of recordings.")] = 16,
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Also time transformers' own generate.")
+    ] = True,
+    language: Language = None,
+    task: Task = None,
+    timestamps: Timestamps = True,
+    max_new_tokens: MaxNewTokens = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for results.json.")] = None,
+    overwrite: Overwrite = False,
+    device: Device = "auto",
+    json: JsonFlag = False,
+) -> None:
+    """Find the fastest way to transcribe your recordings with your model on this machine.
+
+    Every drafter decodes the same windows in every precision, in turns, and the last line is the
+    command to use. Decoding without a drafter in fp32 is timed twice: the difference between these
+    two rows is the noise of the measurement. Close other programs; the system load is reported.
+    Ctrl-C stops early and shows what was measured.
+
+    For example:
+
+      mmdecode bench asr --model openai/whisper-small --data recordings/
+
+      mmdecode bench asr --model small --data test.jsonl --draft medusa:path=heads --limit 32
+    """
+    from mmdecode.asr.output.inputs import gathered
+    from mmdecode.asr.output.manifest import opened
+    from mmdecode.asr.transcriber import make_options
+    from mmdecode.checkpoints import device_of
+    from mmdecode.evaluation.speed.recogniser_speed import Measurement, ways_of, windows_of
+    from mmdecode.evaluation.speed.stopwatch import load, machine
+
+    if out_dir is not None:
+        refuse_foreign([out_dir / RESULTS], overwrite)
+    only_our_output()
+    target = device_of(device)
+    options = make_options(
+        {
+            "language": language,
+            "task": task,
+            "timestamps": timestamps,
+            "max_new_tokens": max_new_tokens,
+            "batch_size": batch_size,
+        }
+    )
+    chosen, left_out = precisions(dtypes or [], quantize, target)
+    data = data or [str(shipped_for(model))]
+    paths = [name for name in data if not is_table(name)]
+    tables = [name for name in data if is_table(name)]
+    if len(tables) > 1:
+        raise OptionError(
+            f"--data names {len(tables)} tables; give one, or audio files and folders"
+        )
+    with gathered(paths, None, next(iter(tables), None), limit) as entries:
+        recognizers = _loaded(model, chosen, device, options)
+        facts = machine(target, ", ".join(chosen))
+        warn_of_load(facts["load_at_start"])
+        with progress_bar() as bar:
+            advance = _stage(bar, "reading", len(entries))
+            sources = [opened(entry, language) for entry in entries]
+            windows, failed = windows_of(recognizers["fp32"], sources, advance)
+            if not windows:
+                why = next(iter(failed.values()), "they are silent")
+                raise InputError(f"none of the recordings can be transcribed: {why}")
+            usable = [index for index in range(len(entries)) if index not in failed]
+            measured = Measurement(recognizers, windows, batch_size, usable)
+            names = draft
+            if names is None:
+                names, slower = _quickest(measured, recognizers["fp32"], model, bar)
+                left_out |= slower
+            ways = ways_of(recognizers, names, model, peers)
+            advance = _stage(bar, "measuring", measured.calls(len(ways), repeats))
+            stopped = False
+            try:
+                measured.run(ways, repeats, advance)
+            except KeyboardInterrupt:
+                stopped = True
+        if ways[0].problem is not None:
+            raise UnsupportedModelError(f"{model} cannot be decoded: {ways[0].problem}")
+        if not measured.turns:
+            print_line("stopped before all ways had a turn; nothing was measured", console, "red")
+            raise typer.Exit(130)
+        found = _Report(measured, ways, entries, language)
+        facts["load_at_end"] = load()
+        given: dict[str, Any] = {
+            "draft": draft,
+            "language": language,
+            "task": task,
+            "timestamps": timestamps,
+        }
+        given |= {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "device": device}
+        words, command = found.recommendation(model, data, given)
+        results = {
+            "machine": facts,
+            "model": model,
+            "data": data,
+            "given": given | {"repeats": repeats, "limit": limit},
+            "turns": len(measured.turns),
+            "windows": len(windows),
+            "stopped": stopped,
+            "recordings": [entries[index].id for index in found.complete],
+            "left_out": left_out,
+            "failures": [{"id": entries[index].id, "error": e} for index, e in failed.items()],
+            "rows": [row.as_dict() for row in found.rows],
+            "recommendation": {"command": command, "why": words},
+        }
+    if out_dir is not None:
+        with explained(out_dir):
+            write_file(out_dir / RESULTS, marked_json(results, None), overwrite)
+    if json:
+        emit_json(results)
+    else:
+        title = f"{model}: {len(found.complete)} recordings, {len(windows)} windows, batches of "
+        title += f"{batch_size}, {len(measured.turns)} turns"
+        out.print(table_of(found.rows, title, out.width))
+        for text in notes_of(found.rows, left_out, found.unscored):
+            print_line(text)
+        out.print(f"\n{words}\n", markup=False, highlight=False)
+        print_line(command)
+    if out_dir is not None and not json:
+        print_line(str(out_dir / RESULTS), console)
+    for index, error in failed.items():
+        print_line(f"failed: {entries[index].id}: {error}", console, "red")
+    if stopped:
+        print_line("stopped early: these are the turns that were complete", console, "red")
+        raise typer.Exit(130)
+    if failed:
+        raise typer.Exit(1)
+
+
+def is_table(name: str) -> bool:
+    """Whether a value of ``--data`` names a table of recordings, not audio."""
+    return name.startswith("zoo:") or Path(name).suffix.lower() in TABLES
+
+
+def precisions(
+    dtypes: Sequence[str], quantize: str | None, device: torch.device
+) -> tuple[dict[str, tuple[str, str | None]], dict[str, str]]:
+    """Chooses the precisions to measure; fp32 is always the first.
+
+    Args:
+        dtypes: Values of ``--dtype``.
+        quantize: Value of ``--quantize``.
+        device: Device of the models.
+
+    Returns:
+        dtype and rounding of each precision by its name; and the reason for each precision that is
+        left out by default.
+
+    Raises:
+        OptionError: A dtype does not exist.
+    """
+    from mmdecode.checkpoints import DTYPES, dtype_of
+    from mmdecode.quantization import products
+
+    names = {full: short for short, full in DTYPES.items()}
+    asked = [names[str(dtype_of(one)).removeprefix("torch.")] for one in dtypes]
+    left_out: dict[str, str] = {}
+    if not dtypes and quantize is None:
+        if device.type == "cuda" or (device.type == "cpu" and products.gain("bfloat16") > 1):
+            asked.append("bf16")
+        else:
+            left_out["bf16"] = f"this {device.type} is not faster in it than in fp32"
+        if device.type == "cpu":
+            quantize = "int8"
+        else:
+            left_out["int8"] = "only on a CPU by default; name it with --quantize"
+    found: dict[str, tuple[str, str | None]] = {"fp32": ("fp32", None)}
+    found |= {name: (name, None) for name in asked}
+    if quantize is not None:
+        found[quantize] = ("fp32", quantize)
+    return found, left_out
+
+
+def _loaded(
+    model: str, chosen: Mapping[str, tuple[str, str | None]], device: str, options: Any
+) -> dict[str, Recognizer]:
+    """Loads the model in each precision.
+
+    Raises:
+        UnsupportedModelError: No drafter can be used with the model.
+    """
+    from mmdecode.asr.recognizers import of_type
+    from mmdecode.asr.transcriber import load
+
+    found: dict[str, Recognizer] = {}
+    for name, (dtype, quantize) in chosen.items():
+        network, processor = load(model, device, dtype, quantize, options)
+        one = of_type(network.config.model_type)(network, processor, options)
+        if not one.capabilities.drafts:
+            raise UnsupportedModelError(
+                f"bench asr compares drafters, and none fits {one.name}: plain generate decodes "
+                "it; name a Whisper or a Moonshine with --model"
+            )
+        found[name] = one
+    return found
+
+
+def _quickest(
+    measured: Measurement, reference: Recognizer, model: str, bar: Any
+) -> tuple[list[str], dict[str, str]]:
+    """Tries all drafters that fit; returns the quickest, and why the others are left out."""
+    from mmdecode import registry
+    from mmdecode.evaluation.speed.recogniser_speed import Way
+
+    tried = [Way.drafted(name, "fp32", reference, model) for name in registry.names("draft")]
+    tried = [way for way in tried if way.problem is None]
+    advance = _stage(bar, "trying drafters", len(tried))
+    kept = measured.quickest(tried, KEPT, advance)
+    left_out = {}
+    for way in tried:
+        if way not in kept and way.problem is None and way.decoder is not None:
+            accepted = way.decoder.stats.accepted
+            left_out[way.name] = "slower on one batch" if accepted else "no draft was accepted"
+    return [way.name for way in kept], left_out
+
+
+def _stage(bar: Any, what: str, total: int) -> Callable[[], object]:
+    """Adds a line to the progress bar; returns the function that advances it."""
+    return partial(bar.advance, bar.add_task(what, total=total))
+
+
+class _Report:
+    """Rows of a measurement, with word errors where there are texts.
+
+    Args:
+        measured: The measurement.
+        ways: The ways that were measured.
+        entries: All recordings.
+        language: Language of all recordings, if given.
+
+    Attributes:
+        rows: The rows.
+        complete: Indices of the recordings of the rows.
+        unscored: Reason why there are no word errors, for a note; ``None``: none is needed.
+    """
+
+    def __init__(
+        self,
+        measured: Measurement,
+        ways: Sequence[Way],
+        entries: Sequence[Entry],
+        language: str | None,
+    ) -> None:
+        from mmdecode.evaluation.speed.recommendation import with_errors
+
+        self.rows = measured.rows(ways)
+        self.complete = measured.complete
+        self.unscored: str | None = None
+        texts = [entries[index].text for index in self.complete]
+        known = [text for text in texts if text is not None]
+        if not texts or len(known) < len(texts):
+            return
+        spoken = {language or entries[index].language for index in self.complete}
+        normaliser = "whisper" if spoken <= {None, "en"} else "basic"
+        try:
+            self.rows = with_errors(self.rows, known, normaliser)
+        except MissingExtraError as error:
+            self.unscored = str(error)
+
+    def recommendation(
+        self, model: str, data: Sequence[str], given: Mapping[str, Any]
+    ) -> tuple[str, str]:
+        """Returns what the recommended way changes, and its command."""
+        from mmdecode.evaluation.speed.recommendation import recommend
+
+        found = recommend(self.rows)
+        return found.words, command_of(found.row, model, data, given)
+
+
+def command_of(
+    row: RecogniserSpeed, model: str, data: Sequence[str], given: Mapping[str, Any]
+) -> str:
+    """Returns the command that transcribes in the way of a row.
+
+    Args:
+        row: The way.
+        model: Name of the model.
+        data: Values of ``--data``.
+        given: Options of the measurement that change the command, by parameter name.
+    """
+    from mmdecode.checkpoints import device_of, dtype_of
+    from mmdecode.evaluation.speed.draft_speed import PLAIN
+
+    words = ["mmdecode", "transcribe"]
+    for name in data:
+        words += ["--data", name] if is_table(name) else [name]
+    words += ["--model", model]
+    if row.draft != PLAIN:
+        words += ["--draft", row.draft]
+    if row.precision == "int8":
+        words += ["--quantize", "int8"]
+    kind = "fp32" if row.precision == "int8" else row.precision
+    if dtype_of(kind) != dtype_of("auto", model, given["device"]):
+        words += ["--dtype", kind]
+    if given["device"] != str(device_of("auto")):
+        words += ["--device", given["device"]]
+    if given["batch_size"] != 8:
+        words += ["--batch-size", str(given["batch_size"])]
+    for name in ("language", "task", "max_new_tokens"):
+        if given[name] is not None:
+            words += [f"--{name.replace('_', '-')}", str(given[name])]
+    if not given["timestamps"]:
+        words.append("--no-timestamps")
+    return shlex.join(words)
+
+
+def table_of(rows: Sequence[RecogniserSpeed], title: str, width: int) -> Table:
+    """Makes the table of all ways.
+
+    Args:
+        rows: Measurements.
+        title: Title of the table.
+        width: Columns of the terminal; in a narrow one intervals stand below their values.
+    """
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0)
+    table.caption, table.caption_justify = CAPTION, "left"
+    table.add_column("draft", overflow="fold")
+    scored = any(row.errors is not None for row in rows)
+    names = ["in", "tok/\npass", "ms a\ntoken", "enc.\nms", "RTFx", "times\nas fast", "same"]
+    for name in [*names, "as\nfp32", *(["WER, %"] * scored), "MB"]:
+        table.add_column(name, justify="right", no_wrap=True)
+    shown = "{} [{}, {}]" if width >= WIDE else "{}\n{}-{}"
+    for row in rows:
+        cells = [escape(row.draft), row.precision]
+        if row.problem is not None:
+            table.add_row(*cells, *["-"] * (len(table.columns) - 2), style="dim")
+            continue
+        cells.append("" if row.tokens_per_pass is None else f"{row.tokens_per_pass:.2f}")
+        cells += [_digits(row.ms_per_token), _digits(row.encoder_ms), _digits(row.rtfx)]
+        cells.append(shown.format(*(f"{one:.2f}" for one in row.speedup)))
+        cells += [f"{row.same_as_undrafted:.0%}", f"{row.same_as_fp32:.0%}"]
+        if row.errors is not None:
+            e = row.errors
+            cells.append(shown.format(*(f"{100 * one:.1f}" for one in (e.value, e.low, e.high))))
+        table.add_row(*cells, _digits(row.megabytes))
+    return table
+
+
+def _digits(value: float) -> str:
+    """Writes a number with about three digits."""
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def notes_of(
+    rows: Sequence[RecogniserSpeed], left_out: Mapping[str, str], unscored: str | None
+) -> list[str]:
+    """Lines below the table: what failed or was left out, and why."""
+    from mmdecode.evaluation.speed.recommendation import is_broken, label
+
+    failed: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.problem is not None:
+            failed.setdefault((row.draft, row.problem), []).append(row.precision)
+    found = [
+        f"{draft} in {' and '.join(names)} was not measured: {why}"
+        for (draft, why), names in failed.items()
+    ]
+    found += [
+        f"{label(row)} does not keep the tokens of undrafted {row.precision}, as it should: check "
+        "it by 'mmdecode audit', and report it"
+        for row in rows
+        if is_broken(row)
+    ]
+    reasons: dict[str, list[str]] = {}
+    for name, why in left_out.items():
+        reasons.setdefault(why, []).append(name)
+    found += [f"left out: {', '.join(names)} ({why})" for why, names in reasons.items()]
+    if unscored is not None:
+        found.append(f"no word errors: {unscored}")
+    return found

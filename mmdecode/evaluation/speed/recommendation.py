@@ -1,0 +1,177 @@
+"""Recommendation of a way of decoding, from the measurements of all ways on the same recordings.
+
+A way counts as faster than undrafted float32 if the interval of its speedup lies above 1 and the
+speedup exceeds the noise, which is the ratio between the two runs of undrafted float32. A faster
+way can be recommended if all its tokens are those of undrafted float32 or, with reference texts, if
+the interval of the difference in word error rate does not lie above 0. Ways whose speedups differ
+by less than the noise count as equally fast; among these a drafter of the float32 model comes
+first, since its tokens are the same on any recording, and then a way that wrote the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mmdecode.evaluation.speed.draft_speed import AGAIN
+from mmdecode.evaluation.speed.recogniser_speed import (
+    FP32,
+    GENERATE,
+    Errors,
+    RecogniserSpeed,
+)
+from mmdecode.evaluation.stats.intervals import paired_bootstrap
+
+EXACT = (FP32, "int8")
+"""Precisions in which a drafted token is computed as an undrafted one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """A way of decoding, and the reason for it.
+
+    Attributes:
+        row: Its measurements.
+        words: Sentences that say how fast it is and what it changes.
+    """
+
+    row: RecogniserSpeed
+    words: str
+
+
+def with_errors(
+    rows: Sequence[RecogniserSpeed], references: Sequence[str], normaliser: str
+) -> list[RecogniserSpeed]:
+    """Returns the rows with their word errors.
+
+    Args:
+        rows: Measurements; the first is undrafted float32.
+        references: Reference text of each of the rows' ``texts``.
+        normaliser: Name of the text normaliser.
+
+    Raises:
+        MissingExtraError: The packages that align words are not installed.
+    """
+    from mmdecode.evaluation.speech.wer import count_errors, default_scorer, summed
+
+    scorer = default_scorer(normaliser)
+    found, reference = [], None
+    for row in rows:
+        if row.problem is None:
+            counts = count_errors(references, row.texts, normaliser=normaliser, scorer=scorer)
+            wrong, words = counts[:, 2:5].sum(1), counts[:, 0]
+            reference = wrong if reference is None else reference
+            rate = summed(counts, normaliser, scorer)
+            more = paired_bootstrap(wrong, reference, words)
+            errors = Errors(
+                value=rate.value,
+                low=rate.low,
+                high=rate.high,
+                more=more.difference,
+                more_low=more.low,
+                more_high=more.high,
+            )
+            row = replace(row, errors=errors)
+        found.append(row)
+    return found
+
+
+def noise_of(rows: Sequence[RecogniserSpeed]) -> float:
+    """Ratio, at least 1, by which two runs of undrafted float32 may differ."""
+    [again] = [row for row in rows if row.draft == AGAIN]
+    _, low, high = again.speedup
+    return max(high, 1 / low)
+
+
+def is_broken(row: RecogniserSpeed) -> bool:
+    """Whether drafted tokens differ from undrafted ones in a precision where they must not."""
+    return row.problem is None and row.precision in EXACT and row.same_as_undrafted < 1
+
+
+def recommend(rows: Sequence[RecogniserSpeed]) -> Recommendation:
+    """Chooses a way of decoding.
+
+    Args:
+        rows: Measurements; the first is undrafted float32.
+    """
+    plain, noise = rows[0], noise_of(rows)
+    faster = [
+        row
+        for row in rows
+        if row.draft not in (AGAIN, GENERATE)
+        and row.problem is None
+        and not is_broken(row)
+        and row.speedup[0] > noise
+        and row.speedup[1] > 1
+    ]
+    allowed = [row for row in faster if keeps_text(row)]
+    if not allowed:
+        words = (
+            f"No way that keeps the text is faster than undrafted {FP32} by more than the noise "
+            f"of this measurement, x{noise:.2f}: decode without a drafter."
+        )
+        return Recommendation(row=plain, words=words + _refused(faster, plain, noise))
+    best = max(row.speedup[0] for row in allowed)
+    near = [row for row in allowed if row.speedup[0] * noise >= best]
+    chosen = max(
+        near, key=lambda row: (row.precision == FP32, row.same_as_fp32 == 1, row.speedup[0])
+    )
+    words = _words(chosen) + _refused(faster, chosen, noise)
+    return Recommendation(row=chosen, words=words)
+
+
+def keeps_text(row: RecogniserSpeed) -> bool:
+    """Whether all tokens are those of undrafted float32, or its word errors are not more."""
+    if row.same_as_fp32 == 1:
+        return True
+    return row.errors is not None and row.errors.more_low <= 0
+
+
+def _words(row: RecogniserSpeed) -> str:
+    """Says what a row changes."""
+    value, low, high = row.speedup
+    much = f"{value:.2f} times as fast as undrafted {FP32} [{low:.2f}, {high:.2f}]"
+    if row.precision == FP32:
+        return f"The same text, {much}: the drafter changes no token."
+    if row.same_as_fp32 == 1:
+        return (
+            f"{much[0].upper()}{much[1:]}. {row.precision} is another model: it wrote the same "
+            "tokens on these recordings, and may not on others."
+        )
+    return f"{much[0].upper()}{much[1:]}. {_changes(row)}."
+
+
+def _changes(row: RecogniserSpeed) -> str:
+    """Says how the text of another model differs."""
+    words = (
+        f"{row.precision} is another model: {row.other_texts} of {len(row.texts)} recordings have "
+        "another text"
+    )
+    if row.errors is None:
+        return words
+    own = row.errors
+    return (
+        f"{words}, WER {100 * own.value:.1f} % instead of {100 * (own.value - own.more):.1f} % "
+        f"(difference {100 * own.more:+.1f} points [{100 * own.more_low:+.1f}, "
+        f"{100 * own.more_high:+.1f}])"
+    )
+
+
+def _refused(faster: Sequence[RecogniserSpeed], chosen: RecogniserSpeed, noise: float) -> str:
+    """Names the fastest way that is not recommended because of its text, if it is faster."""
+    others = [
+        row for row in faster if not keeps_text(row) and row.speedup[0] > noise * chosen.speedup[0]
+    ]
+    if not others:
+        return ""
+    row = max(others, key=lambda row: row.speedup[0])
+    why = "a table with texts as --data would tell its word errors" if row.errors is None else ""
+    end = f"; {why}." if why else "."
+    return (
+        f" Faster, and not recommended: {label(row)}, x{row.speedup[0]:.2f}. {_changes(row)}{end}"
+    )
+
+
+def label(row: RecogniserSpeed) -> str:
+    """Name of a way with its precision, such as ``medusa in int8``."""
+    return f"{row.draft} in {row.precision}"
