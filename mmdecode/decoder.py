@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -288,19 +288,16 @@ class Decoder:
             tracer = Tracer(guide, call.batch)
             listeners.append(tracer)
             trace.extend(tracer.rows)
-        reads = (
-            bool(processors or recorder.rows or plan.window_mode)
-            or trace is not None
-            or self.draft.capabilities.reads_logits
-            or not rule.capabilities.argmax_only
-        )
+        read = processors or recorder.rows or guide is not None or trace is not None
+        parts = self.draft.capabilities, rule.capabilities
+        needs = replace(needs, argmax_only=not read and all(part.argmax_only for part in parts))
         stats = self.stats.of_call()
         run = Run(
             call=call,
             drafter=self.draft,
             guide=guide,
             rule=rule,
-            runners=runners_of(adapter, guide, needs, call, registry.adapter_for, not reads),
+            runners=runners_of(adapter, guide, needs, call, registry.adapter_for),
             processors=Processors(processors, adapter.node_processors()),
             stopping=Stopping(criteria, asked.eos_token_ids, asked.max_new_tokens),
             stats=stats,

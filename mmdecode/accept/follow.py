@@ -87,8 +87,7 @@ def follow(proposal: Proposal, target: TargetLogits, call: Call, choose: Choose)
     if not target.vectorised:
         return _follow_lazily(proposal, target, call, choose)
     if not proposal.size:
-        only = choose is best
-        chosen = target.argmax() if only else choose(target.all(), root_depth(call.device))
+        chosen = target.choices(choose, root_depth(call.device))
         return Outcome(
             path=proposal.tokens,
             num_accepted=torch.zeros_like(call.rows.length),
@@ -96,10 +95,7 @@ def follow(proposal: Proposal, target: TargetLogits, call: Call, choose: Choose)
             choices=chosen,
         )
     parents, depths, _ = proposal.structure()
-    if choose is best:
-        choices = target.argmax()
-    else:
-        choices = choose(target.all(), torch.nn.functional.pad(depths, (1, 0)))  # (B, N + 1)
+    choices = target.choices(choose, torch.nn.functional.pad(depths, (1, 0)))  # (B, N + 1)
     wanted = choices.gather(1, (parents + 1).expand(call.batch, -1))
     path, count, end = deepest_path(proposal.tokens == wanted, proposal)
     decided = choices.gather(1, end[:, None])[:, 0]

@@ -69,7 +69,7 @@ class Assistant(Drafter):
     kinds: tuple[Kind, ...] = ("deterministic", "iid", "coupled")
     # its cache lacks tokens that another drafter proposed
     capabilities = DrafterCapabilities(
-        graph_safe=True, composable=False, follows_target=True, reads_logits=False
+        graph_safe=True, composable=False, follows_target=True, argmax_only=True
     )
 
     def __init__(

@@ -84,7 +84,7 @@ class FeatureDraft(Drafter):
         graph_safe=True,
         composable=False,  # a path of another draft may be longer than its passes
         follows_target=True,
-        reads_logits=False,
+        argmax_only=True,
         hint="sampled=true with a chain (length=4) or a tree that is kept whole (depth=2,top_k=3), "
         "which proposes tokens with their distribution",
     )

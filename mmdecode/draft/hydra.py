@@ -53,7 +53,7 @@ class Hydra(Drafter):
     summary = "heads on the model's last hidden state that also read the tokens drafted before"
     source = "Hydra, Ankner et al. 2024"
     kinds: tuple[Kind, ...] = ("deterministic", "coupled")
-    capabilities = DrafterCapabilities(graph_safe=True, follows_target=True, reads_logits=False)
+    capabilities = DrafterCapabilities(graph_safe=True, follows_target=True, argmax_only=True)
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class PromptLookup(Drafter):
 
     summary = "copies what followed the last tokens where they occurred before"
     source = "Saxena 2023, prompt lookup decoding (PLD)"
-    capabilities = DrafterCapabilities(graph_safe=True, reads_logits=False)
+    capabilities = DrafterCapabilities(graph_safe=True, argmax_only=True)
 
     def __init__(self, length: int = 10, ngram: int = 3) -> None:
         if length < 0 or ngram < 1:

@@ -166,7 +166,7 @@ class Medusa(Drafter):
 
     summary = "extra heads on the model's own last hidden state draft a tree"
     source = "Cai et al. 2024; for Whisper, Segal-Feldman et al. 2024"
-    capabilities = DrafterCapabilities(graph_safe=True, follows_target=True, reads_logits=False)
+    capabilities = DrafterCapabilities(graph_safe=True, follows_target=True, argmax_only=True)
 
     def __init__(
         self,

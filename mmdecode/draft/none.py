@@ -10,7 +10,7 @@ from mmdecode.engine.contracts import BranchOutput, Drafter, DraftSession
 class NoDraft(Drafter):
     """A drafter that proposes nothing."""
 
-    capabilities = DrafterCapabilities(graph_safe=True, reads_logits=False)
+    capabilities = DrafterCapabilities(graph_safe=True, argmax_only=True)
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
         """Opens a session that proposes nothing."""

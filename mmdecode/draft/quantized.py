@@ -57,7 +57,7 @@ class Quantized(Drafter):
     kinds: tuple[Kind, ...] = Assistant.kinds
     # its cache lacks what another draft proposed
     capabilities = DrafterCapabilities(
-        graph_safe=True, composable=False, follows_target=True, reads_logits=False
+        graph_safe=True, composable=False, follows_target=True, argmax_only=True
     )
 
     def __init__(

@@ -55,7 +55,7 @@ class Source(Drafter):
 
     summary = "continues a given text that the output mostly copies"
     source = "Sun et al. 2021 (aggressive decoding); Yang et al. 2023"
-    capabilities = DrafterCapabilities(graph_safe=True, reads_logits=False)
+    capabilities = DrafterCapabilities(graph_safe=True, argmax_only=True)
 
     def __init__(
         self,

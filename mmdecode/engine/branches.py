@@ -23,7 +23,6 @@ from transformers import DynamicCache
 
 from mmdecode.engine import capture, flex, prefill, shared_prefill
 from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec, Mask, Prompt
-from mmdecode.engine.argmax import argmax_of
 from mmdecode.engine.attention import AttentionEdit, AttentionPlan, planned
 from mmdecode.engine.cache import Piece, RaggedCache, Reserve, bucket
 from mmdecode.engine.call import Call
@@ -34,6 +33,7 @@ from mmdecode.engine.masks import block_mask, slot_positions
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.prompt_cache import Found
 from mmdecode.engine.proposal import Proposal, root_depth
+from mmdecode.engine.target_logits import argmax_of
 from mmdecode.errors import IncompatibleError
 from mmdecode.quantization.models import rounds_activations
 
@@ -53,7 +53,6 @@ class ModelRunner(BranchRunner):
     """
 
     graph_safe = True
-    argmax_only = False  # whether rounds compute no logits, see `DrafterCapabilities.reads_logits`
     _own_mask: Callable[..., Any] | None = None  # `mmdecode.engine.flex.tree_mask`, if not additive
     uncaptured: ClassVar = {"prompts", "paths", "prompt_tokens", "even"}
 
@@ -166,7 +165,7 @@ class ModelRunner(BranchRunner):
             common=common,
         )
         read = {layer: value[..., : self.width] for layer, value in weights.items()}
-        if self.argmax_only:
+        if self.needs.argmax_only:
             tokens = argmax_of(self.adapter, states["last"]).to(self.pads.device)
             none = states["last"].new_empty(*tokens.shape, 0)
             return {self.specs[0].name: BranchOutput(logits=none, argmax=tokens, hidden=states)}

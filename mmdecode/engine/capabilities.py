@@ -48,15 +48,15 @@ class DrafterCapabilities(Capabilities):
         composable: It works after rounds that another drafter proposed, as in `FirstOf`.
         follows_target: It reads `mmdecode.engine.call.Plan.draft_target`, so that its tokens come
             from the guided and warped distribution.
-        reads_logits: Its session reads the logits of scored nodes in ``observe``. Where no part of
-            a call does, only their argmax is computed, and logits are ``(B, N + 1, 0)``.
+        argmax_only: Its session reads no logits of scored nodes in ``observe``. Where no part of a
+            call does, only their argmax is computed, and logits are ``(B, N + 1, 0)``.
         hint: End of the error when the rule takes none of its kinds, as in "use another draft".
     """
 
     graph_safe: bool = False
     composable: bool = True
     follows_target: bool = False
-    reads_logits: bool = True
+    argmax_only: bool = False
     hint: str = "another draft"
 
 
@@ -67,7 +67,8 @@ class RuleCapabilities(Capabilities):
     Attributes:
         drafter_invariant: With one seed the tokens themselves, not only their distribution, are the
             same whatever is drafted. A drafter may then be chosen by measured times.
-        argmax_only: It reads `mmdecode.engine.target_logits.TargetLogits.argmax` alone.
+        argmax_only: It reads the target by `mmdecode.engine.target_logits.TargetLogits.choices`,
+            and chooses the argmax.
     """
 
     drafter_invariant: bool = False

@@ -100,6 +100,8 @@ class Requirements:
         attention: Layers whose attention weights over the prompt are needed.
         text_attention: Whether the mean attention of the prompt's text tokens is needed at prefill,
             in all layers.
+        argmax_only: Whether rounds need no logits, but for their argmax: decided for all parts of a
+            call, see `mmdecode.engine.capabilities.DrafterCapabilities`.
     """
 
     hidden: frozenset[int | str] = frozenset()
@@ -108,6 +110,7 @@ class Requirements:
     early_exit_logits: frozenset[int] = frozenset()
     attention: frozenset[int] = frozenset()
     text_attention: bool = False
+    argmax_only: bool = False
 
     def union(self, other: Requirements) -> Requirements:
         """Requirements of both."""

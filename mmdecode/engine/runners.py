@@ -20,7 +20,6 @@ def runners_of(
     needs: Requirements,
     call: Call,
     adapter_for: Callable[[Any], Adapter],
-    argmax_only: bool = False,
 ) -> list[BranchRunner]:
     """Runners of all branches of a call, by stage.
 
@@ -33,7 +32,6 @@ def runners_of(
         needs: Internals that the parts need from the called model's passes.
         call: The call.
         adapter_for: Finds the adapter of another model.
-        argmax_only: Whether no part reads logits of rounds, but for their argmax.
 
     Raises:
         OptionError: Another model has another vocabulary.
@@ -56,10 +54,6 @@ def runners_of(
                 f"of {adapter.vocab}; expected the same tokenizer"
             )
         runners.append(ModelRunner(part, members, Requirements() if other else needs, edits))
-    if argmax_only and len(runners) == 1 and not (guide or built or needs.early_exit_logits):
-        ours = main_runner(runners)
-        assert ours is not None, "without a guide it is the only one"
-        ours.argmax_only = True
     return sorted(runners + built, key=lambda runner: runner.stage)
 
 

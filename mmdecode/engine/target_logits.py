@@ -12,7 +12,9 @@ along the accepted path and up to the first rejection, with rows of equal prefix
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +24,9 @@ from mmdecode.engine.nodes import Nodes
 from mmdecode.engine.processors import Processors
 from mmdecode.engine.proposal import Proposal
 
+if TYPE_CHECKING:
+    from mmdecode.engine.adapter import Adapter
+
 
 def rows_along(scores: Tensor, path: Tensor) -> Tensor:
     """Scores at the root and at the nodes of a path: ``(B, N + 1, V)`` to ``(B, D + 1, V)``.
@@ -30,6 +35,11 @@ def rows_along(scores: Tensor, path: Tensor) -> Tensor:
     """
     rows = torch.nn.functional.pad(path + 1, (1, 0))
     return scores.gather(1, rows[..., None].expand(-1, -1, scores.shape[-1]))
+
+
+LOGITS = 2**24
+"""Most logits that are computed at once on a CPU where only their argmax is needed; elsewhere four
+times as many, since a GPU reads the output matrix again for the next ones."""
 
 
 class TargetLogits:
@@ -78,9 +88,14 @@ class TargetLogits:
             self._all = self._raw if without else self._processors.run_all(self._raw, self.nodes)
         return self._all
 
-    def argmax(self) -> Tensor:
-        """Most likely tokens, ``(B, N + 1)``; of equal ones the lowest id. If `vectorised`."""
-        return self.all().argmax(-1) if self._argmax is None else self._argmax
+    def choices(self, choose: Callable[[Tensor, Tensor], Tensor], depths: Tensor) -> Tensor:
+        """Tokens ``(B, N + 1)`` that a function chooses, or their argmax. If `vectorised`.
+
+        Args:
+            choose: Function of processed logits ``(B, N + 1, V)`` and depths.
+            depths: Depth of each node, root included.
+        """
+        return choose(self.all(), depths) if self._argmax is None else self._argmax
 
     def at(self, rows: Tensor) -> Tensor:
         """Processed logits at one node of each row, ``(B, V)``.
@@ -142,3 +157,16 @@ class TargetLogits:
                 scores = self._processors.processors(ids, scores)
                 for b, row in seen.items():
                     self._memo[b, row] = scores[b]
+
+
+def argmax_of(adapter: Adapter, states: Tensor) -> Tensor:
+    """Most likely tokens of states, ``(R, Q, H)`` to ``(R, Q)``; of equal ones the lowest id.
+
+    Logits are computed for some rows at a time, so that there is no tensor of all of them.
+    """
+    rows, most = states.flatten(0, 1), LOGITS if states.device.type == "cpu" else 4 * LOGITS
+    parts = rows.split(max(1, most // adapter.vocab))
+    if len(parts) == 1:
+        return adapter.head(states).argmax(-1)
+    found = [adapter.head(part[None])[0].argmax(-1) for part in parts]
+    return torch.cat(found).view(states.shape[:2])

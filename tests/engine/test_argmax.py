@@ -8,8 +8,8 @@ import torch
 import mmdecode as mm
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa
-from mmdecode.engine import argmax, branches
-from mmdecode.engine.argmax import argmax_of
+from mmdecode.engine import branches, target_logits
+from mmdecode.engine.target_logits import argmax_of
 from tests.support import tiny
 
 DRAFTS = {
@@ -47,7 +47,7 @@ def test_tokens_are_those_of_whole_logits(draft, few, widths, monkeypatch):
     expected = decoded(draft, **named)[0].sequences
     assert not widths, "logits were asked for"
     if few:
-        monkeypatch.setattr(argmax, "LOGITS", 4 * 80)
+        monkeypatch.setattr(target_logits, "LOGITS", 4 * 80)
     found, decoder = decoded(draft)
     assert torch.equal(found, expected)
     assert len(widths) == decoder.stats.passes > 0
@@ -78,6 +78,6 @@ def test_of_equal_logits_the_lowest_id_wins_in_every_part(monkeypatch):
     expected = torch.full((3, 5), 7)
     expected[1, 2] = 0
     assert torch.equal(argmax_of(adapter, states), expected)
-    monkeypatch.setattr(argmax, "LOGITS", 4 * 50 + 49)
+    monkeypatch.setattr(target_logits, "LOGITS", 4 * 50 + 49)
     assert torch.equal(argmax_of(adapter, states), expected)
     assert made == [(3, 5), (1, 4), (1, 4), (1, 4), (1, 3)]

@@ -130,8 +130,9 @@ def hoarding(layer, *states, **options):
 
 
 def remembering(run, proposal, scores):
-    """Keeps the scores of every round."""
-    run.all = [*getattr(run, "all", []), scores["main"].logits]
+    """Keeps as much as the scores of every round."""
+    nodes, vocab = scores["main"].logits.shape[:2], run.call.plan.adapter.vocab
+    run.all = [*getattr(run, "all", []), torch.ones(*nodes, vocab)]
     return GUIDED(run, proposal, scores)
 
 
