@@ -3,6 +3,7 @@
 import copy
 import functools
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from mmdecode.engine.contracts import Requirements
 from mmdecode.engine.proposal import Tree
 from mmdecode.evaluation.speed.memory import row_bytes
 from mmdecode.guide.cfg import CFG
+from mmdecode.quantization import quantize
 from mmdecode.testing import drafts
 from mmdecode.testing.memory import LiveStorage
 from mmdecode.testing.table import decode
@@ -111,6 +113,15 @@ def assert_computed(family, call, lengths, *shape):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
 def test_the_peak_grows_by_what_a_row_is_computed_to_hold(case):
     assert_computed(*case)
+
+
+def test_int8_speech_models_hold_rounded_states_instead_of_keys_and_values():
+    whole = model_of("whisper", 100)
+    rounded = quantize(copy.deepcopy(whole))
+    kept, other = (row_bytes(model, 8, 30, source=FRAMES) for model in (rounded, whole))
+    layers, width = whole.config.decoder_layers, whole.config.d_model
+    assert other.source - kept.source == FRAMES * (layers * 2 * 4 * width - 2 * width)
+    assert replace(kept, source=0) == replace(other, source=0)
 
 
 # Ways to hold more

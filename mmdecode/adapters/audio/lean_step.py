@@ -36,7 +36,7 @@ from mmdecode.engine.views import origin
 from mmdecode.quantization.attention import NAME as BY_ROWS
 from mmdecode.quantization.attention import attend_by_rows
 from mmdecode.quantization.foreign import is_foreign
-from mmdecode.quantization.models import is_quantized
+from mmdecode.quantization.models import is_quantized, rounds_activations
 from mmdecode.quantization.modules import Int8Embedding, Int8Linear, multiplier
 from mmdecode.quantization.source import Int8Source, Int8States
 
@@ -193,6 +193,11 @@ class LeanAdapter(EncoderDecoderAdapter):
     @abstractmethod
     def final_norm(self) -> nn.LayerNorm:
         """Returns the norm after the last layer."""
+
+    @property
+    def rounds_source(self) -> bool:
+        """Whether encoder states are read in int8, see `mmdecode.quantization.source`."""
+        return self._lean and rounds_activations(self.model)
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
         """Returns the caches for a prompt; the weights are collected at first use."""

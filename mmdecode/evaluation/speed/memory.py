@@ -25,7 +25,8 @@ class RowBytes:
 
     Attributes:
         cache: Keys and values of prompt and output, in all branches (a guide adds branches).
-        source: Hidden states of the encoder, and cross-attention keys and values of all branches.
+        source: Hidden states of the encoder, and cross-attention keys and values of all branches;
+            with int8 weights a speech model has two rounded copies of the states instead.
         ids: Token ids of prompt and output, with spare room for drafted tokens.
         scores: Logits of one draft-and-verify round, for the last committed token and each drafted
             token; with sampling also the noise.
@@ -82,6 +83,7 @@ def row_bytes(
     slot = 2 * adapter.num_layers * key  # a key and a value in every layer
     # stacked branches read copies of the encoder's states
     states = config.hidden_size * size * (branches + (branches > 1))
+    read = 2 * config.hidden_size if getattr(adapter, "rounds_source", False) else slot
     converted = size if size < _SCORE else 0  # logits as the model gives them
     score = branches * (_SCORE + converted)
     if do_sample:
@@ -89,7 +91,7 @@ def row_bytes(
         score = max(score, branches * _SCORE + draw)
     return RowBytes(
         cache=branches * slot * slots,
-        source=source * (branches * slot + states),
+        source=source * (branches * read + states),
         ids=_ID * (prompt + new + MAX_NODES + 1),
         scores=(nodes + 1) * adapter.vocab * score,
         growth=0 if compile else branches * key * (slots - BUCKET),
