@@ -43,12 +43,12 @@ class Quantized(Drafter):
     Proposes argmax, sampled or coupled chains, as `mmdecode.draft.assistant.Assistant` does.
     Lossless under every exact acceptance rule. The rounded copy is made when the model is first
     decoded with, and lives as long as the drafter; a change to the model's weights afterwards costs
-    accepted tokens, never correctness.
+    accepted tokens, never correctness. A rounded model drafts with its own weights.
 
     Raises:
         OptionError: An option is out of range.
         IncompatibleError: When decoding begins: the model is neither on the CPU nor on CUDA, is
-            quantised already, or has an adapter or a hook.
+            quantised by another library, or has an adapter or a hook.
         MissingExtraError: When decoding begins: the model is on CUDA, and torchao is missing.
     """
 
