@@ -4,14 +4,14 @@ A decoder step multiplies few rows by large matrices. The BLAS libraries behind 
 memory at a third to a half of its speed then, and six rows cost up to three times as much as one.
 oneDNN multiplies by the same weights, as they lie in memory, in less time. The gain depends on
 processor and libraries: it is measured once per process and shape, and a matrix then has one kernel
-for all its inputs, whatever their number of rows.
+for all its inputs, whatever their number of rows. ``torch.backends.mkldnn.flags(enabled=False)``
+leaves all of them to ``F.linear``.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-import timeit
 from collections.abc import Callable
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from mmdecode import _compat
+from mmdecode.quantization.products import fastest
 
 ROWS = (1, 6)
 """Numbers of rows that are measured: a step without a draft, and one that verifies a draft."""
@@ -45,8 +46,9 @@ def float_product(weight: Tensor, bias: Tensor | None = None) -> Product:
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Same as ``F.linear``, by oneDNN in float32 and without gradients."""
-    if torch.is_grad_enabled() or x.dtype != torch.float32 or torch.compiler.is_compiling():
+    """Same as ``F.linear``, by oneDNN in float32, without gradients and autocast."""
+    left = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    if left or x.dtype != torch.float32 or torch.compiler.is_compiling():
         return linear(x, weight, bias)
     return _compat.onednn_linear(x, weight, bias)
 
@@ -60,20 +62,18 @@ def chosen(outputs: int, inputs: int) -> bool:
         return _chosen[shape]
 
 
-@torch.no_grad()
 def gain(outputs: int, inputs: int) -> float:
-    """Measures how many times as fast oneDNN is, over the numbers of rows of `ROWS`."""
+    """Measures how many times as fast oneDNN is, over the numbers of rows of `ROWS`.
+
+    A large matrix is multiplied in part, and several small ones.
+    """
     outputs = max(min(outputs, MEASURED // inputs), 1)
     weights = [torch.ones(outputs, inputs) for _ in range(max(MEASURED // (outputs * inputs), 1))]
     given = [torch.ones(rows, inputs) for rows in ROWS]
 
-    def seconds(kernel: Callable[..., Tensor], x: Tensor) -> float:
-        return min(timeit.repeat(lambda: [kernel(x, one) for one in weights], number=1, repeat=5))
+    def products(kernel: Callable[..., Tensor], x: Tensor) -> list[Tensor]:
+        return [kernel(x, one) for one in weights]
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several would wait for whatever else runs on the machine
-    try:
-        stock, other = (sum(seconds(one, x) for x in given) for one in (linear, onednn))
-    finally:
-        torch.set_num_threads(threads)
-    return stock / other
+    calls = [functools.partial(products, kernel, x) for kernel in (linear, onednn) for x in given]
+    found = fastest(*calls, repeats=5)
+    return sum(found[: len(ROWS)]) / sum(found[len(ROWS) :])

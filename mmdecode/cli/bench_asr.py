@@ -162,8 +162,9 @@ def asr(
                 measured.run(ways, repeats, advance)
             except KeyboardInterrupt:
                 stopped = True
-        if ways[0].problem is not None:
-            raise UnsupportedModelError(f"{model} cannot be decoded: {ways[0].problem}")
+        problem = ways[0].problem or ways[1].problem
+        if problem is not None:
+            raise UnsupportedModelError(f"{model} cannot be decoded: {problem}")
         if not measured.turns:
             print_line("stopped before all ways had a turn; nothing was measured", console, "red")
             raise typer.Exit(130)
@@ -247,7 +248,7 @@ def precisions(
         if device.type == "cuda" or (device.type == "cpu" and products.gain("bfloat16") > 1):
             asked.append("bf16")
         else:
-            left_out["bf16"] = f"this {device.type} is not faster in it than in fp32"
+            left_out["bf16"] = "not faster than fp32 on this machine, or not measured"
         if device.type == "cpu":
             quantize = "int8"
         else:
@@ -255,7 +256,7 @@ def precisions(
     found: dict[str, tuple[str, str | None]] = {"fp32": ("fp32", None)}
     found |= {name: (name, None) for name in asked}
     if quantize is not None:
-        found[quantize] = ("fp32", quantize)
+        found[quantize] = ("auto" if device.type == "cuda" else "fp32", quantize)
     return found, left_out
 
 
@@ -368,6 +369,7 @@ def command_of(
     """
     from mmdecode.checkpoints import device_of, dtype_of
     from mmdecode.evaluation.speed.draft_speed import PLAIN
+    from mmdecode.quantization.weight_only import KINDS
 
     words = ["mmdecode", "transcribe"]
     for name in data:
@@ -375,10 +377,12 @@ def command_of(
     words += ["--model", model]
     if row.draft != PLAIN:
         words += ["--draft", row.draft]
-    if row.precision == "int8":
-        words += ["--quantize", "int8"]
-    kind = "fp32" if row.precision == "int8" else row.precision
-    if dtype_of(kind) != dtype_of("auto", model, given["device"]):
+    rounded = row.precision in KINDS
+    if rounded:
+        words += ["--quantize", row.precision]
+    on_cuda = given["device"].startswith("cuda")
+    kind = row.precision if not rounded else "auto" if on_cuda else "fp32"
+    if dtype_of(kind, model, given["device"]) != dtype_of("auto", model, given["device"]):
         words += ["--dtype", kind]
     if given["device"] != str(device_of("auto")):
         words += ["--device", given["device"]]

@@ -12,7 +12,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mmdecode.engine.proposal import KINDS
@@ -49,7 +49,8 @@ class DrafterCapabilities(Capabilities):
         follows_target: It reads `mmdecode.engine.call.Plan.draft_target`, so that its tokens come
             from the guided and warped distribution.
         argmax_only: Its session reads no logits of scored nodes in ``observe``. Where no part of a
-            call does, only their argmax is computed, and logits are ``(B, N + 1, 0)``.
+            call does, only their argmax is computed, and logits are ``(B, N + 1, 0)``. A subclass
+            with a ``begin`` of its own has to declare it itself.
         hint: End of the error when the rule takes none of its kinds, as in "use another draft".
     """
 
@@ -68,7 +69,7 @@ class RuleCapabilities(Capabilities):
         drafter_invariant: With one seed the tokens themselves, not only their distribution, are the
             same whatever is drafted. A drafter may then be chosen by measured times.
         argmax_only: It reads the target by `mmdecode.engine.target_logits.TargetLogits.choices`,
-            and chooses the argmax.
+            and chooses the argmax. A subclass with its own ``__call__`` has to declare it itself.
     """
 
     drafter_invariant: bool = False
@@ -81,6 +82,11 @@ class Part:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         kind: Any = cls
+        own = vars(cls)
+        if "capabilities" not in own and ("__call__" in own or "begin" in own):
+            inherited: Any = getattr(kind, "capabilities", None)
+            if getattr(inherited, "argmax_only", False):  # what reads logits may be new
+                kind.capabilities = replace(inherited, argmax_only=False)
         refuse_near_misses(tuple(vars(cls)), kind)
         refuse_other_kinds(vars(cls), kind)
 

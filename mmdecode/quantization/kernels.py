@@ -57,8 +57,17 @@ class Scripted:
         if self.compiled is None:
             with self._compiling, warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
-                self.compiled = torch.jit.script(self.function)
+                self.compiled = self.compiled or scripted(self.function)
         return self.compiled(*given)
+
+
+def scripted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function compiled by TorchScript; itself where that fails."""
+    try:
+        return torch.jit.script(function)
+    except (AttributeError, OSError, RuntimeError) as error:  # gone, no source, or of a new form
+        warnings.warn(f"TorchScript is not at hand, int8 is slower: {error}", stacklevel=4)
+        return function
 
 
 def scaled(x: Tensor, least: float = LEAST) -> tuple[Tensor, Tensor]:

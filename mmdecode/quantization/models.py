@@ -14,8 +14,8 @@ Importing this module registers the format with transformers, so that ``save_pre
 
 from __future__ import annotations
 
-import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 from warnings import warn
@@ -36,7 +36,6 @@ from mmdecode.quantization.products import gain
 
 METHOD = "mmdecode_int8"
 """Name of the format in a checkpoint's ``quantization_config``."""
-KINDS = ("int8", "fp8")
 Model = TypeVar("Model", bound=Any)
 _changing = threading.Lock()
 
@@ -45,8 +44,9 @@ def quantize(model: Model, to: str = "int8", *, embeddings: bool = True) -> Mode
     """Rounds the weights of a model of transformers to int8 or fp8, in place; returns the model.
 
     Greedy tokens with a draft are those without one, for the rounded model: a row's products and
-    attention do not depend on other rows; on CUDA, not more than in float, as a test at rounding
-    ensures. They are not those of the model before. A model that is rounded already stays as it is.
+    attention do not depend on other rows; on CUDA, by at most twice what they do in float or two
+    steps of the dtype, on a test input. They are not those of the model before. A model that is
+    rounded already stays as it is.
 
     Args:
         model: A model on the CPU or on CUDA, in evaluation mode.
@@ -70,7 +70,7 @@ def quantize_drafter(model: Model, to: str = "int8") -> Model:
 
 
 def _quantize(model: Model, to: str, embeddings: bool, target: bool) -> Model:
-    refuse_unknown([to], KINDS, "quantize")
+    refuse_unknown([to], weight_only.KINDS, "quantize")
     with _changing:
         if is_quantized(model):
             return model
@@ -165,9 +165,10 @@ def _mark(model: Any, quantizer: HfInt8) -> None:
 
     Warns where this processor multiplies int8 weights more slowly than float32 ones.
     """
-    if gain() < 1:
+    fast = gain("int8")
+    if fast < 1:
         warn(
-            f"this processor multiplies a row by int8 weights in {1 / gain():.1f} times the time "
+            f"this processor multiplies a row by int8 weights in {1 / fast:.1f} times the time "
             f"of float32 weights: {type(model).__name__} will need less memory, and be slower; "
             "leave out quantize for speed",
             stacklevel=3,
@@ -181,12 +182,13 @@ def _mark(model: Any, quantizer: HfInt8) -> None:
 
 
 def _note(model: Any, quantizer: Any) -> None:
+    model.requires_grad_(False)
     model.hf_quantizer, model.is_quantized = quantizer, True
     model.quantization_method = quantizer.quantization_config.quant_method
     model.config.quantization_config = quantizer.quantization_config
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
-            part.get_memory_footprint = functools.partial(footprint, part)
+            part.get_memory_footprint = Footprint(part)
 
 
 def weight_bytes(module: nn.Module) -> int:
@@ -195,12 +197,23 @@ def weight_bytes(module: nn.Module) -> int:
     return found + sum(m.packed_bytes() for m in module.modules() if isinstance(m, Int8Linear))
 
 
-def footprint(model: Any, return_buffers: bool = True) -> int:
-    """``get_memory_footprint`` of a rounded model, in bytes.
+class Footprint:
+    """``get_memory_footprint`` of a rounded model, which it does not keep alive.
 
     Transformers' own counts no packed matrices, and torchao's weights by the dtype that they had.
     """
-    return weight_bytes(model) + sum(one.nbytes for one in model.buffers() if return_buffers)
+
+    def __init__(self, model: Any) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, return_buffers: bool = True) -> int:
+        """Returns bytes of weights, and of buffers unless these are left out."""
+        model = self._model()
+        assert model is not None, "it is an attribute of the model"
+        return weight_bytes(model) + sum(one.nbytes for one in model.buffers() if return_buffers)
+
+    def __reduce__(self) -> Any:
+        return Footprint, (self._model(),)
 
 
 def refuse_device(model: Any, device: torch.device) -> None:

@@ -166,7 +166,7 @@ def _fbgemm_packs() -> Iterator[None]:
 
 
 @functools.cache
-def gain(to: str = "int8") -> float:
+def gain(to: str) -> float:
     """How many times as fast as in float32 a row is multiplied here, measured once per process.
 
     Args:
@@ -174,16 +174,22 @@ def gain(to: str = "int8") -> float:
     """
     weight, x = torch.ones(2048, 2048), torch.ones(1, 2048)
     kind = torch.float32 if to == "int8" else getattr(torch, to)
-    other: Callable[[], Tensor] = functools.partial(linear, x.to(kind), weight.to(kind))
+    other: Callable[[], Any] = functools.partial(linear, x.to(kind), weight.to(kind))
     if to == "int8":
         other = functools.partial(Matrix.of(weight), x)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several would wait for whatever else runs on the machine
-    try:
-        float32, found = (
-            min(timeit.repeat(product, number=1, repeat=10))
-            for product in (functools.partial(linear, x, weight), other)
-        )
-    finally:
-        torch.set_num_threads(threads)
+    float32, found = fastest(functools.partial(linear, x, weight), other)
     return float32 / found
+
+
+@torch.no_grad()
+def fastest(*calls: Callable[[], Any], repeats: int = 12) -> list[float]:
+    """Seconds of each call at its fastest, which other work on the machine changes least.
+
+    They take turns, with the threads of the process and without autocast.
+    """
+    least = [math.inf] * len(calls)
+    with torch.autocast("cpu", enabled=False):
+        for _ in range(repeats):
+            for index, call in enumerate(calls):
+                least[index] = min(least[index], timeit.timeit(call, number=1))
+    return least

@@ -48,7 +48,7 @@ class Int8States(NamedTuple):
         if read is not None:
             return cls._of(states, read)
         made = getattr(states, "_mmdecode_rounded", None)  # for a drafter that reads them too
-        if made is None or made[0] != version(states):
+        if made is None or made[0] is None or made[0] != version(states):
             made = version(states), cls._of(states, None)
             states._mmdecode_rounded = made  # type: ignore[attr-defined]
         return made[1]

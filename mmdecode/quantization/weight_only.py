@@ -8,8 +8,8 @@ Float kernels on CUDA sum in another order for other numbers of rows, so that a 
 drafted block may differ from those alone by a rounding; ties aside, drafted text is undrafted text.
 A rounded layer is held to the same: `refuse_dependent` compares a row alone with the row in blocks
 of up to 64 rows, one of which is large, at every shape of the model. The row may change by no more
-than `SLACK` times what it changes by in the layer before rounding, or, if that is more, than one
-step of the layer's dtype at its largest output. A scale for all activations of a product, as in
+than `SLACK` times what it changes by in the layer before rounding, or, if that is more, `SLACK`
+steps of the layer's dtype at its largest output. A scale for all activations of a product, as in
 ``LLM.int8`` or ``quantize_dynamic``, changes it by far more.
 """
 
@@ -96,13 +96,14 @@ def rounding(to: str) -> Callable[[nn.Module], None]:
     """
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
-    except ImportError as error:
+
+        # otherwise torchao changes settings of the whole process
+        make = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[to]
+        config = make(set_inductor_config=False)
+    except (ImportError, TypeError) as error:
         raise MissingExtraError(
             f"{to} weights on CUDA need a recent torchao ({error})", extra="torchao"
         ) from error
-    # otherwise torchao changes settings of the whole process
-    make = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[to]
-    config = make(set_inductor_config=False)
 
     def round_all(module: nn.Module) -> None:
         quantize_(module, config, lambda one, name: type(one) is nn.Linear)

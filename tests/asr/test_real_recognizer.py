@@ -84,7 +84,7 @@ def transcribed(model, out, *more):
 def test_real_clips_have_the_same_text_in_int8_with_a_draft_and_without(model, tmp_path):
     if torch.backends.cpu.get_cpu_capability().startswith("AVX") and platform.machine() == "x86_64":
         assert steps(), "int8 products of this processor were not found"
-    gain()  # once in a process, products are timed
+    gain("int8")  # once in a process, products are timed
     found = {}
     for draft in ("none", "lookup"):
         more = () if draft == "none" else ("--draft", draft)

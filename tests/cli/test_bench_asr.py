@@ -138,6 +138,7 @@ def test_other_tokens_are_counted_by_precision(recogniser, spoken):
     assert [row.same_as_fp32 for row in found] == [1, 1, 0.5, 0.5]
     assert [row.other_texts for row in found] == [0, 0, 1, 1]
     assert [row.encoder_ms for row in found] == [500, 500, 250, 250]  # two windows
+    assert [row.exact for row in found] == [False, False, False, True]
     ways[3].tokens = kept
     assert measured.rows(ways)[3].same_as_undrafted == 0.5
 
@@ -229,6 +230,12 @@ GIVEN = {
         (speed("x", "int8"), ["c"], {}, "c --model M --draft x --quantize int8"),
         (speed("x", "bf16"), ["c"], {}, "c --model M --draft x --dtype bf16"),
         (
+            speed("x", "fp8"),
+            ["c"],
+            {"device": "cuda:1"},
+            "c --model M --draft x --quantize fp8 --device cuda:1",
+        ),
+        (
             speed(),
             ["zoo:real-clips"],
             {"language": "en", "timestamps": False, "max_new_tokens": 9, "batch_size": 2},
@@ -278,7 +285,7 @@ def test_the_table_fits_a_narrow_terminal():
 
 def test_notes_say_what_failed_and_what_was_left_out():
     rows = [speed("x", problem="why"), speed("x", "int8", problem="why"), speed("m", "int8")]
-    rows.append(speed("b", same_as_undrafted=0.5))
+    rows.append(speed("b", same_as_undrafted=0.5, exact=True))
     left_out = {"a": "slower", "bf16": "no instructions", "c": "slower"}
     failed, broken, slower, other = bench_asr.notes_of(rows, left_out, None)
     assert failed == "x in fp32 and int8 was not measured: why"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mmdecode as mm
+from mmdecode.accept.exact import GreedyMatch
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa
 from mmdecode.engine import branches, target_logits
@@ -81,3 +82,18 @@ def test_of_equal_logits_the_lowest_id_wins_in_every_part(monkeypatch):
     monkeypatch.setattr(target_logits, "LOGITS", 4 * 50 + 49)
     assert torch.equal(argmax_of(adapter, states), expected)
     assert made == [(3, 5), (1, 4), (1, 4), (1, 4), (1, 3)]
+
+
+def test_a_subclass_that_may_read_logits_declares_it_anew():
+    class Reading(GreedyMatch):
+        def __call__(self, proposal, target, call):
+            assert target.all().shape[-1] == call.plan.adapter.vocab
+            return super().__call__(proposal, target, call)
+
+    class Alike(PromptLookup):
+        summary = "the same"
+
+    assert GreedyMatch.capabilities.argmax_only and Alike.capabilities.argmax_only
+    assert not Reading.capabilities.argmax_only and Reading.capabilities.drafter_invariant
+    decoder = mm.Decoder("lookup", accept=Reading(), seed=0)
+    mm.generate(tiny.text_model("llama"), decoder=decoder, max_new_tokens=8, **tiny.prompts(2))

@@ -16,7 +16,12 @@ from mmdecode.evaluation.speed.recommendation import (
 
 def row(draft, precision="fp32", speed=1.0, same=1.0, fp32=1.0, **more):
     speedup = speed if isinstance(speed, tuple) else (speed, speed - 0.05, speed + 0.05)
-    given = {"same_as_undrafted": same, "same_as_fp32": fp32, "texts": ("a", "b", "c", "d")}
+    given = {
+        "exact": precision != "bf16",
+        "same_as_undrafted": same,
+        "same_as_fp32": fp32,
+        "texts": ("a", "b", "c", "d"),
+    }
     return RecogniserSpeed(draft=draft, precision=precision, speedup=speedup, **given | more)
 
 

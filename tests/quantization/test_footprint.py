@@ -1,14 +1,18 @@
 """``get_memory_footprint`` of models with int8 weights counts packed matrices."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
 
 import mmdecode as mm
+from mmdecode.quantization import quantize
 from mmdecode.quantization.modules import Int8Linear
 from mmdecode.quantization.source import Int8Source, Int8States
+from tests.support import tiny
 from tests.support.rounded import FORMATS, as_on_cuda, on
 
 
@@ -66,3 +70,20 @@ def test_weights_of_torchao_are_counted(to, monkeypatch):
     more = {"int8": 5, "fp8": 4}[to]
     assert before - model.get_memory_footprint() == 3 * weights - more * outputs
     assert copy.deepcopy(model).get_memory_footprint() == model.get_memory_footprint()
+
+
+def test_a_rounded_model_is_freed_with_its_last_name():
+    model = quantize(copy.deepcopy(tiny.model_of("llama")))
+    assert model.get_memory_footprint() > 0
+    kept = weakref.ref(model.lm_head)
+    gc.disable()
+    try:
+        del model
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_a_rounded_model_runs_where_gradients_are_counted():
+    model = quantize(copy.deepcopy(tiny.model_of("llama")))
+    assert not model(torch.ones(1, 300, dtype=torch.long)).logits.requires_grad

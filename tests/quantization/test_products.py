@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import linear
 
 from mmdecode.quantization import kernels, models, products, quantize
+from mmdecode.quantization.attention import attend_by_rows
 from mmdecode.quantization.modules import Int8Linear
 from mmdecode.quantization.products import Matrix, gain, rounded, steps
 from mmdecode.quantization.source import Int8Source, Int8States
@@ -102,14 +103,14 @@ def test_matrices_are_pickled():
 
 
 def test_the_gain_over_float_is_measured_once():
-    first, measured = gain(), gain.cache_info().misses
-    assert first > 0 and gain() == first
+    first, measured = gain("int8"), gain.cache_info().misses
+    assert first > 0 and gain("int8") == first
     assert gain.cache_info().misses == measured
 
 
 @pytest.mark.parametrize("measured", [0.5, 1.5])
 def test_a_processor_slower_than_in_float_is_warned_of(measured, monkeypatch):
-    monkeypatch.setattr(models, "gain", lambda: measured)
+    monkeypatch.setattr(models, "gain", lambda to: measured)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         quantize(copy.deepcopy(tiny.model_of("llama")))
@@ -155,17 +156,40 @@ def test_one_input_serves_several_matrices():
     assert torch.equal(found[0], one(x, bias)) and torch.equal(found[1], other(x))
 
 
+@pytest.mark.skipif(not steps(), reason="no packed products")
+@torch.no_grad()
 def test_torchscript_computes_what_python_does(monkeypatch):
     x, bias, made = inputs(), torch.randn(WIDE), Matrix.of(matrix())
     states = Int8States.of(torch.randn(2, 300, 48))
     keys, values = (Int8Linear.of(torch.nn.Linear(48, 96)) for _ in range(2))
     source, layer = Int8Source(states, keys, values), SimpleNamespace(scale=None)
     queries = torch.randn(2, 5, 6, 16)
-    scripted = made(x, bias), source.attend(layer, queries)
+    query, key, value = (torch.randn(2, 4, n, 16) for n in (5, 30, 30))
+    mask = torch.ones(5, 30, dtype=torch.bool).tril(25).expand(2, 1, 5, 30).clone()
+    mask[0, 0, 4, 26:28] = False  # a node of a tree
+
+    def all_of(x, queries, query, mask):
+        found = made(x, bias), source.attend(layer, queries)
+        return *found, attend_by_rows(query, key, value, mask)
+
+    given = (x, queries, query, mask), (x[:1], queries[:, :1], query[:, :, :1], mask[:, :, :1])
+    scripted = [all_of(*given[turn % 2]) for turn in range(6)]  # some runs optimise
     assert kernels.run_linear.compiled is not None
     monkeypatch.setattr(kernels.Scripted, "enabled", False)
-    assert torch.equal(made(x, bias), scripted[0])
-    assert torch.equal(source.attend(layer, queries), scripted[1])
+    for turn, found in enumerate(scripted):
+        assert all(map(torch.equal, found, all_of(*given[turn % 2])))
+
+
+@torch.no_grad()
+def test_without_torchscript_python_runs(monkeypatch):
+    def script(function):
+        raise RuntimeError("gone")
+
+    one, x, made = kernels.Scripted(kernels.linear), inputs(), Matrix.of(matrix())
+    monkeypatch.setattr(torch.jit, "script", script)
+    with pytest.warns(UserWarning, match="TorchScript is not at hand, int8 is slower: gone"):
+        found = one(x, made.packed, None, made.steps)
+    assert torch.equal(found, made(x)) and one.compiled is kernels.linear
 
 
 def test_torchs_engine_is_as_before():

@@ -286,4 +286,7 @@ def test_states_are_rounded_once_for_a_target_and_its_drafter():
     states.mul_(2)
     assert torch.equal(Int8States.of(states).scale, 2 * before.scale), "changed in place"
     with torch.inference_mode():
-        Int8States.of(torch.randn(1, 30, 40))
+        states = torch.randn(1, 30, 40)
+        before = Int8States.of(states)
+        states.mul_(2)
+        assert torch.equal(Int8States.of(states).scale, 2 * before.scale), "not counted"

@@ -43,6 +43,8 @@ FP32 = "fp32"
 """Precision of the reference, which is decoded without a drafter."""
 GENERATE = "generate"
 """Name of transformers' own loop."""
+EXACT = (FP32, "int8")
+"""Precisions in which a CPU computes a drafted token as an undrafted one."""
 
 
 @dataclass(frozen=True)
@@ -250,6 +252,7 @@ class RecogniserSpeed:
         speedup: Seconds of undrafted float32, encoder included, over those of this way, with the
             low and high end of its interval.
         decoding_speedup: The same without the encoder.
+        exact: Whether a drafter promises that share to be 1: on a CPU in float32 and int8.
         same_as_undrafted: Share of windows with the tokens of the undrafted loop in the same
             precision.
         same_as_fp32: Share of windows with the tokens of undrafted float32.
@@ -269,6 +272,7 @@ class RecogniserSpeed:
     speedup: tuple[float, float, float] = (0.0, 0.0, 0.0)
     decoding_speedup: tuple[float, float, float] = (0.0, 0.0, 0.0)
     same_as_undrafted: float = 0.0
+    exact: bool = False
     same_as_fp32: float = 0.0
     other_texts: int = 0
     megabytes: float = 0.0
@@ -407,6 +411,10 @@ class Measurement:
             speedup=self._cost(way).over(self._cost(reference)),
             decoding_speedup=self._cost(way, False).over(self._cost(reference, False)),
             same_as_undrafted=_share(way.tokens, plain.tokens),
+            exact=way.name not in (PLAIN, AGAIN, GENERATE)
+            and way.precision in EXACT
+            and plain.problem is None
+            and way.recognizer.model.device.type == "cpu",
             same_as_fp32=_share(way.tokens, reference.tokens),
             other_texts=sum(a != b for a, b in zip(texts, reference_texts, strict=True)),
             megabytes=round(weight_bytes(way.recognizer.model) / 1e6, 1),

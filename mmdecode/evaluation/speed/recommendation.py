@@ -22,9 +22,6 @@ from mmdecode.evaluation.speed.recogniser_speed import (
 )
 from mmdecode.evaluation.stats.intervals import paired_bootstrap
 
-EXACT = (FP32, "int8")
-"""Precisions in which a drafted token is computed as an undrafted one."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
@@ -84,8 +81,8 @@ def noise_of(rows: Sequence[RecogniserSpeed]) -> float:
 
 
 def is_broken(row: RecogniserSpeed) -> bool:
-    """Whether drafted tokens differ from undrafted ones in a precision where they must not."""
-    return row.problem is None and row.precision in EXACT and row.same_as_undrafted < 1
+    """Whether drafted tokens differ from undrafted ones where they must not."""
+    return row.problem is None and row.exact and row.same_as_undrafted < 1
 
 
 def recommend(rows: Sequence[RecogniserSpeed]) -> Recommendation:
