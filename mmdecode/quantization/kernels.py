@@ -208,7 +208,7 @@ def attention_by_rows(
             index = row * count + node
             path = paths[index]
             if path != shown:
-                move(views, kept, begin, path)
+                show(views, kept, begin, path)
                 shown = path
             seen = first[index], last[index] - first[index]
             own = torch.nn.functional.scaled_dot_product_attention(
@@ -220,12 +220,12 @@ def attention_by_rows(
             )
             found.append(own)
         if len(shown) > 0:
-            move(views, kept, begin, [])
+            show(views, kept, begin, [])
         rows.append(torch.cat(found, 2))
     return torch.cat(rows).transpose(1, 2)
 
 
-def move(views: list[Tensor], kept: list[Tensor], begin: int, path: list[int]) -> None:
+def show(views: list[Tensor], kept: list[Tensor], begin: int, path: list[int]) -> None:
     """Writes the slots of a path side by side, from its first one on; none: all are back.
 
     Args:

@@ -133,7 +133,7 @@ def test_the_pipeline_matches():
 def test_the_plain_jacobi_rule_keeps_what_did_not_change():
     drafted, following = VALUES["jacobi.in.draft_tokens"], VALUES["jacobi.in.next_tokens"]
     scores = torch.nn.functional.one_hot(following, VOCAB).float()
-    target = SimpleNamespace(vectorised=True, all=lambda: scores)
+    target = SimpleNamespace(vectorised=True, choices=lambda choose, depths: choose(scores, depths))
     proposal = Proposal(tokens=drafted[:, 1:], kind="deterministic")
     outcome = GreedyMatch()(proposal, target, context(1))
     assert torch.equal(outcome.num_accepted + 1, VALUES["jacobi.out.committed"])
