@@ -27,7 +27,7 @@ from mmdecode.testing.memory import LiveStorage
 NODES = 4
 ROWS = (1, 2, 4)
 CALLS: dict[str, tuple[Callable[[], Decoder], dict[str, Any]]] = {
-    "undrafted": (Decoder, {}),
+    "undrafted": (Decoder, {"argmax_only": True}),
     f"{NODES} nodes": (lambda: Decoder(Random()), {"nodes": NODES}),
 }
 

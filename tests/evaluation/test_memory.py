@@ -80,7 +80,7 @@ def slopes(model, prompt, new, decoder, do_sample):
 
 
 CALLS = {
-    "undrafted": (Decoder, {}),
+    "undrafted": (Decoder, {"argmax_only": True}),
     # keeps whatever is drafted, so that a long text takes few rounds
     "drafted": (
         lambda: Decoder(drafts.Random(Tree.chain(8)), accept=RelativeThreshold(0.0)),

@@ -1,6 +1,7 @@
 """Which ids every shipped model generates with every drafter and guide, kept in a file.
 
     python -m tests.exactness.baseline --write            # makes the file
+    python -m tests.exactness.baseline --add              # adds entries that it lacks
     python -m tests.exactness.baseline [PREFIX ...]       # says which entries differ from it
 
 Only public names are used, so that whatever stands under them can be rewritten. An entry is called
@@ -17,7 +18,8 @@ them in sections:
 - ``rejection``: ids under rejection sampling without a guide, and ``guided rejection`` with one:
   samples of a seed depend on what is drafted, so another way to draft may change them by design;
 - ``counts``: passes summed over rows, tokens drafted and tokens accepted, without a guide and for
-  drafters that do not depend on measured times: another way to draft may change these too.
+  drafters that do not depend on measured times or on the processor: another way to draft may
+  change these too.
 
 A guide that is refused without a drafter is not tried with one.
 """
@@ -262,8 +264,8 @@ OPTIONS = {
     "layer_skip": dict.fromkeys(KINDS, "layer_skip:exit_layer=2,length=3"),
     "adaptive": dict.fromkeys(KINDS, "adaptive:draft=lookup"),
 }
-TIMED = ("adaptive",)
-"""Drafters that draft by measured times."""
+UNSTEADY = ("adaptive", "quantized")
+"""Drafters that draft by measured times, or by products of which some processors make others."""
 FOLDER = tempfile.TemporaryDirectory(prefix="mmdecode-baseline-")
 
 
@@ -441,7 +443,7 @@ def record(chosen):
     for case in chosen:
         found, counts = outcome(case)
         sections[case.section][case.name] = found
-        if counts is not None and case.guide == "none" and case.drafter not in TIMED:
+        if counts is not None and case.guide == "none" and case.drafter not in UNSTEADY:
             sections["counts"][case.name] = counts
     return sections
 
@@ -519,11 +521,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("prefix", nargs="*", help="of the names of the entries to compare")
     parser.add_argument("--write", action="store_true", help="make the file")
+    parser.add_argument("--add", action="store_true", help="add the entries that the file lacks")
     given = parser.parse_args()
     models = {name.partition("/")[0] for name in given.prefix} or None
     chosen = [case for case in cases(models) if case.name.startswith(tuple(given.prefix) or "")]
     if given.write:
         write(record(chosen))
+        return
+    if given.add:
+        known = set().union(*kept().values())
+        added = record(case for case in chosen if case.name not in known)
+        write({section: entries | added[section] for section, entries in kept().items()})
         return
     lines = differences(chosen) + ([] if given.prefix else missing(chosen))
     print(*lines, f"{len(lines)} of {len(chosen)} cases differ", sep="\n")

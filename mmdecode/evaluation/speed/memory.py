@@ -54,6 +54,7 @@ def row_bytes(
     branches: int = 1,
     source: int = 0,
     do_sample: bool = False,
+    argmax_only: bool = False,
     compile: bool = False,
 ) -> RowBytes:
     """Computes the memory of one row of a call, without weights; it is proportional to the rows.
@@ -70,6 +71,9 @@ def row_bytes(
         branches: Number of branches: the model's own, and each further context of a guide.
         source: Number of encoder states that a row attends to; 0 for decoder-only models.
         do_sample: Whether tokens are sampled.
+        argmax_only: Whether rounds need no logits but for their argmax, as in greedy decoding
+            without guide, processors and scores: they then stay in the model's dtype. Those of many
+            rows are made a part at a time, which is not counted.
         compile: Whether the decoder compiles; the cache is then allocated in full at the start.
 
     Raises:
@@ -89,6 +93,8 @@ def row_bytes(
     if do_sample:
         draw = _DRAW_CPU if input_device(model).type == "cpu" else _DRAW
         score = max(score, branches * _SCORE + draw)
+    if argmax_only:
+        score = size
     return RowBytes(
         cache=branches * slot * slots,
         source=source * (branches * read + states),
