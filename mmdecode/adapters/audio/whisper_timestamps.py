@@ -43,7 +43,9 @@ def timestamps(processor: lp.WhisperTimeStampLogitsProcessor) -> Vectorised:
             banned |= at_begin[..., None] & (vocab[first:] > first + latest)
         stamps = stamps.masked_fill(banned, -torch.inf)
         if detects_timestamps_from_logprob(processor):
-            only_stamps = stamps.logsumexp(-1) > text.amax(-1)
+            # softmax is several times as fast as logsumexp
+            together = stamps.amax(-1) - stamps.softmax(-1).amax(-1).log()
+            only_stamps = together > text.amax(-1)
             text = text.masked_fill(only_stamps[..., None], -torch.inf)
         return torch.cat([text, stamps], -1)
 
