@@ -72,8 +72,8 @@ def row_bytes(
         source: Number of encoder states that a row attends to; 0 for decoder-only models.
         do_sample: Whether tokens are sampled.
         argmax_only: Whether rounds need no logits but for their argmax, as in greedy decoding
-            without guide, processors and scores: they then stay in the model's dtype. Those of many
-            rows are made a part at a time, which is not counted.
+            without guide, processors and scores: they then stay in the model's dtype, and for many
+            rows a part at a time is made, which is not counted.
         compile: Whether the decoder compiles; the cache is then allocated in full at the start.
 
     Raises:
