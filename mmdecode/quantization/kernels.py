@@ -81,10 +81,13 @@ def product(x: Tensor, matrix: Packed, steps: int, signed: bool) -> Tensor:
     if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript skips a block of this form
         if steps == 0:
             return _of_integers(x, matrix)
-    most, zero = (steps // 2, (steps + 1) // 2) if signed else (steps, 0)
-    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-        x, 1.0 / most, zero, matrix
-    )
+    step, zero = grid(steps) if signed else (1.0 / steps, 0)
+    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(x, step, zero, matrix)
+
+
+def grid(steps: int) -> tuple[float, int]:
+    """Value of one step of inputs between -1 and 1, and the step of 0."""
+    return 1.0 / (steps // 2), (steps + 1) // 2
 
 
 def _of_integers(x: Tensor, matrix: Integers) -> Tensor:

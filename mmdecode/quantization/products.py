@@ -83,9 +83,10 @@ class Matrix:
             return kernels.run_linear(x, self.packed, bias, self.steps)
         found = x.new_empty(*x.shape[:-1], self.shape[0])
         parts = zip(x.flatten(0, -2).split(CHUNK), found.flatten(0, -2).split(CHUNK), strict=True)
+        grid = kernels.grid(self.steps)
         for part, into in parts:  # rows do not depend on each other
             given, largest = scaled(part)
-            product = _onednn(given, *_signed(self.steps), self.packed, self.scale, self._zeros)
+            product = _onednn(given, *grid, self.packed, self.scale, self._zeros)
             if bias is None:
                 torch.mul(product, largest, out=into)
             else:
@@ -120,17 +121,12 @@ def steps() -> int:
         try:
             few = kernels.product(x, _packed(ones, scale), most, True)
             many = torch.ops.onednn.qlinear_prepack(ones, None)
-            found = few, _onednn(x, *_signed(most), many, scale, zeros)
+            found = few, _onednn(x, *kernels.grid(most), many, scale, zeros)
         except (RuntimeError, AttributeError):
             return 0
         if all(torch.allclose(one, torch.tensor(127.0 * 64)) for one in found):
             return most
     return 0
-
-
-def _signed(steps: int) -> tuple[float, int]:
-    """Value of one step of inputs from -1 to 1, and the step of 0."""
-    return 1 / (steps // 2), (steps + 1) // 2
 
 
 def _onednn(

@@ -252,9 +252,9 @@ class RecogniserSpeed:
         speedup: Seconds of undrafted float32, encoder included, over those of this way, with the
             low and high end of its interval.
         decoding_speedup: The same without the encoder.
-        exact: Whether a drafter promises that share to be 1: on a CPU in float32 and int8.
         same_as_undrafted: Share of windows with the tokens of the undrafted loop in the same
             precision.
+        exact: Whether a drafter promises that share to be 1: on a CPU in float32 and int8.
         same_as_fp32: Share of windows with the tokens of undrafted float32.
         other_texts: Number of recordings whose text is not that of undrafted float32.
         megabytes: Megabytes of the model's weights, without the drafter's.
