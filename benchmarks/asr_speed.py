@@ -37,7 +37,7 @@ import peak_memory
 import peers
 import torch
 from asr_tables import number, tables, wide_tables
-from pages import parsed, warn_if_busy, write_page, write_result
+from pages import SECTION, parsed, warn_if_busy, with_section, write_page, write_result
 from peers import GENERATE, UNDRAFTED, Checkpoint, Engine, rows_of
 from speech import clips, encode, windows
 from widen import SHAPES, laid_out, write
@@ -281,8 +281,9 @@ def run(arguments: argparse.Namespace, folder: Path) -> Path:
     if "memory" in arguments.parts:
         result["memory"] = peak_memory.measure(checkpoint, chosen, batches)
     facts |= {"load_at_end": load(), "weights_mb": checkpoint.megabytes()}
-    shape = f"-{arguments.width}" if arguments.width else ""
-    name = f"asr{shape}-{device.type}-torch{torch.__version__.split('+')[0]}-{facts['date']}.json"
+    shape = f"asr-{arguments.width}" if arguments.width else "asr"
+    packages = f"{device.type}-torch{torch.__version__.split('+')[0]}"
+    name = f"{with_section(shape, arguments.section)}-{packages}-{facts['date']}.json"
     write_result(arguments.out / name, result)
     return arguments.out / name
 
@@ -312,6 +313,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke test of all parts")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--page", type=Path, help="write the tables into this page")
+    parser.add_argument("--section", default=SECTION, help="between these marks of the page")
     parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")
     arguments = parsed(parser)
     if arguments.width:  # a Transcriber cannot feed a wide model
@@ -326,7 +328,7 @@ def main() -> None:
     shown = (wide_tables if result["machine"].get("width") else tables)(result, path.name)
     print(f"\n{shown}\n\nwritten: {path}")
     if arguments.page:
-        write_page(arguments.page, shown)
+        write_page(arguments.page, shown, arguments.section)
 
 
 if __name__ == "__main__":

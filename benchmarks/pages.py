@@ -18,6 +18,10 @@ from mmdecode.runs.files import (
 )
 
 
+SECTION = "tables"
+"""Name of the marks around a page's main tables."""
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
@@ -29,9 +33,14 @@ def marks(name: str) -> tuple[str, str]:
     return f"<!-- {name} -->", f"<!-- end of {name} -->"
 
 
-def write_page(page: Path, tables: str, name: str = "tables") -> None:
+def write_page(page: Path, tables: str, name: str = SECTION) -> None:
     """Puts the tables between the marks of the page."""
     write_between(page, *marks(name), tables)
+
+
+def with_section(name: str, section: str) -> str:
+    """Name of a result file, with the section of the page that its tables are put into."""
+    return name if section == SECTION else f"{name}-{section.replace(' ', '-')}"
 
 
 def write_result(path: Path, result: Mapping[str, Any], indent: int | None = 1) -> None:
@@ -39,12 +48,12 @@ def write_result(path: Path, result: Mapping[str, Any], indent: int | None = 1) 
     write_file(path, marked_json(result, indent))
 
 
-def parsed(parser: argparse.ArgumentParser, page: str = "tables") -> argparse.Namespace:
+def parsed(parser: argparse.ArgumentParser, page: str = SECTION) -> argparse.Namespace:
     """The arguments, with ``--overwrite``; what could not be written is refused here.
 
     Args:
         parser: With ``--out``, a folder, or ``--report``, a file, and perhaps ``--page``.
-        page: Name of the marks of ``--page``.
+        page: Name of the marks of ``--page``, where there is no ``--section``.
     """
     parser.add_argument("--overwrite", action="store_true", help="also what mmdecode did not write")
     arguments = parser.parse_args()
@@ -54,7 +63,7 @@ def parsed(parser: argparse.ArgumentParser, page: str = "tables") -> argparse.Na
         single = getattr(arguments, "report", None)
         refuse_foreign([single] if single else sorted(arguments.out.glob("*.json")))
         if getattr(arguments, "page", None):
-            page_with(arguments.page, *marks(page))
+            page_with(arguments.page, *marks(getattr(arguments, "section", page)))
     except OptionError as error:
         parser.error(str(error))
     return arguments

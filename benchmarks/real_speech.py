@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 import peak_memory
 import torch
-from pages import parsed, warn_if_busy, write_page, write_result
+from pages import SECTION, parsed, warn_if_busy, with_section, write_page, write_result
 from real_speech_tables import PIPELINE, bar_sentences, errors, tables
 from real_ways import (
     RATE,
@@ -556,9 +556,8 @@ def run(arguments: argparse.Namespace) -> Path:
         result["memory"] = {"seconds": seconds, "rows": memory(subject, batches, seconds)}
     result["bars"] = bars(result)
     facts["load_at_end"] = load()
-    path = (
-        arguments.out / f"real-speech-cpu-torch{facts['torch'].split('+')[0]}-{facts['date']}.json"
-    )
+    name = f"{with_section('real-speech', arguments.section)}-cpu"
+    path = arguments.out / f"{name}-torch{facts['torch'].split('+')[0]}-{facts['date']}.json"
     write_result(path, result)
     return path
 
@@ -578,6 +577,7 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--page", type=Path, help="write the tables into this page")
+    parser.add_argument("--section", default=SECTION, help="between these marks of the page")
     parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")
     arguments = parsed(parser)
     only_our_output()
@@ -599,7 +599,7 @@ def main() -> None:
     print("\n" + "\n".join(bar_sentences(result["bars"])))
     print(f"\n{tables(result, path.name)}\n\nwritten: {path}")
     if arguments.page:
-        write_page(arguments.page, tables(result, path.name))
+        write_page(arguments.page, tables(result, path.name), arguments.section)
 
 
 if __name__ == "__main__":
