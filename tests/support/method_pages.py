@@ -35,7 +35,7 @@ LEFT_OUT = {
 }
 """Columns that the page with the whole table has alone."""
 
-SEEN = {"draft": ("drafters", "vlm_speed", "real_speech"), "guide": ("hallucination",)}
+SEEN = {"draft": ("drafters", "vlm_speed", "real_speech", "int8_speed"), "guide": ("hallucination",)}
 """By kind, pages whose marked tables have a row for each method that was measured."""
 LABELS = {"jacobi": "SJD", "coupled": "coupled", "cool_sd": "Cool-SD", "lantern": "LANTERN"}
 LABELS["gsd"] = "grouped"
@@ -65,7 +65,8 @@ def excerpt(spec):
     """Rows of a table on another page, without its widest columns, and where they are from."""
     page, before, *wanted = [part.strip() for part in spec.split(" | ")]
     home = ROOT / page if "/" in page else DOCS / page
-    lines = home.read_text(encoding="utf-8").splitlines()
+    text, _, _ = home.read_text(encoding="utf-8").partition("<!-- end of tables -->")
+    lines = text.splitlines()
     at = [number for number, line in enumerate(lines) if line == before]
     at = at or [number for number, line in enumerate(lines) if before in line]
     assert len(at) == 1, f"{page} has {before!r} {len(at)} times"
