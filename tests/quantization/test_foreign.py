@@ -8,6 +8,7 @@ import torch
 
 import mmdecode
 from mmdecode.decoder import Decoder
+from mmdecode.engine import capture
 from mmdecode.errors import IncompatibleError, UnsupportedModelError
 from mmdecode.quantization import foreign, quantize
 from tests.support import tiny
@@ -69,3 +70,36 @@ def test_our_own_layers_and_float_ones_are_not_foreign():
     model = copy.deepcopy(tiny.model_of("llama"))
     assert not list(foreign.foreign_layers(model))
     assert not list(foreign.foreign_layers(quantize(model)))
+
+
+@pytest.mark.parametrize("family", ["llama", "whisper"])
+def test_wrong_compiled_products_of_another_library_are_not_used(family, monkeypatch):
+    def wrong(graph, inputs):
+        return lambda *given: [100 * value for value in graph(*given)]
+
+    monkeypatch.setattr(capture, "BACKEND", wrong)
+    model = weights_alone(copy.deepcopy(tiny.model_of(family)))
+    expected = decoded(model, family)
+    inputs = tiny.inputs_of(family, 2)
+    with pytest.warns(UserWarning, match="run as usual: compiled, its states differ by 1e\\+02"):
+        found = mmdecode.generate(
+            model, decoder=Decoder(compile=True), max_new_tokens=8, **inputs
+        )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.slow
+def test_compiled_torchao_with_rounded_activations_gives_its_usual_tokens():
+    torchao = pytest.importorskip("torchao.quantization")
+    model = copy.deepcopy(tiny.model_of("whisper"))
+    torchao.quantize_(model, torchao.Int8DynamicActivationInt8WeightConfig())
+    expected = decoded(model, "whisper")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = mmdecode.generate(
+            model,
+            decoder=Decoder(compile=True),
+            max_new_tokens=8,
+            **tiny.inputs_of("whisper", 1),
+        )
+    assert torch.equal(found, expected[:1])
