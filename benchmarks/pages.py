@@ -17,7 +17,6 @@ from mmdecode.runs.files import (
     write_file,
 )
 
-
 SECTION = "tables"
 """Name of the marks around a page's main tables."""
 

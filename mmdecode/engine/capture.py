@@ -191,8 +191,8 @@ class Compiled:
         self.model = origin(adapter.model)  # views come and go
         if self.model not in _compiled:
             _compiled[self.model] = compiled(_forward, BACKEND)
-            if any(foreign_layers(self.model)):
-                _checked[self.model] = set()
+        if any(foreign_layers(self.model)):  # it may have been float before
+            _checked.setdefault(self.model, set())
 
     def __call__(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """Same as ``adapter.forward``."""

@@ -35,7 +35,10 @@ LEFT_OUT = {
 }
 """Columns that the page with the whole table has alone."""
 
-SEEN = {"draft": ("drafters", "vlm_speed", "real_speech", "int8_speed"), "guide": ("hallucination",)}
+SEEN = {
+    "draft": ("drafters", "vlm_speed", "real_speech", "int8_speed"),
+    "guide": ("hallucination",),
+}
 """By kind, pages whose marked tables have a row for each method that was measured."""
 LABELS = {"jacobi": "SJD", "coupled": "coupled", "cool_sd": "Cool-SD", "lantern": "LANTERN"}
 LABELS["gsd"] = "grouped"
