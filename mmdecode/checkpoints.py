@@ -343,7 +343,8 @@ def dtype_of(
     if isinstance(name, str) and name not in known:
         raise OptionError(
             f"dtype={name!r}{did_you_mean(name, [AUTO, *known])}; expected auto, "
-            f"{', '.join(DTYPES)} or torch's {', '.join(DTYPES.values())}"
+            f"{', '.join(DTYPES)} or torch's {', '.join(DTYPES.values())}; 8-bit weights are "
+            "quantize='int8' (--quantize int8)"
         )
     kind = getattr(torch, DTYPES.get(name, name)) if isinstance(name, str) else name
     kind = torch.float32 if kind is None else kind

@@ -23,12 +23,20 @@ def refuse_attention(model: Any) -> None:
     warns, once per model, if a row's products depend on other rows.
 
     Raises:
-        UnsupportedModelError: The model has another attention implementation.
+        UnsupportedModelError: The model has another attention implementation, or was rounded and
+            has another since.
     """
     if (used := attention_implementation(model.config)) not in TAKES_TREES:
         raise UnsupportedModelError(
             f"{type(model).__name__} has attention {used!r}, which takes no tree masks; use sdpa "
             "or eager: call model.set_attn_implementation('sdpa')"
+        )
+    by_rows = getattr(getattr(model, "hf_quantizer", None), "by_rows", False)
+    if by_rows and used in ("eager", "sdpa"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has int8 weights and attention {used!r}, with which drafted "
+            "tokens may differ from undrafted ones: call "
+            f"model.set_attn_implementation({BY_ROWS!r})"
         )
     if model not in _known:
         _known.add(model)

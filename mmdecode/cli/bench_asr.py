@@ -266,14 +266,21 @@ def _loaded(
     """Loads the model in each precision.
 
     Raises:
+        OptionError: The model has been rounded already.
         UnsupportedModelError: No drafter can be used with the model.
     """
     from mmdecode.asr.recognizers import of_type
     from mmdecode.asr.transcriber import load
+    from mmdecode.quantization.models import format_of, is_quantized
 
     found: dict[str, Recognizer] = {}
     for name, (dtype, quantize) in chosen.items():
         network, processor = load(model, device, dtype, quantize, options)
+        if quantize is None and is_quantized(network):
+            raise OptionError(
+                f"{model} has {format_of(network)} weights; name the float model, which bench asr "
+                "rounds itself"
+            )
         one = of_type(network.config.model_type)(network, processor, options)
         if not one.capabilities.drafts:
             raise UnsupportedModelError(

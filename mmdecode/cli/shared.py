@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 import os
@@ -163,7 +164,8 @@ def _resolved(run: Any) -> Any:
         where = device if split is None else f"devices by {split}"
         if "dtype" in given:
             given["dtype"] = shown
-        shown = f", {shown}, {given['quantize']} weights" if given.get("quantize") else f", {shown}"
+        rounded = given.get("quantize") or saved_format(model)
+        shown = f", {shown}, {rounded} weights" if rounded else f", {shown}"
         if "dtypes" in given:  # it names each where it shows it
             shown = ""
         if model and os.environ.get("RANK", "0") == "0":
@@ -171,6 +173,20 @@ def _resolved(run: Any) -> Any:
         return run(*args, **given)
 
     return resolved
+
+
+def saved_format(name: str) -> str | None:
+    """Returns the format of quantised weights in a local folder; ``None``: they are not quantised.
+
+    Args:
+        name: The folder; other names of checkpoints give ``None``.
+    """
+    try:
+        config = json.loads((Path(name) / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    return None if method is None else str(method).removeprefix("mmdecode_")
 
 
 def refuse_file(out: Path | None) -> Path | None:

@@ -51,9 +51,11 @@ def warn_of_rows(model: Any) -> None:
     """Warns if products of a foreign layer depend on the other rows."""
     if isinstance(getattr(model, "hf_quantizer", None), HfWeightOnly):
         return  # a target was tested when it was rounded, and a drafter need not be
+    kind = getattr(model, "dtype", torch.float32)
+    allowed = max(TOLERANCE, 4 * torch.finfo(kind).eps)
     for name, layer in foreign_layers(model):
-        change = _neighbours_change(layer)
-        if change > TOLERANCE:
+        change = _neighbours_change(layer, kind)
+        if change > allowed:
             warnings.warn(
                 f"{type(model).__name__}: a row of {name} ({type(layer).__name__}) changes by "
                 f"{change:.1%} with the rows next to it, so drafted text may differ from undrafted "
@@ -65,8 +67,11 @@ def warn_of_rows(model: Any) -> None:
 
 
 @torch.no_grad()
-def _neighbours_change(layer: Any) -> float:
-    """Largest change of a row next to others, one of which is large, relative to its largest."""
+def _neighbours_change(layer: Any, kind: torch.dtype) -> float:
+    """Largest change of a row next to others, one of which is large, relative to its largest.
+
+    Inputs have the dtype ``kind``.
+    """
     bias = getattr(layer, "bias", None)
     device = bias.device if isinstance(bias, Tensor) else getattr(layer, "weight", None)
     device = device.device if isinstance(device, Tensor) else device
@@ -75,7 +80,7 @@ def _neighbours_change(layer: Any) -> float:
     x = torch.randn(ROWS, layer.in_features, generator=torch.Generator().manual_seed(0))
     x[-1] *= 20
     try:
-        x = x.to(device)
+        x = x.to(device, kind)
         whole, alone = layer(x)[:1].float(), layer(x[:1]).float()
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return 0.0  # of another dtype, or no layer of rows

@@ -3,8 +3,8 @@
 On CUDA this is done by torchao, see `mmdecode.quantization.weight_only`; the rest of this page is
 about CPUs, where a rounded model is also saved and loaded by transformers.
 
-Every ``nn.Linear`` becomes an `Int8Linear`, encoder and output matrix included, and the embedding
-of tokens an `Int8Embedding`; attention is computed query by query, see
+Every ``nn.Linear``, and GPT-2's transposed kind, becomes an `Int8Linear`, encoder and output matrix
+included, and the embedding of tokens an `Int8Embedding`; attention is computed query by query, see
 `mmdecode.quantization.attention`. The result is another model than before, with about a quarter of
 the memory, whose drafted and undrafted tokens are the same.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 from warnings import warn
@@ -31,12 +32,17 @@ from mmdecode.errors import OptionError, UnsupportedModelError, refuse_unknown
 from mmdecode.quantization import weight_only
 from mmdecode.quantization.attention import NAME
 from mmdecode.quantization.foreign import foreign_layers, stored
-from mmdecode.quantization.modules import Int8Embedding, Int8Linear
+from mmdecode.quantization.modules import LINEAR, Int8Embedding, Int8Linear
 from mmdecode.quantization.products import gain
 
 METHOD = "mmdecode_int8"
 """Name of the format in a checkpoint's ``quantization_config``."""
+FLOAT = (nn.Embedding, Int8Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Layers that are no products of rows with a matrix."""
+LEFT = 0.1
+"""Largest share of the weights that may stay float matrices without a warning."""
 Model = TypeVar("Model", bound=Any)
+Layers = TypeVar("Layers", bound=nn.Module)
 _changing = threading.Lock()
 
 
@@ -46,7 +52,8 @@ def quantize(model: Model, to: str = "int8", *, embeddings: bool = True) -> Mode
     Greedy tokens with a draft are those without one, for the rounded model: a row's products and
     attention do not depend on other rows; on CUDA, by at most twice what they do in float or two
     steps of the dtype, on a test input. They are not those of the model before. A model that is
-    rounded already stays as it is.
+    rounded to this format already stays as it is. A warning tells of matrices that stay in float,
+    such as experts in one tensor.
 
     Args:
         model: A model on the CPU or on CUDA, in evaluation mode.
@@ -55,11 +62,12 @@ def quantize(model: Model, to: str = "int8", *, embeddings: bool = True) -> Mode
         embeddings: Whether the embedding of tokens is rounded too; on CUDA it never is.
 
     Raises:
-        OptionError: There is no such format, or not on this device.
+        OptionError: There is no such format, or not on this device, or the model has another.
         MissingExtraError: The model is on CUDA, and torchao is missing.
         UnsupportedModelError: The model is on another device, has adapters or hooks, is quantised
-            otherwise, or has no attention that can be computed query by query; or, on CUDA, a row's
-            products depend on other rows: its rounded copy may still draft.
+            otherwise, or has no attention that can be computed query by query, as T5's with its
+            bias of distances; or, on CUDA, a row's products depend on other rows. In both cases its
+            rounded copy may still draft.
     """
     return _quantize(model, to, embeddings, target=True)
 
@@ -70,9 +78,16 @@ def quantize_drafter(model: Model, to: str = "int8") -> Model:
 
 
 def _quantize(model: Model, to: str, embeddings: bool, target: bool) -> Model:
+    if not isinstance(to, str):
+        raise OptionError(f"quantize={to!r}; expected one of {', '.join(weight_only.KINDS)}")
     refuse_unknown([to], weight_only.KINDS, "quantize")
     with _changing:
         if is_quantized(model):
+            if format_of(model) != to:
+                raise OptionError(
+                    f"{type(model).__name__} has {format_of(model)} weights, and quantize={to!r} "
+                    "asks for others; leave quantize out, or load the float weights"
+                )
             return model
         _refuse(model)
         if device_type(model) == "cuda":
@@ -83,11 +98,13 @@ def _quantize(model: Model, to: str, embeddings: bool, target: bool) -> Model:
                 f"quantize={to!r} runs on CUDA, and {type(model).__name__} is on the CPU; use "
                 "quantize='int8', or load the model with device='cuda'"
             )
-        _refuse_attention(model)
-        tied = is_tied(model)
+        _refuse_attention(model, target)
+        config = Int8Config(tied=is_tied(model), embeddings=embeddings)
         embedding = model.get_input_embeddings() if embeddings else None
         _replace(model, embedding, Int8Linear.of, Int8Embedding.of)
-        _mark(model, HfInt8(Int8Config(tied=tied), pre_quantized=True))
+        _mark(model, HfInt8(config, pre_quantized=True))
+        if target:
+            _warn_of_float(model)
     return model
 
 
@@ -104,7 +121,7 @@ def round_on_cuda(model: Any, to: str, target: bool = True) -> None:
     _note(model, weight_only.HfWeightOnly(weight_only.WeightOnlyConfig(to, tied)))
 
 
-def round_linears(module: Model) -> Model:
+def round_linears(module: Layers) -> Layers:
     """Rounds the weights of every ``nn.Linear`` inside a module, in place; returns the module."""
     _replace(module, None, Int8Linear.of, Int8Embedding.of)
     return module
@@ -151,7 +168,7 @@ def _replace(
     steps = {*decoder.modules(), *(output.modules() if output is not None else ())}
     made: dict[nn.Module, nn.Module] = {}  # a module may be in several places
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        if type(module) is nn.Linear:
+        if type(module) in LINEAR:
             made[module] = made.get(module) or linear_of(module, module not in steps)
         elif module is embedding and type(module) is nn.Embedding:
             made[module] = made.get(module) or embedding_of(module)
@@ -171,10 +188,13 @@ def _mark(model: Any, quantizer: HfInt8) -> None:
             f"this processor multiplies a row by int8 weights in {1 / fast:.1f} times the time "
             f"of float32 weights: {type(model).__name__} will need less memory, and be slower; "
             "leave out quantize for speed",
-            stacklevel=3,
+            stacklevel=4,
         )
     _note(model, quantizer)
     model.config.tie_word_embeddings = False  # packed and by rows, they are two
+    quantizer.by_rows = not _biased(model)
+    if not quantizer.by_rows:
+        return  # it only drafts, by torch's attention
     parts = [m.config for m in model.modules() if getattr(m, "config", None) is not None]
     configs = {id(c): c for c in parts if attention_implementation(c) == "sdpa"}
     for config in configs.values():
@@ -214,6 +234,19 @@ class Footprint:
 
     def __reduce__(self) -> Any:
         return Footprint, (self._model(),)
+
+
+def refuse_learning(model: Any) -> None:
+    """Refuses to train, or to train with, a model whose weights were rounded.
+
+    Raises:
+        UnsupportedModelError: The model was rounded.
+    """
+    if is_quantized(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {format_of(model)} weights, which cannot be trained and "
+            "give no gradients: name the float model"
+        )
 
 
 def refuse_device(model: Any, device: torch.device) -> None:
@@ -261,8 +294,36 @@ def device_type(model: Any) -> str:
     )
 
 
-def _refuse_attention(model: Any) -> None:
+def _biased(model: nn.Module) -> bool:
+    """Whether attention has a learned bias of distances, as T5's."""
+    return any(getattr(m, "relative_attention_bias", None) is not None for m in model.modules())
+
+
+def _warn_of_float(model: nn.Module) -> None:
+    """Warns if more than a tenth of the weights are float matrices that are multiplied."""
+    left: Counter[str] = Counter()
+    for module in model.modules():
+        if isinstance(module, FLOAT):
+            continue
+        own = [w for w in module.parameters(recurse=False) if w.dim() > 1 and w.is_floating_point()]
+        left[type(module).__name__] += sum(weight.nbytes for weight in own)
+    share = left.total() / max(weight_bytes(model), 1)
+    if share > LEFT:
+        warn(
+            f"{share:.0%} of the weights of {type(model).__name__} stay in float, those of "
+            f"{left.most_common(1)[0][0]}: it needs more memory than one in int8, and drafted "
+            "text may differ from undrafted text where two tokens are equally likely",
+            stacklevel=4,
+        )
+
+
+def _refuse_attention(model: Any, target: bool) -> None:
     name, used = type(model).__name__, attention_implementation(model.config)
+    if target and _biased(model):
+        raise UnsupportedModelError(
+            f"attention of {name} has a bias of distances, which cannot be computed query by "
+            "query; it stays in float: draft='quantized' lets its int8 copy draft"
+        )
     if used not in (None, "sdpa", NAME):
         raise UnsupportedModelError(
             f"{name} has attention {used!r}, which cannot be computed query by query; call "
@@ -275,15 +336,27 @@ def _refuse_attention(model: Any) -> None:
 
 @register_quantization_config(METHOD)
 class Int8Config(QuantizationConfigMixin):
-    """``quantization_config`` of a checkpoint; ``tied`` see `is_tied`."""
+    """``quantization_config`` of a checkpoint.
 
-    def __init__(self, tied: bool = False, **kwargs: Any) -> None:
-        self.quant_method, self.tied = METHOD, tied
+    Args:
+        tied: See `is_tied`.
+        embeddings: Whether the embedding of tokens is rounded.
+        **kwargs: Further fields of a saved config.
+    """
+
+    def __init__(self, tied: bool = False, embeddings: bool = True, **kwargs: Any) -> None:
+        self.quant_method, self.tied, self.embeddings = METHOD, tied, embeddings
 
 
 @register_quantizer(METHOD)
 class HfInt8(HfQuantizer):
-    """How transformers builds and loads such a checkpoint."""
+    """How transformers builds and loads such a checkpoint.
+
+    Attributes:
+        by_rows: Whether attention is computed query by query.
+    """
+
+    by_rows = True
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuses a device map, before weights are read.
@@ -305,7 +378,8 @@ class HfInt8(HfQuantizer):
                 "then call mmdecode.quantize(model)"
             )
         model.config.tie_word_embeddings = False
-        embedding = model.get_input_embeddings()
+        rounds = self.quantization_config.embeddings
+        embedding = model.get_input_embeddings() if rounds else None
         _replace(model, embedding, Int8Linear.like, Int8Embedding.like)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:

@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from mmdecode.quantization.kernels import run_linears
 from mmdecode.quantization.products import Matrix, rounded
+
+LINEAR = (nn.Linear, Conv1D)
+"""Classes of linear layers that are rounded; `Conv1D` of transformers has its matrix transposed."""
 
 
 class Int8Linear(nn.Module):
@@ -38,16 +42,18 @@ class Int8Linear(nn.Module):
         self.groups: dict[tuple[int, bool], list[Matrix]] = {}
 
     @classmethod
-    def like(cls, linear: nn.Linear, many: bool = False) -> Int8Linear:
-        """Builds a layer of the same widths, without memory for its weights."""
+    def like(cls, linear: Any, many: bool = False) -> Int8Linear:
+        """Builds a layer of the same widths as one of `LINEAR`, without memory for its weights."""
+        inputs, outputs = linear.weight.shape[:: 1 if isinstance(linear, Conv1D) else -1]
         with torch.device("meta"):
-            return cls(linear.in_features, linear.out_features, linear.bias is not None, many)
+            return cls(inputs, outputs, linear.bias is not None, many)
 
     @classmethod
-    def of(cls, linear: nn.Linear, many: bool = False) -> Int8Linear:
-        """Rounds the weights of a linear layer, row by row."""
+    def of(cls, linear: Any, many: bool = False) -> Int8Linear:
+        """Rounds the weights of one of `LINEAR`, output by output."""
         module = cls.like(linear, many)
-        module._hold(Matrix.of(linear.weight, many))
+        weight = linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
+        module._hold(Matrix.of(weight, many))
         if linear.bias is not None:
             module.bias = _constant(linear.bias.detach())
         return module.train(linear.training)
@@ -101,6 +107,13 @@ class Int8Linear(nn.Module):
         if name in ("weight", "weight_scale") and self.__dict__.get("matrix") is not None:
             return self.matrix.ints()[name == "weight_scale"]  # type: ignore[union-attr]
         return super().__getattr__(name)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        names = [prefix + name for name in ("weight", "weight_scale")]
+        if self.matrix is not None and all(name in state for name in names):
+            ints, scale = (state.pop(name) for name in names)
+            self.matrix, self.groups = Matrix(ints, scale, self.many), {}
+        super()._load_from_state_dict(state, prefix, *args)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -35,6 +35,7 @@ from mmdecode.asr.correction.n_best_lists import NBestList, hash_fraction
 from mmdecode.asr.correction.prompts import NO_LABEL, ListPrompts, PromptOptions
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.speech.wer import count_errors
+from mmdecode.quantization.models import refuse_learning
 from mmdecode.runs.files import (
     RUN,
     check_settings,
@@ -423,6 +424,7 @@ def train_from_lists(
         model = build_model(tokenizer, options).to(device)
     else:
         model, tokenizer = load(model_id, device)
+        refuse_learning(model)
     if options.method == "full":
         model_id = ""
     return train(model, tokenizer, data, options, out / "state", out, model_id or "")

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from mmdecode import checkpoints
 from mmdecode.asr.output.manifest import opened, read_manifest
+from mmdecode.asr.recognizers import of_type
 from mmdecode.asr.recognizers.whisper import WhisperRecognizer
 from mmdecode.asr.transcriber import Transcriber, load, make_options
 from mmdecode.cli import bench_asr
@@ -346,3 +347,28 @@ def test_memory_of_rounded_weights_counts_packed_matrices():
     assert weight_bytes(layer) == 4 * (64 * 32 + 32)
     # integers, a scale for each output, and the bias
     assert weight_bytes(torch.nn.Sequential(Int8Linear.of(layer))) == 64 * 32 + 4 * 32 + 4 * 32
+
+
+def test_a_model_that_is_rounded_already_is_refused(tmp_path):
+    model, processor = load(MODEL, "cpu", "fp32", "int8")
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    done = invoke("bench", "asr", "--model", str(tmp_path), "--limit", "1", "--device", "cpu")
+    assert "has int8 weights; name the float model" in str(done.exception)
+
+
+def test_generate_decodes_a_moonshine(tmp_path):
+    name = "moonshine:tiny-en"
+    model, processor = load(name, "cpu", "fp32")
+    ours = of_type("moonshine")(model, processor, make_options({"max_new_tokens": 8}))
+    windows, _ = windows_of(ours, [opened(one) for one in read_manifest("zoo:real-clips", 1)])
+    encoded = recogniser_speed.encoding(ours, windows[:1])()
+    [way] = [w for w in ways_of({"fp32": ours}, [], name, True) if w.name == GENERATE]
+    found = way.decode(windows[:1], encoded)
+    [plain] = [w for w in ways_of({"fp32": ours}, [], name, False) if w.name == PLAIN]
+    assert way.problem is None and found == plain.decode(windows[:1], encoded)
+
+
+def test_an_int8_model_is_not_drafted_for_by_itself(recogniser):
+    ways = ways_of({"fp32": recogniser, "int8": recogniser}, ["quantized"], MODEL, False)
+    assert [(w.name, w.precision) for w in ways][2:] == [("quantized", "fp32"), (PLAIN, "int8")]

@@ -200,7 +200,9 @@ def generated(
         recognizer.model,
         decoder_input_ids=prompt,
         attention_mask=whole if mask is None else mask.long(),
-        encoder_outputs=ModelOutput(last_hidden_state=states, attention_mask=mask),
+        encoder_outputs=ModelOutput(
+            last_hidden_state=states, hidden_states=None, attentions=None, attention_mask=mask
+        ),
         generation_config=config,
         # generate adds those of the checkpoint's settings itself
         logits_processor=LogitsProcessorList(
@@ -482,5 +484,10 @@ def ways_of(
     for precision, one in recognizers.items():
         if precision != FP32:
             ways.append(Way(PLAIN, precision, one, Decoder()))
-        ways += (Way.drafted(draft, precision, one, model_id) for draft in drafts)
+        ways += (
+            Way.drafted(draft, precision, one, model_id)
+            for draft in drafts
+            # an int8 model would draft for itself with its own weights
+            if precision != "int8" or draft.partition(":")[0] != "quantized"
+        )
     return ways

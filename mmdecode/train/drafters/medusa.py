@@ -36,6 +36,7 @@ from mmdecode.engine.adapter import Prompt
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.masks import block_mask, chain
 from mmdecode.errors import InputError, OptionError
+from mmdecode.quantization.models import refuse_learning
 from mmdecode.runs.files import (
     LISTING,
     marked_json,
@@ -421,6 +422,7 @@ def train_from_manifest(
     refuse_foreign_in(out)
     entries = recordings_in(manifest, limit)
     model, processor = load(model_name, device, dtype)
+    refuse_learning(model)
     model, dtype = model.eval(), str(model.dtype).removeprefix("torch.")
     extractor = processor.feature_extractor
 

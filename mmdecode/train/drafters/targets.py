@@ -39,6 +39,7 @@ from mmdecode.image_ar.raster import ImageTokens
 from mmdecode.image_ar.raster import generate as draw
 from mmdecode.image_ar.sampling import Sampling, guided
 from mmdecode.models.llamagen import LlamaGenConfig
+from mmdecode.quantization.models import refuse_learning
 from mmdecode.train.drafters.recipes import Options, Sample, unguided
 from mmdecode.vlm.requests import AnswerRequest, read_requests
 
@@ -310,8 +311,10 @@ def loaded(model_id: str, device: str = "cpu", dtype: torch.dtype | None = None)
         )
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         model, tokenizer = load_text(model_id, device, dtype)
+        refuse_learning(model)
         return Texts(model.eval(), partial(_texts, tokenizer, model.device))
     model, processor = load(model_id, device, dtype)
+    refuse_learning(model)
     return Texts(model.eval(), Prompts(model, processor).read)
 
 
