@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument("--model", default="zoo:whisper-synth")
     parser.add_argument("--draft", default="zoo:whisper-synth-medusa", help="Medusa heads")
     parser.add_argument(
-        "--width", choices=SHAPES, help="widen model and heads to this shape; short form alone"
+        "--width", choices=SHAPES, help="widen model and heads to this shape; no long form"
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
@@ -317,7 +317,7 @@ def main() -> None:
     parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")
     arguments = parsed(parser)
     if arguments.width:  # a Transcriber cannot feed a wide model
-        arguments.parts = [part for part in arguments.parts if part == "short"]
+        arguments.parts = [part for part in arguments.parts if part != "long"]
     if arguments.quick:
         small = {"batch_size": "1,2", "repeats": 1, "limit": 2, "threads": "1"}
         vars(arguments).update(small | {"recordings": 2, "seconds": 12})

@@ -160,11 +160,13 @@ def wide_tables(result: dict[str, Any], name: str) -> str:
     if {"model", "rounded"} <= set(weights):
         sizes.append(f"int8 over float32 {weights['rounded'] / weights['model']:.2f}")
     found.append(f"Weights in memory: {', '.join(sizes)}.")
-    for batch in sorted({row["batch"] for row in result["best"]}):
+    for batch in sorted({row["batch"] for row in result.get("best", [])}):
         for timestamps in (False, True):
             words = "with timestamps" if timestamps else "without timestamps"
             found.append(f"**Batch {batch}, {words}**")
             found.append(wide_table(result["best"], batch, timestamps))
+    if result.get("memory"):
+        found += ["**Memory**, megabytes.", memory_table(result["memory"])]
     return "\n\n".join(filter(None, found))
 
 

@@ -21,6 +21,7 @@ import peers
 import torch
 from peers import Checkpoint, rows_of
 from speech import windows
+from widen import laid_out
 
 from mmdecode.errors import run_script
 
@@ -58,7 +59,10 @@ def peak(device: torch.device) -> float:
 def child(name: str, checkpoint: Checkpoint, batches: list[int]) -> dict[str, Any]:
     """One engine's megabytes."""
     device = checkpoint.device
-    features = windows(checkpoint.extractor, max(batches)).to(device, checkpoint.dtype)
+    features = windows(checkpoint.extractor, max(batches))
+    if checkpoint.wide:
+        features = laid_out(features, checkpoint.settings.config)
+    features = features.to(device, checkpoint.dtype)
     if peers.has_ctranslate2(device):
         import ctranslate2  # noqa: F401
     before = now(device)
@@ -93,6 +97,7 @@ def measure(checkpoint: Checkpoint, chosen: list[str], batches: list[int]) -> li
         words = ["--engine", name, "--model", checkpoint.name, "--draft", checkpoint.draft]
         words += ["--device", str(checkpoint.device), "--dtype", str(checkpoint.dtype)[6:]]
         words += ["--batch-size", *map(str, batches)]
+        words += ["--wide"] if checkpoint.wide else []
         if name in peers.CTRANSLATE2:
             words += ["--converted", str(checkpoint.convert())]
         command = [sys.executable, __file__, *words]
@@ -111,6 +116,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--converted", type=Path, help="the weights for CTranslate2")
+    parser.add_argument("--wide", action="store_true", help="the model was widened")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32])
     arguments = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -118,7 +124,13 @@ def main() -> None:
     dtype = getattr(torch, arguments.dtype)
     device = torch.device(arguments.device)
     checkpoint = Checkpoint(
-        arguments.model, arguments.draft, device, dtype, folder=arguments.converted, apart=False
+        arguments.model,
+        arguments.draft,
+        device,
+        dtype,
+        folder=arguments.converted,
+        apart=False,
+        wide=arguments.wide,
     )
     print(json.dumps(child(arguments.engine, checkpoint, arguments.batch_size)))
 

@@ -104,6 +104,7 @@ def _quantize(model: Model, to: str, embeddings: bool, target: bool) -> Model:
         _replace(model, embedding, Int8Linear.of, Int8Embedding.of)
         _mark(model, HfInt8(config, pre_quantized=True))
         if target:
+            _unmap(model)
             _warn_of_float(model)
     return model
 
@@ -199,6 +200,15 @@ def _mark(model: Any, quantizer: HfInt8) -> None:
     configs = {id(c): c for c in parts if attention_implementation(c) == "sdpa"}
     for config in configs.values():
         config._attn_implementation = NAME
+
+
+def _unmap(model: nn.Module) -> None:
+    """Copies the tensors that are left, any of which would keep a whole checkpoint in memory.
+
+    Loaded weights are parts of a file that is mapped into memory.
+    """
+    for tensor in {*model.parameters(), *model.buffers()}:
+        tensor.data = tensor.data.clone()
 
 
 def _note(model: Any, quantizer: Any) -> None:
@@ -386,6 +396,7 @@ class HfInt8(HfQuantizer):
         for module in model.modules():
             if isinstance(module, Int8Linear):
                 module.pack()
+        _unmap(model)
         _mark(model, self)
 
     def is_serializable(self) -> bool:

@@ -60,8 +60,9 @@ class Int8Linear(nn.Module):
 
     def pack(self) -> None:
         """Prepares loaded weights for products."""
-        if self.matrix is None:
-            self._hold(Matrix(self.weight.detach(), self.weight_scale.detach(), self.many))
+        if self.matrix is None:  # copies, since those are parts of a file that stays mapped
+            given = self.weight.detach().clone(), self.weight_scale.detach().clone()
+            self._hold(Matrix(*given, self.many))
 
     def _hold(self, matrix: Matrix) -> None:
         self.matrix = matrix

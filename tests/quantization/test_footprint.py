@@ -4,9 +4,11 @@ import copy
 import gc
 import pickle
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import mmdecode as mm
 from mmdecode.quantization import quantize
@@ -14,6 +16,8 @@ from mmdecode.quantization.modules import Int8Linear
 from mmdecode.quantization.source import Int8Source, Int8States
 from tests.support import tiny
 from tests.support.rounded import FORMATS, as_on_cuda, on
+
+MAPS = Path("/proc/self/maps")
 
 
 def expected(model):
@@ -87,3 +91,16 @@ def test_a_rounded_model_is_freed_with_its_last_name():
 def test_a_rounded_model_runs_where_gradients_are_counted():
     model = quantize(copy.deepcopy(tiny.model_of("llama")))
     assert not model(torch.ones(1, 300, dtype=torch.long)).logits.requires_grad
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="Linux lists the files that are mapped")
+@pytest.mark.parametrize("rounded", [False, True])
+def test_the_checkpoint_is_not_kept_in_memory(rounded, tmp_path):
+    """It would be by a single norm that was loaded from it."""
+    model = copy.deepcopy(tiny.model_of("llama"))
+    (quantize(model) if rounded else model).save_pretrained(tmp_path)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path)
+    quantize(found)
+    gc.collect()
+    assert str(tmp_path) not in MAPS.read_text()
+    assert isinstance(found.lm_head, Int8Linear)
