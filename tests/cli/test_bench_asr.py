@@ -349,6 +349,7 @@ def test_memory_of_rounded_weights_counts_packed_matrices():
     assert weight_bytes(torch.nn.Sequential(Int8Linear.of(layer))) == 64 * 32 + 4 * 32 + 4 * 32
 
 
+@pytest.mark.slow
 def test_a_model_that_is_rounded_already_is_refused(tmp_path):
     model, processor = load(MODEL, "cpu", "fp32", "int8")
     model.save_pretrained(tmp_path)
@@ -357,6 +358,7 @@ def test_a_model_that_is_rounded_already_is_refused(tmp_path):
     assert "has int8 weights; name the float model" in str(done.exception)
 
 
+@pytest.mark.slow
 def test_generate_decodes_a_moonshine(tmp_path):
     name = "moonshine:tiny-en"
     model, processor = load(name, "cpu", "fp32")
