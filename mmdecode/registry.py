@@ -1,7 +1,8 @@
 """Registry: names of drafters, rules, guides, correctors, adapters and checkpoints to classes.
 
-Strings name a class as ``name`` or ``name:key=value,key=value``; several guides are composed with
-``+``. This module does not import torch: a class is imported only when it is needed, and the
+Strings name a class as ``name`` or ``name:key=value,key=value``; ``+`` composes two guides, of
+which the second must take another one, as `mmdecode.guide.bias.Bias` does. This module does not
+import torch: a class is imported only when it is needed, and the
 descriptions that ``mmdecode methods`` lists are parsed from the source.
 
 Other packages register their classes with an entry point:
@@ -35,15 +36,14 @@ __all__ = [
     "adapter_class",
     "adapter_for",
     "classes",
+    "context_of",
     "create",
-    "create_all",
     "describe",
     "image_adapter_class",
     "image_adapter_for",
     "names",
     "parse",
     "resolve",
-    "resolve_all",
 ]
 
 _BUILTIN = {
@@ -109,6 +109,7 @@ _BUILTIN = {
         "damro": "mmdecode.guide.damro:DAMRO",
         "causalmm": "mmdecode.guide.causalmm:CausalMM",
         "whisper_cd": "mmdecode.guide.whisper_cd:WhisperCD",
+        "bias": "mmdecode.guide.bias:Bias",
     },
     "correct": {
         "uadf": "mmdecode.asr.correction.transcripts:UADFCorrection",
@@ -184,17 +185,6 @@ def parse(kind: str, spec: str) -> list[tuple[str, dict[str, Any]]]:
     return [read(kind, part.strip()) for part in parts]
 
 
-def resolve_all(kind: str, spec: str) -> list[tuple[type, dict[str, Any]]]:
-    """Returns class and options of each part of a string that may compose guides with ``+``."""
-    known = _entries(kind)
-    found = []
-    for name, options in parse(kind, spec):
-        if name not in known:
-            raise UnknownNameError.of(kind, name, known)
-        found.append((known[name].load(), options))
-    return found
-
-
 def resolve(kind: str, spec: str) -> tuple[type, dict[str, Any]]:
     """Returns the class that a string names, and its options.
 
@@ -202,16 +192,11 @@ def resolve(kind: str, spec: str) -> tuple[type, dict[str, Any]]:
         UnknownNameError: No class of this kind has the name.
         OptionError: The string cannot be read, or names several guides.
     """
-    return _only(kind, spec, resolve_all(kind, spec))
-
-
-def create_all(kind: str, spec: str, **context: Any) -> list[Any]:
-    """Builds the objects that a string names, which may compose guides with ``+``; see `create`."""
-    named = [name for name, _ in parse(kind, spec)]
-    return [
-        build(kind, name, cls, options, context)
-        for name, (cls, options) in zip(named, resolve_all(kind, spec), strict=True)
-    ]
+    found = _resolved(kind, spec)
+    if len(found) != 1:
+        raise OptionError(f"{spec!r} names {len(found)} {kind}s, expected one; give a single name")
+    _, cls, options = found[0]
+    return cls, options
 
 
 def create(kind: str, spec: str, **context: Any) -> Any:
@@ -219,25 +204,55 @@ def create(kind: str, spec: str, **context: Any) -> Any:
 
     Args:
         kind: One of ``KINDS``.
-        spec: ``name`` or ``name:key=value,key=value``.
+        spec: ``name`` or ``name:key=value,key=value``; of guides also two with ``+`` between them,
+            of which the second gets the first as its argument ``guide``.
         **context: Objects, such as the target model, for constructor parameters of the same name;
-            an option in the string takes precedence.
+            an option in the string takes precedence. See `context_of`.
 
     Returns:
         The result of the class method ``from_options`` if the class has one, else an instance.
 
     Raises:
         UnknownNameError: No class of this kind has the name.
-        OptionError: The string cannot be read, names several guides, has an unknown option, or
-            lacks a required option.
+        OptionError: The string cannot be read, names several guides that cannot be composed, has
+            an unknown option, or lacks a required option.
     """
-    return _only(kind, spec, create_all(kind, spec, **context))
+    (name, cls, options), *others = _resolved(kind, spec)
+    made = build(kind, name, cls, options, context)
+    for name, cls, options in others:
+        if kind not in inspect.signature(cls).parameters:
+            takers = [n for n, one in classes(kind) if kind in inspect.signature(one).parameters]
+            raise OptionError(
+                f"{spec!r} names {len(others) + 1} {kind}s, expected one: {name} cannot follow "
+                f"another; only {', '.join(takers) or 'none'} can"
+            )
+        made = build(kind, name, cls, options, {**context, kind: made})
+    return made
 
 
-def _only(kind: str, spec: str, found: list[Any]) -> Any:
-    if len(found) != 1:
-        raise OptionError(f"{spec!r} names {len(found)} {kind}s, expected one; give a single name")
-    return found[0]
+def context_of(model: Any, processor: Any = None, model_id: str | None = None) -> dict[str, Any]:
+    """Returns the objects that parts may need, as arguments of `create`.
+
+    Args:
+        model: The model that decodes: ``target``.
+        processor: Its processor or tokenizer, for ``tokenizer``; ``None``: there is none.
+        model_id: Its name; ``None``: not known.
+    """
+    found = {"target": model}
+    if processor is not None:
+        found["tokenizer"] = getattr(processor, "tokenizer", processor)
+    return found if model_id is None else {**found, "model_id": model_id}
+
+
+def _resolved(kind: str, spec: str) -> list[tuple[str, type, dict[str, Any]]]:
+    """Returns name, class and options of each part of a string."""
+    known = _entries(kind)
+    found = []
+    for name, options in parse(kind, spec):
+        if name not in known:
+            raise UnknownNameError.of(kind, name, known)
+        found.append((name, known[name].load(), options))
+    return found
 
 
 def classes(kind: str) -> Iterator[tuple[str, Any]]:

@@ -196,8 +196,8 @@ def test_an_engine_whose_ids_differ_has_a_whole_line(benchmarks):
 
 
 MARKED = {
-    "asr_speed.md": "tables", "int8_speed.md": "tables", "drafters.md": "tables",
-    "guidance_cost.md": "tables",
+    "asr_speed.md": "tables", "bias.md": "tables", "int8_speed.md": "tables",
+    "drafters.md": "tables", "guidance_cost.md": "tables",
     "guided_drafts.md": "tables", "hallucination.md": "tables", "image_speed.md": "tables",
     "real_speech.md": "tables", "real_sizes.md": "tables",
     "streaming.md": "tables", "vlm_speed.md": "tables", "results.md": "measured",
@@ -210,6 +210,31 @@ def test_sentences_on_published_checkpoints_follow_from_the_results(benchmarks):
     shown = measured.shown(ROOT / "benchmarks" / "results")
     text = measured.PAGE.read_text(encoding="utf-8")
     assert f"{begin}\n{shown}\n{end}" in text, "run: python benchmarks/measured.py"
+
+
+def test_listed_names_are_counted_as_words(benchmarks):
+    bias = importlib.import_module("bias")
+    assert bias.has("Mr. Okonkwo's", "okonkwo") and not bias.has("the annual", "ann")
+    texts = {"with": ["Ann", "ann.", "Anna", "Bo", "Ann Bo", "x"], "without": ["a b", "a Bo"]}
+    found = bias.judged(["Ann", "Bo"], ["a b", "a b"], texts)
+    assert (found["recall"], found["another"], found["false_alarms"]) == (4 / 6, 1 / 6, 0.5)
+    assert found["wer"] == 1 / 4 and len(set(bias.NAMES)) == 50
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_bias_runs(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- tables -->\n<!-- end of tables -->\n")
+    words = ["--names", "2", "--sentences", "2", "--bonus", "0", "8", "--page", str(page)]
+    program = [sys.executable, "benchmarks/bias.py", *words, "--report", str(tmp_path / "b.json")]
+    subprocess.run(program, check=True, cwd=ROOT)
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert [(row["pay"], row["bonus"]) for row in rows] == [
+        ("spread", 0),
+        ("spread", 8),
+        ("end", 8),
+    ]
+    assert "| no bias | 0 |" in page.read_text()
 
 
 def real_row(way, threads, ms, over, **more):

@@ -115,18 +115,22 @@ def settings_of(name):
     """What a string can give a guide, as the page writes it; objects are left out."""
     cls, _ = registry.resolve("guide", name)
     make = getattr(cls, "from_options", cls)
-    objects = {"tokenizer", "yes", "no", "negative_ids", "negative_mask"}
+    objects = {"tokenizer", "yes", "no", "negative_ids", "negative_mask", "guide"}
     names = {None: "none", False: "false", True: "true"}
     found = []
     for option in inspect.signature(make).parameters.values():
         value = option.default
-        if option.name not in objects:
+        if value is option.empty:
+            found.append(f"`{option.name}` (needed)")
+        elif option.name not in objects:
             text = f"{value:.4g}" if isinstance(value, float) else names.get(value, value)
             found.append(f"`{option.name}={text}`")
     return ", ".join(found)
 
 
-def test_the_table_of_guides_says_what_the_code_says():
+def test_the_table_of_guides_says_what_the_code_says(tmp_path):
+    words = tmp_path / "words.txt"
+    words.write_text("Marion")
     text = (DOCS / "guides.md").read_text(encoding="utf-8")
     rows = re.findall(
         r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \| ([^|]+) \| ([\d /]+) \|", text, re.MULTILINE
@@ -135,7 +139,8 @@ def test_the_table_of_guides_says_what_the_code_says():
     assert [name for name, *_ in rows] == shipped
     for name, settings, neutral, count in rows:
         assert settings == settings_of(name)
-        spec = f"{name}:prompt=last_token" if name == "contrast" else name
+        needed = {"contrast": ":prompt=last_token", "bias": f":words={words}"}
+        spec = name + needed.get(name, "")
         branches = registry.create("guide", spec).branches
         after = 1 + sum(branch.replaces_after_prefill is None for branch in branches)
         assert [int(n) for n in count.split(" / ")] in ([after], [1 + len(branches), after])
@@ -143,7 +148,9 @@ def test_the_table_of_guides_says_what_the_code_says():
         if name == "prompt_bias":  # a string cannot give an empty text
             assert registry.resolve("guide", name)[0](instruction="").neutral
         else:
-            assert registry.create("guide", f"{name}:{neutral.strip('`')}").neutral
+            options = [needed["bias"][1:]] if name == "bias" else []
+            options.append(neutral.strip("`"))
+            assert registry.create("guide", f"{name}:{','.join(options)}").neutral
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

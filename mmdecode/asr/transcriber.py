@@ -119,7 +119,7 @@ class Transcriber:
         settings = make_options(options)
         name = full_name(str(model_id))
         model, processor = load(name, device, dtype, quantize, settings)
-        at_hand = {"target": model, "model_id": name}
+        at_hand = registry.context_of(model, processor, name)
         if isinstance(draft, str):
             draft = registry.create("draft", draft, **at_hand)
         if isinstance(guide, str):
@@ -346,6 +346,7 @@ class Transcriber:
         if isinstance(correct, str):
             acoustic = Acoustic(model=self.model, tokenizer=self.processor.tokenizer)
             method = registry.create("correct", correct, recogniser=acoustic)
+            method.follow(self.decoder.guide)
         return WindowCorrector(method, self._loop)
 
 

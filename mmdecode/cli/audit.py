@@ -163,7 +163,8 @@ def command(
     if tokens is not None:
         foreign = read_tokens(tokens, [case.name for case in cases])
     else:
-        at_hand = {"target": network, "model_id": model}
+        tokenizer = tokenizer_of(local_path(model)) if guide else None
+        at_hand = registry.context_of(network, tokenizer, model)
         drafter = registry.create("draft", draft, **at_hand) if draft else None
         guiding = registry.create("guide", guide, **at_hand) if guide else None
         decoder = Decoder(drafter, guiding, accept, seed)
@@ -265,6 +266,15 @@ def _speech(
     return network, cases[:limit]
 
 
+def tokenizer_of(path: str) -> Any:
+    """Returns the tokenizer of a checkpoint."""
+    from transformers import AutoTokenizer
+
+    from mmdecode.checkpoints import code_trusted
+
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=code_trusted())
+
+
 def speech_cases(
     model: Any, processor: Any, name: str, path: str, options: Any = None
 ) -> Iterator[Case]:
@@ -328,7 +338,7 @@ def _text(
     limit: int | None,
 ) -> tuple[Any, list[Case]]:
     """Loads the model, and makes a case, a named input to audit, of each line of the files."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
     from mmdecode.evaluation.audit.plain import Case
@@ -346,7 +356,7 @@ def _text(
         raise InputError(f"{', '.join(data)}: no prompt; expected one per line")
     path, kind = local_path(model), dtype_of(dtype, model, device)
     with loading(model):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=code_trusted())
+        tokenizer = tokenizer_of(path)
         network = AutoModelForCausalLM.from_pretrained(
             path, dtype=kind, trust_remote_code=code_trusted()
         ).eval()

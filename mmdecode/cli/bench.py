@@ -123,7 +123,7 @@ def vlm(
     answerer = Answerer.from_pretrained(
         model, device=device, dtype=dtype, quantize=quantize, device_map=device_map
     )
-    at_hand = {"target": answerer.model, "model_id": model}
+    at_hand = registry.context_of(answerer.model, answerer.processor, model)
     names = ["lookup"] if draft is None else draft
     facts = machine(input_device(answerer.model), dtype)
     if (rounded := format_of(answerer.model)) is not None:

@@ -220,7 +220,7 @@ def _transcribers(
     if len(set(guides)) < len(guides):
         raise OptionError(f"--guide is given twice: {', '.join(guides)}; give each guide once")
     network, processor = load(model, device, dtype, quantize)
-    at_hand = {"target": network, "model_id": model}
+    at_hand = registry.context_of(network, processor, model)
     ways: dict[str, tuple[str | None, dict[str, Any]]] = {
         PLAIN: (None, {"loop_guard": "report"}),
         "thresholds": (None, FALLBACK | {"loop_guard": "report"}),

@@ -28,7 +28,7 @@ def why_unguided(guide: Guide | None, adapter: Adapter) -> str | None:
 
     A guide cannot be applied if one of its branches is run by another model or by a runner of its
     own, if a branch replaces another one after the prompt, or if the guide reads more than logits
-    (hidden states or attention). ``None`` is also returned if there is no guide.
+    (hidden states, attention or tokens). ``None`` is also returned if there is no guide.
     """
     if guide is None:
         return None
@@ -38,6 +38,8 @@ def why_unguided(guide: Guide | None, adapter: Adapter) -> str | None:
             return f"guide {name} has branches of its own, which no draft runs: {spec.name!r}"
     if guide.needs(adapter) != Requirements():
         return f"guide {name} reads more than logits"
+    if guide.on_host:
+        return f"guide {name} reads tokens, which a draft does not know yet"
     return None
 
 

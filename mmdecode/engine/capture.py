@@ -76,6 +76,10 @@ def step(run: Run) -> Callable[[Proposal], RoundResult]:
     if own:
         warn(f"no round is captured: runner {own[0]} is not declared as graph_safe", stacklevel=2)
         return run.round
+    if run.guide is not None and run.guide.on_host:
+        name = type(run.guide).__name__
+        warn(f"no round is captured: guide {name} reads tokens on the host", stacklevel=2)
+        return run.round
     reason = host_work(run)
     if reason is None:
         return Replayed(run.round, run)

@@ -368,6 +368,7 @@ class Guide(Part):
         lookback: Whether it reads the distributions of earlier positions.
         lookahead: Whether it reads distributions after tokens that are not chosen yet. A
             verification round provides neither, so `mmdecode.decoder.Decoder` refuses such a guide.
+        on_host: Whether `apply` reads values of tensors in Python, so that no round is captured.
         neutral: Whether the settings leave the main branch's logits unchanged; the guide is then
             not run.
     """
@@ -377,6 +378,7 @@ class Guide(Part):
     requires_inputs: Sequence[str] = ()
     lookback: bool = False
     lookahead: bool = False
+    on_host: bool = False
     neutral: bool
 
     def needs(self, adapter: Adapter) -> Requirements:

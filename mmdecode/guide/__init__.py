@@ -2,6 +2,7 @@
 
 from mmdecode.guide.adaptvis import AdaptVis
 from mmdecode.guide.agla import AGLA
+from mmdecode.guide.bias import Bias
 from mmdecode.guide.causalmm import CausalMM
 from mmdecode.guide.cfg import CFG
 from mmdecode.guide.cfg_image import CFGImage
@@ -39,6 +40,7 @@ __all__ = [
     "RITUAL",
     "VCD",
     "AdaptVis",
+    "Bias",
     "CFGImage",
     "CausalMM",
     "ConsciousGaze",

@@ -124,7 +124,7 @@ class Answerer:
         """
         name = full_name(str(model_id))
         model, processor = load(name, device, dtype, device_map, quantize)
-        at_hand = {"target": model, "model_id": name}
+        at_hand = registry.context_of(model, processor, name)
         if isinstance(draft, str):
             draft = registry.create("draft", draft, **at_hand)
         if isinstance(guide, str):

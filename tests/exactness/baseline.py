@@ -345,6 +345,7 @@ def drafters(model):
 NO_WORDS = (Text, Speech, Images)
 GUIDE_OPTIONS = {
     "contrast": dict.fromkeys(KINDS, "contrast:prompt=last_token"),
+    "bias": dict.fromkeys(KINDS, f"bias:words={FILE.parent / 'words.txt'},bonus=3"),
     "margin_shift": {
         Vision: "margin_shift:shift=2",
         **dict.fromkeys(NO_WORDS, "margin_shift:shift=2,yes=3,no=5"),

@@ -5,6 +5,7 @@ states, an edit inside the model. Two more look where a round shows nothing, and
 """
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 from torch.nn.functional import one_hot
@@ -12,6 +13,7 @@ from torch.nn.functional import one_hot
 from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.contracts import BranchRunner, Guide, Requirements
+from mmdecode.guide.bias import Bias
 from mmdecode.guide.whisper_cd import Vocabulary, WhisperCD
 from mmdecode.testing.table import Table
 
@@ -205,6 +207,29 @@ class Unheard(WhisperCD):
         text = torch.arange(call.plan.adapter.vocab) < 2
         ended = torch.where(text, -torch.inf, torch.tensor(0.0))
         return Vocabulary(2, text, ended, call.request.prompt_ids[:, -1:] == 0)
+
+
+class Characters:
+    """Tokenizer of single characters."""
+
+    all_special_ids = ()
+
+    def __init__(self, characters):
+        self.characters = characters
+
+    def __len__(self):
+        return len(self.characters)
+
+    def __call__(self, text, add_special_tokens):
+        return SimpleNamespace(input_ids=[self.characters.index(letter) for letter in text])
+
+    def batch_decode(self, rows, clean_up_tokenization_spaces):
+        return ["".join(self.characters[token] for token in row) for row in rows]
+
+
+def bias(pay="spread", guide=None):
+    """Favours two words of three letters, of which two are tokens; the last token ends."""
+    return Bias(["aba", "bb a"], 2.0, pay, Characters("ab "), guide)
 
 
 EXACT_GUIDES = {

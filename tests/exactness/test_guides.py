@@ -1,5 +1,7 @@
 """What a guide may look at, and that each way of looking elsewhere is refused or found."""
 
+import functools
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from mmdecode.accept.typical import Typical
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.errors import IncompatibleError
+from mmdecode.guide.bias import Bias
 from mmdecode.testing import check_guide, drafts
 from mmdecode.testing.checks import (
     PROMPTS,
@@ -44,6 +47,15 @@ def test_a_guide_gives_the_distribution_of_its_formula(name, do_sample):
 @EXACT_GUIDES
 def test_a_guide_that_keeps_to_its_node_passes_the_public_check(name):
     check_guide(guides.EXACT_GUIDES[name])
+
+
+@pytest.mark.parametrize("pay", ["spread", "end"])
+def test_words_are_favoured_whatever_is_drafted(pay):
+    check_guide(
+        functools.partial(guides.bias, pay),
+        lambda: Bias(["ab"], 0.0, tokenizer=guides.Characters("a")),
+    )
+    check_guide(functools.partial(guides.bias, pay, guides.Against()))
 
 
 @pytest.mark.parametrize("rule", [Typical, RelativeThreshold])

@@ -113,6 +113,7 @@ EXAMPLES = {
         "whisper_cd": guides.Unheard,
         "margin_shift": lambda: MarginShift(1.5, yes=1, no=[2, 3]),
         "near_ties": lambda: NearTies(1.1, 0.0, yes=1, no=[2, 3]),
+        "bias": guides.bias,
         **guides.EXACT_GUIDES,
     },
 }

@@ -72,7 +72,8 @@ def test_our_own_layers_and_float_ones_are_not_foreign():
     assert not list(foreign.foreign_layers(quantize(model)))
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("whisper", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "whisper"])
 def test_wrong_compiled_products_of_another_library_are_not_used(family, monkeypatch):
     def wrong(graph, inputs):
         def run(*given):

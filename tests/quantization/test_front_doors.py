@@ -97,6 +97,7 @@ def test_a_drafted_vision_model_says_the_same():
         assert fewer < passes
 
 
+@pytest.mark.slow
 def test_drafted_images_are_the_same():
     layers = config_of("zoo:llamagen-digits").num_hidden_layers
 

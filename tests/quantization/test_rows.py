@@ -136,7 +136,15 @@ def decoded(model, family, draft, batch=3, compile=False, **options):
 DRAFTS = ("quantized:length=5", "recycling:nodes=12", "layer_skip:exit_layer=1", "jacobi")
 
 
-@pytest.mark.parametrize("family", [*TEXT, *VISION, "whisper", "moonshine", "moonshine_padded"])
+FAMILIES = [*TEXT, *VISION, "whisper", "moonshine", "moonshine_padded"]
+QUICK = ("llama", "gemma3", "llava", "whisper", "moonshine")
+"""Families of the default suite; the others are among the slow tests."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES],
+)
 def test_drafted_logits_are_the_undrafted_ones(family):
     try:
         model = fresh(family)

@@ -46,6 +46,7 @@ LABELS["gsd"] = "grouped"
 JUDGED = {"rejection": "rejection", "sample_match": "membership"}
 """Names of rules in the rows of drafters, after a semicolon."""
 WITHOUT_ROW = {
+    "bias": "Measured: [Rare names](bias.md).",
     "greedy": "Measured: the greedy rows of [Drafters](drafters.md).",
     "guidance": "Measured: all rows of [How fast image tokens are drawn](image_speed.md) have it.",
     "margin_shift": "Measured: *over the shifted* in [Which methods help](hallucination.md).",

@@ -71,6 +71,7 @@ def lay_out(folder: Path) -> None:
     mask.paste(255, (16, 16, 40, 40))
     mask.save(folder / "mask.png")
     (folder / "prompts.txt").write_text("a word\nanother word\n")
+    (folder / "names.txt").write_text("Okonkwo\nMarion Lee\n")
     for name, stands in FOLDERS.items():
         shutil.copytree(ZOO / stands, folder / name)
 

@@ -176,7 +176,7 @@ class Corrector:
         elif isinstance(draft, str):
             draft = registry.create("draft", draft, target=model)
         if isinstance(guide, str):
-            guide = registry.create("guide", guide, target=model)
+            guide = registry.create("guide", guide, **registry.context_of(model, tokenizer))
         self.decoder = Decoder(draft, guide, seed=seed)
         self._ends = sorted({*token_ids(model.generation_config.eos_token_id), self.prompts.eos})
         self._positions = getattr(model.config, "max_position_embeddings", None)

@@ -25,12 +25,14 @@ from mmdecode.asr.correction.spelling import Route
 from mmdecode.asr.results import By, DecidedWord
 from mmdecode.checkpoints import local_path
 from mmdecode.errors import OptionError
+from mmdecode.guide.bias import Bias
 from mmdecode.guide.fusion import Fusion, Given, Shallow, Static
 from mmdecode.guide.uadf import UADF
 
 if TYPE_CHECKING:
     from mmdecode.engine.adapter import BranchSpec
     from mmdecode.engine.call import Call
+    from mmdecode.engine.contracts import Guide
 
 CARD = "card.json"
 
@@ -73,6 +75,17 @@ class ListCorrection(ABC):
             lists: N-best lists.
             audio: Encoded audio, one entry per list.
         """
+
+    def follow(self, guide: Guide | None) -> None:
+        """Favours the words that the recogniser's guide favours, after this method's own guide.
+
+        Args:
+            guide: Guide of the recogniser; only a `mmdecode.guide.bias.Bias` has an effect.
+        """
+        if isinstance(guide, Bias):
+            decoder = self.corrector.decoder
+            own = guide.after(decoder.guide, self.corrector.prompts.tokenizer)
+            self.corrector.decoder = replace(decoder, guide=own)
 
 
 class LanguageModelCorrection(ListCorrection):
@@ -151,8 +164,8 @@ class FusedCorrection(ListCorrection):
             corrector.prompts.tokenizer, model.config.vocab_size, candidates, route
         )
         self._built: list[Any] = []
-        guide = join(replace(spec, build=partial(self._build, spec)))
-        corrector.decoder = replace(corrector.decoder, guide=guide)
+        self._fusion = join(replace(spec, build=partial(self._build, spec)))
+        corrector.decoder = replace(corrector.decoder, guide=self._fusion)
 
     def _build(self, spec: BranchSpec, call: Call) -> Any:
         assert spec.build is not None, "the branch is scored by rules of its own"
@@ -171,11 +184,10 @@ class FusedCorrection(ListCorrection):
         if audio is None:
             raise OptionError(f"{type(self).__name__} needs the audio; pass one entry per list")
         found: list[Corrected] = []
-        guide = self.corrector.decoder.guide
         scorer, row = None, 0
         for one in _all(self.corrector, lists, audio):
             words = [DecidedWord(text=word, by="audio") for word in one.text.split()]
-            if one.tokens and guide is not None and not guide.neutral:
+            if one.tokens and not self._fusion.neutral:
                 # corrections come batch by batch, in the order of the batch's rows
                 scorer, row = self._built[0], row + 1 if scorer is self._built[0] else 0
                 if one.refused is None:

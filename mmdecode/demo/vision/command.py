@@ -95,10 +95,10 @@ def run(
     )
     only_our_output()
     network, processor = loading.load(model, device, dtype, quantize)
+    at_hand = registry.context_of(network, processor)
     methods: dict[str, Guide | None] = {PLAIN: None}
-    methods |= {name: registry.create("guide", name, target=network) for name in names}
-    drafter = drafter_of(model)
-    draft = registry.create("draft", drafter, target=network)
+    methods |= {name: registry.create("guide", name, **at_hand) for name in names}
+    draft = registry.create("draft", drafter_of(model), **at_hand)
     plain = Answerer(network, processor)
     words = vocabulary_of("zoo")
     shown: dict[str, list[Pictured]] = {title: [] for title in scenes}
@@ -119,7 +119,7 @@ def run(
         sets=[ImageSet(title=t, about=SETS[t], images=found) for t, found in shown.items()],
         scores=_scores(pictured, list(methods)),
         conditions=_conditions(network, seed),
-        draft=drafter,
+        draft=drafter_of(model),
     )
     write_file(out / "report.html", answer_page.page(report), overwrite)
     summary = _summary(report)

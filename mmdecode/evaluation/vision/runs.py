@@ -140,8 +140,9 @@ class Recorder(Generic[Some]):
             "margins": self._yes_no,
             "trace": self._yes_no,
         }
+        context = registry.context_of(model, processor)
         self._guides = {
-            spec: None if spec == NONE else registry.create("guide", spec, target=model)
+            spec: None if spec == NONE else registry.create("guide", spec, **context)
             for spec in dict.fromkeys(mode.guide for mode in modes)
         }
         # each guide reads its prompts itself, so that times are comparable
