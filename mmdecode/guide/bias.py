@@ -44,6 +44,18 @@ from mmdecode.guide.linear import not_negative
 from mmdecode.guide.listed_words import BEGIN, Bonuses, Pay, State, bonuses
 
 
+class Unguided(Guide):
+    """The model's own logits."""
+
+    neutral = True
+
+    def apply(
+        self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
+    ) -> Tensor:
+        """Returns the main branch's logits."""
+        return outputs["main"].logits
+
+
 class Bias(Guide):
     """Raises the scores of listed words, alone or after another guide.
 
@@ -79,11 +91,11 @@ class Bias(Guide):
         self.words = tuple(listed(words))
         self.bonus, self.pay = float(not_negative("bonus", bonus)), pay
         self.tokenizer, self.guide = tokenizer, guide
-        inner = Guide() if guide is None or guide.neutral else guide
+        self._inner = inner = Unguided() if guide is None or guide.neutral else guide
         self.branches, self.edits = inner.branches, inner.edits
         self.requires_inputs = inner.requires_inputs
         self.lookback, self.lookahead = inner.lookback, inner.lookahead
-        self.neutral = not self.bonus and (guide is None or guide.neutral)
+        self.neutral = not self.bonus and inner.neutral
 
     def after(self, guide: Guide | None, tokenizer: Any) -> Bias:
         """Returns the same bias for another tokenizer, after another guide."""
@@ -91,7 +103,7 @@ class Bias(Guide):
 
     def needs(self, adapter: Adapter) -> Requirements:
         """Returns what the guide before it needs."""
-        return Requirements() if self._inner is None else self._inner.needs(adapter)
+        return self._inner.needs(adapter)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> tuple[Any, Bonuses]:
         """Returns the constants of the guide before it, and the bonuses of this vocabulary.
@@ -107,7 +119,7 @@ class Bias(Guide):
                 "use a Transcriber, an Answerer or the command line, or give Bias(tokenizer=...)",
             )
         vocab = prefill["main"].logits.shape[-1]
-        constants = None if self._inner is None else self._inner.begin(call, prefill)
+        constants = self._inner.begin(call, prefill)
         return constants, bonuses(self.tokenizer, vocab, self.words, self.pay)
 
     def apply(
@@ -118,9 +130,7 @@ class Bias(Guide):
         outputs: Mapping[str, BranchOutput],
     ) -> Tensor:
         """Adds the bonuses; see `mmdecode.engine.contracts.Guide.apply`."""
-        logits = outputs["main"].logits
-        if self._inner is not None:
-            logits = self._inner.apply(constants[0], call, proposal, outputs)
+        logits = self._inner.apply(constants[0], call, proposal, outputs)
         return added(logits, constants[1], states(constants[1], call, proposal), self.bonus)
 
     def combine(
@@ -131,14 +141,12 @@ class Bias(Guide):
         outputs: Mapping[str, BranchOutput],
     ) -> Tensor | None:
         """Returns the logits of the guide before it, without its cut."""
-        if self._inner is None:
-            return None
         return self._inner.combine(constants[0], call, proposal, outputs)
 
     @property
     def total(self) -> float | None:
         """Returns S of the guide before it."""
-        return None if self._inner is None else self._inner.total
+        return self._inner.total
 
     def totals(
         self,
@@ -148,13 +156,7 @@ class Bias(Guide):
         outputs: Mapping[str, BranchOutput],
     ) -> float | Tensor | None:
         """Returns S of the guide before it, by position."""
-        if self._inner is None:
-            return None
         return self._inner.totals(constants[0], call, proposal, outputs)
-
-    @property
-    def _inner(self) -> Guide | None:
-        return None if self.guide is None or self.guide.neutral else self.guide
 
 
 def listed(words: str | Path | Sequence[str]) -> list[str]:

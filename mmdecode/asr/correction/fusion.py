@@ -41,7 +41,6 @@ from torch import Tensor
 
 from mmdecode.asr.correction.listener import Listener
 from mmdecode.asr.correction.spelling import (
-    _NO_TEXT,
     Route,
     Spelling,
     Tokens,
@@ -62,6 +61,7 @@ from mmdecode.guide.fusion import (
     second_model,
     what_it_reads,
 )
+from mmdecode.guide.token_texts import BROKEN, token_texts
 from mmdecode.registry import adapter_for
 
 
@@ -184,7 +184,7 @@ class AcousticScorer(BranchRunner):
 
     def _asked(self, text: str | None, token: int) -> tuple[str, bool] | None:
         """Returns a candidate's text, and whether the transcript ends there; ``None``: no text."""
-        if text is None or text.endswith(_NO_TEXT):
+        if text is None or text.endswith(BROKEN):
             return None
         if token in self.eos_token_ids:
             return text, True
@@ -266,19 +266,8 @@ def pieces_of(tokenizer: Any, vocab: int) -> list[str | None]:
         tokenizer: Tokenizer of the language model.
         vocab: Size of the model's output, which may be larger than the tokenizer's vocabulary.
     """
-    anchor = tokenizer("a", add_special_tokens=False).input_ids[-1:]
-    special = set(tokenizer.all_special_ids)
-    known = range(min(vocab, len(tokenizer)))
-
-    def decoded(rows: list[list[int]]) -> list[str]:
-        return tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
-
-    [before] = decoded([anchor])
-    found: list[str | None] = []
-    for token, text in zip(known, decoded([[*anchor, token] for token in known]), strict=True):
-        adds = text[len(before) :] if text.startswith(before) and token not in special else ""
-        found.append(adds if adds and _NO_TEXT not in adds else None)
-    return found
+    texts = token_texts(tokenizer, vocab)[: len(tokenizer)]
+    return [None if text is None or BROKEN in text else text for text in texts]
 
 
 def shared_ids(main: Any, acoustic: Spelling, vocab: int) -> Tensor | None:

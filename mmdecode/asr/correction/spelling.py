@@ -20,8 +20,6 @@ MARKS = ("", ",", ".", "?", "!")
 
 _TRAILING = ",.?!;:"
 
-_NO_TEXT = "\ufffd"
-
 
 class Spelling:
     """Maps words to tokens of a recogniser's tokenizer.
