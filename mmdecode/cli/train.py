@@ -17,6 +17,9 @@ RESULTS = {
     "whisper-synth-medusa": "heads",
     "aligner": "aligner",
     "lm-synth": "model",
+    "lm-grammar-moonshine": "model",
+    "lm-docstrings-moonshine": "model",
+    "lm-general-moonshine": "model",
     "joined-words": "joined-words",
     "speech-test": "speech-test",
     "llava-scenes": "model",
@@ -411,10 +414,10 @@ def _rebuilt(name: str, work: Path, out: Path, minutes: float, base: str, device
 
         aligner.run(local_path(base), out, aligner.AlignerOptions())
         return {"folder": str(out)}
-    if name == "lm-synth":
+    if name.startswith("lm-"):
         from mmdecode.train.zoo import lm_synth
 
-        return lm_synth.run(lm_synth.LMSynthOptions(), work, out)
+        return lm_synth.run(lm_synth.RECIPES[name], work, out)
     if name == "joined-words":
         from mmdecode.zoo.joined_words import build_joined_words
 

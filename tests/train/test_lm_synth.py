@@ -18,6 +18,7 @@ from mmdecode.train.zoo.lm_synth import (
     loss_of,
     run,
 )
+from mmdecode.train.zoo.sentences import vocabulary
 from mmdecode.zoo import grammar
 from mmdecode.zoo.rebuilt import UNSEEN, utterances
 from mmdecode.zoo.speech import speech_test
@@ -96,7 +97,7 @@ def test_parts_share_no_sentence():
 
 
 def test_confusions_keep_a_sentence_recognisable():
-    confusions, rng = Confusions(), random.Random(0)
+    confusions, rng = Confusions(vocabulary("grammar")), random.Random(0)
     text = "The doctor measured the frozen planet for seven hours."
     samples = [confusions.sample(text, rng, 3) for _ in range(200)]
     assert all(len(one) == 3 for one in samples)

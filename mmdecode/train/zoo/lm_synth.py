@@ -1,20 +1,22 @@
-"""Recipe of ``zoo:lm-synth``: a small language model that corrects transcripts of whisper-synth.
+"""Recipe of ``zoo:lm-synth``: a small language model that corrects a recogniser's transcripts.
 
 Output: a ``LlamaForCausalLM`` of about 1.4 M parameters with a SentencePiece-like tokenizer, other
-than Whisper's. It is trained on sentences of the zoo's grammar, and on N-best lists (a recogniser's
-N best hypotheses for an utterance) with references. Real lists are recognised from noisy synthetic
-speech by ``zoo:whisper-synth``; in artificial lists, words are replaced by similar words. All
-sentences are from the training side of `mmdecode.zoo.grammar`, and in no test set.
+than the recogniser's. It is trained on sentences of a domain (`mmdecode.train.zoo.sentences`), and
+on N-best lists (a recogniser's N best hypotheses for an utterance) with references. Real lists are
+recognised from noisy synthetic speech; in artificial lists, words are replaced by similar words.
+All sentences are training sentences of the domain, and in no test set. `RECIPES` has the settings
+of each model: ``lm-synth``, which ships, corrects ``zoo:whisper-synth``; the other models correct a
+published recogniser, and do not ship.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import SequenceMatcher
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,10 @@ from mmdecode.asr.correction.prompts import ListPrompts, PromptOptions
 from mmdecode.runs.files import write_file, write_folder
 from mmdecode.train.drafters.medusa import write_state
 from mmdecode.train.loop import BITS, FitOptions, fit, save_half
-from mmdecode.zoo import grammar, synthesis
+from mmdecode.train.zoo.sentences import Domain, training_sentences, vocabulary
+from mmdecode.zoo import synthesis
 
 TEMPLATE = "{best}\n{others}\n=>"
-RECOGNISER = "zoo:whisper-synth"
 SHARD = 100
 PROMPT_SHARE = 0.2
 """Loss weight of prompt tokens, whose prediction teaches the model to copy hypotheses."""
@@ -46,8 +48,11 @@ class LMSynthOptions:
     """Settings of the recipe.
 
     Attributes:
+        domain: Domain of the sentences, see `mmdecode.train.zoo.sentences`.
+        recogniser: Checkpoint that recognises the real lists.
         lists: Number of real N-best lists.
         snr_db: Minimum and maximum signal-to-noise ratio of the real lists' speech, in decibels.
+        clean: Share of the real lists whose speech has no noise.
         vocabulary: Vocabulary size of the tokenizer.
         width, layers, heads, inner: Sizes of the model; ``inner`` is its feed-forward width.
         plain: Share of a step's examples that are sentences without a list.
@@ -56,8 +61,11 @@ class LMSynthOptions:
         fit: Steps, learning rates and early stopping.
     """
 
+    domain: Domain = "grammar"
+    recogniser: str = "zoo:whisper-synth"
     lists: int = 2400
     snr_db: tuple[float, float] = (-5.0, 8.0)
+    clean: float = 0.0
     vocabulary: int = 800
     width: int = 128
     layers: int = 8
@@ -73,6 +81,30 @@ class LMSynthOptions:
             steps=4000, batch=24, peak_rate=2e-3, matrix_rate=0.02, every=200, patience=8
         )
     )
+
+
+def _for_moonshine(domain: Domain, vocabulary: int) -> LMSynthOptions:
+    """Settings of a corrector of a published recogniser's lists, for sentences of a domain."""
+    return LMSynthOptions(
+        domain=domain,
+        recogniser="moonshine:tiny-en",
+        lists=1200,
+        snr_db=(6.0, 27.0),
+        clean=0.25,
+        vocabulary=vocabulary,
+        fit=FitOptions(
+            steps=1600, batch=24, peak_rate=2e-3, matrix_rate=0.02, every=200, patience=4
+        ),
+    )
+
+
+RECIPES: Mapping[str, LMSynthOptions] = {
+    "lm-synth": LMSynthOptions(),
+    "lm-grammar-moonshine": _for_moonshine("grammar", 800),
+    "lm-docstrings-moonshine": _for_moonshine("docstrings", 2000),
+    "lm-general-moonshine": _for_moonshine("general", 2000),
+}
+"""Settings of each model, by its name for ``mmdecode train zoo``."""
 
 
 def build_tokenizer(options: LMSynthOptions) -> Any:
@@ -91,7 +123,8 @@ def build_tokenizer(options: LMSynthOptions) -> Any:
         initial_alphabet=characters,
         show_progress=False,
     )
-    bpe.train_from_iterator(grammar.sentences(20_000, options.fit.seed, "train"), trainer)
+    texts = training_sentences(options.domain, 20_000, options.fit.seed)
+    bpe.train_from_iterator(texts, trainer)
     bpe.add_tokens([AddedToken("\n", normalized=False), AddedToken("=>", normalized=False)])
     bpe.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(
@@ -149,11 +182,12 @@ def make_lists(folder: Path, options: LMSynthOptions) -> list[NBestList]:
             if transcriber is None or engine is None:
                 engine = synthesis.Espeak()
                 transcriber = Transcriber.from_pretrained(
-                    RECOGNISER, device="cpu", n_best=5, timestamps=False, batch_size=16
+                    options.recogniser, device="cpu", n_best=5, timestamps=False, batch_size=16
                 )
             rng = random.Random(f"lists/{options.fit.seed}/{start}")
-            texts = grammar.sentences(SHARD, options.fit.seed * 1_000_003 + start + 7, "train")
-            waves = [noisy(engine, text, rng, options.snr_db) for text in texts]
+            seed = options.fit.seed * 1_000_003 + start + 7
+            texts = training_sentences(options.domain, SHARD, seed)
+            waves = [noisy(engine, text, rng, options) for text in texts]
             transcripts = transcriber(waves, on_error="raise")
             write_lists(
                 [
@@ -170,33 +204,41 @@ def make_lists(folder: Path, options: LMSynthOptions) -> list[NBestList]:
 
 
 def noisy(
-    engine: synthesis.Espeak, text: str, rng: random.Random, snr_db: tuple[float, float]
+    engine: synthesis.Espeak, text: str, rng: random.Random, options: LMSynthOptions
 ) -> np.ndarray:
     """Synthesises a sentence in a random training voice and adds noise."""
     wave = torch.from_numpy(engine.speak(text, synthesis.Voice.draw(rng)))
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    mixed = synthesis.add_noise(wave, rng.uniform(*snr_db), generator, rng.uniform(0.0, 1.5))
-    return mixed.clamp(-1, 1).numpy()
+    snr_db, tilt = rng.uniform(*options.snr_db), rng.uniform(0.0, 1.5)
+    if options.clean and rng.random() < options.clean:
+        return wave.numpy()
+    return synthesis.add_noise(wave, snr_db, generator, tilt).clamp(-1, 1).numpy()
 
 
 class Confusions:
-    """Sampler of artificial N-best lists, with words replaced by words of similar spelling."""
+    """Sampler of artificial N-best lists, with words replaced by words of similar spelling.
 
-    def __init__(self) -> None:
-        self.words = sorted(grammar.vocabulary())
+    Args:
+        words: The words that replace others.
+    """
 
-    @cached_property
-    def near(self) -> dict[str, list[str]]:
-        """The eight other words of most similar spelling, by word."""
-        found = {}
-        for word in self.words:
+    def __init__(self, words: Iterable[str]) -> None:
+        self.words = sorted(words)
+        self._known = frozenset(self.words)
+        self._near: dict[str, list[str]] = {}
+
+    def near(self, word: str) -> list[str]:
+        """Returns the eight other words of most similar spelling; all words for an unknown word."""
+        if word not in self._known:
+            return self.words
+        if word not in self._near:
             alike = SequenceMatcher(b=word, autojunk=False)
             ranked = []
             for other in self.words:
                 alike.set_seq1(other)
                 ranked.append((-alike.quick_ratio(), other))
-            found[word] = [other for _, other in sorted(ranked)[1:9]]
-        return found
+            self._near[word] = [other for _, other in heapq.nsmallest(9, ranked)][1:]
+        return self._near[word]
 
     def sample(self, text: str, rng: random.Random, count: int) -> list[str]:
         """Samples the hypotheses of a list for one sentence.
@@ -219,7 +261,7 @@ class Confusions:
     def _instead(self, word: str, rng: random.Random) -> str:
         """Samples an error for a word: another word, a deletion, or an inserted word."""
         core = word.rstrip(".,?!")
-        near = self.near.get(core.lower(), self.words)
+        near = self.near(core.lower())
         dice = rng.random()
         if dice < 0.1:
             return word[len(core) :]
@@ -253,7 +295,7 @@ class Examples:
         self.options, self.lists = options, list(lists)
         self.prompts = ListPrompts(tokenizer, seq2seq=False, options=options.prompts)
         self.bos = int(tokenizer.bos_token_id)
-        self.confusions = Confusions()
+        self.confusions = Confusions(vocabulary(options.domain))
 
     def plain(self, text: str) -> Example:
         """Builds the example of a sentence without a list."""
@@ -270,7 +312,7 @@ class Examples:
         """Returns the examples of a step."""
         options = self.options
         rng = random.Random(f"{options.fit.seed}/{step}")
-        texts = grammar.sentences(options.fit.batch, rng.randrange(2**31), "train")
+        texts = training_sentences(options.domain, options.fit.batch, rng.randrange(2**31))
         found = []
         for text in texts:
             dice = rng.random()

@@ -1,0 +1,150 @@
+"""Sentences of three domains, in training and test parts, for language models of a domain.
+
+- ``grammar``: the zoo's grammar (`mmdecode.zoo.grammar`).
+- ``docstrings``: docstrings of Python's standard library, split by module.
+- ``general``: references of the N-best lists that ship with the package, from LibriSpeech and
+  Common Voice, without case and punctuation.
+
+`spoken` synthesises training sentences, with noise and reverberation.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+import sysconfig
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from mmdecode.asr.correction.n_best_lists import read_lists
+from mmdecode.errors import OptionError
+from mmdecode.evaluation.nbest.n_best import SHIPPED
+from mmdecode.evaluation.speech.normalisers import normaliser_of
+from mmdecode.zoo import grammar, synthesis
+from mmdecode.zoo.real_clips import all_clips
+
+Domain = Literal["grammar", "docstrings", "general"]
+DOMAINS: tuple[Domain, ...] = ("grammar", "docstrings", "general")
+WORDS = range(5, 21)
+"""Allowed numbers of words in a sentence of ``docstrings`` and ``general``."""
+NO_MODULES = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "__pycache__",
+}
+SENTENCE = re.compile(r"[A-Z][A-Za-z',;-]*( [A-Za-z][A-Za-z',;-]*)+[.?]")
+"""A sentence without names of code, numbers or brackets."""
+
+
+@cache
+def docstring_sentences(part: Literal["train", "test"]) -> list[str]:
+    """Returns the distinct prose sentences in docstrings of the running Python's library.
+
+    A fifth of the top-level modules and packages are the test part, by a hash of their names. A
+    sentence that occurs in modules of both parts is a training sentence.
+
+    Args:
+        part: ``train`` or ``test``.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    found: dict[str, bool] = {}
+    for path in sorted(library.rglob("*.py")):
+        inside = path.relative_to(library)
+        if NO_MODULES & set(inside.parts):
+            continue
+        held_out = zlib.crc32(inside.parts[0].removesuffix(".py").encode()) % 5 == 0
+        for text in _sentences_of(path):
+            found[text] = found.get(text, True) and held_out
+    return [text for text, held_out in found.items() if held_out == (part == "test")]
+
+
+def _sentences_of(path: Path) -> Iterator[str]:
+    """Yields the prose sentences of a source file's docstrings."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
+                text = " ".join(paragraph.split())
+                for sentence in re.split(r"(?<=[.?]) (?=[A-Z])", text):
+                    if SENTENCE.fullmatch(sentence) and len(sentence.split()) in WORDS:
+                        yield sentence
+
+
+@cache
+def general_sentences() -> list[str]:
+    """Returns the distinct references of the shipped N-best lists, without those of real clips."""
+    normalise = normaliser_of("whisper")
+    tests = {normalise(clip.text) for clip in all_clips()}
+    texts = [one.reference or "" for path in SHIPPED.values() for one in read_lists(path)]
+    usable = (text for text in texts if len(text.split()) in WORDS)
+    return [text for text in dict.fromkeys(usable) if not any(normalise(text) in t for t in tests)]
+
+
+def training_sentences(domain: Domain, count: int, seed: int) -> list[str]:
+        count: Number of sentences. Sentences of the grammar are generated; the other domains
+
+    Args:
+        domain: One of `DOMAINS`.
+        count: Number of sentences. Sentences of the grammar are sampled anew; the other domains
+            have a limited number, which are all used before any is repeated.
+        seed: Seed of the sample.
+
+    Raises:
+        OptionError: There is no such domain.
+    """
+    if domain not in DOMAINS:
+        raise OptionError(f"domain {domain!r}; expected one of {', '.join(DOMAINS)}")
+    if domain == "grammar":
+        return grammar.sentences(count, seed, "train")
+    texts = docstring_sentences("train") if domain == "docstrings" else general_sentences()
+    rng = random.Random(f"{domain}/{seed}")
+    sample: list[str] = []
+    while len(sample) < count:
+        sample += rng.sample(texts, len(texts))
+    return sample[:count]
+
+
+def vocabulary(domain: Domain) -> set[str]:
+    """Returns the words of a domain's training sentences, in lower case, without punctuation."""
+    if domain == "grammar":
+        return grammar.vocabulary()
+    texts = docstring_sentences("train") if domain == "docstrings" else general_sentences()
+    return {word.lower().strip(".,;?'-") for text in texts for word in text.split()} - {""}
+
+
+def spoken(texts: Sequence[str], seed: str, snr_db: tuple[float, float]) -> Iterator[np.ndarray]:
+    """Synthesises training sentences in random voices, mono float32 at 16 kHz.
+
+    Three in four are in noise, one in five in a room.
+
+    Args:
+        texts: The sentences.
+        seed: Seed of voices, rooms and noise.
+        snr_db: Minimum and maximum signal-to-noise ratio in decibels.
+    """
+    engine, rng = synthesis.Espeak(), random.Random(seed)
+    for text in texts:
+        wave = torch.from_numpy(engine.speak(text, synthesis.Voice.draw(rng)))
+        before, after = (round(rng.uniform(0.1, 0.5) * synthesis.SAMPLING_RATE) for _ in range(2))
+        wave = torch.nn.functional.pad(wave, (before, after))
+        generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        if rng.random() < 0.2:
+            wave = synthesis.add_reverberation(wave, rng.uniform(0.1, 0.5), generator)
+        snr, tilt = rng.uniform(*snr_db), rng.uniform(0.0, 1.5)
+        if rng.random() < 0.75:
+            wave = synthesis.add_noise(wave, snr, generator, tilt)
+        yield wave.clamp(-1, 1).numpy()
