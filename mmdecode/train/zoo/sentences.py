@@ -95,12 +95,12 @@ def general_sentences() -> list[str]:
 
 
 def training_sentences(domain: Domain, count: int, seed: int) -> list[str]:
-        count: Number of sentences. Sentences of the grammar are generated; the other domains
+    """Samples training sentences of a domain.
 
     Args:
         domain: One of `DOMAINS`.
-        count: Number of sentences. Sentences of the grammar are sampled anew; the other domains
-            have a limited number, which are all used before any is repeated.
+        count: Number of sentences. Sentences of the grammar are generated; the other domains have a
+            limited number, which are all used before any is repeated.
         seed: Seed of the sample.
 
     Raises:
