@@ -1,43 +1,55 @@
-"""Correction of ``zoo:whisper-synth``'s N-best lists, with and without access to the audio.
+"""Late fusion of a general recogniser and a language model of a domain, rivals and controls.
 
-    python benchmarks/fusion.py --utterances 1000 --unseen 300     # hours on one core; resumes
-    python benchmarks/fusion.py --utterances 20 --unseen 10 --development 10 --snr 3
+    for name in grammar docstrings general; do
+      mmdecode train zoo lm-$name-moonshine --work outputs/lm-$name    # half an hour each
+    done
+    python benchmarks/fusion.py --page docs/fusion.md                  # hours on one core; resumes
+    python benchmarks/fusion.py --domain docstrings --page docs/fusion.md --section docstrings
+    python benchmarks/fusion.py --domain real --page docs/fusion.md --section "real clips"
 
-Held-out sentences in held-out voices are spoken again (espeak-ng, `mmdecode.zoo.rebuilt`) in noise
-of several levels; one part has sentence templates that neither model has seen. Compared are the
-first hypothesis of a beam search, rescoring by a language model, correction by a language model
-without audio, static late fusion, shallow fusion and uncertainty-aware dynamic fusion, next to
-the best hypothesis of each list (o_nb) and the best text of its words (o_cp). Temperatures and
-weights are chosen on a development part: `GRIDS` lists what is tried, ties go to the first. Rows
-are written as they come, and a run goes on where it was stopped.
+Held-out sentences in held-out voices are spoken (espeak-ng, `mmdecode.zoo.rebuilt`), clean and in
+noise; one part has sentence templates that neither model has seen. The recogniser is a published
+one; the language model is small and was trained on other sentences of the domain. Compared are the
+recogniser's greedy text, the first hypothesis of its beam search, a beam as dear as fusion,
+rescoring, correction without the audio (with and without the edit guard), static late fusion,
+shallow fusion, and uncertainty-aware dynamic fusion (UADF); and, as controls, the fusion that was
+best on the development part with language models of another domain and of general text. `o_nb` is
+the best hypothesis of each list, `o_cp` the best text of its words.
+
+Settings are chosen on a development part of the grammar: weights first, then the number of
+candidates, each with and without the guard; ties go to the first. They are frozen for all other
+parts and domains. Only temperatures, which belong to a language model, are fitted for docstrings,
+on sentences that are not tested; for real clips they are those of the grammar. Rows are written as
+they come, and a run goes on where it was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pages import parsed, table, write_page, write_result
+from pages import SECTION, parsed, table, write_page, write_result
 
 from mmdecode.asr import Transcriber
 from mmdecode.asr.correction.calibration import calibrate
-from mmdecode.asr.correction.corrector import Corrector
+from mmdecode.asr.correction.corrector import GUARD, Corrector
 from mmdecode.asr.correction.fusion import Acoustic
 from mmdecode.asr.correction.n_best_lists import NBestList, lists_of
 from mmdecode.asr.correction.selection import TextScorer, highest, joined_scores
 from mmdecode.asr.correction.transcripts import FusedCorrection, LanguageModelCorrection
-from mmdecode.asr.recognizers.whisper_prompts import Prompts
 from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import run_script
 from mmdecode.evaluation.nbest.n_best import Aligner, count_lists
 from mmdecode.evaluation.speech.wer import count_steps, summed
-from mmdecode.evaluation.speed.stopwatch import load
+from mmdecode.evaluation.speed.stopwatch import machine
 from mmdecode.evaluation.stats.intervals import mapsswe, paired_bootstrap
 from mmdecode.guide.fusion import Fusion, Given, Shallow, Static
 from mmdecode.guide.uadf import UADF
@@ -50,58 +62,61 @@ from mmdecode.runs.files import (
     open_append,
     run_of,
 )
-from mmdecode.zoo.rebuilt import Utterance, utterances
+from mmdecode.train.zoo.sentences import docstring_sentences
+from mmdecode.zoo.real_clips import RealClip, all_clips
+from mmdecode.zoo.rebuilt import Utterance, utterances, voiced
 from mmdecode.zoo.synthesis import Espeak
 
 HERE = Path(__file__).parent
-RATE = 16_000
-BATCH = 16
-STAGE = 48
-FIRST, RESCORED, ALONE = "1-best", "rescored", "llm"
+BATCH = 8
+STAGE = 40
+BEAMS, LISTED = 8, 5
+GREEDY, FIRST, RESCORED, ALONE, FREE = "greedy", "1-best", "rescored", "llm", "llm, free"
 FUSIONS: dict[str, type[Fusion]] = {"static": Static, "shallow": Shallow, "uadf": UADF}
+RIVALS = (FIRST, RESCORED, ALONE, FREE)
 GRIDS: dict[str, list[dict[str, float]]] = {
     RESCORED: [{"weight": w} for w in (0.1, 0.2, 0.4, 0.8)],
-    "static": [{"weight": w} for w in (0.5, 1.0, 2.0, 4.0, 8.0)],
-    "shallow": [{"weight": w} for w in (0.25, 0.5, 1.0, 2.0)],
-    "uadf": [
-        {"scale": 1.0},
-        {"scale": 1.0, "beta": 0.0},
-        {"scale": 4.0},
-        {"scale": 4.0, "beta": 0.0},
-    ],
+    "static": [{"weight": w} for w in (0.5, 1.0, 4.0)],
+    "shallow": [{"weight": w} for w in (0.5, 1.0, 2.0)],
+    "uadf": [{"scale": 1.0}, {"scale": 1.0, "beta": 0.0}, {"scale": 4.0, "beta": 0.0}],
 }
 """Settings that are tried for each method, the setting of its paper first where it names one."""
+CANDIDATES = (8, 16, 32)
+SECTIONS = {"grammar": SECTION, "docstrings": "docstrings", "real": "real clips"}
+Item = Utterance | RealClip
 
 
 @dataclass(frozen=True)
 class Recognised:
-    """Recognised utterances: N-best lists, and the recogniser's inputs for fusion."""
+    """Recognised utterances: N-best lists, the recogniser's inputs, and its greedy texts."""
 
     lists: list[NBestList]
     audio: list[Given]
+    greedy: list[str]
+    waves: list[np.ndarray]
 
 
 class Bench:
-    """Recogniser, language model and speech synthesis of the benchmark.
+    """Recogniser, language models and speech synthesis of the benchmark.
 
     Args:
         recogniser: Checkpoint of the recogniser.
-        language: Checkpoint of the language model.
+        language: Checkpoint of the language model of the domain.
+        controls: Checkpoints of other language models, by name.
     """
 
-    def __init__(self, recogniser: str, language: str) -> None:
+    def __init__(self, recogniser: str, language: str, controls: Mapping[str, str]) -> None:
         self.transcriber = Transcriber.from_pretrained(
-            recogniser, device="cpu", n_best=5, timestamps=False, batch_size=BATCH
+            recogniser, device="cpu", n_best=BEAMS, timestamps=False, batch_size=BATCH
         )
         model, processor = self.transcriber.model, self.transcriber.processor
-        prompts = Prompts.of(model.generation_config, self.transcriber.options)
-        self.prompt = tuple(prompts.initial(prompts.language))
-        self.extractor = processor.feature_extractor
         self.recogniser = Acoustic(model=model, tokenizer=processor.tokenizer)
-        self.language = language
-        self.corrector = Corrector.from_pretrained(
-            language, device="cpu", batch_size=BATCH, max_new_tokens=60, draft=None
-        )
+        self.correctors = {
+            name: Corrector.from_pretrained(
+                folder, device="cpu", batch_size=BATCH, max_new_tokens=60, draft=None
+            )
+            for name, folder in {"": language, **controls}.items()
+        }
 
     @cached_property
     def engine(self) -> Espeak:
@@ -110,33 +125,48 @@ class Bench:
 
     @cached_property
     def scorer(self) -> TextScorer:
-        """The language model as a scorer of texts."""
-        return TextScorer(self.corrector.model, self.corrector.prompts.tokenizer, batch_size=64)
+        """The language model of the domain as a scorer of texts."""
+        own = self.correctors[""]
+        return TextScorer(own.model, own.prompts.tokenizer, batch_size=64)
 
-    def recognise(self, some: Sequence[Utterance], snr_db: float) -> Recognised:
-        """Synthesises utterances in noise and recognises them."""
-        waves = [one.noisy(one.spoken(self.engine), snr_db) for one in some]
+    def recognise(self, some: Sequence[Item], snr_db: float) -> Recognised:
+        """Synthesises utterances in noise, or reads clips, and recognises them."""
+        waves = [
+            one.samples()
+            if isinstance(one, RealClip)
+            else one.noisy(one.spoken(self.engine), snr_db)
+            for one in some
+        ]
         found = self.transcriber(waves, on_error="raise")
         lists = []
         for one, transcript in zip(some, found, strict=True):
             first = lists_of(transcript)[0]
-            lists.append(NBestList(one.name, first.hypotheses, first.scores, one.text))
-        features = self.extractor(waves, sampling_rate=RATE, return_tensors="pt").input_features
-        return Recognised(lists, [Given(features=one, prompt=self.prompt) for one in features])
+            scores = None if first.scores is None else first.scores[:LISTED]
+            lists.append(NBestList(one.name, first.hypotheses[:LISTED], scores, one.text))
+        ours = self.transcriber.recognizer
+        prompt = tuple(ours.prompt(None, ()))
+        audio = [Given(features=one, prompt=prompt) for one in ours.features(waves)]
+        return Recognised(lists, audio, [one.text for one in found], waves)
 
-    def corrected(self, recognised: Recognised) -> list[str]:
-        """Texts corrected by the language model alone."""
-        self.corrector.decoder = replace(self.corrector.decoder, guide=None)
-        found = LanguageModelCorrection(self.corrector)(recognised.lists)
-        return [one.correction.text for one in found]
+    def corrected(self, recognised: Recognised) -> tuple[list[str], list[str]]:
+        """Texts corrected by the language model alone, with the edit guard and without."""
+        corrector = self.correctors[""]
+        corrector.decoder = replace(corrector.decoder, guide=None)
+        return both(LanguageModelCorrection(corrector)(recognised.lists))
 
     def fused(
-        self, name: str, options: dict[str, float], heat: dict[str, float]
+        self, name: str, options: Mapping[str, Any], heat: Mapping[str, float], control: str = ""
     ) -> FusedCorrection:
         """Correction with a fusion of recogniser and language model."""
         kind: Callable[..., Fusion] = FUSIONS[name]
+        given = {k: v for k, v in options.items() if k not in ("candidates", "guard")}
+        corrector = self.correctors[control]
+        corrector.guard = GUARD if options.get("guard", True) else None
         return FusedCorrection(
-            self.corrector, self.recogniser, lambda branch: kind(branch, **options, **heat)
+            corrector,
+            self.recogniser,
+            lambda branch: kind(branch, **given, **heat),
+            options.get("candidates", CANDIDATES[0]),
         )
 
     def rescored(self, lists: Sequence[NBestList], weight: float) -> list[str]:
@@ -147,67 +177,122 @@ class Bench:
             for one, own in zip(lists, scores, strict=True)
         ]
 
+    def searched(self, waves: Sequence[np.ndarray], beams: int) -> list[str]:
+        """Texts of a beam search."""
+        wide = self.transcriber.with_options(n_best=0, beams=beams)
+        return [one.text for one in wide(list(waves), on_error="raise")]
+
     def texts(
-        self, recognised: Recognised, tuned: dict[str, Any]
-    ) -> tuple[dict[str, list[str]], Any]:
+        self, recognised: Recognised, tuned: Mapping[str, Any]
+    ) -> tuple[dict[str, list[str]], list[list[str]]]:
         """Texts of every method, and which model decided each word of UADF."""
-        found = {FIRST: [one.best for one in recognised.lists]}
-        found[RESCORED] = self.rescored(recognised.lists, **tuned["options"][RESCORED])
-        found[ALONE] = self.corrected(recognised)
+        lists, audio = recognised.lists, recognised.audio
+        found = {GREEDY: recognised.greedy, FIRST: [one.best for one in lists]}
+        found[f"beam {tuned['beams']}"] = self.searched(recognised.waves, tuned["beams"])
+        found[RESCORED] = self.rescored(lists, **tuned["options"][RESCORED])
+        found[ALONE], found[FREE] = self.corrected(recognised)
         decided: list[list[str]] = []
         for name in FUSIONS:
-            way = self.fused(name, tuned["options"][name], tuned["temperatures"])
-            rows = way(recognised.lists, recognised.audio)
+            rows = self.fused(name, tuned["options"][name], tuned["temperatures"][""])(lists, audio)
             found[name] = [one.correction.text for one in rows]
             decided = [[word.by for word in one.words] for one in rows]
+        best = tuned["best"]
+        for control in self.correctors:
+            if control:
+                heat = tuned["temperatures"][control]
+                way = self.fused(best, tuned["options"][best], heat, control)
+                found[control] = [one.correction.text for one in way(lists, audio)]
         return found, decided
+
+    def heat(self, recognised: Recognised, control: str) -> dict[str, float]:
+        """Temperatures that calibrate a language model and the recogniser."""
+        way = self.fused("uadf", {}, {}, control)
+        fitted = calibrate(way.corrector, recognised.lists, recognised.audio)
+        return {"main_temperature": fitted.main, "acoustic_temperature": fitted.acoustic}
+
+
+def both(rows: Sequence[Any]) -> tuple[list[str], list[str]]:
+    """Final texts of corrections, and the answers that no guard has judged."""
+    found = [one.correction for one in rows]
+    return [one.text for one in found], [one.raw or one.text for one in found]
 
 
 def tune(bench: Bench, recognised: Recognised) -> dict[str, Any]:
     """Fits temperatures, then for each method the setting with the fewest errors."""
-    way = bench.fused("uadf", {}, {})
-    fitted = calibrate(way.corrector, recognised.lists, recognised.audio)
-    heat = {"main_temperature": fitted.main, "acoustic_temperature": fitted.acoustic}
-    aligner = Aligner()
+    heat = {name: bench.heat(recognised, name) for name in bench.correctors}
+    aligner, lists = Aligner(), recognised.lists
 
     def errors(texts: Sequence[str]) -> int:
-        pairs = zip(recognised.lists, texts, strict=True)
+        pairs = zip(lists, texts, strict=True)
         return sum(aligner.errors(one.reference or "", text) for one, text in pairs)
 
-    tried: dict[str, list[int]] = {}
-    for name, grid in GRIDS.items():
+    tried: dict[str, list[tuple[int, dict[str, Any]]]] = {
+        RESCORED: [(errors(bench.rescored(lists, **given)), given) for given in GRIDS[RESCORED]]
+    }
+    positions = 0.0
+    for name in FUSIONS:
         tried[name] = []
-        for options in grid:
-            if name == RESCORED:
-                texts = bench.rescored(recognised.lists, **options)
-            else:
-                rows = bench.fused(name, options, heat)(recognised.lists, recognised.audio)
-                texts = [one.correction.text for one in rows]
-            tried[name].append(errors(texts))
+
+        def attempt(given: Mapping[str, Any], name: str = name) -> float:
+            way = bench.fused(name, {**given, "guard": True}, heat[""])
+            for guard, texts in zip((True, False), both(way(lists, recognised.audio)), strict=True):
+                tried[name].append((errors(texts), {**given, "guard": guard}))
+            return way.positions / len(lists)
+
+        def best(name: str = name) -> dict[str, Any]:
+            return min(tried[name], key=lambda one: one[0])[1]
+
+        for given in GRIDS[name]:
+            positions = attempt({**given, "candidates": CANDIDATES[0]})
+        chosen = {k: v for k, v in best().items() if k != "guard"}
+        for count in CANDIDATES[1:]:
+            attempt({**chosen, "candidates": count})
+    options = {name: min(rows, key=lambda one: one[0]) for name, rows in tried.items()}
+    tokenizer = bench.recogniser.tokenizer
+    tokens = np.mean([len(tokenizer(text).input_ids) for text in recognised.greedy])
     return {
         "temperatures": heat,
-        "tokens": fitted.tokens,
-        "lists": len(recognised.lists),
-        "errors": {FIRST: errors([one.best for one in recognised.lists])} | tried,
-        "options": {n: GRIDS[n][int(np.argmin(values))] for n, values in tried.items()},
+        "lists": len(lists),
+        "words": sum(len((one.reference or "").split()) for one in lists),
+        "errors": {FIRST: errors([one.best for one in lists]), "tried": tried},
+        "options": {name: given for name, (_, given) in options.items()},
+        "best": min(FUSIONS, key=lambda name: options[name][0]),
+        "positions": round(positions, 1),
+        # scored positions of the recogniser's decoder for each token that it writes
+        "beams": int(min(32, max(BEAMS, round(positions / tokens)))),
     }
 
 
-def batches(items: Sequence[Utterance]) -> Iterator[Sequence[Utterance]]:
+def items(domain: str, part: str, count: int) -> Sequence[Item]:
+    """The first utterances of a part of a domain."""
+    if domain == "real":
+        return all_clips()[:count]
+    if domain == "docstrings":
+        texts = docstring_sentences("test")
+        random.Random(2027).shuffle(texts := [*texts])
+        chosen = texts[-count:] if part == "development" else texts[:count]
+        return voiced(chosen, f"docstrings_{part}")
+    return utterances("unseen" if part == "unseen" else "test", count)
+
+
+def batches(some: Sequence[Item]) -> Iterator[Sequence[Item]]:
     """Utterances in batches of `BATCH`."""
-    for start in range(0, len(items), BATCH):
-        yield items[start : start + BATCH]
+    for start in range(0, len(some), BATCH):
+        yield some[start : start + BATCH]
 
 
-def run(bench: Bench, part: str, snr_db: float, count: int, work: Path, tuned: Any) -> Path:
-    """Runs every method on a part at a noise level; rows are appended to a file."""
-    path = work / f"{part}-{snr_db:g}.jsonl"
+def level_name(snr_db: float) -> str:
+    """A noise level as text."""
+    return "clean" if math.isinf(snr_db) else f"{snr_db:g} dB"
+
+
+def run(bench: Bench, some: Sequence[Item], path: Path, snr_db: float, tuned: Any) -> Path:
+    """Runs every method on utterances at a noise level; rows are appended to a file."""
     done = len(list(complete_lines(path))) if path.exists() else 0
-    remaining = utterances(part, count)[done:]
     with open_append(path) as file, progress_bar() as bar:
-        task = bar.add_task(f"{part}, {snr_db:g} dB", total=len(remaining))
-        for some in batches(remaining):
-            recognised = bench.recognise(some, snr_db)
+        task = bar.add_task(path.stem, total=len(some) - done)
+        for batch in batches(some[done:]):
+            recognised = bench.recognise(batch, snr_db)
             found, decided = bench.texts(recognised, tuned)
             for index, one in enumerate(recognised.lists):
                 row = {
@@ -218,11 +303,11 @@ def run(bench: Bench, part: str, snr_db: float, count: int, work: Path, tuned: A
                     "decided": decided[index],
                 }
                 append_line(file, json.dumps(row).encode() + b"\n")
-            bar.advance(task, len(some))
+            bar.advance(task, len(batch))
     return path
 
 
-def judged(path: Path) -> dict[str, Any]:
+def judged(path: Path, best: str) -> dict[str, Any]:
     """Rates, oracles and paired tests of one part at one level."""
     rows = [json.loads(line) for line in complete_lines(path)]
     aligner = Aligner()
@@ -237,11 +322,9 @@ def judged(path: Path) -> dict[str, Any]:
         score = summed(counted, aligner.normaliser, aligner.scorer, None)
         rates[way] = {"wer": score.value, "low": score.low, "high": score.high}
     tests = {}
-    for first, second in [(FIRST, w) for w in ways[1:]] + [
-        (ALONE, "uadf"),
-        ("shallow", "uadf"),
-        ("static", "uadf"),
-    ]:
+    pairs = [(way, best) for way in ways if way not in (best, GREEDY)]
+    controls = [way for way in ways if way not in (*RIVALS, *FUSIONS, GREEDY)]
+    for first, second in pairs + [(FIRST, way) for way in controls]:
         errors = [tables[w][:, 2:5].sum(1) for w in (first, second)]
         bootstrap = paired_bootstrap(errors[0], errors[1], words)
         tests[f"{first} to {second}"] = {
@@ -258,76 +341,124 @@ def judged(path: Path) -> dict[str, Any]:
         "o_nb": float(counts.best[:, 2:5].sum() / words.sum()),
         "o_cp": float(counts.missing.sum() / words.sum()),
         "tests": tests,
+        "met": all(tests[f"{rival} to {best}"]["low"] > 0 for rival in RIVALS),
         "decided": {who: round(by.count(who) / len(by), 4) for who in sorted({*by})},
     }
 
 
 def shown(results: dict[str, Any]) -> str:
     """The table, and the tests below it."""
-    names = [FIRST, RESCORED, ALONE, *FUSIONS]
-    rows, tests = [], []
+    rows, tests, head = [], [], []
+    best = results["tuned"]["best"]
     for case, found in results["cases"].items():
+        names = list(found["rates"])
         rates = [
-            f"{100 * r['wer']:.1f} [{100 * r['low']:.1f}, {100 * r['high']:.1f}]"
-            for r in (found["rates"][name] for name in names)
+            f"**{100 * r['wer']:.1f}**" if name == best else f"{100 * r['wer']:.1f}"
+            for name, r in found["rates"].items()
         ]
         oracles = [f"{100 * found[name]:.1f}" for name in ("o_nb", "o_cp")]
-        rows.append([case, str(found["utterances"]), *rates, *oracles])
-        for pair, test in found["tests"].items():
-            interval = f"[{100 * test['low']:.2f}, {100 * test['high']:.2f}]"
-            p = f"{test['p_mapsswe']:.2g}"
-            tests.append([case, pair, f"{100 * test['difference']:+.2f}", interval, p])
-    head = ["part", "utterances", *names, "o_nb", "o_cp"]
-    test_head = ["part", "from, to", "points of WER gained", "95 % interval", "p (MAPSSWE)"]
-    return f"{table(head, rows)}\n\n{table(test_head, tests)}"
+        head = ["part", "utterances", "words", *names, "o_nb", "o_cp"]
+        rows.append([case, str(found["utterances"]), str(found["words"]), *rates, *oracles])
+        row = [case]
+        for rival in RIVALS:
+            test = found["tests"][f"{rival} to {best}"]
+            row.append(
+                f"{100 * test['difference']:+.1f} [{100 * test['low']:+.1f}, "
+                f"{100 * test['high']:+.1f}]"
+            )
+        tests.append([*row, "yes" if found["met"] else "no"])
+    facts = results["machine"]
+    test_head = ["part", *(f"{rival} to {best}" for rival in RIVALS), "all beyond the interval"]
+    return (
+        f"WER, %; the fusion that was best on the development part is bold. "
+        f"{results['settings']['recogniser']}; torch {facts['torch']}, transformers "
+        f"{facts['transformers']}, {facts['date']}.\n\n{table(head, rows)}\n\n"
+        f"Points of WER gained, with paired 95 % intervals (bootstrap over utterances):\n\n"
+        f"{table(test_head, tests)}"
+    )
+
+
+def arguments_of() -> argparse.Namespace:
+    """The command's arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--domain", choices=list(SECTIONS), default="grammar")
+    parser.add_argument("--recogniser", default="moonshine:tiny-en")
+    parser.add_argument("--models", type=Path, default=Path("outputs"), help="with lm-DOMAIN/model")
+    parser.add_argument("--language", help="another language model than lm-DOMAIN")
+    parser.add_argument("--no-controls", action="store_true", help="no other language models")
+    parser.add_argument("--utterances", type=int, default=300, help="of the test, at each level")
+    parser.add_argument("--unseen", type=int, default=100, help="of unseen templates, likewise")
+    parser.add_argument("--development", type=int, default=16, help="at each level")
+    parser.add_argument("--snr", type=float, nargs="+", default=[math.inf, 21.0, 15.0, 9.0])
+    parser.add_argument("--work", type=Path, default=Path("outputs/fusion"))
+    parser.add_argument("--report", type=Path, help="default: results/fusion/DOMAIN.json")
+    parser.add_argument("--page", type=Path, help="Markdown whose tables are replaced")
+    parser.add_argument("--section", help="marks of the tables in it; default: of the domain")
+    return parsed(parser)
 
 
 def main() -> None:
     """Runs, or goes on."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--recogniser", default="zoo:whisper-synth")
-    parser.add_argument("--language", default="zoo:lm-synth")
-    parser.add_argument("--utterances", type=int, default=1000, help="of the test, at each level")
-    parser.add_argument("--unseen", type=int, default=300, help="of unseen templates, likewise")
-    parser.add_argument("--development", type=int, default=40, help="at each level")
-    parser.add_argument("--snr", type=float, nargs="+", default=[9.0, 3.0, 0.0], help="in dB")
-    parser.add_argument("--work", type=Path, default=Path("outputs/fusion"))
-    parser.add_argument("--report", type=Path, default=HERE / "results" / "fusion" / "zoo.json")
-    parser.add_argument("--page", type=Path, help="Markdown whose tables are replaced")
-    arguments = parsed(parser)
+    arguments = arguments_of()
+    domain = arguments.domain
+    report = arguments.report or HERE / "results" / "fusion" / f"{domain}.json"
+    own = {"grammar": "grammar", "docstrings": "docstrings", "real": "general"}[domain]
+    others = {"wrong domain": "grammar" if own == "docstrings" else "docstrings"}
+    others |= {} if own == "general" else {"general text": "general"}
+    folder = f"{arguments.models}/lm-{{}}/model"
+    language = arguments.language or folder.format(own)
+    controls = {name: folder.format(other) for name, other in others.items()}
+    controls = {} if arguments.no_controls else controls
     only_our_output()
-    settings = {n: getattr(arguments, n) for n in ("recogniser", "language", "development", "snr")}
-    if run_of(arguments.work).exists():
-        check_settings(arguments.work, settings, resume=True)
-    note_settings(arguments.work, settings)
-    begun = load()
-    bench = Bench(arguments.recogniser, arguments.language)
-    chosen = arguments.work / "tuned.json"
+    work = arguments.work / domain
+    settings = {"recogniser": arguments.recogniser, "language": language, "controls": controls}
+    if run_of(work).exists():
+        check_settings(work, settings, resume=True)
+    note_settings(work, settings)
+    facts = machine("cpu", "float32")
+    bench = Bench(arguments.recogniser, language, controls)
+    chosen = arguments.work / "grammar" / "tuned.json"
     if not chosen.exists():
+        if domain != "grammar":
+            raise SystemExit(f"{chosen} is missing: run --domain grammar first, which tunes")
         parts = [
             bench.recognise(some, level)
             for level in arguments.snr
             for some in batches(utterances("development", arguments.development))
         ]
         recognised = Recognised(
-            [o for p in parts for o in p.lists], [a for p in parts for a in p.audio]
+            *(
+                [one for part in parts for one in getattr(part, name)]
+                for name in ("lists", "audio", "greedy", "waves")
+            )
         )
         write_result(chosen, tune(bench, recognised))
     tuned = json.loads(chosen.read_text())
-    wanted = {"test": arguments.utterances, "unseen": arguments.unseen}
+    if domain == "real":
+        heat = tuned["temperatures"]
+        tuned["temperatures"] = {"": heat["general text"], "wrong domain": heat["wrong domain"]}
+    elif domain == "docstrings":
+        fitted = work / "temperatures.json"
+        if not fitted.exists():
+            some = bench.recognise(items(domain, "development", arguments.development), 15.0)
+            write_result(fitted, {name: bench.heat(some, name) for name in bench.correctors})
+        tuned["temperatures"] = json.loads(fitted.read_text())
+    wanted = {"test": arguments.utterances}
+    wanted |= {"unseen": arguments.unseen} if domain == "grammar" and arguments.unseen else {}
+    levels = [math.inf] if domain == "real" else arguments.snr
     cases: dict[str, Any] = {}
-    results = {"settings": settings | {"load_at_start": begun}, "tuned": tuned, "cases": cases}
+    results = {"settings": settings, "machine": facts, "tuned": tuned, "cases": cases}
     # all parts and levels grow together, so that a run that is stopped has some of each
     for goal in range(STAGE, max(wanted.values()) + STAGE, STAGE):
-        for level in arguments.snr:
+        for level in levels:
             for part, count in wanted.items():
-                if count:
-                    path = run(bench, part, level, min(goal, count), arguments.work, tuned)
-                    cases[f"{part}, {level:g} dB"] = judged(path)
-        write_result(arguments.report, results)
+                some = items(domain, part, min(goal, count))
+                path = run(bench, some, work / f"{part}-{level:g}.jsonl", level, tuned)
+                cases[f"{part}, {level_name(level)}"] = judged(path, tuned["best"])
+        write_result(report, results)
     print(shown(results))
     if arguments.page is not None:
-        write_page(arguments.page, shown(results))
+        write_page(arguments.page, shown(results), arguments.section or SECTIONS[domain])
 
 
 if __name__ == "__main__":

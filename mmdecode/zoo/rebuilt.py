@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,7 +100,7 @@ class Utterance:
 
         Args:
             wave: Samples that `spoken` returned.
-            snr_db: Signal-to-noise ratio in decibels.
+            snr_db: Signal-to-noise ratio in decibels; infinite: no noise.
         """
         generator = torch.Generator().manual_seed(self.seed)
         mixed = synthesis.add_noise(torch.from_numpy(wave), snr_db, generator, tilt=TILT)
@@ -115,16 +115,26 @@ def utterances(part: Part, count: int, seed: int = 2027) -> list[Utterance]:
         count: Number of utterances.
         seed: Seed of sentences, voices and noise.
     """
-    rng = random.Random(f"{part}/{seed}")
-    texts = _sentences(part, seed)
+    return voiced(itertools.islice(_sentences(part, seed), count), part, seed)
+
+
+def voiced(texts: Iterable[str], name: str, seed: int = 2027) -> list[Utterance]:
+    """Returns utterances of texts in the test voices.
+
+    Args:
+        texts: The sentences.
+        name: Beginning of the utterances' names.
+        seed: Seed of voices and noise.
+    """
+    rng = random.Random(f"{name}/{seed}")
     return [
         Utterance(
-            name=f"{part}_{number:04d}",
-            text=next(texts),
+            name=f"{name}_{number:04d}",
+            text=text,
             voice=synthesis.Voice.draw(rng, synthesis.TEST_VARIANTS),
             seed=rng.randrange(2**31),
         )
-        for number in range(count)
+        for number, text in enumerate(texts)
     ]
 
 

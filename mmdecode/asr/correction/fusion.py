@@ -84,6 +84,7 @@ class AcousticScorer(BranchRunner):
     Attributes:
         choices: For each position, the token that the language model alone would choose, and the
             tokens that the recogniser alone might choose.
+        positions: Number of positions that the recogniser's decoder has scored in this call.
     """
 
     stage = 2
@@ -105,6 +106,7 @@ class AcousticScorer(BranchRunner):
         self.choices = Choices(call)
         self._given, self.prompt = what_it_reads(call, model, prompt)
         self.listeners: list[Listener] = []
+        self.positions = 0
 
     def prefill(self, call: Call, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
         """Encodes the audio, and scores the candidates for the first token."""
@@ -212,6 +214,7 @@ class AcousticScorer(BranchRunner):
         """Runs one decoder pass over the prefixes whose distributions the listeners need."""
         blocks = [listener.block() for listener in self.listeners]
         rows, width = len(blocks), max(len(block.tokens) for block in blocks)
+        self.positions += sum(len(block.tokens) for block in blocks)
         tokens = np.full((rows, width), -1)
         depths = np.zeros((rows, width), dtype=np.int64)
         ancestors = np.broadcast_to(np.eye(width, dtype=bool), (rows, width, width)).copy()

@@ -164,13 +164,20 @@ class FusedCorrection(ListCorrection):
             corrector.prompts.tokenizer, model.config.vocab_size, candidates, route
         )
         self._built: list[Any] = []
+        self._scored = 0
         self._fusion = join(replace(spec, build=partial(self._build, spec)))
         corrector.decoder = replace(corrector.decoder, guide=self._fusion)
 
     def _build(self, spec: BranchSpec, call: Call) -> Any:
         assert spec.build is not None, "the branch is scored by rules of its own"
+        self._scored = self.positions
         self._built = [spec.build(call)]
         return self._built[0]
+
+    @property
+    def positions(self) -> int:
+        """Number of positions that the recogniser's decoder has scored for candidates' texts."""
+        return self._scored + sum(getattr(one, "positions", 0) for one in self._built)
 
     def __call__(
         self, lists: Sequence[NBestList], audio: Sequence[Given] | None = None
