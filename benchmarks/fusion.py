@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from pages import SECTION, parsed, table, write_page, write_result
 
 from mmdecode.asr import Transcriber
@@ -102,21 +103,25 @@ class Bench:
     Args:
         recogniser: Checkpoint of the recogniser.
         language: Checkpoint of the language model of the domain.
-        controls: Checkpoints of other language models, by name.
+        controls: Checkpoints of other language models, by name; loaded where they are used.
     """
 
     def __init__(self, recogniser: str, language: str, controls: Mapping[str, str]) -> None:
+        self.folders = {"": language, **controls}
+        self._correctors: dict[str, Corrector] = {}
         self.transcriber = Transcriber.from_pretrained(
             recogniser, device="cpu", n_best=BEAMS, timestamps=False, batch_size=BATCH
         )
         model, processor = self.transcriber.model, self.transcriber.processor
         self.recogniser = Acoustic(model=model, tokenizer=processor.tokenizer)
-        self.correctors = {
-            name: Corrector.from_pretrained(
-                folder, device="cpu", batch_size=BATCH, max_new_tokens=60, draft=None
+
+    def corrector(self, control: str = "") -> Corrector:
+        """The corrector of the domain, or a control."""
+        if control not in self._correctors:
+            self._correctors[control] = Corrector.from_pretrained(
+                self.folders[control], device="cpu", batch_size=BATCH, max_new_tokens=60, draft=None
             )
-            for name, folder in {"": language, **controls}.items()
-        }
+        return self._correctors[control]
 
     @cached_property
     def engine(self) -> Espeak:
@@ -126,31 +131,38 @@ class Bench:
     @cached_property
     def scorer(self) -> TextScorer:
         """The language model of the domain as a scorer of texts."""
-        own = self.correctors[""]
+        own = self.corrector()
         return TextScorer(own.model, own.prompts.tokenizer, batch_size=64)
 
-    def recognise(self, some: Sequence[Item], snr_db: float) -> Recognised:
-        """Synthesises utterances in noise, or reads clips, and recognises them."""
-        waves = [
+    def waves(self, some: Sequence[Item], snr_db: float) -> list[np.ndarray]:
+        """Synthesises utterances in noise, or reads clips."""
+        return [
             one.samples()
             if isinstance(one, RealClip)
             else one.noisy(one.spoken(self.engine), snr_db)
             for one in some
         ]
+
+    def audio(self, waves: Sequence[np.ndarray]) -> list[Given]:
+        """Inputs of the recogniser in a fusion."""
+        ours = self.transcriber.recognizer
+        prompt = tuple(ours.prompt(None, ()))
+        return [Given(features=one, prompt=prompt) for one in ours.features(waves)]
+
+    def recognise(self, some: Sequence[Item], snr_db: float) -> Recognised:
+        """Recognises utterances in noise, or clips."""
+        waves = self.waves(some, snr_db)
         found = self.transcriber(waves, on_error="raise")
         lists = []
         for one, transcript in zip(some, found, strict=True):
             first = lists_of(transcript)[0]
             scores = None if first.scores is None else first.scores[:LISTED]
             lists.append(NBestList(one.name, first.hypotheses[:LISTED], scores, one.text))
-        ours = self.transcriber.recognizer
-        prompt = tuple(ours.prompt(None, ()))
-        audio = [Given(features=one, prompt=prompt) for one in ours.features(waves)]
-        return Recognised(lists, audio, [one.text for one in found], waves)
+        return Recognised(lists, self.audio(waves), [one.text for one in found], waves)
 
     def corrected(self, recognised: Recognised) -> tuple[list[str], list[str]]:
         """Texts corrected by the language model alone, with the edit guard and without."""
-        corrector = self.correctors[""]
+        corrector = self.corrector()
         corrector.decoder = replace(corrector.decoder, guide=None)
         return both(LanguageModelCorrection(corrector)(recognised.lists))
 
@@ -160,7 +172,7 @@ class Bench:
         """Correction with a fusion of recogniser and language model."""
         kind: Callable[..., Fusion] = FUSIONS[name]
         given = {k: v for k, v in options.items() if k not in ("candidates", "guard")}
-        corrector = self.correctors[control]
+        corrector = self.corrector(control)
         corrector.guard = GUARD if options.get("guard", True) else None
         return FusedCorrection(
             corrector,
@@ -196,15 +208,19 @@ class Bench:
             rows = self.fused(name, tuned["options"][name], tuned["temperatures"][""])(lists, audio)
             found[name] = [one.correction.text for one in rows]
             decided = [[word.by for word in one.words] for one in rows]
-        best = tuned["best"]
-        for control in self.correctors:
-            if control:
-                heat = tuned["temperatures"][control]
-                way = self.fused(best, tuned["options"][best], heat, control)
-                found[control] = [one.correction.text for one in way(lists, audio)]
         return found, decided
 
-    def heat(self, recognised: Recognised, control: str) -> dict[str, float]:
+    def controls(
+        self, lists: Sequence[NBestList], audio: Sequence[Given], tuned: Mapping[str, Any]
+    ) -> dict[str, list[str]]:
+        """Texts of the best fusion with each of the other language models."""
+        best, found = tuned["best"], {}
+        for name in [name for name in self.folders if name]:
+            way = self.fused(best, tuned["options"][best], tuned["temperatures"][name], name)
+            found[name] = [one.correction.text for one in way(lists, audio)]
+        return found
+
+    def heat(self, recognised: Recognised, control: str = "") -> dict[str, float]:
         """Temperatures that calibrate a language model and the recogniser."""
         way = self.fused("uadf", {}, {}, control)
         fitted = calibrate(way.corrector, recognised.lists, recognised.audio)
@@ -219,7 +235,7 @@ def both(rows: Sequence[Any]) -> tuple[list[str], list[str]]:
 
 def tune(bench: Bench, recognised: Recognised) -> dict[str, Any]:
     """Fits temperatures, then for each method the setting with the fewest errors."""
-    heat = {name: bench.heat(recognised, name) for name in bench.correctors}
+    heat = {"": bench.heat(recognised)}
     aligner, lists = Aligner(), recognised.lists
 
     def errors(texts: Sequence[str]) -> int:
@@ -263,7 +279,7 @@ def tune(bench: Bench, recognised: Recognised) -> dict[str, Any]:
     }
 
 
-def items(domain: str, part: str, count: int) -> Sequence[Item]:
+def items(domain: str, part: Any, count: int) -> Sequence[Item]:
     """The first utterances of a part of a domain."""
     if domain == "real":
         return all_clips()[:count]
@@ -272,7 +288,15 @@ def items(domain: str, part: str, count: int) -> Sequence[Item]:
         random.Random(2027).shuffle(texts := [*texts])
         chosen = texts[-count:] if part == "development" else texts[:count]
         return voiced(chosen, f"docstrings_{part}")
-    return utterances("unseen" if part == "unseen" else "test", count)
+    return utterances(part, count)
+
+
+def development(bench: Bench, domain: str, count: int, levels: Sequence[float]) -> Recognised:
+    """Recognised sentences to choose settings on, ``count`` at each level."""
+    some = items(domain, "development", count)
+    parts = [bench.recognise(batch, level) for level in levels for batch in batches(some)]
+    names = ("lists", "audio", "greedy", "waves")
+    return Recognised(*([x for part in parts for x in getattr(part, name)] for name in names))
 
 
 def batches(some: Sequence[Item]) -> Iterator[Sequence[Item]]:
@@ -307,9 +331,38 @@ def run(bench: Bench, some: Sequence[Item], path: Path, snr_db: float, tuned: An
     return path
 
 
+def run_controls(bench: Bench, some: Sequence[Item], path: Path, snr_db: float, tuned: Any) -> None:
+    """Adds the controls to the rows of a part, in a file of their own."""
+    rows = [json.loads(line) for line in complete_lines(path)][: len(some)]
+    done = len(list(complete_lines(own))) if (own := controls_of(path)).exists() else 0
+    with open_append(own) as file, progress_bar() as bar:
+        task = bar.add_task(own.stem, total=len(rows) - done)
+        for start in range(done, len(rows), BATCH):
+            batch = rows[start : start + BATCH]
+            lists = [
+                NBestList(r["id"], tuple(r["hypotheses"]), None, r["reference"]) for r in batch
+            ]
+            audio = bench.audio(bench.waves(some[start : start + len(batch)], snr_db))
+            found = bench.controls(lists, audio, tuned)
+            for index in range(len(batch)):
+                texts = {name: texts[index] for name, texts in found.items()}
+                append_line(file, json.dumps(texts).encode() + b"\n")
+            bar.advance(task, len(batch))
+
+
+def controls_of(path: Path) -> Path:
+    """File of the controls' texts."""
+    return path.with_suffix(".controls.jsonl")
+
+
 def judged(path: Path, best: str) -> dict[str, Any]:
     """Rates, oracles and paired tests of one part at one level."""
     rows = [json.loads(line) for line in complete_lines(path)]
+    own = controls_of(path)
+    more = [json.loads(line) for line in complete_lines(own)] if own.exists() else []
+    if len(more) == len(rows):
+        for row, texts in zip(rows, more, strict=True):
+            row["texts"] |= texts
     aligner = Aligner()
     lists = [NBestList(r["id"], tuple(r["hypotheses"]), None, r["reference"]) for r in rows]
     counts = count_lists(lists, aligner)
@@ -385,7 +438,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--recogniser", default="moonshine:tiny-en")
     parser.add_argument("--models", type=Path, default=Path("outputs"), help="with lm-DOMAIN/model")
     parser.add_argument("--language", help="another language model than lm-DOMAIN")
-    parser.add_argument("--no-controls", action="store_true", help="no other language models")
+    parser.add_argument("--no-controls", action="store_true", help="also where there are models")
     parser.add_argument("--utterances", type=int, default=300, help="of the test, at each level")
     parser.add_argument("--unseen", type=int, default=100, help="of unseen templates, likewise")
     parser.add_argument("--development", type=int, default=16, help="at each level")
@@ -408,41 +461,35 @@ def main() -> None:
     folder = f"{arguments.models}/lm-{{}}/model"
     language = arguments.language or folder.format(own)
     controls = {name: folder.format(other) for name, other in others.items()}
-    controls = {} if arguments.no_controls else controls
+    with_controls = not arguments.no_controls and all(Path(p).exists() for p in controls.values())
+    controls = controls if with_controls else {}
     only_our_output()
     work = arguments.work / domain
-    settings = {"recogniser": arguments.recogniser, "language": language, "controls": controls}
+    settings = {"recogniser": arguments.recogniser, "language": language}
     if run_of(work).exists():
         check_settings(work, settings, resume=True)
     note_settings(work, settings)
-    facts = machine("cpu", "float32")
+    facts = machine(torch.device("cpu"), "float32")
     bench = Bench(arguments.recogniser, language, controls)
     chosen = arguments.work / "grammar" / "tuned.json"
     if not chosen.exists():
         if domain != "grammar":
             raise SystemExit(f"{chosen} is missing: run --domain grammar first, which tunes")
-        parts = [
-            bench.recognise(some, level)
-            for level in arguments.snr
-            for some in batches(utterances("development", arguments.development))
-        ]
-        recognised = Recognised(
-            *(
-                [one for part in parts for one in getattr(part, name)]
-                for name in ("lists", "audio", "greedy", "waves")
-            )
-        )
+        recognised = development(bench, domain, arguments.development, arguments.snr)
         write_result(chosen, tune(bench, recognised))
     tuned = json.loads(chosen.read_text())
-    if domain == "real":
-        heat = tuned["temperatures"]
-        tuned["temperatures"] = {"": heat["general text"], "wrong domain": heat["wrong domain"]}
-    elif domain == "docstrings":
-        fitted = work / "temperatures.json"
-        if not fitted.exists():
-            some = bench.recognise(items(domain, "development", arguments.development), 15.0)
-            write_result(fitted, {name: bench.heat(some, name) for name in bench.correctors})
-        tuned["temperatures"] = json.loads(fitted.read_text())
+    known = tuned["temperatures"]
+    fitted = work / "temperatures.json"
+    if fitted.exists():
+        known = json.loads(fitted.read_text())
+    elif domain == "real":
+        known = json.loads((arguments.work / "grammar" / fitted.name).read_text())
+        known = {"": known["general text"], "wrong domain": known["wrong domain"]}
+    elif with_controls or domain != "grammar":
+        some = development(bench, domain, arguments.development, arguments.snr)
+        known = {name: bench.heat(some, name) for name in bench.folders}
+        write_result(fitted, known)
+    tuned["temperatures"] = known
     wanted = {"test": arguments.utterances}
     wanted |= {"unseen": arguments.unseen} if domain == "grammar" and arguments.unseen else {}
     levels = [math.inf] if domain == "real" else arguments.snr
@@ -454,6 +501,8 @@ def main() -> None:
             for part, count in wanted.items():
                 some = items(domain, part, min(goal, count))
                 path = run(bench, some, work / f"{part}-{level:g}.jsonl", level, tuned)
+                if with_controls:
+                    run_controls(bench, some, path, level, tuned)
                 cases[f"{part}, {level_name(level)}"] = judged(path, tuned["best"])
         write_result(report, results)
     print(shown(results))

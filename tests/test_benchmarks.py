@@ -196,7 +196,8 @@ def test_an_engine_whose_ids_differ_has_a_whole_line(benchmarks):
 
 
 MARKED = {
-    "asr_speed.md": "tables", "bias.md": "tables", "int8_speed.md": "tables",
+    "asr_speed.md": "tables", "bias.md": "tables", "fusion.md": "tables",
+    "int8_speed.md": "tables",
     "drafters.md": "tables", "guidance_cost.md": "tables",
     "guided_drafts.md": "tables", "hallucination.md": "tables", "image_speed.md": "tables",
     "real_speech.md": "tables", "real_sizes.md": "tables",
@@ -346,6 +347,23 @@ def test_committed_results_are_known_as_ours():
     results = [*(ROOT / "benchmarks" / "results").rglob("*.json")]
     assert len(results) > 20
     assert not [str(path) for path in results if not is_own(path)]
+
+
+@pytest.mark.slow
+def test_fusion_is_tuned_measured_and_resumed_on_a_few_utterances(tmp_path):
+    words = ["--recogniser", "zoo:whisper-synth", "--language", "zoo:lm-synth", "--no-controls"]
+    words += ["--utterances", "2", "--unseen", "1", "--development", "1", "--snr", "9"]
+    words += ["--work", str(tmp_path / "work"), "--report", str(tmp_path / "fusion.json")]
+    shown = run(*words, script="fusion.py")
+    assert "| test, 9 dB | 2 |" in shown and "| unseen, 9 dB | 1 |" in shown
+    first = json.loads((tmp_path / "fusion.json").read_text())
+    tuned, case = first["tuned"], first["cases"]["test, 9 dB"]
+    assert 8 <= tuned["beams"] <= 32 and tuned["best"] in ("static", "shallow", "uadf")
+    assert case["o_cp"] <= case["o_nb"] <= case["rates"]["1-best"]["wer"]
+    words[words.index("--utterances") + 1] = "3"
+    assert "| test, 9 dB | 3 |" in run(*words, script="fusion.py")
+    [rows] = (tmp_path / "work").rglob("test-9.jsonl")
+    assert len({json.loads(line)["id"] for line in rows.read_text().splitlines()}) == 3
 
 
 @pytest.mark.slow
