@@ -65,6 +65,11 @@ class ListCorrection(ABC):
         """Most hypotheses in the language model's prompt."""
         return self.corrector.prompts.options.count
 
+    @property
+    def batch_size(self) -> int:
+        """Number of lists that are corrected at once."""
+        return self.corrector.batch_size
+
     @abstractmethod
     def __call__(
         self, lists: Sequence[NBestList], audio: Sequence[Given] | None = None
