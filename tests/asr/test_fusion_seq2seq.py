@@ -124,10 +124,10 @@ def test_both_models_are_calibrated(recogniser, given, family, monkeypatch):
     monkeypatch.setattr(own.prompts, "answer", lambda text: [own.prompts.pad, *plain(text)])
     found = calibration.calibrate(own, lists[:2], audio[:2])
     answers = [own.prompts.answer(one.reference) for one in lists[:2]]
-    (scores, right), (heard, likely) = fitted
+    (scores, right), (acoustic, likely) = fitted
     assert right.tolist() == [token for answer in answers for token in answer]
     assert found.tokens == len(right)
-    assert len(heard) == len(likely) == len(right) - 2 and found.acoustic == 2.0
+    assert len(acoustic) == len(likely) == len(right) - 2 and found.acoustic == 2.0
     logits = []
     with torch.no_grad():
         for one, answer in zip(lists, answers, strict=False):
