@@ -1,4 +1,4 @@
-"""A Whisper and a language model of your own: fit their temperatures, keep them, correct a folder.
+"""A recogniser and a language model of your own: fit temperatures, keep them, correct a folder.
 
     python asr/fuse_with_llm.py development.jsonl recordings/ --out corrected
     python asr/fuse_with_llm.py development.jsonl recordings/ --out corrected --method shallow
@@ -30,7 +30,6 @@ from mmdecode.asr.correction.calibration import calibrate
 from mmdecode.asr.correction.fusion import Acoustic
 from mmdecode.asr.correction.n_best_lists import lists_of
 from mmdecode.asr.output.manifest import opened, read_manifest
-from mmdecode.asr.recognizers.whisper_prompts import Prompts
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speech.correction_page import CorrectedText, CorrectedTexts
 from mmdecode.guide.fusion import Given
@@ -50,7 +49,7 @@ def parse_args():
     parser.add_argument("folder", type=Path, help="folder of recordings to correct")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="zoo:whisper-synth")
-    parser.add_argument("--language", help="for a Whisper of several languages")
+    parser.add_argument("--language", help="for a recogniser of several languages")
     parser.add_argument("--language-model", default="zoo:lm-synth")
     parser.add_argument("--method", default="uadf", choices=["uadf", "static", "shallow"])
     parser.add_argument("--limit", type=int, default=40, help="recordings to fit by")
@@ -62,15 +61,14 @@ def parse_args():
 
 def fitted(hears, entries, args):
     """Temperatures that calibrate both models on the references."""
-    extractor, config = hears.processor.feature_extractor, hears.model.generation_config
-    rate, longest = extractor.sampling_rate, extractor.n_samples
-    waves = [np.concatenate([*blocks(opened(one), rate)]) for one in entries]
+    sources = [opened(one) for one in entries]
+    waves = [np.concatenate([*blocks(one, hears.sampling_rate)]) for one in sources]
     for one, wave in zip(entries, waves, strict=True):
-        if len(wave) > longest:
-            raise SystemExit(f"{one.id} is longer than a window; cut it to {longest / rate:g} s")
-    prompts = Prompts.of(config, hears.options, hears.processor.tokenizer)
-    prompt = tuple(prompts.initial(prompts.language))
-    features = extractor(waves, sampling_rate=rate, return_tensors="pt").input_features
+        if len(wave) > hears.window_s * hears.sampling_rate:
+            raise SystemExit(f"{one.id} is longer than a window; cut it to {hears.window_s:g} s")
+    kind = hears.recognizer
+    prompt = tuple(kind.prompt(kind.language_of(sources[0]), ()))
+    features = kind.features(waves)
     lists, audio = [], []
     for one, found, own in zip(entries, hears(waves, on_error="raise"), features, strict=True):
         for found_list in lists_of(found)[:1]:  # a silent recording has none

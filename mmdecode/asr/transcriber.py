@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from mmdecode import registry
 from mmdecode.asr.alignment.words import around_words, in_order, timed_words
 from mmdecode.asr.audio.reading import Source, source_of
-from mmdecode.asr.decoding.job import Job
+from mmdecode.asr.decoding.job import Ended, Job
 from mmdecode.asr.decoding.long_form import HINT, LongForm
 from mmdecode.asr.decoding.n_best import hypotheses
 from mmdecode.asr.options import TranscribeOptions
@@ -34,7 +34,7 @@ from mmdecode.engine.trace import Round
 from mmdecode.errors import InputError, OptionError, refuse_unknown
 from mmdecode.model_names import full_name
 from mmdecode.runs.failures import OnError, collected
-from mmdecode.runs.items import Failed, Watch, each, tried
+from mmdecode.runs.items import Failed, Watch, tried
 
 if TYPE_CHECKING:
     from mmdecode.asr.correction.transcripts import ListCorrection
@@ -209,6 +209,7 @@ class Transcriber:
         """Like a call, but yields each result as soon as its recording ends, and never raises.
 
         A recording that fails yields a `Failure`, and the other recordings are still transcribed.
+        With a correction, results wait until its batch is full or no recording is left.
 
         Args:
             inputs: Recordings, as for a call.
@@ -238,26 +239,25 @@ class Transcriber:
                 sources.append((index, source))
         indices = [index for index, _ in sources]
         opened = [source for _, source in sources]
-        for done in self._loop.run(opened, progress, watch, batch_size):
-            if isinstance(done, Job):
-                position = done.index
-                [(_, found)] = each(
-                    [done],
-                    lambda jobs: [self._result(jobs[0], indices[jobs[0].index])],
-                    hint=HINT,
-                    name=lambda job: job.name,
-                    watch=watch,
-                )
+        found = self._transcripts(self._loop.run(opened, progress, watch, batch_size), indices)
+        if self._corrector is not None:
+            found = self._corrector.corrected(found, watch, batch_size)
+        for ended in found:
+            if isinstance(ended.result, Failed):
+                name = opened[ended.index].name
+                yield failure_of(name, indices[ended.index], ended.result), ended.result
             else:
-                position, found = done
-            if isinstance(found, Failed):
-                yield failure_of(opened[position].name, indices[position], found), found
-            else:
-                yield found, None
+                yield ended.result, None
 
-    def _result(self, job: Job, index: int) -> Transcript:
-        transcript = self._transcript(job, index)
-        return self._corrector(job, transcript) if self._corrector else transcript
+    def _transcripts(
+        self, done: Iterable[Job | tuple[int, Failed]], indices: Sequence[int]
+    ) -> Iterator[Ended[Transcript | Failed]]:
+        for one in done:
+            if isinstance(one, Job):
+                made = tried(partial(self._transcript, one, indices[one.index]), HINT)
+                yield Ended(one.index, made, one)
+            else:
+                yield Ended(*one)
 
     def stream_segments(self, recording: Any) -> Iterator[Segment]:
         """Yields the segments of one recording as soon as each window is decoded.

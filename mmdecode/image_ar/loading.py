@@ -1,11 +1,11 @@
 """Loads checkpoints of image models, by the ``model_type`` of their configuration.
 
-A LlamaGen folder has its image tokenizer under ``vq``; a caption-conditional LlamaGen also has its
-text encoder under ``text_encoder`` and the files of the text tokenizer next to the model's files. A
-Chameleon folder may have a decoder to pixels under ``vq``. Class names come from ``id2label`` in
-the configuration. ``generation_config.json`` of a LlamaGen or VAR model may set the default
-``guidance_scale`` (for VAR at the last scale), ``temperature``, ``top_k`` and ``top_p``; it
-overrides the defaults of the model family.
+A LlamaGen folder has its image tokenizer under ``vq``, or its configuration names another folder; a
+caption-conditional LlamaGen also has its text encoder under ``text_encoder`` and the files of the
+text tokenizer next to the model's files. A Chameleon folder may have a decoder to pixels under
+``vq``. Class names come from ``id2label`` in the configuration. ``generation_config.json`` of a
+LlamaGen or VAR model may set the default ``guidance_scale`` (for VAR at the last scale),
+``temperature``, ``top_k`` and ``top_p``; it overrides the defaults of the model family.
 """
 
 from __future__ import annotations
@@ -241,8 +241,8 @@ def _llamagen(
     kind = dtype_of(dtype, model_id, device)
     model = placed(whole(LlamaGenForImageGeneration, model_id, dtype=kind), device, quantize)
     vq = None
-    if _holds(model_id, "vq"):
-        vq = placed(whole(VQModel, model_id, "vq", dtype=kind), device)
+    if _holds(model_id, model.config.tokenizer):
+        vq = placed(whole(VQModel, model_id, model.config.tokenizer, dtype=kind), device)
     adapter = registry.image_adapter_for(model, vq=vq)
     preset = with_generation_settings(model_id, adapter.preset)
     config = model.config

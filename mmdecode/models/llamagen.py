@@ -58,6 +58,8 @@ class LlamaGenConfig(PreTrainedConfig):
         caption_slots, caption_size: Number and width of the text features before the image; 0 for a
             class-conditional model.
         grey: Whether codes are grey levels from black to white, without an image tokenizer.
+        tokenizer: Folder of the image tokenizer, relative to the model's folder. Models with the
+            same tokenizer may share one: it may be in the folder of another model.
     """
 
     model_type = "llamagen"
@@ -72,6 +74,7 @@ class LlamaGenConfig(PreTrainedConfig):
     caption_slots: int = 0
     caption_size: int = 0
     grey: bool = False
+    tokenizer: str = "vq"
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     initializer_range: float = 0.02
@@ -388,8 +391,8 @@ class LlamaGenForImageGeneration(LlamaGenPreTrainedModel):
     """LlamaGen with its output matrix.
 
     A saved folder may hold more than this class loads: the image tokenizer
-    (`mmdecode.models.vq.VQModel`) under ``vq`` and, for captions, a ``T5EncoderModel`` under
-    ``text_encoder`` and the files of its text tokenizer.
+    (`mmdecode.models.vq.VQModel`), see `LlamaGenConfig.tokenizer`, and, for captions, a
+    ``T5EncoderModel`` under ``text_encoder`` and the files of its text tokenizer.
     """
 
     def __init__(self, config: LlamaGenConfig) -> None:

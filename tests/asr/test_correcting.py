@@ -17,7 +17,6 @@ from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.asr.correction.transcripts import (
     FusedCorrection,
     LanguageModelCorrection,
-    ListCorrection,
     UADFCorrection,
     temperatures_of,
 )
@@ -29,6 +28,9 @@ from mmdecode.guide.fusion import Given, Static
 from mmdecode.guide.uadf import UADF
 from mmdecode.zoo.speech import speech_test
 from tests.support.commands import invoke
+from tests.support.correctors import Marked
+from tests.support.moonshine import NAME as MOONSHINE
+from tests.support.moonshine import needs_wheel
 
 LM = "zoo:lm-synth"
 
@@ -143,35 +145,11 @@ def test_temperatures_of_the_card_are_taken_unless_others_are_given(tmp_path):
 # After a transcriber
 
 
-class Marked(ListCorrection):
-    """Puts a mark after the first hypothesis, and remembers what it was asked."""
-
-    def __init__(self):
-        self.asked = []
-
-    @property
-    def count(self):
-        return 3
-
-    def __call__(self, lists, audio=None):
-        from mmdecode.asr.correction.corrector import Correction
-        from mmdecode.asr.correction.transcripts import Corrected
-
-        self.asked += zip(lists, audio, strict=True)
-        found = []
-        for index, one in enumerate(lists):
-            text = f"{one.best} indeed"
-            words = [DecidedWord(text=word, by="both") for word in text.split()]
-            correction = Correction(id=one.id, index=index, text=text, best=one.best, tokens=3)
-            found.append(Corrected(correction=correction, words=words))
-        return found
-
-
 @pytest.mark.parametrize("mode", ["sequential", "chunked"])
 def test_each_window_of_the_first_transcription_is_corrected_once(zoo, mode):
     wave = np.concatenate([clip.samples() for clip in speech_test()[:4]])
     plain = Transcriber(*zoo, options=_options(mode))(wave)
-    method = Marked()
+    method = Marked(batch_size=2)
     found = Transcriber(*zoo, options=_options(mode), correct=method)(wave)
     assert found.uncorrected == plain.text and plain.uncorrected is None
     assert [(s.start_s, s.end_s) for s in found.segments] == [
@@ -179,6 +157,7 @@ def test_each_window_of_the_first_transcription_is_corrected_once(zoo, mode):
     ]
     texts = [one.hypotheses[0] for one, _ in method.asked]
     assert 1 < len(texts) <= plain.stats["windows"]
+    assert {len(batch) for batch in method.batches[:-1]} <= {2}
     # window by window, in order, what was said and nothing twice
     assert " ".join(texts) == plain.text
     assert all(len(one.hypotheses) > 1 for one, _ in method.asked)
@@ -213,6 +192,22 @@ def test_a_recording_in_company_is_corrected_as_it_is_alone(zoo, clips):
         alone = Transcriber(*zoo, correct=spec)(wave)
         assert alone.text == together.text
         assert [s.decided for s in alone.segments] == [s.decided for s in together.segments]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["uadf", "llm"])
+@pytest.mark.parametrize("name", ["zoo:whisper-synth", pytest.param(MOONSHINE, marks=needs_wheel)])
+def test_batches_change_no_word_of_a_correction(name, method):
+    clips = sorted(speech_test(), key=lambda clip: clip.duration_s)[:6]
+    waves = [(clip.samples(), 16_000) for clip in clips]
+    found = []
+    for size in (1, 4):
+        spec = f"{method}:model={LM},batch_size={size}"
+        found.append(Transcriber.from_pretrained(name, device="cpu", correct=spec)(waves))
+    assert found[0] == found[1]
+    assert all(one.uncorrected for one in found[0]) and any(o.stats["edited"] for o in found[0])
+    by = {word.by for one in found[0] for s in one.segments for word in s.decided}
+    assert "both" in by and ("language model" in by or "audio" in by)
 
 
 def segments(*texts):

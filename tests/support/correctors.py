@@ -1,4 +1,4 @@
-"""Tiny random language models with a tokenizer of bytes, lists, and a guide that writes."""
+"""Tiny random language models with a tokenizer of bytes, lists, and what writes or marks texts."""
 
 import functools
 
@@ -13,7 +13,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from mmdecode.asr.correction.corrector import Correction
 from mmdecode.asr.correction.n_best_lists import NBestList
+from mmdecode.asr.correction.transcripts import Corrected, ListCorrection
+from mmdecode.asr.results import DecidedWord
 from mmdecode.engine.contracts import Guide
 from tests.support import tiny_models
 
@@ -95,3 +98,29 @@ class Writes(Guide):
             1, (call.rows.length[:, None] + depths).clamp_max(constants.shape[1] - 1)
         )
         return one_hot(tokens, logits.shape[-1]).log() + 0.0 * logits
+
+
+class Marked(ListCorrection):
+    """Puts a mark after the first hypothesis, and remembers what it was asked."""
+
+    def __init__(self, batch_size=8):
+        self.asked, self.size, self.batches = [], batch_size, []
+
+    @property
+    def count(self):
+        return 3
+
+    @property
+    def batch_size(self):
+        return self.size
+
+    def __call__(self, lists, audio=None):
+        self.asked += zip(lists, audio, strict=True)
+        self.batches.append([one.id for one in lists])
+        found = []
+        for index, one in enumerate(lists):
+            text = f"{one.best} indeed"
+            words = [DecidedWord(text=word, by="both") for word in text.split()]
+            correction = Correction(id=one.id, index=index, text=text, best=one.best, tokens=3)
+            found.append(Corrected(correction=correction, words=words))
+        return found

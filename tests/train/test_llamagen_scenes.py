@@ -1,5 +1,7 @@
+import hashlib
 import json
 import random
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, T5EncoderModel
 
 from mmdecode.checkpoints import ZOO
+from mmdecode.image_ar.loading import load
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.llamagen import LlamaGenForImageGeneration, left_padded
 from mmdecode.models.vq import VQModel
@@ -69,7 +72,9 @@ def test_the_recipe_makes_three_folders_that_load(made):
         assert card["decoding"]["guidance"] == OPTIONS.setting.scale
         readme = (folder / "out" / name / "README.md").read_text()
         assert f"zoo:{name}" in readme and str(card["bits_per_code"]) in readme
-        assert (folder / "out" / name / "vq").exists() == (part != "small")
+        assert (folder / "out" / name / "vq").exists() == (part == "class")
+        assert (folder / "out" / name / model.config.tokenizer).exists() == (part != "small")
+        assert part == "small" or f"`{model.config.tokenizer}` holds" in readme
     vq = VQModel.from_pretrained(folder / "out" / NAMES["class"] / "vq")
     assert vq.config.codebook_size == 32
     assert len(list((folder / "work" / "corpus").glob("*.npz"))) == 2
@@ -347,11 +352,31 @@ def test_the_shipped_tokenizer_is_as_good_as_its_card_says(test_images):
     assert found["psnr_db"] == pytest.approx(card["psnr_db"], abs=0.8)
     assert card["codes_used"] > 0.6
     assert card["interchange_mse"]["1"] < card["interchange_mse"]["random"] / 10
-    for part in SHIPPED:
-        if part != "small":  # it drafts codes, and decodes none
-            again = VQModel.from_pretrained(ZOO / NAMES[part] / "vq")
-            for name, value in vq.state_dict().items():
-                assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_no_weights_ship_twice():
+    held = {}
+    for file in ZOO.rglob("*.safetensors"):
+        held.setdefault(hashlib.sha256(file.read_bytes()).digest(), []).append(file)
+    assert [files for files in held.values() if len(files) > 1] == []
+    sizes = [file.stat().st_size for file in ZOO.rglob("*") if file.is_file()]
+    assert sum(sizes) <= 44e6
+
+
+def test_shipped_models_share_a_tokenizer_also_where_one_is_saved_again(tmp_path):
+    one, other = (load(f"zoo:{NAMES[part]}", "cpu") for part in ("class", "caption"))
+    for name, value in one.adapter.vq.state_dict().items():
+        assert torch.equal(value, other.adapter.vq.state_dict()[name]), name
+    codes = torch.arange(256).reshape(1, 16, 16)
+    assert torch.equal(one.adapter.pixels(codes), other.adapter.pixels(codes))
+    for name in ("llamagen-scenes", "llamagen-scenes-caption"):
+        shutil.copytree(ZOO / name, tmp_path / name)
+    again = LlamaGenForImageGeneration.from_pretrained(tmp_path / "llamagen-scenes-caption")
+    again.save_pretrained(tmp_path / "llamagen-scenes-caption")
+    assert load(str(tmp_path / "llamagen-scenes-caption"), "cpu").adapter.vq is not None
+    # without the folder that it names, a model generates codes and no pixels, as without any
+    shutil.rmtree(tmp_path / "llamagen-scenes")
+    assert load(str(tmp_path / "llamagen-scenes-caption"), "cpu").adapter.vq is None
 
 
 def test_shipped_image_models_are_small():

@@ -94,8 +94,8 @@ def calibrate(
     """Fits the temperatures of the language model and the recogniser in a corrector's fusion.
 
     Args:
-        corrector: Corrector with a causal language model and a guide of `mmdecode.guide.fusion`,
-            whose temperatures are ignored.
+        corrector: Corrector with a guide of `mmdecode.guide.fusion`, whose temperatures are
+            ignored.
         lists: N-best lists with references that neither model was trained on; lists without a
             reference are skipped.
         audio: One recording per list, as for a call of the corrector.
@@ -118,7 +118,7 @@ def calibrate(
             found = sparse.candidates[0] == labels[:, None]
             own = torch.where(found.any(-1), found.int().argmax(-1), -1)
             scores = scores.masked_fill(sparse.candidates[0] < 0, -torch.inf)
-        asked = (scores > -torch.inf).any(-1)
+        asked = (scores > -torch.inf).any(-1) & ~_without_text(corrector, labels)
         acoustic.append(scores[asked])
         indices.append(own[asked])
     if not main:
@@ -128,6 +128,12 @@ def calibrate(
         acoustic=fit_temperature(torch.cat(acoustic), torch.cat(indices)),
         tokens=sum(map(len, right)),
     )
+
+
+def _without_text(corrector: Corrector, labels: Tensor) -> Tensor:
+    """Returns where a token is a special one other than the end, such as BART's first."""
+    special = set(corrector.prompts.tokenizer.all_special_ids) - {corrector.prompts.eos}
+    return torch.isin(labels, torch.tensor(sorted(special), device=labels.device))
 
 
 def _forced(
@@ -141,7 +147,7 @@ def _forced(
     assert one.reference is not None and corrector.decoder.guide is not None
     device = corrector.model.device
     answer = corrector.prompts.answer(one.reference)
-    prompt = torch.tensor([corrector.prompts.prompt(one.hypotheses)], device=device)
+    prompt, given = corrector.decoder_inputs(corrector.prompts.prompt(one.hypotheses))
     tokens = torch.tensor([answer], device=device)
     adapter = adapter_for(corrector.model)
     call = Call.of(
@@ -151,7 +157,7 @@ def _forced(
         max_new_tokens=len(answer) + 1,
         eos_token_ids=tokens[0, -1:],
         inputs={"audio": [recording]},
-        model_kwargs={"attention_mask": torch.ones_like(prompt)},
+        model_kwargs=given,
         plan=Plan(adapter=adapter),
     )
     [spec] = corrector.decoder.guide.branches

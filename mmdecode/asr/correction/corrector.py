@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from mmdecode import registry
@@ -361,6 +362,23 @@ class Corrector:
             )
         answers = rows[:, 1 if self.seq2seq else ids.shape[1] :].tolist()
         return [self._ended(answer) for answer in answers]
+
+    @torch.no_grad()
+    def decoder_inputs(self, prompt: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
+        """Returns the ids that an answer continues, ``(1, P)``, and the model's other inputs.
+
+        The encoder of a seq2seq model reads the prompt, and its answer continues the start token.
+
+        Args:
+            prompt: Ids of the prompt.
+        """
+        ids, mask = (part.to(self.model.device) for part in self.prompts.padded([prompt]))
+        if not self.seq2seq:
+            return ids, {"attention_mask": mask}
+        states = self.model.get_encoder()(input_ids=ids, attention_mask=mask, return_dict=True)
+        config = self.model.generation_config
+        start = token_ids(config.decoder_start_token_id) or token_ids(config.bos_token_id)
+        return ids.new_tensor([start[:1]]), {"encoder_outputs": states, "attention_mask": mask}
 
     @torch.no_grad()
     def _preferences(self, lists: Sequence[NBestList], answers: Sequence[list[int]]) -> list[float]:

@@ -65,6 +65,11 @@ class ListCorrection(ABC):
         """Most hypotheses in the language model's prompt."""
         return self.corrector.prompts.options.count
 
+    @property
+    def batch_size(self) -> int:
+        """Number of lists that are corrected at once."""
+        return self.corrector.batch_size
+
     @abstractmethod
     def __call__(
         self, lists: Sequence[NBestList], audio: Sequence[Given] | None = None
@@ -134,15 +139,12 @@ class FusedCorrection(ListCorrection):
     """Corrects by a language model that is fused with the recogniser's scores at every token.
 
     Args:
-        corrector: Corrector with a causal language model; its guide is set here.
+        corrector: Corrector with the language model; its guide is set here.
         recogniser: The recogniser.
         join: Function that makes the guide, which fuses the two models, from the branch with the
             recogniser's scores.
         candidates: Number of the language model's most likely tokens that the recogniser scores.
         route: Way of scoring them, see `mmdecode.asr.correction.fusion.Acoustic.branch`.
-
-    Raises:
-        OptionError: The language model is not causal.
     """
 
     def __init__(
@@ -154,14 +156,8 @@ class FusedCorrection(ListCorrection):
         route: Route = "auto",
     ) -> None:
         super().__init__(corrector)
-        model = corrector.model
-        if corrector.seq2seq:
-            raise OptionError(
-                f"{type(model).__name__} reads its prompt with an encoder; fusion needs a causal "
-                "language model: use llm:model=..., without the audio"
-            )
         spec = recogniser.branch(
-            corrector.prompts.tokenizer, model.config.vocab_size, candidates, route
+            corrector.prompts.tokenizer, corrector.model.config.vocab_size, candidates, route
         )
         self._built: list[Any] = []
         self._scored = 0

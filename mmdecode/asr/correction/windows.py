@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,14 @@ import torch
 
 from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.asr.decoding.fallback import Attempts
+from mmdecode.asr.decoding.job import Ended
 from mmdecode.asr.decoding.long_form import HINT
 from mmdecode.asr.decoding.n_best import hypotheses
 from mmdecode.guide.fusion import Given
-from mmdecode.runs.items import Failed, each
+from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:
+    from mmdecode.asr.audio.recording import Tape
     from mmdecode.asr.correction.transcripts import Corrected, ListCorrection
     from mmdecode.asr.decoding.job import Job
     from mmdecode.asr.decoding.long_form import LongForm
@@ -44,12 +47,50 @@ class Stretch:
     end: int
 
 
+@dataclass(eq=False)
+class _Recording:
+    """A recording that is being corrected.
+
+    Attributes:
+        job: The decoded recording.
+        transcript: Its transcript.
+        stretches: Its stretches.
+        prompt: Ids of the recogniser's decoder prompt.
+        tape: Its audio.
+        corrected: The corrected lists of its first stretches so far.
+        failed: Its failure; ``None``: it did not fail.
+    """
+
+    job: Job
+    transcript: Transcript
+    stretches: list[Stretch]
+    prompt: tuple[int, ...]
+    tape: Tape
+    corrected: list[Corrected] = field(default_factory=list)
+    failed: Failed | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether stretches of it are still to be corrected."""
+        return self.failed is None and len(self.corrected) < len(self.stretches)
+
+
+@dataclass(frozen=True, eq=False)
+class _Window:
+    """A stretch of a recording, and its samples once they are read."""
+
+    recording: _Recording
+    stretch: Stretch
+    samples: Any = None
+
+
 class WindowCorrector:
-    """Corrects transcripts window by window.
+    """Corrects transcripts window by window, the windows of several recordings in one batch.
 
     The part of each window that is in the transcript is encoded again by itself. Its N-best list
     consists of its text in the transcript, followed by the hypotheses of a beam search. Each
-    corrected word is put into the segment of the word that it replaces.
+    corrected word is put into the segment of the word that it replaces. The result of a window does
+    not depend on the batch.
 
     Args:
         method: Correction method for the N-best lists of the windows.
@@ -69,48 +110,91 @@ class WindowCorrector:
         self.recognizer = loop.recognizer.with_options(options)
         self.attempts = Attempts(self.recognizer, loop.attempts.decoder, options)
 
-    @torch.no_grad()
-    def __call__(self, job: Job, transcript: Transcript) -> Transcript:
-        """Returns the transcript with corrected segments and their ``decided`` words.
+    def corrected(
+        self,
+        transcribed: Iterable[Ended[Transcript | Failed]],
+        watch: Watch | None = None,
+        batch_size: int | None = None,
+    ) -> Iterator[Ended[Transcript | Failed]]:
+        """Yields recordings with corrected segments and their ``decided`` words.
+
+        A batch is corrected as soon as enough windows wait for it, and the last ones when there are
+        no more recordings. Recordings without text to correct, or that failed, are not held back.
 
         Args:
-            job: The decoded recording.
-            transcript: Transcript of the recording.
+            transcribed: Recordings in the order in which they were transcribed.
+            watch: Records which recordings are being corrected, in case the process crashes.
+            batch_size: Most windows in a batch, if fewer than the method's batch size.
         """
+        size = min(batch_size or self.method.batch_size, self.method.batch_size)
+        waiting: dict[int, list[_Window]] = {}  # by length of the prompt, the same in a batch
+        held: list[_Recording] = []
+        for ended in transcribed:
+            found = ended.result
+            if not isinstance(found, Failed):
+                opened = tried(partial(self._open, found, ended.job), HINT)
+                if isinstance(opened, _Recording):
+                    held.append(opened)
+                    queue = waiting.setdefault(len(opened.prompt), [])
+                    queue += [_Window(opened, stretch) for stretch in opened.stretches]
+                    while len(queue) >= size:
+                        yield from self._next(queue, size, held, watch)
+                    continue
+                ended = ended if opened is None else replace(ended, result=opened)
+            yield ended
+        for queue in waiting.values():
+            while queue:
+                yield from self._next(queue, size, held, watch)
+
+    def _open(self, transcript: Transcript, job: Job | None) -> _Recording | None:
+        """Returns a recording that is to be corrected; ``None``: there is nothing to correct."""
+        assert job is not None, "it has a transcript"
         stretches = self._stretches(job.pieces, transcript.segments)
         if not stretches:
-            return transcript
-        prompt = tuple(self.recognizer.prompt(job.language, ()))
+            return None
         assert job.speech is not None, "somebody speaks"
-        tape = job.speech.tape()
-        waves = [tape.read(one.start, one.end) for one in stretches]
-        corrected: list[Corrected] = []
-        size = self.loop.options.batch_size
+        prompt = tuple(self.recognizer.prompt(job.language, ()))
+        return _Recording(job, transcript, stretches, prompt, job.speech.tape())
 
-        def correct(some: Sequence[tuple[Stretch, Any]]) -> list[Corrected]:
-            given = self._given([wave for _, wave in some], prompt)
-            return self.method(self._lists(transcript, [one for one, _ in some], given), given)
+    def _next(
+        self, queue: list[_Window], size: int, held: list[_Recording], watch: Watch | None
+    ) -> Iterator[Ended[Transcript | Failed]]:
+        """Corrects the next batch of a queue, and yields the recordings that ended with it."""
+        batch: list[_Window] = []
+        while queue and len(batch) < size:
+            window = queue.pop(0)
+            one, stretch = window.recording, window.stretch
+            if one.failed is None:
+                samples = tried(partial(one.tape.read, stretch.start, stretch.end), HINT)
+                if isinstance(samples, Failed):
+                    one.failed = samples
+                else:
+                    batch.append(replace(window, samples=samples))
+        # on out-of-memory errors batches are halved
+        name = lambda window: window.recording.job.name  # noqa: E731
+        for window, found in each(batch, self._correct, hint=HINT, name=name, watch=watch):
+            one = window.recording
+            if not isinstance(found, Failed):
+                one.corrected.append(found)
+            elif one.failed is None:
+                one.failed = found
+        ended = [one for one in held if not one.open]
+        held[:] = [one for one in held if one.open]
+        for one in ended:
+            if one.failed is not None:
+                yield Ended(one.job.index, one.failed, one.job)
+            else:
+                yield Ended(one.job.index, tried(partial(_with_words, one), HINT), one.job)
 
-        pairs = list(zip(stretches, waves, strict=True))
-        for start in range(0, len(pairs), size):
-            # on out-of-memory errors batches are halved
-            for _, found in each(pairs[start : start + size], correct, hint=HINT):
-                if isinstance(found, Failed):
-                    raise found.problem
-                corrected.append(found)
-        segments = list(transcript.segments)
-        for one, found in zip(stretches, corrected, strict=True):
-            first, last = one.segments
-            segments[first:last] = shared_out(segments[first:last], found.words)
-        edited = sum(found.correction.edited for found in corrected)
-        refused = sum(found.correction.refused is not None for found in corrected)
-        return dataclasses.replace(
-            transcript,
-            text=" ".join(segment.text for segment in segments if segment.text),
-            uncorrected=transcript.text,
-            segments=segments,
-            stats=transcript.stats | {"edited": edited, "refused": refused},
-        )
+    @torch.no_grad()
+    def _correct(self, windows: Sequence[_Window]) -> list[Corrected]:
+        """Corrects windows, whose recordings have prompts of one length."""
+        waves = [window.samples for window in windows]
+        given = [
+            Given(features=one, prompt=window.recording.prompt)
+            for one, window in zip(self.recognizer.features(waves), windows, strict=True)
+        ]
+        return self.method(self._lists(windows, given), given)
 
     def _stretches(self, pieces: Sequence[Piece], segments: Sequence[Segment]) -> list[Stretch]:
         """Returns parts of the recording: the segments with text that came from one window."""
@@ -130,28 +214,40 @@ class WindowCorrector:
                 found.append(Stretch((first, last + 1), start, end))
         return found
 
-    def _given(self, waves: Sequence[Any], prompt: tuple[int, ...]) -> list[Given]:
-        """Returns the encoder inputs of the parts."""
-        return [Given(features=one, prompt=prompt) for one in self.recognizer.features(waves)]
-
-    def _lists(
-        self, transcript: Transcript, stretches: Sequence[Stretch], given: Sequence[Given]
-    ) -> list[NBestList]:
-        """Returns the N-best list of each part: its text, then hypotheses of a beam search."""
+    def _lists(self, windows: Sequence[_Window], given: Sequence[Given]) -> list[NBestList]:
+        """Returns the N-best list of each window: its text, then hypotheses of a beam search."""
         ours = self.recognizer
-        seconds = [(one.end - one.start) / ours.rate for one in stretches]
+        seconds = [(one.stretch.end - one.stretch.start) / ours.rate for one in windows]
         encoded = ours.encode([one.features for one in given], seconds)
         prompt = torch.tensor([one.prompt for one in given], device=ours.model.device)
         count = max(self.method.count, 2)
         lists = []
         rows = self.attempts.searched(prompt, encoded, count, count)
-        for one, found in zip(stretches, rows, strict=True):
-            own = " ".join(s.text for s in transcript.segments[slice(*one.segments)] if s.text)
+        for one, found in zip(windows, rows, strict=True):
+            transcript, (first, last) = one.recording.transcript, one.stretch.segments
+            own = " ".join(s.text for s in transcript.segments[first:last] if s.text)
             texts = (hypothesis.text for hypothesis in hypotheses(found, ours.text))
             unlike = [text for text in texts if text != own]
-            name = f"{transcript.source}#{one.segments[0]}"
-            lists.append(NBestList(name, (own, *unlike)))
+            lists.append(NBestList(f"{transcript.source}#{first}", (own, *unlike)))
         return lists
+
+
+def _with_words(one: _Recording) -> Transcript:
+    """Returns the transcript of a recording whose stretches are all corrected."""
+    transcript, corrected = one.transcript, one.corrected
+    segments = list(transcript.segments)
+    for stretch, found in zip(one.stretches, corrected, strict=True):
+        first, last = stretch.segments
+        segments[first:last] = shared_out(segments[first:last], found.words)
+    edited = sum(found.correction.edited for found in corrected)
+    refused = sum(found.correction.refused is not None for found in corrected)
+    return dataclasses.replace(
+        transcript,
+        text=" ".join(segment.text for segment in segments if segment.text),
+        uncorrected=transcript.text,
+        segments=segments,
+        stats=transcript.stats | {"edited": edited, "refused": refused},
+    )
 
 
 def shared_out(segments: Sequence[Segment], words: Sequence[DecidedWord]) -> list[Segment]:

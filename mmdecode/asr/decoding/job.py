@@ -1,9 +1,9 @@
-"""`Job`: the state of a recording while it is decoded; and `Window`, a part of it."""
+"""`Job`: the state of a recording while it is decoded; `Window`, a part of it; and `Ended`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from mmdecode.asr.decoding.fallback import Result
 if TYPE_CHECKING:
     from mmdecode.asr.audio.recording import Recording
     from mmdecode.asr.results import Piece
+
+Outcome = TypeVar("Outcome", covariant=True)
 
 
 @dataclass
@@ -93,3 +95,18 @@ class Window:
     joined: bool = False
     samples: np.ndarray | None = None
     waveform: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Ended(Generic[Outcome]):
+    """A recording of which nothing is left to decode.
+
+    Attributes:
+        index: Its index in the input.
+        result: Its transcript, or its failure.
+        job: The decoded recording; ``None``: it failed before the end.
+    """
+
+    index: int
+    result: Outcome
+    job: Job | None = None

@@ -49,6 +49,9 @@ NAMES: dict[Part, str] = {
     "caption": "llamagen-scenes-caption",
 }
 
+OWN = "vq"
+"""Folder of an image tokenizer in the folder of its model."""
+
 STEPS_ON_CUDA: dict[Part, int] = {"class": 5000, "small": 5000, "caption": 5000}
 SHARD = 2000
 SLOTS = 24
@@ -217,6 +220,14 @@ def build_corpus(
 # Models
 
 
+def tokenizer_folder(part: Part, options: LlamaGenScenesOptions) -> str:
+    """Returns the folder of a part's image tokenizer, relative to the part's own folder.
+
+    The part with captions shares that of the part with classes, if there is one.
+    """
+    return f"../{NAMES['class']}/{OWN}" if part == "caption" and "class" in options.plans else OWN
+
+
 def build_transformer(
     part: Part, options: LlamaGenScenesOptions, grid: int
 ) -> LlamaGenForImageGeneration:
@@ -235,6 +246,7 @@ def build_transformer(
         num_classes=0 if captioned else len(NOUNS),
         caption_slots=SLOTS if captioned else 0,
         caption_size=options.text_width if captioned else 0,
+        tokenizer=tokenizer_folder(part, options),
         rope_theta=100.0,  # wavelengths for 16 positions rather than thousands
         initializer_range=0.03,
     )
@@ -346,7 +358,7 @@ class Learner(nn.Module):
         save_half(self.transformer, folder)
         image_codes.write_setting(self.setting, folder)
         if tokenizer is not None:
-            save_half(tokenizer, folder / "vq")
+            save_half(tokenizer, folder / OWN)
         if self.reader is not None:
             save_half(self.reader.encoder, folder / "text_encoder")
             write_folder(folder, self.reader.tokenizer.save_pretrained)
@@ -391,7 +403,8 @@ def train_part(
     """Trains the transformer of a part into its subfolder of ``out`` and writes its card."""
     grid = SIDE // tokenizer.config.factor
     learner = Learner(part, options, grid).to(options.device)
-    own = None if part == "small" else tokenizer
+    holds = part != "small" and tokenizer_folder(part, options) == OWN
+    own = tokenizer if holds else None
     folder, fit = out / NAMES[part], options.plans[part].fit
     best = work / part / "best.pt"
 
@@ -418,7 +431,7 @@ def train_part(
         **measured(learner, corpus, held[1], options),
         "decoding": options.setting.described(),
     }
-    if own is not None:
+    if part != "small":
         pixels = to_pixels(rendered_images(held[1].seeds.tolist()))
         numbers["tokenizer"] = image_tokenizer.measure(tokenizer, pixels)
         numbers["tokenizer"]["parameters"] = tokenizer.num_parameters()
@@ -450,7 +463,8 @@ def describe(
     if "tokenizer" in numbers:
         seen = numbers["tokenizer"]
         facts.append(
-            f"`vq` holds the tokenizer of {seen['parameters'] / 1e6:.2f} M parameters: "
+            f"`{tokenizer_folder(part, options)}` holds the tokenizer of "
+            f"{seen['parameters'] / 1e6:.2f} M parameters: "
             f"{100 * seen['codes_used']:.1f} % of its {options.tokenizer.codebook_size} codes "
             f"occur, {seen['code_entropy_bits']} bits each; pictures come back with "
             f"{seen['psnr_db']} dB, noise included. It learned from the harder pictures of the "
