@@ -389,7 +389,7 @@ class LlamaGenModel(LlamaGenPreTrainedModel):
 class LlamaGenForImageGeneration(LlamaGenPreTrainedModel):
     """LlamaGen with its output matrix.
 
-    A saved folder may also hold an image tokenizer (`mmdecode.models.vq.VQModel`) and, for captions,
+    A saved folder may also hold an image tokenizer (`mmdecode.models.vq.VQModel`), and for captions
     a ``T5EncoderModel`` under ``text_encoder`` and the files of its text tokenizer.
     """
 
