@@ -58,8 +58,7 @@ class LlamaGenConfig(PreTrainedConfig):
         caption_slots, caption_size: Number and width of the text features before the image; 0 for a
             class-conditional model.
         grey: Whether codes are grey levels from black to white, without an image tokenizer.
-        tokenizer: Folder of the image tokenizer, relative to the model's folder. Models with the
-            same tokenizer may share one: it may be in the folder of another model.
+        tokenizer: Folder of the image tokenizer, relative to the model's; models may share one.
     """
 
     model_type = "llamagen"
@@ -390,9 +389,8 @@ class LlamaGenModel(LlamaGenPreTrainedModel):
 class LlamaGenForImageGeneration(LlamaGenPreTrainedModel):
     """LlamaGen with its output matrix.
 
-    A saved folder may hold more than this class loads: the image tokenizer
-    (`mmdecode.models.vq.VQModel`), see `LlamaGenConfig.tokenizer`, and, for captions, a
-    ``T5EncoderModel`` under ``text_encoder`` and the files of its text tokenizer.
+    A saved folder may also hold an image tokenizer (`mmdecode.models.vq.VQModel`), and for captions
+    a ``T5EncoderModel`` under ``text_encoder`` and the files of its text tokenizer.
     """
 
     def __init__(self, config: LlamaGenConfig) -> None:

@@ -49,9 +49,6 @@ NAMES: dict[Part, str] = {
     "caption": "llamagen-scenes-caption",
 }
 
-OWN = "vq"
-"""Folder of an image tokenizer in the folder of its model."""
-
 STEPS_ON_CUDA: dict[Part, int] = {"class": 5000, "small": 5000, "caption": 5000}
 SHARD = 2000
 SLOTS = 24
@@ -220,14 +217,6 @@ def build_corpus(
 # Models
 
 
-def tokenizer_folder(part: Part, options: LlamaGenScenesOptions) -> str:
-    """Returns the folder of a part's image tokenizer, relative to the part's own folder.
-
-    The part with captions shares that of the part with classes, if there is one.
-    """
-    return f"../{NAMES['class']}/{OWN}" if part == "caption" and "class" in options.plans else OWN
-
-
 def build_transformer(
     part: Part, options: LlamaGenScenesOptions, grid: int
 ) -> LlamaGenForImageGeneration:
@@ -246,7 +235,7 @@ def build_transformer(
         num_classes=0 if captioned else len(NOUNS),
         caption_slots=SLOTS if captioned else 0,
         caption_size=options.text_width if captioned else 0,
-        tokenizer=tokenizer_folder(part, options),
+        tokenizer=f"../{NAMES['class']}/vq" if captioned and "class" in options.plans else "vq",
         rope_theta=100.0,  # wavelengths for 16 positions rather than thousands
         initializer_range=0.03,
     )
@@ -358,7 +347,7 @@ class Learner(nn.Module):
         save_half(self.transformer, folder)
         image_codes.write_setting(self.setting, folder)
         if tokenizer is not None:
-            save_half(tokenizer, folder / OWN)
+            save_half(tokenizer, folder / "vq")
         if self.reader is not None:
             save_half(self.reader.encoder, folder / "text_encoder")
             write_folder(folder, self.reader.tokenizer.save_pretrained)
@@ -403,8 +392,8 @@ def train_part(
     """Trains the transformer of a part into its subfolder of ``out`` and writes its card."""
     grid = SIDE // tokenizer.config.factor
     learner = Learner(part, options, grid).to(options.device)
-    holds = part != "small" and tokenizer_folder(part, options) == OWN
-    own = tokenizer if holds else None
+    shares = part == "small" or learner.transformer.config.tokenizer != "vq"
+    own = None if shares else tokenizer
     folder, fit = out / NAMES[part], options.plans[part].fit
     best = work / part / "best.pt"
 
@@ -463,7 +452,7 @@ def describe(
     if "tokenizer" in numbers:
         seen = numbers["tokenizer"]
         facts.append(
-            f"`{tokenizer_folder(part, options)}` holds the tokenizer of "
+            f"`{LlamaGenConfig.from_pretrained(folder).tokenizer}` holds the tokenizer of "
             f"{seen['parameters'] / 1e6:.2f} M parameters: "
             f"{100 * seen['codes_used']:.1f} % of its {options.tokenizer.codebook_size} codes "
             f"occur, {seen['code_entropy_bits']} bits each; pictures come back with "
