@@ -201,8 +201,13 @@ def _prepared(folder: Path) -> Path:
 
 
 def paired(model_id: str | None, what: str) -> str | None:
-    """Returns ``zoo:NAME-WHAT``, such as a shipped model's drafter; ``None``: it does not exist."""
+    """Returns ``zoo:NAME-WHAT``, such as a shipped model's drafter; ``None``: it does not exist.
+
+    Drafters of ``SCHEME:NAME`` are ``zoo:SCHEME-NAME-WHAT``.
+    """
     name = f"{model_id}-{what}"
+    if _scheme_of(name)[0] is not None:
+        name = "zoo:" + name.replace(":", "-", 1)
     return name if name.startswith("zoo:") and name[4:] in zoo_names() else None
 
 

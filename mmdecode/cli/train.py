@@ -116,6 +116,51 @@ def medusa(
 
 
 @app.command()
+def ctc(
+    model: Annotated[
+        str,
+        typer.Option(help=model_help("The recogniser", "moonshine:tiny-en")),
+    ],
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="Table with a 'path' per recording, or folder of audio.",
+            exists=True,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Output folder of the head.")],
+    vocabulary: Annotated[int, typer.Option(help="Maximum number of subwords.")] = 1000,
+    width: Annotated[int, typer.Option(help="Width of the head's convolutions.")] = 288,
+    epochs: Annotated[int, typer.Option(help="Passes over the samples.")] = 15,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of recordings.")] = None,
+    device: Device = "auto",
+    dtype: TrainingDtype = "auto",
+    overwrite: Overwrite = False,
+    seed: Annotated[int, typer.Option(help="Seed of sample order and held-out split.")] = 0,
+    json: JsonFlag = False,
+) -> None:
+    """Train a CTC head on a recogniser's own transcripts, for --draft ctc:head=FOLDER.
+
+    The recordings need no texts. Their encoder states are kept in memory, in half precision.
+    """
+    from mmdecode.runs.files import overwriting, refuse_foreign_in
+    from mmdecode.train.drafters.ctc import CTCOptions, train_from_manifest
+
+    refuse_foreign_in(out, overwrite, but=["README.md"])
+    options = CTCOptions(vocabulary=vocabulary, inner=width, epochs=epochs, seed=seed)
+    with overwriting(overwrite):
+        report = train_from_manifest(
+            model, data, out, options, limit=limit, device=device, dtype=dtype
+        )
+    console.print(
+        f"head in [bold]{out}[/bold]; word errors against the model's own transcripts, on held-out "
+        f"samples: {report['word_errors']:.1%}"
+    )
+    if json:
+        emit_json(report)
+
+
+@app.command()
 def drafter(
     model: Annotated[
         str,
