@@ -201,13 +201,8 @@ def _prepared(folder: Path) -> Path:
 
 
 def paired(model_id: str | None, what: str) -> str | None:
-    """Returns ``zoo:NAME-WHAT``, such as a shipped model's drafter; ``None``: it does not exist.
-
-    Drafters of ``SCHEME:NAME`` are ``zoo:SCHEME-NAME-WHAT``.
-    """
-    name = f"{model_id}-{what}"
-    if _scheme_of(name)[0] is not None:
-        name = "zoo:" + name.replace(":", "-", 1)
+    """Returns ``zoo:NAME-WHAT``, such as a drafter, of ``A:B`` ``zoo:A-B-WHAT``; else ``None``."""
+    name = re.sub(r"^(?!zoo:)(\w[\w.-]+):", r"zoo:\1-", f"{model_id}-{what}")
     return name if name.startswith("zoo:") and name[4:] in zoo_names() else None
 
 

@@ -123,10 +123,7 @@ def ctc(
     ],
     data: Annotated[
         Path,
-        typer.Option(
-            help="Table with a 'path' per recording, or folder of audio.",
-            exists=True,
-        ),
+        typer.Option(help="Table with a 'path' per recording, or audio folder.", exists=True),
     ],
     out: Annotated[Path, typer.Option(help="Output folder of the head.")],
     vocabulary: Annotated[int, typer.Option(help="Maximum number of subwords.")] = 1000,
@@ -143,19 +140,16 @@ def ctc(
 
     The recordings need no texts. Their encoder states are kept in memory, in half precision.
     """
-    from mmdecode.runs.files import overwriting, refuse_foreign_in
+    from mmdecode.runs.files import overwriting
     from mmdecode.train.drafters.ctc import CTCOptions, train_from_manifest
 
-    refuse_foreign_in(out, overwrite, but=["README.md"])
     options = CTCOptions(vocabulary=vocabulary, inner=width, epochs=epochs, seed=seed)
     with overwriting(overwrite):
         report = train_from_manifest(
             model, data, out, options, limit=limit, device=device, dtype=dtype
         )
-    console.print(
-        f"head in [bold]{out}[/bold]; word errors against the model's own transcripts, on held-out "
-        f"samples: {report['word_errors']:.1%}"
-    )
+    errors = f"{report['word_errors']:.1%}"
+    console.print(f"head in [bold]{out}[/bold]; held-out words unlike the model's own: {errors}")
     if json:
         emit_json(report)
 

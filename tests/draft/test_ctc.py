@@ -11,6 +11,7 @@ from torch import nn
 from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.draft.ctc import CTC
+from mmdecode.engine.contracts import Requirements
 from mmdecode.errors import IncompatibleError, InputError, OptionError
 from mmdecode.models.ctc_head import CTCHead
 from tests.support import tiny
@@ -34,14 +35,17 @@ def random_head(seed=0, strides=(2, 1), width=WIDTH):
 
 
 class Known(CTC):
-    """A drafter whose head finds given texts."""
+    """A drafter whose head finds given texts, one per row or one for all, in any model."""
 
     def __init__(self, rows, **options):
         super().__init__(random_head(), **options)
         self.rows = rows
 
+    def needs(self, adapter):
+        return Requirements()
+
     def texts(self, call):
-        return [list(row) for row in self.rows]
+        return [list(row) for row in self.rows] * (call.batch // len(self.rows))
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Training of CTC heads: spelling with fewer subwords, the loss, and a head that learns a text."""
 
 import itertools
+import json
 import math
 from types import SimpleNamespace
 
@@ -8,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from mmdecode.asr import Transcriber
 from mmdecode.draft.ctc import CTC
 from mmdecode.errors import InputError, OptionError
 from mmdecode.train.drafters import ctc
 from mmdecode.train.drafters.ctc import CTCOptions, Sample, Speller, ctc_losses, errors, train_head
+from mmdecode.zoo.speech import speech_test
+from tests.support.commands import invoke, json_of
 from tests.support.seams import edited
 
 PIECES = ["<unk>", *"_abcdein", "_an", "_bed", "ade", "<0x0A>", "in", "_cabin"]
@@ -139,3 +143,20 @@ def test_too_few_samples_and_odd_options_are_refused():
         train_head(model_of(), Tokenizer(), spoken(19), OPTIONS)
     with pytest.raises(OptionError, match="an odd kernel"):
         CTCOptions(kernel=4)
+
+
+@pytest.mark.slow
+def test_a_head_is_trained_from_recordings_and_loads_as_a_draft(tmp_path):
+    table = tmp_path / "data.jsonl"
+    clips = speech_test()[:24]
+    table.write_text("".join(json.dumps({"path": str(clip.path)}) + "\n" for clip in clips))
+    words = ["--data", table, "--out", tmp_path / "head", "--epochs", 2, "--width", 16]
+    report = json_of(invoke("train", "ctc", "--model", "zoo:whisper-synth", *words, "--json"))
+    assert report["samples"] >= 24 and len(report["word_errors_by_epoch"]) == 2
+    transcribers = [
+        Transcriber.from_pretrained("zoo:whisper-synth", draft)
+        for draft in (None, f"ctc:head={tmp_path / 'head'}")
+    ]
+    assert transcribers[1].decoder.draft.tokenizer is transcribers[1].processor.tokenizer
+    own, drafted = ([one.text for one in t(clips[0].path)] for t in transcribers)
+    assert own == drafted

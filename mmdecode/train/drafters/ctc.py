@@ -68,10 +68,12 @@ class CTCOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.vocabulary < 1 or self.kernel % 2 == 0 or not self.strides:
+        counts = (self.vocabulary, self.inner, self.epochs, self.batch, *self.strides)
+        if min(counts) < 1 or self.kernel % 2 == 0 or not self.strides:
             raise OptionError(
-                f"vocabulary={self.vocabulary}, kernel={self.kernel}, strides={self.strides}; "
-                "expected a vocabulary of at least 1, an odd kernel and at least one stride"
+                f"vocabulary={self.vocabulary}, inner={self.inner}, epochs={self.epochs}, "
+                f"batch={self.batch}, strides={self.strides}, kernel={self.kernel}; expected "
+                "numbers of at least 1, at least one stride and an odd kernel"
             )
 
 
@@ -342,7 +344,7 @@ def train_from_manifest(
     from mmdecode.asr.output.manifest import opened
     from mmdecode.asr.transcriber import load
 
-    refuse_foreign_in(out)
+    refuse_foreign_in(out, but=["README.md"])
     entries = recordings_in(manifest, limit)
     model, processor = load(model_name, device, dtype)
     refuse_learning(model)
