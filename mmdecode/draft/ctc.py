@@ -39,6 +39,9 @@ class CTC(Drafter):
         length: Maximum number of tokens proposed per round; 0 drafts nothing.
         ngram: Maximum number of last output tokens that are looked up in the text, see
             `mmdecode.draft.source.Source`.
+        least: Minimum number of last output tokens that must match the text, see there. With 0 the
+            draft always continues, which suits a head with few errors; with 2 a head with many
+            errors drafts less in vain, and `mmdecode.draft.first_of.FirstOf` may draft the rest.
 
     Proposes deterministic chains. Lossless under every exact acceptance rule, whatever the head
     finds. Where the head finds nothing, nothing is drafted. Predicted timestamps are not in the
@@ -55,9 +58,14 @@ class CTC(Drafter):
     capabilities = DrafterCapabilities(graph_safe=True, argmax_only=True)
 
     def __init__(
-        self, head: CTCHead, tokenizer: Any = None, length: int = 16, ngram: int = 3
+        self,
+        head: CTCHead,
+        tokenizer: Any = None,
+        length: int = 16,
+        ngram: int = 3,
+        least: int = 0,
     ) -> None:
-        self.texts_drafter = Source(length, ngram)
+        self.texts_drafter = Source(length, ngram, least=least)
         self.head, self.tokenizer = head.eval(), tokenizer
         self.placed = Placed(self.head)
 
@@ -67,6 +75,7 @@ class CTC(Drafter):
         head: str | None = None,
         length: int = 16,
         ngram: int = 3,
+        least: int = 0,
         model_id: str | None = None,
         tokenizer: Any = None,
     ) -> CTC:
@@ -77,6 +86,7 @@ class CTC(Drafter):
                 the model ``model_id``.
             length: See `CTC`.
             ngram: See `CTC`.
+            least: See `CTC`.
             model_id: Name of the model that decodes.
             tokenizer: See `CTC`.
 
@@ -90,7 +100,7 @@ class CTC(Drafter):
                 f"{model_id or 'an unnamed model'}: train one by 'mmdecode train ctc --model "
                 f"{model_id or 'MODEL'} --data RECORDINGS --out FOLDER', and give ctc:head=FOLDER"
             )
-        return cls(CTCHead.from_pretrained(head), tokenizer, length, ngram)
+        return cls(CTCHead.from_pretrained(head), tokenizer, length, ngram, least)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, tokenizer: Any = None) -> CTC:

@@ -48,6 +48,18 @@ class Known(CTC):
         return [list(row) for row in self.rows] * (call.batch // len(self.rows))
 
 
+class Noting(CTC):
+    """A drafter that keeps its texts by the number of rows."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.found = {}
+
+    def texts(self, call):
+        self.found[call.batch] = super().texts(call)
+        return self.found[call.batch]
+
+
 @functools.cache
 def undrafted(family, eos=None, batch=3):
     """Ids, and how many passes they take."""
@@ -80,10 +92,10 @@ def test_a_head_that_knows_the_text_leaves_a_pass_per_chain(family, length):
 
 
 def test_a_head_that_finds_nothing_is_like_no_draft():
-    expected, rows, before = undrafted("moonshine")
-    ids, stats = drafted(Known([[], [], []]), "moonshine")
+    expected, rows, before = undrafted("whisper", 59)
+    ids, stats = drafted(Known([[], [], []]), "whisper", 59)
     assert torch.equal(ids, expected) and stats.passes == before and not stats.drafted
-    ids, stats = drafted(Known([rows[0], [], []]), "moonshine")
+    ids, stats = drafted(Known([rows[0], [], []]), "whisper", 59)
     assert torch.equal(ids, expected) and stats.passes == before and stats.drafted
 
 
@@ -93,7 +105,7 @@ def test_the_end_token_is_drafted():
     expected, [ended], _ = undrafted("whisper", row[end], batch=1)
     assert ended == row[: end + 1]
     ids, stats = drafted(Known([ended[:-1]], length=end), "whisper", row[end], batch=1)
-    assert torch.equal(ids, expected) and stats.passes == 1
+    assert torch.equal(ids, expected) and stats.passes == 1 and stats.accepted == end
 
 
 def test_a_wrong_token_costs_one_pass():
@@ -102,6 +114,8 @@ def test_a_wrong_token_costs_one_pass():
     assert len(set(wrong[:10])) == 10, "nothing else matches"
     ids, stats = drafted(Known([wrong]), "whisper", batch=1)
     assert torch.equal(ids, expected) and stats.passes == 2
+    ids, stats = drafted(Known([wrong], least=2), "whisper", batch=1)
+    assert torch.equal(ids, expected) and stats.passes == 4, "two tokens have to match first"
 
 
 # The head
@@ -149,14 +163,8 @@ def test_frames_are_collapsed():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_of_a_batch_is_drafted_for_as_alone(family):
-    found = {}
-
-    class Noting(CTC):
-        def texts(self, call):
-            found[call.batch] = super().texts(call)
-            return found[call.batch]
-
     draft = Noting(random_head())
+    found = draft.found
     ids, _ = drafted(draft, family)
     assert torch.equal(ids, tiny.plain(family))
     drafted(draft, family, batch=1)
@@ -185,6 +193,10 @@ def test_texts_are_written_as_the_decoder_would():
     draft = CTC(random_head(), Pairs())
     assert draft.rewritten([1, 2, 3, 4, 5]) == [3, 7, 5] and draft.rewritten([]) == []
     assert CTC(random_head()).rewritten([1, 2]) == [1, 2]
+    raw, written = Noting(random_head()), Noting(random_head(), Pairs())
+    for one in (raw, written):
+        assert torch.equal(drafted(one, "whisper")[0], tiny.plain("whisper"))
+    assert written.found[3] == [draft.rewritten(row) for row in raw.found[3]] != raw.found[3]
 
 
 # Loading, and what does not fit
