@@ -1,9 +1,9 @@
 """CTC draft: a head on a recogniser's encoder gives the whole text, and the decoder verifies it.
 
 The head reads the encoder's states, which the call has anyway, and gives the text of each row in
-one pass that costs less than a step of the decoder. The text is written as the decoder would write
-it: decoded, and encoded again by the tokenizer. A `mmdecode.draft.source.Source` then drafts from
-it: a chain that ends with the end token, and which finds its way back after a wrong token. The
+one pass that costs about as much as a step of the decoder. The text is written as the decoder would
+write it: decoded, and encoded again by the tokenizer. A `mmdecode.draft.source.Source` then drafts
+from it: a chain that ends with the end token, and which finds its way back after a wrong token. The
 decoder runs no additional pass.
 
 Source: Saon et al. 2026, arXiv:2603.11243 (self-speculative decoding with CTC encoder drafts).
@@ -156,5 +156,5 @@ class CTC(Drafter):
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
         """Runs the head, and opens a session that drafts from its texts and the end token."""
         end = call.request.eos_token_ids[:1].tolist()
-        rows = [[*text, *end] if text else [] for text in self.texts(call)]
+        rows = [[*text, *end] for text in self.texts(call)]
         return self.texts_drafter.session(call, [[row] for row in rows])
