@@ -201,8 +201,8 @@ def _prepared(folder: Path) -> Path:
 
 
 def paired(model_id: str | None, what: str) -> str | None:
-    """Returns ``zoo:NAME-WHAT``, such as a shipped model's drafter; ``None``: it does not exist."""
-    name = f"{model_id}-{what}"
+    """Returns ``zoo:NAME-WHAT``, such as a drafter, of ``A:B`` ``zoo:A-B-WHAT``; else ``None``."""
+    name = re.sub(r"^(?!zoo:)(\w[\w.-]+):", r"zoo:\1-", f"{model_id}-{what}")
     return name if name.startswith("zoo:") and name[4:] in zoo_names() else None
 
 

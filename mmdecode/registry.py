@@ -59,6 +59,7 @@ _BUILTIN = {
         "flash": "mmdecode.draft.flash:Flash",
         "recycling": "mmdecode.draft.recycling:Recycling",
         "source": "mmdecode.draft.source:Source",
+        "ctc": "mmdecode.draft.ctc:CTC",
         "jacobi": "mmdecode.draft.jacobi:Jacobi",
         "quantized": "mmdecode.draft.quantized:Quantized",
         "layer_skip": "mmdecode.draft.layer_skip:LayerSkip",

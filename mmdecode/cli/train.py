@@ -116,6 +116,45 @@ def medusa(
 
 
 @app.command()
+def ctc(
+    model: Annotated[
+        str,
+        typer.Option(help=model_help("The recogniser", "moonshine:tiny-en")),
+    ],
+    data: Annotated[
+        Path,
+        typer.Option(help="Table with a 'path' per recording, or audio folder.", exists=True),
+    ],
+    out: Annotated[Path, typer.Option(help="Output folder of the head.")],
+    vocabulary: Annotated[int, typer.Option(help="Maximum number of subwords.")] = 1000,
+    width: Annotated[int, typer.Option(help="Width of the head's convolutions.")] = 288,
+    epochs: Annotated[int, typer.Option(help="Passes over the samples.")] = 15,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of recordings.")] = None,
+    device: Device = "auto",
+    dtype: TrainingDtype = "auto",
+    overwrite: Overwrite = False,
+    seed: Annotated[int, typer.Option(help="Seed of sample order and held-out split.")] = 0,
+    json: JsonFlag = False,
+) -> None:
+    """Train a CTC head on a recogniser's own transcripts, for --draft ctc:head=FOLDER.
+
+    The recordings need no texts. Their encoder states are kept in memory, in half precision.
+    """
+    from mmdecode.runs.files import overwriting
+    from mmdecode.train.drafters.ctc import CTCOptions, train_from_manifest
+
+    options = CTCOptions(vocabulary=vocabulary, inner=width, epochs=epochs, seed=seed)
+    with overwriting(overwrite):
+        report = train_from_manifest(
+            model, data, out, options, limit=limit, device=device, dtype=dtype
+        )
+    errors = f"{report['word_errors']:.1%}"
+    console.print(f"head in [bold]{out}[/bold]; held-out words unlike the model's own: {errors}")
+    if json:
+        emit_json(report)
+
+
+@app.command()
 def drafter(
     model: Annotated[
         str,

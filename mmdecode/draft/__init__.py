@@ -3,6 +3,7 @@
 from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.amateur import Amateur
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.ctc import CTC
 from mmdecode.draft.dream import Dream
 from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.first_of import FirstOf
@@ -22,6 +23,7 @@ from mmdecode.draft.sparse import Sparse
 from mmdecode.draft.vispec import ViSpec
 
 __all__ = [
+    "CTC",
     "Adaptive",
     "Amateur",
     "Assistant",

@@ -103,7 +103,16 @@ class Source(Drafter):
                 f"source id {wrong[0]} is outside the model's vocabulary of {vocab} tokens; encode "
                 "the source with the tokenizer of the model that decodes"
             )
-        width, most = max(map(len, texts)), max(map(len, rows))
+        return self.session(call, rows)
+
+    def session(self, call: Call, rows: Sequence[Sequence[Sequence[int]]]) -> SourceSession:
+        """Opens a session with the given source texts.
+
+        Args:
+            call: The generation call.
+            rows: Texts of each row, one or more; or those of each group of as many rows.
+        """
+        width, most = max(len(text) for row in rows for text in row), max(map(len, rows))
         padded = [
             [[*text, *[-1] * (width - len(text))] for text in [*row, *[[]] * (most - len(row))]]
             for row in rows

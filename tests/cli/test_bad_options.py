@@ -40,6 +40,7 @@ BASES = {
     "evaluate published": "TABLE",
     "evaluate images": "--model zoo:llamagen-scenes -n 2 --modes plain --resamples 20",
     "train medusa": "--model zoo:whisper-synth --data TABLE --out out",
+    "train ctc": "--model zoo:whisper-synth --data TABLE --out out",
     "train drafter": "--model zoo:llava-scenes --out out --steps 1 --limit 3 --held-out 1",
     "train alignment-heads": "--model zoo:whisper-synth --data TABLE --limit 1",
     "train corrector": "--data LISTS --out out --method scratch --steps 1",

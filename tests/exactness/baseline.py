@@ -42,9 +42,11 @@ from PIL import Image
 import mmdecode
 from mmdecode import Decoder, registry
 from mmdecode.asr.recognizers.whisper_features import window_waveform
+from mmdecode.draft.ctc import CTC
 from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.source import Source
 from mmdecode.errors import MMDecodeError
+from mmdecode.models.ctc_head import CTCHead
 from mmdecode.train.drafters.recipes import RECIPES, Options
 from mmdecode.vlm import Answerer
 from mmdecode.zoo.scenes import draw_scene, render
@@ -238,6 +240,8 @@ def subject(model):
 
 # Drafters: the shipped ones, else untrained ones
 
+OF_SPEECH = ("ctc",)
+"""Drafters that only recognisers have."""
 UNTRAINED = ("medusa", "eagle", "vispec", "dream", "flash", "hydra", "kangaroo")
 SHIPPED = {
     "whisper-synth": {
@@ -283,6 +287,17 @@ def untrained(model, kind):
 
 
 @functools.cache
+def untrained_ctc(model):
+    """A CTC head with random weights, which finds a text of arbitrary subwords."""
+    torch.manual_seed(0)
+    width = subject(model).model.config.d_model
+    sizes = {"source_size": width, "hidden_size": width, "inner_size": 16, "subwords": 40}
+    head = CTCHead({**sizes, "kernel": 3, "strides": [4]})
+    head.ids.copy_(torch.arange(600, 640))
+    return head
+
+
+@functools.cache
 def smaller(model):
     """A random model of the same class and vocabulary with one layer."""
     whole = subject(model).model
@@ -319,6 +334,8 @@ def drafter(case):
         return registry.create("draft", shipped, target=subject(model).model)
     if name == "source":
         return source(case)
+    if name == "ctc":
+        return CTC(untrained_ctc(model), length=4)
     if name == "first_of":
         return FirstOf(source(case), registry.create("draft", "lookup"))
     if name == "assistant" and model == "llamagen-scenes":
@@ -335,7 +352,7 @@ def drafters(model):
     """Names of drafters; those of untrained ones are left out that no training makes for it."""
     names = [name for name in registry.names("draft") if name not in UNTRAINED[1:]]
     if MODELS[model] is not Speech:
-        names += UNTRAINED[1:]
+        names = [name for name in names if name not in OF_SPEECH] + [*UNTRAINED[1:]]
     more = [name for name in SHIPPED.get(model, ()) if name not in names]
     return ["none", *names, *more]
 

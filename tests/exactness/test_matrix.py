@@ -47,6 +47,7 @@ from mmdecode.testing.checks import (
     run_rows,
 )
 from mmdecode.testing.table import Table, decode
+from tests.draft.test_ctc import Known as KnownText
 from tests.draft.test_hydra import table_draft as hydra_draft
 from tests.draft.test_kangaroo import table_draft as kangaroo_draft
 from tests.draft.test_seeing import CLASSES as SEEING
@@ -82,6 +83,7 @@ EXAMPLES = {
         **{kind: functools.partial(table_draft, kind, V) for kind in SEEING},
         "recycling": lambda: Recycling(nodes=6),
         "source": lambda: Source(length=3, ids=[[[0, 1, 2, 3, 0, 2, 1], [0, 2, 1, 3, 3, 1]]]),
+        "ctc": lambda: KnownText([[0, 1, 2, 3, 0, 2, 1]], length=3),
         "amateur": lambda: Amateur(2, transform=None, prompt="last_token"),
         "hydra": lambda: hydra_draft(V),
         "kangaroo": lambda: kangaroo_draft(V),

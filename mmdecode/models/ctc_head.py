@@ -1,0 +1,122 @@
+"""CTC head on a recogniser's encoder: the text of a recording in one cheap pass, token by token.
+
+Strided convolutions over the encoder's states, then logits over a blank and the head's subwords.
+Logits are products with the model's own token embeddings (tied in recognisers), so that the head
+stores no output matrix. Subwords are a part of the decoder's vocabulary: rare words are spelled.
+
+Source: Graves et al. 2006 (connectionist temporal classification).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmdecode.checkpoints import local_path
+from mmdecode.errors import InputError
+from mmdecode.models.feature_drafter import save_drafter
+from mmdecode.weights import fill, read_weights
+
+BLANK = 0
+"""Index of the blank among the logits; subword i of the head has index i + 1."""
+
+
+class CTCHead(nn.Module):
+    """Convolutions over encoder states with logits over a blank and N subwords.
+
+    Args:
+        config: ``source_size`` (width of the encoder's states), ``hidden_size`` (width of the token
+            embeddings), ``inner_size`` (width of the convolutions), ``kernel`` (their odd width in
+            states), ``strides`` (one per convolution) and ``subwords`` (their number N).
+
+    Attributes:
+        ids: Token ids of the subwords, in the decoder's vocabulary, ``(N,)``.
+    """
+
+    kind = "ctc"
+
+    ids: Tensor
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.config = dict(config)
+        width, inner = config["source_size"], config["inner_size"]
+        self.kernel, self.strides = config["kernel"], tuple(config["strides"])
+        self.norm = nn.LayerNorm(width)
+        self.layers = nn.ModuleList(
+            nn.Conv1d(inner if index else width, inner, self.kernel, stride, self.kernel // 2)
+            for index, stride in enumerate(self.strides)
+        )
+        self.output = nn.Linear(inner, config["hidden_size"])
+        self.blank = nn.Parameter(torch.zeros(config["hidden_size"]))
+        self.bias = nn.Parameter(torch.zeros(config["subwords"] + 1))
+        self.register_buffer("ids", torch.zeros(config["subwords"], dtype=torch.long))
+
+    def lengths(self, lengths: Tensor) -> Tensor:
+        """Returns the number of frames of logits for each number of encoder states."""
+        for stride in self.strides:
+            lengths = (lengths - 1).div(stride, rounding_mode="floor") + 1
+        return lengths
+
+    def forward(self, states: Tensor, lengths: Tensor, embeddings: Tensor) -> Tensor:
+        """Computes logits ``(B, T, N + 1)``; a row's logits do not depend on its padding.
+
+        Args:
+            states: Encoder states, ``(B, S, H)``, padded on the right.
+            lengths: Number of states of each row that are not padding, ``(B,)``.
+            embeddings: Embeddings of the head's subwords, ``(N, hidden_size)``.
+        """
+        hidden = self.norm(states).transpose(1, 2)
+        for layer, stride in zip(self.layers, self.strides, strict=True):
+            real = torch.arange(hidden.shape[2], device=hidden.device) < lengths[:, None, None]
+            hidden = nn.functional.gelu(layer(hidden * real))
+            lengths = (lengths - 1).div(stride, rounding_mode="floor") + 1
+        hidden = self.output(hidden.transpose(1, 2))
+        return hidden @ torch.cat([self.blank[None], embeddings]).T + self.bias
+
+    @torch.no_grad()
+    def greedy(self, states: Tensor, lengths: Tensor, embeddings: Tensor) -> list[list[int]]:
+        """Returns the token ids of each row: the best class of each frame, collapsed.
+
+        Args:
+            states: Encoder states, as in `forward`.
+            lengths: Number of states per row, as in `forward`.
+            embeddings: Embeddings of the subwords, as in `forward`.
+        """
+        best = self(states, lengths, embeddings).argmax(-1)
+        real = torch.arange(best.shape[1], device=best.device) < self.lengths(lengths)[:, None]
+        before = nn.functional.pad(best, (1, 0), value=BLANK)[:, :-1]
+        kept = real & (best != BLANK) & (best != before)
+        ids = torch.cat([self.ids.new_full((1,), -1), self.ids])[best].masked_fill(~kept, -1)
+        return [[token for token in row if token >= 0] for row in ids.tolist()]
+
+    def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> None:
+        """Writes ``config.json`` and half-precision weights.
+
+        Raises:
+            OptionError: The folder has a file that this package did not write, and ``overwrite`` is
+                not set.
+        """
+        save_drafter(self, self.config | {"drafter": self.kind}, folder, overwrite)
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path) -> CTCHead:
+        """Loads a head that this package saved.
+
+        Args:
+            name: A folder, a Hub id or ``zoo:NAME``.
+
+        Raises:
+            InputError: The checkpoint holds no CTC head.
+        """
+        config, weights = read_weights(local_path(name))
+        if config.get("drafter") != cls.kind:
+            raise InputError(
+                f'{name} holds no CTC head; expected a config.json with "drafter": "ctc": give '
+                "the folder that 'mmdecode train ctc' wrote"
+            )
+        return fill(cls(config), weights, name)

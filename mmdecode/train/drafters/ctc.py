@@ -1,0 +1,363 @@
+"""Training of a CTC head for a speech recogniser, on the model's own transcripts.
+
+The model stays frozen. The labels are its own greedy transcripts of the training audio, since these
+are the tokens that verification accepts, spelled with the head's subwords. The encoder states of
+all recordings are computed once and stored in half precision, so that an epoch runs the head alone.
+
+Sources: Graves et al. 2006 (connectionist temporal classification); Saon et al. 2026,
+arXiv:2603.11243 (a CTC text as a draft; there the encoder learns too).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmdecode.asr.decoding.fallback import Attempts
+from mmdecode.asr.options import TranscribeOptions
+from mmdecode.asr.recognizers import of_type
+from mmdecode.decoder import Decoder
+from mmdecode.errors import InputError, OptionError
+from mmdecode.models.ctc_head import BLANK, CTCHead
+from mmdecode.quantization.models import refuse_learning
+from mmdecode.runs.files import marked_json, refuse_foreign_in, write_file
+
+if TYPE_CHECKING:
+    from mmdecode.asr.recognizers.base import Recognizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class CTCOptions:
+    """Settings of the training of a CTC head.
+
+    Attributes:
+        vocabulary: Maximum number of subwords of the head: single characters, and the most frequent
+            tokens of the transcripts. Other tokens are spelled with them.
+        inner: Width of the convolutions.
+        kernel: Width of a convolution in frames; an odd number.
+        strides: Stride of each convolution. Their product is the number of encoder states per frame
+            of logits.
+        epochs: Number of epochs; the weights of the epoch with the fewest errors on held-out
+            samples are kept.
+        peak_rate: Highest learning rate (AdamW, cosine schedule).
+        batch: Samples per step.
+        dropout: Fraction of the encoder states' elements that is dropped in training.
+        seed: Seed of weights, sample order and held-out split.
+    """
+
+    vocabulary: int = 1000
+    inner: int = 288
+    kernel: int = 5
+    strides: tuple[int, ...] = (2, 1)
+    epochs: int = 15
+    peak_rate: float = 2e-3
+    batch: int = 16
+    dropout: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = (self.vocabulary, self.inner, self.epochs, self.batch, *self.strides)
+        if min(counts) < 1 or self.kernel % 2 == 0 or not self.strides:
+            raise OptionError(
+                f"vocabulary={self.vocabulary}, inner={self.inner}, epochs={self.epochs}, "
+                f"batch={self.batch}, strides={self.strides}, kernel={self.kernel}; expected "
+                "numbers of at least 1, at least one stride and an odd kernel"
+            )
+
+
+@dataclass
+class Sample:
+    """Transcript of a window with its encoder states.
+
+    Attributes:
+        ids: Text tokens of the transcript, without the end token.
+        states: Encoder states, ``(S, H)`` float16.
+    """
+
+    ids: list[int]
+    states: Tensor
+
+
+@torch.no_grad()
+def collect(
+    recognizer: Recognizer, waves: Sequence[np.ndarray], batch: int = 16
+) -> Iterator[Sample]:
+    """Encodes and transcribes windows greedily, in batches of similar length, in their order.
+
+    Args:
+        recognizer: Recogniser, which encodes windows.
+        waves: Waveforms at the recogniser's rate, each at most a window long.
+        batch: Number of windows that are decoded together.
+    """
+    attempts = Attempts(recognizer, Decoder(), recognizer.options)
+    prompt = torch.tensor([recognizer.prompt(None, [])], device=recognizer.model.device)
+    for start in range(0, len(waves), batch):
+        part = waves[start : start + batch]
+        seconds = [len(wave) / recognizer.rate for wave in part]
+        encoded = recognizer.encode(list(recognizer.features(part)), seconds)
+        assert encoded.states is not None, "this family is not encoded apart from decoding"
+        names = [str(start + row) for row in range(len(part))]
+        results = attempts(prompt.expand(len(part), -1), encoded, 0.0, names, [[] for _ in part])
+        for row, result in enumerate(results):
+            states = encoded.states[row]
+            if encoded.mask is not None:
+                states = states[encoded.mask[row]]
+            ids = [int(token) for token in recognizer.text_tokens(result.tokens)]
+            yield Sample(ids, states.half().cpu())
+
+
+class Speller:
+    """Subwords of a head, and the spelling of the model's other tokens with them.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        samples: Ids of the transcripts.
+        size: Maximum number of subwords.
+    """
+
+    def __init__(self, tokenizer: Any, samples: Iterable[Sequence[int]], size: int) -> None:
+        self._piece: Callable[[int], str] = tokenizer.convert_ids_to_tokens
+        counts = Counter(token for ids in samples for token in ids)
+        characters = Counter(
+            character for token in counts for character in self._characters(self._piece(token))
+        )
+        found = tokenizer.convert_tokens_to_ids(sorted(characters))
+        known = [token for token in found if token not in (None, tokenizer.unk_token_id)]
+        frequent = [token for token, _ in counts.most_common() if token not in known]
+        self.ids = sorted([*known, *frequent][:size])
+        self._index = {self._piece(token): index for index, token in enumerate(self.ids)}
+        self._longest = max(map(len, self._index), default=0)
+
+    @staticmethod
+    def _characters(piece: str) -> str:
+        """Returns the characters of a piece; none if it is a byte by its number."""
+        return "" if re.fullmatch("<0x..>", piece) else piece
+
+    def spelled(self, ids: Iterable[int]) -> list[int]:
+        """Returns the indices of subwords that spell tokens; those that none spell are left out.
+
+        Args:
+            ids: Ids of the model's tokens.
+        """
+        return [index for token in ids for index in self._of(self._piece(token))]
+
+    def _of(self, piece: str) -> list[int]:
+        if piece in self._index:
+            return [self._index[piece]]
+        found, at = [], 0
+        while at < len(piece):
+            sizes = range(min(self._longest, len(piece) - at), 0, -1)
+            size = next((n for n in sizes if piece[at : at + n] in self._index), 0)
+            if not size or not self._characters(piece):
+                return []
+            found.append(self._index[piece[at : at + size]])
+            at += size
+        return found
+
+
+def ctc_losses(logits: Tensor, frames: Tensor, targets: Sequence[Sequence[int]]) -> Tensor:
+    """Computes the CTC loss of each row per target token, ``(B,)``.
+
+    Rows with too few frames for their targets have a loss of zero.
+
+    Args:
+        logits: Logits ``(B, T, N + 1)`` of a `CTCHead`.
+        frames: Number of frames of each row, ``(B,)``.
+        targets: Indices of subwords of each row.
+    """
+    sizes = torch.tensor([len(row) for row in targets])
+    flat = torch.tensor([index + 1 for row in targets for index in row], device=logits.device)
+    scores = logits.float().log_softmax(-1).transpose(0, 1)
+    losses = F.ctc_loss(
+        scores, flat, frames.cpu(), sizes, blank=BLANK, reduction="none", zero_infinity=True
+    )
+    return losses / sizes.clamp_min(1).to(losses)
+
+
+def errors(hypothesis: Sequence[Any], reference: Sequence[Any]) -> int:
+    """Counts the insertions, deletions and substitutions between two sequences."""
+    row = list(range(len(reference) + 1))
+    for at, one in enumerate(hypothesis, 1):
+        before, row[0] = row[0], at
+        for column, other in enumerate(reference, 1):
+            kept = before + (one != other)
+            before = row[column]
+            row[column] = min(kept, before + 1, row[column - 1] + 1)
+    return row[-1]
+
+
+def train_head(
+    model: Any, tokenizer: Any, samples: Sequence[Sample], options: CTCOptions
+) -> tuple[CTCHead, dict[str, Any]]:
+    """Trains a head for a model; a twentieth of the samples, at least 10, is held out.
+
+    Args:
+        model: The recogniser that the head drafts for; its weights stay frozen.
+        tokenizer: Its tokenizer.
+        samples: Transcripts and encoder states, as `collect` yields them.
+        options: Settings.
+
+    Returns:
+        The head; and a report with settings, number of subwords and held-out errors by epoch.
+
+    Raises:
+        InputError: There are fewer than 20 samples.
+    """
+    from rich.progress import track
+
+    if len(samples) < 20:
+        raise InputError(f"{len(samples)} training samples; expected at least 20: add recordings")
+    torch.manual_seed(options.seed)
+    order = torch.randperm(len(samples)).tolist()
+    held = max(10, len(samples) // 20)
+    valid, rest = [samples[i] for i in order[:held]], [samples[i] for i in order[held:]]
+    speller = Speller(tokenizer, [sample.ids for sample in rest], options.vocabulary)
+    targets = [speller.spelled(sample.ids) for sample in rest]
+    embeddings = model.get_input_embeddings().weight.detach()[speller.ids].float()
+    head = CTCHead(
+        {
+            "source_size": samples[0].states.shape[1],
+            "hidden_size": embeddings.shape[1],
+            "inner_size": options.inner,
+            "kernel": options.kernel,
+            "strides": list(options.strides),
+            "subwords": len(speller.ids),
+        }
+    ).to(embeddings.device)
+    head.ids.copy_(torch.tensor(speller.ids))
+    optimizer = torch.optim.AdamW(head.parameters(), lr=options.peak_rate, weight_decay=0.01)
+    batches = _alike(rest, options.batch)
+    steps, step, best, kept = options.epochs * len(batches), 0, math.inf, None
+    rates = []
+    for epoch in track(range(options.epochs), description="CTC head"):
+        generator = torch.Generator().manual_seed(options.seed * 1000 + epoch)
+        head.train()
+        for number in torch.randperm(len(batches), generator=generator).tolist():
+            rate = 0.5 * (1 + math.cos(math.pi * step / steps)) * min(1, (step + 1) / 50)
+            for group in optimizer.param_groups:
+                group["lr"] = options.peak_rate * (0.02 + 0.98 * rate)
+            states, lengths = _padded([rest[row] for row in batches[number]], embeddings)
+            logits = head(F.dropout(states, options.dropout), lengths, embeddings)
+            wanted = [targets[row] for row in batches[number]]
+            ctc_losses(logits, head.lengths(lengths), wanted).mean().backward()
+            nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+        head.eval()
+        rates.append(round(word_errors(head, tokenizer, valid, embeddings, options.batch), 4))
+        if rates[-1] < best:
+            best, kept = rates[-1], copy.deepcopy(head.state_dict())
+    if kept is not None:
+        head.load_state_dict(kept)
+    report = {
+        "options": asdict(options),
+        "samples": len(samples),
+        "subwords": len(speller.ids),
+        "parameters": sum(one.numel() for one in head.parameters()),
+        "word_errors_by_epoch": rates,
+        "word_errors": best,
+    }
+    return head.eval(), report
+
+
+def word_errors(
+    head: CTCHead, tokenizer: Any, samples: Sequence[Sample], embeddings: Tensor, batch: int
+) -> float:
+    """Returns the word error rate of a head's texts against the model's own transcripts.
+
+    Args:
+        head: The head.
+        tokenizer: The model's tokenizer.
+        samples: Transcripts and encoder states.
+        embeddings: Embeddings of the head's subwords.
+        batch: Samples per pass.
+    """
+    wrong = words = 0
+    for rows in _alike(samples, batch):
+        part = [samples[row] for row in rows]
+        texts = head.greedy(*_padded(part, embeddings), embeddings)
+        for sample, ids in zip(part, texts, strict=True):
+            expected = tokenizer.decode(sample.ids).split()
+            wrong += errors(tokenizer.decode(ids).split(), expected)
+            words += len(expected)
+    return wrong / max(1, words)
+
+
+def _alike(samples: Sequence[Sample], size: int) -> list[list[int]]:
+    """Splits samples into batches of similar length, as indices."""
+    order = sorted(range(len(samples)), key=lambda row: len(samples[row].states))
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def _padded(samples: Sequence[Sample], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns encoder states ``(B, S, H)`` and their numbers ``(B,)``."""
+    states = [sample.states.to(like) for sample in samples]
+    lengths = torch.tensor([len(one) for one in states], device=like.device)
+    return nn.utils.rnn.pad_sequence(states, batch_first=True), lengths
+
+
+def train_from_manifest(
+    model_name: str,
+    manifest: Path,
+    out: Path,
+    options: CTCOptions,
+    *,
+    limit: int | None = None,
+    device: str = "cpu",
+    dtype: str = "float32",
+) -> dict[str, Any]:
+    """Trains a CTC head for a recogniser on audio files: ``mmdecode train ctc``.
+
+    Args:
+        model_name: The recogniser: folder, Hub id, ``zoo:NAME`` or ``moonshine:tiny-en``.
+        manifest: Folder of audio files, or table with a column ``path`` or ``audio`` of paths,
+            absolute or relative to the table. Recordings are split into the model's windows.
+        out: Folder of the head.
+        options: Settings.
+        limit: Maximum number of recordings; ``None``: all.
+        device: Device of the training.
+        dtype: Dtype in which the model transcribes, see `mmdecode.checkpoints.dtype_of`; the head
+            is trained in float32.
+
+    Returns:
+        The report, also written to ``out/report.json``.
+
+    Raises:
+        InputError: The recordings cannot be read.
+        UnsupportedModelError: The model is no recogniser.
+    """
+    from mmdecode.asr.audio.reading import blocks
+    from mmdecode.asr.output.inputs import recordings_in
+    from mmdecode.asr.output.manifest import opened
+    from mmdecode.asr.transcriber import load
+
+    refuse_foreign_in(out, but=["README.md"])
+    entries = recordings_in(manifest, limit)
+    model, processor = load(model_name, device, dtype)
+    refuse_learning(model)
+    recognizer = of_type(model.config.model_type)(model.eval(), processor, TranscribeOptions())
+    began, size, waves = time.time(), round(recognizer.window_s * recognizer.rate), []
+    for entry in entries:
+        wave = np.concatenate(list(blocks(opened(entry), recognizer.rate)))
+        parts = [wave[start : start + size] for start in range(0, len(wave), size)]
+        waves += [part for part in parts if len(part) > recognizer.rate // 10]
+    waves.sort(key=len)
+    samples = list(collect(recognizer, waves))
+    head, report = train_head(model, recognizer.tokenizer, samples, options)
+    head.save_pretrained(out)
+    report |= {"model": model_name, "seconds": round(time.time() - began, 1)}
+    write_file(out / "report.json", marked_json(report))
+    return report

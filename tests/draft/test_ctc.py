@@ -1,0 +1,233 @@
+"""CTC drafts: greedy ids whatever the head finds; a head that knows the text saves its passes."""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mmdecode import registry
+from mmdecode.decoder import Decoder
+from mmdecode.draft.ctc import CTC
+from mmdecode.engine.contracts import Requirements
+from mmdecode.errors import IncompatibleError, InputError, OptionError
+from mmdecode.models.ctc_head import CTCHead
+from tests.support import tiny
+from tests.support.seams import edited
+from tests.support.tiny import WIDTH
+from tests.support.traced import Traced
+
+SUBWORDS = 20
+FAMILIES = ("whisper", "moonshine")
+
+
+def random_head(seed=0, strides=(2, 1), width=WIDTH):
+    """Weights large enough that frames have many classes."""
+    torch.manual_seed(seed)
+    sizes = {"source_size": width, "hidden_size": width, "inner_size": 24}
+    head = CTCHead({**sizes, "kernel": 3, "strides": list(strides), "subwords": SUBWORDS})
+    for weight in head.parameters():
+        nn.init.normal_(weight, std=0.5)
+    head.ids.copy_(torch.randperm(60)[:SUBWORDS])
+    return head
+
+
+class Known(CTC):
+    """A drafter whose head finds given texts, one per row or one for all, in any model."""
+
+    def __init__(self, rows, **options):
+        super().__init__(random_head(), **options)
+        self.rows = rows
+
+    def needs(self, adapter):
+        return Requirements()
+
+    def texts(self, call):
+        return [list(row) for row in self.rows] * (call.batch // len(self.rows))
+
+
+class Noting(CTC):
+    """A drafter that keeps its texts by the number of rows."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.found = {}
+
+    def texts(self, call):
+        self.found[call.batch] = super().texts(call)
+        return self.found[call.batch]
+
+
+@functools.cache
+def undrafted(family, eos=None, batch=3):
+    """Ids, and how many passes they take."""
+    decoder = Traced()
+    ids = tiny.ours(decoder, family, batch=batch, eos_token_id=eos)
+    return ids, tiny.generated(decoder.trace), decoder.stats.passes
+
+
+def drafted(draft, family, eos=None, batch=3):
+    decoder = Decoder(draft)
+    return tiny.ours(decoder, family, batch=batch, eos_token_id=eos), decoder.stats
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "moonshine_padded"])
+def test_ids_are_greedy_whatever_a_random_head_finds(family):
+    width = 36 if family == "moonshine_padded" else WIDTH
+    ids, stats = drafted(CTC(random_head(width=width)), family)
+    assert torch.equal(ids, tiny.plain(family))
+    assert stats.drafted > 10 and stats.accepted < stats.drafted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [1, 4, 16])
+def test_a_head_that_knows_the_text_leaves_a_pass_per_chain(family, length):
+    expected, rows, before = undrafted(family)
+    ids, stats = drafted(Known(rows, length=length), family)
+    assert torch.equal(ids, expected)
+    longest = max(map(len, rows))
+    assert before == longest - 1 and stats.passes == math.ceil((longest - 1) / (length + 1))
+
+
+def test_a_head_that_finds_nothing_is_like_no_draft():
+    expected, rows, before = undrafted("whisper", 59)
+    ids, stats = drafted(Known([[], [], []]), "whisper", 59)
+    assert torch.equal(ids, expected) and stats.passes == before and not stats.drafted
+    ids, stats = drafted(Known([rows[0], [], []]), "whisper", 59)
+    assert torch.equal(ids, expected) and stats.passes == before and stats.drafted
+
+
+def test_the_end_token_is_drafted():
+    _, [row], _ = undrafted("whisper", batch=1)
+    end = next(at for at in range(5, len(row)) if row[at] not in row[:at])
+    expected, [ended], _ = undrafted("whisper", row[end], batch=1)
+    assert ended == row[: end + 1]
+    ids, stats = drafted(Known([ended[:-1]], length=end), "whisper", row[end], batch=1)
+    assert torch.equal(ids, expected) and stats.passes == 1 and stats.accepted == end
+
+
+def test_a_wrong_token_costs_one_pass():
+    expected, [row], _ = undrafted("whisper", batch=1)
+    wrong = [*row[:5], (row[5] + 1) % 60, *row[6:]]
+    assert len(set(wrong[:10])) == 10, "nothing else matches"
+    ids, stats = drafted(Known([wrong]), "whisper", batch=1)
+    assert torch.equal(ids, expected) and stats.passes == 2
+    ids, stats = drafted(Known([wrong], least=2), "whisper", batch=1)
+    assert torch.equal(ids, expected) and stats.passes == 4, "two tokens have to match first"
+
+
+# The head
+
+
+def states_of(rows, lengths, width=WIDTH, seed=1):
+    states = torch.randn(rows, max(lengths), width, generator=torch.Generator().manual_seed(seed))
+    return states, torch.tensor(lengths)
+
+
+@pytest.mark.parametrize("strides", [(1,), (2, 1), (3, 2)])
+@torch.no_grad()
+def test_padded_rows_have_the_text_that_they_have_alone(strides, monkeypatch):
+    head, lengths = random_head(strides=strides), [31, 17, 24, 2]
+    states, counts = states_of(4, lengths)
+    embeddings = torch.randn(SUBWORDS, WIDTH)
+    alone = [
+        head.greedy(states[row : row + 1, :size], counts[row : row + 1], embeddings)[0]
+        for row, size in enumerate(lengths)
+    ]
+    assert head.greedy(states, counts, embeddings) == alone
+    assert sum(map(len, alone)) > 10
+    for row, size in enumerate(lengths):
+        frames = head(states[row : row + 1, :size], counts[row : row + 1], embeddings)
+        assert frames.shape[1] == head.lengths(counts)[row]
+        padded = head(states, counts, embeddings)[row, : frames.shape[1]]
+        torch.testing.assert_close(padded, frames[0], rtol=1e-4, atol=1e-3)
+    blind = edited(CTCHead.forward, "hidden * real", "hidden")
+    monkeypatch.setattr(CTCHead, "forward", blind)
+    assert head.greedy(states, counts, embeddings) != alone, "what is padded would be read"
+
+
+def test_frames_are_collapsed():
+    head = random_head()
+    classes = [[1, 1, 0, 1, 2, 2, 3, 0, 0, 3], [0, 5, 5, 5, 0, 5, 4, 4, 7, 7], [0] * 10]
+    head.forward = lambda *_: nn.functional.one_hot(torch.tensor(classes), SUBWORDS + 1)
+    counts = torch.tensor([20, 14, 20])  # the second row has 7 frames
+    real = [classes[0], classes[1][:7], classes[2]]
+    expected = [
+        [int(head.ids[one - 1]) for one, _ in itertools.groupby(row) if one] for row in real
+    ]
+    assert head.greedy(torch.zeros(3, 20, WIDTH), counts, None) == expected
+    assert [len(row) for row in expected] == [5, 3, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_of_a_batch_is_drafted_for_as_alone(family):
+    draft = Noting(random_head())
+    found = draft.found
+    ids, _ = drafted(draft, family)
+    assert torch.equal(ids, tiny.plain(family))
+    drafted(draft, family, batch=1)
+    assert (
+        family == "moonshine" or found[1][0] == found[3][0]
+    )  # with padding, Moonshine has other states
+    assert all(found[3]) and len({tuple(row) for row in found[3]}) == 3
+    if family == "moonshine":
+        sizes = [len(row) for row in found[3]]
+        assert sizes[0] > max(sizes[1:]), "shorter recordings have fewer frames"
+
+
+class Pairs:
+    """A tokenizer that writes each pair of ids as one id, their sum."""
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
+        ids = [int(word) for word in text.split()]
+        return [sum(ids[at : at + 2]) for at in range(0, len(ids), 2)]
+
+
+def test_texts_are_written_as_the_decoder_would():
+    draft = CTC(random_head(), Pairs())
+    assert draft.rewritten([1, 2, 3, 4, 5]) == [3, 7, 5] and draft.rewritten([]) == []
+    assert CTC(random_head()).rewritten([1, 2]) == [1, 2]
+    raw, written = Noting(random_head()), Noting(random_head(), Pairs())
+    for one in (raw, written):
+        assert torch.equal(drafted(one, "whisper")[0], tiny.plain("whisper"))
+    assert written.found[3] == [draft.rewritten(row) for row in raw.found[3]] != raw.found[3]
+
+
+# Loading, and what does not fit
+
+
+def test_a_saved_head_finds_the_same(tmp_path):
+    head = random_head()
+    head.half().float()
+    head.save_pretrained(tmp_path / "head")
+    draft = registry.create("draft", f"ctc:head={tmp_path / 'head'},length=5")
+    states, counts = states_of(2, [20, 11])
+    embeddings = torch.randn(SUBWORDS, WIDTH)
+    found = draft.head.greedy(states, counts, embeddings)
+    assert found == head.greedy(states, counts, embeddings) and all(found)
+    assert draft.texts_drafter.length == 5
+    assert torch.equal(drafted(draft, "whisper")[0], tiny.plain("whisper"))
+
+
+def test_the_error_of_a_model_without_a_head_says_how_to_train_one():
+    with pytest.raises(OptionError, match=r"mmdecode train ctc --model zoo:whisper-synth .*head="):
+        registry.create("draft", "ctc", model_id="zoo:whisper-synth")
+    with pytest.raises(OptionError, match="unnamed model"):
+        registry.create("draft", "ctc")
+
+
+def test_other_checkpoints_and_models_are_refused():
+    with pytest.raises(InputError, match="holds no CTC head"):
+        CTC.from_pretrained("zoo:whisper-synth-medusa")
+    with pytest.raises(IncompatibleError, match=r"width 16, the model has 32"):
+        drafted(CTC(random_head(width=16)), "whisper")
+    with pytest.raises(IncompatibleError, match="this model lacks"):
+        drafted(CTC(random_head()), "llama")
+    with pytest.raises(OptionError, match="length=-1"):
+        CTC(random_head(), length=-1)

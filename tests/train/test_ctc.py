@@ -1,0 +1,162 @@
+"""Training of CTC heads: spelling with fewer subwords, the loss, and a head that learns a text."""
+
+import itertools
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from mmdecode.asr import Transcriber
+from mmdecode.draft.ctc import CTC
+from mmdecode.errors import InputError, OptionError
+from mmdecode.train.drafters import ctc
+from mmdecode.train.drafters.ctc import CTCOptions, Sample, Speller, ctc_losses, errors, train_head
+from mmdecode.zoo.speech import speech_test
+from tests.support.commands import invoke, json_of
+from tests.support.seams import edited
+
+PIECES = ["<unk>", *"_abcdein", "_an", "_bed", "ade", "<0x0A>", "in", "_cabin"]
+
+
+class Tokenizer:
+    unk_token_id = 0
+
+    def convert_ids_to_tokens(self, token):
+        return PIECES[token]
+
+    def convert_tokens_to_ids(self, pieces):
+        return [PIECES.index(piece) if piece in PIECES else 0 for piece in pieces]
+
+    def decode(self, ids, **_):
+        return "".join(PIECES[token] for token in ids).replace("_", " ").strip()
+
+
+def ids_of(*pieces):
+    return [PIECES.index(piece) for piece in pieces]
+
+
+def test_rare_tokens_are_spelled_by_the_longest_subwords():
+    frequent = [ids_of("_an", "in")] * 3
+    ids = ids_of("_an", "_cabin", "_bed", "ade")
+    speller = Speller(Tokenizer(), [*frequent, ids], 10)
+    pieces = [PIECES[token] for token in speller.ids]
+    assert sorted(pieces) == sorted([*"_abcdein", "_an", "in"])
+    spelled = [pieces[index] for index in speller.spelled(ids)]
+    assert spelled == ["_an", "_", "c", "a", "b", "in", "_", "b", "e", "d", "a", "d", "e"]
+    assert Tokenizer().decode(speller.ids[i] for i in speller.spelled(ids)) == "an cabin bedade"
+    shortest = edited(Speller._of, "range(min(self._longest, len(piece) - at), 0, -1)", "(1,)")
+    speller._of = shortest.__get__(speller)
+    assert [pieces[index] for index in speller.spelled(ids_of("_cabin"))][-2:] == ["i", "n"]
+
+
+def test_tokens_that_nothing_spells_are_left_out():
+    speller = Speller(Tokenizer(), [ids_of("_an", "_an", "_bed")], 3)
+    assert len(speller.ids) == 3
+    assert speller.spelled(ids_of("_cabin", "<0x0A>")) == []
+    assert ids_of("<0x0A>")[0] in Speller(Tokenizer(), [ids_of("<0x0A>")], 9).ids
+
+
+def collapsed(path):
+    return [one - 1 for one, _ in itertools.groupby(path) if one]
+
+
+def test_the_loss_is_the_sum_over_paths_per_token():
+    logits = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(0))
+    frames, targets = torch.tensor([4, 3, 4]), [[0, 1], [1, 1], []]
+    found = ctc_losses(logits, frames, targets)
+    for row, target in enumerate(targets):
+        scores, size = logits[row].log_softmax(-1), int(frames[row])
+        total = sum(
+            math.exp(sum(scores[t, one] for t, one in enumerate(path)))
+            for path in itertools.product(range(3), repeat=size)
+            if collapsed(path) == target
+        )
+        assert found[row] == pytest.approx(-math.log(total) / max(1, len(target)), rel=1e-5)
+
+
+def test_rows_with_fewer_frames_than_tokens_and_repeats_have_no_loss():
+    logits = torch.randn(3, 4, 3, requires_grad=True)
+    # a repeated token needs a blank: the first row has too few frames by one
+    losses = ctc_losses(logits, torch.tensor([4, 2, 4]), [[0, 0, 0], [0, 1, 0], [0, 0]])
+    assert losses[:2].tolist() == [0, 0] and losses[2] > 0
+    losses.mean().backward()
+    assert logits.grad.isfinite().all() and not logits.grad[:2].any() and logits.grad[2].any()
+
+
+def test_errors_are_edits():
+    assert errors("kitten", "sitting") == 3
+    assert errors("", "abc") == errors("abc", "") == 3 and errors("ab", "ab") == 0
+
+
+def spoken(count, seed=0, width=12):
+    """Transcripts, and states that say a token each second time, and silence between."""
+    dice = torch.Generator().manual_seed(seed)
+    codes = torch.randn(len(PIECES), width, generator=torch.Generator().manual_seed(9))
+    samples = []
+    for _ in range(count):
+        size = int(torch.randint(2, 7, (), generator=dice))
+        ids = torch.randint(1, len(PIECES) - 3, (size,), generator=dice)
+        states = torch.zeros(4 * size, width)
+        states[1::4] = states[2::4] = codes[ids]
+        noise = 0.1 * torch.randn(states.shape, generator=dice)
+        samples.append(Sample(ids.tolist(), (states + noise).half()))
+    return samples
+
+
+OPTIONS = CTCOptions(vocabulary=20, inner=16, epochs=25, batch=4, peak_rate=1e-2, dropout=0.0)
+
+
+def model_of(width=12):
+    torch.manual_seed(0)
+    return SimpleNamespace(get_input_embeddings=lambda: nn.Embedding(len(PIECES), width))
+
+
+@pytest.mark.slow
+def test_a_head_learns_what_states_say(tmp_path, monkeypatch):
+    embedding = model_of().get_input_embeddings()
+    model = SimpleNamespace(get_input_embeddings=lambda: embedding)
+    head, report = train_head(model, Tokenizer(), spoken(80), OPTIONS)
+    rates = report["word_errors_by_epoch"]
+    assert report["word_errors"] == min(rates) < 0.4 < 0.8 < rates[0]
+    head.save_pretrained(tmp_path / "head")
+    saved = CTC.from_pretrained(tmp_path / "head").head
+    new = spoken(8, seed=5)
+    states, lengths = ctc._padded(new, embedding.weight)
+    found = saved.greedy(states, lengths, embedding.weight[saved.ids].detach())
+    texts = [Tokenizer().decode(ids) for ids in found]
+    right = sum(a == Tokenizer().decode(b.ids) for a, b in zip(texts, new, strict=True))
+    assert right >= 5
+    # a loss that pairs recordings with other transcripts teaches nothing
+    losses = ctc.ctc_losses
+    monkeypatch.setattr(
+        ctc, "ctc_losses", lambda logits, frames, wanted: losses(logits, frames, wanted[::-1])
+    )
+    _, report = train_head(model, Tokenizer(), spoken(80), OPTIONS)
+    assert report["word_errors"] > 0.7
+
+
+def test_too_few_samples_and_odd_options_are_refused():
+    with pytest.raises(InputError, match="19 training samples; expected at least 20"):
+        train_head(model_of(), Tokenizer(), spoken(19), OPTIONS)
+    with pytest.raises(OptionError, match="an odd kernel"):
+        CTCOptions(kernel=4)
+
+
+@pytest.mark.slow
+def test_a_head_is_trained_from_recordings_and_loads_as_a_draft(tmp_path):
+    table = tmp_path / "data.jsonl"
+    clips = speech_test()[:24]
+    table.write_text("".join(json.dumps({"path": str(clip.path)}) + "\n" for clip in clips))
+    words = ["--data", table, "--out", tmp_path / "head", "--epochs", 2, "--width", 16]
+    report = json_of(invoke("train", "ctc", "--model", "zoo:whisper-synth", *words, "--json"))
+    assert report["samples"] >= 24 and len(report["word_errors_by_epoch"]) == 2
+    transcribers = [
+        Transcriber.from_pretrained("zoo:whisper-synth", draft)
+        for draft in (None, f"ctc:head={tmp_path / 'head'}")
+    ]
+    assert transcribers[1].decoder.draft.tokenizer is transcribers[1].processor.tokenizer
+    own, drafted = (t(clips[0].path).text for t in transcribers)
+    assert own == drafted
