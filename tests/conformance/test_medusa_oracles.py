@@ -9,7 +9,8 @@ from transformers import LogitsProcessor
 
 from mmdecode import registry
 from mmdecode.decoder import Decoder
-from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.draft.medusa import Medusa
+from mmdecode.draft.medusa_heads import MedusaHeads
 from mmdecode.engine.adapter import Prompt
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.contracts import DraftSession

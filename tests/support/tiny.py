@@ -24,7 +24,8 @@ from mmdecode import registry
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
-from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.draft.medusa import Medusa
+from mmdecode.draft.medusa_heads import MedusaHeads
 from mmdecode.draft.none import NoDraft
 from mmdecode.engine.proposal import Proposal
 from mmdecode.testing import drafts
