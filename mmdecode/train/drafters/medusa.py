@@ -93,13 +93,14 @@ def head_losses(logits: Tensor, labels: Tensor) -> Tensor:
         logits: Logits ``(heads, B, T, V)``; head k at position t predicts ``labels[:, t + k]``.
         labels: Labels ``(B, T)``; -100 for no loss.
     """
-    losses = []
-    for shift, rows in enumerate(logits):
-        wanted = moved(labels, shift, rows.shape[1])
-        losses.append(
-            F.cross_entropy(rows.flatten(0, 1).float(), wanted.flatten(), ignore_index=-100)
-        )
-    return torch.stack(losses)
+    wanted = [moved(labels, shift, logits.shape[2]) for shift in range(len(logits))]
+    return _losses(logits.flatten(1, 2), torch.stack(wanted).flatten(1))
+
+
+def _losses(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Computes each head's loss from logits ``(heads, P, V)`` and its own labels ``(heads, P)``."""
+    pairs = zip(logits, wanted, strict=True)
+    return torch.stack([F.cross_entropy(a.float(), b, ignore_index=-100) for a, b in pairs])
 
 
 def moved(labels: Tensor, offset: int, length: int, nothing: int = -100) -> Tensor:
@@ -184,9 +185,8 @@ def train_heads(
             for group in optimizer.param_groups:
                 group["lr"] = options.peak_rate * (0.02 + 0.98 * rate)
             batch = _pad([rest[i] for i in shuffled[start : start + options.batch]], device)
-            logits = _forward(adapter, heads, block, batch)
-            losses = head_losses(logits, heads.own_ids(_targets(batch)))
-            losses.nanmean().backward()
+            logits, wanted = _forward(adapter, heads, block, batch)
+            _losses(logits, heads.own_ids(wanted)).nanmean().backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -271,15 +271,9 @@ def ranks(
     for start in range(0, len(samples), options.batch):
         device = heads.weight.device
         batch = _pad(samples[start : start + options.batch], device)
-        logits = _forward(adapter, heads, block, batch)
-        top = heads.target_ids(logits.topk(options.top, dim=-1).indices)  # (K, B, T, top)
-        targets = _targets(batch)
-        asked = targets != -100
-        rows = []
-        for shift in range(len(top)):
-            wanted = moved(targets, shift, targets.shape[1])
-            rows.append((top[shift] == wanted[..., None])[asked])
-        found.append(torch.stack(rows).cpu())
+        logits, wanted = _forward(adapter, heads, block, batch)
+        top = heads.target_ids(logits.topk(options.top, dim=-1).indices)  # (K, P, top)
+        found.append((top == wanted[..., None]).cpu())
     return torch.cat(found, 1)
 
 
@@ -318,15 +312,19 @@ def _targets(batch: _Batch) -> Tensor:
     return after.masked_fill(~asked, -100)
 
 
-def _forward(adapter: Any, heads: MedusaHeads, block: nn.Module | None, batch: _Batch) -> Tensor:
-    """Computes the logits of all heads, ``(K, B, L, V)``."""
+def _forward(
+    adapter: Any, heads: MedusaHeads, block: nn.Module | None, batch: _Batch
+) -> tuple[Tensor, Tensor]:
+    """Computes logits ``(K, P, V)`` and labels ``(K, P)`` of all heads, where the first has one."""
     hidden = batch.hidden
     if block is not None:
         assert batch.audio is not None, "samples for a block keep the encoder states"
         past, mask = open_past(adapter, 1, batch.ids, batch.audio, batch.audio_mask)
         hidden = adapter.run_extra_layer(block, hidden, mask, past)
-    flat = heads.logits(hidden.flatten(0, 1), adapter)
-    return flat.view(flat.shape[0], *hidden.shape[:2], -1)
+    targets = _targets(batch)
+    asked, count = targets != -100, heads.weight.shape[1]
+    wanted = [moved(targets, shift, targets.shape[1])[asked] for shift in range(count)]
+    return heads.logits(hidden[asked], adapter), torch.stack(wanted)
 
 
 def train_from_manifest(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -152,18 +152,29 @@ def transcribed(
         assert encoded.states is not None, "the engine has an adapter"
         row = recognizer.prompt(language, [])
         prompt = torch.tensor([row] * len(waves), device=encoded.states.device)
-        most = recognizer.options.max_new_tokens or recognizer.most_tokens(max(seconds))
+        given = recognizer.options.max_new_tokens
+        most = [given or recognizer.most_tokens(second) for second in seconds]
         ids = recognizer.generate(
             decoder,
             prompt,
             encoded,
-            recognizer.generation(len(row), most),
+            recognizer.generation(len(row), max(most)),
             0.0,
             [str(start + at) for at in range(len(waves))],
             [[] for _ in waves],
         )
-        ends, states, mask = recognizer.eos_token_ids, encoded.states, encoded.mask
-        yield from samples_of(recognizer.model, ids, len(row), ends, states, mask, audio)
+        found = samples_of(
+            recognizer.model,
+            ids,
+            len(row),
+            recognizer.eos_token_ids,
+            encoded.states,
+            encoded.mask,
+            audio,
+        )
+        for sample, limit in zip(found, most, strict=True):
+            length = len(row) + limit
+            yield replace(sample, ids=sample.ids[:length], hidden=sample.hidden[:length])
 
 
 @torch.no_grad()
