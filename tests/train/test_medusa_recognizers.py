@@ -29,8 +29,8 @@ KINDS = pytest.mark.parametrize("kind", ["linear", "block"])
 
 @pytest.fixture(scope="module")
 def recognizer():
-    """Writes eighteen different tokens; some of its transcripts end before the limit."""
-    [found] = recognizers_of(*tiny_recognizers.moonshine(seed=36))
+    """Writes 25 different tokens; ten of its transcripts end before the limit."""
+    [found] = recognizers_of(*tiny_recognizers.moonshine(seed=34))
     return found
 
 
@@ -135,7 +135,7 @@ def test_a_block_sees_in_decoding_what_it_saw_in_training(recognizer, waves, sam
         expected = block_states(recognizer, draft.block, sample)
         for lengths, state in seen:
             at = lengths[row] - 1  # the state that decided the last committed token
-            if at < len(expected):
+            if at < len(expected) - 2:  # the row has not ended
                 compared += 1
                 torch.testing.assert_close(state[row], expected[at], atol=0.02, rtol=0.02)
     assert compared > 10
@@ -173,7 +173,8 @@ def test_heads_learn_the_tokens_of_their_list(recognizer, samples):
     labels = torch.cat([one.ids[2:] for one in samples])
     listed = torch.isin(labels, draft.heads.vocabulary)
     assert hits.any(1)[~listed].sum() == 0
-    assert hits[listed, 0].float().mean() > 0.5
+    most = torch.bincount(labels[listed]).max() / listed.sum()
+    assert hits[listed, 0].float().mean() > most + 0.15
     assert draft.paths == [(0,)] and report["expected_tokens_per_pass_tree"] is None
 
 
