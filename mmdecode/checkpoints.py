@@ -201,9 +201,16 @@ def _prepared(folder: Path) -> Path:
 
 
 def paired(model_id: str | None, what: str) -> str | None:
-    """Returns ``zoo:NAME-WHAT``, such as a shipped model's drafter; ``None``: it does not exist."""
-    name = f"{model_id}-{what}"
-    return name if name.startswith("zoo:") and name[4:] in zoo_names() else None
+    """Returns the shipped ``zoo:NAME-WHAT``, such as a model's drafter; ``None``: there is none.
+
+    Args:
+        model_id: ``zoo:NAME``, or a name by a scheme: heads for ``moonshine:tiny-en`` are called
+            ``zoo:moonshine-tiny-en-medusa``.
+        what: Kind of the model that belongs to it.
+    """
+    scheme, _, name = (model_id or "").partition(":")
+    found = f"{name}-{what}" if scheme == "zoo" else f"{scheme}-{name}-{what}"
+    return f"zoo:{found}" if name and found in zoo_names() else None
 
 
 def local_path(name: str | Path) -> str:

@@ -195,13 +195,12 @@ class Medusa(Drafter):
     ) -> Medusa:
         """Builds the drafter from the options of a string.
 
-        Without ``path``, loads the heads that belong to the target ``model_id``: the heads that
-        ship with a ``zoo:`` model, or the heads in the target's own (Whisper-Medusa) checkpoint.
+        Without ``path``, loads the heads that belong to the target ``model_id``: those that ship
+        for it, or the heads in the target's own (Whisper-Medusa) checkpoint.
         """
-        if path is None and model_id is not None and model_id.startswith("zoo:"):
-            path = paired(model_id, "medusa")
-        elif path is None:
-            path = model_id
+        if path is None and model_id is not None:
+            own = None if model_id.startswith("zoo:") else model_id
+            path = paired(model_id, "medusa") or own
         if path is None and model_id is None:
             raise no_path("medusa", ["medusa"])
         if path is None:
