@@ -122,7 +122,7 @@ def block_states(recognizer, block, sample):
         return adapter.run_extra_layer(block, sample.hidden[None].float(), mask, past)[0]
 
 
-def test_a_block_sees_in_decoding_what_it_saw_in_training(recognizer, waves, samples, trained):
+def test_a_block_has_the_states_of_training_in_decoding(recognizer, waves, samples, trained):
     """In a batch of recordings of unequal length, whatever was accepted."""
     draft, seen = Medusa(trained["block"][0].heads, trained["block"][0].block), []
     noting(
