@@ -440,6 +440,6 @@ def target_config(model: Any) -> dict[str, Any]:
         name: value
         for name, value in config.items()
         if isinstance(value, bool | int | float | str | dict)
-        and not name.startswith("_")
-        and not name.endswith(("_token_id", "dtype", "transformers_version"))
+        and not name.startswith(("_", "output_", "return_"))
+        and not name.endswith(("_token_id", "dtype", "transformers_version", "2id", "2label"))
     }
