@@ -201,16 +201,9 @@ def _prepared(folder: Path) -> Path:
 
 
 def paired(model_id: str | None, what: str) -> str | None:
-    """Returns the shipped ``zoo:NAME-WHAT``, such as a model's drafter; ``None``: there is none.
-
-    Args:
-        model_id: ``zoo:NAME``, or a name by a scheme: heads for ``moonshine:tiny-en`` are called
-            ``zoo:moonshine-tiny-en-medusa``.
-        what: Kind of the model that belongs to it.
-    """
-    scheme, _, name = (model_id or "").partition(":")
-    found = f"{name}-{what}" if scheme == "zoo" else f"{scheme}-{name}-{what}"
-    return f"zoo:{found}" if name and found in zoo_names() else None
+    """Returns the shipped drafter of ``zoo:NAME`` or ``SCHEME:NAME``, as ``zoo:...-WHAT``."""
+    found = f"{model_id}-{what}".removeprefix("zoo:").replace(":", "-")
+    return f"zoo:{found}" if ":" in str(model_id) and found in zoo_names() else None
 
 
 def local_path(name: str | Path) -> str:
