@@ -39,7 +39,8 @@ from mmdecode.errors import run_script
 from mmdecode.evaluation.speed.stopwatch import Cost, interleaved, load, machine
 from mmdecode.runs.console import only_our_output
 from mmdecode.testing.drafts import Siblings
-from mmdecode.train.drafters.medusa import MedusaOptions, collect, ranks, whisper_prompt
+from mmdecode.train.drafters.medusa import MedusaOptions, ranks
+from mmdecode.train.drafters.transcripts import collect, whisper_prompt
 from mmdecode.zoo import grammar
 from mmdecode.zoo.speech import speech_test
 

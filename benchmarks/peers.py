@@ -37,7 +37,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.engine.stats import Stats
 from mmdecode.quantization import quantize
 from mmdecode.quantization.models import weight_bytes
-from mmdecode.train.drafters.medusa import whisper_prompt
+from mmdecode.train.drafters.transcripts import whisper_prompt
 
 CTRANSLATE2 = {"CTranslate2": "float32", "CTranslate2 int8": "int8"}
 

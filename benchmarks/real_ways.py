@@ -27,7 +27,7 @@ from transformers.modeling_outputs import ModelOutput
 
 import mmdecode as mm
 from mmdecode import registry
-from mmdecode.checkpoints import local_path
+from mmdecode.checkpoints import local_path, paired
 from mmdecode.engine.stats import Stats
 from mmdecode.models.moonshine.wheel import MoonshineWheel, assets
 
@@ -53,11 +53,13 @@ class Subject:
         name: Name of the model.
         threads: Threads of every way.
         quantize: Format of the weights, see `mmdecode.quantize`; ``None``: float32.
+        heads: Folders of Medusa heads for the model, besides those that ship for it.
     """
 
     name: str
     threads: int = 1
     quantize: str | None = None
+    heads: Sequence[Path] = ()
 
     @cached_property
     def loaded(self) -> tuple[Any, Any]:
@@ -183,7 +185,8 @@ COMPILED = "undrafted, compiled"
 
 def drafts(subject: Subject) -> dict[str, Drafted]:
     """Ways of our loop: every drafter of the registry that needs neither training, an image nor a
-    text at hand; int8 weights without a draft and with the cheapest one; compiled passes."""
+    text at hand; Medusa heads that were trained for the model, by their tree and as a chain; int8
+    weights without a draft and with the cheapest one; compiled passes."""
     layers = subject.layers
     few = max(1, layers // 2)
     found = {
@@ -207,12 +210,22 @@ def drafts(subject: Subject) -> dict[str, Drafted]:
         "adaptive over lookup int8": Drafted("adaptive:draft=lookup", "kept", int8=True),
         COMPILED: Drafted(compiled=True),
     }
+    for name, path in medusa_heads(subject).items():
+        found[name] = Drafted(f"medusa:path={path}")
+        found[f"{name}, chain"] = Drafted(f"medusa:path={path},chain=true")
     known = {entry.name for entry in registry.describe("draft")}
     return {
         name: one
         for name, one in found.items()
         if one.spec is None or one.spec.partition(":")[0] in known
     }
+
+
+def medusa_heads(subject: Subject) -> dict[str, str]:
+    """Medusa heads for the model, by the name of their way: shipped ones, then given folders."""
+    shipped = paired(subject.name, "medusa")
+    found = {} if shipped is None else {"medusa": shipped}
+    return found | {f"medusa {folder.name}": str(folder) for folder in subject.heads}
 
 
 @dataclass

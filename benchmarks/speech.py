@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.recognizers.whisper_prompts import processors
-from mmdecode.train.drafters.medusa import whisper_prompt
+from mmdecode.train.drafters.transcripts import whisper_prompt
 
 HERE = Path(__file__).parent
 

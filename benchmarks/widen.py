@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSpeechSeq2Seq
 from mmdecode import registry
 from mmdecode.checkpoints import local_path, paired
 from mmdecode.draft import Medusa
-from mmdecode.draft.medusa import MedusaHeads
+from mmdecode.draft.medusa_heads import MedusaHeads
 from mmdecode.errors import InputError, OptionError, UnsupportedModelError, run_script
 from mmdecode.runs.console import only_our_output
 from mmdecode.runs.files import write_folder

@@ -18,7 +18,7 @@ from mmdecode.asr.alignment.cross_attention import Spoken, Timer
 from mmdecode.asr.alignment.words import timed_words
 from mmdecode.asr.transcriber import load
 from mmdecode.errors import run_script
-from mmdecode.train.drafters.medusa import whisper_prompt
+from mmdecode.train.drafters.transcripts import whisper_prompt
 from mmdecode.zoo.joined_words import RATE, Joined, draw_joined_words, joined_words
 
 

@@ -201,9 +201,9 @@ def _prepared(folder: Path) -> Path:
 
 
 def paired(model_id: str | None, what: str) -> str | None:
-    """Returns ``zoo:NAME-WHAT``, such as a drafter, of ``A:B`` ``zoo:A-B-WHAT``; else ``None``."""
-    name = re.sub(r"^(?!zoo:)(\w[\w.-]+):", r"zoo:\1-", f"{model_id}-{what}")
-    return name if name.startswith("zoo:") and name[4:] in zoo_names() else None
+    """Returns the shipped drafter of ``zoo:NAME`` or ``SCHEME:NAME``, as ``zoo:...-WHAT``."""
+    found = f"{model_id}-{what}".removeprefix("zoo:").replace(":", "-")
+    return f"zoo:{found}" if ":" in str(model_id) and found in zoo_names() else None
 
 
 def local_path(name: str | Path) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from mmdecode import checkpoints
 from mmdecode.asr import Transcriber
 from mmdecode.checkpoints import code_trusted, local_path, trusting_code
 from mmdecode.errors import InputError, MMDecodeError
@@ -386,3 +387,13 @@ GenerationConfig.from_pretrained('x')
 Transcriber.from_pretrained('x')
 """
     assert loads_without_saying(text) == [4, 5, 6, 7]
+
+
+def test_drafters_ship_for_models_of_the_zoo_and_of_a_scheme(monkeypatch):
+    monkeypatch.setattr(
+        checkpoints, "zoo_names", lambda: ["moonshine-tiny-en-medusa", "whisper-synth-medusa"]
+    )
+    assert checkpoints.paired("zoo:whisper-synth", "medusa") == "zoo:whisper-synth-medusa"
+    assert checkpoints.paired("moonshine:tiny-en", "medusa") == "zoo:moonshine-tiny-en-medusa"
+    for name in (None, "whisper-synth", "moonshine-tiny-en", "zoo:moonshine"):
+        assert checkpoints.paired(name, "medusa") is None

@@ -18,7 +18,7 @@ from transformers import (
 from mmdecode.checkpoints import local_path
 from mmdecode.decoder import Decoder
 from mmdecode.draft import Medusa
-from mmdecode.draft.medusa import MedusaHeads
+from mmdecode.draft.medusa_heads import MedusaHeads
 from mmdecode.errors import InputError, OptionError, UnsupportedModelError
 
 ROOT = Path(__file__).parents[1]

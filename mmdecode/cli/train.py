@@ -43,13 +43,13 @@ app = typer.Typer(cls=Group, help="Train drafters, correctors or zoo models.", a
 def medusa(
     model: Annotated[
         str,
-        typer.Option(help=model_help("The target, usually a Whisper", "openai/whisper-small")),
+        typer.Option(help=model_help("The target, usually a recogniser", "openai/whisper-small")),
     ],
     data: Annotated[
         Path,
         typer.Option(
             help="Table with a 'path' per recording, or folder of audio; if the target is no "
-            "Whisper, a table of questions.",
+            "recogniser, a table of questions.",
             exists=True,
         ),
     ],
@@ -58,6 +58,14 @@ def medusa(
     heads: Annotated[int, typer.Option(help="Number of heads, one per drafted token.")] = 5,
     epochs: Annotated[int, typer.Option(help="Passes over the samples.")] = 12,
     nodes: Annotated[int, typer.Option(help="Nodes of the draft tree; 0: draft a chain.")] = 12,
+    vocabulary: Annotated[
+        int,
+        typer.Option(
+            help="Number of tokens that the heads score, the most frequent of the transcripts; "
+            "0: all. Fewer are faster where a small model has a large vocabulary.",
+            min=0,
+        ),
+    ] = 0,
     limit: Annotated[int | None, typer.Option(help="Maximum number of recordings.")] = None,
     language: Annotated[str, typer.Option(help="Language code of the recordings.")] = "en",
     device: Device = "auto",
@@ -66,19 +74,23 @@ def medusa(
     seed: Annotated[int, typer.Option(help="Seed of sample order and held-out split.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Train Medusa heads on a Whisper's own transcripts; run again to resume.
+    """Train Medusa heads on a recogniser's own transcripts; run again to resume.
 
-    For a target that is no Whisper this runs 'mmdecode train drafter --kind medusa', which has more
-    options.
+    For a target that is no recogniser this runs 'mmdecode train drafter --kind medusa', which has
+    more options.
     """
+    from mmdecode.asr.recognizers import recognises
     from mmdecode.checkpoints import config_of, loading, local_path
+    from mmdecode.errors import OptionError
     from mmdecode.runs.files import overwriting, refuse_foreign_in
     from mmdecode.train.drafters.medusa import MedusaOptions, train_from_manifest
 
     refuse_foreign_in(out, overwrite, but=["README.md"])
     with loading(model):
-        hears = config_of(local_path(model)).model_type == "whisper"
-    if not hears:
+        kind_of_model = config_of(local_path(model)).model_type
+    if not recognises(kind_of_model):
+        if vocabulary:
+            raise OptionError("--vocabulary needs a recogniser as target; leave it out")
         drafter(
             model,
             out,
@@ -94,7 +106,9 @@ def medusa(
         )
         return
 
-    options = MedusaOptions(kind=kind, num_heads=heads, epochs=epochs, nodes=nodes, seed=seed)
+    options = MedusaOptions(
+        kind=kind, num_heads=heads, epochs=epochs, nodes=nodes, vocabulary=vocabulary, seed=seed
+    )
     with overwriting(overwrite):
         report = train_from_manifest(
             model,
@@ -228,8 +242,8 @@ def drafter(
 ) -> None:
     """Train a drafter on a decoder-only model's own states and answers; run again to resume.
 
-    Heads for a Whisper are trained by 'mmdecode train medusa'. 'accelerate launch -m mmdecode train
-    drafter ...' trains with several GPUs, a batch each.
+    Heads for a speech recogniser are trained by 'mmdecode train medusa'. 'accelerate launch -m
+    mmdecode train drafter ...' trains with several GPUs, a batch each.
     """
     from dataclasses import replace
 

@@ -15,7 +15,8 @@ from mmdecode.draft.layer_search import Clasp, Swift
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookahead import Lookahead
 from mmdecode.draft.lookup import PromptLookup
-from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.draft.medusa import Medusa
+from mmdecode.draft.medusa_heads import MedusaHeads
 from mmdecode.draft.quantized import Quantized
 from mmdecode.draft.recycling import Recycling
 from mmdecode.draft.source import Source

@@ -2,11 +2,12 @@
 
 Head k is a stack of ``x + SiLU(W x + b)`` blocks before an output matrix. It reads the hidden state
 that predicted the root (the last committed token), and predicts the k-th token after the root. The
-most likely tokens of the heads are arranged in a fixed tree, the proposal. The block variant of
-Whisper-Medusa first runs the states of the accepted tokens through one more decoder layer, with a
-cache of its own. A round needs one pass of the target, which verifies the draft, yields the token
-after the accepted path, and computes the states for the next round; the Whisper-Medusa reference
-needs two passes and drops that token.
+most likely tokens of the heads are arranged in a fixed tree, the proposal. Heads may be limited to
+the most frequent tokens (`mmdecode.draft.medusa_heads`). The block variant of Whisper-Medusa first
+runs the states of the accepted tokens through one more decoder layer, with a cache of its own. A
+round needs one pass of the target, which verifies the draft, yields the token after the accepted
+path, and computes the states for the next round; the Whisper-Medusa reference needs two passes and
+drops that token.
 
 Sources: Cai et al. 2024 (Medusa), arXiv:2401.10774, section 3.1; Segal-Feldman et al. 2024
 (Whisper-Medusa), arXiv:2409.15869. Differs from the references: unused nodes are marked with -1,
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from mmdecode import registry
 from mmdecode.checkpoints import local_path, paired
+from mmdecode.draft.medusa_heads import MedusaHeads
 from mmdecode.draft.placed import Placed
 from mmdecode.draft.shipped import no_path
 from mmdecode.draft.target import (
@@ -55,76 +57,10 @@ from mmdecode.quantization.models import rounds_activations
 from mmdecode.runs.files import write_file, write_folder
 from mmdecode.weights import read_weights
 
+VOCABULARY = "medusa_vocabulary"
+"""Key of the token ids that heads are limited to, among a checkpoint's weights."""
 MANY_ROWS = 8
 """Number of rows from which a pass on a CPU is compute-bound even without a draft."""
-
-
-class MedusaHeads(nn.Module):
-    """K heads of L residual blocks each, stacked so that one matrix product serves all heads.
-
-    Args:
-        num_heads: Number K of heads.
-        num_layers: Number L of residual blocks per head.
-        width: Hidden size H of the target.
-        vocab: Vocabulary size of the heads' own output matrices; ``None``: all heads use the
-            target's output matrix.
-    """
-
-    def __init__(
-        self, num_heads: int, num_layers: int, width: int, vocab: int | None = None
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_layers, num_heads, width, width))
-        self.bias = nn.Parameter(torch.zeros(num_layers, num_heads, 1, width))
-        self.out = None if vocab is None else nn.Parameter(torch.zeros(num_heads, vocab, width))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Computes the states of all heads, ``(K, B, H)``, from hidden states ``(B, H)``."""
-        states = hidden.to(self.weight.dtype).expand(self.weight.shape[1], -1, -1)
-        for weight, bias in zip(self.weight, self.bias, strict=True):
-            states = states + nn.functional.silu(torch.baddbmm(bias, states, weight.mT))
-        return states
-
-    def logits(self, hidden: Tensor, adapter: Any) -> Tensor:
-        """Computes logits of all heads, ``(K, B, V)``, from hidden states ``(B, H)``."""
-        states = self(hidden)
-        return adapter.unembed(states) if self.out is None else states @ self.out.mT
-
-    @classmethod
-    def from_layout(cls, weights: dict[str, Tensor], first: int = 0) -> MedusaHeads:
-        """Builds heads from keys ``<head>.<layer>.linear.{weight,bias}`` and ``<head>.<L>.weight``.
-
-        Args:
-            weights: Weights by key; all heads have the same shapes. The key ``<head>.<L>.weight``
-                is only there if heads have their own output matrices.
-            first: Index of the first head to use. Head 0 of Medusa-Linear belongs to the target.
-        """
-        keys = [key.split(".") for key in weights]
-        heads = sorted({int(key[0]) for key in keys})[first:]
-        layers = len({key[1] for key in keys if "linear" in key})
-        sample = weights[f"{heads[0]}.0.linear.weight"]
-        own = f"{heads[0]}.{layers}.weight"
-        vocab = weights[own].shape[0] if own in weights else None
-        module = cls(len(heads), layers, sample.shape[1], vocab)
-        with torch.no_grad():
-            for index, head in enumerate(heads):
-                for layer in range(layers):
-                    module.weight[layer, index] = weights[f"{head}.{layer}.linear.weight"]
-                    module.bias[layer, index, 0] = weights[f"{head}.{layer}.linear.bias"]
-                if module.out is not None:
-                    module.out[index] = weights[f"{head}.{layers}.weight"]
-        return module
-
-    def to_layout(self) -> dict[str, Tensor]:
-        """Returns the weights under the published keys, with heads numbered from 0."""
-        layers, heads = self.weight.shape[:2]
-        weights = {}
-        for head, layer in itertools.product(range(heads), range(layers)):
-            weights[f"{head}.{layer}.linear.weight"] = self.weight[layer, head]
-            weights[f"{head}.{layer}.linear.bias"] = self.bias[layer, head, 0]
-        if self.out is not None:
-            weights |= {f"{head}.{layers}.weight": self.out[head] for head in range(heads)}
-        return {key: value.detach().clone() for key, value in weights.items()}
 
 
 @dataclass(frozen=True)
@@ -222,7 +158,8 @@ class Medusa(Drafter):
                 "bare model; or a model that ships with heads: --model zoo:whisper-synth"
             )
         linear_target = config.get("medusa_heads_type") == "base_head"
-        module = MedusaHeads.from_layout(heads, first=1 if linear_target else 0)
+        ids = weights.get(VOCABULARY)
+        module = MedusaHeads.from_layout(heads, 1 if linear_target else 0, ids)
         layer = None
         block = {
             key.removeprefix("medusa_block."): value
@@ -258,13 +195,12 @@ class Medusa(Drafter):
     ) -> Medusa:
         """Builds the drafter from the options of a string.
 
-        Without ``path``, loads the heads that belong to the target ``model_id``: the heads that
-        ship with a ``zoo:`` model, or the heads in the target's own (Whisper-Medusa) checkpoint.
+        Without ``path``, loads the heads that belong to the target ``model_id``: those that ship
+        for it, or the heads in the target's own (Whisper-Medusa) checkpoint.
         """
-        if path is None and model_id is not None and model_id.startswith("zoo:"):
-            path = paired(model_id, "medusa")
-        elif path is None:
-            path = model_id
+        if path is None and model_id is not None:
+            own = None if model_id.startswith("zoo:") else model_id
+            path = paired(model_id, "medusa") or own
         if path is None and model_id is None:
             raise no_path("medusa", ["medusa"])
         if path is None:
@@ -290,6 +226,8 @@ class Medusa(Drafter):
             block = self.block.state_dict()
             weights |= {f"medusa_block.{k}": v.detach().clone() for k, v in block.items()}
         half = {k: v.half().contiguous() for k, v in weights.items()}
+        if self.heads.vocabulary is not None:
+            half[VOCABULARY] = self.heads.vocabulary.int()
         config = {
             "model_type": "mmdecode_medusa",
             "medusa_heads_type": "heads" if self.block is None else "medusa_block",
@@ -316,7 +254,7 @@ class Medusa(Drafter):
             raise IncompatibleError.between(
                 "draft Medusa",
                 adapter.name,
-                "the heads read the states of an additional Whisper decoder layer",
+                "the heads read the states of one more decoder layer, which its adapter cannot run",
                 "use heads without a block, trained for this model",
             )
         return Requirements(hidden=frozenset({"last"}), prompt_hidden=self.block is not None)
@@ -372,18 +310,21 @@ class MedusaSession(DraftSession):
         """Proposes a tree of the most likely tokens of the heads."""
         assert self.state is not None, "observe was not called"
         tree = self.tree
-        logits = self._followed(self.heads.logits(self.state, self.call.plan.adapter))
+        logits = self.heads.logits(self.state, self.call.plan.adapter)
+        if not self.target.plain:
+            logits = self._followed(logits)
         if tree.top == 1:
             tokens = logits[: len(tree.tree)].argmax(-1)  # (N, B): a chain has a head per node
         else:
             top = logits.topk(tree.top, dim=-1).indices  # (K, B, ranks)
             tokens = top[tree.levels, :, tree.ranks]
+        if self.target.plain:  # those that followed the target have its ids
+            tokens = self.heads.target_ids(tokens)
         return Proposal(tokens=tokens.T.contiguous(), kind="deterministic", tree=tree.tree)
 
     def _followed(self, logits: Tensor) -> Tensor:
         """Applies guide and warpers to the heads' logits in all branches, ``(K, M * B, V)``."""
-        if self.target.plain:
-            return logits
+        logits = self.heads.spread(logits, self.call.plan.adapter.vocab)
         first = self.call.rows.length[:, None]
         targets = [self.target(own[:, None], first + head) for head, own in enumerate(logits)]
         return torch.cat(targets, 1).transpose(0, 1)
@@ -453,6 +394,8 @@ def _refuse_foreign(heads: MedusaHeads, call: Call, prefill: BranchOutput) -> No
         "states of width": (heads.weight.shape[-1], prefill.hidden["last"].shape[-1]),
         "a vocabulary of": (vocab, prefill.logits.shape[-1]),
     }
+    if heads.vocabulary is not None and int(heads.vocabulary.max()) >= prefill.logits.shape[-1]:
+        sizes["a vocabulary of"] = (int(heads.vocabulary.max()) + 1, prefill.logits.shape[-1])
     for what, (wanted, found) in sizes.items():
         if wanted not in (None, found):
             raise IncompatibleError.between(

@@ -255,6 +255,10 @@ class Adapter(Part):
         """Logits by the output matrix alone, which heads such as Medusa's share."""
         return self.head(hidden)
 
+    def unembed_some(self, ids: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """`unembed` for the logits of some ids only; ``None``: it would be no faster."""
+        return None
+
     def norm(self, hidden: Tensor) -> Tensor:
         """Applies the final norm, which states of an earlier layer need before `head`."""
         raise NotImplementedError
@@ -305,7 +309,8 @@ class Adapter(Part):
         """An untrained layer of the decoder, to load a drafter's weights; ``None``: unsupported."""
         return None
 
-    @staticmethod
-    def run_extra_layer(layer: torch.nn.Module, hidden: Tensor, mask: Tensor, past: Any) -> Tensor:
+    def run_extra_layer(
+        self, layer: torch.nn.Module, hidden: Tensor, mask: Tensor, past: Any
+    ) -> Tensor:
         """Runs ``hidden (B, Q, H)`` through an `extra_layer`; ``past`` comes from `open`."""
         raise NotImplementedError

@@ -33,7 +33,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.engine.request import token_ids
 from mmdecode.errors import InputError
 from mmdecode.runs.files import refuse_foreign, write_file
-from mmdecode.train.drafters.medusa import greedy, whisper_prompt
+from mmdecode.train.drafters.transcripts import greedy, whisper_prompt
 
 
 @dataclass

@@ -12,7 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mmdecode.checkpoints import code_trusted, loading, local_path
-from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.draft.medusa import Medusa
+from mmdecode.draft.medusa_heads import MedusaHeads
 from mmdecode.errors import InputError, OptionError
 from mmdecode.models.eagle import EagleModel
 from mmdecode.models.feature_drafter import FeatureDrafter, load_drafter

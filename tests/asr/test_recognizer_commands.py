@@ -139,12 +139,35 @@ def test_drafts_guides_and_heads_are_refused_with_what_to_do(saved):
             Transcriber.from_pretrained(saved["speech_to_text"], draft=draft, device="cpu")
 
 
-def test_commands_for_whispers_alone_refuse_other_recognisers(saved, talk, tmp_path):
-    data = ["--data", talk, "--model", saved["moonshine"]]
-    for words in (["audit"], ["train", "medusa", "--out", tmp_path / "heads"]):
-        done = run(*words, *data)
+def test_commands_refuse_recognisers_that_they_are_not_for(saved, talk, tmp_path):
+    data = ["--data", talk.parent, "--out", tmp_path / "heads"]
+    refused = {
+        "is a speech recogniser (moonshine)": ["audit", "--data", talk, "--model", "moonshine"],
+        "speech recogniser (moonshine)": ["train", "drafter", *data, "--model", "moonshine"],
+        "no adapter for": ["train", "medusa", *data, "--model", "speech_to_text"],
+    }
+    for why, words in refused.items():
+        done = run(*words[:-1], saved[words[-1]])
         assert isinstance(done.exception, UnsupportedModelError), done.output
-        assert "is a speech recogniser (moonshine)" in str(done.exception)
+        assert why in str(done.exception)
+
+
+def test_heads_for_a_recogniser_without_timestamps_are_trained_by_a_command(saved, talk, tmp_path):
+    """From recordings of unequal length, which are given a draft by the heads afterwards."""
+    folder, (wave, _) = tmp_path / "talks", soundfile.read(talk)
+    folder.mkdir()
+    for number in range(20):
+        soundfile.write(folder / f"{number}.wav", wave[: RATE // 2 + 700 * number], RATE)
+    heads, model = tmp_path / "heads", saved["moonshine"]
+    shape = ["--heads", 2, "--nodes", 3, "--vocabulary", 5, "--epochs", 1]
+    done = run("train", "medusa", "--data", folder, "--model", model, "--out", heads, *shape)
+    assert done.exit_code == 0, done.output
+    report = json.loads((heads / "report.json").read_text())
+    assert report["samples"] == 20 and report["vocabulary"] <= 5
+    drafted = Transcriber.from_pretrained(model, draft=f"medusa:path={heads}", device="cpu")
+    plain = Transcriber.from_pretrained(model, device="cpu")
+    assert drafted(talk).text == plain(talk).text
+    assert len(drafted.decoder.draft.paths) == 3
 
 
 def test_speech_detection_and_chunks_work(saved, talk):

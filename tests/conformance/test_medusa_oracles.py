@@ -9,7 +9,8 @@ from transformers import LogitsProcessor
 
 from mmdecode import registry
 from mmdecode.decoder import Decoder
-from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.draft.medusa import Medusa
+from mmdecode.draft.medusa_heads import MedusaHeads
 from mmdecode.engine.adapter import Prompt
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.contracts import DraftSession
@@ -24,6 +25,7 @@ from tests.support.tiny import (
     WIDTH,
     audio,
     generated,
+    inputs_of,
     model_of,
     ours,
     plain,
@@ -72,6 +74,57 @@ def test_zero_heads_after_a_block_predict_what_the_block_predicts():
     assert len(seen) > 1
     for state in seen:  # whatever was accepted, the block saw the committed states and no other
         assert (states - state[0]).abs().amax(1).min() < 1e-4
+
+
+SOME = [3, 8, 12, 17, 24, 31, 40, 59]
+EVERY_FAMILY = pytest.mark.parametrize("family", ["llama", "whisper", "moonshine"])
+
+
+@EVERY_FAMILY
+def test_heads_with_a_list_of_tokens_score_these_as_heads_without_one(family):
+    adapter = registry.adapter_for(model_of(family))
+    heads, few = random_heads(), random_heads(vocabulary=SOME)
+    hidden = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = heads.logits(hidden, adapter)
+        for _ in range(2):  # the rows of the output matrix are kept
+            scores = few.logits(hidden, adapter)
+            torch.testing.assert_close(scores, whole[..., SOME], atol=1e-5, rtol=1e-5)
+    spread = few.spread(scores, whole.shape[-1])
+    assert torch.equal(spread[..., SOME], scores) and (spread > -1e4).sum() == scores.numel()
+
+
+class OnlySome(MedusaHeads):
+    """Heads that score all tokens, of which some are then masked."""
+
+    def logits(self, hidden, adapter):
+        scores = super().logits(hidden, adapter)
+        masked = torch.ones(scores.shape[-1]).index_fill(0, torch.tensor(SOME), 0.0).bool()
+        return scores.masked_fill(masked, -1e4)
+
+
+@EVERY_FAMILY
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("paths", [None, TREE])
+def test_heads_with_a_list_of_tokens_draft_the_most_likely_of_them(family, sampled, paths):
+    """Also where warpers ask for logits of the whole vocabulary."""
+    masked = random_heads()
+    masked.__class__ = OnlySome
+    warpers = {"do_sample": True, "temperature": 0.7, "top_k": 20} if sampled else {}
+    options = {"max_new_tokens": NEW, **warpers}
+    found = []
+    for heads in (random_heads(vocabulary=SOME), masked):
+        proposals = []
+        draft = noting(
+            Medusa(heads, paths=paths),
+            proposed=lambda _, proposal, seen=proposals: seen.append(proposal.tokens.tolist()),
+        )
+        decoder = Decoder(draft, seed=5)
+        ids = model_of(family).generate(**inputs_of(family, 2), **options, custom_generate=decoder)
+        found.append((ids.tolist(), proposals))
+    assert found[0] == found[1]
+    drafted = {token for one in found[0][1] for row in one for token in row}
+    assert len(drafted) > 2 and drafted <= {*SOME, -1}
 
 
 class Oracle(MedusaHeads):

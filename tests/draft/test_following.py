@@ -18,7 +18,8 @@ from mmdecode.draft.features import FeatureDraft
 from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.hydra import Hydra
 from mmdecode.draft.lookup import PromptLookup
-from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.draft.medusa import Medusa
+from mmdecode.draft.medusa_heads import MedusaHeads
 from mmdecode.draft.target import why_unguided
 from mmdecode.engine.adapter import BranchSpec
 from mmdecode.errors import IncompatibleError
@@ -208,7 +209,7 @@ def test_a_drafter_of_decoder_only_models_names_what_to_use_with_whisper(kind):
 
 
 def test_medusa_heads_of_another_model_are_refused():
-    with pytest.raises(IncompatibleError, match="an additional Whisper decoder layer"):
+    with pytest.raises(IncompatibleError, match="one more decoder layer"):
         tiny.ours(Decoder(Medusa(random_heads(), tiny.random_block())), "llama")
     with pytest.raises(IncompatibleError, match="a vocabulary of 9"):
         tiny.ours(Decoder(Medusa(random_heads(own_outputs=True, vocab=9))), "llama")

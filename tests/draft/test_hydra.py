@@ -6,7 +6,7 @@ from torch import nn
 
 from mmdecode import registry
 from mmdecode.draft.hydra import Hydra
-from mmdecode.draft.medusa import MedusaHeads
+from mmdecode.draft.medusa_heads import MedusaHeads
 from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.contracts import Block, BranchOutput
 from mmdecode.engine.proposal import Proposal

@@ -22,7 +22,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import PromptLookup
-from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.draft.medusa import Medusa
+from mmdecode.draft.medusa_heads import MedusaHeads
 from mmdecode.testing import drafts
 from mmdecode.testing.table import decode
 from tests.support import seams, tiny_models

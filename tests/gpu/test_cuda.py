@@ -11,7 +11,8 @@ import torch
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.lookup import PromptLookup
-from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.draft.medusa import Medusa
+from mmdecode.draft.medusa_heads import MedusaHeads
 from mmdecode.engine.noise import Noise, Role
 from tests.gpu.devices import DEVICES
 from tests.support import tiny_models

@@ -24,7 +24,8 @@ from mmdecode import registry
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
-from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.draft.medusa import Medusa
+from mmdecode.draft.medusa_heads import MedusaHeads
 from mmdecode.draft.none import NoDraft
 from mmdecode.engine.proposal import Proposal
 from mmdecode.testing import drafts
@@ -290,18 +291,19 @@ class HiddenPath(drafts.Known):
         )
 
 
-def random_heads(count=3, layers=1, own_outputs=False, vocab=VOCAB, seed=4):
+def random_heads(count=3, layers=1, own_outputs=False, vocab=VOCAB, seed=4, vocabulary=None):
     torch.manual_seed(seed)
-    heads = MedusaHeads(count, layers, WIDTH, vocab if own_outputs else None)
+    some = None if vocabulary is None else torch.tensor([*vocabulary])
+    heads = MedusaHeads(count, layers, WIDTH, vocab if own_outputs else None, some)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return heads
 
 
-def random_block():
-    config = whisper_model().config
+def random_block(family="whisper"):
+    config = model_of(family).config
     torch.manual_seed(6)
-    layer = registry.adapter_class("whisper").extra_layer(config)
+    layer = registry.adapter_class(config.model_type).extra_layer(config)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return layer
@@ -338,6 +340,9 @@ MOONSHINE_DRAFTS = {
     "first_layer_skipped": lambda family, rows: LayerSkip(skip=[0], length=3),
     "lookahead": lambda family, rows: registry.create("draft", "lookahead"),
     "recycling": lambda family, rows: registry.create("draft", "recycling"),
+    "medusa_block_some": lambda family, rows: Medusa(
+        random_heads(vocabulary=range(0, VOCAB, 3)), random_block("moonshine"), TREE
+    ),
 }
 TABLES = {"whisper": WHISPER_DRAFTS, "moonshine": MOONSHINE_DRAFTS}
 

@@ -220,6 +220,14 @@ class LeanAdapter(EncoderDecoderAdapter):
             return super().unembed(hidden)
         return self._logits(hidden)
 
+    def unembed_some(self, ids: Tensor) -> Product | None:
+        """Returns the product with some rows of the output matrix, which are copied."""
+        head = self._head
+        if type(head) is not nn.Linear or not plain(head):
+            return None
+        bias = None if head.bias is None else head.bias.detach()[ids]
+        return float_product(head.weight.detach()[ids], bias)
+
     @functools.cached_property
     def _logits(self) -> Product:
         head = self._head

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.moonshine.modeling_moonshine import MoonshineDecoderLayer
 
 from mmdecode.adapters.audio.lean_step import (
     Layer,
     LeanAdapter,
+    LeanPast,
     Rotation,
     Turns,
     embedded,
@@ -25,12 +27,13 @@ from mmdecode.adapters.audio.lean_step import (
     plain,
     product,
     products,
+    run_layer,
 )
 from mmdecode.engine.call import Call
 from mmdecode.quantization.modules import Int8Linear
 
 if TYPE_CHECKING:
-    from transformers import MoonshineForConditionalGeneration
+    from transformers import MoonshineConfig, MoonshineForConditionalGeneration
 
 
 by_column_copies: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = (
@@ -132,6 +135,23 @@ class MoonshineAdapter(LeanAdapter):
     def final_norm(self) -> nn.LayerNorm:
         """Returns the norm after the last layer."""
         return self._decoder.norm
+
+    @staticmethod
+    def extra_layer(config: MoonshineConfig) -> nn.Module:
+        """Returns an untrained decoder layer, for a drafter that loads its weights into it."""
+        return MoonshineDecoderLayer(config, layer_idx=0)
+
+    def run_extra_layer(
+        self, layer: nn.Module, hidden: Tensor, mask: Tensor, past: LeanPast
+    ) -> Tensor:
+        """Runs such a layer on ``hidden (B, Q, H)``; ``past`` comes from `open`.
+
+        Queries and keys are rotated by the positions of the tokens whose states are given.
+        """
+        order = torch.arange(hidden.shape[1], device=hidden.device)
+        positions = (past.cache.start - past.pads)[:, None] + order
+        rotation = self._turns.at(positions.clamp(min=0), hidden.dtype)
+        return run_layer(past.read([layer])[0], hidden, mask, past.cache.layers[0], rotation)
 
 
 def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

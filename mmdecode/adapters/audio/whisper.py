@@ -130,9 +130,8 @@ class WhisperAdapter(LeanAdapter):
         """Returns an untrained decoder layer, for a drafter that loads its weights into it."""
         return WhisperDecoderLayer(config, layer_idx=0)
 
-    @staticmethod
     def run_extra_layer(
-        layer: torch.nn.Module, hidden: Tensor, mask: Tensor, past: LeanPast
+        self, layer: torch.nn.Module, hidden: Tensor, mask: Tensor, past: LeanPast
     ) -> Tensor:
         """Runs such a layer on ``hidden (B, Q, H)``; ``past`` comes from `open`."""
         return run_layer(past.read([layer])[0], hidden, mask, past.cache.layers[0])

@@ -4,7 +4,16 @@ START HERE: `mmdecode.asr.recognizers.base` has the interface, and `of_type`, wh
 class for a model type.
 """
 
-from mmdecode.asr.recognizers.base import Recognizer, of_type, refuse_beyond
+from mmdecode.asr.recognizers.base import Recognizer, of_type, recognises, refuse_beyond
 from mmdecode.asr.recognizers.contract import Capabilities, Encoded, Span, Split
 
-__all__ = ["Capabilities", "Encoded", "Recognizer", "Span", "Split", "of_type", "refuse_beyond"]
+__all__ = [
+    "Capabilities",
+    "Encoded",
+    "Recognizer",
+    "Span",
+    "Split",
+    "of_type",
+    "recognises",
+    "refuse_beyond",
+]

@@ -468,6 +468,15 @@ def of_type(model_type: str) -> type[Recognizer]:
     )
 
 
+def recognises(model_type: str) -> bool:
+    """Whether there is a recogniser class for a model type."""
+    try:
+        of_type(model_type)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
 def changes_audio(guide: Any) -> bool:
     """Whether a guide has a branch whose input is a modified waveform."""
     return any(spec.transform == "audio" for spec in getattr(guide, "branches", ()))

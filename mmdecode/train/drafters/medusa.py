@@ -1,9 +1,10 @@
-"""Training of Medusa heads for a Whisper checkpoint, on the model's own transcripts.
+"""Training of Medusa heads for a speech recogniser, on the model's own transcripts.
 
 The model stays frozen. The labels are its own greedy transcripts of the training audio, since these
 are the tokens that verification accepts. Its decoder states over the transcripts are computed once
 and stored, so that an epoch runs little more than the heads. After training, the draft tree is
-chosen from the heads' accuracies on held-out samples.
+chosen from the heads' accuracies on held-out samples. Heads may be limited to the tokens that are
+most frequent in the training transcripts, see `mmdecode.draft.medusa_heads`.
 
 Source: Cai et al. 2024, arXiv:2401.10774, sections 2.2 and 3.1. The loss is Whisper-Medusa's: the
 mean over heads of the cross-entropy of head k at position t with the label at t + k.
@@ -15,8 +16,8 @@ import copy
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import StoppingCriteriaList
-from transformers.modeling_outputs import BaseModelOutput
+from torch.nn.utils.rnn import pad_sequence
 
 from mmdecode import registry
 from mmdecode.asr.options import TranscribeOptions
-from mmdecode.asr.recognizers.whisper_prompts import Prompts, processors
-from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.asr.recognizers import Recognizer, of_type
+from mmdecode.draft.medusa import Medusa
+from mmdecode.draft.medusa_heads import MedusaHeads
 from mmdecode.draft.trees import choose_tree, expected_length
-from mmdecode.engine.adapter import Prompt
-from mmdecode.engine.cache import RaggedCache
-from mmdecode.engine.masks import block_mask, chain
-from mmdecode.errors import InputError, OptionError
+from mmdecode.errors import InputError, OptionError, UnsupportedModelError
 from mmdecode.quantization.models import refuse_learning
 from mmdecode.runs.files import (
     LISTING,
@@ -45,11 +43,12 @@ from mmdecode.runs.files import (
     write_file,
     write_folder,
 )
+from mmdecode.train.drafters.transcripts import Sample, open_past, transcribed, windows_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaOptions:
-    """Settings of the training of Medusa heads for Whisper.
+    """Settings of the training of Medusa heads for a recogniser.
 
     Attributes:
         kind: ``linear``: heads on the model's last states; ``block``: heads after one more decoder
@@ -62,6 +61,8 @@ class MedusaOptions:
         batch: Samples per step.
         nodes: Number of tokens in the draft tree; 0: a chain of each head's best token.
         top: Number of most likely tokens of each head that the tree may use.
+        vocabulary: Number of tokens that the heads score, the most frequent ones of the training
+            transcripts; 0: all.
         seed: Seed of weights, sample order and held-out split.
     """
 
@@ -73,28 +74,16 @@ class MedusaOptions:
     batch: int = 32
     nodes: int = 12
     top: int = 4
+    vocabulary: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "block"):
             raise OptionError(f"kind={self.kind!r}; expected 'linear' or 'block'")
-
-
-@dataclass
-class Sample:
-    """Transcript of a recording with the states that the heads are trained on.
-
-    Attributes:
-        ids: Token ids of prompt and transcript, with the end-of-sequence token, ``(L,)``.
-        prompt: Number of prompt tokens, which have no loss.
-        hidden: Last decoder states of the model, ``(L, H)`` float16.
-        audio: Encoder states of the model, ``(S, H)`` float16.
-    """
-
-    ids: Tensor
-    prompt: int
-    hidden: Tensor
-    audio: Tensor
+        if self.vocabulary and self.vocabulary < self.top:
+            raise OptionError(
+                f"vocabulary={self.vocabulary}; expected 0, for all tokens, or at least {self.top}"
+            )
 
 
 def head_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -104,13 +93,14 @@ def head_losses(logits: Tensor, labels: Tensor) -> Tensor:
         logits: Logits ``(heads, B, T, V)``; head k at position t predicts ``labels[:, t + k]``.
         labels: Labels ``(B, T)``; -100 for no loss.
     """
-    losses = []
-    for shift, rows in enumerate(logits):
-        wanted = moved(labels, shift, rows.shape[1])
-        losses.append(
-            F.cross_entropy(rows.flatten(0, 1).float(), wanted.flatten(), ignore_index=-100)
-        )
-    return torch.stack(losses)
+    wanted = [moved(labels, shift, logits.shape[2]) for shift in range(len(logits))]
+    return _losses(logits.flatten(1, 2), torch.stack(wanted).flatten(1))
+
+
+def _losses(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Computes each head's loss from logits ``(heads, P, V)`` and its own labels ``(heads, P)``."""
+    pairs = zip(logits, wanted, strict=True)
+    return torch.stack([F.cross_entropy(a.float(), b, ignore_index=-100) for a, b in pairs])
 
 
 def moved(labels: Tensor, offset: int, length: int, nothing: int = -100) -> Tensor:
@@ -126,74 +116,14 @@ def moved(labels: Tensor, offset: int, length: int, nothing: int = -100) -> Tens
     return F.pad(rest, (0, length - rest.shape[1]), value=nothing)
 
 
-@torch.no_grad()
-def collect(
-    model: Any, batches: Iterable[tuple[Tensor, Tensor]], decoder: Any, max_new_tokens: int
-) -> Iterator[Sample]:
-    """Transcribes audio with a model and yields its transcripts and states.
-
-    Args:
-        model: A Whisper.
-        batches: Pairs of features ``(B, mel, frames)`` and unpadded decoder prompts ``(B, P)``.
-        decoder: Decoder that generates greedily; every exact drafter gives the same samples.
-        max_new_tokens: Maximum length of a transcript in tokens.
-    """
-    eos = model.generation_config.eos_token_id
-    eos = eos[0] if isinstance(eos, list) else eos
-    device = next(model.parameters()).device
-    for features, prompt in batches:
-        prompt = prompt.to(device)
-        audio = model.get_encoder()(features.to(device, model.dtype)).last_hidden_state
-        width = prompt.shape[1]
-        ids = greedy(model, audio, prompt, decoder, max_new_tokens)
-        hidden = model.get_decoder()(input_ids=ids, encoder_hidden_states=audio, use_cache=False)
-        for row, tokens in enumerate(ids):
-            ends = (tokens[width:] == eos).nonzero()
-            length = width + (int(ends[0]) + 1 if len(ends) else tokens.shape[0] - width)
-            yield Sample(
-                ids=tokens[:length].cpu().clone(),
-                prompt=width,
-                hidden=hidden.last_hidden_state[row, :length].half().cpu(),
-                audio=audio[row].half().cpu(),
-            )
-
-
-def greedy(model: Any, audio: Tensor, prompt: Tensor, decoder: Any, max_new_tokens: int) -> Tensor:
-    """Transcribes encoder states greedily, with Whisper's logits processors.
-
-    Args:
-        model: A Whisper.
-        audio: Encoder states, ``(B, S, H)``.
-        prompt: Decoder prompts, ``(B, P)``.
-        decoder: Decoder, with or without a drafter.
-        max_new_tokens: Maximum length of a transcript in tokens.
-
-    Returns:
-        Token ids of prompts and transcripts, ``(B, L)``.
-    """
-    config = copy.deepcopy(model.generation_config)
-    width = prompt.shape[1]
-    config.update(max_length=width + max_new_tokens, max_new_tokens=None, do_sample=False)
-    timestamps = int(prompt[0, -1]) != config.no_timestamps_token_id
-    rules = processors(config, width, TranscribeOptions(timestamps=timestamps), 0.0)
-    return decoder(
-        model,
-        prompt,
-        logits_processor=rules,
-        stopping_criteria=StoppingCriteriaList(),
-        generation_config=config,
-        encoder_outputs=BaseModelOutput(last_hidden_state=audio),
-    )
-
-
 def train_heads(
     model: Any, samples: Sequence[Sample], options: MedusaOptions, state_file: Path | None = None
 ) -> tuple[Medusa, dict[str, Any]]:
     """Trains heads for a model; a tenth of the samples, at least 10, is held out.
 
     Args:
-        model: The Whisper that the heads draft for; its weights stay frozen.
-        samples: Transcripts and states, as `collect` yields them.
+        model: The recogniser's model that the heads draft for; its weights stay frozen.
+        samples: Transcripts and states, as `mmdecode.train.drafters.transcripts` yields them.
         options: Settings.
         state_file: File of the training state, written after each epoch; an interrupted training
             resumes from it. ``None``: no state is written.
@@ -205,6 +135,7 @@ def train_heads(
     Raises:
         InputError: There are fewer than 20 samples.
         OptionError: ``state_file`` is of a training with other settings or samples.
+        UnsupportedModelError: There are no blocks for the model's family.
     """
     from rich.progress import track
 
@@ -214,15 +145,20 @@ def train_heads(
     adapter = registry.adapter_for(model)
     width = samples[0].hidden.shape[-1]
     device = next(model.parameters()).device
-    heads = MedusaHeads(options.num_heads, options.num_layers, width).to(device)
     block = None
     if options.kind == "block":
         block = adapter.extra_layer(model.config)
+        if block is None:
+            raise UnsupportedModelError(
+                f"{adapter.name} cannot run one more decoder layer; use kind='linear'"
+            )
         block.load_state_dict(adapter.layers()[-1].state_dict())
         block.to(device)
     order = torch.randperm(len(samples)).tolist()
     held = max(10, len(samples) // 10)
     valid, rest = [samples[i] for i in order[:held]], [samples[i] for i in order[held:]]
+    ids = most_frequent(rest, options.vocabulary) if options.vocabulary else None
+    heads = MedusaHeads(options.num_heads, options.num_layers, width, vocabulary=ids).to(device)
     parameters = [*heads.parameters(), *(block.parameters() if block is not None else ())]
     optimizer = torch.optim.AdamW(parameters, lr=options.peak_rate, weight_decay=0.01)
     steps = options.epochs * math.ceil(len(rest) / options.batch)
@@ -249,9 +185,8 @@ def train_heads(
             for group in optimizer.param_groups:
                 group["lr"] = options.peak_rate * (0.02 + 0.98 * rate)
             batch = _pad([rest[i] for i in shuffled[start : start + options.batch]], device)
-            logits = _forward(adapter, heads, block, batch)
-            losses = head_losses(logits, _targets(batch))
-            losses.nanmean().backward()
+            logits, wanted = _forward(adapter, heads, block, batch)
+            _losses(logits, heads.own_ids(wanted)).nanmean().backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -286,7 +221,23 @@ def train_heads(
         "expected_tokens_per_pass_chain": round(best, 3),
         "expected_tokens_per_pass_tree": round(expected_length(hits, paths), 3) if paths else None,
     }
+    if ids is not None:
+        scored = torch.cat([torch.isin(one.ids[one.prompt :], ids) for one in valid])
+        report["vocabulary"] = len(ids)
+        report["tokens_in_vocabulary"] = round(float(scored.float().mean()), 4)
     return Medusa(heads, block, paths), report
+
+
+def most_frequent(samples: Sequence[Sample], count: int) -> Tensor:
+    """Returns the ids of the most frequent tokens of transcripts, ascending; fewer if fewer occur.
+
+    Args:
+        samples: The transcripts; prompts are not counted.
+        count: Number of ids.
+    """
+    occurring = torch.bincount(torch.cat([one.ids[one.prompt :] for one in samples]))
+    ranked = occurring.argsort(descending=True, stable=True)
+    return ranked[: min(count, int((occurring > 0).sum()))].sort().values
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
@@ -320,15 +271,9 @@ def ranks(
     for start in range(0, len(samples), options.batch):
         device = heads.weight.device
         batch = _pad(samples[start : start + options.batch], device)
-        logits = _forward(adapter, heads, block, batch)
-        top = logits.topk(options.top, dim=-1).indices  # (K, B, T, top)
-        targets = _targets(batch)
-        asked = targets != -100
-        rows = []
-        for shift in range(len(top)):
-            wanted = moved(targets, shift, targets.shape[1])
-            rows.append((top[shift] == wanted[..., None])[asked])
-        found.append(torch.stack(rows).cpu())
+        logits, wanted = _forward(adapter, heads, block, batch)
+        top = heads.target_ids(logits.topk(options.top, dim=-1).indices)  # (K, P, top)
+        found.append((top == wanted[..., None]).cpu())
     return torch.cat(found, 1)
 
 
@@ -338,24 +283,24 @@ class _Batch:
     length: Tensor  # (B,)
     prompt: Tensor  # (B,)
     hidden: Tensor  # (B, L, H)
-    audio: Tensor  # (B, S, H)
+    audio: Tensor | None  # (B, S, H), if there is a block
+    audio_mask: Tensor | None  # (B, S), if recordings are of unequal length
 
 
 def _pad(samples: Sequence[Sample], device: torch.device) -> _Batch:
-    longest = max(len(s.ids) for s in samples)
-    padding = [longest - len(s.ids) for s in samples]
+    ids, hidden = [s.ids for s in samples], [s.hidden for s in samples]
+    audio = [s.audio for s in samples if s.audio is not None]
+    lengths = torch.tensor([len(states) for states in audio], device=device)
+    mask = None
+    if len(set(lengths.tolist())) > 1:
+        mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
     return _Batch(
-        ids=torch.stack([F.pad(s.ids, (0, n)) for s, n in zip(samples, padding, strict=True)]).to(
-            device
-        ),
+        ids=pad_sequence(ids, batch_first=True).to(device),
         length=torch.tensor([len(s.ids) for s in samples], device=device),
         prompt=torch.tensor([s.prompt for s in samples], device=device),
-        hidden=torch.stack(
-            [F.pad(s.hidden, (0, 0, 0, n)) for s, n in zip(samples, padding, strict=True)]
-        )
-        .to(device)
-        .float(),
-        audio=torch.stack([s.audio for s in samples]).to(device).float(),
+        hidden=pad_sequence(hidden, batch_first=True).to(device).float(),
+        audio=pad_sequence(audio, batch_first=True).to(device).float() if audio else None,
+        audio_mask=mask,
     )
 
 
@@ -367,22 +312,19 @@ def _targets(batch: _Batch) -> Tensor:
     return after.masked_fill(~asked, -100)
 
 
-def _forward(adapter: Any, heads: MedusaHeads, block: nn.Module | None, batch: _Batch) -> Tensor:
-    """Computes the logits of all heads, ``(K, B, L, V)``."""
+def _forward(
+    adapter: Any, heads: MedusaHeads, block: nn.Module | None, batch: _Batch
+) -> tuple[Tensor, Tensor]:
+    """Computes logits ``(K, P, V)`` and labels ``(K, P)`` of all heads, where the first has one."""
     hidden = batch.hidden
     if block is not None:
-        rows, length = batch.ids.shape
-        cache = RaggedCache(1, rows, hidden.device)
-        past = adapter.open(
-            cache, Prompt(ids=batch.ids, mask=batch.ids >= 0, inputs={"source": batch.audio})
-        )
-        zero = torch.zeros(rows, dtype=torch.long, device=hidden.device)
-        cache.open(length)
-        order = chain(length, hidden.device)
-        mask = block_mask(zero, zero, *order, length, hidden.dtype)
+        assert batch.audio is not None, "samples for a block keep the encoder states"
+        past, mask = open_past(adapter, 1, batch.ids, batch.audio, batch.audio_mask)
         hidden = adapter.run_extra_layer(block, hidden, mask, past)
-    flat = heads.logits(hidden.flatten(0, 1), adapter)
-    return flat.view(flat.shape[0], *hidden.shape[:2], -1)
+    targets = _targets(batch)
+    asked, count = targets != -100, heads.weight.shape[1]
+    wanted = [moved(targets, shift, targets.shape[1])[asked] for shift in range(count)]
+    return heads.logits(hidden[asked], adapter), torch.stack(wanted)
 
 
 def train_from_manifest(
@@ -396,10 +338,10 @@ def train_from_manifest(
     dtype: str = "float32",
     language: str = "en",
 ) -> dict[str, Any]:
-    """Trains Medusa heads for a Whisper on audio files: ``mmdecode train medusa``.
+    """Trains Medusa heads for a speech recogniser on audio files: ``mmdecode train medusa``.
 
     Args:
-        model_name: The Whisper: folder, Hub id or ``zoo:NAME``.
+        model_name: The recogniser: folder, Hub id, ``zoo:NAME`` or ``moonshine:tiny-en``.
         manifest: Folder of audio files, or table with a column ``path`` or ``audio`` of paths,
             absolute or relative to the table. Recordings are split into the model's windows.
         out: Folder of the heads; the training state is in ``out/state`` until the training ends.
@@ -412,6 +354,9 @@ def train_from_manifest(
 
     Returns:
         The report, also written to ``out/report.json``.
+
+    Raises:
+        UnsupportedModelError: The engine has no adapter for the recogniser.
     """
     from mmdecode.asr.audio.reading import blocks
     from mmdecode.asr.output.inputs import recordings_in
@@ -424,27 +369,26 @@ def train_from_manifest(
     model, processor = load(model_name, device, dtype)
     refuse_learning(model)
     model, dtype = model.eval(), str(model.dtype).removeprefix("torch.")
-    extractor = processor.feature_extractor
-
-    def windows() -> Iterator[tuple[Tensor, Tensor]]:
-        waves: list[Any] = []
-        for entry in entries:
-            wave = np.concatenate(list(blocks(opened(entry), extractor.sampling_rate)))
-            size = extractor.n_samples
-            waves += [wave[i : i + size] for i in range(0, len(wave), size) if len(wave) - i > 1600]
-        for index, start in enumerate(range(0, len(waves), 8)):
-            batch = extractor(
-                waves[start : start + 8], sampling_rate=extractor.sampling_rate, return_tensors="pt"
-            )
-            count = len(batch.input_features)
-            yield batch.input_features, whisper_prompt(model, count, index % 2, language)
-
+    recognizers = recognizers_of(model, processor, language)
+    first = recognizers[0]
+    sources = [opened(entry, language) for entry in entries]
+    waves = (np.concatenate(list(blocks(source, first.rate))) for source in sources)
     began = time.time()
-    samples = list(collect(model, windows(), Decoder(), model.config.max_target_positions - 8))
+    samples = list(
+        transcribed(
+            recognizers,
+            windows_of(first, waves),
+            Decoder(),
+            first.language_of(sources[0]),
+            audio=options.kind == "block",
+        )
+    )
+    transcribed_s = round(time.time() - began, 1)
     state = out / "state"
     draft, report = train_heads(model.float(), samples, options, state / f"{options.kind}.pt")
     write_folder(out, lambda into: draft.save_pretrained(into, target_config(model)))
     report |= {"model": model_name, "dtype": dtype, "seconds": round(time.time() - began, 1)}
+    report |= {"seconds_transcribing": transcribed_s}
     write_file(out / "report.json", marked_json(report))
     for file in (*state.glob("*.pt"), state / LISTING):
         file.unlink(missing_ok=True)
@@ -452,46 +396,50 @@ def train_from_manifest(
     return report
 
 
-def whisper_prompt(model: Any, rows: int, timestamps: int, language: str = "en") -> Tensor:
-    """Returns equal decoder prompts for a batch, ``(rows, P)``.
+def recognizers_of(model: Any, processor: Any, language: str = "en") -> list[Recognizer]:
+    """Returns the recognisers of a model that transcribe its training data in turns.
+
+    A model that predicts timestamps transcribes half of the data with them.
 
     Args:
-        model: A Whisper.
-        rows: Batch size.
-        timestamps: 1 for transcripts with timestamps, 0 without.
-        language: Language of the audio; used only if the checkpoint is multilingual.
+        model: The recogniser's model.
+        processor: Its processor.
+        language: Language of the recordings; used only if the checkpoint is multilingual.
+
+    Raises:
+        UnsupportedModelError: The engine has no adapter for the model.
     """
-    config = model.generation_config
-    multilingual = getattr(config, "is_multilingual", False)
-    options = TranscribeOptions(
-        timestamps=bool(timestamps),
-        language=language if multilingual else None,
-        task="transcribe" if multilingual else None,
-    )
-    prompts = Prompts.of(config, options)
-    return torch.tensor([prompts.initial(prompts.language)]).expand(rows, -1).clone()
+    family = of_type(model.config.model_type)
+    options = TranscribeOptions()
+    if family.capabilities.languages and getattr(model.generation_config, "is_multilingual", False):
+        options = replace(options, language=language, task="transcribe")
+    if family.capabilities.timestamps:
+        most = model.config.max_target_positions - 8
+        options = replace(options, max_new_tokens=most, timestamps=False)
+        return [
+            family(model, processor, options),
+            family(model, processor, replace(options, timestamps=True)),
+        ]
+    recognizer = family(model, processor, options)
+    if not recognizer.capabilities.drafts:
+        raise UnsupportedModelError(
+            f"the engine has no adapter for {recognizer.name}, so no draft works with it; register "
+            "one under the entry-point group mmdecode.adapters"
+        )
+    return [recognizer]
 
 
 def target_config(model: Any) -> dict[str, Any]:
     """Returns the part of the target's configuration that is saved with the heads.
 
-    It suffices to build the additional decoder layer when the heads are loaded.
+    It suffices to build the additional decoder layer when the heads are loaded. Settings of
+    generation and of special tokens are left out.
     """
-    config = model.config
-    return {"model_type": "whisper"} | {
-        name: getattr(config, name)
-        for name in (
-            "d_model",
-            "decoder_attention_heads",
-            "decoder_ffn_dim",
-            "decoder_layers",
-            "encoder_attention_heads",
-            "encoder_ffn_dim",
-            "encoder_layers",
-            "max_source_positions",
-            "max_target_positions",
-            "activation_function",
-            "vocab_size",
-            "num_mel_bins",
-        )
+    config = model.config.to_dict()
+    return {
+        name: value
+        for name, value in config.items()
+        if isinstance(value, bool | int | float | str | dict)
+        and not name.startswith(("_", "output_", "return_"))
+        and not name.endswith(("_token_id", "dtype", "transformers_version", "2id", "2label"))
     }

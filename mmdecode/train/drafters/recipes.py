@@ -32,7 +32,8 @@ from mmdecode.draft.features import FeatureDraft
 from mmdecode.draft.flash import Flash
 from mmdecode.draft.hydra import Hydra
 from mmdecode.draft.kangaroo import Kangaroo, refuse_unsuited
-from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.draft.medusa import Medusa
+from mmdecode.draft.medusa_heads import MedusaHeads
 from mmdecode.draft.vispec import ViSpec
 from mmdecode.engine.contracts import Drafter
 from mmdecode.errors import OptionError, UnknownNameError

@@ -306,8 +306,7 @@ def loaded(model_id: str, device: str = "cpu", dtype: torch.dtype | None = None)
     if GenericRecognizer.fits(config.model_type):
         raise UnsupportedModelError(
             f"{model_id} is a speech recogniser ({config.model_type}); expected a model that "
-            "generates text or images. For a Whisper, 'mmdecode train medusa' trains heads; no "
-            "drafter can be trained for other recognisers"
+            "generates text or images: 'mmdecode train medusa' trains heads for a recogniser"
         )
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         model, tokenizer = load_text(model_id, device, dtype)

@@ -38,7 +38,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from mmdecode.checkpoints import code_trusted, local_path
 from mmdecode.errors import MMDecodeError
 from mmdecode.runs.files import append_line, marked_json, open_append, write_file, write_folder
-from mmdecode.train.drafters import medusa
+from mmdecode.train.drafters import medusa, transcripts
 from mmdecode.train.loop import say_float32
 from mmdecode.train.speech_windows import (
     CTC_SYMBOLS,
@@ -404,9 +404,9 @@ def run_heads(base: str, work: Path, out: Path, count: int = 4800) -> dict[str, 
         for index in track(range(count // 16), description="transcribing"):
             sampled = [windows.draw(index % 4 > 0) for _ in range(16)]
             batch = collate(sampled, processor.feature_extractor, True, 0)
-            yield batch.features, medusa.whisper_prompt(model, 16, index % 2)
+            yield batch.features, transcripts.whisper_prompt(model, 16, index % 2)
 
-    samples = list(medusa.collect(model, batches(), Decoder(), 120))
+    samples = list(transcripts.collect(model, batches(), Decoder(), 120))
     reports = {}
     for kind in ("block", "linear"):
         options = medusa.MedusaOptions(kind=kind)
