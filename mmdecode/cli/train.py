@@ -434,6 +434,7 @@ def zoo(
     """Retrain a zoo model; speech models need espeak-ng. Run again to resume."""
     from mmdecode.errors import OptionError, UnknownNameError
     from mmdecode.runs.files import overwriting, refuse_foreign_in
+    from mmdecode.train.zoo.recipes import run_recipe
 
     if name not in RESULTS:
         raise UnknownNameError.of("zoo recipe", name, RESULTS)
@@ -447,68 +448,7 @@ def zoo(
         if name != "aligner":  # it is written into a model's folder, and checks its own file
             for part in (folder, *(one for one in folder.glob("*") if one.is_dir())):
                 refuse_foreign_in(part)
-        result = _rebuilt(name, work, folder, minutes, base, device)
+        result = run_recipe(name, work, folder, minutes, base, device)
     console.print(f"result in [bold]{folder}[/bold]")
     if json:
         emit_json(result)
-
-
-def _rebuilt(name: str, work: Path, out: Path, minutes: float, base: str, device: str) -> Any:
-    """Retrains a zoo model into ``out``."""
-    from mmdecode.train.zoo import whisper_synth
-
-    if name == "whisper-synth":
-        return whisper_synth.run(whisper_synth.WhisperSynthOptions(minutes=minutes), work, out)
-    if name == "whisper-synth-medusa":
-        return whisper_synth.run_heads(base, work, out)
-    if name == "aligner":
-        from mmdecode.checkpoints import local_path
-        from mmdecode.train import aligner
-
-        aligner.run(local_path(base), out, aligner.AlignerOptions())
-        return {"folder": str(out)}
-    if name.startswith("lm-"):
-        from mmdecode.train.zoo import lm_synth
-
-        return lm_synth.run(lm_synth.RECIPES[name], work, out)
-    if name == "joined-words":
-        from mmdecode.zoo.joined_words import build_joined_words
-
-        build_joined_words(out)
-        return {"folder": str(out)}
-    if name == "speech-test":
-        from mmdecode.zoo.speech import build_speech_test
-
-        build_speech_test(out)
-        return {"folder": str(out)}
-    if name == "llava-scenes":
-        from mmdecode.train.zoo import llava_scenes
-
-        return llava_scenes.run(llava_scenes.LlavaScenesOptions(), work, out)
-    if name == "scenes-test":
-        from mmdecode.zoo import scene_sets
-
-        scene_sets.build_scene_sets(out)
-        scene_sets.write_images(out / "images")
-        return {"folder": str(out)}
-    if name == "llamagen-scenes":
-        from mmdecode.train.zoo import llamagen_scenes
-
-        plan = (
-            llamagen_scenes.LlamaGenScenesOptions()
-            if device == "cpu"
-            else llamagen_scenes.on_cuda()
-        )
-        return llamagen_scenes.run(plan, work, out)
-    if name == "llamagen-digits":
-        from mmdecode.train.zoo import llamagen_digits
-
-        return llamagen_digits.run(llamagen_digits.LlamaGenDigitsOptions(device=device), work, out)
-    if name == "var-scenes":
-        from mmdecode.train.zoo import var_scenes
-
-        shapes = var_scenes.VarScenesOptions() if device == "cpu" else var_scenes.on_cuda()
-        return var_scenes.run(shapes, work, out)
-    from mmdecode.train.zoo import scene_classifier
-
-    return scene_classifier.run(scene_classifier.SceneClassifierOptions(), work, out)
