@@ -160,11 +160,11 @@ class Bench:
             lists.append(NBestList(one.name, first.hypotheses[:LISTED], scores, one.text))
         return Recognised(lists, self.audio(waves), [one.text for one in found], waves)
 
-    def corrected(self, recognised: Recognised) -> tuple[list[str], list[str]]:
-        """Texts corrected by the language model alone, with the edit guard and without."""
+    def corrected(self, recognised: Recognised) -> list[str]:
+        """Texts corrected by the language model alone, without the edit guard."""
         corrector = self.corrector()
         corrector.decoder = replace(corrector.decoder, guide=None)
-        return both(LanguageModelCorrection(corrector)(recognised.lists))
+        return both(LanguageModelCorrection(corrector)(recognised.lists))[1]
 
     def fused(
         self, name: str, options: Mapping[str, Any], heat: Mapping[str, float], control: str = ""
@@ -202,7 +202,7 @@ class Bench:
         found = {GREEDY: recognised.greedy, FIRST: [one.best for one in lists]}
         found[f"beam {tuned['beams']}"] = self.searched(recognised.waves, tuned["beams"])
         found[RESCORED] = self.rescored(lists, **tuned["options"][RESCORED])
-        found[ALONE], found[FREE] = self.corrected(recognised)
+        found[FREE] = self.corrected(recognised)
         decided: list[list[str]] = []
         for name in FUSIONS:
             rows = self.fused(name, tuned["options"][name], tuned["temperatures"][""])(lists, audio)
@@ -363,6 +363,10 @@ def judged(path: Path, best: str) -> dict[str, Any]:
     if len(more) == len(rows):
         for row, texts in zip(rows, more, strict=True):
             row["texts"] |= texts
+    for row in rows:
+        for free, kept in ((FREE, ALONE), (best, f"{best}, guarded")):
+            refused = GUARD(row["texts"][free], row["hypotheses"])
+            row["texts"][kept] = row["hypotheses"][0] if refused else row["texts"][free]
     aligner = Aligner()
     lists = [NBestList(r["id"], tuple(r["hypotheses"]), None, r["reference"]) for r in rows]
     counts = count_lists(lists, aligner)
@@ -376,7 +380,7 @@ def judged(path: Path, best: str) -> dict[str, Any]:
         rates[way] = {"wer": score.value, "low": score.low, "high": score.high}
     tests = {}
     pairs = [(way, best) for way in ways if way not in (best, GREEDY)]
-    controls = [way for way in ways if way not in (*RIVALS, *FUSIONS, GREEDY)]
+    controls = [way for way in ways if way not in (*RIVALS, *FUSIONS, GREEDY, f"{best}, guarded")]
     for first, second in pairs + [(FIRST, way) for way in controls]:
         errors = [tables[w][:, 2:5].sum(1) for w in (first, second)]
         bootstrap = paired_bootstrap(errors[0], errors[1], words)
