@@ -4,8 +4,8 @@
       mmdecode train zoo lm-$name-moonshine --work outputs/lm-$name    # half an hour each
     done
     python benchmarks/fusion.py --page docs/fusion.md                  # hours on one core; resumes
-    python benchmarks/fusion.py --domain docstrings --page docs/fusion.md --section docstrings
-    python benchmarks/fusion.py --domain real --page docs/fusion.md --section "real clips"
+    python benchmarks/fusion.py --domain docstrings --page docs/fusion.md
+    python benchmarks/fusion.py --domain real --page docs/fusion.md
 
 Held-out sentences in held-out voices are spoken (espeak-ng, `mmdecode.zoo.rebuilt`), clean and in
 noise; one part has sentence templates that neither model has seen. The recogniser is a published
@@ -448,9 +448,8 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--development", type=int, default=16, help="at each level")
     parser.add_argument("--snr", type=float, nargs="+", default=[math.inf, 21.0, 15.0, 9.0])
     parser.add_argument("--work", type=Path, default=Path("outputs/fusion"))
-    parser.add_argument("--report", type=Path, help="default: results/fusion/DOMAIN.json")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "fusion", help="folder")
     parser.add_argument("--page", type=Path, help="Markdown whose tables are replaced")
-    parser.add_argument("--section", help="marks of the tables in it; default: of the domain")
     return parsed(parser)
 
 
@@ -458,7 +457,7 @@ def main() -> None:
     """Runs, or goes on."""
     arguments = arguments_of()
     domain = arguments.domain
-    report = arguments.report or HERE / "results" / "fusion" / f"{domain}.json"
+    report = arguments.out / f"{domain}.json"
     own = {"grammar": "grammar", "docstrings": "docstrings", "real": "general"}[domain]
     others = {"wrong domain": "grammar" if own == "docstrings" else "docstrings"}
     others |= {} if own == "general" else {"general text": "general"}
@@ -469,7 +468,7 @@ def main() -> None:
     controls = controls if with_controls else {}
     only_our_output()
     work = arguments.work / domain
-    settings = {"recogniser": arguments.recogniser, "language": language}
+    settings = {"recogniser": arguments.recogniser, "language": arguments.language or f"lm-{own}"}
     if run_of(work).exists():
         check_settings(work, settings, resume=True)
     note_settings(work, settings)
@@ -511,7 +510,7 @@ def main() -> None:
         write_result(report, results)
     print(shown(results))
     if arguments.page is not None:
-        write_page(arguments.page, shown(results), arguments.section or SECTIONS[domain])
+        write_page(arguments.page, shown(results), SECTIONS[domain])
 
 
 if __name__ == "__main__":

@@ -330,7 +330,7 @@ def test_a_benchmark_refuses_before_it_measures_and_replaces_its_own(benchmarks,
     assert "notes.json: there already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", ["fusion", "correction_speed"])
+@pytest.mark.parametrize("script", ["bias", "correction_speed"])
 def test_a_benchmark_with_a_single_result_refuses_one_that_is_not_its_own(
     script, benchmarks, tmp_path, capsys, monkeypatch
 ):
@@ -353,10 +353,10 @@ def test_committed_results_are_known_as_ours():
 def test_fusion_is_tuned_measured_and_resumed_on_a_few_utterances(tmp_path):
     words = ["--recogniser", "zoo:whisper-synth", "--language", "zoo:lm-synth", "--no-controls"]
     words += ["--utterances", "2", "--unseen", "1", "--development", "1", "--snr", "9"]
-    words += ["--work", str(tmp_path / "work"), "--report", str(tmp_path / "fusion.json")]
+    words += ["--work", str(tmp_path / "work"), "--out", str(tmp_path)]
     shown = run(*words, script="fusion.py")
     assert "| test, 9 dB | 2 |" in shown and "| unseen, 9 dB | 1 |" in shown
-    first = json.loads((tmp_path / "fusion.json").read_text())
+    first = json.loads((tmp_path / "grammar.json").read_text())
     tuned, case = first["tuned"], first["cases"]["test, 9 dB"]
     assert 8 <= tuned["beams"] <= 32 and tuned["best"] in ("static", "shallow", "uadf")
     assert case["o_cp"] <= case["o_nb"] <= case["rates"]["1-best"]["wer"]
