@@ -267,6 +267,7 @@ LOADING = [
     "evaluate nbest --data lists.json --corrector MODEL",
     "evaluate nbest --data lists.json --methods lm:MODEL",
     "train medusa --model MODEL --data clips.jsonl --out heads",
+    "train ctc --model MODEL --data clips.jsonl --out head",
     "train drafter --model MODEL --data asked.jsonl --out drafter",
     "train alignment-heads --model MODEL --data clips.jsonl",
     "train corrector --model MODEL --data lists.json --out corrector",

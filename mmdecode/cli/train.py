@@ -133,7 +133,7 @@ def medusa(
 def ctc(
     model: Annotated[
         str,
-        typer.Option(help=model_help("The recogniser", "moonshine:tiny-en")),
+        typer.Option(help=model_help("The recogniser", "UsefulSensors/moonshine-tiny")),
     ],
     data: Annotated[
         Path,

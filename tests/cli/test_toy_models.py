@@ -113,6 +113,7 @@ ON_OWN_FILES = [
     "evaluate nbest --data clips.jsonl --corrector zoo:lm-synth",
     "evaluate nbest --data clips.jsonl --methods mbr,lm:zoo:lm-synth",
     "train medusa --data clips.jsonl --model zoo:whisper-synth --out heads",
+    "train ctc --data clips.jsonl --model zoo:whisper-synth --out head",
     "train drafter --data clips.jsonl --model zoo:llava-scenes --out drafter",
     "train alignment-heads --data clips.jsonl --model zoo:whisper-synth",
     "train corrector --data clips.jsonl --model zoo:lm-synth --out corrector",

@@ -32,7 +32,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.errors import InputError, OptionError
 from mmdecode.models.ctc_head import BLANK, CTCHead
 from mmdecode.quantization.models import refuse_learning
-from mmdecode.runs.files import marked_json, refuse_foreign_in, write_file
+from mmdecode.runs.files import marked_json, refuse_foreign_in, write_file, write_folder
 
 if TYPE_CHECKING:
     from mmdecode.asr.recognizers.base import Recognizer
@@ -357,7 +357,7 @@ def train_from_manifest(
     waves.sort(key=len)
     samples = list(collect(recognizer, waves))
     head, report = train_head(model, recognizer.tokenizer, samples, options)
-    head.save_pretrained(out)
+    write_folder(out, head.save_pretrained)
     report |= {"model": model_name, "seconds": round(time.time() - began, 1)}
     write_file(out / "report.json", marked_json(report))
     return report
