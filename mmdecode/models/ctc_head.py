@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from mmdecode.checkpoints import local_path
 from mmdecode.errors import InputError
-from mmdecode.models.feature_drafter import save_drafter
+from mmdecode.models.feature_drafter import SavedDrafter
 from mmdecode.weights import fill, read_weights
 
 BLANK = 0
 """Index of the blank among the logits; subword i of the head has index i + 1."""
 
 
-class CTCHead(nn.Module):
+class CTCHead(SavedDrafter):
     """Convolutions over encoder states with logits over a blank and N subwords.
 
     Args:
@@ -93,15 +93,6 @@ class CTCHead(nn.Module):
         kept = real & (best != BLANK) & (best != before)
         ids = torch.cat([self.ids.new_full((1,), -1), self.ids])[best].masked_fill(~kept, -1)
         return [[token for token in row if token >= 0] for row in ids.tolist()]
-
-    def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> None:
-        """Writes ``config.json`` and half-precision weights.
-
-        Raises:
-            OptionError: The folder has a file that this package did not write, and ``overwrite`` is
-                not set.
-        """
-        save_drafter(self, self.config | {"drafter": self.kind}, folder, overwrite)
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> CTCHead:

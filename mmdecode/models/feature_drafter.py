@@ -257,7 +257,40 @@ def norm_of(config: Mapping[str, Any], width: int | None = None) -> nn.RMSNorm:
     return Norm(width or config["hidden_size"], eps=config.get("rms_norm_eps", 1e-6))
 
 
-class FeatureDrafter(nn.Module):
+class SavedDrafter(nn.Module):
+    """Base class of a drafter that is saved as ``config.json`` and weights.
+
+    Attributes:
+        config: Content of ``config.json``.
+    """
+
+    kind: ClassVar[str]
+    """Name of the drafter class in ``config.json`` and in training options."""
+    config: dict[str, Any]
+
+    def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> None:
+        """Writes ``config.json`` and half-precision weights.
+
+        Raises:
+            OptionError: The folder has a file that this package did not write, and ``overwrite`` is
+                not set.
+        """
+        from safetensors.torch import save_file
+
+        config = self.config | {"drafter": self.kind}
+        weights = {
+            name: (value.half() if value.is_floating_point() else value).cpu().contiguous()
+            for name, value in self.state_dict().items()
+        }
+
+        def fill(into: Path) -> None:
+            save_file(weights, into / "model.safetensors")
+            write_file(into / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+        write_folder(Path(folder), fill, overwrite)
+
+
+class FeatureDrafter(SavedDrafter):
     """Base class of a drafter that reads a target's hidden states.
 
     Args:
@@ -272,8 +305,6 @@ class FeatureDrafter(nn.Module):
             than silu, or an unknown rotary type.
     """
 
-    kind: ClassVar[str]
-    """Name of the drafter class in ``config.json`` and in training options."""
     marker: ClassVar[str]
     """Prefix of a key by which published checkpoints of this class are recognised."""
     reads_first: ClassVar[bool] = False
@@ -340,15 +371,6 @@ class FeatureDrafter(nn.Module):
         """Returns the target's id of each drafter id, ``(D,)``; ``None``: the ids are the same."""
         return None
 
-    def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> None:
-        """Writes ``config.json`` and half-precision weights with the published keys.
-
-        Raises:
-            OptionError: The folder has a file that this package did not write, and ``overwrite`` is
-                not set.
-        """
-        save_drafter(self, self.config | {"drafter": self.kind}, folder, overwrite)
-
     @classmethod
     def from_weights(
         cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], name: str | Path
@@ -372,24 +394,6 @@ class FeatureDrafter(nn.Module):
 def embedded(ids: Tensor, adapter: Any) -> Tensor:
     """Embeds the target's ids with the target's table."""
     return adapter.embed(ids)
-
-
-def save_drafter(
-    module: nn.Module, config: Mapping[str, Any], folder: str | Path, overwrite: bool = False
-) -> None:
-    """Writes ``config.json`` and the weights of a module in half precision."""
-    from safetensors.torch import save_file
-
-    weights = {
-        name: (value.half() if value.is_floating_point() else value).cpu().contiguous()
-        for name, value in module.state_dict().items()
-    }
-
-    def fill(into: Path) -> None:
-        save_file(weights, into / "model.safetensors")
-        write_file(into / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-    write_folder(Path(folder), fill, overwrite)
 
 
 def load_drafter(name: str | Path, kinds: Mapping[str, type[FeatureDrafter]]) -> FeatureDrafter:

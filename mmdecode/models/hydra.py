@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mmdecode.checkpoints import local_path
 from mmdecode.errors import InputError, UnsupportedModelError
-from mmdecode.models.feature_drafter import embedded, save_drafter
+from mmdecode.models.feature_drafter import SavedDrafter, embedded
 from mmdecode.weights import fill, read_weights
 
 
@@ -49,7 +49,7 @@ class Block(nn.Module):
         return self.res_connection(states) + nn.functional.silu(self.linear(states))
 
 
-class HydraHeads(nn.Module):
+class HydraHeads(SavedDrafter):
     """K Hydra heads; the parameters have the published names.
 
     Args:
@@ -94,15 +94,6 @@ class HydraHeads(nn.Module):
         """Computes logits of a head, counted from 0, ``(..., (2 + head) H)`` to ``(..., V)``."""
         states = self.hydra_mlp[head](read)
         return self.hydra_lm_head[head](states) if self.hydra_lm_head else adapter.head(states)
-
-    def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> None:
-        """Writes ``config.json`` and half-precision weights with the published keys.
-
-        Raises:
-            OptionError: The folder has a file that this package did not write, and ``overwrite`` is
-                not set.
-        """
-        save_drafter(self, self.config | {"drafter": self.kind}, folder, overwrite)
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> HydraHeads:

@@ -24,11 +24,11 @@ from mmdecode.asr.correction.windows import shared_out
 from mmdecode.asr.results import DecidedWord, Segment
 from mmdecode.asr.transcriber import load
 from mmdecode.errors import OptionError, UnknownNameError
-from mmdecode.guide.fusion import Given, Static
+from mmdecode.guide.fusion import Static
 from mmdecode.guide.uadf import UADF
 from mmdecode.zoo.speech import speech_test
 from tests.support.commands import invoke
-from tests.support.correctors import Marked
+from tests.support.correctors import Marked, given_of
 from tests.support.moonshine import NAME as MOONSHINE
 from tests.support.moonshine import needs_wheel
 
@@ -53,11 +53,7 @@ def clips():
 @pytest.fixture(scope="module")
 def encoded_lists(zoo, clips):
     """Lists of two wrong hypotheses each, and what the recogniser is given."""
-    ids = zoo[1].tokenizer.convert_tokens_to_ids
-    names = "<|startoftranscript|> <|en|> <|transcribe|> <|notimestamps|>".split()
-    waves = [clip.samples() for clip in clips]
-    features = zoo[1].feature_extractor(waves, sampling_rate=16_000, return_tensors="pt")
-    audio = [Given(features=f, prompt=tuple(ids(names))) for f in features.input_features]
+    audio = given_of(zoo[1], clips)
     lists = [NBestList(clip.name, (clip.text, clip.text.replace("the", "a"))) for clip in clips]
     return lists, audio
 

@@ -11,10 +11,10 @@ from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.asr.correction.transcripts import FusedCorrection, LanguageModelCorrection
 from mmdecode.asr.transcriber import load
 from mmdecode.draft.source import Source
-from mmdecode.guide.fusion import Given, Shallow, Static
+from mmdecode.guide.fusion import Shallow, Static
 from mmdecode.guide.uadf import UADF
 from mmdecode.zoo.speech import speech_test
-from tests.support.correctors import TEMPLATE, model, tokenizer
+from tests.support.correctors import TEMPLATE, given_of, model, tokenizer
 
 families = pytest.mark.parametrize("family", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
 
@@ -37,11 +37,7 @@ def clips():
 @pytest.fixture(scope="module")
 def given(zoo, clips):
     """Lists with references, and the audio."""
-    ids = zoo[1].tokenizer.convert_tokens_to_ids
-    names = "<|startoftranscript|> <|en|> <|transcribe|> <|notimestamps|>".split()
-    waves = [clip.samples() for clip in clips]
-    features = zoo[1].feature_extractor(waves, sampling_rate=16_000, return_tensors="pt")
-    audio = [Given(features=one, prompt=tuple(ids(names))) for one in features.input_features]
+    audio = given_of(zoo[1], clips)
     lists = [
         NBestList(clip.name, (clip.text.lower(), clip.text[:-4]), reference=clip.text)
         for clip in clips

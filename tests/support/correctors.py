@@ -18,6 +18,7 @@ from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.asr.correction.transcripts import Corrected, ListCorrection
 from mmdecode.asr.results import DecidedWord
 from mmdecode.engine.contracts import Guide
+from mmdecode.guide.fusion import Given
 from tests.support import tiny_models
 
 LISTS = [
@@ -124,3 +125,12 @@ class Marked(ListCorrection):
             correction = Correction(id=one.id, index=index, text=text, best=one.best, tokens=3)
             found.append(Corrected(correction=correction, words=words))
         return found
+
+
+def given_of(processor, clips):
+    """A Whisper's inputs in a fusion, for clips of a window."""
+    ids = processor.tokenizer.convert_tokens_to_ids
+    names = "<|startoftranscript|> <|en|> <|transcribe|> <|notimestamps|>".split()
+    waves = [clip.samples() for clip in clips]
+    features = processor.feature_extractor(waves, sampling_rate=16_000, return_tensors="pt")
+    return [Given(features=one, prompt=tuple(ids(names))) for one in features.input_features]

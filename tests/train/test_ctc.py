@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from mmdecode.asr import Transcriber
+from mmdecode.asr.correction.guard import edits_of as errors
 from mmdecode.draft.ctc import CTC
 from mmdecode.errors import InputError, OptionError
 from mmdecode.train.drafters import ctc
-from mmdecode.train.drafters.ctc import CTCOptions, Sample, Speller, ctc_losses, errors, train_head
+from mmdecode.train.drafters.ctc import CTCOptions, Sample, Speller, ctc_losses, train_head
 from mmdecode.zoo.speech import speech_test
 from tests.support.commands import invoke, json_of
 from tests.support.seams import edited

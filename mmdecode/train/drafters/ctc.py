@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmdecode.asr.correction.guard import edits_of
 from mmdecode.asr.decoding.fallback import Attempts
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.recognizers import of_type
@@ -33,6 +34,8 @@ from mmdecode.errors import InputError, OptionError
 from mmdecode.models.ctc_head import BLANK, CTCHead
 from mmdecode.quantization.models import refuse_learning
 from mmdecode.runs.files import marked_json, refuse_foreign_in, write_file, write_folder
+from mmdecode.train.drafters.medusa import set_rate
+from mmdecode.train.drafters.transcripts import windows_of
 
 if TYPE_CHECKING:
     from mmdecode.asr.recognizers.base import Recognizer
@@ -186,18 +189,6 @@ def ctc_losses(logits: Tensor, frames: Tensor, targets: Sequence[Sequence[int]])
     return losses / sizes.clamp_min(1).to(losses)
 
 
-def errors(hypothesis: Sequence[Any], reference: Sequence[Any]) -> int:
-    """Counts the insertions, deletions and substitutions between two sequences."""
-    row = list(range(len(reference) + 1))
-    for at, one in enumerate(hypothesis, 1):
-        before, row[0] = row[0], at
-        for column, other in enumerate(reference, 1):
-            kept = before + (one != other)
-            before = row[column]
-            row[column] = min(kept, before + 1, row[column - 1] + 1)
-    return row[-1]
-
-
 def train_head(
     model: Any, tokenizer: Any, samples: Sequence[Sample], options: CTCOptions
 ) -> tuple[CTCHead, dict[str, Any]]:
@@ -245,9 +236,7 @@ def train_head(
         generator = torch.Generator().manual_seed(options.seed * 1000 + epoch)
         head.train()
         for number in torch.randperm(len(batches), generator=generator).tolist():
-            rate = 0.5 * (1 + math.cos(math.pi * step / steps)) * min(1, (step + 1) / 50)
-            for group in optimizer.param_groups:
-                group["lr"] = options.peak_rate * (0.02 + 0.98 * rate)
+            set_rate(optimizer, options.peak_rate, step, steps)
             states, lengths = _padded([rest[row] for row in batches[number]], embeddings)
             logits = head(F.dropout(states, options.dropout), lengths, embeddings)
             wanted = [targets[row] for row in batches[number]]
@@ -291,7 +280,7 @@ def word_errors(
         texts = head.greedy(*_padded(part, embeddings), embeddings)
         for sample, ids in zip(part, texts, strict=True):
             expected = tokenizer.decode(sample.ids).split()
-            wrong += errors(tokenizer.decode(ids).split(), expected)
+            wrong += edits_of(tokenizer.decode(ids).split(), expected)
             words += len(expected)
     return wrong / max(1, words)
 
@@ -349,13 +338,9 @@ def train_from_manifest(
     model, processor = load(model_name, device, dtype)
     refuse_learning(model)
     recognizer = of_type(model.config.model_type)(model.eval(), processor, TranscribeOptions())
-    began, size, waves = time.time(), round(recognizer.window_s * recognizer.rate), []
-    for entry in entries:
-        wave = np.concatenate(list(blocks(opened(entry), recognizer.rate)))
-        parts = [wave[start : start + size] for start in range(0, len(wave), size)]
-        waves += [part for part in parts if len(part) > recognizer.rate // 10]
-    waves.sort(key=len)
-    samples = list(collect(recognizer, waves))
+    began = time.time()
+    waves = (np.concatenate(list(blocks(opened(one), recognizer.rate))) for one in entries)
+    samples = list(collect(recognizer, sorted(windows_of(recognizer, waves), key=len)))
     head, report = train_head(model, recognizer.tokenizer, samples, options)
     write_folder(out, head.save_pretrained)
     report |= {"model": model_name, "seconds": round(time.time() - began, 1)}

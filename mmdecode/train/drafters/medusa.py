@@ -181,9 +181,7 @@ def train_heads(
         modules.train()
         for start in range(0, len(rest), options.batch):
             step = epoch * math.ceil(len(rest) / options.batch) + start // options.batch
-            rate = 0.5 * (1 + math.cos(math.pi * step / steps)) * min(1, (step + 1) / 50)
-            for group in optimizer.param_groups:
-                group["lr"] = options.peak_rate * (0.02 + 0.98 * rate)
+            set_rate(optimizer, options.peak_rate, step, steps)
             batch = _pad([rest[i] for i in shuffled[start : start + options.batch]], device)
             logits, wanted = _forward(adapter, heads, block, batch)
             _losses(logits, heads.own_ids(wanted)).nanmean().backward()
@@ -238,6 +236,13 @@ def most_frequent(samples: Sequence[Sample], count: int) -> Tensor:
     occurring = torch.bincount(torch.cat([one.ids[one.prompt :] for one in samples]))
     ranked = occurring.argsort(descending=True, stable=True)
     return ranked[: min(count, int((occurring > 0).sum()))].sort().values
+
+
+def set_rate(optimizer: torch.optim.Optimizer, peak: float, step: int, steps: int) -> None:
+    """Sets the learning rate of a step: warm-up over 50 steps, cosine decay to 2 % of the peak."""
+    rate = 0.5 * (1 + math.cos(math.pi * step / steps)) * min(1, (step + 1) / 50)
+    for group in optimizer.param_groups:
+        group["lr"] = peak * (0.02 + 0.98 * rate)
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:

@@ -94,6 +94,11 @@ def general_sentences() -> list[str]:
     return [text for text in dict.fromkeys(usable) if not any(normalise(text) in t for t in tests)]
 
 
+def _listed(domain: Domain) -> list[str]:
+    """Returns all training sentences of a domain other than the grammar."""
+    return docstring_sentences("train") if domain == "docstrings" else general_sentences()
+
+
 def training_sentences(domain: Domain, count: int, seed: int) -> list[str]:
     """Samples training sentences of a domain.
 
@@ -110,7 +115,7 @@ def training_sentences(domain: Domain, count: int, seed: int) -> list[str]:
         raise OptionError(f"domain {domain!r}; expected one of {', '.join(DOMAINS)}")
     if domain == "grammar":
         return grammar.sentences(count, seed, "train")
-    texts = docstring_sentences("train") if domain == "docstrings" else general_sentences()
+    texts = _listed(domain)
     rng = random.Random(f"{domain}/{seed}")
     sample: list[str] = []
     while len(sample) < count:
@@ -122,7 +127,7 @@ def vocabulary(domain: Domain) -> set[str]:
     """Returns the words of a domain's training sentences, in lower case, without punctuation."""
     if domain == "grammar":
         return grammar.vocabulary()
-    texts = docstring_sentences("train") if domain == "docstrings" else general_sentences()
+    texts = _listed(domain)
     return {word.lower().strip(".,;?'-") for text in texts for word in text.split()} - {""}
 
 
