@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mmdecode import Decoder
 from mmdecode.asr import FALLBACK, Failure, TranscribeOptions, Transcriber
 from mmdecode.asr.audio.reading import source_of
+from mmdecode.asr.decoding import beams, fallback
 from mmdecode.asr.decoding.chunks import join_windows
 from mmdecode.asr.decoding.fallback import Result
 from mmdecode.asr.recognizers.generic import FAINTEST, LEAST_S
@@ -342,6 +343,36 @@ def test_beams_are_those_of_generate_for_each_recording_alone(made, kit, kind):
     ours = made(kind, beams=3)
     expected = [alone(ours, samples, num_beams=3) for samples in recordings]
     assert [t.tokens for t in ours(recordings)] == expected
+
+
+def test_windows_of_all_lengths_are_searched_at_once_and_each_ends_at_its_own_limit(made, kit):
+    recordings = [kit.noise(s, seed=i) for i, s in enumerate((1.0, 2.0, 1.4, 0.3))]
+    ours = made("moonshine", beams=3)
+    expected = [alone(ours, samples, num_beams=3) for samples in recordings]
+    rows = []
+    ours.model.get_decoder().register_forward_pre_hook(
+        lambda module, args, given: rows.append(len(given["input_ids"])), with_kwargs=True
+    )
+
+    def found(part=None, name="", value=None):
+        rows.clear()
+        with pytest.MonkeyPatch.context() as changed:
+            if part is not None:
+                changed.setattr(part, name, value)
+            return [t.tokens for t in ours(recordings)]
+
+    assert found() == expected
+    assert max(rows) == 12, "three beams of four windows"
+    assert found(fallback, "HYPOTHESES", 6) == expected
+    assert max(rows) == 6
+
+    # without limits of their own, short windows get text that belongs to no audio
+    def never(self, input_ids, scores):
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    assert found(beams.RowLimits, "__call__", never) != expected
+    # beams that do not take their keys and values along read those of other beams
+    assert found(beams.BeamCache, "reorder_cache", lambda self, order: None) != expected
 
 
 @QUICK

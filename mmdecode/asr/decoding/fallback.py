@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from mmdecode.asr.decoding.repetition import first_round_end
-from mmdecode.engine.encoding import grouped
 from mmdecode.engine.trace import Round
 
 if TYPE_CHECKING:
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
     from mmdecode.asr.recognizers.base import Recognizer
     from mmdecode.asr.recognizers.contract import Encoded
     from mmdecode.decoder import Decoder
+
+HYPOTHESES = 128
+"""Most hypotheses, beams of all windows together, that a beam search scores at a time."""
 
 
 @dataclass
@@ -142,11 +144,15 @@ class Attempts:
     ) -> list[list[Scored]]:
         """Returns the ``keep`` best sequences per window, see `mmdecode.asr.decoding.beams`."""
         limits = self.limits(encoded)
+        order = sorted(range(len(limits)), key=limits.__getitem__)
         found: dict[int, list[Scored]] = {}
-        for rows in grouped(limits):
-            config = self.recognizer.generation(prompt.shape[1], limits[rows[0]])
+        at_once = max(1, HYPOTHESES // beams)
+        for start in range(0, len(order), at_once):
+            rows = order[start : start + at_once]
+            own = [limits[row] for row in rows]
+            config = self.recognizer.generation(prompt.shape[1], max(own))
             chosen = encoded.rows(rows)
-            ranked = self.recognizer.searched(prompt[rows], chosen, config, beams, keep)
+            ranked = self.recognizer.searched(prompt[rows], chosen, config, beams, keep, own)
             found |= dict(zip(rows, ranked, strict=True))
         return [found[row] for row in range(len(prompt))]
 

@@ -384,7 +384,13 @@ class Recognizer:
         raise NotImplementedError
 
     def searched(
-        self, prompt: Tensor, encoded: Encoded, config: GenerationConfig, beams: int, keep: int
+        self,
+        prompt: Tensor,
+        encoded: Encoded,
+        config: GenerationConfig,
+        beams: int,
+        keep: int,
+        limits: Sequence[int],
     ) -> list[list[Scored]]:
         """Returns the ``keep`` best sequences per window, see `mmdecode.asr.decoding.beams`."""
         raise NotImplementedError

@@ -15,14 +15,14 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationMixin
-from transformers.modeling_outputs import ModelOutput
+from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from mmdecode import registry
 from mmdecode.asr.audio.recording import Recording
@@ -189,15 +189,10 @@ class GenericRecognizer(Recognizer):
         config = self._of_checkpoint(config, temperature)
         if encoded.states is None:
             return self._plain(decoder, prompt, encoded, config, names)
-        states = ModelOutput(last_hidden_state=encoded.states, attention_mask=encoded.mask)
-        mask = encoded.mask
-        if mask is None:  # given too, or generate warns of padding where pad and end are one id
-            mask = torch.ones(encoded.states.shape[:2], device=prompt.device)
         return GenerationMixin.generate(
             self.model,
             decoder_input_ids=prompt,
-            attention_mask=mask.long(),
-            encoder_outputs=states,
+            **read_from(encoded),
             generation_config=config,
             custom_generate=decoder,
             mm_inputs={"source_ids": sources},
@@ -205,14 +200,21 @@ class GenericRecognizer(Recognizer):
         )
 
     def searched(
-        self, prompt: Tensor, encoded: Encoded, config: GenerationConfig, beams: int, keep: int
+        self,
+        prompt: Tensor,
+        encoded: Encoded,
+        config: GenerationConfig,
+        beams: int,
+        keep: int,
+        limits: Sequence[int],
     ) -> list[list[Scored]]:
         """Runs transformers' beam search, on windows of the same length at a time."""
         config = self._of_checkpoint(config, 0.0)
         found: dict[int, list[Scored]] = {}
         for rows in alike(encoded.inputs):
             inputs = stacked([encoded.inputs[row] for row in rows])
-            ranked = beam_search(self.model, prompt[rows], inputs, [], config, beams, keep)
+            own = [limits[row] for row in rows]
+            ranked = beam_search(self.model, prompt[rows], inputs, [], config, beams, keep, own)
             found |= dict(zip(rows, ranked, strict=True))
         return [found[row] for row in range(len(prompt))]
 
@@ -262,3 +264,20 @@ class GenericRecognizer(Recognizer):
             return ids
         padded = torch.nn.utils.rnn.pad_sequence(scores)  # (L, B, V)
         return ModelOutput(sequences=ids, scores=tuple(padded))
+
+
+@dataclass
+class MaskedStates(BaseModelOutput):
+    """Encoder output with a mask, true for states that are not padding."""
+
+    attention_mask: Tensor | None = None
+
+
+def read_from(encoded: Encoded) -> dict[str, Any]:
+    """Returns the inputs of ``generate`` for encoder states and their mask."""
+    assert encoded.states is not None, "the windows are encoded"
+    mask = encoded.mask
+    states = MaskedStates(last_hidden_state=encoded.states, attention_mask=mask)
+    if mask is None:  # given too, or generate warns of padding where pad and end are one id
+        mask = torch.ones(encoded.states.shape[:2], device=encoded.states.device)
+    return {"attention_mask": mask.long(), "encoder_outputs": states}

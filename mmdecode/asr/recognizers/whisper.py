@@ -266,7 +266,13 @@ class WhisperRecognizer(Recognizer):
         )
 
     def searched(
-        self, prompt: Tensor, encoded: Encoded, config: GenerationConfig, beams: int, keep: int
+        self,
+        prompt: Tensor,
+        encoded: Encoded,
+        config: GenerationConfig,
+        beams: int,
+        keep: int,
+        limits: Sequence[int],
     ) -> list[list[Scored]]:
         """Runs transformers' beam search, with Whisper's and the checkpoint's processors."""
         states = _states(encoded)
@@ -277,7 +283,7 @@ class WhisperRecognizer(Recognizer):
             "encoder_outputs": BaseModelOutput(last_hidden_state=states),
             "attention_mask": torch.ones_like(states[:, :, 0], dtype=torch.long),
         }
-        return beam_search(self.model, prompt, inputs, times, config, beams, keep)
+        return beam_search(self.model, prompt, inputs, times, config, beams, keep, limits)
 
     def no_speech(self, prompt: Tensor, encoded: Encoded) -> list[float | None]:
         """Returns the probability of the no-speech token right after the start token."""
