@@ -568,7 +568,7 @@ def main() -> None:
     parser.add_argument("--model", default="moonshine:tiny-en")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
     parser.add_argument("--ways", nargs="+", help="drafts whose names begin so; the peers always")
-    parser.add_argument("--heads", type=Path, nargs="+", default=[], help="folders of Medusa heads")
+    parser.add_argument("--heads", type=Path, nargs="+", default=[], help="Medusa or CTC heads")
     parser.add_argument("--batch-size", default="1,8")
     parser.add_argument("--threads", default="1,2", help="of single clips; recordings: the most")
     parser.add_argument("--repeats", type=int, default=3)

@@ -9,6 +9,7 @@ ships hold weights and products of 8 bits: onnxruntime runs them as they are, by
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ class Subject:
         name: Name of the model.
         threads: Threads of every way.
         quantize: Format of the weights, see `mmdecode.quantize`; ``None``: float32.
-        heads: Folders of Medusa heads for the model, besides those that ship for it.
+        heads: Folders of Medusa or CTC heads for the model, besides those that ship for it.
     """
 
     name: str
@@ -185,7 +186,7 @@ COMPILED = "undrafted, compiled"
 
 def drafts(subject: Subject) -> dict[str, Drafted]:
     """Ways of our loop: every drafter of the registry that needs neither training, an image nor a
-    text at hand; Medusa heads that were trained for the model, by their tree and as a chain; int8
+    text at hand; heads that were trained for the model, Medusa's by their tree and as a chain; int8
     weights without a draft and with the cheapest one; compiled passes."""
     layers = subject.layers
     few = max(1, layers // 2)
@@ -210,9 +211,11 @@ def drafts(subject: Subject) -> dict[str, Drafted]:
         "adaptive over lookup int8": Drafted("adaptive:draft=lookup", "kept", int8=True),
         COMPILED: Drafted(compiled=True),
     }
-    for name, path in medusa_heads(subject).items():
+    medusa, ctc = trained_heads(subject)
+    for name, path in medusa.items():
         found[name] = Drafted(f"medusa:path={path}")
         found[f"{name}, chain"] = Drafted(f"medusa:path={path},chain=true")
+    found |= {name: Drafted(f"ctc:head={path}") for name, path in ctc.items()}
     known = {entry.name for entry in registry.describe("draft")}
     return {
         name: one
@@ -221,11 +224,15 @@ def drafts(subject: Subject) -> dict[str, Drafted]:
     }
 
 
-def medusa_heads(subject: Subject) -> dict[str, str]:
-    """Medusa heads for the model, by the name of their way: shipped ones, then given folders."""
+def trained_heads(subject: Subject) -> tuple[dict[str, str], dict[str, str]]:
+    """Medusa heads and CTC heads by the name of their way: shipped ones, then given folders."""
     shipped = paired(subject.name, "medusa")
-    found = {} if shipped is None else {"medusa": shipped}
-    return found | {f"medusa {folder.name}": str(folder) for folder in subject.heads}
+    medusa, ctc = {} if shipped is None else {"medusa": shipped}, {}
+    for folder in subject.heads:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kind, found = ("ctc", ctc) if config.get("drafter") == "ctc" else ("medusa", medusa)
+        found[f"{kind} {folder.name}"] = str(folder)
+    return medusa, ctc
 
 
 @dataclass

@@ -20,6 +20,7 @@ RESULTS = {
     "lm-grammar-moonshine": "model",
     "lm-docstrings-moonshine": "model",
     "lm-general-moonshine": "model",
+    "spoken-sentences": "spoken-sentences",
     "joined-words": "joined-words",
     "speech-test": "speech-test",
     "llava-scenes": "model",

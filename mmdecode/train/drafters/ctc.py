@@ -26,16 +26,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmdecode.asr.correction.guard import edits_of
-from mmdecode.asr.decoding.fallback import Attempts
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.recognizers import of_type
 from mmdecode.decoder import Decoder
+from mmdecode.engine.request import up_to_end
 from mmdecode.errors import InputError, OptionError
 from mmdecode.models.ctc_head import BLANK, CTCHead
 from mmdecode.quantization.models import refuse_learning
 from mmdecode.runs.files import marked_json, refuse_foreign_in, write_file, write_folder
 from mmdecode.train.drafters.medusa import set_rate
-from mmdecode.train.drafters.transcripts import windows_of
+from mmdecode.train.drafters.transcripts import batches_of, windows_of
 
 if TYPE_CHECKING:
     from mmdecode.asr.recognizers.base import Recognizer
@@ -93,32 +93,22 @@ class Sample:
     states: Tensor
 
 
-@torch.no_grad()
-def collect(
-    recognizer: Recognizer, waves: Sequence[np.ndarray], batch: int = 16
-) -> Iterator[Sample]:
-    """Encodes and transcribes windows greedily, in batches of similar length, in their order.
+def collect(recognizer: Recognizer, windows: Sequence[np.ndarray]) -> Iterator[Sample]:
+    """Encodes and transcribes windows greedily, see `mmdecode.train.drafters.transcripts`.
 
     Args:
         recognizer: Recogniser, which encodes windows.
-        waves: Waveforms at the recogniser's rate, each at most a window long.
-        batch: Number of windows that are decoded together.
+        windows: Waveforms at the recogniser's rate, each at most a window long.
     """
-    attempts = Attempts(recognizer, Decoder(), recognizer.options)
-    prompt = torch.tensor([recognizer.prompt(None, [])], device=recognizer.model.device)
-    for start in range(0, len(waves), batch):
-        part = waves[start : start + batch]
-        seconds = [len(wave) / recognizer.rate for wave in part]
-        encoded = recognizer.encode(list(recognizer.features(part)), seconds)
-        assert encoded.states is not None, "this family is not encoded apart from decoding"
-        names = [str(start + row) for row in range(len(part))]
-        results = attempts(prompt.expand(len(part), -1), encoded, 0.0, names, [[] for _ in part])
-        for row, result in enumerate(results):
-            states = encoded.states[row]
-            if encoded.mask is not None:
-                states = states[encoded.mask[row]]
-            ids = [int(token) for token in recognizer.text_tokens(result.tokens)]
-            yield Sample(ids, states.half().cpu())
+    ends = recognizer.eos_token_ids
+    for batch in batches_of([recognizer], windows, Decoder()):
+        states, mask = batch.encoded.states, batch.encoded.mask
+        assert states is not None, "the engine has an adapter"
+        for row, tokens in enumerate(batch.ids[:, batch.prompt :].tolist()):
+            kept = states[row] if mask is None else states[row][mask[row]]
+            ids = up_to_end(tokens[: batch.limits[row]], sorted(ends))
+            text = [int(token) for token in recognizer.text_tokens(ids) if token not in ends]
+            yield Sample(text, kept.half().cpu())
 
 
 class Speller:
@@ -340,7 +330,7 @@ def train_from_manifest(
     recognizer = of_type(model.config.model_type)(model.eval(), processor, TranscribeOptions())
     began = time.time()
     waves = (np.concatenate(list(blocks(opened(one), recognizer.rate))) for one in entries)
-    samples = list(collect(recognizer, sorted(windows_of(recognizer, waves), key=len)))
+    samples = list(collect(recognizer, windows_of(recognizer, waves)))
     head, report = train_head(model, recognizer.tokenizer, samples, options)
     write_folder(out, head.save_pretrained)
     report |= {"model": model_name, "seconds": round(time.time() - began, 1)}

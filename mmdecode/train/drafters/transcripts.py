@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from mmdecode import registry
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.recognizers import Recognizer
+from mmdecode.asr.recognizers.contract import Encoded
 from mmdecode.asr.recognizers.whisper_prompts import Prompts, processors
 from mmdecode.engine.adapter import Prompt
 from mmdecode.engine.cache import RaggedCache
@@ -122,15 +123,33 @@ def windows_of(recognizer: Recognizer, waves: Iterable[Any]) -> list[Any]:
     ]
 
 
+@dataclass
+class Batch:
+    """Windows that were transcribed together.
+
+    Attributes:
+        recognizer: The recogniser that transcribed them.
+        encoded: The encoded windows.
+        ids: Token ids of prompts and transcripts, ``(B, L)``.
+        prompt: Number of prompt tokens.
+        limits: Maximum length of each transcript in tokens; what is beyond is no part of it.
+    """
+
+    recognizer: Recognizer
+    encoded: Encoded
+    ids: Tensor
+    prompt: int
+    limits: list[int]
+
+
 @torch.no_grad()
-def transcribed(
+def batches_of(
     recognizers: Sequence[Recognizer],
     windows: Sequence[Any],
     decoder: Any,
     language: int | None = None,
-    audio: bool = True,
-) -> Iterator[Sample]:
-    """Transcribes windows of recordings greedily, and yields transcripts and states.
+) -> Iterator[Batch]:
+    """Transcribes windows of recordings greedily, in batches.
 
     Windows of unequal length are transcribed in the order of their lengths.
 
@@ -139,7 +158,6 @@ def transcribed(
         windows: Samples ``(T,)`` of windows.
         decoder: Decoder that generates greedily; every exact drafter gives the same samples.
         language: Token of the language; ``None``: there is none.
-        audio: Whether samples keep the encoder states.
     """
     fixed, rate = recognizers[0].capabilities.fixed_windows, recognizers[0].rate
     ordered = list(windows) if fixed else sorted(windows, key=len)
@@ -153,27 +171,44 @@ def transcribed(
         row = recognizer.prompt(language, [])
         prompt = torch.tensor([row] * len(waves), device=encoded.states.device)
         given = recognizer.options.max_new_tokens
-        most = [given or recognizer.most_tokens(second) for second in seconds]
+        limits = [given or recognizer.most_tokens(second) for second in seconds]
         ids = recognizer.generate(
             decoder,
             prompt,
             encoded,
-            recognizer.generation(len(row), max(most)),
+            recognizer.generation(len(row), max(limits)),
             0.0,
             [str(start + at) for at in range(len(waves))],
             [[] for _ in waves],
         )
+        yield Batch(recognizer, encoded, ids, len(row), limits)
+
+
+def transcribed(
+    recognizers: Sequence[Recognizer],
+    windows: Sequence[Any],
+    decoder: Any,
+    language: int | None = None,
+    audio: bool = True,
+) -> Iterator[Sample]:
+    """Transcribes windows as `batches_of`, and yields transcripts and states.
+
+    Args:
+        recognizers: Recognisers of one model, which take turns, a batch each.
+        windows: Samples ``(T,)`` of windows.
+        decoder: Decoder that generates greedily.
+        language: Token of the language; ``None``: there is none.
+        audio: Whether samples keep the encoder states.
+    """
+    for batch in batches_of(recognizers, windows, decoder, language):
+        states = batch.encoded.states
+        assert states is not None, "the engine has an adapter"
+        ends = batch.recognizer.eos_token_ids
         found = samples_of(
-            recognizer.model,
-            ids,
-            len(row),
-            recognizer.eos_token_ids,
-            encoded.states,
-            encoded.mask,
-            audio,
+            batch.recognizer.model, batch.ids, batch.prompt, ends, states, batch.encoded.mask, audio
         )
-        for sample, limit in zip(found, most, strict=True):
-            length = len(row) + limit
+        for sample, limit in zip(found, batch.limits, strict=True):
+            length = batch.prompt + limit
             yield replace(sample, ids=sample.ids[:length], hidden=sample.hidden[:length])
 
 

@@ -33,6 +33,10 @@ def run_recipe(name: str, work: Path, out: Path, minutes: float, base: str, devi
         from mmdecode.train.zoo import lm_synth
 
         return lm_synth.run(lm_synth.RECIPES[name], work, out)
+    if name == "spoken-sentences":
+        from mmdecode.train.zoo import spoken_sentences
+
+        return spoken_sentences.run(spoken_sentences.SpokenOptions(), out)
     if name == "joined-words":
         from mmdecode.zoo.joined_words import build_joined_words
 

@@ -4,8 +4,6 @@
 - ``docstrings``: docstrings of Python's standard library, split by module.
 - ``general``: references of the N-best lists that ship with the package, from LibriSpeech and
   Common Voice, without case and punctuation.
-
-`spoken` synthesises training sentences, with noise and reverberation.
 """
 
 from __future__ import annotations
@@ -15,19 +13,16 @@ import random
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Literal
-
-import numpy as np
-import torch
 
 from mmdecode.asr.correction.n_best_lists import read_lists
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.nbest.n_best import SHIPPED
 from mmdecode.evaluation.speech.normalisers import normaliser_of
-from mmdecode.zoo import grammar, synthesis
+from mmdecode.zoo import grammar
 from mmdecode.zoo.real_clips import all_clips
 
 Domain = Literal["grammar", "docstrings", "general"]
@@ -129,27 +124,3 @@ def vocabulary(domain: Domain) -> set[str]:
         return grammar.vocabulary()
     texts = _listed(domain)
     return {word.lower().strip(".,;?'-") for text in texts for word in text.split()} - {""}
-
-
-def spoken(texts: Sequence[str], seed: str, snr_db: tuple[float, float]) -> Iterator[np.ndarray]:
-    """Synthesises training sentences in random voices, mono float32 at 16 kHz.
-
-    Three in four are in noise, one in five in a room.
-
-    Args:
-        texts: The sentences.
-        seed: Seed of voices, rooms and noise.
-        snr_db: Minimum and maximum signal-to-noise ratio in decibels.
-    """
-    engine, rng = synthesis.Espeak(), random.Random(seed)
-    for text in texts:
-        wave = torch.from_numpy(engine.speak(text, synthesis.Voice.draw(rng)))
-        before, after = (round(rng.uniform(0.1, 0.5) * synthesis.SAMPLING_RATE) for _ in range(2))
-        wave = torch.nn.functional.pad(wave, (before, after))
-        generator = torch.Generator().manual_seed(rng.randrange(2**31))
-        if rng.random() < 0.2:
-            wave = synthesis.add_reverberation(wave, rng.uniform(0.1, 0.5), generator)
-        snr, tilt = rng.uniform(*snr_db), rng.uniform(0.0, 1.5)
-        if rng.random() < 0.75:
-            wave = synthesis.add_noise(wave, snr, generator, tilt)
-        yield wave.clamp(-1, 1).numpy()
