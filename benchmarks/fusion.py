@@ -26,6 +26,7 @@ they come, and a run goes on where it was stopped.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import random
@@ -46,6 +47,7 @@ from mmdecode.asr.correction.fusion import Acoustic
 from mmdecode.asr.correction.n_best_lists import NBestList, lists_of
 from mmdecode.asr.correction.selection import TextScorer, highest, joined_scores
 from mmdecode.asr.correction.transcripts import FusedCorrection, LanguageModelCorrection
+from mmdecode.checkpoints import local_path
 from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import run_script
 from mmdecode.evaluation.nbest.n_best import Aligner, count_lists
@@ -305,6 +307,16 @@ def batches(some: Sequence[Item]) -> Iterator[Sequence[Item]]:
         yield some[start : start + BATCH]
 
 
+def digests(folders: Sequence[str]) -> dict[str, str]:
+    """First digits of the SHA-256 of language models' weights, by the name of the model."""
+    return {
+        Path(one).parent.name: hashlib.sha256(
+            (Path(local_path(one)) / "model.safetensors").read_bytes()
+        ).hexdigest()[:16]
+        for one in folders
+    }
+
+
 def level_name(snr_db: float) -> str:
     """A noise level as text."""
     return "clean" if math.isinf(snr_db) else f"{snr_db:g} dB"
@@ -445,7 +457,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--no-controls", action="store_true", help="also where there are models")
     parser.add_argument("--utterances", type=int, default=300, help="of the test, at each level")
     parser.add_argument("--unseen", type=int, default=100, help="of unseen templates, likewise")
-    parser.add_argument("--development", type=int, default=16, help="at each level")
+    parser.add_argument("--development", type=int, default=32, help="at each level")
     parser.add_argument("--snr", type=float, nargs="+", default=[math.inf, 21.0, 15.0, 9.0])
     parser.add_argument("--work", type=Path, default=Path("outputs/fusion"))
     parser.add_argument("--out", type=Path, default=HERE / "results" / "fusion", help="folder")
@@ -468,7 +480,12 @@ def main() -> None:
     controls = controls if with_controls else {}
     only_our_output()
     work = arguments.work / domain
-    settings = {"recogniser": arguments.recogniser, "language": arguments.language or f"lm-{own}"}
+    settings = {
+        "recogniser": arguments.recogniser,
+        "language": arguments.language or f"lm-{own}",
+        "weights": digests([language]),
+        "development": arguments.development,
+    }
     if run_of(work).exists():
         check_settings(work, settings, resume=True)
     note_settings(work, settings)
@@ -486,7 +503,13 @@ def main() -> None:
     if fitted.exists():
         known = json.loads(fitted.read_text())
     elif domain == "real":
-        known = json.loads((arguments.work / "grammar" / fitted.name).read_text())
+        fitted = arguments.work / "grammar" / fitted.name
+        if not with_controls or not fitted.exists():
+            raise SystemExit(
+                f"--domain real needs lm-docstrings/model in {arguments.models}, and {fitted}: run "
+                "--domain grammar first, without --no-controls"
+            )
+        known = json.loads(fitted.read_text())
         known = {"": known["general text"], "wrong domain": known["wrong domain"]}
     elif with_controls or domain != "grammar":
         some = development(bench, domain, arguments.development, arguments.snr)
@@ -497,6 +520,7 @@ def main() -> None:
     wanted |= {"unseen": arguments.unseen} if domain == "grammar" and arguments.unseen else {}
     levels = [math.inf] if domain == "real" else arguments.snr
     cases: dict[str, Any] = {}
+    settings = settings | {"controls": digests([*controls.values()])}
     results = {"settings": settings, "machine": facts, "tuned": tuned, "cases": cases}
     # all parts and levels grow together, so that a run that is stopped has some of each
     for goal in range(STAGE, max(wanted.values()) + STAGE, STAGE):

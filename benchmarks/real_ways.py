@@ -226,8 +226,8 @@ def drafts(subject: Subject) -> dict[str, Drafted]:
 
 def trained_heads(subject: Subject) -> tuple[dict[str, str], dict[str, str]]:
     """Medusa heads and CTC heads by the name of their way: shipped ones, then given folders."""
-    shipped = paired(subject.name, "medusa")
-    medusa, ctc = {} if shipped is None else {"medusa": shipped}, {}
+    shipped = {kind: paired(subject.name, kind) for kind in ("medusa", "ctc")}
+    medusa, ctc = ({k: name} if (name := shipped[k]) else {} for k in ("medusa", "ctc"))
     for folder in subject.heads:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         kind, found = ("ctc", ctc) if config.get("drafter") == "ctc" else ("medusa", medusa)
@@ -259,7 +259,7 @@ class Decoders:
         spec, subject = self.way.spec, self.subject
         if spec is None:
             return mm.Decoder(seed=0, compile=self.way.compiled)
-        at_hand = {"target": subject.model, "model_id": subject.name}
+        at_hand = registry.context_of(subject.model, subject.processor, subject.name)
         return mm.Decoder(registry.create("draft", spec, **at_hand), seed=0)
 
     def prepare(self, clips: int, repeats: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mmdecode.checkpoints import refuse_unfinished
+from mmdecode.checkpoints import local_path, refuse_unfinished
 from mmdecode.errors import InputError
 
 if TYPE_CHECKING:
@@ -46,6 +46,27 @@ def read_weights(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{path} holds no weights; expected *.safetensors, *.bin or *.pt next to config.json"
         )
     return config, weights
+
+
+def read_json(name: str, file: str) -> dict[str, Any]:
+    """Reads a JSON file of a checkpoint; empty if the checkpoint has no such file.
+
+    Args:
+        name: A folder, a Hub id or another name of `mmdecode.checkpoints.local_path`.
+        file: Name of the file.
+    """
+    import json
+
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        local_path(name),
+        file,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return {} if found is None else json.loads(Path(found).read_text(encoding="utf-8"))
 
 
 def read_tensors(file: Path) -> dict[str, Any]:

@@ -362,7 +362,7 @@ def _transcribers(
     network, processor = load(model, device, dtype, quantize)
     found = {PLAIN: Transcriber(network, processor, Decoder(seed=seed), settings)}
     for spec in drafts:
-        drafter = registry.create("draft", spec, target=network, model_id=model)
+        drafter = registry.create("draft", spec, **registry.context_of(network, processor, model))
         found[spec] = Transcriber(network, processor, Decoder(draft=drafter, seed=seed), settings)
     return found
 

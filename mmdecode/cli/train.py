@@ -145,6 +145,7 @@ def ctc(
     width: Annotated[int, typer.Option(help="Width of the head's convolutions.")] = 288,
     epochs: Annotated[int, typer.Option(help="Passes over the samples.")] = 15,
     limit: Annotated[int | None, typer.Option(help="Maximum number of recordings.")] = None,
+    language: Annotated[str, typer.Option(help="Language code of the recordings.")] = "en",
     device: Device = "auto",
     dtype: TrainingDtype = "auto",
     overwrite: Overwrite = False,
@@ -161,7 +162,14 @@ def ctc(
     options = CTCOptions(vocabulary=vocabulary, inner=width, epochs=epochs, seed=seed)
     with overwriting(overwrite):
         report = train_from_manifest(
-            model, data, out, options, limit=limit, device=device, dtype=dtype
+            model,
+            data,
+            out,
+            options,
+            limit=limit,
+            device=device,
+            dtype=dtype,
+            language=language,
         )
     errors = f"{report['word_errors']:.1%}"
     console.print(f"head in [bold]{out}[/bold]; held-out words unlike the model's own: {errors}")

@@ -114,15 +114,25 @@ class CTC(Drafter):
             IncompatibleError: The model has no encoder whose states the head could read, or the
                 head was trained for another model.
         """
-        found = getattr(adapter, "source_width", None)
-        expected = self.head.config["source_size"]
-        if found != expected:
+        width, config = getattr(adapter, "source_width", None), self.head.config
+        problem = None
+        if width is None:
+            problem = "the head reads the states of an encoder, which this model lacks"
+        else:
+            table = adapter.model.get_input_embeddings()
+            found = {
+                "source_size": ("encoder states of width", width),
+                "hidden_size": ("token embeddings of width", table.embedding_dim),
+                "vocab_size": ("a vocabulary of", table.num_embeddings),
+            }
+            for name, (what, size) in found.items():
+                if config.get(name, size) != size:
+                    problem = f"the head expects {what} {config[name]}, the model has {size}"
+        if problem is not None:
             raise IncompatibleError.between(
                 "draft CTC",
                 adapter.name,
-                "the head reads the states of an encoder, which this model lacks"
-                if found is None
-                else f"the head expects encoder states of width {expected}, the model has {found}",
+                problem,
                 "use a recogniser with a head that was trained for it by 'mmdecode train ctc'",
             )
         return Requirements()

@@ -169,7 +169,7 @@ def listed(words: str | Path | Sequence[str]) -> list[str]:
     lines: Iterable[str] = words if not isinstance(words, (str, Path)) else ()
     if isinstance(words, (str, Path)):
         try:
-            lines = Path(words).read_text("utf-8").splitlines()
+            lines = Path(words).read_text("utf-8-sig").splitlines()
         except (OSError, UnicodeError) as error:
             raise InputError(
                 f"cannot read the words in {str(words)!r}: {error}; give a text file with one word "

@@ -259,7 +259,7 @@ class SecondModel(BranchRunner):
         self, call: Call, model: Any, prompt: Sequence[int], ids: Tensor | None = None
     ) -> None:
         self.branches = ModelRunner(adapter_for(model), [MAIN])
-        self.model, self.ids = model, ids
+        self.model, self.ids = model, None if ids is None else ids.to(call.device)
         self.choices = Choices(call)
         self._given, self.prompt = what_it_reads(call, model, prompt)
         own = self.branches.adapter.vocab if ids is None else len(ids)
@@ -313,7 +313,8 @@ class SecondModel(BranchRunner):
     ) -> dict[str, BranchOutput]:
         logits = found["main"].logits
         if self.ids is not None:
-            logits = logits[..., self.ids.clamp_min(0)].masked_fill(self.ids < 0, -torch.inf)
+            ids = self.ids.to(logits.device)
+            logits = logits[..., ids.clamp_min(0)].masked_fill(ids < 0, -torch.inf)
         best = [[frozenset([t]) for t in row] for row in logits.argmax(-1).tolist()]
         self.choices.see(earlier["main"].logits.argmax(-1), best)
         return {ACOUSTIC: BranchOutput(logits=logits)}

@@ -31,7 +31,8 @@ class CTCHead(SavedDrafter):
     Args:
         config: ``source_size`` (width of the encoder's states), ``hidden_size`` (width of the token
             embeddings), ``inner_size`` (width of the convolutions), ``kernel`` (their odd width in
-            states), ``strides`` (one per convolution) and ``subwords`` (their number N).
+            states), ``strides`` (one per convolution) and ``subwords`` (their number N); where
+            known, ``vocab_size``, the number of token embeddings.
 
     Attributes:
         ids: Token ids of the subwords, in the decoder's vocabulary, ``(N,)``.

@@ -2,18 +2,21 @@
 
 import dataclasses
 import json
+import warnings
 
 import numpy as np
 import pytest
 import soundfile
 import torch
+import transformers
 
-from mmdecode import registry
+from mmdecode import registry, weights
 from mmdecode.asr import Transcriber
 from mmdecode.asr.correction.corrector import Corrector
 from mmdecode.asr.correction.fusion import Acoustic
 from mmdecode.asr.correction.guard import EditGuard
 from mmdecode.asr.correction.n_best_lists import NBestList
+from mmdecode.asr.correction.prompts import PromptOptions
 from mmdecode.asr.correction.transcripts import (
     FusedCorrection,
     LanguageModelCorrection,
@@ -23,14 +26,16 @@ from mmdecode.asr.correction.transcripts import (
 from mmdecode.asr.correction.windows import shared_out
 from mmdecode.asr.results import DecidedWord, Segment
 from mmdecode.asr.transcriber import load
-from mmdecode.errors import OptionError, UnknownNameError
+from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
 from mmdecode.guide.fusion import Static
 from mmdecode.guide.uadf import UADF
+from mmdecode.quantization import is_quantized
 from mmdecode.zoo.speech import speech_test
 from tests.support.commands import invoke
 from tests.support.correctors import Marked, given_of
 from tests.support.moonshine import NAME as MOONSHINE
 from tests.support.moonshine import needs_wheel
+from tests.support.tiny_recognizers import speech_to_text
 
 LM = "zoo:lm-synth"
 
@@ -119,26 +124,70 @@ def test_methods_are_built_from_strings(recogniser):
     assert isinstance(way, UADFCorrection)
     guide = way.corrector.decoder.guide
     assert (guide.scale, guide.beta) == (4.0, 0.4)
-    assert (guide.main_temperature, guide.acoustic_temperature) == temperatures_of(LM)
+    assert (guide.main_temperature, guide.acoustic_temperature) == (1.305, 1.841)
     given = f"shallow:model={LM},weight=0.3,acoustic_temperature=2,count=2"
     way = registry.create("correct", given, recogniser=recogniser)
     assert way.count == 2 and way.corrector.decoder.guide.acoustic_temperature == 2
-    alone = registry.create("correct", f"llm:model={LM}")
-    assert alone.corrector.decoder.guide is None
+    assert way.corrector.guard is not None
+    alone = registry.create("correct", f"llm:model={LM},guard=false,dtype=bf16")
+    assert alone.corrector.decoder.guide is None and alone.corrector.guard is None
+    assert alone.corrector.model.dtype == torch.bfloat16
+    for name in ("uadf", "static", "shallow"):
+        given = f"{name}:model={LM},guard=false,quantize=int8"
+        free = registry.create("correct", given, recogniser=recogniser)
+        assert free.corrector.guard is None and is_quantized(free.corrector.model)
     with pytest.raises(OptionError, match="needs model"):
         registry.create("correct", "static", recogniser=recogniser)
     with pytest.raises(UnknownNameError, match="uadf"):
         registry.create("correct", "uadv:model=x", recogniser=recogniser)
 
 
-def test_temperatures_of_the_card_are_taken_unless_others_are_given(tmp_path):
-    assert temperatures_of(str(tmp_path)) == (1.0, 1.0)
-    card = {"temperatures": {"main": 1.5, "acoustic": 2.5}}
-    (tmp_path / "card.json").write_text(json.dumps(card))
-    assert temperatures_of(str(tmp_path), acoustic=3.0) == (1.5, 3.0)
+def test_temperatures_of_the_card_are_taken_unless_others_are_given(tmp_path, recogniser):
+    assert temperatures_of(str(tmp_path), None, None, recogniser) == (1.0, 1.0)
+    fitted = {"main": 1.5, "acoustic": 2.5}
+
+    def write(**more):
+        (tmp_path / "card.json").write_text(json.dumps({"temperatures": fitted | more}))
+
+    write()
+    assert temperatures_of(str(tmp_path), None, 3.0, recogniser) == (1.5, 3.0)
+    write(recogniser="zoo:whisper-synth")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert temperatures_of(str(tmp_path), None, None, recogniser) == (1.5, 2.5)
+    write(recogniser="zoo:lm-synth")  # another model
+    with pytest.warns(UserWarning, match="not for the recogniser at hand"):
+        assert temperatures_of(str(tmp_path), None, None, recogniser) == (1.5, 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert temperatures_of(str(tmp_path), None, 2.0, recogniser) == (1.5, 2.0)
+
+
+def test_settings_of_a_corrector_on_the_hub_are_found(tmp_path, monkeypatch):
+    (tmp_path / "card.json").write_text(json.dumps({"temperatures": {"main": 1.5}}))
+    (tmp_path / "corrector.json").write_text(json.dumps({"template": "1_best"}))
+    cached = []
+
+    def cached_file(name, file, **options):
+        cached.append(name)
+        return str(tmp_path / file) if (tmp_path / file).exists() else None
+
+    monkeypatch.setattr(transformers.utils, "cached_file", cached_file)
+    monkeypatch.setattr(weights, "local_path", lambda name: name)  # as where the Hub is reachable
+    assert weights.read_json("me/corrector", "card.json") == {"temperatures": {"main": 1.5}}
+    assert PromptOptions.kept("me/corrector") == {"template": "1_best"}
+    assert weights.read_json("me/corrector", "no.json") == {}
+    assert {*cached} == {"me/corrector"}
 
 
 # After a transcriber
+
+
+def test_a_recogniser_without_adapter_cannot_be_fused_and_the_error_names_what_works():
+    model, processor = speech_to_text()
+    with pytest.raises(IncompatibleError, match=r"needs an adapter.*llm:model="):
+        Transcriber(model, processor, correct=f"uadf:model={LM},acoustic_temperature=1")
+    assert Transcriber(model, processor, correct=f"llm:model={LM}")
 
 
 @pytest.mark.parametrize("mode", ["sequential", "chunked"])
@@ -199,6 +248,8 @@ def test_batches_change_no_word_of_a_correction(name, method):
     found = []
     for size in (1, 4):
         spec = f"{method}:model={LM},batch_size={size}"
+        if method == "uadf":
+            spec += ",acoustic_temperature=1.841"
         found.append(Transcriber.from_pretrained(name, device="cpu", correct=spec)(waves))
     assert found[0] == found[1]
     assert all(one.uncorrected for one in found[0]) and any(o.stats["edited"] for o in found[0])

@@ -227,6 +227,11 @@ def test_other_checkpoints_and_models_are_refused():
         CTC.from_pretrained("zoo:whisper-synth-medusa")
     with pytest.raises(IncompatibleError, match=r"width 16, the model has 32"):
         drafted(CTC(random_head(width=16)), "whisper")
+    for name, size in (("hidden_size", WIDTH + 8), ("vocab_size", 7)):
+        head = random_head()
+        head.config[name] = size
+        with pytest.raises(IncompatibleError, match=f"expects .* {size}, the model has"):
+            drafted(CTC(head), "whisper")
     with pytest.raises(IncompatibleError, match="this model lacks"):
         drafted(CTC(random_head()), "llama")
     with pytest.raises(OptionError, match="length=-1"):

@@ -11,7 +11,7 @@ from mmdecode.asr import Transcriber
 from mmdecode.asr.transcriber import load
 from mmdecode.decoder import Decoder
 from mmdecode.errors import IncompatibleError, InputError, OptionError
-from mmdecode.guide.bias import Bias
+from mmdecode.guide.bias import Bias, listed
 from mmdecode.guide.listed_words import BEGIN, Bonuses, Trie
 from mmdecode.zoo.speech import speech_test
 
@@ -125,6 +125,12 @@ def test_it_follows_another_guide_and_alone_another_may_not(tmp_path):
         OptionError, match="names 2 guides, expected one: vcd cannot follow another"
     ):
         registry.create("guide", f"bias:words={words}+vcd")
+
+
+def test_a_list_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "words.txt"
+    path.write_bytes("\ufeffOkonkwo\n\nMarion  Lee\nOkonkwo\n".encode())
+    assert listed(path) == ["Okonkwo", "Marion Lee"]
 
 
 def test_what_it_cannot_do_is_refused(tmp_path, zoo, clip):

@@ -153,6 +153,8 @@ def test_a_head_is_trained_from_recordings_and_loads_as_a_draft(tmp_path):
     table.write_text("".join(json.dumps({"path": str(clip.path)}) + "\n" for clip in clips))
     words = ["--data", table, "--out", tmp_path / "head", "--epochs", 2, "--width", 16]
     report = json_of(invoke("train", "ctc", "--model", "zoo:whisper-synth", *words, "--json"))
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["vocab_size"] > config["subwords"]
     assert report["samples"] >= 24 and len(report["word_errors_by_epoch"]) == 2
     transcribers = [
         Transcriber.from_pretrained("zoo:whisper-synth", draft)

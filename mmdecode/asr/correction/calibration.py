@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from mmdecode.asr.correction.n_best_lists import NBestList
 
 COLDEST, HOTTEST = 0.1, 10.0
-_HALVINGS = 50
+_HALVINGS = 30
+_ROWS = 64
+"""Rows whose probabilities are computed at a time, since a row may have 150,000 values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,11 @@ class Temperatures:
 
 def confidence(scores: Tensor, temperature: float) -> float:
     """Returns the mean probability of the top choice at a temperature, for logits ``(n, K)``."""
-    return float((scores.double() / temperature).softmax(-1).amax(-1).mean())
+    parts = [
+        (part.double() - part.amax(-1, keepdim=True).double()).div(temperature).logsumexp(-1)
+        for part in scores.split(_ROWS)
+    ]
+    return float(torch.cat(parts).neg().exp().mean())
 
 
 def temperature_for(scores: Tensor, accuracy: float) -> float:

@@ -211,7 +211,7 @@ class Corrector:
         """
         refuse_unknown(options, [*inspect.signature(cls).parameters][2:])
         model, tokenizer = load(str(model_id), device, dtype, quantize)
-        return cls(model, tokenizer, **PromptOptions.kept(local_path(str(model_id))) | options)
+        return cls(model, tokenizer, **PromptOptions.kept(str(model_id)) | options)
 
     @property
     def stats(self) -> Stats:

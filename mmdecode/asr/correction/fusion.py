@@ -240,7 +240,8 @@ class AcousticScorer(BranchRunner):
             self.branches.adapter.head(wanted).float().log_softmax(-1).cpu().numpy()
         )
         for listener, block, own in zip(self.listeners, blocks, nodes, strict=True):
-            listener.hear(block, {node: next(distributions) for node in own})
+            # copies, since a row alone would keep those of all others in memory
+            listener.hear(block, {node: next(distributions).copy() for node in own})
         cache.commit(torch.tensor([block.kept for block in blocks], device=device))
 
 

@@ -21,6 +21,7 @@ from mmdecode.errors import (
     UnknownNameError,
 )
 from mmdecode.runs.files import write_file
+from mmdecode.weights import read_json
 
 if TYPE_CHECKING:
     pass
@@ -156,10 +157,9 @@ class PromptOptions:
         write_file(folder / SETTINGS, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
-    def kept(cls, folder: str) -> dict[str, Any]:
-        """Reads the prompt options in a model's folder; empty if there are none."""
-        file = Path(folder) / SETTINGS
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    def kept(cls, model: str) -> dict[str, Any]:
+        """Reads the prompt options of a model, by its folder or name; empty if it has none."""
+        return read_json(model, SETTINGS)
 
 
 class ListPrompts:

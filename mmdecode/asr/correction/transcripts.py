@@ -9,13 +9,12 @@ These are the methods that ``correct=`` and ``--correct`` name: ``llm``, and the
 
 from __future__ import annotations
 
-import json
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from mmdecode.asr.correction.corrector import Correction, Corrector
@@ -28,6 +27,7 @@ from mmdecode.errors import OptionError
 from mmdecode.guide.bias import Bias
 from mmdecode.guide.fusion import Fusion, Given, Shallow, Static
 from mmdecode.guide.uadf import UADF
+from mmdecode.weights import read_json
 
 if TYPE_CHECKING:
     from mmdecode.engine.adapter import BranchSpec
@@ -85,7 +85,8 @@ class ListCorrection(ABC):
         """Favours the words that the recogniser's guide favours, after this method's own guide.
 
         Args:
-            guide: Guide of the recogniser; only a `mmdecode.guide.bias.Bias` has an effect.
+            guide: Guide of the recogniser; only a `mmdecode.guide.bias.Bias` has an effect. A word
+                that it decides counts as decided by the audio.
         """
         if isinstance(guide, Bias):
             decoder = self.corrector.decoder
@@ -112,6 +113,9 @@ class LanguageModelCorrection(ListCorrection):
         batch_size: int = 8,
         max_new_tokens: int = 256,
         draft: str | None = "hypotheses",
+        guard: bool = True,
+        dtype: str | None = None,
+        quantize: str | None = None,
     ) -> LanguageModelCorrection:
         """Makes the method from options in a string, such as ``llm:model=NAME``.
 
@@ -122,8 +126,13 @@ class LanguageModelCorrection(ListCorrection):
             batch_size: Number of lists corrected at once.
             max_new_tokens: Most tokens of an answer.
             draft: See `mmdecode.asr.correction.corrector.Corrector`.
+            guard: Whether answers that change too much are refused, see
+                `mmdecode.asr.correction.guard.EditGuard`.
+            dtype: Dtype of the language model; ``None``: float32.
+            quantize: ``int8`` or ``fp8``, see `mmdecode.quantize`; ``None``: weights as loaded.
         """
-        return cls(load_corrector(model, recogniser, count, batch_size, max_new_tokens, draft))
+        given = (batch_size, max_new_tokens, draft, guard, dtype, quantize)
+        return cls(load_corrector(model, recogniser, count, *given))
 
     def __call__(
         self, lists: Sequence[NBestList], audio: Sequence[Given] | None = None
@@ -198,6 +207,7 @@ class FusedCorrection(ListCorrection):
             elif one.tokens and one.refused is None:
                 words = _words_of_text(one)
             found.append(Corrected(correction=one, words=words))
+        self._scored, self._built = self.positions, []  # the scorer holds caches
         return sorted(found, key=lambda one: one.correction.index)
 
     def _words_of_tokens(self, scorer: Any, row: int, count: int) -> list[DecidedWord]:
@@ -277,6 +287,9 @@ class UADFCorrection(FusedCorrection):
         batch_size: int = 8,
         max_new_tokens: int = 256,
         draft: str | None = None,
+        guard: bool = True,
+        dtype: str | None = None,
+        quantize: str | None = None,
     ) -> UADFCorrection:
         """Makes the method from options in a string, such as ``uadf:model=NAME``.
 
@@ -296,9 +309,14 @@ class UADFCorrection(FusedCorrection):
             draft: Drafter for the language model; it changes no token. The recogniser also has to
                 score every drafted token, so a drafter saves time only if a pass of the language
                 model costs much more than a pass of the recogniser.
+            guard: See `LanguageModelCorrection.from_options`. Without it a fusion corrects more,
+                and harms more where the language model does not know what is said.
+            dtype: See `LanguageModelCorrection.from_options`.
+            quantize: See `LanguageModelCorrection.from_options`.
         """
-        corrector = load_corrector(model, recogniser, count, batch_size, max_new_tokens, draft)
-        heat = temperatures_of(model, main_temperature, acoustic_temperature)
+        given = (batch_size, max_new_tokens, draft, guard, dtype, quantize)
+        corrector = load_corrector(model, recogniser, count, *given)
+        heat = temperatures_of(model, main_temperature, acoustic_temperature, recogniser)
 
         def join(branch: BranchSpec) -> UADF:
             return UADF(branch, beta, scale, *heat)
@@ -325,6 +343,9 @@ class _Weighted(FusedCorrection):
         batch_size: int = 8,
         max_new_tokens: int = 256,
         draft: str | None = None,
+        guard: bool = True,
+        dtype: str | None = None,
+        quantize: str | None = None,
     ) -> Self:
         """Makes the method from options in a string, such as ``static:model=NAME``.
 
@@ -342,9 +363,14 @@ class _Weighted(FusedCorrection):
             draft: Drafter for the language model; it changes no token. The recogniser also has to
                 score every drafted token, so a drafter saves time only if a pass of the language
                 model costs much more than a pass of the recogniser.
+            guard: See `LanguageModelCorrection.from_options`. Without it a fusion corrects more,
+                and harms more where the language model does not know what is said.
+            dtype: See `LanguageModelCorrection.from_options`.
+            quantize: See `LanguageModelCorrection.from_options`.
         """
-        corrector = load_corrector(model, recogniser, count, batch_size, max_new_tokens, draft)
-        heat = temperatures_of(model, main_temperature, acoustic_temperature)
+        given = (batch_size, max_new_tokens, draft, guard, dtype, quantize)
+        corrector = load_corrector(model, recogniser, count, *given)
+        heat = temperatures_of(model, main_temperature, acoustic_temperature, recogniser)
 
         def join(branch: BranchSpec) -> Fusion:
             return cls.fusion(branch, weight, *heat)
@@ -375,29 +401,46 @@ def load_corrector(
     batch_size: int,
     max_new_tokens: int,
     draft: str | None,
+    guard: bool,
+    dtype: str | None,
+    quantize: str | None,
 ) -> Corrector:
     """Loads a corrector onto the recogniser's device."""
     device = None if recogniser is None else recogniser.model.device
     given: dict[str, Any] = {} if count is None else {"count": count}
+    if not guard:
+        given["guard"] = None
     return Corrector.from_pretrained(
-        model, device, batch_size=batch_size, max_new_tokens=max_new_tokens, draft=draft, **given
+        model,
+        device,
+        dtype,
+        quantize,
+        batch_size=batch_size,
+        max_new_tokens=max_new_tokens,
+        draft=draft,
+        **given,
     )
 
 
 def temperatures_of(
-    model: str, main: float | None = None, acoustic: float | None = None
+    model: str, main: float | None, acoustic: float | None, recogniser: Acoustic
 ) -> tuple[float, float]:
     """Returns the temperatures of a fusion's language model and recogniser.
 
-    Each is the given value, else that of the language model's card, else 1.
+    Each is the given value, else that of the language model's card, else 1. The recogniser's is
+    read from the card only if it was fitted for this recogniser; else there is a warning.
     """
-    card = Path(local_path(model)) / CARD
-    known = json.loads(card.read_text(encoding="utf-8")) if card.is_file() else {}
-    fitted = known.get("temperatures", {})
-    return (
-        fitted.get("main", 1.0) if main is None else main,
-        fitted.get("acoustic", 1.0) if acoustic is None else acoustic,
-    )
-
-
-# After a transcriber
+    fitted = read_json(model, CARD).get("temperatures", {})
+    if main is None:
+        main = fitted.get("main", 1.0)
+    if acoustic is None and "acoustic" in fitted:
+        acoustic, of = fitted["acoustic"], fitted.get("recogniser")
+        if of is not None and local_path(of) != recogniser.model.config.name_or_path:
+            acoustic = None
+            warnings.warn(
+                f"{model} has temperatures for {of}, not for the recogniser at hand: the "
+                "recogniser's scores are taken as they are; give acoustic_temperature=..., "
+                "which asr/fuse_with_llm.py fits",
+                stacklevel=2,
+            )
+    return main, 1.0 if acoustic is None else acoustic

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmdecode.asr.correction.n_best_lists import NBestList
+from mmdecode.asr.correction.transcripts import FusedCorrection
 from mmdecode.asr.decoding.fallback import Attempts
 from mmdecode.asr.decoding.job import Ended
 from mmdecode.asr.decoding.long_form import HINT
 from mmdecode.asr.decoding.n_best import hypotheses
+from mmdecode.errors import IncompatibleError
 from mmdecode.guide.fusion import Given
 from mmdecode.runs.items import Failed, Watch, each, tried
 
@@ -95,9 +97,20 @@ class WindowCorrector:
     Args:
         method: Correction method for the N-best lists of the windows.
         loop: The transcriber's loop over windows.
+
+    Raises:
+        IncompatibleError: The method is a fusion, and the engine has no adapter for the recogniser.
     """
 
     def __init__(self, method: ListCorrection, loop: LongForm) -> None:
+        if isinstance(method, FusedCorrection) and not loop.recognizer.capabilities.drafts:
+            raise IncompatibleError.between(
+                f"correction by {type(method).__name__}",
+                loop.recognizer.name,
+                "the recogniser's decoder scores each token, for which the engine needs an adapter",
+                "use correct='llm:model=...', which corrects without the audio, or register an "
+                "adapter under the entry-point group mmdecode.adapters",
+            )
         self.method, self.loop = method, loop
         options = replace(
             loop.options,

@@ -214,7 +214,7 @@ def _load(model: str, draft: str, *placing: Any) -> tuple[Way, Way]:
     only_our_output()
     network, processor = load(model, *placing)
     if draft.partition(":")[0] in registry.names("draft"):
-        drafter = registry.create("draft", draft, target=network, model_id=model)
+        drafter = registry.create("draft", draft, **registry.context_of(network, processor, model))
     else:
         drafter = Medusa.from_pretrained(draft)
 

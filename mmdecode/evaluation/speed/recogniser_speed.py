@@ -150,7 +150,8 @@ class Way:
     def drafted(cls, draft: str, precision: str, recognizer: Recognizer, model_id: str) -> Way:
         """Builds the way of a drafter by its name; one that cannot be built has a ``problem``."""
         try:
-            drafter = registry.create("draft", draft, target=recognizer.model, model_id=model_id)
+            at_hand = registry.context_of(recognizer.model, recognizer.tokenizer, model_id)
+            drafter = registry.create("draft", draft, **at_hand)
             return cls(draft, precision, recognizer, Decoder(drafter))
         except MMDecodeError as error:
             return cls(draft, precision, recognizer, Decoder(), one_line(error))

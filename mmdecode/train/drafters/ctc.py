@@ -26,15 +26,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmdecode.asr.correction.guard import edits_of
-from mmdecode.asr.options import TranscribeOptions
-from mmdecode.asr.recognizers import of_type
 from mmdecode.decoder import Decoder
 from mmdecode.engine.request import up_to_end
 from mmdecode.errors import InputError, OptionError
 from mmdecode.models.ctc_head import BLANK, CTCHead
 from mmdecode.quantization.models import refuse_learning
 from mmdecode.runs.files import marked_json, refuse_foreign_in, write_file, write_folder
-from mmdecode.train.drafters.medusa import set_rate
+from mmdecode.train.drafters.medusa import recognizers_of, set_rate
 from mmdecode.train.drafters.transcripts import batches_of, windows_of
 
 if TYPE_CHECKING:
@@ -93,15 +91,18 @@ class Sample:
     states: Tensor
 
 
-def collect(recognizer: Recognizer, windows: Sequence[np.ndarray]) -> Iterator[Sample]:
+def collect(
+    recognizer: Recognizer, windows: Sequence[np.ndarray], language: int | None = None
+) -> Iterator[Sample]:
     """Encodes and transcribes windows greedily, see `mmdecode.train.drafters.transcripts`.
 
     Args:
         recognizer: Recogniser, which encodes windows.
         windows: Waveforms at the recogniser's rate, each at most a window long.
+        language: Token of the language; ``None``: there is none.
     """
     ends = recognizer.eos_token_ids
-    for batch in batches_of([recognizer], windows, Decoder()):
+    for batch in batches_of([recognizer], windows, Decoder(), language):
         states, mask = batch.encoded.states, batch.encoded.mask
         assert states is not None, "the engine has an adapter"
         for row, tokens in enumerate(batch.ids[:, batch.prompt :].tolist()):
@@ -215,6 +216,7 @@ def train_head(
             "kernel": options.kernel,
             "strides": list(options.strides),
             "subwords": len(speller.ids),
+            "vocab_size": model.get_input_embeddings().num_embeddings,
         }
     ).to(embeddings.device)
     head.ids.copy_(torch.tensor(speller.ids))
@@ -297,6 +299,7 @@ def train_from_manifest(
     limit: int | None = None,
     device: str = "cpu",
     dtype: str = "float32",
+    language: str = "en",
 ) -> dict[str, Any]:
     """Trains a CTC head for a recogniser on audio files: ``mmdecode train ctc``.
 
@@ -310,13 +313,14 @@ def train_from_manifest(
         device: Device of the training.
         dtype: Dtype in which the model transcribes, see `mmdecode.checkpoints.dtype_of`; the head
             is trained in float32.
+        language: Language of the recordings; used only if the checkpoint is multilingual.
 
     Returns:
         The report, also written to ``out/report.json``.
 
     Raises:
         InputError: The recordings cannot be read.
-        UnsupportedModelError: The model is no recogniser.
+        UnsupportedModelError: The model is no recogniser that the engine has an adapter for.
     """
     from mmdecode.asr.audio.reading import blocks
     from mmdecode.asr.output.inputs import recordings_in
@@ -327,10 +331,12 @@ def train_from_manifest(
     entries = recordings_in(manifest, limit)
     model, processor = load(model_name, device, dtype)
     refuse_learning(model)
-    recognizer = of_type(model.config.model_type)(model.eval(), processor, TranscribeOptions())
+    recognizer = recognizers_of(model.eval(), processor, language)[0]  # without timestamps
     began = time.time()
-    waves = (np.concatenate(list(blocks(opened(one), recognizer.rate))) for one in entries)
-    samples = list(collect(recognizer, windows_of(recognizer, waves)))
+    sources = [opened(entry, language) for entry in entries]
+    waves = (np.concatenate(list(blocks(source, recognizer.rate))) for source in sources)
+    spoken_in = recognizer.language_of(sources[0])
+    samples = list(collect(recognizer, windows_of(recognizer, waves), spoken_in))
     head, report = train_head(model, recognizer.tokenizer, samples, options)
     write_folder(out, head.save_pretrained)
     report |= {"model": model_name, "seconds": round(time.time() - began, 1)}

@@ -40,7 +40,8 @@ SHARD = 100
 PROMPT_SHARE = 0.2
 """Loss weight of prompt tokens, whose prediction teaches the model to copy hypotheses."""
 HELD_OUT = 0.1
-"""Share of the real lists that are held out to decide when training stops."""
+"""Share of the real lists that are held out to decide when training stops. In a domain whose
+sentences are limited in number, the held-out sentences also occur in examples without lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class LMSynthOptions:
     )
 
 
-def _for_moonshine(domain: Domain, vocabulary: int) -> LMSynthOptions:
+def _for_moonshine(domain: Domain, vocabulary: int, steps: int = 1600) -> LMSynthOptions:
     """Settings of a corrector of a published recogniser's lists, for sentences of a domain."""
     return LMSynthOptions(
         domain=domain,
@@ -93,14 +94,14 @@ def _for_moonshine(domain: Domain, vocabulary: int) -> LMSynthOptions:
         clean=0.25,
         vocabulary=vocabulary,
         fit=FitOptions(
-            steps=1600, batch=24, peak_rate=2e-3, matrix_rate=0.02, every=200, patience=4
+            steps=steps, batch=24, peak_rate=2e-3, matrix_rate=0.02, every=200, patience=4
         ),
     )
 
 
 RECIPES: Mapping[str, LMSynthOptions] = {
     "lm-synth": LMSynthOptions(),
-    "lm-grammar-moonshine": _for_moonshine("grammar", 800),
+    "lm-grammar-moonshine": _for_moonshine("grammar", 800, 2400),
     "lm-docstrings-moonshine": _for_moonshine("docstrings", 2000),
     "lm-general-moonshine": _for_moonshine("general", 2000),
 }
