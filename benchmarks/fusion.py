@@ -46,7 +46,11 @@ from mmdecode.asr.correction.corrector import GUARD, Corrector
 from mmdecode.asr.correction.fusion import Acoustic
 from mmdecode.asr.correction.n_best_lists import NBestList, lists_of
 from mmdecode.asr.correction.selection import TextScorer, highest, joined_scores
-from mmdecode.asr.correction.transcripts import FusedCorrection, LanguageModelCorrection
+from mmdecode.asr.correction.transcripts import (
+    Corrected,
+    FusedCorrection,
+    LanguageModelCorrection,
+)
 from mmdecode.checkpoints import local_path
 from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import run_script
@@ -165,8 +169,8 @@ class Bench:
     def corrected(self, recognised: Recognised) -> list[str]:
         """Texts corrected by the language model alone, without the edit guard."""
         corrector = self.corrector()
-        corrector.decoder = replace(corrector.decoder, guide=None)
-        return both(LanguageModelCorrection(corrector)(recognised.lists))[1]
+        corrector.decoder, corrector.guard = replace(corrector.decoder, guide=None), None
+        return texts_of(LanguageModelCorrection(corrector)(recognised.lists))
 
     def fused(
         self, name: str, options: Mapping[str, Any], heat: Mapping[str, float], control: str = ""
@@ -208,7 +212,7 @@ class Bench:
         decided: list[list[str]] = []
         for name in FUSIONS:
             rows = self.fused(name, tuned["options"][name], tuned["temperatures"][""])(lists, audio)
-            found[name] = [one.correction.text for one in rows]
+            found[name] = texts_of(rows)
             decided = [[word.by for word in one.words] for one in rows]
         return found, decided
 
@@ -219,7 +223,7 @@ class Bench:
         best, found = tuned["best"], {}
         for name in [name for name in self.folders if name]:
             way = self.fused(best, tuned["options"][best], tuned["temperatures"][name], name)
-            found[name] = [one.correction.text for one in way(lists, audio)]
+            found[name] = texts_of(way(lists, audio))
         return found
 
     def heat(self, recognised: Recognised, control: str = "") -> dict[str, float]:
@@ -229,10 +233,14 @@ class Bench:
         return {"main_temperature": fitted.main, "acoustic_temperature": fitted.acoustic}
 
 
-def both(rows: Sequence[Any]) -> tuple[list[str], list[str]]:
-    """Final texts of corrections, and the answers that no guard has judged."""
-    found = [one.correction for one in rows]
-    return [one.text for one in found], [one.raw or one.text for one in found]
+def texts_of(rows: Sequence[Corrected]) -> list[str]:
+    """Final texts of corrections."""
+    return [one.correction.text for one in rows]
+
+
+def guarded(text: str, hypotheses: Sequence[str]) -> str:
+    """A corrected text, or the first hypothesis where the edit guard refuses it."""
+    return hypotheses[0] if GUARD(text, hypotheses) else text
 
 
 def tune(bench: Bench, recognised: Recognised) -> dict[str, Any]:
@@ -252,8 +260,10 @@ def tune(bench: Bench, recognised: Recognised) -> dict[str, Any]:
         tried[name] = []
 
         def attempt(given: Mapping[str, Any], name: str = name) -> float:
-            way = bench.fused(name, {**given, "guard": True}, heat[""])
-            for guard, texts in zip((True, False), both(way(lists, recognised.audio)), strict=True):
+            way = bench.fused(name, {**given, "guard": False}, heat[""])
+            free = texts_of(way(lists, recognised.audio))
+            kept = [guarded(text, one.hypotheses) for text, one in zip(free, lists, strict=True)]
+            for guard, texts in ((True, kept), (False, free)):
                 tried[name].append((errors(texts), {**given, "guard": guard}))
             return way.positions / len(lists)
 
@@ -377,8 +387,7 @@ def judged(path: Path, best: str) -> dict[str, Any]:
             row["texts"] |= texts
     for row in rows:
         for free, kept in ((FREE, ALONE), (best, f"{best}, guarded")):
-            refused = GUARD(row["texts"][free], row["hypotheses"])
-            row["texts"][kept] = row["hypotheses"][0] if refused else row["texts"][free]
+            row["texts"][kept] = guarded(row["texts"][free], row["hypotheses"])
     aligner = Aligner()
     lists = [NBestList(r["id"], tuple(r["hypotheses"]), None, r["reference"]) for r in rows]
     counts = count_lists(lists, aligner)
