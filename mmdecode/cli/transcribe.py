@@ -372,7 +372,8 @@ def command(
             *(model, draft, guide, accept, team.device, dtype, quantize, seed, correct),
             **options,
         )
-        tally = _transcribe(entries, load, output, team)
+        with warnings_shown("default"):
+            tally = _transcribe(entries, load, output, team)
         if report is not None and team.leads:
             _write_page(report, entries, tally, output)
     if team.leads:

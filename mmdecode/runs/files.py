@@ -181,7 +181,9 @@ def write_folder(folder: Path, fill: Callable[[Path], object], overwrite: bool =
                 kept = folder / f"computed-{os.getpid()}"
                 temporary.rename(kept)
                 raise OptionError(f"{error}; the computed files are in {kept}") from None
+            readable = temporary.stat().st_mode & 0o666
             for file, target in zip(saved, targets, strict=True):
+                file.chmod(readable)  # safetensors saves for the owner alone, whatever the umask
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _replace(file, target)
         finally:

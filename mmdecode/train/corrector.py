@@ -45,8 +45,7 @@ from mmdecode.runs.files import (
     write_file,
     write_folder,
 )
-from mmdecode.train.drafters.medusa import write_state
-from mmdecode.train.loop import BITS, FitOptions, fit, save_half
+from mmdecode.train.loop import BITS, FitOptions, fit, save_half, write_state
 
 METHODS = ("lora", "full", "scratch")
 TRAINED, JUDGED = 0.7, 0.8

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from mmdecode.runs.files import write_file, write_folder
 from mmdecode.train.distributed import Alone
-from mmdecode.train.drafters.medusa import write_state
 
 BITS = 1 / math.log(2)
 
@@ -172,6 +171,11 @@ def stalled(log: Sequence[dict[str, float]], patience: int) -> bool:
     """Returns whether none of the last ``patience`` evaluations improved the held-out loss."""
     values = [row["held_out"] for row in log]
     return bool(values) and len(values) - 1 - values.index(min(values)) >= patience
+
+
+def write_state(path: Path, state: Any) -> None:
+    """Writes a training state, such as tensors by name, atomically."""
+    write_folder(path.parent, lambda into: torch.save(state, into / path.name))
 
 
 def save_half(model: PreTrainedModel, folder: Path) -> None:

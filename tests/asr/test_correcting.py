@@ -26,7 +26,7 @@ from mmdecode.asr.correction.transcripts import (
 from mmdecode.asr.correction.windows import shared_out
 from mmdecode.asr.results import DecidedWord, Segment
 from mmdecode.asr.transcriber import load
-from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
+from mmdecode.errors import IncompatibleError, InputError, OptionError, UnknownNameError
 from mmdecode.guide.fusion import Static
 from mmdecode.guide.uadf import UADF
 from mmdecode.quantization import is_quantized
@@ -181,6 +181,11 @@ def test_settings_of_a_corrector_on_the_hub_are_found(tmp_path, monkeypatch):
 
 
 # After a transcriber
+
+
+def test_a_recogniser_is_no_corrector():
+    with pytest.raises(InputError, match=r"is a speech recogniser \(a whisper model\).*corrector"):
+        registry.create("correct", "llm:model=zoo:whisper-synth")
 
 
 def test_a_recogniser_without_adapter_cannot_be_fused_and_the_error_names_what_works():

@@ -212,3 +212,14 @@ def test_the_command_writes_the_page_and_a_resumed_one_writes_it_whole(tmp_path)
     assert "without --correct" in str(refused.exception or refused.output)
     folder = invoke(*command[:-3], tmp_path, *command[-2:])
     assert "is a folder" in str(folder.exception or folder.output)
+
+
+def test_words_of_the_1_best_that_nothing_replaces_are_counted():
+    def text(before, after):
+        words = [DecidedWord(text=word, by="both") for word in after.split()]
+        return CorrectedText(name="x", words=words, before=before)
+
+    pairs = [("a b c d", "a d"), ("a b", "a x y b"), ("a b c", "a x"), ("", "a"), ("A, b.", "a b")]
+    assert [text(*pair).left_out for pair in pairs] == [2, 0, 1, 0, 0]
+    page = CorrectedTexts([text(*pair) for pair in pairs]).page({})
+    assert "left out: <b>3</b>" in page

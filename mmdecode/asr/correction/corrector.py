@@ -45,6 +45,7 @@ from mmdecode.draft.source import Source
 from mmdecode.engine.request import token_ids
 from mmdecode.errors import (
     IncompatibleError,
+    InputError,
     MissingExtraError,
     OptionError,
     refuse_unknown,
@@ -462,6 +463,7 @@ def load(
         OptionError: The device, dtype or format does not exist.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
     from transformers.utils import find_adapter_config_file
 
     kind, path = dtype_of(dtype, model_id, device), local_path(model_id)
@@ -472,6 +474,12 @@ def load(
             adapter_config = json.loads(Path(adapter).read_text(encoding="utf-8"))
             base = local_path(adapter_config["base_model_name_or_path"])
         config = AutoConfig.from_pretrained(base, trust_remote_code=code_trusted())
+        if config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+            raise InputError(
+                f"{model_id!r} is a speech recogniser (a {config.model_type} model); a corrector "
+                "needs a language model: give one trained by 'mmdecode train corrector', or "
+                "another causal or encoder-decoder model of text"
+            )
         family: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model = family.from_pretrained(base, dtype=kind, trust_remote_code=code_trusted())
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=code_trusted())

@@ -91,14 +91,25 @@ class CorrectedText:
     @cached_property
     def changed(self) -> list[bool]:
         """Whether each corrected word has no equal word at its position in the 1-best."""
+        found = [True] * len(self.words)
+        for kind, _, _, start, end in self._edits:
+            if kind == "equal":
+                found[start:end] = [False] * (end - start)
+        return found
+
+    @cached_property
+    def left_out(self) -> int:
+        """Number of words of the 1-best that the corrected text has no word for."""
+        return sum(max(0, (e - s) - (end - start)) for _, s, e, start, end in self._edits)
+
+    @cached_property
+    def _edits(self) -> Sequence[tuple[str, int, int, int, int]]:
+        """Edits from the words of the 1-best to the corrected words, as difflib's opcodes."""
         before, after = (
             ["".join(words_of(word)) for word in words]
             for words in (self.before.split(), [word.text for word in self.words])
         )
-        found = [True] * len(after)
-        for block in SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks():
-            found[block.b : block.b + block.size] = [False] * block.size
-        return found
+        return SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
 
 
 class CorrectedTexts:
@@ -187,13 +198,14 @@ class CorrectedTexts:
         """
         counted = {row["decided by"]: row["words"] for row in self.rows()}
         total = sum(len(one.words) for one in self.texts)
+        left_out = sum(one.left_out for one in self.texts)
         few = f"The {most} of {len(self):,} recordings with the most changes are shown. "
         facts = escape(" \u00b7 ".join(f"{n} {value}" for n, value in conditions.items()))
         return f"""{head("mmdecode: who decided the words", STYLES)}<body>
 <header>
 <p class="eyebrow">mmdecode transcribe --correct</p>
 <h1>Of {total:,} words the audio decided <b>{counted["audio"]}</b>, the language model
-<b>{counted["language model"]}</b></h1>
+<b>{counted["language model"]}</b>; words of the 1-best left out: <b>{left_out:,}</b></h1>
 <p class="lead">The 1-best is the hypothesis of the recogniser alone. The decider is determined word
 by word, given the words before it and the language model's probabilities: so a word that both
 models would write may differ from the 1-best. {few if len(self) > most else ""}Numbers are of all

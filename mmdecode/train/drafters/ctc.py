@@ -33,7 +33,8 @@ from mmdecode.models.ctc_head import BLANK, CTCHead
 from mmdecode.quantization.models import refuse_learning
 from mmdecode.runs.files import marked_json, refuse_foreign_in, write_file, write_folder
 from mmdecode.train.drafters.medusa import recognizers_of, set_rate
-from mmdecode.train.drafters.transcripts import batches_of, windows_of
+from mmdecode.train.drafters.recordings import STATE, forget, read_windows, refuse_finished, stored
+from mmdecode.train.drafters.transcripts import batches_of
 
 if TYPE_CHECKING:
     from mmdecode.asr.recognizers.base import Recognizer
@@ -300,6 +301,7 @@ def train_from_manifest(
     device: str = "cpu",
     dtype: str = "float32",
     language: str = "en",
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Trains a CTC head for a recogniser on audio files: ``mmdecode train ctc``.
 
@@ -314,31 +316,38 @@ def train_from_manifest(
         dtype: Dtype in which the model transcribes, see `mmdecode.checkpoints.dtype_of`; the head
             is trained in float32.
         language: Language of the recordings; used only if the checkpoint is multilingual.
+        overwrite: Whether to replace a head that is trained.
 
     Returns:
         The report, also written to ``out/report.json``.
 
     Raises:
-        InputError: The recordings cannot be read.
+        InputError: No recording can be read.
+        OptionError: The folder holds a trained head, and ``overwrite`` is not set.
         UnsupportedModelError: The model is no recogniser that the engine has an adapter for.
     """
-    from mmdecode.asr.audio.reading import blocks
     from mmdecode.asr.output.inputs import recordings_in
     from mmdecode.asr.output.manifest import opened
     from mmdecode.asr.transcriber import load
 
     refuse_foreign_in(out, but=["README.md"])
+    refuse_finished(out, overwrite)
     entries = recordings_in(manifest, limit)
     model, processor = load(model_name, device, dtype)
     refuse_learning(model)
     recognizer = recognizers_of(model.eval(), processor, language)[0]  # without timestamps
-    began = time.time()
-    sources = [opened(entry, language) for entry in entries]
-    waves = (np.concatenate(list(blocks(source, recognizer.rate))) for source in sources)
-    spoken_in = recognizer.language_of(sources[0])
-    samples = list(collect(recognizer, windows_of(recognizer, waves), spoken_in))
+    began, state = time.time(), out / STATE
+    spoken_in = recognizer.language_of(opened(entries[0], language))
+    samples = stored(
+        state,
+        Sample,
+        read_windows(recognizer, entries, language),
+        lambda part: collect(recognizer, part, spoken_in),
+        (model_name, str(model.dtype), language),
+    )
     head, report = train_head(model, recognizer.tokenizer, samples, options)
     write_folder(out, head.save_pretrained)
     report |= {"model": model_name, "seconds": round(time.time() - began, 1)}
     write_file(out / "report.json", marked_json(report))
+    forget(state)
     return report

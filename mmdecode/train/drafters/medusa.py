@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -36,14 +35,14 @@ from mmdecode.draft.trees import choose_tree, expected_length
 from mmdecode.errors import InputError, OptionError, UnsupportedModelError
 from mmdecode.quantization.models import refuse_learning
 from mmdecode.runs.files import (
-    LISTING,
     marked_json,
     refuse_foreign_in,
-    remove_empty,
     write_file,
     write_folder,
 )
-from mmdecode.train.drafters.transcripts import Sample, open_past, transcribed, windows_of
+from mmdecode.train.drafters.recordings import STATE, forget, read_windows, refuse_finished, stored
+from mmdecode.train.drafters.transcripts import Sample, open_past, transcribed
+from mmdecode.train.loop import write_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,11 +244,6 @@ def set_rate(optimizer: torch.optim.Optimizer, peak: float, step: int, steps: in
         group["lr"] = peak * (0.02 + 0.98 * rate)
 
 
-def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Writes the training state atomically."""
-    write_folder(path.parent, lambda into: torch.save(state, into / path.name))
-
-
 @torch.no_grad()
 def ranks(
     adapter: Any,
@@ -342,6 +336,7 @@ def train_from_manifest(
     device: str = "cpu",
     dtype: str = "float32",
     language: str = "en",
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Trains Medusa heads for a speech recogniser on audio files: ``mmdecode train medusa``.
 
@@ -356,48 +351,45 @@ def train_from_manifest(
         dtype: Dtype in which the model transcribes, see `mmdecode.checkpoints.dtype_of`; heads are
             trained in float32.
         language: Language of the recordings; used only if the checkpoint is multilingual.
+        overwrite: Whether to replace heads that are trained.
 
     Returns:
         The report, also written to ``out/report.json``.
 
     Raises:
+        InputError: No recording can be read.
+        OptionError: The folder holds trained heads, and ``overwrite`` is not set.
         UnsupportedModelError: The engine has no adapter for the recogniser.
     """
-    from mmdecode.asr.audio.reading import blocks
     from mmdecode.asr.output.inputs import recordings_in
     from mmdecode.asr.output.manifest import opened
     from mmdecode.asr.transcriber import load
     from mmdecode.decoder import Decoder
 
     refuse_foreign_in(out)
+    refuse_finished(out, overwrite)
     entries = recordings_in(manifest, limit)
     model, processor = load(model_name, device, dtype)
     refuse_learning(model)
     model, dtype = model.eval(), str(model.dtype).removeprefix("torch.")
     recognizers = recognizers_of(model, processor, language)
     first = recognizers[0]
-    sources = [opened(entry, language) for entry in entries]
-    waves = (np.concatenate(list(blocks(source, first.rate))) for source in sources)
-    began = time.time()
-    samples = list(
-        transcribed(
-            recognizers,
-            windows_of(first, waves),
-            Decoder(),
-            first.language_of(sources[0]),
-            audio=options.kind == "block",
-        )
+    began, state, audio = time.time(), out / STATE, options.kind == "block"
+    spoken_in = first.language_of(opened(entries[0], language))
+    samples = stored(
+        state,
+        Sample,
+        read_windows(first, entries, language),
+        lambda part: transcribed(recognizers, part, Decoder(), spoken_in, audio),
+        (model_name, dtype, language, audio),
     )
     transcribed_s = round(time.time() - began, 1)
-    state = out / "state"
     draft, report = train_heads(model.float(), samples, options, state / f"{options.kind}.pt")
     write_folder(out, lambda into: draft.save_pretrained(into, target_config(model)))
     report |= {"model": model_name, "dtype": dtype, "seconds": round(time.time() - began, 1)}
     report |= {"seconds_transcribing": transcribed_s}
     write_file(out / "report.json", marked_json(report))
-    for file in (*state.glob("*.pt"), state / LISTING):
-        file.unlink(missing_ok=True)
-    remove_empty([state])
+    forget(state)
     return report
 
 

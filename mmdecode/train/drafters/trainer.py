@@ -48,11 +48,10 @@ from mmdecode.runs.files import (
 from mmdecode.train.begin import begun
 from mmdecode.train.distributed import PRECISIONS, Alone, Worker
 from mmdecode.train.drafters.early_states import EarlyStates
-from mmdecode.train.drafters.medusa import write_state
 from mmdecode.train.drafters.recipes import RECIPES, Batch, Options, Sample
 from mmdecode.train.drafters.targets import Target, loaded, requests_for
 from mmdecode.train.hub import write_model_page
-from mmdecode.train.loop import BITS, fit, progress
+from mmdecode.train.loop import BITS, fit, progress, write_state
 
 
 class Collector(Edited):

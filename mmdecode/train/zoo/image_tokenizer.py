@@ -27,8 +27,7 @@ from torch.nn import functional as F
 
 from mmdecode.models.vq import VQConfig, VQModel
 from mmdecode.runs.files import append_line, open_append
-from mmdecode.train.drafters.medusa import write_state
-from mmdecode.train.loop import progress, save_half
+from mmdecode.train.loop import progress, save_half, write_state
 from mmdecode.zoo.scene_images import to_pixels
 
 Renderer = Callable[[Sequence[int]], np.ndarray]

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration
-from mmdecode.train.drafters.medusa import write_state
-from mmdecode.train.loop import FitOptions, fit, save_half
+from mmdecode.train.loop import FitOptions, fit, save_half, write_state
 from mmdecode.train.zoo import image_codes
 from mmdecode.train.zoo.image_codes import Setting, write_setting
 from mmdecode.zoo.scenes import digit_scans

@@ -25,8 +25,7 @@ from mmdecode.models.vq import VQModel
 from mmdecode.runs.files import write_arrays, write_folder
 from mmdecode.train import loop as fitting
 from mmdecode.train.drafters.ahead import Ahead
-from mmdecode.train.drafters.medusa import write_state
-from mmdecode.train.loop import FitOptions, progress, save_half
+from mmdecode.train.loop import FitOptions, progress, save_half, write_state
 from mmdecode.train.zoo import image_codes, image_tokenizer
 from mmdecode.train.zoo.image_codes import Setting
 from mmdecode.train.zoo.image_tokenizer import TokenizerOptions

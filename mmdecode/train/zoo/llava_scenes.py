@@ -37,8 +37,7 @@ from transformers import (
 )
 
 from mmdecode.runs.files import append_line, open_append, write_file, write_folder
-from mmdecode.train.drafters.medusa import write_state
-from mmdecode.train.loop import say_float32
+from mmdecode.train.loop import say_float32, write_state
 from mmdecode.zoo import scene_sets, scene_text
 from mmdecode.zoo.scene_text import Exchange
 from mmdecode.zoo.scenes import (

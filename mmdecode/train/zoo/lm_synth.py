@@ -30,8 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mmdecode.asr.correction.n_best_lists import NBestList, lists_of, read_lists, split, write_lists
 from mmdecode.asr.correction.prompts import ListPrompts, PromptOptions
 from mmdecode.runs.files import write_file, write_folder
-from mmdecode.train.drafters.medusa import write_state
-from mmdecode.train.loop import BITS, FitOptions, fit, save_half
+from mmdecode.train.loop import BITS, FitOptions, fit, save_half, write_state
 from mmdecode.train.zoo.sentences import Domain, training_sentences, vocabulary
 from mmdecode.zoo import synthesis
 

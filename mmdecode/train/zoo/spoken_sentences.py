@@ -72,13 +72,16 @@ def run(options: SpokenOptions, out: Path) -> dict[str, Any]:
     engine = synthesis.Espeak()
     texts = training_sentences(options.domain, options.count, options.seed)
     rows = []
-    for index, text in enumerate(track(texts, description="speaking")):
-        path = out / f"{index:06d}.wav"
-        if not path.exists():
-            rng = random.Random(f"spoken/{options.domain}/{options.seed}/{index}")
-            data, wave = io.BytesIO(), spoken(engine, text, rng, options)
-            soundfile.write(data, wave, synthesis.SAMPLING_RATE, format="WAV", subtype="PCM_16")
-            write_file(path, data.getvalue())
-        rows.append({"audio": path.name, "text": text})
-    write_rows(out / "manifest.jsonl", rows)
+    try:
+        for index, text in enumerate(track(texts, description="speaking")):
+            path = out / f"{index:06d}.wav"
+            if not path.exists():
+                rng = random.Random(f"spoken/{options.domain}/{options.seed}/{index}")
+                data, wave = io.BytesIO(), spoken(engine, text, rng, options)
+                soundfile.write(data, wave, synthesis.SAMPLING_RATE, format="WAV", subtype="PCM_16")
+                write_file(path, data.getvalue())
+            rows.append({"audio": path.name, "text": text})
+    finally:  # what is there can be used
+        if rows:
+            write_rows(out / "manifest.jsonl", rows)
     return {"folder": str(out), "recordings": len(rows)}

@@ -39,7 +39,7 @@ from mmdecode.checkpoints import code_trusted, local_path
 from mmdecode.errors import MMDecodeError
 from mmdecode.runs.files import append_line, marked_json, open_append, write_file, write_folder
 from mmdecode.train.drafters import medusa, transcripts
-from mmdecode.train.loop import say_float32
+from mmdecode.train.loop import say_float32, write_state
 from mmdecode.train.speech_windows import (
     CTC_SYMBOLS,
     HOP,
@@ -319,7 +319,7 @@ def save_state(
     spent: float,
 ) -> None:
     """Saves the state from which `train` resumes."""
-    medusa.write_state(
+    write_state(
         path,
         {
             "model": model.state_dict(),
