@@ -365,15 +365,14 @@ def command(
             "print the text; give --out, and files instead of '-'"
         )
     with contextlib.ExitStack() as stack:
-        with warnings_shown("always"):  # of links that are skipped
-            entries = stack.enter_context(gathered(paths or (), files_from, data, limit, keep_tree))
+        stack.enter_context(warnings_shown("default"))  # of skipped links, and of options
+        entries = stack.enter_context(gathered(paths or (), files_from, data, limit, keep_tree))
         load = functools.partial(
             Transcriber.from_pretrained,
             *(model, draft, guide, accept, team.device, dtype, quantize, seed, correct),
             **options,
         )
-        with warnings_shown("default"):
-            tally = _transcribe(entries, load, output, team)
+        tally = _transcribe(entries, load, output, team)
         if report is not None and team.leads:
             _write_page(report, entries, tally, output)
     if team.leads:

@@ -172,8 +172,7 @@ def write_folder(folder: Path, fill: Callable[[Path], object], overwrite: bool =
         temporary.mkdir()
         try:
             fill(temporary)
-            found = sorted(temporary.rglob("*"))
-            saved = [file for file in found if file.is_file() and file.name != LISTING]
+            saved = sorted(f for f in temporary.rglob("*") if f.is_file() and f.name != LISTING)
             targets = [folder / file.relative_to(temporary) for file in saved]
             try:
                 refuse_foreign(targets, overwrite)
@@ -181,9 +180,8 @@ def write_folder(folder: Path, fill: Callable[[Path], object], overwrite: bool =
                 kept = folder / f"computed-{os.getpid()}"
                 temporary.rename(kept)
                 raise OptionError(f"{error}; the computed files are in {kept}") from None
-            readable = temporary.stat().st_mode & 0o666
             for file, target in zip(saved, targets, strict=True):
-                file.chmod(readable)  # safetensors saves for the owner alone, whatever the umask
+                file.chmod(temporary.stat().st_mode & 0o666)  # safetensors': the owner alone
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _replace(file, target)
         finally:

@@ -30,7 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmdecode.asr.correction.corrector import Corrector, imported_peft, load
+from mmdecode.asr.correction.corrector import Corrector
+from mmdecode.asr.correction.language_models import imported_peft, load
 from mmdecode.asr.correction.n_best_lists import NBestList, hash_fraction
 from mmdecode.asr.correction.prompts import NO_LABEL, ListPrompts, PromptOptions
 from mmdecode.errors import InputError, OptionError, UnknownNameError

@@ -91,7 +91,7 @@ def stored(
         kind: Class of the samples, a dataclass of tensors and numbers.
         windows: Waveforms of the windows.
         compute: Computes the samples of some windows, one per window.
-        settings: What the samples depend on in addition to the windows.
+        settings: Settings that the samples depend on, in addition to the windows.
     """
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=8)
     for window in windows:

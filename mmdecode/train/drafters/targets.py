@@ -293,7 +293,7 @@ def loaded(model_id: str, device: str = "cpu", dtype: torch.dtype | None = None)
     """
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    from mmdecode.asr.correction.corrector import load as load_text
+    from mmdecode.asr.correction.language_models import load as load_text
     from mmdecode.asr.recognizers.generic import GenericRecognizer
     from mmdecode.checkpoints import config_of, loading, local_path
     from mmdecode.vlm.loading import load
