@@ -332,9 +332,9 @@ def level_name(snr_db: float) -> str:
     return "clean" if math.isinf(snr_db) else f"{snr_db:g} dB"
 
 
-def run(bench: Bench, some: Sequence[Item], path: Path, snr_db: float, tuned: Any) -> Path:
+def run(bench: Bench, some: Sequence[Item], path: Path, snr_db: float, tuned: Any) -> None:
     """Runs every method on utterances at a noise level; rows are appended to a file."""
-    done = len(list(complete_lines(path))) if path.exists() else 0
+    done = number_of(path)
     with open_append(path) as file, progress_bar() as bar:
         task = bar.add_task(path.stem, total=len(some) - done)
         for batch in batches(some[done:]):
@@ -350,13 +350,12 @@ def run(bench: Bench, some: Sequence[Item], path: Path, snr_db: float, tuned: An
                 }
                 append_line(file, json.dumps(row).encode() + b"\n")
             bar.advance(task, len(batch))
-    return path
 
 
 def run_controls(bench: Bench, some: Sequence[Item], path: Path, snr_db: float, tuned: Any) -> None:
     """Adds the controls to the rows of a part, in a file of their own."""
     rows = [json.loads(line) for line in complete_lines(path)][: len(some)]
-    done = len(list(complete_lines(own))) if (own := controls_of(path)).exists() else 0
+    done = number_of(own := controls_of(path))
     with open_append(own) as file, progress_bar() as bar:
         task = bar.add_task(own.stem, total=len(rows) - done)
         for start in range(done, len(rows), BATCH):
@@ -372,6 +371,11 @@ def run_controls(bench: Bench, some: Sequence[Item], path: Path, snr_db: float, 
             bar.advance(task, len(batch))
 
 
+def number_of(path: Path) -> int:
+    """Number of complete rows of a file."""
+    return len(list(complete_lines(path))) if path.exists() else 0
+
+
 def controls_of(path: Path) -> Path:
     """File of the controls' texts."""
     return path.with_suffix(".controls.jsonl")
@@ -380,11 +384,6 @@ def controls_of(path: Path) -> Path:
 def judged(path: Path, best: str) -> dict[str, Any]:
     """Rates, oracles and paired tests of one part at one level."""
     rows = [json.loads(line) for line in complete_lines(path)]
-    own = controls_of(path)
-    more = [json.loads(line) for line in complete_lines(own)] if own.exists() else []
-    if len(more) == len(rows):
-        for row, texts in zip(rows, more, strict=True):
-            row["texts"] |= texts
     for row in rows:
         for free, kept in ((FREE, ALONE), (best, f"{best}, guarded")):
             row["texts"][kept] = guarded(row["texts"][free], row["hypotheses"])
@@ -400,9 +399,7 @@ def judged(path: Path, best: str) -> dict[str, Any]:
         score = summed(counted, aligner.normaliser, aligner.scorer, None)
         rates[way] = {"wer": score.value, "low": score.low, "high": score.high}
     tests = {}
-    pairs = [(way, best) for way in ways if way not in (best, GREEDY)]
-    controls = [way for way in ways if way not in (*RIVALS, *FUSIONS, GREEDY, f"{best}, guarded")]
-    for first, second in pairs + [(FIRST, way) for way in controls]:
+    for first, second in [(way, best) for way in ways if way not in (best, GREEDY)]:
         errors = [tables[w][:, 2:5].sum(1) for w in (first, second)]
         bootstrap = paired_bootstrap(errors[0], errors[1], words)
         tests[f"{first} to {second}"] = {
@@ -421,7 +418,35 @@ def judged(path: Path, best: str) -> dict[str, Any]:
         "tests": tests,
         "met": all(tests[f"{rival} to {best}"]["low"] > 0 for rival in RIVALS),
         "decided": {who: round(by.count(who) / len(by), 4) for who in sorted({*by})},
+        "controls": controlled(rows, controls_of(path), best, aligner),
     }
+
+
+def controlled(
+    rows: Sequence[Mapping[str, Any]], path: Path, best: str, aligner: Aligner
+) -> dict[str, Any]:
+    """Rates of the controls on the sentences that they were run on, by language model."""
+    lines = [json.loads(line) for line in complete_lines(path)] if path.exists() else []
+    if not lines:
+        return {}
+    kept = rows[: len(lines)]
+    ways = {way: [row["texts"][way] for row in kept] for way in (FIRST, best)}
+    ways |= {way: [texts[way] for texts in lines] for way in lines[0]}
+    tables = {
+        way: count_steps(
+            [aligner.steps(r["reference"], text) for r, text in zip(kept, texts, strict=True)]
+        )
+        for way, texts in ways.items()
+    }
+    words = tables[FIRST][:, 0]
+    found: dict[str, Any] = {"utterances": len(kept)}
+    for way, counted in tables.items():
+        gain = paired_bootstrap(*(tables[w][:, 2:5].sum(1) for w in (FIRST, way)), words)
+        found[way] = {
+            "wer": float(counted[:, 2:5].sum() / words.sum()),
+            "gained": [gain.difference, gain.low, gain.high],
+        }
+    return found
 
 
 def shown(results: dict[str, Any]) -> str:
@@ -452,8 +477,30 @@ def shown(results: dict[str, Any]) -> str:
         f"{results['settings']['recogniser']}; torch {facts['torch']}, transformers "
         f"{facts['transformers']}, {facts['date']}.\n\n{table(head, rows)}\n\n"
         f"Points of WER gained, with paired 95 % intervals (bootstrap over utterances):\n\n"
-        f"{table(test_head, tests)}"
+        f"{table(test_head, tests)}{controls_table(results['cases'])}"
     )
+
+
+def controls_table(cases: Mapping[str, Any]) -> str:
+    """The table of the controls; empty if there are none."""
+    rows, names = [], []
+    for case, one in cases.items():
+        if found := one["controls"]:
+            names = [name for name in found if name not in ("utterances", FIRST)]
+            rows.append([case, str(found["utterances"]), *(gained(found[n]) for n in names)])
+    if not rows:
+        return ""
+    return (
+        "\n\nControls: WER, %, and points gained over 1-best, of that fusion with each language "
+        f"model, on the first sentences of each part:\n\n"
+        f"{table(['part', 'utterances', *names], rows)}"
+    )
+
+
+def gained(found: Mapping[str, Any]) -> str:
+    """An error rate, and the points gained with their interval."""
+    points, low, high = (100 * value for value in found["gained"])
+    return f"{100 * found['wer']:.1f}; {points:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
 def arguments_of() -> argparse.Namespace:
@@ -466,6 +513,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--no-controls", action="store_true", help="also where there are models")
     parser.add_argument("--utterances", type=int, default=300, help="of the test, at each level")
     parser.add_argument("--unseen", type=int, default=100, help="of unseen templates, likewise")
+    parser.add_argument("--controls", type=int, default=100, help="sentences of each, of a part")
     parser.add_argument("--development", type=int, default=32, help="at each level")
     parser.add_argument("--snr", type=float, nargs="+", default=[math.inf, 21.0, 15.0, 9.0])
     parser.add_argument("--work", type=Path, default=Path("outputs/fusion"))
@@ -531,16 +579,23 @@ def main() -> None:
     cases: dict[str, Any] = {}
     settings = settings | {"controls": digests([*controls.values()])}
     results = {"settings": settings, "machine": facts, "tuned": tuned, "cases": cases}
+    parts = [
+        (part, count, level, work / f"{part}-{level:g}.jsonl")
+        for level in levels
+        for part, count in wanted.items()
+    ]
     # all parts and levels grow together, so that a run that is stopped has some of each
-    for goal in range(STAGE, max(wanted.values()) + STAGE, STAGE):
-        for level in levels:
-            for part, count in wanted.items():
+    goals = range(STAGE, max(wanted.values()) + STAGE, STAGE)
+    for goal in goals:
+        done = all(number_of(path) >= min(goal, count) for _, count, _, path in parts)
+        if not done or goal == goals[-1]:
+            for part, count, level, path in parts:
                 some = items(domain, part, min(goal, count))
-                path = run(bench, some, work / f"{part}-{level:g}.jsonl", level, tuned)
+                run(bench, some, path, level, tuned)
                 if with_controls:
-                    run_controls(bench, some, path, level, tuned)
+                    run_controls(bench, some[: arguments.controls], path, level, tuned)
                 cases[f"{part}, {level_name(level)}"] = judged(path, tuned["best"])
-        write_result(report, results)
+            write_result(report, results)
     print(shown(results))
     if arguments.page is not None:
         write_page(arguments.page, shown(results), SECTIONS[domain])
