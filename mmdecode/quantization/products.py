@@ -26,13 +26,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from mmdecode.quantization import kernels
 from mmdecode.quantization.kernels import LEAST, Integers, scaled
 
 CHUNK = 256
 """Rows that oneDNN multiplies at once; what they need then stays in the processor's cache."""
+FEWEST = 8
+"""Rows that oneDNN multiplies at least; fewer are padded."""
 _engine = threading.Lock()
 
 
@@ -85,8 +87,10 @@ class Matrix:
         parts = zip(x.flatten(0, -2).split(CHUNK), found.flatten(0, -2).split(CHUNK), strict=True)
         grid = kernels.grid(self.steps)
         for part, into in parts:  # rows do not depend on each other
-            given, largest = scaled(part)
-            product = _onednn(given, *grid, self.packed, self.scale, self._zeros)
+            # with AMX, oneDNN rounds the product of one or two rows in another way
+            given, largest = scaled(pad(part, (0, 0, 0, max(0, FEWEST - len(part)))))
+            product = _onednn(given, *grid, self.packed, self.scale, self._zeros)[: len(part)]
+            largest = largest[: len(part)]
             if bias is None:
                 torch.mul(product, largest, out=into)
             else:

@@ -171,7 +171,9 @@ def _rounded(layer: nn.Linear, round_all: Callable[[nn.Module], None]) -> nn.Mod
 
 
 def _allowed(layer: nn.Linear) -> float:
-    return SLACK * max(change(layer, layer.weight), torch.finfo(layer.weight.dtype).eps)
+    # sums are in float32 at least, and of many products
+    usual = max(torch.finfo(layer.weight.dtype).eps, 4 * torch.finfo(torch.float32).eps)
+    return SLACK * max(change(layer, layer.weight), usual)
 
 
 @torch.no_grad()

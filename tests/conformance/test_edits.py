@@ -188,7 +188,7 @@ def test_eager_attention_is_edited_alike(name):
     options = {"max_new_tokens": NEW, "do_sample": False, **vision_inputs("llava")}
     assert mmdecode.generate(model, decoder=decoder, **options).tolist() == expected.tolist()
     usual, eager = (guide.seen[i]["main"] for i in (0, NEW))
-    torch.testing.assert_close(usual.logits, eager.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(usual.logits, eager.logits, atol=3e-5, rtol=1e-5)
     torch.testing.assert_close(dict(usual.attention), dict(eager.attention))
 
 

@@ -423,19 +423,24 @@ def load_corrector(
 
 
 def temperatures_of(
-    model: str, main: float | None, acoustic: float | None, recogniser: Acoustic
+    model: str,
+    main: float | None = None,
+    acoustic: float | None = None,
+    recogniser: Acoustic | None = None,
 ) -> tuple[float, float]:
     """Returns the temperatures of a fusion's language model and recogniser.
 
     Each is the given value, else that of the language model's card, else 1. The recogniser's is
-    read from the card only if it was fitted for this recogniser; else there is a warning.
+    read from the card only if it was fitted for this recogniser; else there is a warning. Without a
+    recogniser the card's is returned.
     """
     fitted = read_json(model, CARD).get("temperatures", {})
     if main is None:
         main = fitted.get("main", 1.0)
     if acoustic is None and "acoustic" in fitted:
         acoustic, of = fitted["acoustic"], fitted.get("recogniser")
-        if of is not None and local_path(of) != recogniser.model.config.name_or_path:
+        at_hand = None if recogniser is None else recogniser.model.config.name_or_path
+        if of is not None and at_hand not in (None, local_path(of)):
             acoustic = None
             warnings.warn(
                 f"{model} has temperatures for {of}, not for the recogniser at hand: the "
