@@ -126,13 +126,13 @@ def toy_note(given: dict[str, Any]) -> str | None:
     what = "a toy that ships for tests"
     if f"zoo:{next(iter(real))}" == SYNTHETIC:
         what = "a toy that knows 489 words"
+    if REAL in instead and not is_installed(REAL):
+        instead += f" after: {scheme_card(REAL)['install']}"
     if len(real) > 1:
         return (
             f"{shown} are toys that ship for tests and make nonsense of your own files; name real "
             f"models: {instead}"
         )
-    if REAL in instead and not is_installed(REAL):
-        instead += f" after: {scheme_card(REAL)['install']}"
     return f"{shown} is {what} and makes nonsense of your own files; name a real model: {instead}"
 
 

@@ -35,8 +35,9 @@ def load(
         OptionError: The device, dtype or format does not exist.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
     from transformers.utils import find_adapter_config_file
+
+    from mmdecode.asr.recognizers import recognises
 
     kind, path = dtype_of(dtype, model_id, device), local_path(model_id)
     base = path
@@ -46,7 +47,7 @@ def load(
             adapter_config = json.loads(Path(adapter).read_text(encoding="utf-8"))
             base = local_path(adapter_config["base_model_name_or_path"])
         config = AutoConfig.from_pretrained(base, trust_remote_code=code_trusted())
-        if config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+        if recognises(config.model_type):
             raise InputError(
                 f"{model_id!r} is a speech recogniser (a {config.model_type} model); a corrector "
                 "needs a language model: give one trained by 'mmdecode train corrector', or "

@@ -102,13 +102,13 @@ def collect(
         windows: Waveforms at the recogniser's rate, each at most a window long.
         language: Token of the language; ``None``: there is none.
     """
-    ends = recognizer.eos_token_ids
+    ends = sorted(recognizer.eos_token_ids)
     for batch in batches_of([recognizer], windows, Decoder(), language):
         states, mask = batch.encoded.states, batch.encoded.mask
         assert states is not None, "the engine has an adapter"
         for row, tokens in enumerate(batch.ids[:, batch.prompt :].tolist()):
             kept = states[row] if mask is None else states[row][mask[row]]
-            ids = up_to_end(tokens[: batch.limits[row]], sorted(ends))
+            ids = up_to_end(tokens[: batch.limits[row]], ends)
             text = [int(token) for token in recognizer.text_tokens(ids) if token not in ends]
             yield Sample(text, kept.half().cpu())
 

@@ -99,10 +99,12 @@ def stored(
     parts, found = folder / f"transcripts-{digest.hexdigest()}", []
     for start in track(range(0, len(windows), PART), description="transcribing"):
         file = parts / f"{start:06d}.pt"
-        if not file.exists():
-            rows = [vars(sample) for sample in compute(windows[start : start + PART])]
-            write_state(file, rows)
-        found += [kind(**row) for row in torch.load(file, weights_only=True)]
+        if file.exists():
+            found += [kind(**row) for row in torch.load(file, weights_only=True)]
+            continue
+        samples = list(compute(windows[start : start + PART]))
+        write_state(file, [vars(sample) for sample in samples])
+        found += samples
     return found
 
 
