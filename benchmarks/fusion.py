@@ -418,26 +418,28 @@ def judged(path: Path, best: str) -> dict[str, Any]:
         "tests": tests,
         "met": all(tests[f"{rival} to {best}"]["low"] > 0 for rival in RIVALS),
         "decided": {who: round(by.count(who) / len(by), 4) for who in sorted({*by})},
-        "controls": controlled(rows, controls_of(path), best, aligner),
+        "controls": controlled(rows, controls_of(path), {w: tables[w] for w in (FIRST, best)}),
     }
 
 
 def controlled(
-    rows: Sequence[Mapping[str, Any]], path: Path, best: str, aligner: Aligner
+    rows: Sequence[Mapping[str, Any]], path: Path, known: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Rates of the controls on the sentences that they were run on, by language model."""
+    """Rates of the controls on the sentences that they were run on, by language model.
+
+    Args:
+        rows: The rows of the part.
+        path: File of the controls' texts.
+        known: Counts of the ways that the controls are compared with, a row per sentence.
+    """
     lines = [json.loads(line) for line in complete_lines(path)] if path.exists() else []
     if not lines:
         return {}
-    kept = rows[: len(lines)]
-    ways = {way: [row["texts"][way] for row in kept] for way in (FIRST, best)}
-    ways |= {way: [texts[way] for texts in lines] for way in lines[0]}
-    tables = {
-        way: count_steps(
-            [aligner.steps(r["reference"], text) for r, text in zip(kept, texts, strict=True)]
-        )
-        for way, texts in ways.items()
-    }
+    kept, aligner = rows[: len(lines)], Aligner()
+    tables = {way: counted[: len(lines)] for way, counted in known.items()}
+    for way in lines[0]:
+        pairs = zip(kept, lines, strict=True)
+        tables[way] = count_steps([aligner.steps(r["reference"], t[way]) for r, t in pairs])
     words = tables[FIRST][:, 0]
     found: dict[str, Any] = {"utterances": len(kept)}
     for way, counted in tables.items():
@@ -465,10 +467,7 @@ def shown(results: dict[str, Any]) -> str:
         row = [case]
         for rival in RIVALS:
             test = found["tests"][f"{rival} to {best}"]
-            row.append(
-                f"{100 * test['difference']:+.1f} [{100 * test['low']:+.1f}, "
-                f"{100 * test['high']:+.1f}]"
-            )
+            row.append(points(test["difference"], test["low"], test["high"]))
         tests.append([*row, "yes" if found["met"] else "no"])
     facts = results["machine"]
     test_head = ["part", *(f"{rival} to {best}" for rival in RIVALS), "all beyond the interval"]
@@ -499,8 +498,12 @@ def controls_table(cases: Mapping[str, Any]) -> str:
 
 def gained(found: Mapping[str, Any]) -> str:
     """An error rate, and the points gained with their interval."""
-    points, low, high = (100 * value for value in found["gained"])
-    return f"{100 * found['wer']:.1f}; {points:+.1f} [{low:+.1f}, {high:+.1f}]"
+    return f"{100 * found['wer']:.1f}; {points(*found['gained'])}"
+
+
+def points(difference: float, low: float, high: float) -> str:
+    """A difference and its interval in points."""
+    return f"{100 * difference:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
 def arguments_of() -> argparse.Namespace:
