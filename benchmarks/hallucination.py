@@ -27,7 +27,7 @@ from plot_hallucination import draw
 from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import run_script
 from mmdecode.evaluation import YesNoReport
-from mmdecode.evaluation.vision.data import read_questions
+from mmdecode.evaluation.vision.benchmarks import read_questions
 from mmdecode.evaluation.vision.modes import INERT, modes_of
 from mmdecode.evaluation.vision.runs import Recorder
 from mmdecode.runs.console import only_our_output

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from mmdecode.checkpoints import is_installed
-from mmdecode.evaluation.vision.data import read_questions
+from mmdecode.evaluation.vision.benchmarks import read_questions
 from mmdecode.zoo.scenes import draw_scene, render
 from tests.support.moonshine import NAME, needs_wheel
 from tests.support.notebooks import FOLDER, differences, execute, page, texts

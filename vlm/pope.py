@@ -19,7 +19,8 @@ from pathlib import Path
 
 from mmdecode.errors import run_script
 from mmdecode.evaluation import YesNoReport
-from mmdecode.evaluation.vision.data import ZOO, read_questions
+from mmdecode.evaluation.vision.benchmarks import read_questions
+from mmdecode.evaluation.vision.data import ZOO
 from mmdecode.evaluation.vision.items import ITEMS
 from mmdecode.evaluation.vision.modes import comparisons_of, modes_of
 from mmdecode.evaluation.vision.runs import Recorder

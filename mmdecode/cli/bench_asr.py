@@ -25,7 +25,7 @@ from mmdecode.cli.flags import (
 )
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
-from mmdecode.cli.shared import shipped_for, warn_of_load
+from mmdecode.cli.shared import warn_of_load
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnsupportedModelError
 from mmdecode.runs.console import console, only_our_output, out, print_line
 from mmdecode.runs.files import explained, marked_json, refuse_foreign, write_file
@@ -114,6 +114,7 @@ def asr(
     from mmdecode.asr.output.manifest import opened
     from mmdecode.asr.transcriber import make_options
     from mmdecode.checkpoints import device_of
+    from mmdecode.evaluation.speech.task import shipped_for
     from mmdecode.evaluation.speed.recogniser_speed import Measurement, ways_of, windows_of
     from mmdecode.evaluation.speed.stopwatch import load, machine
 

@@ -380,15 +380,6 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def shipped_for(model: str) -> Path:
-    """Returns the default data: synthetic speech for zoo recognisers, else real recordings."""
-    known = model.startswith("zoo:")
-    data = "zoo:speech-test" if known else "zoo:real-clips"
-    why = "synthetic speech, as in training" if known else "11 clips, too few for a claim"
-    print_line(f"data: {data} ({why}); give your own with --data", console)
-    return Path(data)
-
-
 def warn_of_load(load: float) -> None:
     """Prints a warning if the machine is too busy for times to be reliable.
 

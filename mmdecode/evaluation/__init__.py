@@ -1,47 +1,67 @@
-"""Evaluation: error counts with intervals, speed, reports, and audits of lossless decoding."""
+"""Evaluation: tasks and their reports, error counts with intervals, speed, and audits."""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.evaluation.audit import audit as _audit
-from mmdecode.evaluation.audit.audit import AuditReport
-from mmdecode.evaluation.audit.plain import Case, Plain
-from mmdecode.evaluation.speech.word_report import Comparison, WERReport, wer_report
-from mmdecode.evaluation.speed.memory import RowBytes, row_bytes
-
 if TYPE_CHECKING:
+    from mmdecode.evaluation.audit.audit import AuditReport, audit
+    from mmdecode.evaluation.audit.plain import Case, Plain
+    from mmdecode.evaluation.report.report import Report
+    from mmdecode.evaluation.speech.comparison import Comparison
+    from mmdecode.evaluation.speech.word_report import WERReport, wer_report
+    from mmdecode.evaluation.speed.memory import RowBytes, row_bytes
+    from mmdecode.evaluation.task import Task
+    from mmdecode.evaluation.vision.benchmarks import CaptionTask
     from mmdecode.evaluation.vision.caption_report import CaptionReport
     from mmdecode.evaluation.vision.choice_report import ChoiceReport
+    from mmdecode.evaluation.vision.items import CaptionItem, ChoiceItem, YesNoItem
+    from mmdecode.evaluation.vision.task import ChoiceTask, YesNoTask
     from mmdecode.evaluation.vision.yes_no_report import YesNoReport
 
-audit = _audit.audit  # an assignment: the folder of that name would be taken for it
+_MODULES = {
+    "audit.audit": ("AuditReport", "audit"),
+    "audit.plain": ("Case", "Plain"),
+    "report.report": ("Report",),
+    "speech.comparison": ("Comparison",),
+    "speech.word_report": ("WERReport", "wer_report"),
+    "speed.memory": ("RowBytes", "row_bytes"),
+    "task": ("Task",),
+    "vision.benchmarks": ("CaptionTask",),
+    "vision.caption_report": ("CaptionReport",),
+    "vision.choice_report": ("ChoiceReport",),
+    "vision.items": ("CaptionItem", "ChoiceItem", "YesNoItem"),
+    "vision.task": ("ChoiceTask", "YesNoTask"),
+    "vision.yes_no_report": ("YesNoReport",),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "AuditReport",
+    "CaptionItem",
     "CaptionReport",
+    "CaptionTask",
     "Case",
+    "ChoiceItem",
     "ChoiceReport",
+    "ChoiceTask",
     "Comparison",
     "Plain",
+    "Report",
     "RowBytes",
+    "Task",
     "WERReport",
+    "YesNoItem",
     "YesNoReport",
+    "YesNoTask",
     "audit",
     "row_bytes",
     "wer_report",
 ]
 
-_LAZY = {
-    "CaptionReport": "vision.caption_report",
-    "ChoiceReport": "vision.choice_report",
-    "YesNoReport": "vision.yes_no_report",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        import importlib
-
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -37,7 +37,6 @@ BASES = {
         "--no-controls --max-new-tokens 2 --resamples 2 --warmup 0"
         for task in ("pope", "chair", "mme", "spatial", "amber")
     },
-    "evaluate published": "TABLE",
     "evaluate images": "--model zoo:llamagen-scenes -n 2 --modes plain --resamples 20",
     "train medusa": "--model zoo:whisper-synth --data TABLE --out out",
     "train ctc": "--model zoo:whisper-synth --data TABLE --out out",

@@ -17,7 +17,7 @@ from mmdecode.asr.correction.n_best_lists import NBestList, read_lists, write_li
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.nbest.methods import Output, parts_of
 from mmdecode.evaluation.nbest.n_best import Aligner
-from mmdecode.evaluation.nbest.report import NBestReport, save_reports
+from mmdecode.evaluation.nbest.report import NBestReport, NBestReports
 from mmdecode.evaluation.report.layout import MADE_BY
 from mmdecode.evaluation.speech.wer import wer
 from tests.support import tiny_models
@@ -300,9 +300,9 @@ def test_what_cannot_be_is_refused(options, error, message, data):
 # The report as an object
 
 
-def report_of(lists, texts, **options):
+def report_of(lists, texts, data="d"):
     parts = parts_of(lists, 0.0, 0.0)
-    return NBestReport("d", parts, {"m": Output(texts=texts)}, Aligner("none"), resamples=50)
+    return NBestReport(data, parts, {"m": Output(texts=texts)}, Aligner("none"), resamples=50)
 
 
 def test_a_report_shows_what_it_made_worse_and_how_certain_that_is(tmp_path):
@@ -311,10 +311,10 @@ def test_a_report_shows_what_it_made_worse_and_how_certain_that_is(tmp_path):
     assert report.summary["methods"]["m"]["worse"] == 30
     [comparison] = report.comparisons
     assert comparison.bootstrap.p_second_better == 0
-    assert "made worse" in report.shown("m") and "made better" not in report.shown("m")
-    assert report.shown("1best") == ""
+    shown = {heading for heading, examples in report.examples().items() if examples}
+    assert shown == {"d: m, 5 that it made worse"}
     assert repr(report) == report.table() and "<table" in report._repr_html_()
-    save_reports([report, report_of(lists[:9], ["x"] * 9)], tmp_path)
+    NBestReports([report, report_of(lists[:9], ["x"] * 9, "e")]).save(tmp_path)
     assert len((tmp_path / "texts.jsonl").read_text().splitlines()) == 39
     assert (tmp_path / "report.html").read_text().count("made worse") == 2
 

@@ -150,7 +150,7 @@ def test_tables_and_page_say_what_was_missed(tmp_path):
     found = report([10, 10], [9, 9], speech)
     files = found.save(tmp_path)
     assert [path.name for path in files] == [
-        "summary.json", "table.md", "table.csv", "report.html",
+        "summary.json", "table.md", "table.csv", "report.html", "words_per_minute.png",
     ]  # fmt: skip
     assert "other: misses noise" in found.table()
     page = files[3].read_text()

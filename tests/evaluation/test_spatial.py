@@ -14,10 +14,10 @@ from mmdecode.evaluation.vision.choice_report import ChoiceReport
 from mmdecode.evaluation.vision.items import ChoiceItem, read_items
 from mmdecode.evaluation.vision.tasks.spatial import (
     read_choices,
-    read_vsr,
     read_whats_up,
     score_choices,
 )
+from mmdecode.evaluation.vision.tasks.vsr import read_vsr
 from mmdecode.evaluation.vision.yes_no import score_answers
 from mmdecode.runs.tables import write_rows
 

@@ -317,7 +317,7 @@ def test_everything_is_written(tmp_path):
         assert [row["mode"] for row in csv.DictReader(file)] == ["slow", "fast"]
     table = (tmp_path / "out" / "table.md").read_text()
     assert table.startswith(f"{MADE_BY}\n")
-    lines = table.removeprefix(f"{MADE_BY}\n").splitlines()
+    lines = [line for line in table.splitlines() if line.startswith("|")]
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
     assert "normaliser whisper" in report.table() and "batch size 1" in report.table()
     page = (tmp_path / "out" / "report.html").read_text()
@@ -341,7 +341,7 @@ def test_the_worst_items_can_be_played_and_read():
         sample("c"),
     ]
     worst = WERReport(samples, normaliser="none").worst(5)
-    assert (len(worst), worst.errors) == (2, [3, 1])
+    assert [one.note for one in worst] == ["3 word errors", "1 word error"]
     assert "broken" in repr(worst)
     page = worst._repr_html_()
     seen = tags(page)

@@ -27,7 +27,6 @@ from mmdecode.evaluation.stats.margins import (
     fit_shift,
 )
 from mmdecode.evaluation.vision.answers import PARSERS, choice, leading, original, parser_of
-from mmdecode.evaluation.vision.table_lint import PublishedRow, check_recalls, check_row
 from mmdecode.evaluation.vision.yes_no import count_answers, rates, score_answers
 from tests.support.files import json_lines
 
@@ -280,83 +279,6 @@ def test_a_shift_is_fitted_on_other_images():
     assert (cross_fitted_shifts(margins, yes_share, images, folds=10)[:10] == shifts[:10]).all()
     with pytest.raises(OptionError, match="other images"):
         cross_fitted_shifts(margins, yes_share, ["a"] * 100)
-
-
-# Published rows
-
-
-def row(accuracy, f1, yes=None, step=0.1):
-    return PublishedRow(accuracy=accuracy, f1=f1, yes_ratio=yes, step=step)
-
-
-POSSIBLE = {
-    "greedy": [(87.1, 85.5, 39.2), (85.8, 84.3, 40.4), (83.6, 82.3, 42.6)],
-    "vcd": [(88.6, 88.2, 46.4), (86.2, 86.0, 48.8), (81.9, 82.5, 53.1)],
-    "flipped near ties": [(89.6, 89.0, 44.2), (87.3, 86.9, 46.5), (83.6, 83.6, 50.1)],
-}
-"""Rows of one greedy run as printed by the critique of contrastive decoding, section 4."""
-
-
-@pytest.mark.parametrize("name", POSSIBLE)
-def test_rows_that_fit_pass(name):
-    splits = dict(zip("rpa", [row(*one) for one in POSSIBLE[name]], strict=True))
-    assert [check_row(one) for one in splits.values()] == [[], [], []]
-    assert check_recalls(splits) == []
-
-
-@pytest.mark.parametrize(
-    ("precision", "recall", "accuracy", "implied"),
-    [(92.48, 75.22, 82.93, "84.55"), (None, None, None, None)],
-)
-def test_a_mean_that_contradicts_itself_is_flagged(precision, recall, accuracy, implied):
-    if precision is None:
-        # the same row with the accuracy that follows from it
-        assert not check_row(
-            PublishedRow(precision=92.48, recall=75.22, accuracy=84.55, averaged=True)
-        )
-        return
-    for averaged in (True, False):
-        (problem,) = check_row(
-            PublishedRow(precision=precision, recall=recall, accuracy=accuracy, averaged=averaged)
-        )
-        assert implied in problem
-
-
-def test_the_old_random_split_is_recognised():
-    """OPERA's README: accuracy 89.4, F1 89.6 and 50.6 % yes need 2,910 questions."""
-    (problem,) = check_row(row(89.4, 89.6, 50.6))
-    assert "2,910" in problem
-    (problem,) = check_row(PublishedRow(accuracy=89.4, precision=90.4, recall=88.8, step=0.1))
-    assert "2,910" in problem
-    assert check_row(PublishedRow(accuracy=89.7, precision=90.4, recall=88.8, step=0.1)) == []
-
-
-def test_unequal_recalls_are_flagged():
-    """OPERA's beams in RITUAL's table: recalls 86.2, 87.7 and 87.7."""
-    splits = {"random": row(89.37, 89.02, step=0.01), "popular": row(86.20, 86.40, step=0.01)}
-    (problem,) = check_recalls(splits)
-    assert "86.20 to 86.27" in problem and "87.67 to 87.73" in problem
-
-
-def test_a_wrong_digit_is_found():
-    """Every row of counts passes, and no longer does with its accuracy half a point higher."""
-    random = np.random.default_rng(0)
-    for true, false in random.integers(200, 1300, size=(2, 2)):
-        counts = count_row(true, false)
-        shown = {name: round(100 * value, 2) for name, value in counts.items()}
-        assert check_row(PublishedRow(**shown)) == []
-        assert check_row(PublishedRow(**shown | {"accuracy": shown["accuracy"] + 0.5}))
-
-
-def count_row(true, false):
-    found = rates(np.array([true, false, 1500 - false, 1500 - true, 0, 0]))
-    return {name: float(v) for name, v in found.items() if name != "unparsed"}
-
-
-def test_a_row_that_says_too_little_is_refused():
-    with pytest.raises(OptionError, match="at least two"):
-        check_row(PublishedRow(accuracy=80.0))
-    assert "0 to 100" in check_row(PublishedRow(accuracy=180.0, f1=3.0))[0]
 
 
 def test_counts_have_one_column_for_each_answer():

@@ -14,7 +14,7 @@ from mmdecode.asr import Transcriber
 from mmdecode.asr.correction.corrector import Corrector
 from mmdecode.asr.correction.selection import TextScorer
 from mmdecode.errors import OptionError, UnsupportedModelError
-from mmdecode.evaluation.vision.data import read_questions
+from mmdecode.evaluation.vision.benchmarks import read_questions
 from mmdecode.image_ar import ImageGenerator
 from mmdecode.image_ar.loading import config_of
 from mmdecode.quantization import is_quantized

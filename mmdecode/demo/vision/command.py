@@ -78,7 +78,7 @@ def run(
     from mmdecode import registry
     from mmdecode.demo.vision import page as answer_page
     from mmdecode.demo.vision.page import PLAIN, Answers, ImageSet, Pictured
-    from mmdecode.evaluation.vision.data import vocabulary_of, zoo_image
+    from mmdecode.evaluation.vision.benchmarks import vocabulary_of, zoo_image
     from mmdecode.runs.files import refuse_foreign, write_file
     from mmdecode.vlm import Answerer, loading
     from mmdecode.zoo.scene_sets import image_name

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import html
-import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,23 +31,17 @@ from mmdecode.evaluation.images.runs import (
     stacked,
 )
 from mmdecode.evaluation.images.samples import Likelihood, likelihood
-from mmdecode.evaluation.report.layout import (
-    Rows,
-    document,
-    html_table,
-    markdown,
-    markdown_page,
-    number,
-    percent,
-    without_empty,
-)
+from mmdecode.evaluation.report.layout import Rows, number, percent, without_empty
+from mmdecode.evaluation.report.report import Report
 from mmdecode.evaluation.stats.image_means import MARGIN, equivalence, mean_of, welch
 from mmdecode.evaluation.stats.image_tables import PERMUTATIONS, marginals, neighbours, two_sample
 from mmdecode.evaluation.stats.intervals import holm
 from mmdecode.image_ar.loading import RasterModel
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.image_classifier import Classifier, Judged
-from mmdecode.runs.files import marked_json, write_files
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BITS = 1 / np.log(2)
 ALARM = 1e-3
@@ -182,7 +174,7 @@ def to_bytes(pixels: Tensor) -> np.ndarray:
     return (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
 
 
-class ImageReport:
+class ImageReport(Report):
     """Report that compares modes (ways to sample images of one model) with plain decoding.
 
     Args:
@@ -190,7 +182,7 @@ class ImageReport:
         guarantees: Guarantee that each mode claims, such as ``exact``.
         groups: Group of every code, ``(C,)``, see
             `mmdecode.evaluation.stats.image_tables.code_groups`.
-        failed: Number of images that failed, by mode.
+        failed: Images that failed: mode, condition, ordinal and error of each.
         classes: The classifier's class of each condition; ``None``: accuracy is not computed.
         truth: Reference images; ``None``: there are none.
         conditions: Settings and hardware of the run, shown in the report.
@@ -211,7 +203,7 @@ class ImageReport:
         *,
         guarantees: Mapping[str, str],
         groups: np.ndarray,
-        failed: Mapping[str, int] | None = None,
+        failed: Sequence[ImageRow] = (),
         classes: Mapping[Any, int] | None = None,
         truth: Truth | None = None,
         conditions: Mapping[str, Any] | None = None,
@@ -226,7 +218,17 @@ class ImageReport:
                 "give a larger --count, or see why images failed"
             )
         self.found, self.guarantees, self.groups = dict(found), guarantees, groups
-        self.failed, self.classes, self.truth = failed or {}, classes, truth
+        self.failed_images = [
+            {
+                "mode": row.mode,
+                "condition": row.condition,
+                "ordinal": row.ordinal,
+                "error": row.error,
+            }
+            for row in failed
+        ]
+        self.failed = Counter(row.mode for row in failed)
+        self.classes, self.truth = classes, truth
         self.conditions = dict(conditions or {})
         self.margin, self.permutations = margin, permutations
         self.resamples, self.seed = resamples, seed
@@ -246,7 +248,7 @@ class ImageReport:
         modes = {
             name: {
                 "claims": self.guarantees[name],
-                "failed": self.failed.get(name, 0),
+                "failed": self.failed[name],
                 **self._cost(name),
                 **self._distribution(name),
                 "tests": tests[name],
@@ -391,9 +393,27 @@ class ImageReport:
             tables.append(without_empty(rows))
         return tables
 
-    def table(self) -> str:
-        """The tables and an explanation of their numbers, as Markdown."""
-        return "\n".join([*map(markdown, self.tables()), f"{self.about()}\n"])
+    def rows(self) -> Rows:
+        """Cost and likelihood of each mode."""
+        return self.tables()[0]
+
+    def brief(self) -> list[Rows]:
+        """The tables; none of them is long."""
+        return self.tables()
+
+    def verdict(self) -> list[str]:
+        """States which modes are shown to sample from another distribution than plain decoding."""
+        modes = self.summary["modes"]
+        others = {name: modes[name]["verdict"] for name in modes if name not in (PLAIN, AGAIN)}
+        apart = [
+            name
+            for name in others
+            if min(test["p_holm"] for test in modes[name]["tests"].values()) < ALARM
+        ]
+        if not others:
+            return ["Plain decoding alone was sampled."]
+        first = f"Another distribution than {PLAIN} is shown for {', '.join(apart) or 'no mode'}."
+        return [first, *(f"{name}: {text}." for name, text in others.items())]
 
     def about(self) -> str:
         """One paragraph that explains the numbers of the tables."""
@@ -410,37 +430,17 @@ class ImageReport:
                 f"two halves of {real['floor_images']} real pictures each it is "
                 f"{real['floor']['value']:.2f} on average"
             )
+        parts += [f"{name}: {text}" for name, text in TESTS.items()]
         return "; ".join(parts)
 
-    def page(self) -> str:
-        """One HTML file with tables, explanation and images."""
-        overview = "".join(map(html_table, self.tables()))
-        tests = "".join(
-            f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>"
-            for name, text in TESTS.items()
-        )
-        overview += f"<p>{html.escape(self.about())}</p><dl>{tests}</dl>"
-        return document(self.title, overview, self.sheets, "", self.conditions)
-
-    @cached_property
-    def sheets(self) -> dict[str, bytes]:
-        """A contact sheet (PNG) per mode, with the conditions in the same order in each."""
+    def figures(self) -> dict[str, Figure | bytes]:
+        """A contact sheet per mode, with the conditions in the same order in each."""
         shown = {name: one.shown for name, one in self.found.items() if one.shown is not None}
         return {name: sheet(images, name) for name, images in shown.items()}
 
-    def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
-        """Writes summary, tables and page; returns their paths.
-
-        Args:
-            folder: Output folder; created if it does not exist.
-            overwrite: Whether to replace files that were not written by this library.
-        """
-        files = {
-            "summary.json": marked_json(self.summary, indent=1),
-            "table.md": markdown_page(self.table()),
-            "report.html": self.page(),
-        }
-        return write_files(Path(folder), files, overwrite)
+    def failures(self) -> list[dict[str, Any]]:
+        """Images that could not be generated."""
+        return self.failed_images
 
 
 def verdict(mode: Mapping[str, Any]) -> str:

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import html
-import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.evaluation.nbest.methods import FIRST, Output, Parts
 from mmdecode.evaluation.nbest.n_best import Aligner, changes, count_lists, reference_of
-from mmdecode.evaluation.report.layout import (
-    Rows,
-    csv_text,
-    document,
-    html_table,
-    markdown,
-    markdown_page,
-    without_empty,
-)
-from mmdecode.evaluation.report.pages import marked
-from mmdecode.evaluation.speech.comparison import Comparison, Scored, compared
+from mmdecode.evaluation.report.examples import Example, Examples
+from mmdecode.evaluation.report.layout import Rows, without_empty
+from mmdecode.evaluation.report.report import Report
+from mmdecode.evaluation.speech.comparison import Comparison, Scored, compared, verdict_of
 from mmdecode.evaluation.speech.normalisers import ORIGINS
 from mmdecode.evaluation.speech.samples import Sample
-from mmdecode.evaluation.speech.wer import WER, align_as_written, count_steps, summed
+from mmdecode.evaluation.speech.wer import WER, Step, align_as_written, count_steps, summed
 from mmdecode.evaluation.stats.intervals import RESAMPLES, holm, interval, resampled_sums
-from mmdecode.runs.files import marked_json, write_files
 from mmdecode.runs.tables import rows_text
 
 THRESHOLD = " (threshold)"
@@ -40,7 +28,7 @@ SHOWN = 5  # improved lists, and worse lists, that a page shows for each method
 RULES = 20  # rules of a table that a page shows
 
 
-class NBestReport:
+class NBestReport(Report):
     """Report on methods on the test part of one set of N-best lists, with the fitted settings.
 
     Lists whose reference has no words count too, as in published results.
@@ -190,9 +178,16 @@ class NBestReport:
             rows.append({name: row.get(name, "") for name in names})
         return without_empty(rows)
 
-    def table(self) -> str:
-        """The scores as a Markdown table, with an explanation below it."""
-        return f"{markdown(self.rows())}\n{self.about()}\n"
+    def verdict(self) -> list[str]:
+        """States which methods differ from the first hypotheses in word errors."""
+        rate = self.summary["methods"][FIRST]["wer"]
+        if not self.comparisons:
+            return [f"{self.data}: {FIRST} has {100 * rate:.2f} % word errors."]
+        return [f"{self.data}: {verdict_of(FIRST, rate, self.comparisons)}"]
+
+    def tables(self) -> list[Rows]:
+        """The table of scores, and the strongest rules of learned replacements."""
+        return [self.rows(), *([rules] if (rules := self._rules()) else [])]
 
     def about(self) -> str:
         """Explains the numbers in a sentence or two."""
@@ -223,125 +218,132 @@ class NBestReport:
             parts.append("only a part of the set was scored: not a result to report")
         return "; ".join(parts)
 
-    def shown(self, mode: str, count: int = SHOWN) -> str:
-        """Alignments of the lists that a method improved or worsened most, as HTML."""
+    def examples(self) -> dict[str, Examples]:
+        """The lists that each method improved or worsened most."""
+        found = {}
         before = self.counts.first[:, 2:5].sum(1)
-        after = self.scored[mode].counts[:, 2:5].sum(1)
-        order = np.argsort(after - before, kind="stable")
-        better = [int(i) for i in order[:count] if after[i] < before[i]]
-        worse = [int(i) for i in order[::-1][:count] if after[i] > before[i]]
-        return "".join(
-            f"<h3>{len(indices)} that it made {what}</h3>"
-            + "".join(self._article(mode, i, int(before[i]), int(after[i])) for i in indices)
-            for what, indices in (("better", better), ("worse", worse))
-            if indices
-        )
+        for mode in self.texts:
+            change = self.scored[mode].counts[:, 2:5].sum(1) - before
+            order = np.argsort(change, kind="stable")
+            better = [int(i) for i in order[:SHOWN] if change[i] < 0]
+            worse = [int(i) for i in order[::-1][:SHOWN] if change[i] > 0]
+            for what, indices in (("better", better), ("worse", worse)):
+                found[f"{self.data}: {mode}, {len(indices)} that it made {what}"] = Examples(
+                    self._example(mode, i, int(before[i]), int(change[i])) for i in indices
+                )
+        return found
 
-    def _article(self, mode: str, index: int, before: int, after: int) -> str:
-        one, text = self.parts.test[index], self.texts[mode][index]
+    def _example(self, mode: str, index: int, before: int, change: int) -> Example:
+        one = self.parts.test[index]
+        reference = reference_of(one)
 
-        def aligned(hypothesis: str) -> str:
-            scorer = self.aligner.scorer
-            steps = align_as_written(reference_of(one), hypothesis, self.aligner.normaliser, scorer)
-            return marked(steps)
+        def aligned(hypothesis: str) -> Sequence[Step]:
+            named = self.aligner.normaliser, self.aligner.scorer
+            return align_as_written(reference, hypothesis, *named)
 
-        lines = [("reference", html.escape(reference_of(one))), ("1-best", aligned(one.best))]
-        lines.append((html.escape(mode), aligned(text)))
         others = [other for other in dict.fromkeys(one.hypotheses[1:]) if other != one.best]
-        lines += [("also", aligned(other)) for other in others]
-        rows = "".join(f"<dt>{name}</dt><dd>{shown}</dd>" for name, shown in lines)
-        return (
-            f'<article class="clip"><h3>{html.escape(one.id)}</h3>'
-            f"<p>{before} word error{'s' * (before != 1)} before, {after} after</p>"
-            f"<dl>{rows}</dl></article>"
+        return Example(
+            name=one.id,
+            note=f"{before} word error{'s' * (before != 1)} before, {before + change} after",
+            lines=[
+                ("reference", reference),
+                ("1-best", aligned(one.best)),
+                (mode, aligned(self.texts[mode][index])),
+                *(("also", aligned(other)) for other in others),
+            ],
         )
 
-    def section(self) -> str:
-        """Table, explanation, comparisons and examples of the set, as HTML."""
-        compared = "".join(f"<li>{html.escape(str(found))}</li>" for found in self.comparisons)
-        examples = "".join(
-            f"<h2>{html.escape(self.data)}: {html.escape(mode)}</h2>{shown}"
-            for mode in self.texts
-            if (shown := self.shown(mode))
-        )
-        return (
-            f"<h2>{html.escape(self.data)}</h2>{html_table(self.rows())}"
-            f"<p>{html.escape(self.about())}</p><ul>{compared}</ul>{self._rules()}{examples}"
-        )
-
-    def _rules(self) -> str:
+    def _rules(self) -> Rows:
         rules = [rule for output in self.outputs.values() for rule in output.rules or ()]
-        if not rules:
-            return ""
-        strongest = sorted(rules, key=lambda rule: -rule.errors_saved)[:RULES]
-        return "<h3>Rules of the table, the strongest first</h3>" + html_table(
-            [
-                {
-                    "recognised": " ".join(rule.hypothesis),
-                    "replaced by": " ".join(rule.reference),
-                    "errors saved": str(rule.errors_saved),
-                    "seen": str(rule.seen),
-                }
-                for rule in strongest
-            ]
-        )
+        return [
+            {
+                "recognised": " ".join(rule.hypothesis),
+                "replaced by": " ".join(rule.reference),
+                "errors saved": str(rule.errors_saved),
+                "seen": str(rule.seen),
+            }
+            for rule in sorted(rules, key=lambda rule: -rule.errors_saved)[:RULES]
+        ]
 
-    def _repr_html_(self) -> str:
-        return html_table(self.rows()) + f"<p>{html.escape(self.about())}</p>"
+    def records(self) -> list[dict[str, Any]]:
+        """Reference of each list, and its text by each method."""
+        return [
+            {
+                "data": self.data,
+                "id": one.id,
+                "reference": one.reference,
+                "texts": {mode: texts[index] for mode, texts in self.texts.items()},
+            }
+            for index, one in enumerate(self.parts.test)
+        ]
 
-    def __repr__(self) -> str:
-        return self.table()
+    def failures(self) -> list[dict[str, Any]]:
+        """Lists that failed under a method."""
+        return [
+            {"data": self.data, "method": name, "id": which, "error": error}
+            for name, output in self.outputs.items()
+            for which, error in output.failed.items()
+        ]
 
 
-def joined_rows(reports: Sequence[NBestReport]) -> Rows:
-    """Joins the tables of several sets, with a column for the name of the set."""
-    rows = [{"data": report.data} | row for report in reports for row in report.rows()]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return [{name: row.get(name, "") for name in names} for row in rows]
-
-
-def save_reports(
-    reports: Sequence[NBestReport], folder: str | os.PathLike[str], overwrite: bool = False
-) -> list[Path]:
-    """Writes summary, tables, a page and the texts of several sets; returns their paths.
+class NBestReports(Report):
+    """Reports of several sets as one; see `NBestReport`.
 
     The summary and the tables contain numbers only; references and texts are in ``texts.jsonl`` and
     on the page.
 
     Args:
-        reports: Report of each set.
-        folder: Output folder; created if it does not exist.
-        overwrite: Whether to replace files that this library did not write.
+        sets: Report of each set.
     """
-    summary = {"task": "nbest", "sets": [report.summary for report in reports]}
-    tables = "\n".join(
-        report.table() + "".join(f"\n- {found}" for found in report.comparisons) + "\n"
-        for report in reports
-    )
-    page = document(
-        "N-best lists",
-        "".join(report.section() for report in reports),
-        {},
-        "",
-        reports[0].conditions,
-    )
-    files = {
-        "summary.json": marked_json(summary, indent=1),
-        "table.md": markdown_page(tables),
-        "table.csv": csv_text(joined_rows(reports)),
-        "report.html": page,
-        "texts.jsonl": rows_text(row for report in reports for row in _texts(report)),
-    }
-    return write_files(Path(folder), files, overwrite)
 
+    title = "N-best lists"
 
-def _texts(report: NBestReport) -> list[dict[str, Any]]:
-    lists: Sequence[NBestList] = report.parts.test
-    return [
-        {"data": report.data, "id": one.id, "reference": one.reference}
-        | {"texts": {mode: texts[index] for mode, texts in report.texts.items()}}
-        for index, one in enumerate(lists)
-    ]
+    def __init__(self, sets: Sequence[NBestReport]) -> None:
+        self.sets, self.conditions = list(sets), sets[0].conditions
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """All numbers and settings, without texts."""
+        return {"task": "nbest", "sets": [one.summary for one in self.sets]}
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        """Comparisons of all sets."""
+        return [found for one in self.sets for found in one.comparisons]
+
+    def verdict(self) -> list[str]:
+        """A sentence on each set."""
+        return [line for one in self.sets for line in one.verdict()]
+
+    def rows(self) -> Rows:
+        """The tables of all sets, with a column for the name of the set."""
+        rows = [{"data": one.data} | row for one in self.sets for row in one.rows()]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        return [{name: row.get(name, "") for name in names} for row in rows]
+
+    def tables(self) -> list[Rows]:
+        """The joined table, and the further tables of each set."""
+        return [self.rows(), *(rows for one in self.sets for rows in one.tables()[1:])]
+
+    def about(self) -> str:
+        """A line on each set."""
+        return "\n".join(one.about() for one in self.sets)
+
+    def examples(self) -> dict[str, Examples]:
+        """Examples of all sets."""
+        return {name: shown for one in self.sets for name, shown in one.examples().items()}
+
+    def records(self) -> list[dict[str, Any]]:
+        """Texts of all sets."""
+        return [row for one in self.sets for row in one.records()]
+
+    def failures(self) -> list[dict[str, Any]]:
+        """Failed lists of all sets."""
+        return [failed for one in self.sets for failed in one.failures()]
+
+    def further_files(self) -> dict[str, str | bytes]:
+        """References and texts."""
+        return {"texts.jsonl": rows_text(self.records())}
 
 
 def _row(mode: str, rate: float, low: float, high: float) -> dict[str, str]:

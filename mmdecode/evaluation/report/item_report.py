@@ -7,32 +7,24 @@ decoding) or a control.
 from __future__ import annotations
 
 import abc
-import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic
+from typing import Any, Generic
 
 import numpy as np
 
-from mmdecode.errors import MissingExtraError, OptionError, UnknownNameError
-from mmdecode.evaluation.report import plots
-from mmdecode.evaluation.report.item_comparison import ItemComparison
-from mmdecode.evaluation.report.item_page import ImageSource, Shown, overview, page_of
+from mmdecode.errors import OptionError, UnknownNameError
+from mmdecode.evaluation.report.examples import Example, Examples, ImageSource, image_url
+from mmdecode.evaluation.report.item_comparison import compared_rows
 from mmdecode.evaluation.report.item_verdict import verdict_of
-from mmdecode.evaluation.report.layout import Rows, csv_text, markdown, markdown_page
+from mmdecode.evaluation.report.layout import Rows
+from mmdecode.evaluation.report.report import Report
 from mmdecode.evaluation.stats.intervals import RESAMPLES
 from mmdecode.evaluation.vision.items import ITEMS, Some
-from mmdecode.runs.files import marked_json, write_files
 from mmdecode.runs.tables import rows_text
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
-SUMMARY = "summary.json"
-
-
-class ItemReport(abc.ABC, Generic[Some]):
+class ItemReport(Report, Generic[Some]):
     """Base class of reports on saved answers; each kind of question has a subclass.
 
     Args:
@@ -180,39 +172,9 @@ class ItemReport(abc.ABC, Generic[Some]):
             "conditions": self.conditions,
         }
 
-    @property
     @abc.abstractmethod
-    def summary(self) -> dict[str, Any]:
-        """All numbers and settings of the report."""
-
-    @property
-    @abc.abstractmethod
-    def comparisons(self) -> list[ItemComparison]:
-        """Comparisons of each mode with the baseline and its controls, corrected by Holm."""
-
-    @abc.abstractmethod
-    def rows(self) -> list[dict[str, str]]:
-        """Main table of scores, one row per mode or per mode and question set."""
-
-    @abc.abstractmethod
-    def about(self) -> str:
-        """Explains the numbers in a sentence or two."""
-
-    @abc.abstractmethod
-    def worst(self, count: int = 5, mode: str | None = None) -> Shown:
+    def worst(self, count: int = 5, mode: str | None = None) -> Examples:
         """Up to ``count`` wrong answers of a mode, with images; ``None``: the first mode."""
-
-    @abc.abstractmethod
-    def figures(self) -> dict[str, Figure]:
-        """Figures by name; a figure without data is left out."""
-
-    def tables(self) -> list[Rows]:
-        """All tables, the main one first."""
-        return [self.rows()]
-
-    def brief(self) -> Rows:
-        """Short table: a row for each mode with the main scores."""
-        return self.rows()
 
     @abc.abstractmethod
     def summary_line(self, mode: str, within: str) -> str:
@@ -231,56 +193,43 @@ class ItemReport(abc.ABC, Generic[Some]):
         judged = [one for one in self._recorded_modes[1:] if one not in self.controls]
         return verdict_of(self, judged)
 
-    def table(self) -> str:
-        """The verdict, the scores and their explanation, as Markdown."""
-        verdict = "".join(f"- {line}\n" for line in self.verdict())
-        return "\n".join([verdict, *map(markdown, self.tables()), f"{self.about()}\n"])
+    def differences(self) -> Rows:
+        """Table of the comparisons, in percentage points."""
+        return compared_rows(self.comparisons)
 
-    def to_pandas(self) -> Any:
-        """Every answer, as a pandas frame.
+    def examples(self) -> dict[str, Examples]:
+        """Wrong answers of each mode."""
+        return {f"Most wrong, {mode}": self.worst(5, mode) for mode in self.modes}
 
-        Raises:
-            MissingExtraError: pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingExtraError("a frame of answers needs pandas", extra="eval") from error
-        found = [item for m in self.modes for answers in self.answers(m) for item in answers]
-        return pandas.DataFrame([item.as_dict() for item in found])
-
-    @cached_property
-    def drawings(self) -> dict[str, bytes]:
-        """The figures as PNG data, by name."""
-        return {name: plots.png(figure) for name, figure in self.figures().items()}
-
-    def page(self) -> str:
-        """Returns one HTML file with tables, figures, and the worst answers."""
-        return page_of(self)
-
-    def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
-        """Writes answers, summary, tables, figures and page; returns their paths but the first.
+    def shown(self, items: Sequence[Some], notes: Sequence[str]) -> Examples:
+        """Answers with their images.
 
         Args:
-            folder: Output folder; created if it does not exist.
-            overwrite: Whether to replace files that were not written by this library.
-
-        Returns:
-            Paths of all written files except that of the answers.
+            items: Answers, in order.
+            notes: A line of text for each answer.
         """
-        lines = "".join(f"- {found}\n" for found in self.comparisons)
-        files: dict[str, str | bytes] = {
-            ITEMS: rows_text(item.as_dict() for item in self.recorded),
-            SUMMARY: marked_json(self.summary, indent=1),
-            "table.md": markdown_page(f"{self.table()}\n{lines}"),
-            "table.csv": csv_text(self.rows()),
-            "report.html": self.page(),
-        }
-        files |= {f"{name}.png": data for name, data in self.drawings.items()}
-        return write_files(Path(folder), files, overwrite)[1:]
+        return Examples(
+            Example(
+                name=item.id,
+                note=note,
+                lines=[("asked", item.question), ("answered", item.error or item.output)],
+                image=image_url(item.image, self.images),
+            )
+            for item, note in zip(items, notes, strict=True)
+        )
 
-    def _repr_html_(self) -> str:
-        return overview(self)
+    def records(self) -> list[dict[str, Any]]:
+        """Every answer."""
+        return [i.as_dict() for m in self.modes for answers in self.answers(m) for i in answers]
 
-    def __repr__(self) -> str:
-        return self.table()
+    def failures(self) -> list[dict[str, Any]]:
+        """Questions whose decoding failed."""
+        return [
+            {"id": one.id, "mode": one.mode, "seed": one.seed, "error": one.error}
+            for one in self.recorded
+            if one.error is not None
+        ]
+
+    def further_files(self) -> dict[str, str | bytes]:
+        """The recorded answers."""
+        return {ITEMS: rows_text(item.as_dict() for item in self.recorded)}

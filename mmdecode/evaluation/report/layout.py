@@ -1,4 +1,4 @@
-"""Rows of text as Markdown, HTML and CSV, and the page of a report."""
+"""Rows of text as Markdown, HTML and CSV."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import csv
 import html
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from mmdecode.evaluation.report.pages import data_url, head
 from mmdecode.runs.files import MAKER
 
 Rows = Sequence[Mapping[str, str]]
@@ -54,43 +52,6 @@ def html_table(rows: Rows) -> str:
         f'<div class="wide"><table class="numbers"><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
-
-
-def document(
-    title: str,
-    overview: str,
-    figures: Mapping[str, bytes],
-    worst: str,
-    conditions: Mapping[str, Any],
-) -> str:
-    """Assembles the HTML page of a report, a single file with all tables and figures.
-
-    Args:
-        title: Title of the page.
-        overview: Tables and their explanation, as HTML.
-        figures: Figures as PNG data, by name.
-        worst: Examples, as HTML.
-        conditions: Settings and hardware of the run, by name.
-    """
-    rendered = "".join(
-        f'<figure><img alt="{html.escape(name)}" style="max-width:100%" '
-        f'src="{data_url(data)}"></figure>'
-        for name, data in figures.items()
-    )
-    facts = "".join(
-        f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>"
-        for name, value in conditions.items()
-    )
-    return f"""{head(html.escape(title))}<body>
-<h1>{html.escape(title)}</h1>
-{overview}
-<section class="figures">{rendered}</section>
-{worst}
-<h2>Conditions</h2>
-<div class="wide"><table>{facts}</table></div>
-</body>
-</html>
-"""
 
 
 def csv_text(rows: Rows) -> str:

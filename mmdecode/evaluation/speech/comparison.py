@@ -11,6 +11,7 @@ from mmdecode.errors import OptionError
 from mmdecode.evaluation.speech.samples import Sample
 from mmdecode.evaluation.speech.wer import Step
 from mmdecode.evaluation.stats.intervals import (
+    LEVEL,
     PairedBootstrap,
     PairedTest,
     interval,
@@ -95,6 +96,35 @@ class Comparison:
                 spread = f" [{self.speedup_low:.2f}, {self.speedup_high:.2f}]"
             lines.append(f"{self.speedup:.2f} times as fast{spread}")
         return "; ".join(lines)
+
+
+def verdict_of(first: str, rate: float, comparisons: Sequence[Comparison]) -> str:
+    """States in one sentence which modes differ from the first in word errors, and the fastest.
+
+    Args:
+        first: Name of the first mode.
+        rate: Its word error rate.
+        comparisons: Comparisons of the other modes with it, corrected by Holm.
+    """
+    kinds: dict[str, list[str]] = {"fewer": [], "more": [], "no other number of": []}
+    for one in comparisons:
+        kind = "no other number of"
+        if one.p_holm is not None and one.p_holm < 1 - LEVEL:
+            kind = "fewer" if one.bootstrap.difference > 0 else "more"
+        kinds[kind].append(one.second)
+    than = f"word errors than {first} ({100 * rate:.2f} %)"
+    parts = [
+        f"{', '.join(names)}: {kind} {than}"
+        if kind != "no other number of"
+        else f"{', '.join(names)}: no difference from {first} ({100 * rate:.2f} %) is shown"
+        for kind, names in kinds.items()
+        if names
+    ]
+    timed = [one for one in comparisons if one.speedup is not None and one.speedup > 1]
+    if timed:
+        best = max(timed, key=lambda one: one.speedup or 0.0)
+        parts.append(f"{best.second} is {best.speedup:.2f} times as fast")
+    return "; ".join(parts) + "."
 
 
 def compared(

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from mmdecode.asr.correction.guard import words_of
 from mmdecode.asr.correction.windows import aligned_positions
 from mmdecode.asr.results import By, DecidedWord
+from mmdecode.evaluation.report.examples import MOST as PLAYED
 from mmdecode.evaluation.report.layout import html_table, percent
 from mmdecode.evaluation.report.pages import LEGEND, asset, card, head, keyed, marked, player
 from mmdecode.evaluation.speech.wer import WER, Step, align_as_written, wer
-from mmdecode.evaluation.speech.word_page import MARKS, PLAYED
 
 if TYPE_CHECKING:
     from mmdecode.asr.results import Transcript
@@ -258,7 +258,7 @@ recordings.</p>
         )
 
     def _repr_html_(self) -> str:
-        return f"<style>{MARKS}{asset(STYLES)}</style>{self.as_html()}"
+        return f"<style>{asset('marks.css')}{asset(STYLES)}</style>{self.as_html()}"
 
     def __repr__(self) -> str:
         lines = []

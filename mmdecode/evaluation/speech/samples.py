@@ -17,6 +17,8 @@ from typing import Any
 
 from mmdecode.asr.output.manifest import AUDIO, ID, TEXT, Entry, seconds_of
 from mmdecode.errors import InputError
+from mmdecode.evaluation.report.examples import Example, audio_url
+from mmdecode.evaluation.speech.wer import align_as_written
 from mmdecode.runs.tables import first_of, read_rows, rows_text, text_of
 
 HYPOTHESIS = ("pred_text", "hypothesis", "hyp", "prediction", *TEXT)
@@ -251,3 +253,29 @@ def leaderboard_files(model: str, data: str, samples: Sequence[Sample]) -> dict[
         names = (re.sub(r"[^\w.+=,-]", "-", name) for name in (f"{model}-{mode}", data))
         files["MODEL_{}_DATASET_{}.jsonl".format(*names)] = rows_text(rows)
     return files
+
+
+def with_alignment(
+    sample: Sample,
+    errors: int,
+    normaliser: str,
+    scorer: str = "plain",
+    segmented: bool = False,
+) -> Example:
+    """Shows a recording with its alignment, whose errors are marked.
+
+    Args:
+        sample: The recording, with reference and recognised text.
+        errors: Number of its word errors.
+        normaliser: Name of the normaliser with which errors are counted.
+        scorer: See `mmdecode.evaluation.speech.wer.wer`.
+        segmented: See `mmdecode.evaluation.speech.wer.wer`.
+    """
+    steps = align_as_written(sample.text, sample.pred_text, normaliser, scorer, segmented)
+    return Example(
+        name=sample.id,
+        note=f"{errors} word error{'s' * (errors != 1)}",
+        lines=[("reference", sample.text), ("hypothesis", steps)],
+        audio=audio_url(sample.audio_filepath),
+        error=sample.error or "",
+    )

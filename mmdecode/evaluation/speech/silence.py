@@ -14,32 +14,25 @@ contains zero or lies on the better side.
 from __future__ import annotations
 
 import dataclasses
-import html
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.report import plots
-from mmdecode.evaluation.report.layout import (
-    csv_text,
-    document,
-    html_table,
-    markdown,
-    markdown_page,
-    percent,
-)
+from mmdecode.evaluation.report.examples import Examples
+from mmdecode.evaluation.report.layout import Rows, percent
+from mmdecode.evaluation.report.report import Report
 from mmdecode.evaluation.speech.normalisers import normaliser_of
-from mmdecode.evaluation.speech.samples import Sample
+from mmdecode.evaluation.speech.samples import Sample, with_alignment
 from mmdecode.evaluation.speech.scripts import units
-from mmdecode.evaluation.speech.word_page import Worst
 from mmdecode.evaluation.speech.word_report import WERReport
 from mmdecode.evaluation.stats.intervals import RESAMPLES, interval, resampled_sums
-from mmdecode.runs.files import marked_json, write_files
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NON_SPEECH, SPEECH = "non-speech", "speech"
 """Prefixes of sample ids: ``non-speech/CLASS/NAME``, ``speech/SET/NAME``."""
@@ -87,7 +80,7 @@ class NonSpeechScore:
         return self.loops / self.windows if self.windows else None
 
 
-class SilenceReport:
+class SilenceReport(Report):
     """Scores of samples of non-speech and speech.
 
     Args:
@@ -107,6 +100,8 @@ class SilenceReport:
     Raises:
         OptionError: There is no sample of non-speech, or every class is in ``left_out``.
     """
+
+    title = "Words where nobody speaks"
 
     def __init__(
         self,
@@ -239,6 +234,23 @@ class SilenceReport:
         }
 
     def rows(self) -> list[dict[str, str]]:
+        """Table of all scores on non-speech, with a row per class and mode."""
+        return [
+            {
+                "non-speech": name,
+                "mode": mode,
+                "words/min": f"{one.rate:.2f}",
+                "95 %": f"{one.low:.2f} to {one.high:.2f}",
+                "down %": percent(one.down, ".1f"),
+                "clips with words": f"{one.with_words} of {one.clips}",
+                "repeating windows %": percent(one.loop_rate),
+                "bar": "" if mode == self.modes[0] else "above" if one.passes else "missed",
+            }
+            for name, found in self.non_speech.items()
+            for mode, one in found.items()
+        ]
+
+    def rate_rows(self) -> list[dict[str, str]]:
         """Table of words per minute, with a row per class and a column per mode."""
         return [
             {"words per minute": name} | {mode: _cell(one) for mode, one in found.items()}
@@ -261,25 +273,8 @@ class SilenceReport:
                 rows.append(row)
         return rows
 
-    def all_rows(self) -> list[dict[str, str]]:
-        """Table of all scores on non-speech, with a row per class and mode."""
-        return [
-            {
-                "non-speech": name,
-                "mode": mode,
-                "words/min": f"{one.rate:.2f}",
-                "95 %": f"{one.low:.2f} to {one.high:.2f}",
-                "down %": percent(one.down, ".1f"),
-                "clips with words": f"{one.with_words} of {one.clips}",
-                "repeating windows %": percent(one.loop_rate),
-                "bar": "" if mode == self.modes[0] else "above" if one.passes else "missed",
-            }
-            for name, found in self.non_speech.items()
-            for mode, one in found.items()
-        ]
-
     def about(self) -> str:
-        """Explains the numbers and gives the verdicts, in a few sentences."""
+        """Explains the numbers in a few sentences."""
         first = next(iter(self.non_speech.values()))[self.modes[0]]
         parts = [
             f"{first.minutes:.1f} minutes of each kind and level; 95 % intervals by bootstrap over "
@@ -292,68 +287,47 @@ class SilenceReport:
             parts.append(f"{rows} rows of the data could not be used and were left out")
         if self.left_out:
             parts.append(f"left out, since no recording could be read: {', '.join(self.left_out)}")
+        return ".\n".join(parts) + "."
+
+    def brief(self) -> list[Rows]:
+        """Words per minute of each class, and word error rates of each set of speech."""
+        return [rows for rows in (self.rate_rows(), self.speech_rows()) if rows]
+
+    def tables(self) -> list[Rows]:
+        """All scores on non-speech, then the short tables."""
+        return [self.rows(), *self.brief()]
+
+    def verdict(self) -> list[str]:
+        """States which modes pass the bar, and what the others miss."""
+        passed = [mode for mode, found in self.verdicts.items() if found["passes"]]
+        names = ", ".join(passed) if passed else "none"
+        lines = [f"Of {len(self.modes) - 1} modes against {self.modes[0]}, {names} pass the bar."]
         for mode, found in self.verdicts.items():
             missed = ", ".join(found["missed"]) or "nothing"
             worse = f"; worse on {', '.join(found['worse_speech'])}" * bool(found["worse_speech"])
-            parts.append(f"{mode}: misses {missed}{worse}")
-        return ".\n".join(parts) + "."
+            lines.append(f"{mode}: misses {missed}{worse}.")
+        return lines
 
-    def table(self) -> str:
-        """Tables of non-speech and speech as Markdown, with an explanation below them."""
-        tables = [self.rows(), self.speech_rows()]
-        return "\n".join(markdown(rows) for rows in tables if rows) + f"\n{self.about()}\n"
-
-    def worst(self, mode: str, count: int = 5) -> Worst:
+    def worst(self, mode: str, count: int = 5) -> Examples:
         """Clips in which a mode hallucinated the most words, with audio players."""
         found = [s for name in self.classes for s in self._of[name, mode] if s.pred_text]
         found.sort(key=lambda sample: -len(sample.pred_text.split()))
-        errors = [len(sample.pred_text.split()) for sample in found[:count]]
-        return Worst(found[:count], errors, self.normaliser, "plain")
-
-    def page(self) -> str:
-        """Returns one HTML file with tables, verdicts, a figure, and the worst clips.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
-        tables = [self.rows(), self.speech_rows(), self.all_rows()]
-        shown = "".join(html_table(rows) for rows in tables if rows)
-        about = html.escape(self.about()).replace("\n", "<br>")
-        worst = "".join(
-            f"<h2>Most words, {html.escape(mode)}</h2>{self.worst(mode).as_html()}"
-            for mode in self.modes
-        )
-        return document(
-            "Words where nobody speaks",
-            f"<p>{about}</p>{shown}",
-            {"words per minute": plots.png(plots.words_per_minute(self.non_speech))},
-            worst,
-            self.conditions,
+        return Examples(
+            with_alignment(sample, len(sample.pred_text.split()), self.normaliser)
+            for sample in found[:count]
         )
 
-    def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
-        """Writes summary, tables and a page; returns their paths.
+    def examples(self) -> dict[str, Examples]:
+        """The clips with the most words of each mode."""
+        return {f"Most words, {mode}": self.worst(mode) for mode in self.modes}
 
-        Args:
-            folder: Output folder; created if it does not exist.
-            overwrite: Whether to replace files that this library did not write.
+    def records(self) -> list[dict[str, Any]]:
+        """Every sample."""
+        return [sample.as_dict() for sample in self.samples]
 
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
-        files = {
-            "summary.json": marked_json(self.summary, indent=1),
-            "table.md": markdown_page(self.table()),
-            "table.csv": csv_text(self.all_rows()),
-            "report.html": self.page(),
-        }
-        return write_files(Path(folder), files, overwrite)
-
-    def _repr_html_(self) -> str:
-        return html_table(self.rows()) + "".join(html_table(r) for r in [self.speech_rows()] if r)
-
-    def __repr__(self) -> str:
-        return self.table()
+    def figures(self) -> dict[str, Figure | bytes]:
+        """Words per minute of each class and mode."""
+        return {"words_per_minute": plots.words_per_minute(self.non_speech)}
 
 
 def _cell(one: NonSpeechScore) -> str:

@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmdecode.asr.output.manifest import Entry, read_manifest
-from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
+from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.report import plots
-from mmdecode.evaluation.report.layout import csv_text, markdown, markdown_page, number
+from mmdecode.evaluation.report.examples import Examples
+from mmdecode.evaluation.report.layout import Rows, number
 from mmdecode.evaluation.report.layout import percent as percent_of
+from mmdecode.evaluation.report.report import Report
 from mmdecode.evaluation.speech import word_measures
-from mmdecode.evaluation.speech.comparison import Comparison, Scored, compared
+from mmdecode.evaluation.speech.comparison import Comparison, Scored, compared, verdict_of
 from mmdecode.evaluation.speech.normalisers import ORIGINS, is_scored, normaliser_of
 from mmdecode.evaluation.speech.pier import TAGS, is_tagged, refuse_points, untagged
 from mmdecode.evaluation.speech.runs import data_hash, record
-from mmdecode.evaluation.speech.samples import Sample, leaderboard_files, sample_of
+from mmdecode.evaluation.speech.samples import Sample, leaderboard_files, sample_of, with_alignment
 from mmdecode.evaluation.speech.scripts import is_spaceless
+from mmdecode.evaluation.speech.wer import COLUMNS as COUNTED
 from mmdecode.evaluation.speech.wer import (
     Step,
     align,
@@ -32,15 +35,15 @@ from mmdecode.evaluation.speech.wer import (
     summed,
 )
 from mmdecode.evaluation.speech.word_measures import Measures
-from mmdecode.evaluation.speech.word_page import Worst, overview, page_of
 from mmdecode.evaluation.stats.intervals import (
     RESAMPLES,
     holm,
 )
 from mmdecode.runs.conditions import conditions_of
-from mmdecode.runs.files import marked_json, write_files
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from mmdecode.asr.transcriber import Transcriber
 
 COLUMNS = {
@@ -61,10 +64,12 @@ COLUMNS = {
     "p95": "p95 s",
     "tokens_per_pass": "tokens/pass",
 }
+LONG = ("CER %", "MER %", "WIL %", "repeating windows %", "p50 s", "p95 s")
+"""Columns of the full table alone."""
 MARGIN = 0.001
 
 
-class WERReport:
+class WERReport(Report):
     """Word error rates of samples, with comparisons, tables and a page; see also `wer_report`.
 
     Args:
@@ -89,6 +94,8 @@ class WERReport:
     Raises:
         OptionError: There are no samples, or modes have different recordings.
     """
+
+    title = "Word errors"
 
     def __init__(
         self,
@@ -361,11 +368,22 @@ class WERReport:
         """Table with a row per mode and punctuation mark; empty if punctuation is not scored."""
         return word_measures.mark_rows(self.summary["modes"])
 
-    def table(self) -> str:
-        """The scores as a Markdown table, with an explanation below it."""
-        marks = self.mark_rows()
-        more = f"\n{markdown(marks)}" if marks else ""
-        return f"{markdown(self.rows())}\n{self.about()}\n{more}"
+    def brief(self) -> list[Rows]:
+        """Word errors and speed of each mode, and what else was asked for."""
+        short = [{name: row[name] for name in row if name not in LONG} for row in self.rows()]
+        return [short, *([marks] if (marks := self.mark_rows()) else [])]
+
+    def tables(self) -> list[Rows]:
+        """The full table, and the one of punctuation marks, if they are scored."""
+        return [self.rows(), *([marks] if (marks := self.mark_rows()) else [])]
+
+    def verdict(self) -> list[str]:
+        """States which modes differ from the first in word errors, and which is the fastest."""
+        first = self.summary["modes"][self.modes[0]]
+        if len(self.modes) == 1:
+            spread = f", {percent_of(first['wer_low'])} to {percent_of(first['wer_high'])} %"
+            return [f"{self.modes[0]}: {percent_of(first['wer'])} % word errors{spread}."]
+        return [verdict_of(self.modes[0], first["wer"], self.comparisons)]
 
     def about(self) -> str:
         """Explains the numbers in a sentence or two."""
@@ -399,26 +417,15 @@ class WERReport:
             parts.append("only a part of the set was scored: not a result to report")
         return "; ".join(parts)
 
-    def to_pandas(self) -> Any:
-        """A pandas frame with a row for each sample and its counts.
-
-        Raises:
-            MissingExtraError: pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingExtraError("a frame of samples needs pandas", extra="eval") from error
-        from mmdecode.evaluation.speech.wer import COLUMNS as COUNTED
-
+    def records(self) -> list[dict[str, Any]]:
+        """Every sample with its counts."""
         counts = np.concatenate([self.counts[mode] for mode in self.modes])
-        rows = [
+        return [
             sample.as_dict() | dict(zip(COUNTED, row, strict=True))
             for sample, row in zip(self.samples, counts.tolist(), strict=True)
         ]
-        return pandas.DataFrame(rows)
 
-    def worst(self, count: int = 5, mode: str | None = None) -> Worst:
+    def worst(self, count: int = 5, mode: str | None = None) -> Examples:
         """Returns the recordings with the most word errors, with audio players.
 
         Args:
@@ -428,11 +435,22 @@ class WERReport:
         name = self._known(mode or self.modes[0])
         errors = self.counts[name][:, 2:5].sum(1)
         order = [int(i) for i in np.argsort(-errors, kind="stable")[:count] if errors[i]]
-        samples = [self._of[name][self.ids[index]] for index in order]
-        counted = [int(errors[index]) for index in order]
-        return Worst(samples, counted, self.normaliser, self.scorer, self.segmented)
+        return Examples(
+            with_alignment(
+                self._of[name][self.ids[index]],
+                int(errors[index]),
+                self.normaliser,
+                self.scorer,
+                self.segmented,
+            )
+            for index in order
+        )
 
-    def figures(self) -> dict[str, Any]:
+    def examples(self) -> dict[str, Examples]:
+        """The recordings with the most errors of each mode."""
+        return {f"Most errors, {mode}": self.worst(10, mode) for mode in self.modes}
+
+    def figures(self) -> dict[str, Figure | bytes]:
         """Figures by name; a figure without data is left out."""
         modes = self.summary["modes"]
         durations = [self._of[self.modes[0]][name].duration for name in self.ids]
@@ -443,37 +461,12 @@ class WERReport:
         }
         return {name: figure for name, figure in found.items() if figure is not None}
 
-    def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
-        """Writes summary, tables, figures, a page and the leaderboard's files; returns their paths.
-
-        Args:
-            folder: Output folder; created if it does not exist.
-            overwrite: Whether to replace files that this library did not write.
-        """
-        folder = Path(folder)
-        compared = "".join(f"\n- {found}" for found in self.comparisons)
-        files: dict[str, str | bytes] = {
-            "summary.json": marked_json(self.summary, indent=1),
-            "table.md": markdown_page(f"{self.table()}{compared}\n"),
-            "table.csv": csv_text(self.rows()),
-            "report.html": self.page(),
-        }
-        files |= {f"{name}.png": plots.png(figure) for name, figure in self.figures().items()}
+    def further_files(self) -> dict[str, str | bytes]:
+        """Files of the Open ASR leaderboard."""
         model = str(self.conditions.get("model", "unknown"))
         data = Path(str(self.conditions.get("data") or "unknown")).stem
         results = leaderboard_files(model, data, self.samples)
-        written = write_files(folder, files, overwrite)
-        return written + write_files(folder / "leaderboard", results, overwrite)
-
-    def page(self) -> str:
-        """Returns one HTML file with tables, figures, and the recordings with the most errors."""
-        return page_of(self)
-
-    def _repr_html_(self) -> str:
-        return overview(self)
-
-    def __repr__(self) -> str:
-        return self.table()
+        return {f"leaderboard/{name}": text for name, text in results.items()}
 
 
 def wer_report(

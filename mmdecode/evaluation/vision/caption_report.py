@@ -16,8 +16,8 @@ import numpy as np
 
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.report import plots
+from mmdecode.evaluation.report.examples import Examples
 from mmdecode.evaluation.report.item_comparison import ItemComparison, corrected, differences
-from mmdecode.evaluation.report.item_page import Shown
 from mmdecode.evaluation.report.item_report import ItemReport
 from mmdecode.evaluation.report.layout import Rows, number, percent, without_empty
 from mmdecode.evaluation.vision.items import CaptionItem
@@ -205,10 +205,10 @@ class CaptionReport(ItemReport[CaptionItem]):
         own = [pair for pair in self._alike if pair[1] == self._cut.get(mode)]
         return super().rivals(mode) + (alike or own)
 
-    def brief(self) -> Rows:
+    def brief(self) -> list[Rows]:
         """Short table with a row per mode: hallucinated objects, recall and length."""
         names = ("mode", "CHAIR_i %", "CHAIR_s %", "recall %", "words")
-        return [{name: row[name] for name in names} for row in self.rows()]
+        return [[{name: row[name] for name in names} for row in self.rows()]]
 
     def rows(self) -> list[dict[str, str]]:
         """Table of all scores with a row per mode; empty columns are left out."""
@@ -252,7 +252,7 @@ class CaptionReport(ItemReport[CaptionItem]):
             parts.append("only a part of the set was scored: not a result to report")
         return "; ".join(parts)
 
-    def worst(self, count: int = 5, mode: str | None = None) -> Shown:
+    def worst(self, count: int = 5, mode: str | None = None) -> Examples:
         """Returns the captions with the most mentions of objects that are not in the image.
 
         Args:
@@ -273,9 +273,9 @@ class CaptionReport(ItemReport[CaptionItem]):
             mentioned = dict.fromkeys(self.vocabulary.objects(item.output))
             absent = ", ".join(one for one in mentioned if one not in item.objects)
             notes.append(f"not there: {absent}; there: {', '.join(item.objects) or 'nothing'}")
-        return Shown(items, notes, self.images)
+        return self.shown(items, notes)
 
-    def figures(self) -> dict[str, Figure]:
+    def figures(self) -> dict[str, Figure | bytes]:
         """Figures by name; a figure without data is left out."""
         modes = self.summary["modes"]
         found = {

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmdecode.evaluation.report import plots
+from mmdecode.evaluation.report.examples import Examples
 from mmdecode.evaluation.report.item_comparison import ItemComparison, corrected, differences, flips
-from mmdecode.evaluation.report.item_page import Shown
 from mmdecode.evaluation.report.item_report import ItemReport
 from mmdecode.evaluation.report.layout import Rows, number, percent, without_empty
 from mmdecode.evaluation.vision.answers import choice
@@ -118,7 +118,7 @@ class ChoiceReport(ItemReport[ChoiceItem]):
         score = self.summary["modes"][mode]["sets"][within]
         return float(score["individual"] - score["chance"])
 
-    def brief(self) -> Rows:
+    def brief(self) -> list[Rows]:
         """Short table with a row per mode: accuracy on each set, and share of unparsed answers."""
         rows = []
         for mode, found in self.summary["modes"].items():
@@ -126,7 +126,7 @@ class ChoiceReport(ItemReport[ChoiceItem]):
             unparsed = float(np.mean([one["unparsed"] for one in scores.values()]))
             shares = {f"{n} %": percent(one["individual"], ".1f") for n, one in scores.items()}
             rows.append({"mode": mode} | shares | {"unparsed %": percent(unparsed, ".1f")})
-        return rows
+        return [rows]
 
     def rows(self) -> list[dict[str, str]]:
         """Table of all scores with a row per mode and set; empty columns are left out."""
@@ -167,7 +167,7 @@ class ChoiceReport(ItemReport[ChoiceItem]):
             parts.append("only a part of the set was scored: not a result to report")
         return "; ".join(parts)
 
-    def worst(self, count: int = 5, mode: str | None = None) -> Shown:
+    def worst(self, count: int = 5, mode: str | None = None) -> Examples:
         """Returns the first wrong answers of a mode.
 
         Args:
@@ -176,9 +176,9 @@ class ChoiceReport(ItemReport[ChoiceItem]):
         """
         answers = self.answers(mode or self.modes[0])
         items = [item for one in answers for item in one if not _right(item)][:count]
-        return Shown(items, [f"right is {item.target}" for item in items], self.images)
+        return self.shown(items, [f"right is {item.target}" for item in items])
 
-    def figures(self) -> dict[str, Figure]:
+    def figures(self) -> dict[str, Figure | bytes]:
         """Figures by name; a figure without data is left out."""
         figure = plots.forest(self.comparisons, "individual")
         return {} if figure is None else {"differences": figure}

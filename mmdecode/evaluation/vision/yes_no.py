@@ -7,8 +7,9 @@ out of the recall (`mmdecode.evaluation.vision.answers.Parser`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -20,7 +21,21 @@ from mmdecode.evaluation.vision.items import YesNoItem
 COLUMNS = ("true_yes", "false_yes", "true_no", "false_no", "unparsed_yes", "unparsed_no")
 """Columns of `count_answers`, in order; ``unparsed_yes`` counts unparsed answers to yes-questions,
 ``unparsed_no`` to no-questions."""
+ScoreFunction = Callable[[Sequence[YesNoItem], Sequence[bool]], dict[str, float]]
+"""Scores of a benchmark's own tool, by name, from answered items and whether each is right."""
 METRICS = ("accuracy", "precision", "recall", "f1", "yes_ratio", "unparsed")
+
+
+class Benchmark(Protocol):
+    """A task of yes/no questions, as far as its report needs to know it."""
+
+    @property
+    def name(self) -> str:
+        """Name of the task."""
+
+    @property
+    def scores(self) -> ScoreFunction | None:
+        """Scores of its own tool, from items of one mode and whether each is right."""
 
 
 @dataclass(frozen=True, kw_only=True)

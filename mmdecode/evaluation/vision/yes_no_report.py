@@ -18,6 +18,7 @@ import numpy as np
 
 from mmdecode.errors import OptionError, UnknownNameError
 from mmdecode.evaluation.report import plots
+from mmdecode.evaluation.report.examples import Examples
 from mmdecode.evaluation.report.item_comparison import (
     Difference,
     ItemComparison,
@@ -26,22 +27,31 @@ from mmdecode.evaluation.report.item_comparison import (
     differences,
     flips,
 )
-from mmdecode.evaluation.report.item_page import Shown
 from mmdecode.evaluation.report.item_report import ItemReport
 from mmdecode.evaluation.report.layout import Rows, number, percent, without_empty
 from mmdecode.evaluation.stats import margins as margins_of
 from mmdecode.evaluation.stats.intervals import interval
 from mmdecode.evaluation.vision.answers import Label, parser_of
 from mmdecode.evaluation.vision.items import YesNoItem, indices_by_set
+from mmdecode.evaluation.vision.shifted import shifted
 from mmdecode.evaluation.vision.tasks.amber import amber_scores
 from mmdecode.evaluation.vision.tasks.hallusion import hallusion_scores
 from mmdecode.evaluation.vision.tasks.mme import mme_scores
-from mmdecode.evaluation.vision.yes_no import count_answers, rates, summed, verdict
+from mmdecode.evaluation.vision.yes_no import (
+    Benchmark,
+    ScoreFunction,
+    count_answers,
+    rates,
+    summed,
+    verdict,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TASKS = ("pope", "mme", "amber", "vsr", "hallusionbench", "yes_no")
+SCORERS: dict[str, ScoreFunction] = {"mme": mme_scores, "hallusionbench": hallusion_scores}
+"""Scores of the benchmarks' own tools, by task; AMBER's have two levels."""
 ALWAYS = "always yes"
 COLUMNS = 4
 """Largest number of question sets for which the short table has a column per set."""
@@ -61,7 +71,8 @@ class YesNoReport(ItemReport[YesNoItem]):
 
     Args:
         items: See `ItemReport`.
-        task: One of `TASKS`; MME, AMBER and HallusionBench add the scores of their own tools.
+        task: One of `TASKS`, or a task of one's own. MME, AMBER and HallusionBench add the scores
+            of their own tools.
         parser: Name in `mmdecode.evaluation.vision.answers.PARSERS`.
         baseline_controls: Whether to add a mode that always answers yes, and the shifted baseline
             of each mode that is no control itself.
@@ -76,14 +87,16 @@ class YesNoReport(ItemReport[YesNoItem]):
         self,
         items: Sequence[YesNoItem],
         *,
-        task: str = "yes_no",
+        task: str | Benchmark = "yes_no",
         parser: str = "leading",
         baseline_controls: bool = True,
         **basis: Any,
     ) -> None:
-        if task not in TASKS:
+        if isinstance(task, str) and task not in TASKS:
             raise UnknownNameError.of("task", task, TASKS)
-        self.task, self.parser, self.title = task, parser_of(parser), f"{task}: yes or no"
+        self.task = task if isinstance(task, str) else task.name
+        self._scores = SCORERS.get(task) if isinstance(task, str) else task.scores
+        self.parser, self.title = parser_of(parser), f"{self.task}: yes or no"
         super().__init__(items, **basis)
         self._shifted: dict[str, str] = {}
         self._unshifted = 0
@@ -232,13 +245,12 @@ class YesNoReport(ItemReport[YesNoItem]):
         """Scores of the benchmark's own tool, averaged over seeds; ``None``: it has none."""
         if self.task == "amber":
             return {"amber": [amber_scores(answers) for answers in self.answers(mode)]}
-        scorer = {"mme": mme_scores, "hallusionbench": hallusion_scores}.get(self.task)
-        if scorer is None:
+        if self._scores is None:
             return None
         found = []
         for answers, parsed in zip(self.answers(mode), self.verdicts(mode), strict=True):
             right = [v == i.target for v, i in zip(parsed, answers, strict=True)]
-            found.append(scorer(answers, right))
+            found.append(self._scores(answers, right))
         return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
 
     @cached_property
@@ -366,7 +378,7 @@ class YesNoReport(ItemReport[YesNoItem]):
             (control, mode) for control in [self._shifted.get(mode)] if control
         ]
 
-    def brief(self) -> Rows:
+    def brief(self) -> list[Rows]:
         """Short table with a row per mode: accuracy by set, other scores averaged over the sets."""
         own = {m: found["task"] or {} for m, found in self.summary["modes"].items()}
         rows = []
@@ -388,7 +400,7 @@ class YesNoReport(ItemReport[YesNoItem]):
                 | {"AUROC": number(ranked, ".3f")}
                 | {k: number(v, ".2f") for k, v in totals.items()}
             )
-        return without_empty(rows)
+        return [without_empty(rows)]
 
     def rows(self) -> list[dict[str, str]]:
         """Table of all scores with a row per mode and set; empty columns are left out."""
@@ -483,7 +495,7 @@ class YesNoReport(ItemReport[YesNoItem]):
             parts.append("only a part of the set was scored: not a result to report")
         return "; ".join(parts)
 
-    def worst(self, count: int = 5, mode: str | None = None) -> Shown:
+    def worst(self, count: int = 5, mode: str | None = None) -> Examples:
         """Returns wrong answers, ordered from the largest margin to the smallest.
 
         Args:
@@ -500,11 +512,9 @@ class YesNoReport(ItemReport[YesNoItem]):
                     margin = "" if item.margin is None else f", margin {item.margin:+.2f}"
                     found.append((size, item, note + margin))
         found.sort(key=lambda one: -one[0])
-        return Shown(
-            [i for _, i, _ in found[:count]], [n for _, _, n in found[:count]], self.images
-        )
+        return self.shown([i for _, i, _ in found[:count]], [n for _, _, n in found[:count]])
 
-    def figures(self) -> dict[str, Figure]:
+    def figures(self) -> dict[str, Figure | bytes]:
         """Figures by name; a figure without data is left out."""
         scores = {m: f["sets"] for m, f in self.summary["modes"].items() if m != ALWAYS}
         first = next(iter(self.sets))
@@ -520,41 +530,6 @@ class YesNoReport(ItemReport[YesNoItem]):
             "differences": plots.forest(self.comparisons, "accuracy"),
         }
         return {name: figure for name, figure in found.items() if figure is not None}
-
-
-def shifted(
-    plain: Sequence[YesNoItem], yes_share: np.ndarray, mode: str, seed: int = 0
-) -> list[YesNoItem]:
-    """Shifts a model's margins so that it answers yes as often as a method; returns the answers.
-
-    Args:
-        plain: The model's answers; answers without a margin are kept and not used for fitting.
-        yes_share: Share of the method's answers to each question that are yes, see
-            `mmdecode.evaluation.stats.margins.cross_fitted_shifts`.
-        mode: Mode name of the returned answers.
-        seed: Seed of the folds of cross-fitting.
-
-    Raises:
-        OptionError: Fewer than two images have margins.
-    """
-    known = np.array([item.margin is not None for item in plain])
-    # a question that counts in three splits weighs three times in the yes-ratio
-    repeated = np.repeat(np.arange(len(plain)), [len(item.sets) for item in plain])
-    repeated = repeated[known[repeated]]
-    margins = np.array([item.margin for item in plain], dtype=float)
-    images = [plain[index].image or plain[index].id for index in repeated.tolist()]
-    shifts = np.zeros(len(plain))
-    # every repeat of a question has its image's shift
-    shifts[repeated] = margins_of.cross_fitted_shifts(
-        margins[repeated], yes_share[repeated], images, seed=seed
-    )
-    moved = margins + shifts
-    return [
-        item.answered(mode=mode, output="Yes" if margin > 0 else "No", margin=float(margin))
-        if has_margin
-        else dataclasses.replace(item, mode=mode)
-        for item, margin, has_margin in zip(plain, moved, known, strict=True)
-    ]
 
 
 def _both(positive: np.ndarray) -> bool:

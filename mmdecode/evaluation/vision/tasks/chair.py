@@ -22,6 +22,7 @@ import numpy as np
 
 from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.stats.intervals import RESAMPLES, bootstrap_sums, interval
+from mmdecode.evaluation.vision.data import ZOO
 from mmdecode.evaluation.vision.items import (
     QUESTION,
     CaptionItem,
@@ -137,6 +138,26 @@ def coco_vocabulary() -> Vocabulary:
         | {"toilet seat": "toilet", "home plate": "", "train track": ""},
         overruled={"seat": "toilet"},
     )
+
+
+def vocabulary_of(synonyms: str | None) -> Vocabulary:
+    """Returns the words for the objects that captions may mention.
+
+    Args:
+        synonyms: Path of a file in the format of
+            `read_synonyms`; `ZOO`: the words of the zoo's
+            scenes; ``None``: COCO's.
+
+    Raises:
+        InputError: The file cannot be read.
+    """
+    if synonyms is None:
+        return coco_vocabulary()
+    if synonyms == ZOO:
+        from mmdecode.zoo.scene_sets import FOLDER
+
+        return Vocabulary(read_synonyms(FOLDER / "synonyms.txt"))
+    return Vocabulary(read_synonyms(Path(synonyms)))
 
 
 @dataclass(frozen=True, kw_only=True)

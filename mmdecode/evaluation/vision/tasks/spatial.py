@@ -1,4 +1,4 @@
-"""Questions on spatial relations: What's Up's photographs of two objects, and VSR's statements.
+"""Questions on spatial relations: What's Up's photographs of two objects.
 
 In What's Up (Kamath et al., 2023) the same two objects are shown in four relations, so that a model
 that ignores the image gets one of the four right. Besides single questions, pairs of opposite
@@ -23,7 +23,6 @@ from mmdecode.evaluation.vision.items import (
     QUESTION,
     ChoiceItem,
     LeftOut,
-    YesNoItem,
     field_of,
     leaving_out,
     read_json,
@@ -275,39 +274,3 @@ def read_whats_up(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
         )
         for image, one, relation, other in found
     ]
-
-
-def read_vsr(
-    path: Path,
-    name: str = "vsr",
-    ask: str = "{} Is this statement about the image true?",
-    left_out: LeftOut = None,
-) -> list[YesNoItem]:
-    """Reads statements of VSR (Visual Spatial Reasoning) as questions whether they are true.
-
-    Args:
-        path: JSON lines, gzipped or not.
-        name: Name of the question set.
-        ask: The question, with ``{}`` for the statement.
-        left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
-
-    Raises:
-        InputError: The file cannot be read, or a label is neither 0 nor 1.
-    """
-    items = []
-    for where, row in read_json_lines(path, left_out):
-        with leaving_out(left_out):
-            image, claim = field_of(row, ("image",), where), field_of(row, ("caption",), where)
-            if row.get("label") not in (0, 1):
-                raise InputError(f"{where} has the label {row.get('label')!r}; expected 0 or 1")
-            items.append(
-                YesNoItem(
-                    id=f"{image}: {claim}",
-                    image=image,
-                    question=ask.format(claim),
-                    target="yes" if row["label"] else "no",
-                    sets=(name,),
-                )
-            )
-    refuse_empty(items, left_out, f"{path} holds no line; expected one statement a line")
-    return items

@@ -1,0 +1,221 @@
+"""Task ``images``: ways to sample images, compared by distribution, cost and pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.errors import InputError, OptionError
+from mmdecode.evaluation.task import Run, Task
+
+if TYPE_CHECKING:
+    from mmdecode.evaluation.images.runs import ImageRow, Recorder
+    from mmdecode.evaluation.report.report import Report
+    from mmdecode.image_ar.loading import RasterModel
+    from mmdecode.models.image_classifier import Classifier
+
+AUTO, NOTHING = "auto", "none"
+MIN_REAL, MAX_REAL = 400, 4000  # reference images
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTask(Task):
+    """Ways to sample images of one model."""
+
+    def open(self, given: Mapping[str, Any]) -> Run:
+        """Loads the model; see `Task.open`."""
+        from mmdecode.evaluation.images.runs import Recorder, journal_of, modes_of
+        from mmdecode.image_ar.loading import config_of, load
+        from mmdecode.runs.conditions import surroundings
+
+        model = given["model"]
+        names = [name.strip() for name in given["modes"].split(",") if name.strip()]
+        modes = modes_of(names, given["also"] or [])
+        if config_of(model).model_type == "var":
+            raise OptionError(
+                f"{model} generates images scale by scale and has no drafters; give a model that "
+                "generates in raster order, such as zoo:llamagen-scenes"
+            )
+        network = load(model, given["device"], given["dtype"], given["quantize"])
+        left_out: list[str] = []
+        recorder = Recorder(
+            network,
+            modes,
+            _conditions(network, given, left_out),
+            model_id=model,
+            seed=given["seed"],
+            batch=given["batch_size"],
+            **{name: given[name] for name in ("temperature", "top_k", "top_p", "guidance")},
+        )
+        judge = _judge(model, given["classifier"])
+        settings = {
+            "task": self.name,
+            **surroundings(network.adapter.model),
+            "model": model,
+            "n": given["n"],
+            "modes": [vars(mode) for mode in modes],
+            "classes": given["class_id"],
+            "prompts": None if given["prompts"] is None else str(given["prompts"]),
+            "guidance": recorder.settings["guidance"],
+            "sampling": recorder.settings["sampling"],
+            "batch_size": given["batch_size"],
+            "seed": given["seed"],
+        } | ({"rows_left_out": len(left_out)} if left_out else {})
+        load_average = settings.pop("load_average")
+        return Run(
+            report=lambda rows: _report(
+                rows, network, recorder, judge, given, settings | {"load_average": load_average}
+            ),
+            record=recorder.run,
+            journal=lambda folder, resume, overwrite: journal_of(
+                folder, settings, resume, overwrite
+            ),
+            total=recorder.total,
+            doing="drawing",
+            left_out=left_out,
+        )
+
+
+def _report(
+    rows: Sequence[ImageRow],
+    model: RasterModel,
+    recorder: Recorder,
+    judge: Classifier | None,
+    given: Mapping[str, Any],
+    conditions: dict[str, Any],
+) -> Report:
+    """Scores the images and the reference images, which takes a while."""
+    from mmdecode.evaluation.images.references import truth_of
+    from mmdecode.evaluation.images.report import ImageReport, measured
+    from mmdecode.evaluation.images.runs import groups_of
+
+    source, training, n = given["real"], given["training"], given["n"]
+    if source == AUTO:
+        source = "scenes" if _is_scenes(given["model"]) else NOTHING
+    truth = None
+    found = measured(model, recorder, rows, judge, given["batch_size"])
+    if judge is not None and source != NOTHING:
+        count = min(max(2 * n, MIN_REAL), MAX_REAL)
+        truth = truth_of(model, judge, source, training, count)
+    return ImageReport(
+        found,
+        guarantees=recorder.guarantees,
+        groups=groups_of(model).numpy(),
+        failed=[row for row in rows if row.error is not None],
+        classes=None if judge is None else _known(model, judge, recorder),
+        truth=truth,
+        conditions={
+            **conditions,
+            "classifier": None if judge is None else judge.name,
+            "real": source,
+            "training": None if training is None else str(training),
+        },
+        margin=given["margin"] / 100,
+        **{name: given[name] for name in ("permutations", "resamples", "seed")},
+    )
+
+
+def _is_scenes(model: str) -> bool:
+    return model.startswith("zoo:llamagen-scenes")
+
+
+def _conditions(model: RasterModel, given: Mapping[str, Any], left_out: list[str]) -> list[Any]:
+    """Class or prompt of each image; messages on unusable lines go to ``left_out``.
+
+    Raises:
+        OptionError: Prompts are given to a model of classes, or classes to a model of prompts, or
+            prompts are missing.
+        InputError: The file of prompts cannot be read.
+    """
+    from mmdecode.image_ar.jobs import read_prompts
+
+    found: list[Any]
+    classes, prompts = given["class_id"], given["prompts"]
+    if model.classes:
+        if prompts is not None:
+            raise OptionError(
+                "this model draws of classes, not of prompts; give --class-id instead of --prompts"
+            )
+        found = list(classes or range(model.classes))
+    else:
+        if classes or prompts is None:
+            raise OptionError("this model draws of prompts; give --prompts with a file of them")
+        lines = [line for _, line in read_prompts(prompts)]
+        found = [line for line in lines if isinstance(line, str)]
+        left_out += [str(line) for line in lines if not isinstance(line, str)]
+        if not found:
+            raise InputError(f"{left_out[0]}; no other line can be used")
+    return [found[index % len(found)] for index in range(given["n"])]
+
+
+def _judge(model: str, name: str) -> Classifier | None:
+    from mmdecode.models.image_classifier import ZOO_CLASSIFIER, Classifier
+
+    if name == AUTO:
+        name = ZOO_CLASSIFIER if _is_scenes(model) else NOTHING
+    return None if name == NOTHING else Classifier.from_pretrained(name)
+
+
+def _known(model: RasterModel, judge: Classifier, recorder: Recorder) -> dict[Any, int] | None:
+    """The classifier's class of each condition, matched by name or, if equally many, by number."""
+    conditions: set[Any] = {request.condition for request in recorder.requests}
+    names = {name.casefold(): index for index, name in enumerate(judge.classes)}
+    labels = {label: name.casefold() for label, name in model.labels.items()}
+    if labels and set(labels.values()) <= set(names):
+        return {condition: names[labels[condition]] for condition in conditions}
+    if model.classes == len(judge.classes):
+        return {condition: condition for condition in conditions}
+    return None
+
+
+IMAGES = ImageTask(
+    name="images",
+    about="""Test whether faster sampling keeps the distribution of images: cost, likelihood, tests.
+
+    All modes (ways to sample) have the same conditions (classes or prompts). Images are appended to
+    images.jsonl in --out as codes; --resume continues an interrupted run at the next image. The
+    HTML page shows a sheet of images of each mode. An image that fails is left out of the scores,
+    and the exit code is then 1.
+
+    For example:
+
+      mmdecode evaluate images --model zoo:llamagen-scenes -n 200 --modes exact,relaxed --out run
+
+      mmdecode evaluate images --model zoo:llamagen-scenes --modes plain --also 'jacobi:window=16 +
+      lantern:delta=0.1' --json
+    """,
+    options={
+        "model": ...,
+        "n": 200,
+        "modes": "exact,fast,relaxed",
+        "also": None,
+        "class_id": None,
+        "prompts": None,
+        "guidance": None,
+        "temperature": None,
+        "top_k": None,
+        "top_p": None,
+        "classifier": AUTO,
+        "real": AUTO,
+        "training": None,
+        "margin": 1.0,
+        "permutations": 999,
+        "resamples": 200,
+        "batch_size": 16,
+        "output": None,
+        "resume": False,
+        "overwrite": False,
+        "device": "auto",
+        "dtype": "auto",
+        "quantize": None,
+        "seed": 0,
+    },
+    helps={
+        "margin": "Equivalence margin of the likelihood, in percent.",
+        "batch_size": "Images generated at once.",
+        "seed": "Seed of the images and of all resampling.",
+    },
+    rows="images.jsonl",
+    failed="they are left out of the scores",
+)

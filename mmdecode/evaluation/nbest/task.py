@@ -1,0 +1,226 @@
+"""Task ``nbest``: word errors of selection and correction of N-best lists."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.errors import OptionError
+from mmdecode.evaluation.task import Run, Task
+
+if TYPE_CHECKING:
+    from mmdecode.asr.correction.n_best_lists import NBestList
+    from mmdecode.evaluation.nbest.methods import Method, ModelRow, Parts
+    from mmdecode.evaluation.report.report import Report
+    from mmdecode.runs.journal import Journal
+
+
+@dataclass(frozen=True, kw_only=True)
+class NBestTask(Task):
+    """Methods that make one text of each list; the rows are the outputs of their models."""
+
+    def open(self, given: Mapping[str, Any]) -> Run:
+        """Reads and splits the lists; models are loaded one after the other; see `Task.open`."""
+        import transformers
+
+        import mmdecode
+        from mmdecode.evaluation.nbest.methods import ROWS, Method, parts_of, read_model_rows
+        from mmdecode.evaluation.nbest.n_best import Aligner
+        from mmdecode.runs.journal import Journal
+
+        listed = given["methods"] or ["mbr,table"]
+        asked = [name for text in listed for name in text.split(",") if name]
+        asked += [f"corrector:{name}" for name in given["corrector"] or []]
+        methods = [Method.of(name) for name in dict.fromkeys(asked)]
+        aligner = Aligner(given["normalizer"])
+        limit = given["limit"]
+        sets = {
+            name: parts_of(lists[:limit], given["train_share"], given["dev_share"])
+            for name, lists in _sets(given["data"], given["references"]).items()
+        }
+        chosen = {} if given["quantize"] is None else {"quantize": given["quantize"]}
+        conditions = {
+            "methods": asked,
+            **{name: given[name] for name in ("train_share", "dev_share", "limit", "dtype")},
+            **chosen,
+            "mmdecode": mmdecode.__version__,
+            "transformers": transformers.__version__,
+        }
+        settings = {
+            "lists": {name: _hash(parts) for name, parts in sets.items()},
+            "dtype": given["dtype"],
+            "limit": limit,
+            **chosen,
+        }
+        sources = list(dict.fromkeys(method.source for method in methods if method.source))
+        lists = sum(len(parts.development) + len(parts.test) for parts in sets.values())
+        return Run(
+            report=lambda rows: self._report(rows, methods, sets, aligner, given, conditions),
+            record=lambda journal, progress: _recorded(sources, sets, given, journal, progress),
+            journal=lambda folder, resume, overwrite: Journal(
+                folder / ROWS,
+                read_model_rows,
+                lambda row: (row.data, row.source, row.id),
+                settings,
+                resume,
+                overwrite,
+            ),
+            total=lists * len(sources),
+            doing="scoring lists",
+        )
+
+    def _report(
+        self,
+        rows: Sequence[ModelRow],
+        methods: Sequence[Method],
+        sets: Mapping[str, Parts],
+        aligner: Any,
+        given: Mapping[str, Any],
+        conditions: dict[str, Any],
+    ) -> Report:
+        from mmdecode.evaluation.nbest.methods import FIRST, outputs
+        from mmdecode.evaluation.nbest.report import NBestReport, NBestReports
+
+        by_source: dict[tuple[str, str], dict[str, ModelRow]] = {}
+        for row in rows:
+            by_source.setdefault((row.data, row.source), {})[row.id] = row
+        resampling = {name: given[name] for name in ("resamples", "seed")}
+        reports = []
+        for name, parts in sets.items():
+            found = {
+                method.name: outputs(
+                    method, parts, aligner, by_source.get((name, method.source or ""), {})
+                )
+                for method in methods
+                if method.name != FIRST
+            }
+            reports.append(
+                NBestReport(name, parts, found, aligner, conditions=conditions, **resampling)
+            )
+        return NBestReports(reports)
+
+
+def _sets(data: Sequence[str] | None, references: Path | None) -> dict[str, list[NBestList]]:
+    """Reads the sets of N-best lists; the name of a set is the name of its file."""
+    from mmdecode.asr.correction.n_best_lists import read_lists
+    from mmdecode.asr.output.manifest import read_manifest
+    from mmdecode.evaluation.nbest.n_best import SHIPPED, with_references
+
+    entries = read_manifest(references, audio=False, text=True) if references else []
+    found: dict[str, list[NBestList]] = {}
+    for given in data or SHIPPED:
+        path = Path(given)
+        if given in SHIPPED and not path.exists():
+            path = SHIPPED[given]
+        name = path.name.partition(".")[0]
+        if name in found:
+            raise OptionError(f"two files of --data have the name {name!r}; rename one file")
+        lists = read_lists(path)
+        found[name] = with_references(lists, entries) if references else lists
+    return found
+
+
+def _recorded(
+    sources: Sequence[str],
+    sets: Mapping[str, Parts],
+    given: Mapping[str, Any],
+    journal: Journal[ModelRow] | None,
+    progress: Callable[[Any], None],
+) -> list[ModelRow]:
+    """Outputs of the methods' models for the development and test lists."""
+    rows = [row for row in journal.done.values() if row.error is None] if journal else []
+    for source in sources:
+        known = {(row.data, row.id) for row in rows if row.source == source}
+        for row in _made(source, sets, known, given):
+            rows.append(row)
+            if journal:
+                journal.add(row)
+            progress(row)
+    return rows
+
+
+def _made(
+    source: str, sets: Mapping[str, Parts], known: set[tuple[str, str]], given: Mapping[str, Any]
+) -> Iterator[ModelRow]:
+    """Runs one model on the lists that have no output of it yet."""
+    from mmdecode.asr.correction.corrector import Corrector
+    from mmdecode.asr.correction.selection import TextScorer
+    from mmdecode.evaluation.nbest.methods import corrected, scored
+    from mmdecode.runs.items import Watch
+
+    todo = {
+        name: [one for one in (*parts.development, *parts.test) if (name, one.id) not in known]
+        for name, parts in sets.items()
+    }
+    if not any(todo.values()):
+        return
+    kind, _, model = source.partition(":")
+    load: Any = (Corrector if kind == "corrector" else TextScorer).from_pretrained
+    made = corrected if kind == "corrector" else scored
+    # thresholds are laid on preferences later, on the development part
+    options: dict[str, Any] = {"copy_below": -math.inf} if kind == "corrector" else {}
+    if given["quantize"] is not None:
+        options["quantize"] = given["quantize"]
+    named = {name: given[name] for name in ("device", "dtype", "batch_size")}
+    loaded, watch = load(model, **named, **options), Watch()
+    for name, lists in todo.items():
+        yield from made(loaded, lists, name, source, watch)
+
+
+def _hash(parts: Parts) -> str:
+    """Checksum of all lists of a set."""
+    lists = sorted((*parts.before, *parts.test), key=lambda one: one.id)
+    return hashlib.blake2b(repr(lists).encode(), digest_size=8).hexdigest()
+
+
+NBEST = NBestTask(
+    name="nbest",
+    about="""Word errors of selection and correction of N-best lists, compared with oracles.
+
+    Oracle o_nb takes the best hypothesis of each list, o_cp the best text made of a list's words.
+    Lists are split into parts by their ids: thresholds, weights and the table of replacements are
+    fitted on the development part, and results are reported on the rest. Model outputs are appended
+    to rows.jsonl in --out during the run.
+
+    For example:
+
+      mmdecode evaluate nbest
+
+      mmdecode evaluate nbest --data test_atis.json --normalizer none --methods mbr,table --out run
+
+      mmdecode evaluate nbest --data cv --corrector my-folder --methods table,lm:gpt2 --out run
+    """,
+    options={
+        "data": None,
+        "references": None,
+        "normalizer": "whisper",
+        "methods": None,
+        "corrector": None,
+        "train_share": 0.0,
+        "dev_share": 0.5,
+        "limit": None,
+        "output": None,
+        "resume": False,
+        "overwrite": False,
+        "resamples": 10_000,
+        "batch_size": 16,
+        "device": "auto",
+        "dtype": "auto",
+        "quantize": None,
+        "seed": 0,
+    },
+    helps={
+        "data": "N-best lists: a .json or .jsonl file of HyPoradise, also .gz; results.jsonl of "
+        "mmdecode transcribe --n-best; or a shipped set: ls_clean, ls_other, cv. Repeat it for "
+        "more; default: the shipped sets.",
+        "normalizer": "Text normaliser: none, basic, whisper (English) or leaderboard, which also "
+        "matches compounds with their parts.",
+        "resume": "Continue in --out; same lists only.",
+    },
+    rows="rows.jsonl",
+    failed="their first hypotheses count",
+)

@@ -1,0 +1,205 @@
+"""Task ``silence``: hallucinations on recordings without speech, and word errors on speech."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.errors import OptionError, UnknownNameError
+from mmdecode.evaluation.speech.task import (
+    DECODING,
+    PLAIN,
+    compared_transcribers,
+    refuse_twice,
+    transcribed,
+)
+from mmdecode.evaluation.task import Run, Task, settings_in
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from mmdecode.asr.output.manifest import Entry
+    from mmdecode.evaluation.report.report import Report
+
+ZOO, NONE = "zoo", "none"
+MODEL = "zoo:whisper-synth"
+SEEDS = {"development": 1, "test": 3}  # 2 was the test part of an earlier report
+
+
+@dataclass(frozen=True, kw_only=True)
+class SilenceTask(Task):
+    """Words per minute of recordings without speech, and word errors on speech."""
+
+    def refuse(self, given: Mapping[str, Any]) -> None:
+        """Refuses options that do not go together; see `Task.refuse`."""
+        if given["model"] and given["rescore"]:
+            raise OptionError(
+                "expected either --model, for a new run, or --rescore, for an earlier run"
+            )
+        if given["part"] not in SEEDS:
+            raise UnknownNameError.of("part", given["part"], SEEDS)
+        if len(given["draft"] or ()) > 1:
+            raise OptionError("every mode has the same drafter; give --draft once")
+
+    def open(self, given: Mapping[str, Any]) -> Run:
+        """Reads and synthesises recordings and loads the model; see `Task.open`."""
+        from mmdecode.asr.options import FALLBACK
+        from mmdecode.evaluation.speech.non_speech import write_flac
+        from mmdecode.evaluation.speech.runs import data_hash
+
+        given = {**given, "model": given["model"] or MODEL}
+        guides = ["whisper_cd"] if given["guide"] is None else given["guide"]
+        refuse_twice("--guide", guides)
+        [draft] = given["draft"] or [None]
+        transcribers = compared_transcribers(
+            given,
+            {
+                PLAIN: (draft, None, {"loop_guard": "report"}),
+                "thresholds": (draft, None, FALLBACK | {"loop_guard": "report"}),
+                "loop guard": (draft, None, {"loop_guard": "cut"}),
+                **{spec: (draft, spec, {"loop_guard": "report"}) for spec in guides},
+            },
+            padding=given["padding"],
+        )
+        closing = contextlib.ExitStack()
+        folder = given["output"] or Path(closing.enter_context(tempfile.TemporaryDirectory()))
+        made: dict[Path, Callable[[], np.ndarray]] = {}
+        left_out: list[str] = []
+        sets, limit = given["speech"] or [ZOO], given["limit"]
+        entries = [
+            *_read(sets, given["recordings"], limit, left_out),
+            *_sounds(made, folder / "audio", given),
+        ]
+        if ZOO in sets:
+            entries += _zoo_speech(made, folder / "audio", limit)
+
+        def write() -> None:
+            for path, samples in made.items():
+                write_flac(path, samples(), given["overwrite"])
+
+        names = ("language", "max_new_tokens", "batch_size", "padding")
+        settings = {
+            **{name: given[name] for name in ("model", "part", "clips", "seconds", "seed")},
+            "guides": guides,
+            "draft": draft,
+            "options": {name: given[name] for name in names},
+            "speech": sets,
+            "recordings": str(given["recordings"]) if given["recordings"] else None,
+            "limit": limit,
+            "data_hash": data_hash(entries),
+        }
+        return transcribed(
+            transcribers,
+            entries,
+            settings,
+            lambda samples, conditions: self._report(samples, conditions, given),
+            begin=write,
+            left_out=left_out,
+            closing=closing,
+            warmup=0,
+        )
+
+    def read(self, folder: Path, given: Mapping[str, Any]) -> Run:
+        """Reads an earlier run; see `Task.read`."""
+        from mmdecode.evaluation.speech.runs import read_samples
+
+        settings = settings_in(folder)
+        return Run(
+            report=lambda rows: self._report(rows, settings, given), rows=read_samples(folder)
+        )
+
+    def _report(
+        self, samples: list[Any], conditions: dict[str, Any], given: Mapping[str, Any]
+    ) -> Report:
+        from mmdecode.evaluation.speech.silence import SilenceReport
+
+        resampling = {name: given[name] for name in ("resamples", "seed")}
+        return SilenceReport(samples, **resampling, conditions=conditions)
+
+
+def _read(
+    sets: Sequence[str], recordings: Path | None, limit: int | None, left_out: list[str]
+) -> Iterator[Entry]:
+    """Reads the user's recordings; error messages of unusable rows are added to ``left_out``."""
+    from mmdecode.asr.output.manifest import read_manifest
+    from mmdecode.evaluation.speech.silence import NON_SPEECH, SPEECH
+
+    for entry in read_manifest(recordings, limit, left_out=left_out) if recordings else ():
+        yield replace(entry, id=f"{NON_SPEECH}/recordings/{entry.id}", text="")
+    for path in (Path(one) for one in sets if one not in (ZOO, NONE)):
+        for entry in read_manifest(path, limit, text=True, left_out=left_out):
+            yield replace(entry, id=f"{SPEECH}/{path.stem}/{entry.id}")
+
+
+def _sounds(
+    made: dict[Path, Callable[[], np.ndarray]], folder: Path, given: Mapping[str, Any]
+) -> Iterator[Entry]:
+    """Synthetic recordings; functions that make their samples are added to ``made``, by path."""
+    from mmdecode.evaluation.speech.non_speech import sounds
+    from mmdecode.evaluation.speech.silence import NON_SPEECH
+
+    clips = min(given["clips"], given["limit"] or given["clips"])
+    for entry, samples in sounds(folder, clips, given["seconds"], SEEDS[given["part"]]):
+        made[Path(entry.audio or "")] = samples
+        yield replace(entry, id=f"{NON_SPEECH}/{entry.id}")
+
+
+def _zoo_speech(
+    made: dict[Path, Callable[[], np.ndarray]], folder: Path, limit: int | None
+) -> Iterator[Entry]:
+    """Shipped speech, clean and noisy; functions that make noisy samples are added to ``made``."""
+    from mmdecode.asr.output.manifest import Entry
+    from mmdecode.evaluation.speech.silence import SPEECH
+    from mmdecode.zoo.speech import speech_test
+
+    clips = speech_test()[:limit]
+    for clip in clips:
+        yield Entry(id=f"{SPEECH}/clean/{clip.name}", audio=str(clip.path), text=clip.text)
+    for clip in clips:
+        path = folder / f"noisy_{clip.name}.flac"
+        made[path] = partial(clip.samples, "noisy")
+        yield Entry(id=f"{SPEECH}/noisy/{clip.name}", audio=str(path), text=clip.text)
+
+
+SILENCE = SilenceTask(
+    name="silence",
+    about="""Hallucinated words per minute of non-speech, repetition, and word errors on speech.
+
+    Modes are plain Whisper decoding; thresholds (Whisper's thresholds and temperature fallback);
+    loop guard (repeated text is cut after its first occurrence); and each --guide. Silence, white,
+    pink and babble noise and music are synthesised. Texts are appended to samples.jsonl in --out;
+    --resume continues an interrupted run. If a recording fails, the exit code is 1.
+
+    For example:
+
+      mmdecode evaluate silence --model openai/whisper-small --out run
+
+      mmdecode evaluate silence --model openai/whisper-tiny --guide whisper_cd:alpha=0.5 --guide
+      whisper_cd:alpha=0,gate=0.1 --speech test.jsonl --recordings office.jsonl --out run
+    """,
+    options=DECODING
+    | {
+        "guide": None,
+        "draft": None,
+        "speech": None,
+        "recordings": None,
+        "clips": 12,
+        "seconds": 20.0,
+        "part": "test",
+        "padding": "silence",
+    },
+    helps={
+        "guide": "A guide to evaluate, as name or name:key=value,...; default: whisper_cd. Repeat "
+        "it for more.",
+        "draft": "A drafter for every mode; it does not change the texts.",
+        "limit": "Use only this many recordings of each kind, for a smoke test.",
+        "part": "Set of synthetic sounds: development to tune on, test to report.",
+    },
+    rows="samples.jsonl",
+    failed="",
+)

@@ -1,0 +1,260 @@
+"""Benchmarks of ``mmdecode evaluate`` on images: POPE, CHAIR, MME, AMBER and spatial relations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.errors import InputError, OptionError, UnknownNameError
+from mmdecode.evaluation.vision.data import ZOO, Questions, own_folder, zoo_image
+from mmdecode.evaluation.vision.items import (
+    CaptionItem,
+    ChoiceItem,
+    LeftOut,
+    YesNoItem,
+    read_bytes,
+)
+from mmdecode.evaluation.vision.task import ASKING, YES_NO, ChoiceTask, QuestionTask, YesNoTask
+from mmdecode.evaluation.vision.tasks.amber import read_amber
+from mmdecode.evaluation.vision.tasks.chair import read_chair, vocabulary_of
+from mmdecode.evaluation.vision.tasks.mme import read_mme
+from mmdecode.evaluation.vision.tasks.pope import (
+    SPLITS,
+    find_pope,
+    read_pope,
+    structure,
+    warnings_of,
+)
+from mmdecode.evaluation.vision.tasks.spatial import read_choices, read_whats_up, unit_of
+
+if TYPE_CHECKING:
+    from mmdecode.evaluation.report.item_report import ItemReport
+
+__all__ = ["ALL", "CaptionTask", "PopeTask", "read_questions", "vocabulary_of", "zoo_image"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PopeTask(YesNoTask):
+    """POPE, whose questions are in several files, one per split."""
+
+    def read_paths(
+        self, paths: Sequence[Path], left_out: list[str], *, zoo: bool, **given: Any
+    ) -> Questions:
+        """Reads the questions of some splits; see `QuestionTask.read_paths`."""
+        splits = given.get("split") or ()
+        unknown = [name for name in splits if name not in SPLITS]
+        if unknown:
+            raise UnknownNameError.of("split", unknown[0], SPLITS)
+        files = _pope_files(paths, "pope_" if zoo else given.get("prefix") or "")
+        items = _within(read_pope(files, left_out), splits)
+        return Questions(
+            task=self.name,
+            items=items,
+            files=files,
+            unit=self.unit,
+            warnings=warnings_of(structure(items)),
+        )
+
+
+def _pope_files(paths: Sequence[Path], prefix: str) -> dict[str, Path]:
+    if len(paths) == 1 and paths[0].is_dir():
+        return find_pope(paths[0], prefix)
+    found: dict[str, Path] = {}
+    for path in paths:
+        name = next((split for split in SPLITS if split in path.name), path.name.partition(".")[0])
+        if name in found:
+            raise OptionError(
+                f"{found[name]} and {path} are both files of the split {name!r}; give one per split"
+            )
+        found[name] = path
+    return found
+
+
+def _within(items: Sequence[YesNoItem], splits: Sequence[str]) -> list[YesNoItem]:
+    """Questions of the given splits of POPE; all questions if ``splits`` is empty."""
+    if not splits:
+        return list(items)
+    kept = [
+        dataclasses.replace(item, sets=tuple(name for name in item.sets if name in splits))
+        for item in items
+    ]
+    found = [item for item in kept if item.sets]
+    if not found:
+        raise InputError(f"there is no question of the split {' or '.join(splits)}")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionTask(QuestionTask):
+    """A task of images to describe, whose captions are searched for objects."""
+
+    kind = CaptionItem
+
+    def read_paths(
+        self, paths: Sequence[Path], left_out: list[str], *, zoo: bool, **given: Any
+    ) -> Questions:
+        """Reads the images; ``prompt`` takes the place of their questions, if it is given."""
+        found = super().read_paths(paths, left_out, zoo=zoo)
+        synonyms, prompt = given.get("synonyms"), given.get("prompt")
+        items = found.items
+        if prompt is not None:
+            items = [dataclasses.replace(item, question=prompt) for item in items]
+        words = str(synonyms) if synonyms else ZOO if zoo else None
+        return dataclasses.replace(found, items=items, synonyms=words)
+
+    def report(self, rows: list[Any], given: Mapping[str, Any], **basis: Any) -> ItemReport[Any]:
+        """Makes a `CaptionReport`; see `QuestionTask.report`."""
+        from mmdecode.evaluation.vision.caption_report import CaptionReport
+
+        conditions = basis["conditions"]
+        return CaptionReport(
+            rows,
+            vocabulary=vocabulary_of(conditions["synonyms"]),
+            baseline_controls=conditions["controls"],
+            **basis,
+        )
+
+
+def _one_file(path: Path, task: str) -> Path:
+    if path.is_dir():
+        raise OptionError(f"{path} is a folder; {task} reads one file: give it with --data")
+    return path
+
+
+def _read_spatial(path: Path, left_out: LeftOut) -> Sequence[ChoiceItem]:
+    _one_file(path, "spatial")
+    if read_bytes(path).lstrip()[:1] == b"[":
+        return read_whats_up(path, left_out)
+    return read_choices(path, left_out=left_out)
+
+
+def _files_in(pattern: str, path: Path) -> Mapping[str, Path]:
+    files = sorted(path.rglob(pattern)) if path.is_dir() else [path]
+    return {file.relative_to(path.parent).as_posix(): file for file in files}
+
+
+POPE = PopeTask(
+    name="pope",
+    about="""POPE: is there an object in the image? Accuracy, share of yes, and margins, by split.
+
+    --data is 'zoo', a folder with a file per split, or files (repeat it): JSON lines, csv or tsv
+    with the columns image, text and label. Images are next to the files, or in --images. Answers
+    go to items.jsonl in --out. A question that fails counts as wrong; the exit code is then 1.
+
+    For example:
+
+      mmdecode evaluate pope --model zoo:llava-scenes --guide vcd --data zoo --out run
+
+      mmdecode evaluate pope --model llava-hf/llava-1.5-7b-hf --guide vcd --guide ritual:alpha=3
+      --data coco/ --images val2014/ --suffix one-word --out run
+
+      mmdecode evaluate pope --rescore run --parser vcd
+    """,
+    items=lambda path, left_out: read_pope({path.name: path}, left_out),
+    options=ASKING | YES_NO | {"split": None, "prefix": ""},
+    zoo=".",
+    images=lambda path: None if path.is_dir() else path.parent,
+)
+CHAIR = CaptionTask(
+    name="chair",
+    about="""CHAIR: hallucinated objects in captions, with recall and length, also at equal length.
+
+    --data is 'zoo', or JSON lines with image (or COCO's image_id) and objects, the names of the
+    objects in the image. If a caption fails, it counts as empty and the exit code is 1.
+
+    For example:
+
+      mmdecode evaluate chair --model zoo:llava-scenes --guide vcd --greedy --data zoo --out run
+    """,
+    items=lambda path, left_out: read_chair(_one_file(path, "chair"), left_out),
+    options=ASKING | {"max_new_tokens": 128, "prompt": None, "synonyms": None},
+    zoo="chair.jsonl.gz",
+    images=lambda path: None,
+)
+MME = YesNoTask(
+    name="mme",
+    about="""MME: a yes- and a no-question about each image; with the scores of MME's own tool.
+
+    --data is 'zoo', MME's folder (which may contain the images), or JSON lines with category,
+    image, question and answer.
+
+    For example:
+
+      mmdecode evaluate mme --model zoo:llava-scenes --guide vcd --data zoo --out run
+    """,
+    items=read_mme,
+    options=ASKING | YES_NO | {"parser": "mme"},
+    zoo="mme.jsonl.gz",
+    images=lambda path: path if path.is_dir() else None,
+    files=lambda path: _files_in("*.txt", path),
+    unit=lambda item: (item.image, item.sets),
+)
+AMBER = YesNoTask(
+    name="amber",
+    about="""AMBER: questions on existence, attributes and relations, with its own tool's scores.
+
+    --data is a folder with query_discriminative.json and annotations.json; the images are in its
+    folder image, or in --images.
+
+    For example:
+
+      mmdecode evaluate amber --model llava-hf/llava-1.5-7b-hf --guide vcd --data AMBER/data
+      --images AMBER/image --out run
+    """,
+    items=read_amber,
+    images=lambda path: path / "image" if (path / "image").is_dir() else None,
+    files=lambda path: {file.name: file for file in sorted(path.glob("*.json*"))},
+)
+SPATIAL = ChoiceTask(
+    name="spatial",
+    about="""Spatial relations (What's Up): single questions, pairs and sets.
+
+    --data is 'zoo', What's Up's JSON file, or JSON lines with image, question, options, answer and
+    group; images are next to the file, or in --images.
+
+    For example:
+
+      mmdecode evaluate spatial --model zoo:llava-scenes --guide adaptvis --data zoo --out run
+    """,
+    items=_read_spatial,
+    zoo="spatial.jsonl.gz",
+    images=own_folder,
+    unit=unit_of,
+)
+ALL: dict[str, QuestionTask] = {one.name: one for one in (POPE, CHAIR, MME, AMBER, SPATIAL)}
+
+
+def read_questions(
+    task: str,
+    data: Sequence[str] = (ZOO,),
+    *,
+    part: str = "test",
+    images: Path | None = None,
+    **options: Any,
+) -> Questions:
+    """Reads the questions of a built-in task.
+
+    Args:
+        task: Name of the task, such as ``pope``.
+        data: ``("zoo",)``, or paths. POPE: a folder with a file per split, or the files, tables of
+            one's own among them; captions (``chair``): JSON lines of images and their objects; MME:
+            its folder, or JSON lines; AMBER: its folder; spatial: JSON lines with options, or
+            What's Up's file.
+        part: Part of the zoo's sets, development or test.
+        images: Folder of the images; ``None``: the folder in which the data set keeps them.
+        **options: Options of the task's own: ``split`` and ``prefix`` of POPE, ``synonyms`` and
+            ``prompt`` of captions.
+
+    Raises:
+        InputError: A file cannot be read.
+        OptionError: The options do not fit the task or the data, or the folder of the images is not
+            known.
+        UnknownNameError: There is no such task of questions, part or split.
+    """
+    found = ALL.get(task)
+    if found is None:
+        raise UnknownNameError.of("task", task, ALL)
+    return found.questions(data, part=part, images=images, **options)
