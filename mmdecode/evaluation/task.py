@@ -35,6 +35,7 @@ TASKS = {
     "mme": "mmdecode.evaluation.vision.benchmarks:MME",
     "amber": "mmdecode.evaluation.vision.benchmarks:AMBER",
     "spatial": "mmdecode.evaluation.vision.benchmarks:SPATIAL",
+    "vsr": "mmdecode.evaluation.vision.tasks.vsr:TASK",
     "images": "mmdecode.evaluation.images.task:IMAGES",
 }
 """Built-in tasks by name, as ``module:NAME``."""

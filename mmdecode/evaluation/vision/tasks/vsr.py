@@ -13,6 +13,7 @@ from mmdecode.evaluation.vision.items import (
     read_json_lines,
     refuse_empty,
 )
+from mmdecode.evaluation.vision.task import YesNoTask
 
 
 def read_vsr(
@@ -49,3 +50,19 @@ def read_vsr(
             )
     refuse_empty(items, left_out, f"{path} holds no line; expected one statement a line")
     return items
+
+
+TASK = YesNoTask(
+    name="vsr",
+    about="""VSR: is a statement on the relation of two objects true of the image?
+
+    --data is VSR's file, JSON lines with image, caption and label, such as random_test.jsonl; the
+    images are next to it, or in --images.
+
+    For example:
+
+      mmdecode evaluate vsr --model llava-hf/llava-1.5-7b-hf --guide vcd --data random_test.jsonl
+      --images vsr/images --out run
+    """,
+    items=lambda path, left_out: read_vsr(path, left_out=left_out),
+)
