@@ -237,6 +237,7 @@ def own(tmp_path, monkeypatch):
     Image.fromarray(render(draw_scene(0))).save("photo.png")
     Path("clips.jsonl").write_text('{"path": "talk.ogg", "text": "a word"}\n')
     Path("asked.jsonl").write_text('{"image": "photo.png", "question": "A ring?"}\n')
+    Path("statements.jsonl").write_text('{"image": "photo.png", "caption": "A.", "label": 1}\n')
     Path("amber").mkdir()
     asked = [{"id": 1, "image": "photo.png", "query": "Is there a ring in this image?"}]
     Path("amber/query_discriminative.json").write_text(json.dumps(asked))
@@ -261,6 +262,7 @@ LOADING = [
     "evaluate mme --data zoo --model MODEL",
     "evaluate amber --data amber --images . --model MODEL",
     "evaluate spatial --data zoo --model MODEL",
+    "evaluate vsr --data statements.jsonl --model MODEL",
     "evaluate silence --model MODEL --clips 2",
     "evaluate pope --data zoo --model MODEL",
     "evaluate images --model MODEL",

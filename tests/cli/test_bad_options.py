@@ -35,7 +35,7 @@ BASES = {
     **{
         f"evaluate {task}": "--model zoo:llava-scenes --data zoo --limit 1 --seeds 1 --greedy "
         "--no-controls --max-new-tokens 2 --resamples 2 --warmup 0"
-        for task in ("pope", "chair", "mme", "spatial", "amber")
+        for task in ("pope", "chair", "mme", "spatial", "amber", "vsr")
     },
     "evaluate images": "--model zoo:llamagen-scenes -n 2 --modes plain --resamples 20",
     "train medusa": "--model zoo:whisper-synth --data TABLE --out out",

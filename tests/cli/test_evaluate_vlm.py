@@ -2,20 +2,24 @@
 
 import functools
 import gzip
+import importlib.metadata
 import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
+from mmdecode.evaluation.task import GROUP, task_of
 from mmdecode.evaluation.vision.benchmarks import read_questions
 from mmdecode.runs import crashes
 from mmdecode.runs.journal import Journal
 from mmdecode.vlm import loading
 from tests.support.commands import invoke, json_of
 from tests.support.files import json_lines, write_json_lines
+from tests.support.pages import checked
 from tests.vlm.conftest import build_model, build_processor, image
 
 OBJECTS = ("ring", "star", "circle")
@@ -187,10 +191,10 @@ def test_left_out_rows_are_counted_and_make_the_exit_code_1(settings, data, tmp_
     assert found["conditions"]["rows_left_out"] == 2
     assert "line 3 has" in found["failures"][0]["error"]
     assert "again; keep one of each" in found["failures"][1]["error"]
-    assert "2 rows of the data cannot be used and are left out" in done.stderr
+    assert "2 rows of the data cannot be used and left out" in done.stderr
     assert len((out / "items.jsonl").read_text().splitlines()) == 2
     again = run("spatial", "--rescore", out, "--resamples", 20)
-    assert "2 rows of the data cannot be used and are left out" in again.stderr
+    assert "2 rows of the data cannot be used and left out" in again.stderr
 
 
 def test_a_question_of_amber_without_annotation_is_left_out(settings, data, tmp_path):
@@ -385,6 +389,69 @@ def test_the_other_tasks_are_scored(settings, data):
     amber = settings("amber", data / "amber", *words)
     del amber[amber.index("--images") : amber.index("--images") + 2]
     assert parsed(run(*amber))["modes"]["greedy"]["task"]["amber"][0]["relation"]
+
+
+def test_statements_are_judged_resumed_compared_and_shown(settings, data, tmp_path):
+    out = tmp_path / "out"
+    words = settings("vsr", data / "images" / "vsr.jsonl", "--greedy", "--guide", "vcd")
+    found = parsed(run(*words, "--out", out, "--json"))
+    assert found["task"] == "vsr" and found["questions"] == 2
+    assert {"greedy shifted to vcd", "always yes"} < set(found["modes"])
+    assert {one["second"] for one in found["comparisons"]} >= {"vcd"}
+    page = (out / "report.html").read_text()
+    assert checked(page) and "It is left. Is this statement about the image true?" in page
+    lines = (out / "items.jsonl").read_text().splitlines(keepends=True)
+    (out / "items.jsonl").write_text("".join(lines[:-2]))
+    again = parsed(run(*words, "--out", out, "--json", "--resume"))
+    assert len(answers(out)) == len(lines)
+    assert again["modes"]["vcd"]["sets"] == found["modes"]["vcd"]["sets"]
+
+
+OWN_TASK = Path(__file__).parents[2] / "examples" / "own_task.py"
+
+
+def test_a_task_of_ones_own_is_a_python_file(settings, data, tmp_path):
+    table, out = tmp_path / "photos.csv", tmp_path / "out"
+    rows = ["0.png,Is it red?,Yes", "0.png,Is it blue?,no", "1.png,Is it red?,no", "1.png,Is it?,x"]
+    table.write_text("\n".join(["image,question,answer", *rows]) + "\n")
+    done = run(*settings(OWN_TASK, table, "--greedy", "--no-controls", "--out", out, "--json"))
+    assert done.exit_code == 1
+    found = parsed(done)
+    assert found["task"] == "photos" and found["questions"] == 3
+    assert found["modes"]["greedy"]["task"]["images right"] in (0.0, 0.5, 1.0)
+    assert "line 5: the answer 'x' is neither yes nor no" in found["failures"][0]["error"]
+    again = run(OWN_TASK, "--rescore", out, "--resamples", 20)
+    assert again.exit_code == 0 and "| mode | accuracy %" in again.stdout
+    assert "images right" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("TASK = 3", "gives int; expected TASK = a task"),
+        ("import nothing_of_that_name", "cannot be run: ModuleNotFoundError"),
+        ("", "gives NoneType"),
+        (None, "cannot be run: FileNotFoundError"),
+    ],
+)
+def test_a_file_without_a_task_is_refused(text, message, tmp_path):
+    file = tmp_path / "mine.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(InputError, match=message):
+        run(file, "--model", "x")
+
+
+def test_a_task_of_another_package_has_a_name(monkeypatch):
+    entry = importlib.metadata.EntryPoint(
+        "statements", "mmdecode.evaluation.vision.tasks.vsr:TASK", GROUP
+    )
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: [entry] if group == GROUP else []
+    )
+    assert task_of("statements").name == "vsr"
+    with pytest.raises(UnknownNameError, match="did you mean 'statements'"):
+        task_of("statement")
 
 
 def test_misuse_is_refused_before_a_model_is_loaded(settings, data, tmp_path, monkeypatch):

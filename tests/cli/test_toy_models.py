@@ -108,6 +108,7 @@ ON_OWN_FILES = [
     "evaluate chair --data clips.jsonl --model zoo:llava-scenes",
     "evaluate mme --data clips.jsonl --model zoo:llava-scenes",
     "evaluate amber --data clips.jsonl --model zoo:llava-scenes",
+    "evaluate vsr --data clips.jsonl --model zoo:llava-scenes",
     "evaluate spatial --data clips.jsonl --model zoo:llava-scenes",
     "evaluate images --prompts clips.jsonl --model zoo:llamagen-scenes",
     "evaluate nbest --data clips.jsonl --corrector zoo:lm-synth",

@@ -16,6 +16,7 @@ from mmdecode.evaluation.vision.items import (
     LeftOut,
     YesNoItem,
     read_bytes,
+    read_json_lines,
 )
 from mmdecode.evaluation.vision.task import ASKING, YES_NO, ChoiceTask, QuestionTask, YesNoTask
 from mmdecode.evaluation.vision.tasks.amber import read_amber
@@ -128,6 +129,9 @@ def _read_spatial(path: Path, left_out: LeftOut) -> Sequence[ChoiceItem]:
     _one_file(path, "spatial")
     if read_bytes(path).lstrip()[:1] == b"[":
         return read_whats_up(path, left_out)
+    _, first = next(read_json_lines(path, []), ("", {}))
+    if "caption" in first:
+        raise OptionError(f"{path} holds statements of VSR; run 'mmdecode evaluate vsr'")
     return read_choices(path, left_out=left_out)
 
 

@@ -245,7 +245,8 @@ class QuestionTask(Task):
         if questions.left_out:
             settings["rows_left_out"] = len(questions.left_out)
             settings["notes"].append(
-                f"{len(questions.left_out)} rows of the data cannot be used and are left out"
+                f"{len(questions.left_out)} row{'s' * (len(questions.left_out) > 1)} of the data "
+                "cannot be used and left out"
             )
         load_average = settings.pop("load_average")
 

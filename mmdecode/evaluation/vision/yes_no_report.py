@@ -391,7 +391,7 @@ class YesNoReport(ItemReport[YesNoItem]):
             of_sets = {f"{name} %": percent(one["accuracy"], ".1f") for name, one in scores.items()}
             margins = [one["margin"]["auroc"] for one in scores.values() if one["margin"]]
             ranked = float(np.mean(margins)) if len(margins) == len(scores) else None
-            totals = {k: v for k, v in own[mode].items() if k in TOTALS}
+            totals = {k: v for k, v in own[mode].items() if k in TOTALS or self.task not in TASKS}
             rows.append(
                 {"mode": mode}
                 | (of_sets if 1 < len(scores) <= COLUMNS else {})
