@@ -1,12 +1,12 @@
 """A task of your own for ``mmdecode evaluate``: a function that reads questions, and a name.
 
-    mmdecode evaluate examples/own_task.py --model zoo:llava-scenes --guide vcd --data photos.csv --out run
+    mmdecode evaluate examples/own_task.py --model zoo:llava-scenes --data photos.csv --out run
     mmdecode evaluate examples/own_task.py --rescore run
 
 The table has the columns image, question and answer (yes or no); images lie next to it, or in
 ``--images``. Resuming, intervals, controls, comparisons, figures and the page are those of POPE.
-`ChoiceTask` with `ChoiceItem` takes questions with several options, `CaptionTask` with `CaptionItem`
-images to describe. A package offers a task under a name by an entry point in ``mmdecode.tasks``.
+`ChoiceTask` with `ChoiceItem` takes questions with several options, `CaptionTask` with
+`CaptionItem` images to describe. A package offers a task under a name by an entry point in ``mmdecode.tasks``.
 """
 
 import csv
