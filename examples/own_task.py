@@ -6,7 +6,8 @@
 The table has the columns image, question and answer (yes or no); images lie next to it, or in
 ``--images``. Resuming, intervals, controls, comparisons, figures and the page are those of POPE.
 `ChoiceTask` with `ChoiceItem` takes questions with several options, `CaptionTask` with
-`CaptionItem` images to describe. A package offers a task under a name by an entry point in ``mmdecode.tasks``.
+`CaptionItem` images to describe. A package offers a task under a name by an entry point in
+``mmdecode.tasks``.
 """
 
 import csv
