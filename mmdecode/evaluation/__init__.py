@@ -6,7 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mmdecode.evaluation.audit.audit import AuditReport, audit
+    from mmdecode.evaluation.audit import audit as _audit
+    from mmdecode.evaluation.audit.audit import AuditReport
     from mmdecode.evaluation.audit.plain import Case, Plain
     from mmdecode.evaluation.report.report import Report
     from mmdecode.evaluation.speech.comparison import Comparison
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.vision.items import CaptionItem, ChoiceItem, YesNoItem
     from mmdecode.evaluation.vision.task import ChoiceTask, YesNoTask
     from mmdecode.evaluation.vision.yes_no_report import YesNoReport
+
+    audit = _audit.audit  # an assignment: the folder of that name would be taken for it
 
 _MODULES = {
     "audit.audit": ("AuditReport", "audit"),
