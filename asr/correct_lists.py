@@ -25,7 +25,7 @@ from mmdecode.asr.correction.n_best_lists import read_lists
 from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import run_script
 from mmdecode.runs.files import claimed, complete_lines
-from mmdecode.runs.journal import Journal
+from mmdecode.runs.rows import RowJournal
 
 
 def parse_args():
@@ -61,8 +61,8 @@ def main():
     settings["preferences"] = args.preferences
     with claimed(args.out):
         rows = args.out / "corrected.jsonl"
-        journal = Journal(rows, read, lambda row: row.id, settings, args.resume, args.overwrite)
-        done = {name for name, found in journal.done.items() if found.error is None}
+        journal = RowJournal(rows, read, lambda row: row.id, settings, args.resume, args.overwrite)
+        done = {name for name, found in journal.rows.items() if found.error is None}
         todo = [one for one in lists if one.id not in done]
         resumed = len(lists) - len(todo)
         if todo:
@@ -73,8 +73,8 @@ def main():
                     journal.add(found)
                     bar.advance(task)
         journal.close()
-        journal.finish([journal.done[one.id] for one in lists])
-    found = journal.done.values()
+        journal.finish_with([journal.rows[one.id] for one in lists])
+    found = journal.rows.values()
     counts = {
         "lists": len(lists),
         "resumed": resumed,

@@ -24,7 +24,7 @@ from mmdecode.evaluation.vision.data import ZOO
 from mmdecode.evaluation.vision.items import ITEMS
 from mmdecode.evaluation.vision.modes import comparisons_of, modes_of
 from mmdecode.evaluation.vision.runs import Recorder
-from mmdecode.runs.journal import refuse_taken
+from mmdecode.runs.rows import refuse_taken
 from mmdecode.vlm.loading import load
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +26,14 @@ from mmdecode.cli.flags import (
     refuse_without,
 )
 from mmdecode.cli.output import JsonFlag, emit_json
-from mmdecode.cli.progress import progress_bar, resumable
+from mmdecode.cli.progress import progress_bar, resumable, tell_batch_size
 from mmdecode.runs.console import console, out, warnings_shown, without_other_bars
+from mmdecode.runs.journal import Unit
 
 if TYPE_CHECKING:
     from mmdecode.runs.items import Failed
     from mmdecode.vlm.answerer import Answerer
-    from mmdecode.vlm.jobs import AnswerFile
+    from mmdecode.vlm.jobs import AnswerFolder
     from mmdecode.vlm.requests import AnswerRequest
     from mmdecode.vlm.results import Answer
 
@@ -157,7 +157,6 @@ def command(
     """
     from mmdecode.cli.conversation import converse
     from mmdecode.errors import OptionError
-    from mmdecode.vlm import crashes
     from mmdecode.vlm.answerer import Answerer
     from mmdecode.vlm.options import AnswerOptions
     from mmdecode.vlm.requests import read_requests
@@ -221,39 +220,38 @@ def command(
     tally = _Tally()
     with warnings_shown("always"), contextlib.ExitStack() as stack:
         file = None
+        units = [Unit(requests, batch_size)]
         if output is not None:  # refused before a model is loaded
             from mmdecode.runs.files import claimed
-            from mmdecode.vlm.jobs import RESULTS, AnswerFile
+            from mmdecode.vlm.jobs import AnswerFolder
 
+            file = AnswerFolder(
+                output,
+                settings,
+                requests,
+                batch_size=batch_size,
+                resume=resume,
+                overwrite=overwrite,
+            )
             stack.enter_context(resumable(output, len(requests), lambda: tally.done))
             stack.enter_context(claimed(output))
-            answers = AnswerFile(output / RESULTS, settings, resume, requests, overwrite)
-            file = stack.enter_context(contextlib.closing(answers))
-        todo = requests
-        if file:
-            todo = [
-                file.noted(
-                    dataclasses.replace(
-                        request,
-                        images=tuple(crashes.watched(one, file.journal) for one in request.images),
-                        problem=request.problem or file.batches.problem(request.id),
-                    )
-                )
-                for request in requests
-                if request.id not in file.done
-            ]
-        tally.done_before = len(requests) - len(todo)
-        tally.changed = len(file.changed) if file else 0
+            stack.enter_context(contextlib.closing(file.open(file.prepare())))
+            units = file.units()
+            tell_batch_size(units, batch_size)
+            tally.done_before = sum(request.id in file.done for request in requests)
+            tally.changed = len(file.changed)
         show = _Shown(requests)
-        if todo:
+        if any(unit.items for unit in units):
             answerer = Answerer.from_pretrained(**load, device=device, device_map=device_map)
             given = dataclasses.asdict(options)
             started = time.perf_counter()
             for answer in (
-                _streamed(answerer, todo, given, show)
+                _streamed(answerer, requests, given, show)
                 if stream
-                else _with_bar(answerer, todo, given, file)
+                else _with_bar(answerer, units, given, file)
             ):
+                if file and answer.id in file.done:
+                    continue  # of a unit that was interrupted
                 (tally.failures if answer.error else tally.answers).append(answer)
                 if file:
                     file.add(answer)
@@ -318,7 +316,7 @@ def _asked(
 
 def _found(paths: Sequence[str] | None) -> list[str]:
     """Finds the images that are named on the command line."""
-    from mmdecode.runs.files import find_files
+    from mmdecode.runs.inputs import find_files
     from mmdecode.vlm.images import SUFFIXES
 
     with warnings_shown("always"):  # of links that are skipped
@@ -327,26 +325,32 @@ def _found(paths: Sequence[str] | None) -> list[str]:
 
 def _with_bar(
     answerer: Answerer,
-    requests: list[AnswerRequest],
+    units: Sequence[Unit[AnswerRequest]],
     options: dict[str, Any],
-    file: AnswerFile | None,
+    file: AnswerFolder | None,
 ) -> Iterator[Answer]:
-    """Yields answers batch by batch; questions that crashed an earlier run come last, singly."""
-    from mmdecode.runs.crashes import in_groups
+    """Yields answers unit by unit."""
     from mmdecode.runs.items import Watch
+    from mmdecode.vlm import crashes
 
-    alone = file.batches.alone if file else {}
-    groups = in_groups(requests, alone, lambda request: request.id)
+    def noted(request: AnswerRequest) -> AnswerRequest:
+        if not file:
+            return request
+        images = tuple(crashes.watched(one, file.reading) for one in request.images)
+        problem = request.problem or file.batches.problem(request.id)
+        return file.noted(dataclasses.replace(request, images=images, problem=problem))
+
     watch = Watch(file.batches.decoding) if file else Watch()
     with progress_bar(TextColumn("{task.fields[failed]}")) as bar:
-        task = bar.add_task("asking", total=len(requests), failed="")
+        total = sum(len(unit.items) for unit in units)
+        task = bar.add_task("asking", total=total, failed="")
         failed = 0
-        for answer in itertools.chain.from_iterable(
-            answerer.answers(group, watch=watch, **options) for group in groups
-        ):
-            failed += answer.error is not None
-            bar.update(task, advance=1, failed=f"{failed} failed" if failed else "")
-            yield answer
+        for unit in units:
+            how = options | {"batch_size": unit.batch_size}
+            for answer in answerer.answers(list(map(noted, unit.items)), watch=watch, **how):
+                failed += answer.error is not None
+                bar.update(task, advance=1, failed=f"{failed} failed" if failed else "")
+                yield answer
 
 
 def _streamed(

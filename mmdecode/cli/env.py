@@ -15,6 +15,7 @@ from mmdecode.runs.console import out
 
 # extras that install each distribution; empty: always installed
 PACKAGES = {
+    "jinja2": "",
     "torch": "",
     "transformers": "",
     "tokenizers": "",

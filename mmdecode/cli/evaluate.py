@@ -86,7 +86,7 @@ def _evaluate(task: Task, context: typer.Context, given: dict[str, Any]) -> None
     """Runs a task or reads an earlier run, then writes the report and prints it."""
     from mmdecode.evaluation.report.plots import drawable
     from mmdecode.runs.files import claimed
-    from mmdecode.runs.journal import refuse_taken
+    from mmdecode.runs.rows import refuse_taken
 
     output, rescore, json = (given.get(name) for name in ("output", "rescore", "json"))
     resume, overwrite = given["resume"], given["overwrite"]

@@ -24,7 +24,7 @@ from mmdecode.cli.flags import (
     refuse_without,
 )
 from mmdecode.cli.output import JsonFlag, emit_json
-from mmdecode.cli.progress import progress_bar
+from mmdecode.cli.progress import progress_bar, tell_batch_size
 from mmdecode.runs.console import console, print_line, warnings_shown, without_other_bars
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mmdecode.image_ar.generator import ImageGenerator
     from mmdecode.image_ar.results import GeneratedImage, ImageRequest
     from mmdecode.runs.crashes import Batches
+    from mmdecode.runs.journal import Unit
 
 FOLDER = Path("outputs/images")
 
@@ -221,29 +222,35 @@ def command(
     }
     with warnings_shown("always"), contextlib.ExitStack() as stack:
         # refused before a model is loaded
-        folder = stack.enter_context(
-            contextlib.closing(ImageFolder(output, settings, resume, overwrite))
+        folder = ImageFolder(
+            output, settings, batch_size=batch_size, resume=resume, overwrite=overwrite
         )
-
+        stack.enter_context(contextlib.closing(folder))
         generator = ImageGenerator.from_pretrained(**load, batch=batch_size, device=device)
         given = _conditions(generator, names, numbers, prompts)
         read, failures = _drawable(generator, lines)
         if failures and not given and not read:
             raise InputError(f"{failures[0]['error']}; no line of the file is valid")
         requests = generator.requests([*given, *read], n)
-        folder.begin(generator.labels, _metadata(generator, load))
+        folder.name_by(generator.labels, _metadata(generator, load))
         todo = folder.todo(requests, grid)
+        units = folder.units()
+        tell_batch_size(units, batch_size)
         tally = _Tally(done_before=len(requests) - len(todo), failures=failures)
         options: dict[str, Any] = {"likelihood": likelihood}
         if start is not None:
             options |= _started(generator, model, start, mask, keep_rows)
         began = time.perf_counter()
-        for image in _with_bar(generator, todo, options, folder.batches):
+        for image in _with_bar(generator, units, options, folder.batches):
+            if folder.id_of(image) in folder.done:
+                continue  # of a unit that was interrupted
             line = folder.add(image)
             (tally.failures if "error" in line else tally.images).append(line)
         tally.wall_s = time.perf_counter() - began
         tally.stats = generator.stats.as_dict()
-        folder.finish(requests, grid)
+        folder.finish()
+        if grid:
+            folder.write_grid()
     # all images of a call have one start
     guarantee = next((line["law"] for line in tally.images), generator.guarantee)
     _report(tally, guarantee, output, json)
@@ -279,33 +286,30 @@ def _metadata(generator: ImageGenerator, load: Mapping[str, Any]) -> dict[str, A
 
 def _with_bar(
     generator: ImageGenerator,
-    requests: list[ImageRequest],
+    units: Sequence[Unit[ImageRequest]],
     options: dict[str, Any],
     batches: Batches,
 ) -> Iterator[GeneratedImage]:
-    """Yields images batch by batch; images that crashed an earlier run come last, singly."""
+    """Yields images unit by unit."""
     from mmdecode.image_ar.results import request_name
-    from mmdecode.runs.crashes import in_groups
     from mmdecode.runs.items import Watch
 
     watch = Watch(batches.decoding)
-    first, *single = in_groups(requests, batches.alone, request_name)
     with progress_bar(TextColumn("tokens, {task.fields[generated]} images")) as bar:
-        total = len(requests) * generator.tokens
+        total = sum(len(unit.items) for unit in units) * generator.tokens
         task = bar.add_task("drawing", total=total, generated=0)
 
         def on_tokens(count: int) -> None:
             bar.update(task, advance=count)
 
         def generated() -> Iterator[GeneratedImage]:
-            yield from generator.images(first, on_tokens=on_tokens, watch=watch, **options)
-            for [request] in single:
-                if problem := batches.problem(request_name(request)):
-                    yield generator.not_attempted(request, problem)
-                else:
-                    yield from generator.images(
-                        [request], on_tokens=on_tokens, watch=watch, **options
-                    )
+            for unit in units:
+                problem = batches.problem(request_name(unit.items[0]))
+                if problem and len(unit.items) == 1:
+                    yield generator.not_attempted(unit.items[0], problem)
+                    continue
+                generator.batch = unit.batch_size
+                yield from generator.images(unit.items, on_tokens=on_tokens, watch=watch, **options)
 
         for number, image in enumerate(generated(), 1):
             bar.update(task, advance=generator.tokens if image.error else 0, generated=number)

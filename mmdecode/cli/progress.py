@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,8 @@ from rich.progress import (
 from mmdecode.runs.console import console, print_line
 
 if TYPE_CHECKING:
-    from mmdecode.asr.output.manifest import Entry
-    from mmdecode.asr.transcriber import Transcriber
-    from mmdecode.evaluation.speech.samples import Sample
-    from mmdecode.runs.journal import Journal
+    from mmdecode.runs.journal import Unit
+    from mmdecode.runs.rows import RowJournal
 
 
 def progress_bar(*more: ProgressColumn) -> Progress:
@@ -68,64 +66,28 @@ def resumable(folder: Path | None, total: int, done: Callable[[], int]) -> Itera
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def answered(journal: Journal[Any] | None) -> Callable[[], int]:
+def answered(journal: RowJournal[Any] | None) -> Callable[[], int]:
     """Returns a function that counts the rows of a journal that have no error."""
-    return lambda: sum(row.error is None for row in journal.done.values()) if journal else 0
+    return lambda: sum(row.error is None for row in journal.rows.values()) if journal else 0
 
 
-def tell_changed(journal: Journal[Any]) -> None:
+def tell_changed(journal: RowJournal[Any]) -> None:
     """Prints how many files have changed since the run that is resumed."""
     if journal.changed:
         text = f"{len(journal.changed)} changed since and done again"
         console.print(text, style="yellow", highlight=False)
 
 
-def recorded(
-    what: str,
-    transcribers: Mapping[str, Transcriber],
-    entries: Sequence[Entry],
-    conditions: Mapping[str, Any],
-    out_dir: Path | None,
-    resume: bool,
-    overwrite: bool = False,
-    begin: Callable[[], None] | None = None,
-    **how: Any,
-) -> list[Sample]:
-    """Transcribes recordings in all modes with a progress bar, and returns the samples.
+def tell_batch_size(units: Sequence[Unit[Any]], batch_size: int, leads: bool = True) -> None:
+    """Prints that units of an earlier run keep their batch size, if it is another one.
 
     Args:
-        what: Text of the bar.
-        transcribers: Transcribers by the name of their mode.
-        entries: Recordings.
-        conditions: Settings and machine of the run; a resumed run must have the same, except
-            ``load_average``.
-        out_dir: Folder where samples are saved, to resume the run; ``None``: not saved.
-        resume: Whether to continue the folder's run.
-        overwrite: Whether to replace the folder's content.
-        begin: Called after the folder is checked and before the first recording is read.
-        **how: See `mmdecode.evaluation.speech.runs.record`.
+        units: Units to be decoded.
+        batch_size: Batch size that was asked for.
+        leads: Whether this is the process that prints.
     """
-    from mmdecode.evaluation.speech.runs import journal_of, record
-
-    fixed = {name: value for name, value in conditions.items() if name != "load_average"}
-    journal = journal_of(out_dir, fixed, resume, overwrite, entries) if out_dir else None
-    total = len(entries) * len(transcribers)
-
-    def done() -> int:
-        return sum(sample.error is None for sample in journal.done.values()) if journal else 0
-
-    with (
-        resumable(out_dir, total, done),
-        contextlib.closing(journal) if journal else contextlib.nullcontext(),
-        progress_bar() as bar,
-    ):
-        if begin is not None:
-            begin()
-        if journal:
-            tell_changed(journal)
-        task = bar.add_task(what, total=total)
-        if journal:
-            bar.advance(task, done())
-        return record(
-            transcribers, entries, journal, progress=lambda sample: bar.advance(task), **how
-        )
+    other = {unit.batch_size for unit in units if len(unit.items) > 1} - {batch_size}
+    if other and leads:
+        sizes = " and ".join(map(str, sorted(other)))
+        line = f"what an earlier run began goes on with its batch size, {sizes}"
+        print_line(line, console, "yellow")

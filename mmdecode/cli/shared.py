@@ -168,7 +168,7 @@ def _resolved(run: Any) -> Any:
         shown = f", {shown}, {rounded} weights" if rounded else f", {shown}"
         if "dtypes" in given:  # it names each where it shows it
             shown = ""
-        if model and os.environ.get("RANK", "0") == "0":
+        if model and not given.get("rescore") and os.environ.get("RANK", "0") == "0":
             print_line(f"model {model} on {where}{shown}", console)
         return run(*args, **given)
 

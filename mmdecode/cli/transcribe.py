@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,8 +30,9 @@ from mmdecode.cli.flags import (
     refuse_without,
 )
 from mmdecode.cli.output import JsonFlag, emit_json
-from mmdecode.cli.progress import progress_bar, resumable
+from mmdecode.cli.progress import progress_bar, resumable, tell_batch_size
 from mmdecode.runs.console import console, out, print_line, warnings_shown, without_other_bars
+from mmdecode.runs.journal import Prepared, Unit
 
 if TYPE_CHECKING:
     from mmdecode.asr.options import TranscribeOptions
@@ -349,7 +350,7 @@ def command(
         max_line_count=max_line_count,
         max_reading_speed=max_reading_speed or None,
     )
-    output = _Output(out_dir, formats_asked, layout, settings, resume, overwrite)
+    output = _Output(out_dir, formats_asked, layout, settings, resume, overwrite, batch_size)
     if report is not None:
         refuse_foreign([report], overwrite)  # before anything is computed
     uses_stdin = STDIN in (*(paths or ()), files_from)
@@ -407,6 +408,7 @@ class _Output:
     settings: dict[str, Any]
     resume: bool
     overwrite: bool = False
+    batch_size: int = 8
 
     @property
     def language(self) -> str | None:
@@ -440,98 +442,90 @@ def _transcribe(
     entries: list[Entry], load: Callable[[], Transcriber], output: _Output, team: Team
 ) -> _Tally:
     """Transcribes this process's share; the leading process returns the tally of all."""
-    from mmdecode.asr.output import jobs
     from mmdecode.asr.output.inputs import sizes
+    from mmdecode.asr.output.jobs import ResultFolder
     from mmdecode.runs.files import claimed
 
     if output.folder is None:
-        return _work(entries, load, None, output.language)
+        return _work([Unit(entries, output.batch_size)], load, None, output.language)
     target = output.folder
     subtitles = dataclasses.asdict(output.layout)
     settings = output.settings | {"formats": output.formats, "subtitles": subtitles}
     with contextlib.ExitStack() as stack:
-        folder: jobs.ResultFolder | None = None
-        done = lambda: sum(e.id in folder.done for e in entries) if folder else 0  # noqa: E731
+        how = {name: getattr(output, name) for name in ("batch_size", "resume", "overwrite")}
+        folder = ResultFolder(target, settings, entries, output.formats, output.layout, **how)
+        done = lambda: sum(entry.id in folder.done for entry in entries)  # noqa: E731
         stack.enter_context(resumable(target if team.size == 1 else None, len(entries), done))
 
-        def begin() -> jobs.Prepared:
+        def begin() -> Prepared:
             stack.enter_context(claimed(target))
-            given = target, settings, output.resume, entries, output.formats, output.overwrite
-            return jobs.prepare(*given)
+            return folder.prepare()
 
-        suspects, changed, alone, replaced = team.first(begin)
-        rank = team.rank if team.size > 1 else None
-        given = target, output.formats, entries, output.layout, rank, suspects, alone
-        folder = jobs.ResultFolder(*given, output.overwrite, settings if replaced else None)
+        prepared = team.first(begin)
+        folder.open(prepared, team.rank if team.size > 1 else None)
         with contextlib.closing(folder):
-            todo = [entry for entry in entries if entry.id not in folder.done]
-            share = [todo[index] for index in team.share(sizes(todo))]
+            todo = len(entries) - done()
+            units = folder.units()
+            tell_batch_size(units, output.batch_size, team.leads)
+            sized = iter(sizes([entry for unit in units for entry in unit.items]))
+            work = [sum(itertools.islice(sized, len(unit.items))) for unit in units]
+            share = [units[index] for index in team.share(work)]
             started = time.perf_counter()
-            own = _work(share, load, folder, output.language, suspects)
+            own = _work(share, load, folder, output.language)
         tallies = team.gather(own)  # all have closed the folder
-        team.first(lambda: jobs.finish(target, entries))
-    tally = _together(tallies, len(entries) - len(todo))
-    tally.changed = len(changed)
+        team.first(folder.finish)
+    tally = _together(tallies, len(entries) - todo)
+    tally.changed = len(prepared.changed)
     if team.size > 1:
         tally.wall_s = time.perf_counter() - started
     return tally
 
 
 def _work(
-    entries: list[Entry],
+    units: Sequence[Unit[Entry]],
     load: Callable[[], Transcriber],
     folder: ResultFolder | None,
     language: str | None,
-    suspects: Collection[str] = (),
 ) -> _Tally:
-    """Transcribes entries; the tally holds the results only if there is no results folder."""
-    from mmdecode.asr.audio import crashes
+    """Transcribes units; the tally holds the results only if there is no results folder."""
     from mmdecode.asr.output.manifest import opened
     from mmdecode.asr.results import Failure
-    from mmdecode.runs.crashes import in_groups
     from mmdecode.runs.items import Watch
 
     tally = _Tally()
-    if not entries:
+    total = sum(len(unit.items) for unit in units)
+    if not total:
         return tally
     without_other_bars()
     transcriber = load()
     started = time.perf_counter()
-    sources = []
-    for entry in entries:
-        if folder:
-            problem = entry.problem or folder.batches.problem(entry.id)
-            entry = dataclasses.replace(entry, problem=problem)
-        source = opened(entry, language)
-        if entry.id in suspects:
-            source = crashes.checked(source, entry.audio or "")
-        if folder:
-            source = folder.noted(entry, crashes.watched(source, folder.journal))
-        sources.append(source)
     with progress_bar(TextColumn("{task.fields[speed]}")) as bar:
-        meter = _Meter(bar, len(sources))
-        alone = folder.batches.alone if folder else {}
+        meter = _Meter(bar, total)
         watch = Watch(folder.batches.decoding) if folder else Watch()
-        # recordings that crashed a process are transcribed last, one by one
-        groups = in_groups(sources, alone, lambda source: source.name)
-        for result in itertools.chain.from_iterable(
-            transcriber.stream(group, meter, watch=watch, batch_size=1 if number else None)
-            for number, group in enumerate(groups)
-        ):
-            meter.file_done()
-            if folder:
-                result = folder.add(result)
-            if isinstance(result, Failure):
-                tally.failures.append(result)
-                continue
-            tally.transcribed += 1
-            tally.audio_s += result.duration_s
-            tally.windows += result.stats["windows"]
-            tally.repetitive += result.stats["looped"]
-            if result.truncated is not None:
-                tally.truncated[result.source] = result.truncated
-            if not folder:
-                tally.results.append(result)
+        for unit in units:
+            sources = [
+                folder.source(entry, language) if folder else opened(entry, language)
+                for entry in unit.items
+            ]
+            for result in transcriber.stream(
+                sources, meter, watch=watch, batch_size=unit.batch_size
+            ):
+                meter.file_done()
+                if folder:
+                    if result.source in folder.done:
+                        continue  # of a unit that was interrupted
+                    result = folder.add(result)
+                if isinstance(result, Failure):
+                    tally.failures.append(result)
+                    continue
+                tally.transcribed += 1
+                tally.audio_s += result.duration_s
+                tally.windows += result.stats["windows"]
+                tally.repetitive += result.stats["looped"]
+                if result.truncated is not None:
+                    tally.truncated[result.source] = result.truncated
+                if not folder:
+                    tally.results.append(result)
     tally.wall_s = time.perf_counter() - started
     tally.stats = transcriber.stats.as_dict()
     return tally
@@ -540,9 +534,9 @@ def _work(
 def _write_page(path: Path, entries: list[Entry], tally: _Tally, output: _Output) -> None:
     """Writes the page of corrected words, for all results of the folder, or else of this run."""
     import mmdecode
-    from mmdecode.asr.output.jobs import RESULTS
     from mmdecode.evaluation.speech.correction_page import CorrectedText, CorrectedTexts
     from mmdecode.runs.files import explained, write_file
+    from mmdecode.runs.journal import RESULTS
     from mmdecode.runs.tables import read_rows
 
     if output.folder is None:

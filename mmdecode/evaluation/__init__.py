@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     audit = _audit.audit  # an assignment: the folder of that name would be taken for it
 
 _MODULES = {
-    "audit.audit": ("AuditReport", "audit"),
+    "audit.audit": ("AuditReport",),
     "audit.plain": ("Case", "Plain"),
     "report.report": ("Report",),
     "speech.comparison": ("Comparison",),
@@ -62,6 +64,24 @@ __all__ = [
     "row_bytes",
     "wer_report",
 ]
+
+
+class _Package(types.ModuleType):
+    """This package, whose function `audit` has the name of a folder.
+
+    Importing the folder sets the attribute to the folder's module; here that has no effect.
+    """
+
+    @property
+    def audit(self) -> Any:
+        return importlib.import_module(f"{__name__}.audit.audit").audit
+
+    @audit.setter
+    def audit(self, module: types.ModuleType) -> None:
+        return
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

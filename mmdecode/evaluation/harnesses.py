@@ -18,7 +18,7 @@ import runpy
 import sys
 from typing import Any
 
-from mmdecode.errors import MissingExtraError, OptionError
+from mmdecode.errors import MMDecodeError, OptionError
 
 NAME = "mmdecode"
 PARTS = ("draft", "guide", "accept", "seed")
@@ -69,8 +69,9 @@ def __getattr__(name: str) -> Any:
         from lmms_eval.models import get_model
         from lmms_eval.models.registry_v2 import ModelManifest
     except ImportError as error:
-        problem = f"{name} needs a harness ({error})"
-        raise MissingExtraError(problem, extra="harness") from error
+        raise MMDecodeError(
+            f"{name} needs a harness ({error}); install it with: pip install lm-eval lmms-eval"
+        ) from error
     if name == "MANIFEST":
         return ModelManifest(model_id=NAME, chat_class_path=f"{__name__}.LMM")
 

@@ -24,7 +24,7 @@ from mmdecode.runs.files import RUN
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.report.report import Report
-    from mmdecode.runs.journal import Journal
+    from mmdecode.runs.rows import RowJournal
 
 TASKS = {
     "wer": "mmdecode.evaluation.speech.task:WER",
@@ -64,8 +64,8 @@ class Run:
 
     report: Callable[[list[Any]], Report]
     rows: list[Any] | None = None
-    record: Callable[[Journal[Any] | None, Callable[[Any], None]], list[Any]] | None = None
-    journal: Callable[[Path, bool, bool], Journal[Any]] | None = None
+    record: Callable[[RowJournal[Any] | None, Callable[[Any], None]], list[Any]] | None = None
+    journal: Callable[[Path, bool, bool], RowJournal[Any]] | None = None
     total: int = 0
     doing: str = "decoding"
     notes: Sequence[str] = ()

@@ -1,11 +1,4 @@
-"""A folder of generated images that is resumed after interruptions.
-
-Each image is a PNG with its settings as text metadata, and has a JSON line in the file `RESULTS`;
-the PNG is written first, so that every line has its image. The file `mmdecode.runs.files.RUN` holds
-the settings. A run is resumed only on request and only under the same settings; failed images are
-tried again. At the end of a run the lines are sorted in the order of the requests, so that an
-interrupted and resumed run leaves the same folder.
-"""
+"""Folder of generated images of a job, see `mmdecode.runs.journal`; PNGs; lists of prompts."""
 
 from __future__ import annotations
 
@@ -14,46 +7,28 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mmdecode.errors import InputError, MissingExtraError
 from mmdecode.image_ar.results import request_name
-from mmdecode.runs.crashes import Batches, ended_over
-from mmdecode.runs.files import (
-    RUN,
-    append_line,
-    check_settings,
-    claimed,
-    complete_lines,
-    explained,
-    is_own,
-    note_settings,
-    open_append,
-    refuse_foreign,
-    to_json,
-    write_file,
-)
+from mmdecode.runs.files import claimed, explained, to_json, write_file
 from mmdecode.runs.items import Failed, tried, written
+from mmdecode.runs.journal import Journal
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from mmdecode.image_ar.results import GeneratedImage, ImageRequest
 
-BATCHES = ".decoding"
-"""File in the folder with the names of images in progress, and of images that ended a process."""
-
 MEMORY_HINT = "draw smaller images, or on another device"
 """Hint in error messages when an image needs too much memory."""
-RESULTS = "results.jsonl"
 GRID = "grid.png"
 CODES = "codes"
 """Key of the PNG text that holds the codes, as JSON."""
@@ -62,18 +37,15 @@ SHOWS = "shows"
 _GAP = 2
 
 
-class ImageFolder:
-    """The images of a run, on disk.
+class ImageFolder(Journal["ImageRequest"]):
+    """The images of a run, on disk: a PNG for each, with its settings as text, and a line.
+
+    The names of images depend on the model's labels, so the requests are given to `todo`.
 
     Args:
         folder: The folder; created if it does not exist.
         settings: Settings that may change an image.
-        resume: Whether an existing folder is continued.
-        overwrite: Whether to replace files that this package did not write and, without
-            ``resume``, earlier results, which are deleted when the first image is written.
-
-    Attributes:
-        batches: File with the images being generated, in case one ends the process; set by `todo`.
+        **how: See `Journal`.
 
     Raises:
         OptionError: The folder holds images and ``resume`` is not set; the images belong to other
@@ -81,58 +53,53 @@ class ImageFolder:
         InputError: The folder cannot be read or written.
     """
 
-    def __init__(
-        self, folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool = False
-    ) -> None:
-        self.folder, self._overwrite = folder, overwrite
+    again = "generates that image again"
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], **how: Any) -> None:
+        super().__init__(folder, settings, **how)
         self._labels: Mapping[int, str] = {}
         self._texts: Mapping[str, Any] = {}
-        self._results, self._settings = folder / RESULTS, settings
-        self._file: BinaryIO | None = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(claimed(folder))
-            with explained(folder):
-                if not is_own(folder / RUN):
-                    refuse_foreign([folder / RUN, self._results], overwrite)
-                there = (folder / RUN).exists() or self._results.exists()
-                self._done: set[str] = set()
-                if resume or not (overwrite and there):
-                    self._file = open_append(self._results)
-                    stack.callback(self._file.close)
-                    if self._results.stat().st_size:
-                        check_settings(folder, settings, resume)
-                    found = list(self._lines())
-                    os.truncate(self._results, sum(len(line) for line, _ in found))
-                    note_settings(folder, settings)
-                    self._done = {line["id"] for _, line in found if "error" not in line}
+            self.begin()
             self._closing = stack.pop_all()
 
     def close(self) -> None:
-        """Closes the file of lines."""
-        self._closing.close()
+        """Closes the files, and lets other runs write to the folder."""
+        with self._closing:
+            self.close_files()
 
-    def _open_lines(self) -> BinaryIO:
-        """Opens a new file of lines after deleting the old one."""
-        self._results.unlink(missing_ok=True)
-        note_settings(self.folder, self._settings, self._overwrite)
-        file = open_append(self._results)
-        self._closing.callback(file.close)
-        return file
-
-    def begin(self, labels: Mapping[int, str], texts: Mapping[str, Any]) -> None:
+    def name_by(self, labels: Mapping[int, str], texts: Mapping[str, Any]) -> None:
         """Sets the names of classes, and the texts that every PNG gets as metadata."""
         self._labels, self._texts = labels, texts
 
-    def name(self, request: ImageRequest | GeneratedImage) -> str:
+    def id_of(self, item: ImageRequest | GeneratedImage) -> str:
         """Returns the name of an image, which is also the stem of its file."""
-        condition = request.condition
+        condition = item.condition
         if isinstance(condition, int):
             label = self._labels.get(condition, "class").partition(",")[0]
             what = f"{_slug(label)}-{condition}"
         else:
             digest = hashlib.blake2b(condition.encode(), digest_size=3).hexdigest()
             what = f"{_slug(condition)}-{digest}"
-        return f"{what}-{request.ordinal:03d}"
+        return f"{what}-{item.ordinal:03d}"
+
+    def noted_as(self, item: ImageRequest) -> str:
+        """Condition and ordinal, as the generator notes an image."""
+        return request_name(item)
+
+    def check_line(self, line: Mapping[str, Any]) -> str:
+        """Returns the id in a line; a line whose image has vanished is as good as none."""
+        _ = line["condition"]
+        return str(line["id"])
+
+    def files(self, item: ImageRequest) -> list[Path]:
+        """The PNG."""
+        return [self.folder / f"{self.id_of(item)}.png"]
+
+    def is_whole(self, item: ImageRequest) -> bool:
+        """Whether the PNG is there."""
+        return all(file.exists() for file in self.files(item))
 
     def todo(self, requests: Sequence[ImageRequest], grid: bool = False) -> list[ImageRequest]:
         """Returns the requests whose images do not exist yet.
@@ -144,19 +111,9 @@ class ImageFolder:
         Raises:
             OptionError: Files that this package did not write would be replaced.
         """
-        found = [
-            request
-            for request in requests
-            if self.name(request) not in self._done
-            or not (self.folder / f"{self.name(request)}.png").exists()
-        ]
-        files = [self.folder / f"{self.name(request)}.png" for request in found]
-        refuse_foreign([*files, *([self.folder / GRID] if grid else [])], self._overwrite)
-        note = self.folder / BATCHES
-        alone = {} if self._file is None else ended_over([note], set(map(request_name, found)))
-        self.batches = Batches(note, alone)
-        self._closing.callback(self.batches.close)
-        return found
+        self.items = requests
+        self.open(self.plan([self.folder / GRID] if grid else []))
+        return [request for request in requests if self.id_of(request) not in self.done]
 
     def add(self, image: GeneratedImage) -> dict[str, Any]:
         """Writes an image and its line, and flushes both.
@@ -168,26 +125,26 @@ class ImageFolder:
             InputError: The folder cannot be written.
         """
         line = self.line(image)
+        item = self.item(line["id"])
+        if line["id"] in self.done:
+            return line
         with explained(self.folder):
-            self._file = self._file or self._open_lines()
+            self.begin_writing()
             if not image.error:
                 png = tried(lambda: as_png(image, {**self._texts, **line}), MEMORY_HINT)
                 if not isinstance(png, Failed):
-                    file = self.folder / line["file"]
-                    data = png
+                    file, data = self.folder / line["file"], png
                     png = (
                         written(lambda: write_file(file, data, self._overwrite), MEMORY_HINT) or b""
                     )
                 if isinstance(png, Failed):
-                    failed = replace(image, error=png.error, kind=png.kind)
-                    line = self.line(failed)
-            append_line(self._file, to_json(line).encode() + b"\n")
-            self.batches.cleared(request_name(image))
+                    line = self.line(replace(image, error=png.error, kind=png.kind))
+        self.append(item, line)
         return line
 
     def line(self, image: GeneratedImage) -> dict[str, Any]:
         """Returns the line of an image; it has no timings, so that every run writes the same."""
-        name = self.name(image)
+        name = self.id_of(image)
         line: dict[str, Any] = {
             "id": name,
             "condition": image.condition,
@@ -204,44 +161,13 @@ class ImageFolder:
             line["log_likelihood"] = image.log_likelihood
         return line
 
-    def finish(self, requests: Sequence[ImageRequest], grid: bool) -> None:
-        """Sorts the lines and keeps one per image: its result, else its last error.
-
-        Args:
-            requests: All requests, in order.
-            grid: Whether to write the file `GRID`, which shows all images, a row per condition.
-        """
-        order = {self.name(request): index for index, request in enumerate(requests)}
-        lines: dict[str, tuple[bytes, bool]] = {}
-        for line, found in self._lines():
-            generated = "error" not in found
-            if generated or not lines.get(found["id"], (b"", False))[1]:
-                lines[found["id"]] = line, generated
-        # images of an earlier, longer run stay, after the others
-        ordered = sorted(lines, key=lambda name: order.get(name, len(order)))
+    def write_grid(self) -> None:
+        """Writes the file `GRID`, which shows all images, a row per condition."""
+        rows: dict[int | str, list[Path]] = {}
+        for request in self.items:
+            rows.setdefault(request.condition, []).extend(self.files(request))
         with explained(self.folder):
-            write_file(self._results, b"".join(lines[name][0] for name in ordered))
-            if grid:
-                rows: dict[int | str, list[Path]] = {}
-                for request in requests:
-                    file = self.folder / f"{self.name(request)}.png"
-                    rows.setdefault(request.condition, []).append(file)
-                write_file(
-                    self.folder / GRID, _encoded(laid_out(list(rows.values()))), self._overwrite
-                )
-
-    def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
-        """Yields each line and its JSON object; skips a last line that a crash cut off."""
-        for number, line in enumerate(complete_lines(self._results), 1):
-            try:
-                found = json.loads(line)
-                _ = found["id"], found["condition"]
-            except (ValueError, KeyError, TypeError):
-                raise InputError(
-                    f"{self._results}, line {number} is no result; remove the line, and "
-                    "--resume generates that image again"
-                ) from None
-            yield line, found
+            write_file(self.folder / GRID, _encoded(laid_out(list(rows.values()))), self._overwrite)
 
 
 def read_prompts(path: Path) -> list[tuple[str, str | InputError]]:

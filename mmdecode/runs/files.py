@@ -16,7 +16,6 @@ import math
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -537,9 +536,13 @@ def run_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.{RUN}") if path.is_file() else path / RUN
 
 
-def note_settings(path: Path, settings: Mapping[str, Any], overwrite: bool = False) -> None:
-    """Writes the settings that the results in a folder or file are made with."""
-    write_file(run_of(path), marked_json(_noted(settings), indent=1), overwrite)
+def note_settings(
+    path: Path, settings: Mapping[str, Any], overwrite: bool = False, work: Any = None
+) -> None:
+    """Writes the settings that the results in a folder or file are made with, and units of work."""
+    text = marked_json(_noted(settings) | ({} if work is None else {"work": 0}), indent=1)
+    line = f'"work": {json.dumps(work)}'  # one line, however many units
+    write_file(run_of(path), text.replace('"work": 0\n', f"{line}\n"), overwrite)
 
 
 def check_settings(path: Path, settings: Any, resume: bool, replaceable: bool = True) -> None:
@@ -613,59 +616,3 @@ def explained(path: Path) -> Iterator[None]:
             f"cannot write to {path}: {error.strerror}; choose another --out, or free disk space "
             "and continue with --resume"
         ) from error
-
-
-def find_files(paths: Iterable[str], suffixes: Collection[str], kind: str) -> list[str]:
-    """Returns the paths of files and of the files in folders, each once; see `files_below`."""
-    return list(files_below(paths, suffixes, kind))
-
-
-def files_below(paths: Iterable[str], suffixes: Collection[str], kind: str) -> dict[str, str]:
-    """Finds the files that paths name directly or that lie in folders, each once.
-
-    Links to files are included. Links to folders inside a folder are not followed, so that no
-    search is endless; each of them, and each broken link, gives a warning. A folder in ``paths`` is
-    searched even if it is a link.
-
-    Args:
-        paths: Paths of files and folders.
-        suffixes: Suffixes of the files to find in folders, with the dot.
-        kind: Kind of these files, for the message.
-
-    Returns:
-        By path of each file: its subfolder relative to the searched folder; an empty string for
-        files directly in that folder and for files in ``paths``.
-
-    Raises:
-        InputError: A folder holds no file with such a suffix.
-    """
-    found: dict[str, str] = {}
-    for path in paths:
-        if not os.path.isdir(path):
-            found.setdefault(path, "")
-            continue
-        inside = dict(_searched(Path(path), suffixes))
-        if not inside:
-            raise InputError(
-                f"the folder {path} holds no {kind} files ({', '.join(sorted(suffixes))})"
-            )
-        found.update({file: below for file, below in inside.items() if file not in found})
-    return found
-
-
-def _searched(folder: Path, suffixes: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yields the files in a folder with their subfolders; warns about links that are skipped."""
-    for file in sorted(folder.rglob("*")):
-        meant = file.suffix.lower() in suffixes and file.name[0] != "."
-        if file.is_symlink() and file.is_dir():
-            _warn_of_skipped(file, "a link to a folder, not followed; give its path to search it")
-        elif meant and file.is_file():
-            below = str(file.parent.relative_to(folder))
-            yield str(file), "" if below == "." else below
-        elif meant and file.is_symlink():
-            _warn_of_skipped(file, f"a link that leads nowhere ({os.readlink(file)})")
-
-
-def _warn_of_skipped(path: Path, what: str) -> None:
-    text = f"skipped {path}: {what}"
-    warnings.warn(text.encode("utf-8", "backslashreplace").decode(), stacklevel=2)

@@ -1,9 +1,11 @@
-"""Reading of input files that a user names; URLs are refused with a hint."""
+"""Input files that a user names: found in folders, read; URLs are refused with a hint."""
 
 from __future__ import annotations
 
 import os
 import re
+import warnings
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +64,59 @@ def content_of(file: Any) -> bytes:
     if not isinstance(data, bytes):
         raise InputError("is open in text mode; expected bytes: open it with mode 'rb'")
     return data
+
+
+def find_files(paths: Iterable[str], suffixes: Collection[str], kind: str) -> list[str]:
+    """Returns the paths of files and of the files in folders, each once; see `files_below`."""
+    return list(files_below(paths, suffixes, kind))
+
+
+def files_below(paths: Iterable[str], suffixes: Collection[str], kind: str) -> dict[str, str]:
+    """Finds the files that paths name directly or that lie in folders, each once.
+
+    Links to files are included. Links to folders inside a folder are not followed, so that no
+    search is endless; each of them, and each broken link, gives a warning. A folder in ``paths`` is
+    searched even if it is a link.
+
+    Args:
+        paths: Paths of files and folders.
+        suffixes: Suffixes of the files to find in folders, with the dot.
+        kind: Kind of these files, for the message.
+
+    Returns:
+        By path of each file: its subfolder relative to the searched folder; an empty string for
+        files directly in that folder and for files in ``paths``.
+
+    Raises:
+        InputError: A folder holds no file with such a suffix.
+    """
+    found: dict[str, str] = {}
+    for path in paths:
+        if not os.path.isdir(path):
+            found.setdefault(path, "")
+            continue
+        inside = dict(_searched(Path(path), suffixes))
+        if not inside:
+            raise InputError(
+                f"the folder {path} holds no {kind} files ({', '.join(sorted(suffixes))})"
+            )
+        found.update({file: below for file, below in inside.items() if file not in found})
+    return found
+
+
+def _searched(folder: Path, suffixes: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yields the files in a folder with their subfolders; warns about links that are skipped."""
+    for file in sorted(folder.rglob("*")):
+        meant = file.suffix.lower() in suffixes and file.name[0] != "."
+        if file.is_symlink() and file.is_dir():
+            _warn_of_skipped(file, "a link to a folder, not followed; give its path to search it")
+        elif meant and file.is_file():
+            below = str(file.parent.relative_to(folder))
+            yield str(file), "" if below == "." else below
+        elif meant and file.is_symlink():
+            _warn_of_skipped(file, f"a link that leads nowhere ({os.readlink(file)})")
+
+
+def _warn_of_skipped(path: Path, what: str) -> None:
+    text = f"skipped {path}: {what}"
+    warnings.warn(text.encode("utf-8", "backslashreplace").decode(), stacklevel=2)

@@ -1,172 +1,455 @@
-"""Journal of a run: a file to which rows are appended one by one, so that a run can resume."""
+"""`Journal`: results of a job in a folder, so that the job can be interrupted and continued.
+
+The files of an item are written first, each under a temporary name and then renamed; then a line of
+JSON about the item is appended to ``results.jsonl`` and flushed. So an item with a line is
+complete, and an item without one is computed again. ``run.json`` holds the settings, and the work:
+before anything runs, the whole input is cut into units of items that are decoded together, in
+order. A unit that was interrupted is computed again as a whole, and lines that are there stay; new
+inputs become new units. So the results do not depend on interruptions, nor on the number of
+processes. Each of several processes appends its lines to a file of its own, ``parts/rank-N.jsonl``;
+at the start and end of a run all lines are merged, one per item in the order of the input.
+
+A run is continued only on request, only with the same settings (`mmdecode.runs.files`), and only if
+each id still belongs to the same item. Items that failed, and items whose input files have changed,
+are computed again.
+"""
 
 from __future__ import annotations
 
+import abc
 import json
-import os
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import Any, BinaryIO, ClassVar, Generic, NamedTuple, Self, TypeVar
 
-from mmdecode.errors import OptionError
-from mmdecode.runs.changes import Noted
+from mmdecode.errors import InputError, OptionError
+from mmdecode.runs.changes import Inputs
+from mmdecode.runs.crashes import Batches, InFlight, ended_over, suspects_in
 from mmdecode.runs.files import (
-    RUN,
     append_line,
     check_settings,
     complete_lines,
     explained,
+    is_own,
+    lock,
     note_settings,
     open_append,
     refuse_foreign,
+    remove_partial,
     run_of,
+    to_json,
+    write_file,
 )
-from mmdecode.runs.tables import write_rows
+
+RESULTS, PARTS = "results.jsonl", "parts"
+READING, DECODING = ".reading-{}.tmp", ".decoding-{}"
+UNIT = 8
+"""Number of batches in a unit of work."""
+Item = TypeVar("Item")
 
 
-class Recorded(Protocol):
-    """Protocol of a journal's rows."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the row as a dictionary for JSON."""
-
-
-Row = TypeVar("Row", bound=Recorded)
-
-
-class Journal(Generic[Row]):
-    """A file of JSON lines to which the rows of a run are appended.
-
-    Args:
-        path: Path of the file. Its folder is created if it does not exist; the file
-            `mmdecode.runs.files.RUN` in the folder holds the settings.
-        read: Reads the existing rows of the file.
-        key: Returns the key of a row; if several rows have the same key, the last is used.
-        settings: Settings that may change a row.
-        resume: Whether to continue existing results.
-        overwrite: Whether to replace existing rows, as soon as the first new row is added, and
-            files that mmdecode did not write.
-        input_of: Returns the input file of a row, or ``None``. Rows whose input file has changed
-            are removed.
+class Prepared(NamedTuple):
+    """State of a folder before a run; the leading process tells it to the others.
 
     Attributes:
-        done: The last row of each key, failures included.
-        changed: Input files that have changed since their rows were computed.
-
-    Raises:
-        OptionError: The folder holds results, and neither ``resume`` nor ``overwrite`` is set; or
-            the settings of the results to resume differ; or a file that mmdecode did not write
-            would be replaced.
-        InputError: The folder cannot be read or written.
+        suspects: Names of input files that were being read when an earlier run crashed.
+        changed: Ids of items whose input files have changed; their results were removed.
+        alone: Ids of items to decode one by one, since a run ended while they were decoded in a
+            batch, see `mmdecode.runs.crashes.ended_over`.
+        work: Batch size and ids of each unit of work.
+        replaced: Whether existing results are deleted when the first new one is written.
     """
+
+    suspects: set[str]
+    changed: set[str]
+    alone: dict[str, int]
+    work: list[tuple[int, list[str]]]
+    replaced: bool = False
+
+
+class Unit(NamedTuple, Generic[Item]):
+    """Items that are decoded together, in order, with their batch size."""
+
+    items: list[Item]
+    batch_size: int
+
+
+class Journal(abc.ABC, Generic[Item]):
+    """Base class of results in a folder; each kind of job says how its items are named and written.
+
+    `prepare` is called by the leading process, `open` by each process, `finish` by the leading one
+    when all have closed the journal.
+
+    Args:
+        folder: Folder of the results.
+        settings: Settings that may change a result.
+        items: The input, in order; the same for all processes.
+        batch_size: Number of items decoded at once, for new units of work.
+        resume: Whether to continue existing results.
+        overwrite: Whether files that mmdecode did not write may be replaced, and, without
+            ``resume``, earlier results; these are kept until the first new result.
+        tree: Whether files are also in subfolders.
+
+    Attributes:
+        done: Ids of the items that have a result.
+        changed: Ids of items whose input files have changed; they are computed again.
+        suspects: Names of input files that were being read when an earlier run crashed.
+        reading: Note on disk of the file that is being read, to be found after a crash.
+        batches: Note on disk of the items that are being decoded, to be found after a crash.
+    """
+
+    what: ClassVar[str] = "a result"
+    """A result in words, for messages."""
+    other: ClassVar[str] = "another item"
+    again: ClassVar[str] = "computes that item again"
 
     def __init__(
         self,
-        path: Path,
-        read: Callable[[Path], Iterable[Row]],
-        key: Callable[[Row], Hashable],
+        folder: Path,
         settings: Mapping[str, Any],
-        resume: bool,
+        items: Sequence[Item] = (),
+        *,
+        batch_size: int = 1,
+        resume: bool = False,
         overwrite: bool = False,
-        input_of: Callable[[Row], str | None] | None = None,
+        tree: bool = False,
     ) -> None:
-        self.done: dict[Any, Row] = {}
+        self.folder, self.path = folder, folder / RESULTS
+        self.items, self.batch_size = items, batch_size
+        self._settings, self._resume, self._overwrite = settings, resume, overwrite
+        self._tree, self._replaced = tree, False
+        self._inputs = Inputs(folder)
+        self.done: set[str] = set()
         self.changed: set[str] = set()
-        self._inputs = Noted(path.parent)
-        self._path, self._key, folder = path, key, path.parent
-        with explained(folder):
-            refuse_foreign([run_of(folder), path], overwrite)
-            self._settings, self._overwrite = settings, overwrite
-            self._file: BinaryIO | None = None
-            taken = is_taken(folder, path.name)
-            if taken and overwrite and not resume:
-                return
-            if taken:
-                check_settings(folder, settings, resume)
-            if path.exists():
-                self.done = {key(row): row for row in read(path)}
-                os.truncate(path, sum(map(len, complete_lines(path))))
-                if input_of is not None:
-                    self._forget_changed(input_of)
-            self._file = self._opened()
+        self._failed: dict[str, bytes] = {}
+        self._file: BinaryIO | None = None
+        self.opened = False
 
-    def _forget_changed(self, input_of: Callable[[Row], str | None]) -> None:
-        """Removes the rows whose input files have changed."""
-        files = {key: input_of(row) for key, row in self.done.items()}
-        found = {file for file in files.values() if file is not None}
-        self.changed = {file for file in found if self._inputs.changed(file)}
-        if self.changed:
-            self.done = {
-                key: row for key, row in self.done.items() if files[key] not in self.changed
-            }
-            self.finish(list(self.done.values()))
+    @abc.abstractmethod
+    def id_of(self, item: Item) -> str:
+        """Id of an item, the same in every run."""
 
-    def reading(self, path: str | None) -> None:
-        """Records size and digest of an input file before rows are computed from it."""
-        if path is not None:
-            self._inputs.reading(path)
+    def known(self, item: Item) -> dict[str, Any]:
+        """Fields of an item's line that say which item it is; empty: its id alone."""
+        return {}
 
-    def _opened(self) -> BinaryIO:
-        note_settings(self._path.parent, self._settings, self._overwrite)
-        return open_append(self._path, self._overwrite)
+    def inputs(self, item: Item) -> Sequence[str]:
+        """Paths of the files that an item is computed from."""
+        return ()
 
-    def _reopened(self) -> BinaryIO:
-        """Deletes the file with the earlier rows and opens a new one."""
-        self._path.unlink(missing_ok=True)
-        return self._opened()
+    def files(self, item: Item) -> Iterable[Path]:
+        """Paths of the files that are written for an item."""
+        return ()
 
-    def add(self, row: Row) -> None:
-        """Appends a row and syncs it to disk, so that a crash does not lose it."""
-        line = json.dumps(row.as_dict(), ensure_ascii=False, allow_nan=False)
-        with explained(self._path.parent):
-            self._file = self._file or self._reopened()
-            append_line(self._file, line.encode() + b"\n")
-        self.done[self._key(row)] = row
+    def signs(self) -> list[Path]:
+        """Further paths that show that a folder holds results."""
+        return [self.folder / PARTS]
 
-    def finish(self, rows: Sequence[Row]) -> None:
-        """Replaces the content of the file by ``rows``, one for each key, in the order given."""
-        write_rows(self._path, [row.as_dict() for row in rows])
+    def noted_as(self, item: Item) -> str:
+        """Name of an item in the notes of what is being decoded."""
+        return self.id_of(item)
 
-    def close(self) -> None:
-        """Closes the file."""
-        if self._file:
-            self._file.close()
+    def is_whole(self, item: Item) -> bool:
+        """Whether the files of an item with a line are there."""
+        return True
 
+    def check_line(self, line: Mapping[str, Any]) -> str:
+        """Returns the id in a line.
 
-def refuse_taken(
-    folder: Path, name: str, resume: bool, overwrite: bool, *, resumable: bool = True
-) -> None:
-    """Refuses a folder whose files a report would replace; called before anything is computed.
+        Raises:
+            KeyError: The line is no result; so are `ValueError` and `TypeError`.
+        """
+        return str(line["id"])
 
-    Args:
-        folder: Folder of the report; it need not exist.
-        name: Name of the file of rows.
-        resume: Whether the user asked to continue the earlier report.
-        overwrite: Whether the user allows replacing files.
-        resumable: Whether the command has the option ``--resume``, for the message.
+    def differing(self, item: Item, line: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Fields, before and now, by which an item is another one than that of a line."""
+        now = json.loads(to_json(self.known(item)))
+        return {n: (line.get(n), now[n]) for n in now if line.get(n) != now[n]}
 
-    Raises:
-        OptionError: The folder holds an earlier report, or files that have the names of a report's
-            files and that mmdecode did not write.
-    """
-    names = (RUN, name, "summary.json", "table.md", "table.csv", "texts.jsonl", "report.html")
-    figures = [
-        f for kind in ("*.png", "leaderboard/*.jsonl", "audio/*.flac") for f in folder.glob(kind)
-    ]
-    refuse_foreign([*(folder / one for one in names), *figures], overwrite)
-    if is_taken(folder, name) and not resume and not overwrite:
-        hint = "continue it with --resume, " if resumable else ""
-        raise OptionError(
-            f"{folder} holds an earlier report; {hint}replace it with --overwrite, or choose "
-            "another --out"
+    def prepare(self) -> Prepared:
+        """Checks settings and items, cleans up after earlier runs, and cuts the work into units.
+
+        Raises:
+            OptionError: The folder holds results and ``resume`` is not set, or it holds results of
+                other settings or items, or files that mmdecode did not write would be replaced.
+            InputError: The folder cannot be read or written.
+        """
+        self.begin()
+        return self.plan()
+
+    def begin(self) -> None:
+        """Checks the settings of the folder; see `prepare`."""
+        with explained(self.folder):
+            run = run_of(self.folder)
+            there = any(path.exists() for path in (run, self.path, *self.signs()))
+            self._replaced = there and self._overwrite and not self._resume
+            if not is_own(run):
+                refuse_foreign([run, self.path], self._overwrite)
+            if there and not self._replaced:
+                check_settings(self.folder, self._settings, self._resume)
+
+    def plan(self, more: Iterable[Path] = ()) -> Prepared:
+        """Checks the items, cleans up after earlier runs, and cuts the work into units.
+
+        Args:
+            more: Further files that will be written.
+        """
+        with explained(self.folder):
+            given = {self.id_of(item): item for item in self.items}
+            if not self._replaced:
+                self._check(given)
+            todo = [item for name, item in given.items() if name not in self.done - self.changed]
+            refuse_foreign(
+                [*(file for item in todo for file in self.files(item)), *more], self._overwrite
+            )
+            for name in self.changed:
+                for file in self.files(given[name]):
+                    file.unlink(missing_ok=True)
+            notes = sorted(self.folder.glob(READING.format("*")))
+            suspects = suspects_in(notes)
+            for note in notes:
+                note.unlink()
+            remove_partial(self.folder, tree=self._tree)
+            # into one note, which the leading process goes on with: the others' may never run again
+            names = {self.noted_as(item) for item in todo}
+            alone = {} if self._replaced else ended_over(self._notes(), names)
+            Batches(self.folder / DECODING.format(0), alone).close()
+            for left in self._notes():
+                if left.name != DECODING.format(0):
+                    left.unlink()
+            work = self._units()
+            if not self._replaced:
+                note_settings(self.folder, self._settings, work=work)
+        if not self._replaced or (self.folder / PARTS).exists():
+            self.merge(self.changed)
+        return Prepared(set(suspects), self.changed, alone, work, self._replaced)
+
+    def _check(self, given: Mapping[str, Item]) -> None:
+        """Checks that ids still belong to the same items; finds those that are done or changed."""
+        for path in self._written():
+            for _, name, line in self.lines(path):
+                item = given.get(name)
+                if "error" in line:
+                    continue
+                if item is None or self.is_whole(item):
+                    self.done.add(name)
+                if item is None:
+                    continue
+                if differing := self.differing(item, line):
+                    shown = "; ".join(
+                        f"{n} was {was!r}, is {now!r}" for n, (was, now) in differing.items()
+                    )
+                    raise OptionError(
+                        f"{self.folder} holds {self.what} with the id {name!r}, which is now the "
+                        f"id of {self.other} ({shown}); resume in the folder in which the run was "
+                        "started, with the same input, or choose another --out"
+                    )
+                if self._has_changed(item, line):
+                    self.changed.add(name)
+
+    def _has_changed(self, item: Item, line: Mapping[str, Any]) -> bool:
+        sizes = line.get("sizes", [line.get("size")])
+        digests = line.get("digests", [line.get("digest")])
+        known = zip(self.inputs(item), sizes, digests, strict=False)
+        return any(
+            self._inputs.changed(path, {"size": size, "digest": digest})
+            for path, size, digest in known
         )
 
+    def _units(self) -> list[tuple[int, list[str]]]:
+        """Units of an earlier run that is continued, and new ones for further items."""
+        work: list[tuple[int, list[str]]] = []
+        if self._resume:
+            try:
+                before = json.loads(run_of(self.folder).read_text(encoding="utf-8"))
+                work = [(size, ids) for size, ids in before.get("work", ())]
+            except (OSError, ValueError):
+                work = []
+        cut = {name for _, ids in work for name in ids}
+        new = [name for item in self.items if (name := self.id_of(item)) not in cut]
+        size = self.batch_size * UNIT
+        return work + [(self.batch_size, new[i : i + size]) for i in range(0, len(new), size)]
 
-def is_taken(folder: Path, name: str) -> bool:
-    """Returns whether a folder holds a report or the files of an unfinished run.
+    def open(self, prepared: Prepared, rank: int | None = None) -> Self:
+        """Opens the results of one process.
 
-    Args:
-        folder: Folder of the report; it need not exist.
-        name: Name of the file of rows.
-    """
-    return any((folder / one).exists() for one in (RUN, name, "summary.json"))
+        Args:
+            prepared: Result of `prepare`.
+            rank: Rank of this process; ``None``: it is the only one.
+
+        Raises:
+            OptionError: Another run is writing there.
+            InputError: The folder cannot be written.
+        """
+        self._replaced, self.changed = prepared.replaced, prepared.changed
+        self.suspects = prepared.suspects
+        self._work, self._rank = prepared.work, rank
+        with explained(self.folder):
+            given = {self.id_of(item): item for item in self.items}
+            if not self._replaced:
+                self.done.clear()
+                for raw, name, line in self.lines(self.path):
+                    if "error" in line:
+                        self._failed[name] = raw
+                    elif name not in given or self.is_whole(given[name]):
+                        self.done.add(name)
+                self._file = self._opened()
+            self.reading = InFlight(
+                self.folder / READING.format(rank or 0), sorted(prepared.suspects)
+            )
+            self.batches = Batches(self.folder / DECODING.format(rank or 0), prepared.alone)
+        self._given, self.opened = given, True
+        return self
+
+    def item(self, name: str) -> Item:
+        """The item with an id."""
+        return self._given[name]
+
+    def _opened(self) -> BinaryIO:
+        """Opens the file for this process's lines, and deletes older results to be replaced."""
+        if self._replaced:
+            self._replaced = False
+            self.path.unlink(missing_ok=True)
+            note_settings(self.folder, self._settings, self._overwrite, work=self._work)
+        part = self.path
+        if self._rank is not None:
+            part = self.folder / PARTS / f"rank-{self._rank}.jsonl"
+        file = open_append(part)
+        try:
+            lock(file.fileno(), self.folder)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def units(self) -> list[Unit[Item]]:
+        """Units of work that have an item without a result.
+
+        Items that ended a process come last, each alone; so do items that failed in an earlier run
+        whose unit is complete, together.
+        """
+        given, alone = self._given, self.batches.alone
+        found: list[Unit[Item]] = []
+        failed: list[Item] = []
+        for size, ids in self._work:
+            names = [n for n in ids if n in given and self.noted_as(given[n]) not in alone]
+            missing = [name for name in names if name not in self.done]
+            if any(name not in self._failed for name in missing):
+                found.append(Unit([given[name] for name in names], size))
+            else:
+                failed += [given[name] for name in missing]
+        size = self.batch_size
+        found += [Unit(failed[i : i + size], size) for i in range(0, len(failed), size)]
+        single = {self.noted_as(item): item for item in self.items}
+        left = sorted((name for name in alone if name in single), key=lambda name: alone[name])
+        items = [single[name] for name in left]
+        return found + [Unit([one], 1) for one in items if self.id_of(one) not in self.done]
+
+    def note_read(self, path: str) -> None:
+        """Records size and digest of an input file before it is first read in this run."""
+        self._inputs.reading(path)
+
+    def content_of(self, path: str) -> dict[str, Any] | None:
+        """Size and digest of an input file as `note_read` recorded them."""
+        return self._inputs.as_read(path)
+
+    def begin_writing(self) -> BinaryIO:
+        """Returns the file for lines; older results are deleted before the first new one."""
+        self._file = self._file or self._opened()
+        return self._file
+
+    def append(self, item: Item, line: Mapping[str, Any]) -> None:
+        """Appends the line of an item and flushes it; a line that is there already stays.
+
+        Raises:
+            InputError: The folder cannot be written.
+        """
+        name = self.id_of(item)
+        if name in self.done:
+            return
+        with explained(self.folder):
+            file = self.begin_writing()
+            data = to_json(line).encode() + b"\n"
+            if self._failed.get(name) != data:  # it failed just so in an earlier run
+                append_line(file, data)
+            if "error" not in line:
+                self.done.add(name)
+            self.batches.cleared(self.noted_as(item))
+
+    def lines(self, path: Path) -> Iterator[tuple[bytes, str, dict[str, Any]]]:
+        """Yields complete lines, the ids in them, and their contents.
+
+        Raises:
+            InputError: A line is no result.
+        """
+        if not path.exists():
+            return
+        for number, line in enumerate(complete_lines(path), 1):
+            try:
+                found = json.loads(line)
+                name = self.check_line(found)
+            except (ValueError, KeyError, TypeError):
+                raise InputError(
+                    f"{path}, line {number} is not {self.what}; remove the line, and --resume "
+                    f"{self.again}"
+                ) from None
+            yield line, name, found
+
+    def merge(self, without: Collection[str] = ()) -> None:
+        """Merges all lines: one per item, its result or else its last error, in input order.
+
+        Args:
+            without: Ids whose lines are removed.
+
+        Raises:
+            InputError: A line cannot be read, or the folder cannot be written.
+        """
+        position = {self.id_of(item): index for index, item in enumerate(self.items)}
+        found: dict[str, tuple[bytes, bool]] = {}
+        with explained(self.folder):
+            parts = self._parts()
+            written = [path for path in (self.path, *parts) if path.exists()]
+            for path in written:  # a process whose leading one was killed may be at it still
+                with path.open("rb") as file:
+                    lock(file.fileno(), self.folder)
+            for path in written:
+                for raw, name, line in self.lines(path):
+                    failed = "error" in line
+                    if name in without or (failed and not found.get(name, (b"", True))[1]):
+                        continue
+                    found[name] = raw, failed
+            # items of an earlier, larger input stay, after the others
+            ordered = sorted(found, key=lambda name: position.get(name, len(position)))
+            write_file(self.path, b"".join(found[name][0] for name in ordered))
+            if (self.folder / PARTS).exists():
+                shutil.rmtree(self.folder / PARTS)
+
+    def finish(self) -> None:
+        """Closes the files, merges all lines, and removes the notes of batches in progress."""
+        self.close_files()
+        self.merge()
+        with explained(self.folder):
+            for note in self._notes():
+                note.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Closes the files; afterwards no more results can be added."""
+        self.close_files()
+
+    def close_files(self) -> None:
+        """Closes the file of lines and the notes."""
+        if self._file:
+            self._file.close()
+        if self.opened:
+            self.reading.close()
+            self.batches.close()
+
+    def _parts(self) -> list[Path]:
+        return sorted((self.folder / PARTS).glob("*.jsonl"))
+
+    def _written(self) -> list[Path]:
+        return [self.path, *self._parts()]
+
+    def _notes(self) -> list[Path]:
+        return sorted(self.folder.glob(DECODING.format("*")))

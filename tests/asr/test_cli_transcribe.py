@@ -15,7 +15,7 @@ from mmdecode.asr.transcriber import Transcriber
 from mmdecode.cli.transcribe import summed
 from mmdecode.errors import InputError, OptionError
 from tests.support.commands import invoke
-from tests.support.files import json_lines, write_json_lines
+from tests.support.files import contents, json_lines, write_json_lines
 
 
 @pytest.fixture
@@ -106,8 +106,9 @@ def test_an_interrupted_run_is_continued_where_it_stopped(run, audio, tmp_path, 
     monkeypatch.setattr(Transcriber, "stream", watched)
     done = run(audio, "--out", out, "--resume")
     assert done.exit_code == 0, done.output
-    assert len(seen) == 2
+    assert len(seen) == 3  # the unit as a whole; the line that was there stays
     assert "2 transcribed, 1 done before" in done.stderr
+    assert "what an earlier run began goes on with its batch size, 1" in done.stderr
     contents = [{p.name: p.read_text() for p in f.glob("*.txt")} for f in (whole, out)]
     assert contents[0] == contents[1] and len(contents[0]) == 3
     by_source = [{e["source"]: e["tokens"] for e in lines(f)} for f in (whole, out)]
@@ -378,9 +379,7 @@ def test_results_mirror_the_folders_of_their_recordings(run, audio, tmp_path):
     assert run(*words[:-1], "--keep-tree", "--out", tmp_path / "out", "--resume").exit_code == 0
     run(*words, "--out", tmp_path / "whole")
     folders = [tmp_path / name for name in ("out", "whole")]
-    resumed, whole = (
-        {str(p.relative_to(f)): p.read_text() for p in f.rglob("*.json*")} for f in folders
-    )
+    resumed, whole = map(contents, folders)
     assert resumed == whole
     stems = {"x", "y", "b", "b/x", "b/c/x", "b.txt_/x", "parts_/x", "results_/x"}
     assert {entry["name"] for entry in lines(tmp_path / "whole")} == stems

@@ -14,13 +14,15 @@ import soundfile
 from mmdecode.asr.audio import crashes
 from mmdecode.asr.audio.reading import Source, blocks, recording
 from mmdecode.asr.output import jobs
-from mmdecode.asr.output.jobs import ResultFolder, finish, merge, prepare
+from mmdecode.asr.output.jobs import ResultFolder
 from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.asr.results import Failure, Segment, Transcript
 from mmdecode.errors import InputError, MissingExtraError, OptionError
+from mmdecode.runs import journal
 from mmdecode.runs.crashes import InFlight, suspects_in
 from mmdecode.runs.distributed import Team, share_out
 from mmdecode.runs.files import LISTING, claimed, note_settings
+from mmdecode.runs.journal import Prepared
 from tests.support.commands import json_of
 from tests.support.faults import ERRORS, failure_of
 from tests.support.files import contents, json_lines
@@ -46,13 +48,27 @@ def failed(source, error="no"):
     return Failure(source=source, index=0, error=error, kind="InputError")
 
 
+def prepare(folder, settings, resume, entries, formats=(), overwrite=False):
+    how = {"resume": resume, "overwrite": overwrite}
+    return ResultFolder(folder, settings, entries, formats, **how).prepare()
+
+
+def opened(folder, entries, formats=("txt",), settings=None, rank=None, alone=None, **how):
+    """The folder of one process, of a run that the leading one has prepared."""
+    one = ResultFolder(folder, settings or {"a": 1}, entries, formats, resume=True, **how)
+    return one.open(Prepared(set(), set(), alone or {}, []), rank)
+
+
+def merge(folder, entries):
+    ResultFolder(folder, {"a": 1}, entries).merge()
+
+
 def write(folder, results, entries=ENTRIES, resume=False, rank=None, end=True):
     """One process of a run; without an end it was killed."""
     folder.mkdir(exist_ok=True)
     if rank in (None, 0):
         prepare(folder, {"a": 1}, resume, entries)
-    one = ResultFolder(folder, ["txt"], entries, rank=rank)
-    with contextlib.closing(one):
+    with contextlib.closing(opened(folder, entries, rank=rank)) as one:
         for result in results:
             one.add(result)
     if end:
@@ -173,7 +189,7 @@ def test_languages_do_not_matter_where_one_was_asked_for_of_all(tmp_path):
     entry, settings = Entry(id="a", audio="a", language="de"), {"language": "en"}
     result = dataclasses.replace(transcribed("a"), language="en")
     prepare(tmp_path, settings, False, [entry])
-    folder = ResultFolder(tmp_path, ["txt"], [entry])
+    folder = opened(tmp_path, [entry], settings=settings)
     folder.add(result)
     folder.close()
     prepare(tmp_path, settings, True, [entry])
@@ -207,7 +223,7 @@ def test_a_second_run_is_kept_out_while_one_is_at_work(tmp_path):
         pass
     with claimed(tmp_path):
         prepare(tmp_path, {}, False, ENTRIES)
-    orphan = ResultFolder(tmp_path, [], ENTRIES, rank=1)  # its leading process was killed
+    orphan = opened(tmp_path, ENTRIES, [], rank=1)  # its leading process was killed
     with pytest.raises(OptionError, match="another run"):
         merge(tmp_path, ENTRIES)
     orphan.close()
@@ -265,7 +281,7 @@ def test_a_recording_whose_files_cannot_be_made_fails_alone(name, stage, tmp_pat
 def test_a_folder_instead_of_a_file_fails_its_recording_alone(tmp_path):
     prepare(tmp_path, {"a": 1}, False, ENTRIES)
     (tmp_path / "a-2.txt").mkdir()
-    folder = ResultFolder(tmp_path, ["txt"], ENTRIES)
+    folder = opened(tmp_path, ENTRIES)
     found = [folder.add(transcribed(entry.id)) for entry in ENTRIES]
     folder.close()
     assert [isinstance(one, Failure) for one in found] == [False, True, False, False]
@@ -278,26 +294,29 @@ class Unordered(ResultFolder):
     """Names in the order of the ends."""
 
     def add(self, result):
-        names = jobs.Names(self._names[s] for s in self.done)
+        names = jobs.Names(self._name(s) for s in self.done)
         self._names[result.source] = names.new(result.source)
         return super().add(result)
+
+    def _name(self, source):
+        return self._names.get(source, source)
 
 
 class Unplaced(ResultFolder):
     """Places among what was left to do."""
 
     def add(self, result):
-        entry = self._entries[result.source][1]
-        self._entries[result.source] = (result.index, entry)
-        return super().add(result)
+        found = super().add(result)
+        self._order = dict.fromkeys(self._order, 0)
+        return found
 
 
 @pytest.mark.parametrize("broken", [Unordered, Unplaced, "sorted", "lines"])
 def test_a_broken_folder_is_seen(monkeypatch, tmp_path, broken):
     if broken == "sorted":
-        monkeypatch.setattr(jobs, "sorted", lambda items, key=None: list(items), raising=False)
-    elif broken == "lines":  # a line that was cut off is taken for a whole one
-        monkeypatch.setattr(jobs, "_lines", lambda path: iter(()))
+        monkeypatch.setattr(journal, "sorted", lambda items, key=None: list(items), raising=False)
+    elif broken == "lines":  # no line is found again
+        monkeypatch.setattr(ResultFolder, "lines", lambda self, path: iter(()))
     else:
         monkeypatch.setitem(globals(), "ResultFolder", broken)
     with pytest.raises(AssertionError):
@@ -337,7 +356,7 @@ def test_a_hundred_killed_runs_lose_nothing_and_end_as_one_that_was_left_alone(t
 
 def test_a_journal_names_the_recording_whose_block_is_decoded_and_no_other(tmp_path):
     path = tmp_path / ".reading-0.tmp"
-    journal = InFlight(path)
+    note = InFlight(path)
     seen = []
 
     def read():
@@ -346,7 +365,7 @@ def test_a_journal_names_the_recording_whose_block_is_decoded_and_no_other(tmp_p
             yield 16_000, None
         raise InputError("a: is broken; mend it")
 
-    blocks = crashes.watched(Source("a\udcff", read), journal).read()
+    blocks = crashes.watched(Source("a\udcff", read), note).read()
     for _ in range(2):
         next(blocks)
         assert suspects_in([path]) == []
@@ -354,7 +373,7 @@ def test_a_journal_names_the_recording_whose_block_is_decoded_and_no_other(tmp_p
         next(blocks)
     assert suspects_in([path]) == []
     assert seen == [["a\udcff"]] * 2
-    journal.close()
+    note.close()
     assert not path.exists()
 
 
@@ -464,7 +483,7 @@ def test_a_text_that_we_did_not_write_is_refused_before_anything_is_made(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["call1.txt"]
     assert (tmp_path / "call1.txt").read_text() == "written by hand"
     prepare(tmp_path, {}, False, [entry], ["txt"], overwrite=True)
-    folder = ResultFolder(tmp_path, ["txt"], [entry], overwrite=True)
+    folder = opened(tmp_path, [entry], settings={"b": 1}, overwrite=True)
     folder.add(transcribed("call1.wav"))
     folder.close()
     assert (tmp_path / "call1.txt").read_text() != "written by hand"
@@ -477,7 +496,7 @@ def test_a_recording_that_changed_under_its_path_is_transcribed_again(tmp_path):
 
     def run():
         prepared = prepare(out, {}, True, entries, ["txt"])
-        folder = ResultFolder(out, ["txt"], entries)
+        folder = opened(out, entries)
         todo = [entry for entry in entries if entry.id not in folder.done]
         for entry in todo:
             source = Source(entry.id, lambda: iter([(8_000, audio.read_bytes())]))
@@ -512,11 +531,11 @@ def test_what_processes_ended_over_is_noted_once_whatever_their_number(tmp_path)
         assert [file.name for file in tmp_path.glob(".decoding-*")] == [".decoding-0"]
     prepared = prepare(tmp_path, {"a": 1}, True, entries)
     processes = [
-        ResultFolder(tmp_path, [], entries, rank=rank, alone=prepared.alone) for rank in range(2)
+        opened(tmp_path, entries, [], rank=rank, alone=prepared.alone) for rank in range(2)
     ]
     for process, name in zip(processes, "ab", strict=True):
         process.add(transcribed(name))
         process.close()
-    finish(tmp_path, entries)
+    ResultFolder(tmp_path, {"a": 1}, entries).finish()
     assert not [*tmp_path.glob(".decoding-*")]
     assert [line["id"] for line in lines(tmp_path)] == ["a", "b", "c"]

@@ -181,8 +181,8 @@ def test_windows_of_a_transcript_are_lists():
 
 def test_results_of_the_command_are_lists(tmp_path):
     entries = [Entry(id=name, audio=f"/{name}") for name in ("a.wav", "b.wav", "c.wav")]
-    jobs.prepare(tmp_path, {}, False, entries)
-    folder = jobs.ResultFolder(tmp_path, ["json"], entries)
+    folder = jobs.ResultFolder(tmp_path, {}, entries, ["json"])
+    folder.open(folder.prepare())
     folder.add(transcript("a.wav", [ONE, TWO]))
     folder.add(Failure(source="b.wav", index=1, error="no", kind="InputError"))
     folder.add(transcript("c.wav", [[replace(ONE[0], score=float("-inf"))]]))

@@ -15,7 +15,7 @@ from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownN
 from mmdecode.evaluation.task import GROUP, task_of
 from mmdecode.evaluation.vision.benchmarks import read_questions
 from mmdecode.runs import crashes
-from mmdecode.runs.journal import Journal
+from mmdecode.runs.rows import RowJournal
 from mmdecode.vlm import loading
 from tests.support.commands import invoke, json_of
 from tests.support.files import json_lines, write_json_lines
@@ -283,14 +283,14 @@ def test_an_interrupted_run_is_continued(finished, settings, tmp_path, monkeypat
     class Stopped(Exception):
         pass
 
-    def stop_early(self, row, add=Journal.add):
-        if len(self.done) == 20:
+    def stop_early(self, row, add=RowJournal.add):
+        if len(self.rows) == 20:
             raise Stopped
         add(self, row)
 
     more = ["--guide", "vcd", "--suffix", "one-word", "--out", tmp_path]
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "add", stop_early)
+        patch.setattr(RowJournal, "add", stop_early)
         with pytest.raises(Stopped):
             run(*settings("pope", None, *more, "--warmup", 1))
     assert len((tmp_path / "items.jsonl").read_text().splitlines()) == 20
@@ -304,12 +304,12 @@ def test_an_interrupted_run_is_continued(finished, settings, tmp_path, monkeypat
 
 
 def test_a_comparison_that_is_stopped_says_last_how_far_it_got(settings, tmp_path, monkeypatch):
-    def stop_early(self, row, add=Journal.add):
-        if len(self.done) == 3:
+    def stop_early(self, row, add=RowJournal.add):
+        if len(self.rows) == 3:
             raise KeyboardInterrupt
         add(self, row)
 
-    monkeypatch.setattr(Journal, "add", stop_early)
+    monkeypatch.setattr(RowJournal, "add", stop_early)
     done = run(*settings("pope", None, "--greedy", "--no-controls", "--out", tmp_path))
     assert done.exit_code == 130
     last = done.stderr.splitlines()[-1]
@@ -328,8 +328,8 @@ def test_rows_about_an_image_that_changed_are_computed_again(
     run(*words)
     before, added = answers(out), []
     image(7).save(tmp_path / "images" / "0.png")
-    add = Journal.add
-    monkeypatch.setattr(Journal, "add", lambda self, row: added.append(row) or add(self, row))
+    add = RowJournal.add
+    monkeypatch.setattr(RowJournal, "add", lambda self, row: added.append(row) or add(self, row))
     done = run(*words, "--resume")
     assert "1 changed since and done again" in done.stderr
     assert {row.image for row in added if row.error is None} == {"0.png"}

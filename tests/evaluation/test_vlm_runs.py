@@ -22,7 +22,7 @@ from mmdecode.evaluation.vision.modes import Mode, modes_of
 from mmdecode.evaluation.vision.runs import Recorder, journal_of, sampled_token
 from mmdecode.guide import VCD
 from mmdecode.guide.answers import word_ids, yes_no_ids
-from mmdecode.runs.journal import Journal
+from mmdecode.runs.rows import RowJournal
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.images import image_source
 from tests.support import seams
@@ -379,7 +379,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(recorder, journal, tmp_path, 
         pass
 
     def stop(row):
-        if len(begun.done) == written:
+        if len(begun.rows) == written:
             raise Stopped
 
     begun = journal({"a": 1})
@@ -392,13 +392,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(recorder, journal, tmp_path, 
     with pytest.raises(OptionError, match="other settings"):
         journal({"a": 2}, True)
     again = journal({"a": 1}, True)
-    assert len(again.done) == written
+    assert len(again.rows) == written
     assert path.read_text().count("\n") == written and path.read_text().endswith("}\n")
     added = []
     resumed = recorder(modes, **small).run(again, added.append)
     assert_equal(resumed, whole)
     assert len(added) == len(whole) - written
-    assert_equal(journal({"a": 1}, True).done.values(), whole)
+    assert_equal(journal({"a": 1}, True).rows.values(), whole)
 
 
 def test_a_finished_run_is_not_run_again(recorder, journal, monkeypatch):
@@ -477,8 +477,8 @@ def test_the_journal_holds_rows_of_any_kind(tmp_path):
     def read(path):
         return [Note(line) for line in path.read_text().splitlines()]
 
-    journal = Journal(tmp_path / "notes.jsonl", read, lambda note: note.text, {}, False)
+    journal = RowJournal(tmp_path / "notes.jsonl", read, lambda note: note.text, {}, False)
     journal.add(Note("one"))
-    journal.finish([Note("two")])
+    journal.finish_with([Note("two")])
     journal.close()
     assert (tmp_path / "notes.jsonl").read_text() == '{"text": "two"}\n'

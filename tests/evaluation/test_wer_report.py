@@ -23,7 +23,7 @@ from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.report.layout import MADE_BY
 from mmdecode.evaluation.speech import runs
-from mmdecode.evaluation.speech.runs import Journal, read_samples
+from mmdecode.evaluation.speech.runs import RowJournal, read_samples
 from mmdecode.evaluation.speech.samples import Sample, leaderboard_files, match, read_results
 from mmdecode.evaluation.speech.word_report import WERReport, wer_report
 from mmdecode.runs.files import claimed, write_files
@@ -504,13 +504,13 @@ def test_an_interrupted_run_is_continued(finished, manifest, tmp_path, monkeypat
     class Stopped(Exception):
         pass
 
-    def stop_early(self, sample, add=Journal.add):
-        if len(self.done) == 5:
+    def stop_early(self, sample, add=RowJournal.add):
+        if len(self.rows) == 5:
             raise Stopped
         add(self, sample)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "add", stop_early)
+        patch.setattr(RowJournal, "add", stop_early)
         with pytest.raises(Stopped):
             run(*settings(manifest, tmp_path))
     path = tmp_path / "samples.jsonl"
@@ -541,8 +541,8 @@ def test_a_recording_that_changed_under_its_path_is_transcribed_again(tmp_path, 
     run(*words)
     before = texts(out)
     shutil.copy(other.path, tmp_path / "0.flac")
-    added, add = [], Journal.add
-    monkeypatch.setattr(Journal, "add", lambda self, row: added.append(row) or add(self, row))
+    added, add = [], RowJournal.add
+    monkeypatch.setattr(RowJournal, "add", lambda self, row: added.append(row) or add(self, row))
     done = run(*words, "--resume")
     assert "1 changed since and done again" in done.stderr and len(added) == 1
     [key] = [(sample.mode, sample.id) for sample in added]

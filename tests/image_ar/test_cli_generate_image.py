@@ -294,13 +294,13 @@ def test_an_image_that_ends_its_process_is_retried_alone_and_fails_after_two(run
     results.write_bytes(kept[0])
     condition = lines(out)[0]["condition"]
     names = [f"{condition} {ordinal}" for ordinal in (1, 2)]
-    (out / ".decoding").write_text(json.dumps({"alone": {names[0]: 1}, "batch": names[:1]}))
+    (out / ".decoding-0").write_text(json.dumps({"alone": {names[0]: 1}, "batch": names[:1]}))
     done = run(*words, "--resume")
     assert "1 drawn, 1 done before, 1 failed" in done.stderr
     assert "ended the process 2 times while it decoded this input alone" in done.stderr
     done = run(*words, "--resume")
     assert "1 drawn, 2 done before, 0 failed" in done.stderr
-    assert contents(out) == whole and not (out / ".decoding").exists()
+    assert contents(out) == whole and not (out / ".decoding-0").exists()
 
 
 @pytest.mark.parametrize(
@@ -338,15 +338,15 @@ def test_what_cannot_be_written_or_resumed_is_reported(run, tmp_path):
     done = run("--class", "ring", out=tmp_path / "file")
     assert isinstance(done.exception, InputError)
     assert "is a file; choose another --out" in str(done.exception)
-    folder = ImageFolder(tmp_path / "out", {"a": 1}, False)
+    folder = ImageFolder(tmp_path / "out", {"a": 1})
     with pytest.raises(OptionError, match="another run is writing to"):
-        ImageFolder(tmp_path / "out", {"a": 1}, False)
+        ImageFolder(tmp_path / "out", {"a": 1})
     folder.close()
     run("--class", "ring")
     (tmp_path / "out" / "results.jsonl").write_text("{}\n")
     done = run("--class", "ring", "--resume")
     assert isinstance(done.exception, InputError)
-    assert "line 1 is no result; remove the line" in str(done.exception)
+    assert "line 1 is not a result; remove the line" in str(done.exception)
 
 
 # What is refused
@@ -433,13 +433,13 @@ def test_the_commands_of_the_page_run_as_they_stand(scenes, tmp_path, monkeypatc
 
 def test_an_image_that_we_did_not_write_is_refused(tmp_path):
     generated = ImageRequest(index=0, condition=1, ordinal=0)
-    folder = ImageFolder(tmp_path, {}, False)
-    theirs = tmp_path / f"{folder.name(generated)}.png"
+    folder = ImageFolder(tmp_path, {})
+    theirs = tmp_path / f"{folder.id_of(generated)}.png"
     theirs.write_bytes(b"theirs")
     with pytest.raises(OptionError, match="there already, and not written by mmdecode"):
         folder.todo([generated])
     folder.close()
     assert theirs.read_bytes() == b"theirs"
-    folder = ImageFolder(tmp_path, {}, False, overwrite=True)
+    folder = ImageFolder(tmp_path, {}, overwrite=True)
     assert folder.todo([generated]) == [generated]
     folder.close()

@@ -46,7 +46,7 @@ def lines_of(network, folder, name, stage, patch):
         own = lambda condition: raising() if condition == BAD else check(condition)  # noqa: E731
         patch.setattr(generator._backend, "check", own)
     folder_of_job = jobs.ImageFolder(folder, {}, resume=False)
-    folder_of_job.begin(generator.labels, {})
+    folder_of_job.name_by(generator.labels, {})
     write = jobs.write_file
     if stage == "write":
         own = lambda path, *rest: raising() if "hound" in path.name else write(path, *rest)  # noqa: E731
@@ -98,7 +98,7 @@ def test_every_error_at_every_stage_fails_its_image_alone(network, tmp_path, exp
 def test_a_folder_with_the_name_of_a_file_fails_its_image_alone(network, tmp_path):
     generator = ImageGenerator(network)
     folder = jobs.ImageFolder(tmp_path, {}, resume=False)
-    folder.begin(generator.labels, {})
+    folder.name_by(generator.labels, {})
     requests = folder.todo(generator.requests(CONDITIONS))
     (tmp_path / "hound-2-000.png").mkdir()
     lines = [folder.add(image) for image in generator.images(requests)]

@@ -12,6 +12,15 @@ def write_json_lines(path, rows):
 
 
 def contents(folder):
-    """All files but hidden ones, by their path in the folder."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name[0] != ".")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    """All files but hidden ones, by their path in the folder.
+
+    The units of work are left out of ``run.json``: inputs that were added later are new units.
+    """
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name[0] != ".":
+            found[str(path.relative_to(folder))] = path.read_bytes()
+    if "run.json" in found:
+        run = json.loads(found["run.json"])
+        found["run.json"] = json.dumps({n: v for n, v in run.items() if n != "work"}).encode()
+    return found

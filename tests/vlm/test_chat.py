@@ -271,7 +271,7 @@ def test_results_of_conversations_resume_and_are_a_table(model, talking, kit, tm
     assert answer.token_ids == row["token_ids"]
     rows[0]["messages"][2]["content"] = "No"
     write_json_lines(table, rows)
-    assert "another question now" in str(ask(table, "--resume").exception)
+    assert "the id of another question" in str(ask(table, "--resume").exception)
 
 
 def test_a_conversation_on_the_command_line(model, talking, kit, tmp_path):
@@ -405,7 +405,7 @@ def test_images_of_data_urls_resume_by_their_content(model, talking, kit, tmp_pa
     assert ask(3).exit_code == 0
     monkeypatch.chdir(tmp_path)
     assert ask(3, "--resume").exit_code == 0
-    assert "another question now" in str(ask(4, "--resume").exception)
+    assert "the id of another question" in str(ask(4, "--resume").exception)
 
 
 def test_data_urls_may_stand_in_the_columns_of_images(model, talking, kit, tmp_path):

@@ -18,7 +18,7 @@ from mmdecode.runs.crashes import InFlight
 from mmdecode.runs.files import note_settings, write_file
 from mmdecode.vlm import Answerer, crashes
 from mmdecode.vlm.images import ImageSource
-from mmdecode.vlm.jobs import AnswerFile
+from mmdecode.vlm.jobs import AnswerFolder
 from mmdecode.vlm.requests import asked_of
 from mmdecode.vlm.results import Answer
 from tests.support.commands import invoke
@@ -258,7 +258,9 @@ def test_answers_to_other_questions_are_not_continued(run, table, tmp_path):
     run("--data", table, "--out", out, "--limit", 2)
     table.write_text(table.read_text().replace("star 1", "ring 1"))
     done = run("--data", table, "--out", out, "--resume")
-    assert "an answer under the id '1', but that id has another question now" in str(done.exception)
+    assert "an answer with the id '1', which is now the id of another question" in str(
+        done.exception
+    )
 
 
 def test_what_cannot_be_written_or_resumed_is_reported(run, table, tmp_path, images):
@@ -269,17 +271,22 @@ def test_what_cannot_be_written_or_resumed_is_reported(run, table, tmp_path, ima
     assert isinstance(done.exception, OptionError)
     assert "choose another --out" in str(done.exception)
     out = tmp_path / "answers"
-    settings = {"a": 1}
     requests = asked_of([str(images / "x.png")], ["What?"])
-    write_file(out, "{}\n")
-    note_settings(out, settings)
-    with pytest.raises(InputError, match="line 1 is no answer; remove the line"):
-        AnswerFile(out, settings, True, requests)
-    out.write_text("")
-    first = AnswerFile(out, settings, False, requests)
+    write_file(out / "results.jsonl", "{}\n")
+    note_settings(out, {"a": 1})
+    with pytest.raises(InputError, match="line 1 is not an answer; remove the line"):
+        opened(out, requests)
+    (out / "results.jsonl").write_text("")
+    first = opened(out, requests)
     with pytest.raises(OptionError, match="another run is writing to"):
-        AnswerFile(out, settings, True, requests)
+        opened(out, requests)
     first.close()
+
+
+def opened(folder, requests):
+    """The folder of a run that is continued."""
+    answers = AnswerFolder(folder, {"a": 1}, requests, resume=True)
+    return answers.open(answers.prepare())
 
 
 # What is refused before a model is loaded
@@ -342,7 +349,7 @@ def test_an_image_at_which_a_run_died_is_read_apart_from_then_on(
     tmp_path, monkeypatch, run, table, images
 ):
     out = tmp_path / "answers"
-    reading = tmp_path / "answers" / ".results.jsonl.reading"
+    reading = tmp_path / "answers" / ".reading-0.tmp"
     died = [os.fsencode(images / name) for name in ("x.png", "y.bmp")]
     out.mkdir()
     reading.write_bytes(b"\0".join(died))
@@ -398,7 +405,7 @@ def test_a_crash_is_named_by_what_ended_the_process(monkeypatch, status):
 
 def test_no_journal_is_left_where_nothing_crashed(run, table, tmp_path):
     run("--data", table, "--out", tmp_path / "answers")
-    assert not (tmp_path / "answers" / ".results.jsonl.reading").exists()
+    assert not (tmp_path / "answers" / ".reading-0.tmp").exists()
 
 
 def test_whatever_one_question_of_a_stream_raises_the_others_are_answered(run, images, monkeypatch):
@@ -522,15 +529,16 @@ def test_questions_about_an_image_that_changed_are_asked_again(run, images, tmp_
 
 
 def test_an_image_that_changes_after_it_was_read_is_noted_as_it_was_read(tmp_path, kit):
-    path, out = tmp_path / "x.png", tmp_path / "out" / "results.jsonl"
+    path, out = tmp_path / "x.png", tmp_path / "out"
     kit.image(3).save(path)
     requests = asked_of([str(path)], ["What?"])
-    file = AnswerFile(out, {}, False, requests)
+    note_settings(out, {"a": 1})
+    file = opened(out, requests)
     [request] = map(file.noted, requests)
     request.images[0].read()
     kit.image(9).save(path)
     file.add(Answer(id=request.id, index=0, images=(str(path),), question="What?", text="A star."))
     file.close()
-    again = AnswerFile(out, {}, True, requests)
+    again = opened(out, requests)
     assert again.changed == {request.id}
     again.close()

@@ -180,8 +180,10 @@ def test_the_bound_of_a_cache_is_its_own(model, processor, images):
 
 
 def test_every_option_has_its_default_everywhere():
-    from mmdecode.cli import ask, evaluate_vlm
+    from mmdecode.cli import ask
+    from mmdecode.evaluation.task import task_of
 
     default = PromptCache().max_bytes
-    for command in (ask.command, evaluate_vlm.pope, evaluate_vlm.chair):
-        assert inspect.signature(command).parameters["prompt_cache"].default == default
+    assert inspect.signature(ask.command).parameters["prompt_cache"].default == default
+    for task in ("pope", "chair"):
+        assert task_of(task).options["prompt_cache"] == default

@@ -13,8 +13,8 @@ from pathlib import Path
 from mmdecode.asr.audio.reading import SUFFIXES
 from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.errors import InputError, OptionError
-from mmdecode.runs.files import files_below, find_files, write_file
-from mmdecode.runs.inputs import refuse_address
+from mmdecode.runs.files import write_file
+from mmdecode.runs.inputs import files_below, find_files, refuse_address
 
 STDIN = "-"
 """Path that stands for standard input."""

@@ -111,7 +111,7 @@ def _folder(folder: Path, side: tuple[int, int], count: int | None) -> Iterator[
     """Yields center-cropped, resized images of a folder: ``(B, 3, H, W)`` with values 0 to 1."""
     from PIL import Image, ImageOps
 
-    from mmdecode.runs.files import find_files
+    from mmdecode.runs.inputs import find_files
     from mmdecode.vlm.images import SUFFIXES, read_image
 
     if not folder.is_dir():

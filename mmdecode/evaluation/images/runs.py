@@ -26,7 +26,7 @@ from mmdecode.image_ar.modes import MODES, decoder_of
 from mmdecode.image_ar.results import GeneratedImage
 from mmdecode.runs.files import complete_lines
 from mmdecode.runs.items import Watch
-from mmdecode.runs.journal import Journal
+from mmdecode.runs.rows import RowJournal
 
 ROWS = "images.jsonl"
 PLAIN, AGAIN = "plain", "plain again"
@@ -110,9 +110,9 @@ class ImageRow:
 
 def journal_of(
     folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool = False
-) -> Journal[ImageRow]:
-    """Opens the journal of a run's images in a folder; see `Journal` for the arguments."""
-    return Journal(folder / ROWS, read_images, _key, settings, resume, overwrite)
+) -> RowJournal[ImageRow]:
+    """Opens the journal of a run's images in a folder; see `RowJournal` for the arguments."""
+    return RowJournal(folder / ROWS, read_images, _key, settings, resume, overwrite)
 
 
 def read_images(path: Path) -> list[ImageRow]:
@@ -210,7 +210,7 @@ class Recorder:
 
     def run(
         self,
-        journal: Journal[ImageRow] | None = None,
+        journal: RowJournal[ImageRow] | None = None,
         progress: Callable[[ImageRow], None] | None = None,
     ) -> list[ImageRow]:
         """Samples the images of all modes; returns their rows, mode by mode.
@@ -222,7 +222,7 @@ class Recorder:
         """
         found: dict[Any, ImageRow] = {}
         if journal:
-            found = {key: row for key, row in journal.done.items() if row.error is None}
+            found = {key: row for key, row in journal.rows.items() if row.error is None}
         for number, start in enumerate(range(0, len(self.requests), self.batch)):
             batch = self.requests[start : start + self.batch]
             for mode in self.modes if number % 2 == 0 else self.modes[::-1]:
@@ -244,7 +244,7 @@ class Recorder:
             for one in self.requests
         ]
         if journal:
-            journal.finish(rows)
+            journal.finish_with(rows)
         return rows
 
 

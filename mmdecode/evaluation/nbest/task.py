@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mmdecode.asr.correction.n_best_lists import NBestList
     from mmdecode.evaluation.nbest.methods import Method, ModelRow, Parts
     from mmdecode.evaluation.report.report import Report
-    from mmdecode.runs.journal import Journal
+    from mmdecode.runs.rows import RowJournal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class NBestTask(Task):
         import mmdecode
         from mmdecode.evaluation.nbest.methods import ROWS, Method, parts_of, read_model_rows
         from mmdecode.evaluation.nbest.n_best import Aligner
-        from mmdecode.runs.journal import Journal
+        from mmdecode.runs.rows import RowJournal
 
         listed = given["methods"] or ["mbr,table"]
         asked = [name for text in listed for name in text.split(",") if name]
@@ -61,7 +61,7 @@ class NBestTask(Task):
         return Run(
             report=lambda rows: self._report(rows, methods, sets, aligner, given, conditions),
             record=lambda journal, progress: _recorded(sources, sets, given, journal, progress),
-            journal=lambda folder, resume, overwrite: Journal(
+            journal=lambda folder, resume, overwrite: RowJournal(
                 folder / ROWS,
                 read_model_rows,
                 lambda row: (row.data, row.source, row.id),
@@ -128,11 +128,11 @@ def _recorded(
     sources: Sequence[str],
     sets: Mapping[str, Parts],
     given: Mapping[str, Any],
-    journal: Journal[ModelRow] | None,
+    journal: RowJournal[ModelRow] | None,
     progress: Callable[[Any], None],
 ) -> list[ModelRow]:
     """Outputs of the methods' models for the development and test lists."""
-    rows = [row for row in journal.done.values() if row.error is None] if journal else []
+    rows = [row for row in journal.rows.values() if row.error is None] if journal else []
     for source in sources:
         known = {(row.data, row.id) for row in rows if row.source == source}
         for row in _made(source, sets, known, given):

@@ -25,7 +25,7 @@ from mmdecode.evaluation.speech.samples import Sample, sample_of
 from mmdecode.runs.conditions import now
 from mmdecode.runs.files import complete_lines
 from mmdecode.runs.items import Failed, tried
-from mmdecode.runs.journal import Journal
+from mmdecode.runs.rows import RowJournal
 
 if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Transcriber
@@ -39,10 +39,10 @@ def journal_of(
     resume: bool,
     overwrite: bool = False,
     entries: Sequence[Entry] = (),
-) -> Journal[Sample]:
-    """Opens the journal of a run's samples in a folder; see `Journal` for the arguments."""
+) -> RowJournal[Sample]:
+    """Opens the journal of a run's samples in a folder; see `RowJournal` for the arguments."""
     audio = {entry.id: entry.audio for entry in entries}
-    return Journal(
+    return RowJournal(
         folder / SAMPLES,
         lambda path: read_samples(path.parent),
         lambda sample: (sample.mode, sample.id),
@@ -82,7 +82,7 @@ def read_samples(folder: Path) -> list[Sample]:
 def record(
     transcribers: Mapping[str, Transcriber],
     entries: Sequence[Entry],
-    journal: Journal[Sample] | None = None,
+    journal: RowJournal[Sample] | None = None,
     *,
     group: str | None = None,
     batch_size: int | None = None,
@@ -110,7 +110,7 @@ def record(
     """
     if not transcribers:
         raise OptionError("no transcriber to evaluate; expected at least one")
-    done = journal.done if journal else {}
+    done = journal.rows if journal else {}
     size = batch_size or next(iter(transcribers.values())).options.batch_size
     found: dict[tuple[str, str], Sample] = {}
     warm: set[str] = set()
@@ -128,7 +128,7 @@ def record(
                     todo.append(entry)
             if journal:
                 for entry in todo:
-                    journal.reading(entry.audio)
+                    journal.note_read(entry.audio)
             loaded, failed = _read(todo, transcriber, mode, group)
             if loaded and mode not in warm:
                 for _ in range(warmup):
@@ -142,7 +142,7 @@ def record(
                     progress(sample)
     samples = [found[mode, entry.id] for mode in modes for entry in entries]
     if journal:
-        journal.finish(samples)
+        journal.finish_with(samples)
     return samples
 
 

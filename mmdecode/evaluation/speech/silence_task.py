@@ -37,10 +37,6 @@ class SilenceTask(Task):
 
     def refuse(self, given: Mapping[str, Any]) -> None:
         """Refuses options that do not go together; see `Task.refuse`."""
-        if given["model"] and given["rescore"]:
-            raise OptionError(
-                "expected either --model, for a new run, or --rescore, for an earlier run"
-            )
         if given["part"] not in SEEDS:
             raise UnknownNameError.of("part", given["part"], SEEDS)
         if len(given["draft"] or ()) > 1:
@@ -52,7 +48,6 @@ class SilenceTask(Task):
         from mmdecode.evaluation.speech.non_speech import write_flac
         from mmdecode.evaluation.speech.runs import data_hash
 
-        given = {**given, "model": given["model"] or MODEL}
         guides = ["whisper_cd"] if given["guide"] is None else given["guide"]
         refuse_twice("--guide", guides)
         [draft] = given["draft"] or [None]
@@ -184,6 +179,7 @@ SILENCE = SilenceTask(
     """,
     options=DECODING
     | {
+        "model": MODEL,
         "guide": None,
         "draft": None,
         "speech": None,

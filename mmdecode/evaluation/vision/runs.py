@@ -34,7 +34,7 @@ from mmdecode.evaluation.vision.items import ITEMS, Some, YesNoItem, read_items,
 from mmdecode.evaluation.vision.modes import NONE, Mode
 from mmdecode.guide.answers import yes_no_ids
 from mmdecode.runs.items import Watch
-from mmdecode.runs.journal import Journal
+from mmdecode.runs.rows import RowJournal
 from mmdecode.vlm.answerer import Answerer
 from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.questions import Prompts, Question, noise_of_id
@@ -59,12 +59,12 @@ def journal_of(
     resume: bool,
     overwrite: bool = False,
     images: Path | None = None,
-) -> Journal[Some]:
-    """Opens the journal of a run's rows in a folder; see `Journal` for the arguments.
+) -> RowJournal[Some]:
+    """Opens the journal of a run's rows in a folder; see `RowJournal` for the arguments.
 
     Images are files in the folder ``images``; ``None``: they are rendered scenes.
     """
-    return Journal(
+    return RowJournal(
         folder / ITEMS,
         lambda path: read_items(path, kind),
         lambda item: (item.mode, item.seed, item.id),
@@ -157,7 +157,7 @@ class Recorder(Generic[Some]):
 
     def run(
         self,
-        journal: Journal[Some] | None = None,
+        journal: RowJournal[Some] | None = None,
         progress: Callable[[Some], None] | None = None,
     ) -> list[Some]:
         """Decodes all modes; returns their rows, mode by mode and seed by seed.
@@ -169,7 +169,7 @@ class Recorder(Generic[Some]):
         """
         found: dict[tuple[str, int | None, str], Some] = {}
         if journal:
-            found = {key: row for key, row in journal.done.items() if row.error is None}
+            found = {key: row for key, row in journal.rows.items() if row.error is None}
         for guide in self._guides if self._warmup else ():
             if not all(self._done(guide, chunk, found) for chunk in self._chunks):
                 self._warm(guide)
@@ -194,7 +194,7 @@ class Recorder(Generic[Some]):
             for item in self.items
         ]
         if journal:
-            journal.finish(rows)
+            journal.finish_with(rows)
         return rows
 
     @property

@@ -35,7 +35,7 @@ from mmdecode.evaluation.vision.yes_no import ScoreFunction
 if TYPE_CHECKING:
     from mmdecode.evaluation.report.item_report import ItemReport
     from mmdecode.evaluation.vision.runs import Recorder
-    from mmdecode.runs.journal import Journal
+    from mmdecode.runs.rows import RowJournal
     from mmdecode.vlm.images import ImageSource
 
 READING = ".reading"  # the image that is being read, see mmdecode.runs.crashes
@@ -367,7 +367,7 @@ class ChoiceTask(QuestionTask):
 def _record(
     recorder: Recorder[Any],
     questions: Questions,
-    journal: Journal[Any] | None,
+    journal: RowJournal[Any] | None,
     output: Path | None,
     progress: Callable[[Any], None],
     closing: contextlib.ExitStack,
@@ -379,7 +379,7 @@ def _record(
     def noted(name: str, source: ImageSource) -> ImageSource:
         def read() -> Any:
             if journal and questions.folder is not None:
-                journal.reading(str(questions.folder / name))
+                journal.note_read(str(questions.folder / name))
             return source.read()
 
         return dataclasses.replace(source, read=read)
