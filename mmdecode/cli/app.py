@@ -40,6 +40,7 @@ COMMANDS = {
     "transcribe": "Transcribe audio files.",
     "ask": "Ask questions about images.",
     "generate-image": "Generate images from classes or prompts.",
+    "results": "Show how far a job got, and why items failed; go on with it.",
     "stream": "Transcribe audio while it is being recorded.",
     "evaluate": "Score models on speech or images, or transcripts made elsewhere.",
     "train": "Train drafters, transcript correctors or the shipped tiny models.",

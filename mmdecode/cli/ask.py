@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -232,6 +233,7 @@ def command(
                 batch_size=batch_size,
                 resume=resume,
                 overwrite=overwrite,
+                command=sys.argv[1:],
             )
             stack.enter_context(resumable(output, len(requests), lambda: tally.done))
             stack.enter_context(claimed(output))

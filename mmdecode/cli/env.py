@@ -40,6 +40,7 @@ PACKAGES = {
     "kaldialign": "eval",
     "silero-vad": "vad",
     "av": "media",
+    "pyarrow": "tables",
     "torchao": "torchao",
     "ctranslate2": "bench",
     "moonshine-voice": "moonshine",

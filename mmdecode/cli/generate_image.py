@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -223,7 +224,12 @@ def command(
     with warnings_shown("always"), contextlib.ExitStack() as stack:
         # refused before a model is loaded
         folder = ImageFolder(
-            output, settings, batch_size=batch_size, resume=resume, overwrite=overwrite
+            output,
+            settings,
+            batch_size=batch_size,
+            resume=resume,
+            overwrite=overwrite,
+            command=sys.argv[1:],
         )
         stack.enter_context(contextlib.closing(folder))
         generator = ImageGenerator.from_pretrained(**load, batch=batch_size, device=device)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -453,7 +454,8 @@ def _transcribe(
     settings = output.settings | {"formats": output.formats, "subtitles": subtitles}
     with contextlib.ExitStack() as stack:
         how = {name: getattr(output, name) for name in ("batch_size", "resume", "overwrite")}
-        folder = ResultFolder(target, settings, entries, output.formats, output.layout, **how)
+        given = target, settings, entries, output.formats, output.layout
+        folder = ResultFolder(*given, **how, command=sys.argv[1:])
         done = lambda: sum(entry.id in folder.done for entry in entries)  # noqa: E731
         stack.enter_context(resumable(target if team.size == 1 else None, len(entries), done))
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import abc
 import json
+import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -90,6 +91,7 @@ class Journal(abc.ABC, Generic[Item]):
         overwrite: Whether files that mmdecode did not write may be replaced, and, without
             ``resume``, earlier results; these are kept until the first new result.
         tree: Whether files are also in subfolders.
+        command: Words of the command line, to be run again by ``mmdecode results --retry``.
 
     Attributes:
         done: Ids of the items that have a result.
@@ -114,7 +116,9 @@ class Journal(abc.ABC, Generic[Item]):
         resume: bool = False,
         overwrite: bool = False,
         tree: bool = False,
+        command: Sequence[str] = (),
     ) -> None:
+        self.command = command
         self.folder, self.path = folder, folder / RESULTS
         self.items, self.batch_size = items, batch_size
         self._settings, self._resume, self._overwrite = settings, resume, overwrite
@@ -218,9 +222,9 @@ class Journal(abc.ABC, Generic[Item]):
             for left in self._notes():
                 if left.name != DECODING.format(0):
                     left.unlink()
-            work = self._units()
+            work = self.cut_units()
             if not self._replaced:
-                note_settings(self.folder, self._settings, work=work)
+                note_settings(self.folder, self._settings, work=self._work_noted(work))
         if not self._replaced or (self.folder / PARTS).exists():
             self.merge(self.changed)
         return Prepared(set(suspects), self.changed, alone, work, self._replaced)
@@ -257,19 +261,23 @@ class Journal(abc.ABC, Generic[Item]):
             for path, size, digest in known
         )
 
-    def _units(self) -> list[tuple[int, list[str]]]:
+    def cut_units(self) -> list[tuple[int, list[str]]]:
         """Units of an earlier run that is continued, and new ones for further items."""
         work: list[tuple[int, list[str]]] = []
         if self._resume:
             try:
                 before = json.loads(run_of(self.folder).read_text(encoding="utf-8"))
-                work = [(size, ids) for size, ids in before.get("work", ())]
-            except (OSError, ValueError):
+                work = [(size, ids) for size, ids in before["work"]["units"]]
+            except (OSError, ValueError, KeyError, TypeError):
                 work = []
         cut = {name for _, ids in work for name in ids}
         new = [name for item in self.items if (name := self.id_of(item)) not in cut]
         size = self.batch_size * UNIT
         return work + [(self.batch_size, new[i : i + size]) for i in range(0, len(new), size)]
+
+    def _work_noted(self, work: list[tuple[int, list[str]]]) -> dict[str, Any]:
+        """The work as ``run.json`` holds it."""
+        return {"command": list(self.command), "in": os.getcwd(), "units": work}
 
     def open(self, prepared: Prepared, rank: int | None = None) -> Self:
         """Opens the results of one process.
@@ -311,7 +319,8 @@ class Journal(abc.ABC, Generic[Item]):
         if self._replaced:
             self._replaced = False
             self.path.unlink(missing_ok=True)
-            note_settings(self.folder, self._settings, self._overwrite, work=self._work)
+            work = self._work_noted(self._work)
+            note_settings(self.folder, self._settings, self._overwrite, work=work)
         part = self.path
         if self._rank is not None:
             part = self.folder / PARTS / f"rank-{self._rank}.jsonl"

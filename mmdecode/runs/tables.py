@@ -1,8 +1,9 @@
 """Reading and writing of tables, with one row for each item.
 
 The file's suffix gives the format: ``.csv`` and ``.tsv`` have a header; ``.trn``, ``.ref`` and
-``.hyp`` have lines of NIST's form ``some words (id)``; any other file holds JSON lines, one JSON
-list, or one JSON object over several lines. A further suffix ``.gz`` means gzip compression.
+``.hyp`` have lines of NIST's form ``some words (id)``; ``.parquet`` needs the extra ``tables``; any
+other file holds JSON lines, one JSON list, or one JSON object over several lines. A further suffix
+``.gz`` means gzip compression.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmdecode.errors import InputError
-from mmdecode.runs.files import write_file
+from mmdecode.errors import InputError, MissingExtraError, OptionError
+from mmdecode.runs.files import to_json, write_file
 from mmdecode.runs.inputs import refuse_address
 
 
@@ -40,6 +41,9 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
     Raises:
         InputError: The file as a whole cannot be read as a table.
     """
+    if path.suffix.lower() == ".parquet":
+        yield from _of_parquet(path)
+        return
     data = _content(path)
     kind = (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
     try:
@@ -114,6 +118,75 @@ def _object(line: str, where: str) -> dict[str, Any]:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], overwrite: bool = False) -> None:
     """Writes rows as JSON lines; see `write_file` for which existing files are replaced."""
     write_file(path, rows_text(rows), overwrite)
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes rows as a table, in the format of the file's suffix.
+
+    Args:
+        path: Path of the file: ``.csv``, ``.tsv``, ``.json``, ``.jsonl`` or ``.parquet``. Values
+            that are no text and no number are JSON in ``.csv`` and ``.tsv``.
+        rows: Rows; a column is empty where a row has no value of that name.
+
+    Raises:
+        OptionError: The file has another suffix, or is there already and is not ours.
+        MissingExtraError: ``.parquet`` needs a package that is not installed.
+    """
+    kind = path.suffix.lower()
+    if kind not in WRITERS:
+        raise OptionError(f"{path} is no table; expected a file {', '.join(WRITERS)}")
+    write_file(path, WRITERS[kind](rows))
+
+
+def _csv_text(rows: Sequence[Mapping[str, Any]], delimiter: str = ",") -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    file = io.StringIO()
+    writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
+    writer.writerow(names)
+    for row in rows:
+        cells = (row.get(name) for name in names)
+        writer.writerow(
+            cell if cell is None or isinstance(cell, (str, int, float)) else to_json(cell)
+            for cell in cells
+        )
+    return file.getvalue()
+
+
+def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError("Parquet needs pyarrow", extra="tables") from error
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    whole = [{name: row.get(name) for name in names} for row in rows]
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(whole), file)
+    return file.getvalue()
+
+
+WRITERS: dict[str, Callable[[Sequence[Mapping[str, Any]]], str | bytes]] = {
+    ".csv": _csv_text,
+    ".tsv": lambda rows: _csv_text(rows, "\t"),
+    ".json": lambda rows: to_json(list(rows), indent=1) + "\n",
+    ".jsonl": lambda rows: "".join(to_json(row) + "\n" for row in rows),
+    ".parquet": _parquet,
+}
+"""Functions that format rows, by suffix."""
+
+
+def _of_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError("Parquet needs pyarrow", extra="tables") from error
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InputError(f"{path} cannot be read as a manifest: {error}") from error
+    for number, row in enumerate(rows, 1):
+        yield number, {name: value for name, value in row.items() if value is not None}
 
 
 def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:

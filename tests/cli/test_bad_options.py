@@ -28,6 +28,7 @@ BASES = {
     "transcribe": "CLIP --model zoo:whisper-synth --max-new-tokens 2",
     "ask": "IMAGE -q What? --max-new-tokens 2",
     "generate-image": "--class ring -n 1 --out out",
+    "results": "FOLDER",
     "stream": "CLIP --model zoo:whisper-synth --max-new-tokens 2",
     "evaluate wer": "--model zoo:whisper-synth --data TABLE --max-new-tokens 2 --resamples 2",
     "evaluate silence": "--clips 2 --seconds 1 --limit 1 --speech none --max-new-tokens 2",

@@ -16,7 +16,8 @@ them in sections:
 
 - ``exact``: greedy and coupled ids, which no drafter may change;
 - ``rejection``: ids under rejection sampling without a guide, and ``guided rejection`` with one:
-  samples of a seed depend on what is drafted, so another way to draft may change them by design;
+  samples of a seed depend on what is drafted, so another way to draft may change them by design,
+  and drafters that depend on measured times or on the processor are left out;
 - ``counts``: passes summed over rows, tokens drafted and tokens accepted, without a guide and for
   drafters that do not depend on measured times or on the processor: another way to draft may
   change these too.
@@ -460,6 +461,8 @@ def record(chosen):
     sections = {name: {} for name in SECTIONS}
     for case in chosen:
         found, counts = outcome(case)
+        if case.rule == "rejection" and case.drafter in UNSTEADY and not isinstance(found, str):
+            continue  # samples depend on what is drafted
         sections[case.section][case.name] = found
         if counts is not None and case.guide == "none" and case.drafter not in UNSTEADY:
             sections["counts"][case.name] = counts

@@ -38,6 +38,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     made.globals |= {"asset": asset, "maker": MAKER}
+    made.filters["data_url"] = data_url
     return made
 
 

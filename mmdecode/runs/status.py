@@ -1,0 +1,77 @@
+"""How far a job got that writes its results to a folder, see `mmdecode.runs.journal`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmdecode.errors import InputError
+from mmdecode.runs.files import RUN, complete_lines
+from mmdecode.runs.journal import PARTS, RESULTS
+
+
+@dataclass(frozen=True)
+class Status:
+    """State of a job.
+
+    Attributes:
+        lines: Line of each item that has one, by its id; a result outweighs a failure.
+        missing: Ids of items without a line, in order.
+        settings: Settings of the job.
+        command: Words of the command line that wrote the results; empty: not known.
+        folder: Working directory of that command.
+    """
+
+    lines: dict[str, dict[str, Any]]
+    missing: list[str]
+    settings: dict[str, Any]
+    command: list[str]
+    folder: str
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Messages of the items that failed, by id."""
+        return {name: line["error"] for name, line in self.lines.items() if "error" in line}
+
+    @property
+    def causes(self) -> Counter[str]:
+        """Number of failed items by the class of their error, the most frequent first."""
+        kinds = (line.get("kind", "") for line in self.lines.values() if "error" in line)
+        return Counter(dict(Counter(kinds).most_common()))
+
+
+def status_of(folder: Path) -> Status:
+    """Reads the state of a job, which may be running.
+
+    Args:
+        folder: Folder of the results.
+
+    Raises:
+        InputError: The folder holds no results of a job.
+    """
+    try:
+        run = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        work, settings = run["work"], run["settings"]
+        ids = [name for _, unit in work["units"] for name in unit]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{folder / RUN} cannot be read as the settings of a job ({type(error).__name__}); "
+            "expected --out of transcribe, ask or generate-image; of an evaluation, see its "
+            "report.html, or run it again with --resume"
+        ) from error
+    lines: dict[str, dict[str, Any]] = {}
+    for path in (folder / RESULTS, *sorted((folder / PARTS).glob("*.jsonl"))):
+        for raw in complete_lines(path) if path.exists() else ():
+            line = json.loads(raw)
+            if "error" not in line or "error" in lines.get(line["id"], {"error": ""}):
+                lines[line["id"]] = line
+    return Status(
+        lines=lines,
+        missing=[name for name in ids if name not in lines],
+        settings=settings,
+        command=work["command"],
+        folder=work["in"],
+    )
