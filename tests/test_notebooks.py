@@ -10,6 +10,7 @@ from PIL import Image
 from mmdecode.checkpoints import is_installed
 from mmdecode.evaluation.vision.benchmarks import read_questions
 from mmdecode.zoo.scenes import draw_scene, render
+from tests.support.files import json_lines
 from tests.support.moonshine import NAME, needs_wheel
 from tests.support.notebooks import FOLDER, differences, execute, page, texts
 
@@ -51,7 +52,7 @@ def test_pope_asks_its_own_questions_about_images_with_cocos_names(tmp_path):
     for old, new in (
         ('DATA = ["zoo"]', f"DATA = {files!r}"),
         ("IMAGES = None", f"IMAGES = {str(tmp_path)!r}"),
-        ("PICTURES = 12", "PICTURES = 3"),
+        ("QUESTIONS = 126", f"QUESTIONS = {sum(item.image in names for item in first)}"),
     ):
         assert cell.source.count(old) == 1
         cell.source = cell.source.replace(old, new)
@@ -64,6 +65,20 @@ def test_pope_asks_its_own_questions_about_images_with_cocos_names(tmp_path):
     assert asked and counts and int(asked[1]) >= 3 * 9
     # the prefixes of the modes that leave the image alone
     assert int(counts[2]) > 3 * 64 * (int(asked[1]) - 3)
+
+
+@pytest.mark.slow
+@pytest.mark.notebook
+@pytest.mark.filterwarnings("default")
+def test_word_errors_are_counted_on_recordings_of_people(tmp_path):
+    notebook = nbformat.read(FOLDER / "04_word_errors.ipynb", as_version=4)
+    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    assert first.source.count('DATA = "zoo:speech-test"') == 1
+    first.source = first.source.replace("zoo:speech-test", "zoo:real-clips")
+    execute(notebook, tmp_path)
+    rows = json_lines(tmp_path / "wer" / "samples.jsonl")
+    assert {row["mode"] for row in rows} == {"plain", "medusa", "cut short"}
+    assert "real-clips" in rows[0]["audio_filepath"]
 
 
 def cell(*outputs, tags=()):

@@ -342,7 +342,7 @@ def _with_bar(
         problem = request.problem or file.batches.problem(request.id)
         return file.noted(dataclasses.replace(request, images=images, problem=problem))
 
-    watch = Watch(file.batches.decoding) if file else Watch()
+    watch = file.watch if file else Watch()
     with progress_bar(TextColumn("{task.fields[failed]}")) as bar:
         total = sum(len(unit.items) for unit in units)
         task = bar.add_task("asking", total=total, failed="")

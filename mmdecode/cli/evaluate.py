@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,12 @@ from mmdecode.cli.models import with_models
 from mmdecode.cli.output import JsonFlag, emit_json, show_tables
 from mmdecode.cli.progress import answered, progress_bar, resumable, tell_changed
 from mmdecode.cli.shared import Group, with_devices, with_shared
-from mmdecode.errors import OptionError
 from mmdecode.evaluation.task import TASKS, Run, Task, task_of
 from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.report.report import Report
+    from mmdecode.runs.rows import RowJournal
 
 ABOUT = "Score models on speech or images, or transcripts made elsewhere."
 SHOWN = 5  # failures, and files, listed one by one
@@ -84,35 +84,16 @@ for _name in TASKS:
 
 def _evaluate(task: Task, context: typer.Context, given: dict[str, Any]) -> None:
     """Runs a task or reads an earlier run, then writes the report and prints it."""
-    from mmdecode.evaluation.report.plots import drawable
-    from mmdecode.runs.files import claimed
-    from mmdecode.runs.rows import refuse_taken
+    from mmdecode.evaluation.runner import run_task
 
-    output, rescore, json = (given.get(name) for name in ("output", "rescore", "json"))
-    resume, overwrite = given["resume"], given["overwrite"]
     task.refuse(given)
-    if resume and output is None:
-        raise OptionError("--resume continues what a run wrote to --out; give that folder")
     for needed, names in task.needs(given).items():
         refuse_without(needed, names, context)
-    folder = output or rescore
     only_our_output()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings_shown("default"))
-        own = rescore is not None and rescore.resolve() == Path(folder or "").resolve()
-        if folder is not None:
-            drawable()
-            stack.enter_context(claimed(folder))
-            refuse_taken(folder, task.rows, resume or own, overwrite, resumable=task.decodes(given))
-        run = task.open(given) if rescore is None else task.read(rescore, given)
-        stack.enter_context(run.closing)
-        rows = _rows(run, output, resume, overwrite) if run.rows is None else run.rows
-        report = run.report(rows)
-        if own and folder and (folder / "summary.json").exists():
-            console.print(f"replacing the report in {folder}; its rows stay", highlight=False)
-        files = report.save(folder, overwrite) if folder else []
+    with warnings_shown("default"):
+        run, report, files = run_task(task, given, partial(_record, given.get("output")))
     failures = report.failures()
-    if json:
+    if given.get("json"):
         left_out = [{"error": problem} for problem in run.left_out]
         emit_json(report.summary | {"failures": [*failures, *left_out], "files": files})
     else:
@@ -122,17 +103,13 @@ def _evaluate(task: Task, context: typer.Context, given: dict[str, Any]) -> None
         raise typer.Exit(1)
 
 
-def _rows(run: Run, output: Path | None, resume: bool, overwrite: bool) -> list[Any]:
-    """Computes the rows of a run, which are appended to the output as they come."""
-    assert run.record is not None and run.journal is not None
-    journal = run.journal(output, resume, overwrite) if output else None
+def _record(output: Path | None, run: Run, journal: RowJournal[Any] | None) -> list[Any]:
+    """Computes the rows of a run, with a bar."""
+    assert run.record is not None
     done = answered(journal)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(resumable(output, run.total, done))
+    with resumable(output, run.total, done), progress_bar() as bar:
         if journal:
-            stack.enter_context(contextlib.closing(journal))
             tell_changed(journal)
-        bar = stack.enter_context(progress_bar())
         task = bar.add_task(run.doing, total=run.total, completed=done())
         return run.record(journal, lambda row: bar.advance(task))
 

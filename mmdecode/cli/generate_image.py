@@ -31,8 +31,8 @@ from mmdecode.runs.console import console, print_line, warnings_shown, without_o
 if TYPE_CHECKING:
     from mmdecode.errors import InputError
     from mmdecode.image_ar.generator import ImageGenerator
+    from mmdecode.image_ar.jobs import ImageFolder
     from mmdecode.image_ar.results import GeneratedImage, ImageRequest
-    from mmdecode.runs.crashes import Batches
     from mmdecode.runs.journal import Unit
 
 FOLDER = Path("outputs/images")
@@ -247,7 +247,7 @@ def command(
         if start is not None:
             options |= _started(generator, model, start, mask, keep_rows)
         began = time.perf_counter()
-        for image in _with_bar(generator, units, options, folder.batches):
+        for image in _with_bar(generator, units, options, folder):
             if folder.id_of(image) in folder.done:
                 continue  # of a unit that was interrupted
             line = folder.add(image)
@@ -294,13 +294,11 @@ def _with_bar(
     generator: ImageGenerator,
     units: Sequence[Unit[ImageRequest]],
     options: dict[str, Any],
-    batches: Batches,
+    folder: ImageFolder,
 ) -> Iterator[GeneratedImage]:
     """Yields images unit by unit."""
     from mmdecode.image_ar.results import request_name
-    from mmdecode.runs.items import Watch
 
-    watch = Watch(batches.decoding)
     with progress_bar(TextColumn("tokens, {task.fields[generated]} images")) as bar:
         total = sum(len(unit.items) for unit in units) * generator.tokens
         task = bar.add_task("drawing", total=total, generated=0)
@@ -310,12 +308,14 @@ def _with_bar(
 
         def generated() -> Iterator[GeneratedImage]:
             for unit in units:
-                problem = batches.problem(request_name(unit.items[0]))
+                problem = folder.batches.problem(request_name(unit.items[0]))
                 if problem and len(unit.items) == 1:
                     yield generator.not_attempted(unit.items[0], problem)
                     continue
                 generator.batch = unit.batch_size
-                yield from generator.images(unit.items, on_tokens=on_tokens, watch=watch, **options)
+                yield from generator.images(
+                    unit.items, on_tokens=on_tokens, watch=folder.watch, **options
+                )
 
         for number, image in enumerate(generated(), 1):
             bar.update(task, advance=generator.tokens if image.error else 0, generated=number)

@@ -503,7 +503,7 @@ def _work(
     started = time.perf_counter()
     with progress_bar(TextColumn("{task.fields[speed]}")) as bar:
         meter = _Meter(bar, total)
-        watch = Watch(folder.batches.decoding) if folder else Watch()
+        watch = folder.watch if folder else Watch()
         for unit in units:
             sources = [
                 folder.source(entry, language) if folder else opened(entry, language)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.audit.audit import AuditReport
     from mmdecode.evaluation.audit.plain import Case, Plain
     from mmdecode.evaluation.report.report import Report
+    from mmdecode.evaluation.runner import evaluate
     from mmdecode.evaluation.speech.comparison import Comparison
     from mmdecode.evaluation.speech.word_report import WERReport, wer_report
     from mmdecode.evaluation.speed.memory import RowBytes, row_bytes
@@ -29,6 +30,7 @@ _MODULES = {
     "audit.audit": ("AuditReport",),
     "audit.plain": ("Case", "Plain"),
     "report.report": ("Report",),
+    "runner": ("evaluate",),
     "speech.comparison": ("Comparison",),
     "speech.word_report": ("WERReport", "wer_report"),
     "speed.memory": ("RowBytes", "row_bytes"),
@@ -61,6 +63,7 @@ __all__ = [
     "YesNoReport",
     "YesNoTask",
     "audit",
+    "evaluate",
     "row_bytes",
     "wer_report",
 ]

@@ -85,10 +85,14 @@ class Watch:
     Args:
         noted: Records the names of the batch being decoded, as
             `mmdecode.runs.crashes.Batches.decoding` does.
+
+    Attributes:
+        halved: Size of the last batch of each item whose batch was halved since memory ran out.
     """
 
     def __init__(self, noted: Noted = nothing_noted) -> None:
         self.noted = noted
+        self.halved: dict[str, int] = {}
         self._fits = False  # some item did not fail by the configuration
 
     def released(self, outcomes: Iterable[tuple[Result, Failed | None]]) -> Iterator[Result]:
@@ -138,7 +142,8 @@ def each(
             an error.
         hint: Advice to the user if memory ran out for an item alone, for the message.
         name: Returns the name of an item, under which ``watch`` records it.
-        watch: Records which items are being decoded; ``None``: they are not recorded.
+        watch: Records which items are being decoded, and batches halved for lack of memory;
+            ``None``: they are not recorded.
         attempt: Returns a context that is open during each call of ``run``, such as
             `mmdecode.engine.stats.Stats.attempt`.
     """
@@ -164,6 +169,8 @@ def each(
         return
     middle = len(items) // 2
     for part in (items[:middle], items[middle:]):
+        if short and watch is not None:
+            watch.halved |= dict.fromkeys(map(name, part), len(part))
         yield from each(part, run, hint=hint, name=name, watch=watch, attempt=attempt)
 
 

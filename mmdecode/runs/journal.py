@@ -42,6 +42,7 @@ from mmdecode.runs.files import (
     to_json,
     write_file,
 )
+from mmdecode.runs.items import Watch
 
 RESULTS, PARTS = "results.jsonl", "parts"
 READING, DECODING = ".reading-{}.tmp", ".decoding-{}"
@@ -99,6 +100,7 @@ class Journal(abc.ABC, Generic[Item]):
         suspects: Names of input files that were being read when an earlier run crashed.
         reading: Note on disk of the file that is being read, to be found after a crash.
         batches: Note on disk of the items that are being decoded, to be found after a crash.
+        watch: Watch over the run, which keeps ``batches``.
     """
 
     what: ClassVar[str] = "a result"
@@ -307,6 +309,7 @@ class Journal(abc.ABC, Generic[Item]):
                 self.folder / READING.format(rank or 0), sorted(prepared.suspects)
             )
             self.batches = Batches(self.folder / DECODING.format(rank or 0), prepared.alone)
+        self.watch = Watch(self.batches.decoding)
         self._given, self.opened = given, True
         return self
 
@@ -371,12 +374,17 @@ class Journal(abc.ABC, Generic[Item]):
     def append(self, item: Item, line: Mapping[str, Any]) -> None:
         """Appends the line of an item and flushes it; a line that is there already stays.
 
+        If memory ran out for the item's batch, the line holds the size of the smaller batch.
+
         Raises:
             InputError: The folder cannot be written.
         """
         name = self.id_of(item)
         if name in self.done:
             return
+        size = self.watch.halved.pop(self.noted_as(item), None)
+        if size is not None and "error" not in line:
+            line = {**line, "batch_size": size}
         with explained(self.folder):
             file = self.begin_writing()
             data = to_json(line).encode() + b"\n"

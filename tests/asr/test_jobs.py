@@ -23,7 +23,6 @@ from mmdecode.runs.crashes import InFlight, suspects_in
 from mmdecode.runs.distributed import Team, share_out
 from mmdecode.runs.files import LISTING, claimed, note_settings
 from mmdecode.runs.journal import Prepared
-from tests.support.commands import json_of
 from tests.support.faults import ERRORS, failure_of
 from tests.support.files import contents, json_lines
 
@@ -321,34 +320,6 @@ def test_a_broken_folder_is_seen(monkeypatch, tmp_path, broken):
         monkeypatch.setitem(globals(), "ResultFolder", broken)
     with pytest.raises(AssertionError):
         test_results_end_in_the_order_of_the_input_and_with_its_indices_and_names(tmp_path)
-
-
-# Kills
-
-
-def run_interrupted(folder, kills, seed):
-    command = [sys.executable, HERE / "interrupted.py", folder, "--kills", kills, "--seed", seed]
-    done = subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json_of(done)
-
-
-@pytest.mark.timeout(300)
-def test_five_killed_runs_end_as_one_that_was_left_alone_and_a_crash_as_a_failure(tmp_path):
-    assert run_interrupted(tmp_path, 5, seed=1)["killed"] == 5
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1_800)
-def test_a_hundred_killed_runs_lose_nothing_and_end_as_one_that_was_left_alone(tmp_path):
-    found = run_interrupted(tmp_path, 100, seed=2)
-    assert found["killed"] == 100
-    assert found["compared"] >= 12
 
 
 # Recordings that crash their decoder

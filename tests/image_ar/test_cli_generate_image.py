@@ -263,6 +263,22 @@ def test_an_interrupted_run_is_continued_where_it_stopped(run, tmp_path):
     assert "0 drawn, 6 done before, 0 failed" in done.stderr and contents(out) == whole
 
 
+def test_lines_say_which_batches_were_halved_for_lack_of_memory(run, tmp_path, monkeypatch):
+    words = ("--class", "ring", "-n", 4)
+    run(*words, out=tmp_path / "whole")
+    right = ImageGenerator._batch
+
+    def short(self, requests, *given):
+        if len(requests) > 2:
+            raise torch.OutOfMemoryError
+        return right(self, requests, *given)
+
+    monkeypatch.setattr(ImageGenerator, "_batch", short)
+    assert run(*words).exit_code == 0
+    whole = lines(tmp_path / "whole")
+    assert lines(tmp_path / "out") == [line | {"batch_size": 2} for line in whole]
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_at_the_next_image(run, tmp_path, classes):
     words = ["--class", "ring", "-n", 16, "--batch-size", 1, "--mode", "exact"]

@@ -115,3 +115,17 @@ def test_what_one_call_has_shown_counts_for_those_that_follow():
     watch = Watch()
     assert list(watch.released(outcomes(None))) == [0]
     assert list(watch.released(outcomes(OptionError("a=1; expected 2")))) == [0]
+
+
+def test_what_was_halved_for_lack_of_memory_is_known_by_its_last_size_and_nothing_else_is():
+    def run(items):
+        if 3 in items and len(items) > 1:
+            raise torch.OutOfMemoryError
+        if 9 in items:
+            raise ValueError
+        return items
+
+    watch = Watch()
+    for batch in (range(8), (8, 9)):
+        list(each(batch, run, hint="", watch=watch))
+    assert watch.halved == {"0": 2, "1": 2, "2": 1, "3": 1} | dict.fromkeys("4567", 4)

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import torch
 from PIL import Image, ImageOps
 from transformers import GenerationMixin
 
@@ -188,6 +189,24 @@ def test_an_interrupted_run_is_continued_where_it_stopped(run, table, tmp_path, 
     assert "1 answered, 5 done before, 0 failed" in done.stderr
     assert [line["id"] for line in json_lines(results(out))] == [str(index) for index in range(6)]
     assert run("--data", table, "--out", out, "--resume").exit_code == 0
+
+
+def test_lines_say_which_batches_were_halved_for_lack_of_memory(run, table, tmp_path, monkeypatch):
+    whole, out = tmp_path / "whole", tmp_path / "answers"
+    run("--data", table, "--out", whole)
+    right = Answerer._batch
+
+    def short(self, questions, settings):
+        if len(questions) > 3:
+            raise torch.OutOfMemoryError
+        return right(self, questions, settings)
+
+    monkeypatch.setattr(Answerer, "_batch", short)
+    run("--data", table, "--out", out)
+    found, expected = (json_lines(results(folder)) for folder in (out, whole))
+    sizes = [line.get("batch_size") for line in found]
+    assert sorted(filter(None, sizes)) == [2, 2, 3, 3, 3] and sizes[3] is None  # the broken image
+    assert [line.get("text") for line in found] == [line.get("text") for line in expected]
 
 
 def test_a_run_that_is_stopped_says_last_how_far_it_got(run, table, tmp_path, monkeypatch):

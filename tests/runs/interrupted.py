@@ -1,13 +1,14 @@
-"""Runs of ``mmdecode transcribe`` that are killed at random moments, continued and compared.
+"""Jobs that are killed at random moments, continued and compared.
 
-    python tests/asr/interrupted.py FOLDER --kills 100 --seed 0
+    python -m tests.runs.interrupted FOLDER --kills 100 --items 500 --seed 0
 
-Each run is a forked child, or several that share the work, of a process that has loaded everything,
-so that a run costs what its work costs. Most runs have a transcriber without a model, which is done
-at once and yields out of order: there a kill falls between the writes. The others use the shipped
-model. Nothing reported may be lost or doubled after a kill, and the files of a run that was killed
-and continued, by whatever number of processes, must be those of one that was not. Last, a recording
-that crashes its decoder must cost one run, not every run.
+The jobs are those of ``mmdecode transcribe``, ``ask`` and ``generate-image``. Each run is a forked
+child, or several that share the work, of a process that has loaded everything, so that a run costs
+what its work costs. Most runs have a transcriber or answerer without a model, which is done at once
+and yields out of order: there a kill falls between the writes. The others use small models. Nothing
+reported may be lost or doubled after a kill, and the files of a run that was killed and continued,
+by whatever number of processes and with whatever batch size, must be those of one that was not.
+Last, a recording that crashes its decoder must cost one run, not every run.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import accelerate  # noqa: F401, every child would load it
+from PIL import Image
 
 from mmdecode.asr import transcriber
 from mmdecode.asr.audio import crashes
@@ -32,22 +34,38 @@ from mmdecode.asr.output import manifest
 from mmdecode.asr.results import Failure, Segment, Transcript
 from mmdecode.asr.transcriber import Transcriber
 from mmdecode.cli.app import app
+from mmdecode.image_ar.generator import ImageGenerator
 from mmdecode.runs import crashes as notes
+from mmdecode.vlm.answerer import Answerer
+from mmdecode.vlm.results import Answer
 from mmdecode.zoo.speech import speech_test
-from tests.support.files import contents
+from tests.support.files import contents, write_json_lines
 
+SIZES = 1, 2, 3, 8  # batch sizes, once the work is cut
 RANKS = 2, 1, 3, 1, 2  # processes of one run after the other
 MOST_IN_A_ROW = 6
 
 
 class Instant:
-    """A transcriber that invents a text from the name; every seventh recording fails."""
+    """A transcriber and answerer that invents a text from the name; every seventh item fails."""
 
     class stats:
         @staticmethod
         def as_dict():
             counters = "calls tokens passes row_passes drafted accepted acceptance_length"
             return dict.fromkeys(counters.split(), 1) | {"accepted_histogram": [1]}
+
+    def answers(self, requests, watch=None, **options):
+        for request in random.sample(requests, len(requests)):
+            known = {"id": request.id, "index": request.index, "question": request.text}
+            known["images"] = tuple(image.name for image in request.images)
+            for image in request.images:
+                image.read()
+            number = int(request.id)
+            if number % 7 == 3:
+                yield Answer(**known, error="no", kind="InputError")
+            else:
+                yield Answer(**known, text=f"word{number}", token_ids=[number], margin=0.5)
 
     def stream(self, sources, progress=None, **options):
         order = list(enumerate(sources))
@@ -89,7 +107,7 @@ def _fork(arguments, rank, ranks, port, log):
             os.environ.update({"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": str(ranks)})
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
-        app(["transcribe", *map(str, arguments)])
+        app(list(map(str, arguments)))
     except SystemExit as end:
         os._exit(end.code or 0)
     except BaseException as error:
@@ -120,23 +138,32 @@ def reported(folder):
     return set(ids), len(ids)
 
 
-def series(inputs, options, kills, folder, log, exit_code):
+def series(command, kills, folder, log, exit_code, processes=RANKS):
     """Kills runs until there were enough, and compares each time one gets to its end.
+
+    Args:
+        command: Words of the command.
+        kills: Number of kills.
+        folder: Folder for the results.
+        log: File for what the runs print.
+        exit_code: Exit code of a run that gets to its end.
+        processes: Number of processes of one run after the other.
 
     Returns:
         How many were killed, and how many folders compared.
     """
     whole, out = folder / "whole", folder / "out"
-    command = [*inputs, *options]
     started = time.perf_counter()
     assert finish(start([*command, "--out", whole], 1, log)) == [exit_code]
     length = time.perf_counter() - started
     failures = sum("error" in entry for entry in map(json.loads, (whole / "results.jsonl").open()))
     killed = compared = in_a_row = 0
     before = set()
-    ranks = itertools.cycle(RANKS)
+    ranks = itertools.cycle(processes)
     while killed < kills or out.exists():
         arguments = [*command, "--out", out, *(["--resume"] if out.exists() else [])]
+        if (out / "run.json").exists():
+            arguments += ["--batch-size", random.choice(SIZES)]
         begin = os.path.getsize(log.name)
         pids = start(arguments, next(ranks), log)
         # now and then a run is left to end, the last one in any case
@@ -178,7 +205,7 @@ def crash(clips, options, folder, log):
     recording, manifest.recording = manifest.recording, dying
     code = f"import os, sys\nif sys.argv[1] in {bad!r}: os.abort()"
     crashes.checked = functools.partial(crashes.checked, code=code)
-    arguments = [*clips, *options, "--out", folder]
+    arguments = ["transcribe", *clips, *options, "--out", folder]
     runs = [arguments, *[[*arguments, "--resume"]] * 3]
     codes = [finish(start(run, 1, log)) for run in runs]
     assert codes == [[-signal.SIGABRT]] * 2 + [[1]] * 2, codes
@@ -187,33 +214,74 @@ def crash(clips, options, folder, log):
     assert all("crashes the library" in entry["error"] for entry in entries[1:])
 
 
+def transcriptions(given, kills, log):
+    """Series of transcriptions, most of them without a model."""
+    with_model = max(1, kills // 5)
+    loaded = transcriber.load("zoo:whisper-synth", "cpu", None)
+    transcriber.load = lambda *_: loaded
+    from_pretrained = Transcriber.from_pretrained
+    listing = given.folder / "list.txt"
+    names = [str(given.folder / f"{number}.wav") for number in range(given.items)]
+    listing.write_text("\n".join(names))
+    options = ["--device", "cpu", "--format", "txt,srt,json", "--model", "zoo:whisper-synth"]
+    command = ["transcribe", "--files-from", listing, *options]
+    Transcriber.from_pretrained = lambda *_, **options: Instant()
+    yield series(command, kills - with_model, given.folder / "many", log, 1)
+    Transcriber.from_pretrained = from_pretrained
+    clips = [str(clip.path) for clip in speech_test()[:6]]
+    options += ["--batch-size", 2, "--draft", "lookup"]
+    yield series(["transcribe", *clips, *options], with_model, given.folder / "spoken", log, 0)
+    crash(clips[:3], options, given.folder / "crash", log)
+
+
+def answers_of(given, kills, log):
+    """Series of answers, without a model and with one."""
+    Image.new("RGB", (32, 32), "red").save(given.folder / "red.png")
+    rows = [
+        {"question_id": number, "image": "red.png", "text": f"What is at {number % 50}?"}
+        for number in range(given.items)
+    ]
+    with_model = max(1, kills // 5)
+    from_pretrained = Answerer.from_pretrained
+    loaded = from_pretrained("zoo:llava-scenes", device="cpu")
+    for name, count, load, code in (
+        ("asked", kills - with_model, lambda **_: Instant(), 1),
+        ("seen", with_model, lambda **_: loaded, 0),
+    ):
+        table = given.folder / f"{name}.jsonl"
+        write_json_lines(table, rows if code else rows[:24])
+        Answerer.from_pretrained = load
+        command = ["ask", "--data", table, "--images", given.folder, "--device", "cpu"]
+        command += ["--model", "zoo:llava-scenes", "--max-new-tokens", 3, "--batch-size", 2]
+        yield series(command, count, given.folder / name, log, code, (1,))
+
+
+def images(given, kills, log):
+    """Series of drawn images."""
+    loaded = ImageGenerator.from_pretrained(given.image_model, device="cpu")
+    ImageGenerator.from_pretrained = lambda **_: loaded
+    command = ["generate-image", "--class-id", 0, "-n", 40, "--model", given.image_model]
+    command += ["--device", "cpu", "--batch-size", 2]
+    yield series(command, kills, given.folder / "drawn", log, 0, (1,))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=100, help="of each kind of job")
+    parser.add_argument("--items", type=int, default=500)
+    parser.add_argument("--image-model", help="folder of an image model; left out: no images")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     random.seed(given.seed)
     given.folder.mkdir(parents=True, exist_ok=True)
-    with_model = max(1, given.kills // 5)
-    loaded = transcriber.load("zoo:whisper-synth", "cpu", None)
-    transcriber.load = lambda *_: loaded
-    from_pretrained = Transcriber.from_pretrained
     notes.OFTEN = given.kills + 1  # these processes do not end over what they decode
+    found = {}
     with (given.folder / "log.txt").open("w") as log:
-        listing = given.folder / "list.txt"
-        listing.write_text("\n".join(str(given.folder / f"{number}.wav") for number in range(60)))
-        options = ["--device", "cpu", "--format", "txt,srt,json", "--model", "zoo:whisper-synth"]
-        Transcriber.from_pretrained = lambda *_, **options: Instant()
-        many = given.kills - with_model
-        instant = series(["--files-from", listing], options, many, given.folder / "many", log, 1)
-        Transcriber.from_pretrained = from_pretrained
-        clips = [str(clip.path) for clip in speech_test()[:6]]
-        options += ["--batch-size", 2, "--draft", "lookup"]
-        spoken = series(clips, options, with_model, given.folder / "spoken", log, 0)
-        crash(clips[:3], options, given.folder / "crash", log)
-    killed, compared = map(sum, zip(instant, spoken, strict=True))
-    print(json.dumps({"killed": killed, "compared": compared}))
+        for job in (transcriptions, answers_of, *([images] if given.image_model else [])):
+            killed, compared = map(sum, zip(*job(given, given.kills, log), strict=True))
+            found[job.__name__] = {"killed": killed, "compared": compared}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

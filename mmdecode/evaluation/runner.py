@@ -1,0 +1,110 @@
+"""`evaluate`: runs a task and returns its report; ``mmdecode evaluate`` prints it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.errors import OptionError, UnknownNameError
+from mmdecode.evaluation.report.plots import drawable
+from mmdecode.evaluation.task import Run, Task, task_of
+from mmdecode.runs.console import console, print_line
+from mmdecode.runs.files import claimed
+from mmdecode.runs.rows import RowJournal, refuse_taken
+
+if TYPE_CHECKING:
+    from mmdecode.evaluation.report.report import Report
+
+LISTS = (
+    *("also", "class_id", "corrector", "data", "draft", "guide", "hypotheses", "methods"),
+    *("speech", "split"),
+)
+"""Options with several values; a single one need not stand in a list."""
+PATHS = (
+    *("images", "output", "prompts", "recordings", "references", "rescore", "synonyms"),
+    "training",
+)
+Record = Callable[[Run, "RowJournal[Any] | None"], list[Any]]
+"""Function that computes the rows of a run and appends them to the journal, if there is one."""
+
+
+def evaluate(
+    task: Task | str, *, progress: Callable[[Any], None] = lambda row: None, **options: Any
+) -> Report:
+    """Runs a task, as ``mmdecode evaluate`` does, and returns its report.
+
+    Args:
+        task: A task; or its name, such as ``pope`` or ``wer``, or the path of a Python file that
+            defines ``TASK``.
+        progress: Called with each new row.
+        **options: Options of the task, see `Task.options`; the command line has the same ones.
+            With ``output``, rows and report are written to that folder, and ``resume=True`` goes
+            on with the rows that are there.
+
+    Raises:
+        UnknownNameError: There is no task of that name, or the task has no such option.
+        OptionError: The options do not go together.
+        InputError: The data or the folder cannot be read or written.
+    """
+    found = task if isinstance(task, Task) else task_of(task)
+    for name in options:
+        if name not in found.options:
+            raise UnknownNameError.of(f"option of {found.name}", name, found.options)
+    given = {**found.options, **{name: _as_option(name, options[name]) for name in options}}
+    found.refuse(given)
+
+    def record(run: Run, journal: RowJournal[Any] | None) -> list[Any]:
+        assert run.record is not None
+        return run.record(journal, progress)
+
+    return run_task(found, given, record)[1]
+
+
+def run_task(
+    task: Task, given: Mapping[str, Any], record: Record
+) -> tuple[Run, Report, list[Path]]:
+    """Runs a task or reads an earlier run; returns run, report and the files of the report.
+
+    Args:
+        task: The task.
+        given: All options of the task, by name, which `Task.refuse` accepts.
+        record: Computes the rows.
+
+    Raises:
+        OptionError: The folder holds other results, or the options do not fit the data.
+        InputError: The data or the folder cannot be read or written.
+    """
+    output, rescore = given.get("output"), given.get("rescore")
+    resume, overwrite = given["resume"], given["overwrite"]
+    if resume and output is None:
+        raise OptionError("--resume continues what a run wrote to --out; give that folder")
+    folder = output or rescore
+    with contextlib.ExitStack() as stack:
+        own = rescore is not None and rescore.resolve() == Path(folder or "").resolve()
+        if folder is not None:
+            drawable()
+            stack.enter_context(claimed(folder))
+            refuse_taken(folder, task.rows, resume or own, overwrite, resumable=task.decodes(given))
+        run = task.open(given) if rescore is None else task.read(rescore, given)
+        stack.enter_context(run.closing)
+        rows = run.rows
+        if rows is None:
+            assert run.journal is not None
+            journal = run.journal(output, resume, overwrite) if output else None
+            with contextlib.closing(journal) if journal else contextlib.nullcontext():
+                rows = record(run, journal)
+        report = run.report(rows)
+        if own and folder and (folder / "summary.json").exists():
+            print_line(f"replacing the report in {folder}; its rows stay", console)
+        return run, report, report.save(folder, overwrite) if folder else []
+
+
+def _as_option(name: str, value: Any) -> Any:
+    """A value as the command line would give it."""
+    if name in LISTS and value is not None:
+        values = [value] if isinstance(value, str | int | os.PathLike) else list(value)
+        return [os.fspath(one) if isinstance(one, os.PathLike) else one for one in values]
+    return Path(value) if name in PATHS and value is not None else value
