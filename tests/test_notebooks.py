@@ -76,9 +76,11 @@ def test_word_errors_are_counted_on_recordings_of_people(tmp_path):
     assert first.source.count('DATA = "zoo:speech-test"') == 1
     first.source = first.source.replace("zoo:speech-test", "zoo:real-clips")
     execute(notebook, tmp_path)
-    rows = json_lines(tmp_path / "wer" / "samples.jsonl")
-    assert {row["mode"] for row in rows} == {"plain", "medusa", "cut short"}
-    assert "real-clips" in rows[0]["audio_filepath"]
+    files = sorted((tmp_path / "wer" / "leaderboard").glob("*.jsonl"))
+    modes = ["cut-short", "medusa", "plain"]
+    named = [f"MODEL_zoo-whisper-synth-{mode}_DATASET_zoo-real-clips.jsonl" for mode in modes]
+    assert [file.name for file in files] == named
+    assert [len(json_lines(file)) for file in files] == [11] * 3
 
 
 def cell(*outputs, tags=()):
