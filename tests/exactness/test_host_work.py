@@ -7,6 +7,7 @@ seen.
 
 import collections
 import functools
+import gc
 import itertools
 import sys
 from typing import NamedTuple
@@ -44,17 +45,20 @@ class Operations(TorchDispatchMode):
 
 
 class Lines:
-    """Lines of Python, again for each turn of a loop."""
+    """Lines of Python, again for each turn of a loop; not those of a garbage collection."""
 
     count = 0
 
     def __enter__(self):
+        gc.collect()
+        gc.disable()  # hypothesis has a callback of some lines, at whatever round it comes
         self.before = sys.gettrace()
         sys.settrace(self.trace)
         return self
 
     def __exit__(self, *error):
         sys.settrace(self.before)
+        gc.enable()
 
     def trace(self, frame, event, arg):
         self.count += event == "line"
