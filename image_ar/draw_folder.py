@@ -3,19 +3,20 @@
     python image_ar/draw_folder.py wanted.txt pictures --mode exact
 
 The file has a class or a prompt on each line. Prints a line per image with its passes; images that
-fail are listed at the end, and the exit code is then 1.
+fail are listed at the end, and the exit code is then 1. A run that was stopped, by whatever, goes
+on with ``--resume``, and ends with the same images.
 
-``mmdecode generate-image --prompts`` can be resumed, and writes the settings into every PNG.
+``mmdecode generate-image --prompts`` does this from the command line, with pixels to start from.
 """
 
 import argparse
-import io
+import contextlib
 from pathlib import Path
 
 from mmdecode.errors import run_script
 from mmdecode.image_ar import ImageGenerator
+from mmdecode.image_ar.jobs import ImageFolder
 from mmdecode.image_ar.modes import MODES
-from mmdecode.runs.files import refuse_foreign, write_file
 
 
 def parse_args():
@@ -27,6 +28,7 @@ def parse_args():
     parser.add_argument("--mode", choices=MODES, default="exact")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--resume", action="store_true", help="continue the run in the folder")
     parser.add_argument("--device")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace files that it did not write"
@@ -41,26 +43,29 @@ def main():
         for line in args.wanted.read_text(encoding="utf-8").splitlines()
         if line.strip()
     ]
-    generator = ImageGenerator.from_pretrained(
-        args.model, mode=args.mode, seed=args.seed, batch=args.batch_size, device=args.device
-    )
-    requests = generator.requests(wanted, args.count)
-    paths = [args.folder / f"{number:04d}.png" for number in range(len(requests))]
-    refuse_foreign(paths, args.overwrite)
+    load = {"model_id": args.model, "mode": args.mode, "seed": args.seed}
+    how = {name: getattr(args, name) for name in ("batch_size", "resume", "overwrite")}
     failed = []
-    for image in generator.images(requests):
-        if image.error:
-            failed.append(image)
-            continue
-        path, data = paths[image.index], io.BytesIO()
-        image.image.save(data, "PNG")
-        write_file(path, data.getvalue(), args.overwrite)
-        print(
-            f"{path}: {image.label or image.condition}, {image.passes} passes for "
-            f"{len(image.tokens)} tokens, guarantee: {image.guarantee}"
+    with contextlib.closing(ImageFolder(args.folder, load, **how)) as folder:
+        generator = ImageGenerator.from_pretrained(
+            **load, batch=args.batch_size, device=args.device
         )
-    for image in failed:
-        print(f"failed: {image.condition}: {image.error}")
+        folder.name_by(generator.labels, load)
+        folder.todo(generator.requests(wanted, args.count))
+        for unit in folder.units():
+            generator.batch = unit.batch_size
+            for image in generator.images(unit.items, watch=folder.watch):
+                line = folder.add(image)
+                if "error" in line:
+                    failed.append(line)
+                    continue
+                print(
+                    f"{line['file']}: {image.label or image.condition}, {image.passes} passes for "
+                    f"{len(image.tokens)} tokens, guarantee: {image.guarantee}"
+                )
+        folder.finish()
+    for line in failed:
+        print(f"failed: {line['condition']}: {line['error']}")
     raise SystemExit(1 if failed else 0)
 
 

@@ -81,6 +81,12 @@ def test_pope_runs_on_files_and_a_folder_of_images(run, tmp_path):
         for split in ("random", "popular", "adversarial"):
             assert re.search(rf"^\| {mode} \| {split} \|", done.out, re.MULTILINE)
     assert json.loads((folder / "summary.json").read_text())["questions"] == len(asked)
+    rows = (folder / "items.jsonl").read_bytes()
+    (folder / "items.jsonl").write_bytes(rows[: len(rows) // 2])  # killed
+    again = ("vlm/pope.py", tmp_path, tmp_path / "images", "--guide", "vcd", "--out", folder)
+    done = run(*again, "--resume")
+    assert done.code == 0, done.err
+    assert len(json_lines(folder / "items.jsonl")) == rows.count(b"\n")
     refused = run("vlm/pope.py", tmp_path)
     assert refused.code == 2 and "or --zoo" in refused.err
 

@@ -10,22 +10,19 @@ takes some seconds for 60 questions on two CPU cores. Prints a row per mode and 
 and controls, and the answers that differ from the plain model shifted to the same yes-ratio. A
 guide that does not beat that row only changes how often the model says yes.
 
-``mmdecode evaluate pope`` does the same from the command line; it can be resumed, and samples with
-several seeds.
+``mmdecode evaluate pope`` does the same from the command line, and samples with several seeds.
 """
 
 import argparse
 from pathlib import Path
 
 from mmdecode.errors import run_script
-from mmdecode.evaluation import YesNoReport
-from mmdecode.evaluation.vision.benchmarks import read_questions
-from mmdecode.evaluation.vision.data import ZOO
-from mmdecode.evaluation.vision.items import ITEMS
-from mmdecode.evaluation.vision.modes import comparisons_of, modes_of
-from mmdecode.evaluation.vision.runs import Recorder
-from mmdecode.runs.rows import refuse_taken
-from mmdecode.vlm.loading import load
+from mmdecode.evaluation import evaluate
+
+OPTIONS = (
+    *("images", "prefix", "model", "limit", "batch_size", "device", "dtype", "quantize"),
+    *("resume", "overwrite"),
+)
 
 
 def parse_args():
@@ -39,7 +36,8 @@ def parse_args():
     parser.add_argument("--limit", type=int, help="maximum number of questions")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--out", type=Path, help="folder for the report")
-    parser.add_argument("--device")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantize", choices=["int8"], help="round the weights; on a CPU only")
     parser.add_argument(
@@ -53,29 +51,19 @@ def parse_args():
 
 def main():
     args = parse_args()
-    if args.out:
-        refuse_taken(args.out, ITEMS, resume=False, overwrite=args.overwrite, resumable=False)
-    source = (ZOO,) if args.zoo else (args.questions,)
-    data = read_questions("pope", source, images=args.images, prefix=args.prefix)
-    data = data.limited(args.limit)
-    data.check_images()
-    modes = modes_of(args.guide or ["vcd"])
-    model, processor = load(args.model, args.device, args.dtype, quantize=args.quantize)
-    recorder = Recorder(model, processor, data.items, modes, data.image, batch_size=args.batch_size)
-    report = YesNoReport(
-        recorder.run(),
-        task="pope",
-        against=comparisons_of(modes),
-        controls=[mode.name for mode in modes if mode.control],
-        conditions={"limit": args.limit},
-        images=data.report_images,
+    report = evaluate(
+        "pope",
+        data="zoo" if args.zoo else args.questions,
+        guide=args.guide or "vcd",
+        sample=False,
+        output=args.out,
+        **{name: getattr(args, name) for name in OPTIONS},
     )
     print(report.table())
     for found in report.comparisons:
         print(found)
     if args.out:
-        for path in report.save(args.out, args.overwrite):
-            print(path)
+        print(args.out / "report.html")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.files import contents
 from tests.support.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,11 @@ def test_a_file_becomes_a_folder(run, tmp_path):
         "star",
     ]
     assert len(list((tmp_path / "out").glob("*.png"))) == 4
+    whole = contents(tmp_path / "out")
+    (tmp_path / "out" / "results.jsonl").write_bytes(whole["results.jsonl"][:300])  # killed
+    words = ("draw_folder.py", tmp_path / "wanted.txt", tmp_path / "out", "-n", 2)
+    assert run(*words, "--batch-size", 1, "--resume")[0] == 0
+    assert contents(tmp_path / "out") == whole
 
 
 @pytest.mark.recipe
