@@ -2,18 +2,21 @@
 
 import dataclasses
 import functools
+import io
 import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.demo.vision import command as demo_vlm
 from mmdecode.demo.vision import page
 from mmdecode.demo.vision.attention_map import AttentionMap, attention_map
+from mmdecode.demo.vision.terminal import table_of
 from mmdecode.engine.trace import Round
 from mmdecode.errors import MMDecodeError
 from mmdecode.evaluation.vision.data import zoo_image
@@ -245,6 +248,24 @@ def test_page_shows_who_wrote_each_token_of_a_drafted_caption():
     assert 'class="chip' not in page.page(report())
 
 
+def test_the_table_of_five_methods_fits_a_terminal():
+    names = [page.PLAIN, "vcd", "ritual", "damro", "pai"]
+    note = {"note": "2 of 5 named, made up: heart, moon", "hallucinated": 2, "right": False}
+    asked = [
+        page.Asked(text=text, truth=truth, answers=[given(method=n, **changes) for n in names])
+        for text, truth, changes in (
+            ("Is there an umbrella in the image?", "Yes", {}),
+            ("Describe the image.", "circle, boat, square, fish, ring", note),
+        )
+    ]
+    part = named(page.Pictured(name="image 1", about="", png=b"", asked=asked))
+    console = Console(width=80, file=io.StringIO())
+    console.print(table_of(part, names))
+    printed = console.file.getvalue()
+    assert max(map(len, printed.splitlines())) <= 80 and "\u2026" not in printed
+    assert printed.count("2/5 +2") == 5 and " ".join(names) in " ".join(printed.split())
+
+
 # Attention
 
 
@@ -289,7 +310,7 @@ def test_page_is_one_well_formed_file_that_fetches_nothing():
 
 def test_tokens_that_changed_say_why():
     text = page.page(report())
-    words = "plain would say &#x27;Yes&#x27;; 2 tokens left by the guide; noised differs by up to"
+    words = "plain would say &#39;Yes&#39;; 2 tokens left by the guide; noised differs by up to"
     assert f'aria-label="No: {words} 0.25 nats; S = 1.00"' in text
     assert text.count('tabindex="0"') == 1
 

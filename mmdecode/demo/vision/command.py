@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
+from mmdecode.runs.console import console, only_our_output, warnings_shown
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from mmdecode.decoder import Decoder
     from mmdecode.demo.vision.page import (
         Answers,
@@ -78,6 +76,7 @@ def run(
     from mmdecode import registry
     from mmdecode.demo.vision import page as answer_page
     from mmdecode.demo.vision.page import PLAIN, Answers, ImageSet, Pictured
+    from mmdecode.demo.vision.terminal import show
     from mmdecode.evaluation.vision.benchmarks import vocabulary_of, zoo_image
     from mmdecode.runs.files import refuse_foreign, write_file
     from mmdecode.vlm import Answerer, loading
@@ -125,7 +124,7 @@ def run(
     summary = _summary(report)
     summary["seconds"] = round(time.perf_counter() - started, 1)
     summary["files"] = {"report.html": str(out / "report.html")}
-    _show(report, summary)
+    show(report, summary)
     return summary
 
 
@@ -471,50 +470,3 @@ def _plainly(given: Given) -> dict[str, Any]:
             "edited": float(given.attention.edited.sum()),
         }
     return found
-
-
-def _show(report: Answers, summary: Mapping[str, Any]) -> None:
-    from rich.table import Table
-
-    from mmdecode.demo.vision.page import headline, outcome
-
-    print_line(re.sub("<[^>]*>", "", headline(report)), console, "bold")
-    print_line(outcome(report), console)
-    for part in report.sets:
-        table = Table("image", "question", "true", *report.methods)
-        table.title, table.title_justify = part.title, "left"
-        for entry in part.images:
-            for number, one in enumerate(entry.asked):
-                first = one.answers[0].text
-                cells = [_cell(given, other=given.text != first) for given in one.answers]
-                table.add_row("" if number else entry.name, one.text, one.truth, *cells)
-            table.add_section()
-        console.print(table)
-    console.print(
-        "[green]right[/], [red]wrong[/], [bold underline]another answer[/] than the plain one",
-        highlight=False,
-    )
-    scores = Table("", *report.scores[report.methods[0]])
-    for method in report.methods:
-        scores.add_row(method, *report.scores[method].values())
-    console.print(scores)
-    drafted = summary["drafted"]
-    verdict = "every token the same" if drafted["same"] else "[red]tokens differ[/]"
-    console.print(
-        f"captions again with {report.draft}: {drafted['passes']:,} passes in place of "
-        f"{drafted['undrafted']:,}, {verdict}",
-        highlight=False,
-    )
-    for text in report.conditions.values():
-        console.print(text, style="dim", markup=False, highlight=False)
-    for path in summary["files"].values():
-        print_line(path, console, "bold")
-    console.print(f"done in {summary['seconds']:.0f} s", highlight=False)
-
-
-def _cell(given: Given, other: bool) -> Text:
-    """Returns the table cell of an answer; for a caption only its note, to keep the cell short."""
-    from rich.text import Text
-
-    style = "green" if given.right else "red"
-    return Text(given.note or given.text, style=f"{style} bold underline" if other else style)
