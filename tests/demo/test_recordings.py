@@ -61,7 +61,7 @@ def recordings(*items, **changes):
 
 
 def shown(found):
-    return page(report(), recording_page.opening(found))
+    return page(report(), found)
 
 
 def shortest(count):

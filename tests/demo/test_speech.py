@@ -142,8 +142,8 @@ def test_words_of_a_clip_are_one_stop_of_the_tab_key_and_players_say_what_they_p
     parser = checked(text)
     assert parser.groups == [["0"] + ["-1"] * (len(item().words) - 1)] * 2
     assert parser.stops == [("audio", "0")] * 2
-    assert 'aria-label="words of clip &quot;2&quot;"' in text
-    assert 'aria-label="recording clip &quot;2&quot;"' in text
+    assert 'aria-label="words of clip &#34;2&#34;"' in text
+    assert 'aria-label="recording clip &#34;2&#34;"' in text
     assert "ArrowRight" in text  # what the group is for
 
 

@@ -8,23 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mmdecode.evaluation.report.pages import (
-    LEGEND,
-    asset,
-    card,
-    head,
-    keyed,
-    marked,
-    player,
-)
+from mmdecode.evaluation.report.templates import data_url, rendered
 from mmdecode.evaluation.speech.wer import WER, align_as_written
 
 if TYPE_CHECKING:
     from mmdecode.asr.results import Word
+    from mmdecode.demo.speech.recordings_page import Recordings
     from mmdecode.engine.trace import Round
 
 ORIGINS = {
@@ -81,6 +73,11 @@ class Item:
     identical: bool
     words: Sequence[Word]
 
+    @property
+    def ratio(self) -> float:
+        """Seconds of decoding without the drafter, divided by those with it."""
+        return self.plain_s / max(self.drafted_s, 1e-9)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -127,18 +124,27 @@ class Pass:
     rejected: tuple[int, ...]
 
 
-class Opening(NamedTuple):
-    """First part of the page, on recordings of people, as HTML.
+class ShownPass(NamedTuple):
+    """Decoder pass with the texts of its tokens.
 
     Attributes:
-        title: Title of the page.
-        header: Header with the heading.
-        body: Content after the header.
+        tip: Tooltip.
+        committed: Texts of the output tokens, each with its origin (a key of `ORIGINS`).
+        rejected: Texts of the rejected draft tokens.
     """
 
-    title: str
-    header: str
-    body: str
+    tip: str
+    committed: list[tuple[str, str]]
+    rejected: list[str]
+
+
+class Bar(NamedTuple):
+    """Bar of a chart: its label, height, the text on top, and its tooltip."""
+
+    label: str
+    height: float
+    text: str
+    tip: str
 
 
 def passes(rounds: Sequence[Round]) -> list[Pass]:
@@ -181,72 +187,39 @@ def normaliser_text(score: WER) -> str:
     return names.get(score.normaliser, f"normaliser {score.normaliser}")
 
 
-def page(report: Report, opening: Opening | None = None) -> str:
+def page(report: Report, people: Recordings | None = None) -> str:
     """Renders the page as HTML.
 
     Args:
         report: Content of the page.
-        opening: Part of the page before the report; ``None``: there is none.
+        people: Recordings of people, the page's first part; ``None``: there are none.
     """
-    gain, low, high = report.ratio
-    speed = f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times slower"
+    gain = report.ratio[0]
     differing = sum(not item.identical for item in report.items)
-    pace = "" if gain >= 1 else ' class="bad"'
-    mood = "good" if report.identical else "bad"
-    verdict = (
-        "and every token is the same"
-        if report.identical
-        else f"but {differing} of {len(report.items)} texts differ"
+    same = "and every token is the same"
+    return rendered(
+        "clips.html",
+        report=report,
+        people=people,
+        speed=f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times slower",
+        verdict=f"but {differing} of {len(report.items)} texts differ" if differing else same,
+        cards=_cards(report),
+        histogram=_histogram(report.histogram),
+        bars=_per_item(report.items),
+        rows=_rows(report.items),
+        origins=origins_of(rounds for item in report.items for rounds in item.windows),
+        origins_of=origins_of,
+        strip=strip,
+        align=align_as_written,
+        audio=_embedded,
+        uncertain=UNCERTAIN,
+        score_text=score_text,
+        ms=_milliseconds,
     )
-    conditions = escape(" \u00b7 ".join(report.conditions.values()))
-    clips = "".join(_item(item, report.label) for item in report.items)
-    title, eyebrow, level = f"mmdecode demo: {speed}", "mmdecode demo", 1
-    if opening:
-        title, eyebrow, level = f"mmdecode demo: {opening.title}", "speed, on synthetic speech", 2
-    header = f"""<header>
-<p class="eyebrow">{eyebrow}</p>
-<h{level} class="headline">Decoding is <b{pace}>{speed}</b>,
-<b class="{mood}">{verdict}</b></h{level}>
-<p class="lead">{escape(report.model)} wrote down {len(report.items)} recordings twice: token by
-token, and with {escape(report.draft)} guessing ahead. Compared is the same decoding loop without
-and with the draft, in turns, clip by clip.</p>
-<p class="conditions">{conditions}</p>
-</header>"""
-    top = f"{header}\n<main>"
-    if opening:
-        top = f"{opening.header}\n<main>\n{opening.body}\n{header}"
-    return f"""{head(title)}<body>
-{top}
-<section class="cards">{_cards(report, low, high)}</section>
-<section class="figures">
-{_histogram(report.histogram)}
-{_per_item(report.items)}
-</section>
-<section>
-<h2>Clip by clip</h2>
-<p>A box is one pass of the decoder. Without a draft every token takes a box of its own.</p>
-<ul class="legend">{legend(rounds for item in report.items for rounds in item.windows)}</ul>
-<ul class="legend words">{LEGEND}
-{keyed('<span class="word">word</span>', "click to hear it; the arrow keys move between words")}
-{keyed('<span class="word doubt">word</span>', f"less likely than {100 * UNCERTAIN:.0f} %")}</ul>
-<p class="switches"><label><input type="checkbox" id="wrong"> only clips with word errors</label>
-<label><input type="checkbox" id="bare"> hide what was guessed in vain</label></p>
-{clips}
-</section>
-<section>
-<h2>All numbers</h2>
-{_table(report)}
-</section>
-</main>
-<div id="tip" role="tooltip" hidden></div>
-<script>{asset("tip.js")}{asset("rove.js")}{asset("report.js")}</script>
-</body>
-</html>
-"""
 
 
-def legend(windows: Iterable[Sequence[Round]]) -> str:
-    """Renders the legend of the chips as HTML list items, with the origins that occur.
+def origins_of(windows: Iterable[Sequence[Round]]) -> dict[str, str]:
+    """Returns the origins of tokens that occur, with their meaning.
 
     Args:
         windows: Recorded rounds of all windows on the page.
@@ -254,22 +227,46 @@ def legend(windows: Iterable[Sequence[Round]]) -> str:
     found = {
         origin for rounds in windows for step in passes(rounds) for _, origin in step.committed
     }
-    used = "".join(
-        keyed(f'<span class="chip {origin}">token</span>', text)
-        for origin, text in ORIGINS.items()
-        if origin in found
-    )
-    vain = "guessed in vain: the model wanted something else"
-    return used + keyed('<del class="chip">token</del>', vain)
+    return {origin: text for origin, text in ORIGINS.items() if origin in found}
 
 
-def _cards(report: Report, low: float, high: float) -> str:
+def strip(rounds: Sequence[Round], label: Callable[[int], str]) -> list[ShownPass]:
+    """Returns decoder passes with the texts of their tokens, the prefill first.
+
+    Args:
+        rounds: Recorded rounds of one window.
+        label: Returns the text of a token id.
+    """
+    shown = []
+    for number, step in enumerate(passes(rounds)):
+        committed = [(label(token), origin) for token, origin in step.committed]
+        rejected = [label(token) for token in step.rejected]
+        words: dict[str, list[str]] = {}
+        for text, origin in [*committed, *((text, "in vain") for text in rejected)]:
+            words.setdefault(origin, []).append(text.strip() or "space")
+        name = f"pass {number}" if number else "prompt"
+        tip = f"{name}: " + "; ".join(f"{key} {', '.join(text)}" for key, text in words.items())
+        shown.append(ShownPass(tip, committed, rejected))
+    return shown
+
+
+def _embedded(audio: Path) -> str:
+    return data_url(audio.read_bytes(), "audio/" + audio.suffix.lstrip(".").lower())
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.0f} ms"
+
+
+def _cards(report: Report) -> list[tuple[str, str, str]]:
+    """Titles, numbers and notes of the cards."""
     same = sum(item.identical for item in report.items)
     before, after = (sum(getattr(i, n) for i in report.items) for n in ("plain_passes", "passes"))
+    gain, low, high = report.ratio
     cards = [
         (
             "decoding speed",
-            f"{report.ratio[0]:.2f} \u00d7",
+            f"{gain:.2f} \u00d7",
             f"of the clips; 95 % interval {low:.2f} to {high:.2f}",
         ),
         (
@@ -287,200 +284,49 @@ def _cards(report: Report, low: float, high: float) -> str:
         spread = f"{100 * score.low:.1f} to {100 * score.high:.1f} %; "
         note = f"{spread * (score.utterances > 1)}{score.words:,} words"
         cards.append((f"WER, {name}", f"{100 * score.value:.1f} %", f"word errors, {note}"))
-    return "".join(card(escape(name), value, note) for name, value, note in cards)
+    return cards
 
 
-def _histogram(counts: Sequence[int]) -> str:
+def _histogram(counts: Sequence[int]) -> list[Bar]:
     total = max(sum(counts), 1)
-    bars = [(str(n), count / total, f"{100 * count / total:.0f}") for n, count in enumerate(counts)]
-    tips = [f"{n} accepted: {count:,} of {total:,} passes" for n, count in enumerate(counts)]
-    return _figure(
-        "How much of a draft is right",
-        bars,
-        tips,
-        "drafted tokens accepted in a pass",
-        "% of passes",
-    )
+    return [
+        Bar(
+            str(n),
+            count / total,
+            f"{100 * count / total:.0f}",
+            f"{n} accepted: {count:,} of {total:,} passes",
+        )
+        for n, count in enumerate(counts)
+    ]
 
 
-def _per_item(items: Sequence[Item]) -> str:
+def _per_item(items: Sequence[Item]) -> list[Bar]:
     every = max(1, round(len(items) / 8))
-    shown = [
-        (_short(item.name) if n % every == 0 or len(items) < 9 else "", item.tokens_per_pass, "")
+    return [
+        Bar(
+            item.name.removeprefix("clip_")[:3] if n % every == 0 or len(items) < 9 else "",
+            item.tokens_per_pass,
+            "",
+            f"{item.name}: {item.tokens_per_pass:.2f} tokens per pass",
+        )
         for n, item in enumerate(items)
     ]
-    tips = [f"{item.name}: {item.tokens_per_pass:.2f} tokens per pass" for item in items]
-    return _figure("Tokens per pass, clip by clip", shown, tips, "clip", "tokens per pass", line=1)
 
 
-def _short(name: str) -> str:
-    return name.removeprefix("clip_")[:3]
-
-
-def _figure(
-    title: str,
-    bars: Sequence[tuple[str, float, str]],
-    tips: Sequence[str],
-    x_label: str,
-    y_label: str,
-    line: float | None = None,
-) -> str:
-    """Renders a bar chart as SVG.
-
-    Args:
-        title: Title of the chart.
-        bars: Label, height and text on top of each bar.
-        tips: Tooltip of each bar.
-        x_label: Label of the horizontal axis.
-        y_label: Label of the vertical axis.
-        line: Height of a horizontal line, the value without a draft; ``None``: no line.
-    """
-    top = max([height for _, height, _ in bars] + [line or 0, 1e-9]) * 1.12
-    left, right, base, tall = 34, 470, 200, 170
-    step = (right - left) / max(len(bars), 1)
-    parts = []
-    for n, ((label, height, text), tip) in enumerate(zip(bars, tips, strict=True)):
-        x, y = left + n * step, base - tall * height / top
-        middle = x + step / 2
-        parts.append(
-            f'<rect x="{x + step * 0.12:.1f}" y="{y:.1f}" width="{step * 0.76:.1f}" '
-            f'height="{base - y:.1f}" rx="2"><title>{escape(tip)}</title></rect>'
-            f'<text x="{middle:.1f}" y="{base + 18}">{escape(label)}</text>'
-            f'<text class="value" x="{middle:.1f}" y="{y - 5:.1f}">{escape(text)}</text>'
-        )
-    if line is not None:
-        y = base - tall * line / top
-        parts.append(
-            f'<path d="M{left} {y:.1f}H{right}"/>'
-            f'<path d="M{right - 142} 15h24"/><text class="note" x="{right}" y="20">'
-            f"without a draft</text>"
-        )
-        parts.append(f'<text class="tick" x="{left - 6}" y="{y + 4:.1f}">{line:g}</text>')
-        peak = max(height for _, height, _ in bars)
-        y = base - tall * peak / top
-        parts.append(f'<text class="tick" x="{left - 6}" y="{y + 4:.1f}">{peak:.1f}</text>')
-    return f"""<figure><figcaption>{escape(title)}</figcaption>
-<svg viewBox="0 0 480 245" role="img" aria-label="{escape(title)}: {escape("; ".join(tips))}">
-<path class="axis" d="M{left} {base}H{right}"/>{"".join(parts)}
-<text x="{(left + right) / 2}" y="240">{escape(x_label)}</text>
-<text transform="translate(12 {base - tall / 2}) rotate(-90)">{escape(y_label)}</text>
-</svg></figure>"""
-
-
-def _item(item: Item, label: Callable[[int], str]) -> str:
-    steps = align_as_written(item.reference, item.hypothesis)
-    wrong = sum(step.kind != "equal" for step in steps)
-    ratio = f"{item.plain_s / max(item.drafted_s, 1e-9):.2f} \u00d7"
-    strips = [strip(rounds, label) for rounds in item.windows]
-    if len(strips) > 3:
-        strips = [f"<li>{one}</li>" for one in strips]
-        shown = (
-            f"<details><summary>{len(strips)} windows, token by token</summary>"
-            f"<ol>{''.join(strips)}</ol></details>"
-        )
-    else:
-        shown = "".join(strips)
-    lines = [("said", escape(item.reference)), ("heard", marked(steps))]
-    if item.noisy is not None:
-        lines.append(("in noise", marked(align_as_written(item.reference, item.noisy))))
-    if item.words:
-        lines.append(("listen", spoken(item.words, item.name)))
-    rows = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in lines)
-    errors = f"{wrong} word error{'s' * (wrong != 1)}" if wrong else "no word errors"
-    same = "" if item.identical else '<span class="bad">tokens differ from plain decoding</span>'
-    return f"""<article class="clip{" wrong" * bool(wrong)}" id="{escape(item.name)}">
-<header><h3>{escape(item.name)}</h3><span>{escape(item.about)}</span>
-<span class="{"bad" if wrong else "good"}">{errors}</span>{same}
-<span><b>{item.tokens_per_pass:.2f}</b> tokens per pass</span>
-<span>plain {1000 * item.plain_s:,.0f} ms, drafted {1000 * item.drafted_s:,.0f} ms,
-<b>{ratio}</b></span>
-</header>
-{player(item.audio, item.name)}
-<dl>{rows}</dl>
-{shown}
-</article>
-"""
-
-
-def spoken(words: Sequence[Word], name: str) -> str:
-    """Renders words as HTML buttons that play them; words of low confidence are marked.
-
-    The tab key reaches the group of buttons; arrow keys move within it (``rove.js``).
-
-    Args:
-        words: The words with times and confidences.
-        name: Name of the recording.
-    """
-    buttons = "".join(
-        f'<button class="word{" doubt" * (word.confidence < UNCERTAIN)}" '
-        f'tabindex="{-bool(index)}" '
-        f'data-start="{word.start_s:.2f}" data-end="{word.end_s:.2f}" '
-        f'title="{word.start_s:.2f} s, {100 * word.confidence:.0f} %">'
-        f"{escape(word.text.strip())}</button> "
-        for index, word in enumerate(words)
-    )
-    return f'<span role="group" data-rove aria-label="words of {escape(name)}">{buttons}</span>'
-
-
-def strip(rounds: Sequence[Round], label: Callable[[int], str]) -> str:
-    """Renders decoder passes as groups of chips, the prefill first.
-
-    Args:
-        rounds: Recorded rounds of one window.
-        label: Returns the text of a token id.
-    """
-    groups = []
-    for number, step in enumerate(passes(rounds)):
-        words: dict[str, list[str]] = {}
-        for token, origin in step.committed:
-            words.setdefault(origin, []).append(label(token).strip() or "space")
-        if step.rejected:
-            words["in vain"] = [label(token).strip() or "space" for token in step.rejected]
-        name = f"pass {number}" if number else "prompt"
-        tip = f"{name}: " + "; ".join(f"{key} {', '.join(text)}" for key, text in words.items())
-        chips = "".join(
-            f'<span class="chip {origin}">{_token(label(token))}</span>'
-            for token, origin in step.committed
-        )
-        vain = "".join(f'<del class="chip">{_token(label(t))}</del>' for t in step.rejected)
-        groups.append(
-            f'<span class="pass" role="group" aria-label="{escape(tip)}">{chips}'
-            f"{'<span class=vain>' + vain + '</span>' if vain else ''}</span>"
-        )
-    return f'<div class="strip">{"".join(groups)}</div>'
-
-
-def _token(text: str) -> str:
-    """Escapes a token's text; a leading space is shown as a faint mark."""
-    start = "<i>·</i>" if text.startswith(" ") else ""
-    return start + escape(text.strip() or "space")
-
-
-def _table(report: Report) -> str:
-    names = ["recording", "same", "tokens", "passes", "per pass", "plain", "drafted", "ratio"]
-    names += ["plain, all", "drafted, all"]
-    rows = []
-    for item in report.items:
-        times = item.plain_s, item.drafted_s, item.plain_total_s, item.drafted_total_s
-        first, second, third, fourth = (f"{1000 * time:,.0f} ms" for time in times)
-        ratio = f"{item.plain_s / max(item.drafted_s, 1e-9):.2f}"
-        cells = [item.name, "yes" if item.identical else "NO", f"{item.tokens:,}"]
-        cells += [f"{item.passes:,}", f"{item.tokens_per_pass:.2f}", first, second, ratio]
-        cells += [third, fourth]
-        rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
-    head = "".join(f"<th>{name}</th>" for name in names)
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    scores = "".join(
-        f"<tr><th>word errors, {escape(name)}</th><td>{escape(score_text(score))}: "
-        f"{score.substitutions} substituted, {score.deletions} missing, {score.insertions} too "
-        f"many</td></tr>"
-        for name, score in report.wer.items()
-    )
-    facts = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>"
-        for name, text in report.conditions.items()
-    )
-    return f"""<div class="wide"><table class="numbers"><thead><tr>{head}</tr></thead>
-<tbody>{body}</tbody></table></div>
-<p>"plain" and "drafted" are the times of decoding; "all" adds reading, features and encoder.</p>
-<div class="wide"><table>{scores}{facts}</table></div>"""
+def _rows(items: Sequence[Item]) -> list[dict[str, str]]:
+    """Rows of the table of all numbers."""
+    return [
+        {
+            "recording": item.name,
+            "same": "yes" if item.identical else "NO",
+            "tokens": f"{item.tokens:,}",
+            "passes": f"{item.passes:,}",
+            "per pass": f"{item.tokens_per_pass:.2f}",
+            "plain": _milliseconds(item.plain_s),
+            "drafted": _milliseconds(item.drafted_s),
+            "ratio": f"{item.ratio:.2f}",
+            "plain, all": _milliseconds(item.plain_total_s),
+            "drafted, all": _milliseconds(item.drafted_total_s),
+        }
+        for item in items
+    ]

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from mmdecode.asr.results import Transcript
     from mmdecode.asr.transcriber import Transcriber
     from mmdecode.decoder import Decoder
-    from mmdecode.demo.speech.clips_page import Item, Opening, Report
+    from mmdecode.demo.speech.clips_page import Item, Report
+    from mmdecode.demo.speech.recordings_page import Recordings
     from mmdecode.engine.trace import Round
     from mmdecode.zoo.speech import Clip
 
@@ -62,11 +63,11 @@ def run(
     people, synthetic, note = _parts(model, draft, device, dtype, quantize)
     load_before = load_average()
     real: dict[str, Any] | None = None
-    opening: Opening | None = None
+    shown_people: Recordings | None = None
     rows: list[dict[str, Any]] = []
     titles: dict[str, str] = {}
     if people is not None:
-        real, opening, rows, titles = _recordings(people, limit, seed)
+        real, shown_people, rows, titles = _recordings(people, limit, seed)
     elif note:
         print_line(note, console)
     what = "synthetic recordings" if limit is None else f"{limit} of the synthetic recordings"
@@ -89,7 +90,7 @@ def run(
     result.conditions.update(_conditions(ways, weights, repeats, load_before))
     more = {"recordings of people": note} if note else {}
     shown = dataclasses.replace(result, conditions=result.conditions | more)
-    write_file(page_file, page.page(shown, opening), overwrite)
+    write_file(page_file, page.page(shown, shown_people), overwrite)
     summary = _summary(result, items, len(clips))
     summary["real"] = real
     summary["seconds"] = round(time.perf_counter() - started, 1)
@@ -143,12 +144,11 @@ def _parts(model: str | None, draft: str | None, *placing: Any) -> tuple[Part | 
 
 def _recordings(
     people: Part, limit: int | None, seed: int
-) -> tuple[dict[str, Any], Opening, list[dict[str, Any]], dict[str, str]]:
-    """Transcribes recordings of people; returns measurements, page part, rows and subtitles."""
+) -> tuple[dict[str, Any], Recordings, list[dict[str, Any]], dict[str, str]]:
+    """Transcribes recordings of people; returns numbers, the page's part, rows and subtitles."""
     from mmdecode.asr.output.formats import FORMATS
     from mmdecode.asr.output.subtitles import DEFAULT
     from mmdecode.demo.speech import recordings as demo_recordings
-    from mmdecode.demo.speech.recordings_page import opening
     from mmdecode.zoo.real_clips import all_clips
 
     clips = all_clips()[:limit]
@@ -162,7 +162,7 @@ def _recordings(
     pairs = [*zip(found.items, transcripts, strict=True)]
     rows = [demo_recordings.row(item, transcript) for item, transcript in pairs]
     titles = {f"{item.audio.stem}.srt": FORMATS["srt"](text, DEFAULT) for item, text in pairs}
-    return demo_recordings.summary(found), opening(found), rows, titles
+    return demo_recordings.summary(found), found, rows, titles
 
 
 @dataclass

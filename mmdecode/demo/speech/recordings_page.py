@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmdecode.demo.speech.clips_page import Opening, legend, normaliser_text, strip
-from mmdecode.evaluation.report.pages import LEGEND, card, marked, player
+from mmdecode.demo.speech.clips_page import normaliser_text
 from mmdecode.evaluation.speech.wer import WER, Step, align_as_written
 
 if TYPE_CHECKING:
@@ -154,83 +152,41 @@ class Recordings:
             f"{plain:.1f} s, drafted {drafted:.1f} s ({self.tokens_per_pass:.2f} tokens per pass)"
         )
 
+    @property
+    def same_ids(self) -> str:
+        """Clause on whether drafting changed token ids."""
+        differing = sum(not item.identical for item in self.items)
+        if not differing:
+            return "every token id is the same"
+        return f"the token ids of {differing} recording{'s' * (differing > 1)} differ"
 
-def opening(found: Recordings) -> Opening:
-    """Renders the first part of the page: its title, and its header and content as HTML."""
-    first, count = found.items[0], len(found.items)
-    others = f", one of {count} recordings of people" * (count > 1)
-    differing = sum(not item.identical for item in found.items)
-    mood, same = "good", "every token id is the same"
-    if differing:
-        mood, same = "bad", f"the token ids of {differing} recording{'s' * (differing > 1)} differ"
-    header = f"""<header>
-<p class="eyebrow">mmdecode demo</p>
-<h1>\u201c{escape(first.hypothesis) or "nothing"}\u201d</h1>
-<p class="lead">This is what {escape(found.model)} heard in a recording of
-{escape(first.speaker)}{others}: <b>{found.word_errors}</b>, and <b class="{mood}">{same}</b> by
-{escape(found.ways)}. {escape(found.caution)}.</p>
-</header>"""
-    note = f"<p>{escape(found.note)}</p>" if found.note else ""
-    body = f"""<section class="cards">{_cards(found)}</section>
-<section>
-{note}
-<ul class="legend words">{LEGEND}</ul>
-{"".join(_item(item, found.label) for item in found.items)}
-</section>"""
-    return Opening(f"real recordings, {found.word_errors}", header, body)
-
-
-def _cards(found: Recordings) -> str:
-    same = sum(item.identical for item in found.items)
-    times, passes = found.times(), found.total("passes")
-    plain, drafted = times["plain_total_s"], times["drafted_total_s"]
-    spread = f"95 % interval {100 * found.wer.low:.1f} to {100 * found.wer.high:.1f} %"
-    generate = ""
-    if found.with_generate:
-        generate = f"; plain generate {times['generate_total_s']:.1f} s"
-    length = f"{found.audio_s:.0f} s of audio, from file to text, without a draft"
-    saved = f"{passes:,} passes for {found.total('plain_passes'):,}"
-    return "".join(
-        (
-            card(
+    def cards(self) -> list[tuple[str, str, str]]:
+        """Titles, numbers and notes of the cards at the top of the page."""
+        same = sum(item.identical for item in self.items)
+        times, passes = self.times(), self.total("passes")
+        plain, drafted = times["plain_total_s"], times["drafted_total_s"]
+        spread = f"95 % interval {100 * self.wer.low:.1f} to {100 * self.wer.high:.1f} %"
+        generate = ""
+        if self.with_generate:
+            generate = f"; plain generate {times['generate_total_s']:.1f} s"
+        length = f"{self.audio_s:.0f} s of audio, from file to text, without a draft"
+        saved = f"{passes:,} passes for {self.total('plain_passes'):,}"
+        return [
+            (
                 "word errors",
-                f"{100 * found.wer.value:.1f} %",
-                f"{found.wer.errors} of {found.wer.words} words, {normaliser_text(found.wer)}"
-                + f"; {spread}" * (found.wer.utterances > 1),
+                f"{100 * self.wer.value:.1f} %",
+                f"{self.wer.errors} of {self.wer.words} words, {normaliser_text(self.wer)}"
+                + f"; {spread}" * (self.wer.utterances > 1),
             ),
-            card(
+            (
                 "same token ids",
-                "yes" if found.identical else "no",
-                f"{same} of {len(found.items)} recordings",
+                "yes" if self.identical else "no",
+                f"{same} of {len(self.items)} recordings",
             ),
-            card("heard in", f"{plain:.1f} s", f"{length}{generate}; each once"),
-            card(
+            ("heard in", f"{plain:.1f} s", f"{length}{generate}; each once"),
+            (
                 "tokens per pass",
-                f"{found.tokens_per_pass:.2f}",
-                f"with {found.draft}: {saved}, in {drafted:.1f} s",
+                f"{self.tokens_per_pass:.2f}",
+                f"with {self.draft}: {saved}, in {drafted:.1f} s",
             ),
-        )
-    )
-
-
-def _item(item: Recording, label: Callable[[int], str]) -> str:
-    wrong = item.errors
-    errors = f"{wrong} word error{'s' * (wrong != 1)}" if wrong else "no word errors"
-    lines = [("heard", escape(item.hypothesis) or "<i>nothing</i>")]
-    lines.append(("said", escape(item.reference)))
-    if wrong:
-        lines.append(("errors", marked(item.steps)))
-    rows = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in lines)
-    same = "" if item.identical else '<span class="bad">token ids differ</span>'
-    strips = "".join(strip(rounds, label) for rounds in item.windows)
-    return f"""<article class="clip{" wrong" * bool(wrong)}" id="{escape(item.name)}">
-<header><h2>{escape(item.speaker)}</h2><span>{item.seconds:.1f} s</span>
-<span class="{"bad" if wrong else "good"}">{errors}</span>{same}
-<span>{escape(item.origin)}</span></header>
-{player(item.audio, item.name)}
-<dl>{rows}</dl>
-<details><summary>who proposed which token: {item.tokens} tokens in {item.passes} passes of the
-decoder, {item.plain_passes} without a draft</summary>
-<ul class="legend">{legend(item.windows)}</ul>{strips}</details>
-</article>
-"""
+        ]

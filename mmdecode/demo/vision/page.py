@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from mmdecode.demo.speech.clips_page import legend, strip
+from mmdecode.demo.speech.clips_page import origins_of, strip
 from mmdecode.evaluation.report.templates import rendered
 
 if TYPE_CHECKING:
@@ -198,15 +198,15 @@ def page(report: Answers) -> str:
         outcome=outcome(report),
         count=sum(len(one.asked) for one in report.images),
         cards={method: _card(report, method) for method in report.methods},
-        drafting=drafting(report) | {"windows": windows},
+        drafting=drafting(report),
         looks=any(answer.attention is not None for answer in answers),
         widest=max([*margins, 1e-9]),
         breakable=_breakable,
         effect_of=effect_of,
         signed=_signed,
         verdict_of=_verdict,
-        legend=lambda windows: Markup(legend(windows)),
-        strip=lambda rounds, label: Markup(strip(rounds, label)),
+        origins=origins_of(windows),
+        strip=strip,
         tab_stops=lambda: itertools.chain([0], itertools.repeat(-1)),
         next=next,
     )
