@@ -84,9 +84,9 @@ for _name in TASKS:
 
 def _evaluate(task: Task, context: typer.Context, given: dict[str, Any]) -> None:
     """Runs a task or reads an earlier run, then writes the report and prints it."""
-    from mmdecode.evaluation.runner import run_task
+    from mmdecode.evaluation.runner import refuse, run_task
 
-    task.refuse(given)
+    refuse(task, given)
     for needed, names in task.needs(given).items():
         refuse_without(needed, names, context)
     only_our_output()

@@ -54,13 +54,28 @@ def evaluate(
         if name not in found.options:
             raise UnknownNameError.of(f"option of {found.name}", name, found.options)
     given = {**found.options, **{name: _as_option(name, options[name]) for name in options}}
-    found.refuse(given)
+    refuse(found, given)
 
     def record(run: Run, journal: RowJournal[Any] | None) -> list[Any]:
         assert run.record is not None
         return run.record(journal, progress)
 
     return run_task(found, given, record)[1]
+
+
+def refuse(task: Task, given: Mapping[str, Any]) -> None:
+    """Refuses options that do not go together, before anything is read.
+
+    Args:
+        task: The task.
+        given: All options of the task, by name.
+
+    Raises:
+        OptionError: They do not go together.
+    """
+    task.refuse(given)
+    if given["resume"] and given.get("output") is None:
+        raise OptionError("--resume continues what a run wrote to --out; give that folder")
 
 
 def run_task(
@@ -70,7 +85,7 @@ def run_task(
 
     Args:
         task: The task.
-        given: All options of the task, by name, which `Task.refuse` accepts.
+        given: All options of the task, by name, which `refuse` accepts.
         record: Computes the rows.
 
     Raises:
@@ -79,8 +94,6 @@ def run_task(
     """
     output, rescore = given.get("output"), given.get("rescore")
     resume, overwrite = given["resume"], given["overwrite"]
-    if resume and output is None:
-        raise OptionError("--resume continues what a run wrote to --out; give that folder")
     folder = output or rescore
     with contextlib.ExitStack() as stack:
         own = rescore is not None and rescore.resolve() == Path(folder or "").resolve()

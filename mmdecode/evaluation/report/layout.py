@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import html
 import io
 from collections.abc import Mapping, Sequence
 
@@ -39,19 +38,6 @@ def drawing(svg: str) -> str:
     """Adds the marker of generated files to SVG text, after its first line."""
     first, rest = svg.split("\n", 1)
     return f"{first}\n{MADE_BY}{rest}"
-
-
-def html_table(rows: Rows) -> str:
-    """Formats rows as an HTML table without styles."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) + "</tr>"
-        for row in rows
-    )
-    return (
-        f'<div class="wide"><table class="numbers"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
 
 
 def csv_text(rows: Rows) -> str:

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,8 @@ from mmdecode.asr.correction.guard import words_of
 from mmdecode.asr.correction.windows import aligned_positions
 from mmdecode.asr.results import By, DecidedWord
 from mmdecode.evaluation.report.examples import MOST as PLAYED
-from mmdecode.evaluation.report.layout import html_table, percent
-from mmdecode.evaluation.report.pages import LEGEND, asset, card, head, keyed, marked, player
+from mmdecode.evaluation.report.layout import percent
+from mmdecode.evaluation.report.templates import asset, data_url, rendered
 from mmdecode.evaluation.speech.wer import WER, Step, align_as_written, wer
 
 if TYPE_CHECKING:
@@ -173,21 +172,7 @@ class CorrectedTexts:
             held: Largest total size of the embedded recordings, in bytes.
             played: Largest size of one embedded recording, in bytes.
         """
-        order = sorted(range(len(self)), key=lambda index: -sum(self.texts[index].changed))
-        taken, articles = 0, []
-        for index in order[:most]:
-            audio = self.texts[index].audio
-            size = audio.stat().st_size if audio is not None and audio.is_file() else None
-            plays = size is not None and size <= played and taken + size <= held
-            taken += size or 0 if plays else 0
-            articles.append(self._article(index, plays))
-        legend = "".join(
-            keyed(f'<span class="{_CLASSES[by]}">word</span>', escape(text))
-            for by, text in TELLS.items()
-        )
-        legend += keyed('<span class="changed">word</span>', "not in the 1-best")
-        legend += LEGEND if self.scores else ""
-        return f'<ul class="legend deciders">{legend}</ul>{"".join(articles)}'
+        return rendered("decided_texts.html", **self._shown(most, held, played))
 
     def page(self, conditions: Mapping[str, str], *, most: int = MOST) -> str:
         """Returns one HTML file with scores, legend and texts.
@@ -200,62 +185,63 @@ class CorrectedTexts:
         total = sum(len(one.words) for one in self.texts)
         left_out = sum(one.left_out for one in self.texts)
         few = f"The {most} of {len(self):,} recordings with the most changes are shown. "
-        facts = escape(" \u00b7 ".join(f"{n} {value}" for n, value in conditions.items()))
-        return f"""{head("mmdecode: who decided the words", STYLES)}<body>
-<header>
-<p class="eyebrow">mmdecode transcribe --correct</p>
-<h1>Of {total:,} words the audio decided <b>{counted["audio"]}</b>, the language model
-<b>{counted["language model"]}</b>; words of the 1-best left out: <b>{left_out:,}</b></h1>
-<p class="lead">The 1-best is the hypothesis of the recogniser alone. The decider is determined word
-by word, given the words before it and the language model's probabilities: so a word that both
-models would write may differ from the 1-best. {few if len(self) > most else ""}Numbers are of all
-recordings.</p>
-<p class="conditions">{facts}</p>
-</header>
-<main>
-<section class="cards">{self._cards()}</section>
-<section><h2>Words by who decided them</h2>{html_table(self.rows())}</section>
-<section><h2>Recording by recording</h2>
-{self.as_html(most=most)}</section>
-</main>
-</body>
-</html>
-"""
+        return rendered(
+            "decided.html",
+            total=f"{total:,}",
+            counted=counted,
+            left_out=f"{left_out:,}",
+            few=few if len(self) > most else "",
+            conditions=[f"{name} {value}" for name, value in conditions.items()],
+            cards=self._cards(),
+            rows=self.rows(),
+            **self._shown(most, HELD, PLAYED),
+        )
 
-    def _cards(self) -> str:
+    def _shown(self, most: int, held: int, played: int) -> dict[str, Any]:
+        """Values of the template of texts; see `as_html`."""
+        order = sorted(range(len(self)), key=lambda index: -sum(self.texts[index].changed))
+        taken, shown = 0, []
+        for index in order[:most]:
+            audio = self.texts[index].audio
+            size = audio.stat().st_size if audio is not None and audio.is_file() else None
+            plays = size is not None and size <= played and taken + size <= held
+            taken += size or 0 if plays else 0
+            shown.append(self._article(index, plays))
+        return {"shown": shown, "tells": TELLS, "classes": _CLASSES, "scores": self.scores}
+
+    def _cards(self) -> list[tuple[str, str, str]]:
+        """Titles, numbers and notes of the cards."""
         edited = sum(words_of(one.text) != words_of(one.before) for one in self.texts)
         cards = [("recordings changed", f"{edited:,}", f"of {len(self):,}")]
         for name, score in self.scores.items():
             spread = f"{percent(score.low, '.1f')} to {percent(score.high, '.1f')} %; "
             about = f"{spread * (score.utterances > 1)}{score.words:,} words, {score.normaliser}"
             cards.append((f"WER, {name}", f"{percent(score.value, '.1f')} %", about))
-        return "".join(card(escape(name), value, about) for name, value, about in cards)
+        return cards
 
-    def _article(self, index: int, plays: bool) -> str:
+    def _article(self, index: int, plays: bool) -> dict[str, Any]:
+        """Values of one text: its words by step of the alignment, or else as one step."""
         one, aligned = self.texts[index], self.aligned[index]
-        words = [_word(*pair) for pair in zip(one.words, one.changed, strict=True)]
-        lines = []
+        words = [*zip(one.words, one.changed, strict=True)]
+        before: str | list[Step] = one.before
+        found: list[tuple[Step, list[tuple[DecidedWord, bool]]]]
+        found = [(Step("equal", "", one.text), words)] if words else []
         if one.reference is not None:
-            lines.append(("reference", escape(one.reference)))
-            before = marked(align_as_written(one.reference, one.before, self.normaliser))
-        else:
-            before = escape(one.before) or "<i>nothing</i>"
-        lines.append(("1-best", before))
+            before = align_as_written(one.reference, one.before, self.normaliser)
         if aligned is not None:
             steps, indices = aligned
-            by_step: list[list[str]] = [[] for _ in steps]
+            found = [(step, []) for step in steps]
             for word, at in zip(words, indices, strict=True):
-                by_step[at].append(word)
-            after = marked(steps, [" ".join(own) for own in by_step])
-        else:
-            after = " ".join(words) or "<i>nothing</i>"
-        lines.append(("corrected", after))
-        shown = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in lines)
-        listen = player(one.audio, one.name) if plays and one.audio is not None else ""
-        return (
-            f'<article class="clip"><h3>{escape(one.name)}</h3>{listen}'
-            f'<dl class="decided">{shown}</dl></article>'
-        )
+                found[at][1].append(word)
+        audio = one.audio if plays else None
+        kind = "" if audio is None else "audio/" + audio.suffix.lstrip(".").lower()
+        return {
+            "name": one.name,
+            "audio": "" if audio is None else data_url(audio.read_bytes(), kind),
+            "reference": one.reference,
+            "before": before,
+            "steps": found,
+        }
 
     def _repr_html_(self) -> str:
         return f"<style>{asset('marks.css')}{asset(STYLES)}</style>{self.as_html()}"
@@ -266,12 +252,6 @@ recordings.</p>
             lines += [one.name, f"  1-best    {one.before}", f"  corrected {one.text}"]
             lines += [f"    {w.text}: {w.by}" for w in one.words if w.by != "both"]
         return "\n".join(lines)
-
-
-def _word(word: DecidedWord, changed: bool) -> str:
-    """A word as HTML, with a tooltip that says which model decided it."""
-    names = _CLASSES[word.by] + " changed" * changed
-    return f'<span class="{names}" title="{escape(TELLS[word.by])}">{escape(word.text)}</span>'
 
 
 def _aligned(one: CorrectedText, normaliser: str) -> tuple[list[Step], list[int]]:
