@@ -6,7 +6,7 @@ chips of one decoder pass are grouped and followed by the rejected draft tokens,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -215,6 +215,24 @@ def page(report: Report, people: Recordings | None = None) -> str:
         uncertain=UNCERTAIN,
         score_text=score_text,
         ms=_milliseconds,
+    )
+
+
+def strips_page(
+    name: str, drafted: Mapping[str, Sequence[Sequence[Round]]], label: Callable[[int], str]
+) -> str:
+    """Renders the output tokens of one recording as a small page of their own.
+
+    Args:
+        name: Name of the recording.
+        drafted: Recorded rounds of each window, by the name of the drafter.
+        label: Returns the text of a token id.
+    """
+    return rendered(
+        "strips.html",
+        name=name,
+        origins=origins_of(rounds for windows in drafted.values() for rounds in windows),
+        shown={n: [strip(rounds, label) for rounds in own] for n, own in drafted.items()},
     )
 
 
