@@ -297,8 +297,6 @@ def _with_bar(
     folder: ImageFolder,
 ) -> Iterator[GeneratedImage]:
     """Yields images unit by unit."""
-    from mmdecode.image_ar.results import request_name
-
     with progress_bar(TextColumn("tokens, {task.fields[generated]} images")) as bar:
         total = sum(len(unit.items) for unit in units) * generator.tokens
         task = bar.add_task("drawing", total=total, generated=0)
@@ -308,7 +306,7 @@ def _with_bar(
 
         def generated() -> Iterator[GeneratedImage]:
             for unit in units:
-                problem = folder.batches.problem(request_name(unit.items[0]))
+                problem = folder.batches.problem(folder.noted_as(unit.items[0]))
                 if problem and len(unit.items) == 1:
                     yield generator.not_attempted(unit.items[0], problem)
                     continue

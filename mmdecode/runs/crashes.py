@@ -12,17 +12,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 from mmdecode.errors import InputError
 
 OFTEN = 2
-
-
-Item = TypeVar("Item")
 
 
 class InFlight:
@@ -144,25 +140,6 @@ def ended_over(notes: Iterable[Path], todo: Collection[str]) -> dict[str, int]:
         for name in batch:
             alone[name] = alone.get(name, 0) + (len(batch) == 1)
     return {name: count for name, count in alone.items() if name in todo}
-
-
-def in_groups(
-    items: Sequence[Item], alone: Mapping[str, int], name: Callable[[Item], str]
-) -> list[list[Item]]:
-    """Splits items into those to decode together and, after them, those to decode one by one.
-
-    Args:
-        items: Items to decode.
-        alone: Names of the items to decode one by one, with their counts; see `Batches`.
-        name: Returns the name of an item.
-
-    Returns:
-        One list of the items to decode together, then a list for each other item, those with the
-        lowest count first.
-    """
-    single = [item for item in items if name(item) in alone]
-    single.sort(key=lambda item: alone[name(item)])
-    return [[item for item in items if name(item) not in alone], *([item] for item in single)]
 
 
 def suspects_in(journals: Iterable[Path]) -> list[str]:

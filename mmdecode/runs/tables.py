@@ -138,8 +138,12 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_file(path, WRITERS[kind](rows))
 
 
+def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
 def _csv_text(rows: Sequence[Mapping[str, Any]], delimiter: str = ",") -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    names = _columns(rows)
     file = io.StringIO()
     writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
     writer.writerow(names)
@@ -153,12 +157,8 @@ def _csv_text(rows: Sequence[Mapping[str, Any]], delimiter: str = ",") -> str:
 
 
 def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise MissingExtraError("Parquet needs pyarrow", extra="tables") from error
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    pyarrow = _pyarrow()
+    names = _columns(rows)
     whole = [{name: row.get(name) for name in names} for row in rows]
     file = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(whole), file)
@@ -175,12 +175,18 @@ WRITERS: dict[str, Callable[[Sequence[Mapping[str, Any]]], str | bytes]] = {
 """Functions that format rows, by suffix."""
 
 
-def _of_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _pyarrow() -> Any:
+    """The package, with its module ``parquet``."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise MissingExtraError("Parquet needs pyarrow", extra="tables") from error
+    return pyarrow
+
+
+def _of_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    pyarrow = _pyarrow()
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mmdecode.evaluation.report.templates import data_url, rendered
+from mmdecode.evaluation.report.templates import recording_url, rendered
 from mmdecode.evaluation.speech.wer import WER, align_as_written
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def page(report: Report, people: Recordings | None = None) -> str:
         origins_of=origins_of,
         strip=strip,
         align=align_as_written,
-        audio=_embedded,
+        audio=recording_url,
         uncertain=UNCERTAIN,
         score_text=score_text,
         ms=_milliseconds,
@@ -266,10 +266,6 @@ def strip(rounds: Sequence[Round], label: Callable[[int], str]) -> list[ShownPas
         tip = f"{name}: " + "; ".join(f"{key} {', '.join(text)}" for key, text in words.items())
         shown.append(ShownPass(tip, committed, rejected))
     return shown
-
-
-def _embedded(audio: Path) -> str:
-    return data_url(audio.read_bytes(), "audio/" + audio.suffix.lstrip(".").lower())
 
 
 def _milliseconds(seconds: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmdecode.evaluation.report.templates import data_url, rendered
+from mmdecode.evaluation.report.templates import data_url, recording_url, rendered
 from mmdecode.evaluation.speech.wer import Step
 
 ImageSource = str | Path | Callable[[str], bytes] | None
@@ -79,4 +79,4 @@ def audio_url(path: str | Path | None) -> str:
     audio = None if path is None else Path(path)
     if audio is None or not audio.is_file() or audio.stat().st_size > MOST:
         return ""
-    return data_url(audio.read_bytes(), "audio/" + audio.suffix.lstrip(".").lower())
+    return recording_url(audio)

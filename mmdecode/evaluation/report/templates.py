@@ -47,6 +47,11 @@ def asset(name: str) -> Markup:
     return Markup((ASSETS / name).read_text(encoding="utf-8"))
 
 
+def recording_url(path: Path) -> str:
+    """Encodes an audio file as a ``data:`` URL."""
+    return data_url(path.read_bytes(), "audio/" + path.suffix.lstrip(".").lower())
+
+
 def data_url(data: bytes, kind: str = "image/png") -> str:
     """Encodes data as a ``data:`` URL."""
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"

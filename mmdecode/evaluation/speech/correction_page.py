@@ -19,7 +19,7 @@ from mmdecode.asr.correction.windows import aligned_positions
 from mmdecode.asr.results import By, DecidedWord
 from mmdecode.evaluation.report.examples import MOST as PLAYED
 from mmdecode.evaluation.report.layout import percent
-from mmdecode.evaluation.report.templates import asset, data_url, rendered
+from mmdecode.evaluation.report.templates import asset, recording_url, rendered
 from mmdecode.evaluation.speech.wer import WER, Step, align_as_written, wer
 
 if TYPE_CHECKING:
@@ -233,11 +233,9 @@ class CorrectedTexts:
             found = [(step, []) for step in steps]
             for word, at in zip(words, indices, strict=True):
                 found[at][1].append(word)
-        audio = one.audio if plays else None
-        kind = "" if audio is None else "audio/" + audio.suffix.lstrip(".").lower()
         return {
             "name": one.name,
-            "audio": "" if audio is None else data_url(audio.read_bytes(), kind),
+            "audio": recording_url(one.audio) if plays and one.audio is not None else "",
             "reference": one.reference,
             "before": before,
             "steps": found,

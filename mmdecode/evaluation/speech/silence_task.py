@@ -14,11 +14,11 @@ from mmdecode.errors import OptionError, UnknownNameError
 from mmdecode.evaluation.speech.task import (
     DECODING,
     PLAIN,
+    RecordingTask,
     compared_transcribers,
     refuse_twice,
-    transcribed,
 )
-from mmdecode.evaluation.task import Run, Task, settings_in
+from mmdecode.evaluation.task import Run
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +32,7 @@ SEEDS = {"development": 1, "test": 3}  # 2 was the test part of an earlier repor
 
 
 @dataclass(frozen=True, kw_only=True)
-class SilenceTask(Task):
+class SilenceTask(RecordingTask):
     """Words per minute of recordings without speech, and word errors on speech."""
 
     def refuse(self, given: Mapping[str, Any]) -> None:
@@ -88,29 +88,21 @@ class SilenceTask(Task):
             "limit": limit,
             "data_hash": data_hash(entries),
         }
-        return transcribed(
+        return self.transcribed(
             transcribers,
             entries,
             settings,
-            lambda samples, conditions: self._report(samples, conditions, given),
+            given,
             begin=write,
             left_out=left_out,
             closing=closing,
             warmup=0,
         )
 
-    def read(self, folder: Path, given: Mapping[str, Any]) -> Run:
-        """Reads an earlier run; see `Task.read`."""
-        from mmdecode.evaluation.speech.runs import read_samples
-
-        settings = settings_in(folder)
-        return Run(
-            report=lambda rows: self._report(rows, settings, given), rows=read_samples(folder)
-        )
-
-    def _report(
+    def report(
         self, samples: list[Any], conditions: dict[str, Any], given: Mapping[str, Any]
     ) -> Report:
+        """Makes a `SilenceReport`; see `RecordingTask.report`."""
         from mmdecode.evaluation.speech.silence import SilenceReport
 
         resampling = {name: given[name] for name in ("resamples", "seed")}
@@ -196,6 +188,5 @@ SILENCE = SilenceTask(
         "limit": "Use only this many recordings of each kind, for a smoke test.",
         "part": "Set of synthetic sounds: development to tune on, test to report.",
     },
-    rows="samples.jsonl",
     failed="",
 )

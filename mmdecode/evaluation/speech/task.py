@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,54 +41,6 @@ DECODING: dict[str, Any] = {
     "seed": 0,
 }
 """Options of every task on recordings."""
-
-
-def transcribed(
-    transcribers: Mapping[str, Transcriber],
-    entries: Sequence[Entry],
-    settings: Mapping[str, Any],
-    report: Callable[[list[Sample], dict[str, Any]], Report],
-    *,
-    begin: Callable[[], None] = lambda: None,
-    left_out: Sequence[str] = (),
-    closing: contextlib.ExitStack | None = None,
-    **how: Any,
-) -> Run:
-    """Makes a run that transcribes recordings in several modes.
-
-    Args:
-        transcribers: Transcribers by the name of their mode.
-        entries: Recordings.
-        settings: Settings that may change a transcript.
-        report: Makes the report of samples and of the settings and conditions of the run.
-        begin: Called before the first recording is read.
-        left_out: Messages on rows of the data that cannot be used.
-        closing: See `Run`.
-        **how: See `mmdecode.evaluation.speech.runs.record`.
-    """
-    from mmdecode.evaluation.speech.runs import data_hash, journal_of, record
-    from mmdecode.runs.conditions import conditions_of
-
-    conditions = {**conditions_of(transcribers), **settings, "data_hash": data_hash(entries)}
-    if left_out:
-        conditions["rows_left_out"] = len(left_out)
-    fixed = {name: value for name, value in conditions.items() if name != "load_average"}
-
-    def recorded(journal: Any, progress: Callable[[Any], None]) -> list[Sample]:
-        begin()
-        return record(transcribers, entries, journal, progress=progress, **how)
-
-    return Run(
-        report=lambda samples: report(samples, conditions),
-        record=recorded,
-        journal=lambda folder, resume, overwrite: journal_of(
-            folder, fixed, resume, overwrite, entries
-        ),
-        total=len(entries) * len(transcribers),
-        doing="transcribing",
-        left_out=left_out,
-        closing=closing or contextlib.ExitStack(),
-    )
 
 
 def compared_transcribers(
@@ -134,7 +87,82 @@ def refuse_twice(flag: str, specs: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WERTask(Task):
+class RecordingTask(Task):
+    """Base class of tasks on recordings, whose rows are samples."""
+
+    rows: str = "samples.jsonl"
+
+    @abc.abstractmethod
+    def report(
+        self, samples: list[Sample], conditions: dict[str, Any], given: Mapping[str, Any]
+    ) -> Report:
+        """Makes the report of samples.
+
+        Args:
+            samples: Samples of all modes.
+            conditions: Settings and conditions of the run.
+            given: All options of the command, by name.
+        """
+
+    def read(self, folder: Path, given: Mapping[str, Any]) -> Run:
+        """Reads an earlier run; see `Task.read`."""
+        from mmdecode.evaluation.speech.runs import read_samples
+
+        samples = read_samples(folder)
+        settings = settings_in(folder)
+        return Run(report=lambda rows: self.report(rows, settings, given), rows=samples)
+
+    def transcribed(
+        self,
+        transcribers: Mapping[str, Transcriber],
+        entries: Sequence[Entry],
+        settings: Mapping[str, Any],
+        given: Mapping[str, Any],
+        *,
+        begin: Callable[[], None] = lambda: None,
+        left_out: Sequence[str] = (),
+        closing: contextlib.ExitStack | None = None,
+        **how: Any,
+    ) -> Run:
+        """Makes a run that transcribes recordings in several modes.
+
+        Args:
+            transcribers: Transcribers by the name of their mode.
+            entries: Recordings.
+            settings: Settings that may change a transcript.
+            given: All options of the command, by name.
+            begin: Called before the first recording is read.
+            left_out: Messages on rows of the data that cannot be used.
+            closing: See `Run`.
+            **how: See `mmdecode.evaluation.speech.runs.record`.
+        """
+        from mmdecode.evaluation.speech.runs import data_hash, journal_of, record
+        from mmdecode.runs.conditions import conditions_of
+
+        conditions = {**conditions_of(transcribers), **settings, "data_hash": data_hash(entries)}
+        if left_out:
+            conditions["rows_left_out"] = len(left_out)
+        fixed = {name: value for name, value in conditions.items() if name != "load_average"}
+
+        def recorded(journal: Any, progress: Callable[[Any], None]) -> list[Sample]:
+            begin()
+            return record(transcribers, entries, journal, progress=progress, **how)
+
+        return Run(
+            report=lambda samples: self.report(samples, conditions, given),
+            record=recorded,
+            journal=lambda folder, resume, overwrite: journal_of(
+                folder, fixed, resume, overwrite, entries
+            ),
+            total=len(entries) * len(transcribers),
+            doing="transcribing",
+            left_out=left_out,
+            closing=closing or contextlib.ExitStack(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WERTask(RecordingTask):
     """Word error rates of a model's modes, of transcripts made elsewhere, or of an earlier run."""
 
     def refuse(self, given: Mapping[str, Any]) -> None:
@@ -191,32 +219,25 @@ class WERTask(Task):
             "options": options
             | {name: given[name] for name in ("language", "max_new_tokens", "batch_size")},
         }
-        return transcribed(
+        return self.transcribed(
             transcribers,
             entries,
             settings,
-            lambda samples, conditions: self._report(samples, conditions, given),
+            given,
             left_out=left_out,
             group=given["group"],
             warmup=given["warmup"],
         )
-
-    def read(self, folder: Path, given: Mapping[str, Any]) -> Run:
-        """Reads an earlier run; see `Task.read`."""
-        from mmdecode.evaluation.speech.runs import read_samples
-
-        samples = read_samples(folder)
-        settings = settings_in(folder)
-        return Run(report=lambda rows: self._report(rows, settings, given), rows=samples)
 
     def _filtered(self, given: Mapping[str, Any]) -> bool:
         if given["only_scored"] is None:
             return bool(given["normalizer"] == "leaderboard")
         return bool(given["only_scored"])
 
-    def _report(
+    def report(
         self, samples: list[Sample], conditions: dict[str, Any], given: Mapping[str, Any]
     ) -> Report:
+        """Makes a `WERReport`; see `RecordingTask.report`."""
         from mmdecode.evaluation.speech.word_report import WERReport
 
         names = ("scorer", "resamples", "seed", "points", "segmented", "split_hyphens")
@@ -286,7 +307,7 @@ class WERTask(Task):
         if left_out:
             conditions["rows_left_out"] = len(left_out)
         return Run(
-            report=lambda rows: self._report(rows, conditions, given),
+            report=lambda rows: self.report(rows, conditions, given),
             rows=samples,
             left_out=left_out,
         )
@@ -353,6 +374,5 @@ WER = WERTask(
         *("resamples", "seed", "normalizer", "scorer", "only_scored", "margin", "points"),
         *("split_hyphens", "segmented", "hallucinations", "punctuation"),
     ),
-    rows="samples.jsonl",
     failed="their words count as missed",
 )
