@@ -4,11 +4,10 @@
     python asr/correct_lists.py texts/results.jsonl --model my-corrector --out corrected --resume
 
 Reads HyPoradise's formats, and what ``mmdecode transcribe --n-best 5 --out texts`` writes. The
-folder gets ``corrected.jsonl``, a row per list as it comes: what is handed on, the first
-hypothesis, the answer, why it was refused if it was, and how much the model prefers it. Answers
-are drafted from the hypotheses, which changes no token. Expected: as many rows as lists; hundreds
-of short lists a minute with ``zoo:lm-synth`` on two CPU cores. That model knows one little grammar,
-so that on other texts nearly every answer is refused.
+folder gets ``corrected.jsonl``, a row per list: what is handed on, the first hypothesis, the
+answer, why it was refused if it was, and how much the model prefers it. Answers are drafted from
+the hypotheses, which changes no token. Expected: hundreds of short lists a minute on two CPU cores
+with ``zoo:lm-synth``. It knows one little grammar: elsewhere nearly every answer is refused.
 
 Lists that say what was said are better given to ``mmdecode evaluate nbest --corrector``, which
 counts errors, next to oracles and methods without a model.
@@ -17,7 +16,6 @@ counts errors, next to oracles and methods without a model.
 import argparse
 import hashlib
 import json
-import sys
 from pathlib import Path
 
 from mmdecode.asr import Correction, Corrector, EditGuard
@@ -50,47 +48,32 @@ def read(path):
 
 def main():
     args = parse_args()
-    lists = read_lists(args.lists)
-    options = {"batch_size": args.batch_size}
+    lists, rows = read_lists(args.lists), args.out / "corrected.jsonl"
+    options = {"copy_below": float("-inf")} if args.preferences else {}
     if args.distance is not None:
         options["guard"] = EditGuard(distance=args.distance)
-    if args.preferences:
-        options["copy_below"] = float("-inf")
-    digest = hashlib.blake2b(args.lists.read_bytes(), digest_size=8).hexdigest()
-    settings = {"lists": digest} | {n: getattr(args, n) for n in ("model", "distance")}
-    settings["preferences"] = args.preferences
+    settings = {name: getattr(args, name) for name in ("model", "distance", "preferences")}
+    settings["lists"] = hashlib.blake2b(args.lists.read_bytes(), digest_size=8).hexdigest()
     with claimed(args.out):
-        rows = args.out / "corrected.jsonl"
         journal = RowJournal(rows, read, lambda row: row.id, settings, args.resume, args.overwrite)
-        done = {name for name, found in journal.rows.items() if found.error is None}
-        todo = [one for one in lists if one.id not in done]
-        resumed = len(lists) - len(todo)
+        todo = [one for one in lists if one.id not in journal.rows or journal.rows[one.id].error]
         if todo:
+            options["batch_size"] = args.batch_size
             corrector = Corrector.from_pretrained(args.model, args.device, **options)
             with progress_bar() as bar:
-                task = bar.add_task(args.model, total=len(todo))
-                for found in corrector.corrections(todo):
+                for found in bar.track(corrector.corrections(todo), len(todo), description="lists"):
                     journal.add(found)
-                    bar.advance(task)
         journal.close()
         journal.finish_with([journal.rows[one.id] for one in lists])
     found = journal.rows.values()
-    counts = {
-        "lists": len(lists),
-        "resumed": resumed,
-        "edited": sum(one.edited for one in found),
-        "refused": sum(one.refused is not None for one in found),
-        "failed": sum(one.error is not None for one in found),
-        "file": str(rows),
+    counts = {"lists": len(lists), "resumed": len(lists) - len(todo)}
+    counts |= {
+        name: sum(bool(getattr(one, name)) for one in found) for name in ("edited", "refused")
     }
-    if args.json:
-        print(json.dumps(counts))
-    else:
-        print(f"{len(lists)} lists, {resumed} done before; ", end="")
-        print(f"{counts['edited']} edited, {counts['refused']} refused, {counts['failed']} failed")
-        print(rows)
-    if counts["failed"]:
-        sys.exit(1)
+    counts["failed"] = sum(one.error is not None for one in found)
+    shown = ", ".join(f"{count} {name}" for name, count in counts.items())
+    print(json.dumps(counts | {"file": str(rows)}) if args.json else f"{shown}; {rows}")
+    raise SystemExit(1 if counts["failed"] else 0)
 
 
 if __name__ == "__main__":

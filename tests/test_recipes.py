@@ -48,19 +48,54 @@ def test_every_script_of_a_folder_is_on_its_page(name):
     assert scripts and scripts == set(re.findall(r"^\| `(\w+\.py)`", page, re.MULTILINE))
 
 
+def tear(path):
+    """Leaves the first line of a file and a part of the second, as a killed run does."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b"\n") + 9])
+    return whole
+
+
 @pytest.mark.recipe
-def test_a_folder_is_answered_and_what_cannot_be_read_is_listed(run, image_folder, plain):
-    done = run("vlm/answer_folder.py", image_folder, QUESTION, "--guide", "margin_shift:shift=100")
+def test_a_folder_is_transcribed_and_a_run_goes_on_where_it_stopped(run, tmp_path):
+    clips = [clip for clip in speech_test() if clip.duration_s < 4][:3]
+    for clip in clips:
+        soundfile.write(tmp_path / f"{clip.name}.wav", clip.samples(), 16_000)
+    (tmp_path / "broken.wav").write_text("no audio")
+    out = tmp_path / "texts"
+    words = ("asr/transcribe_batch.py", tmp_path, out, "--device", "cpu", "--batch-size", "1")
+    done = run(*words)
+    assert done.code == 1 and "failed: " in done.out and "tokens per row and pass" in done.out
+    texts = {row["id"]: row.get("text") for row in json_lines(out / "results.jsonl")}
+    for clip in clips:
+        text = texts[str(tmp_path / f"{clip.name}.wav")]
+        assert (out / f"{clip.name}.txt").read_text().strip() == text and text in done.out
+        assert (out / f"{clip.name}.srt").exists()
+    (tmp_path / "broken.wav").unlink()
+    whole = json_lines(out / "results.jsonl")
+    tear(out / "results.jsonl")
+    again = run(*words, "--resume", "--batch-size", "3", "--draft", "lookup")
+    assert again.code == 2 and "(draft was" in again.err  # another draft is another run
+    again = run(*words, "--resume", "--batch-size", "3")
+    assert again.code == 0, again.err
+    assert json_lines(out / "results.jsonl") == [row for row in whole if "error" not in row]
+
+
+@pytest.mark.recipe
+def test_a_folder_is_answered_and_what_cannot_be_read_is_listed(run, image_folder, plain, tmp_path):
+    words = ("vlm/answer_folder.py", image_folder, QUESTION, tmp_path / "shifted")
+    done = run(*words, "--guide", "margin_shift:shift=100")
     assert done.code == 0, done.err
     *lines, last = done.out.splitlines()
     assert [line.split("'")[1] for line in lines] == plain
     assert [line.split("'")[3] for line in lines] == ["Yes"] * 3
     assert last == f"{sum(text != 'Yes' for text in plain)} of 3 answers changed"
-    done = run("vlm/answer_folder.py", image_folder, QUESTION, "--guide", "pai")
-    assert done.code == 0 and re.findall(r"; (\S+) of \d+ tokens", done.out) == ["?"] * 3
+    whole = tear(tmp_path / "shifted" / "guided" / "results.jsonl")
+    again = run(*words, "--guide", "margin_shift:shift=100", "--resume")
+    assert again.out == done.out
+    assert (tmp_path / "shifted" / "guided" / "results.jsonl").read_bytes() == whole
+    assert run(*words, "--guide", "margin_shift:shift=100").code == 2  # without --resume
     (image_folder / "broken.png").write_bytes(b"no image")
-    done = run("vlm/answer_folder.py", image_folder, QUESTION, "--draft", "lookup")
-    assert all(n.isdigit() for n in re.findall(r"; (\S+) of \d+ tokens", done.out))
+    done = run(*words[:-1], tmp_path / "broken", "--draft", "lookup")
     (image_folder / "broken.png").unlink()
     assert done.code == 1 and "failed: " in done.out and "of 3 answers" in done.out
 
@@ -113,19 +148,12 @@ def test_a_drafter_is_trained_on_a_table_and_answers_as_the_model_does(run, imag
     answered = (out / "state" / "answers.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in answered] == asked
     lines = re.findall(
-        r"^(.+?) +(\S+) tokens a pass .* (\d+)% of the answers", done.out, re.MULTILINE
+        r"^(.+?) +(\S+) tokens a pass, .* (\d+)% of the answers", done.out, re.MULTILINE
     )
     assert [way for way, *_ in lines] == [PLAIN, AGAIN, "lookup", "eagle, chain", "eagle, tree"]
     assert {same for *_, same in lines} == {"100"}
     passes = {way: float(number) for way, number, _ in lines}
     assert passes[PLAIN] == 1 < passes["eagle, tree"]  # what was learned by heart
-    *_, shown, last = done.out.splitlines()
-    drafted, plain = re.fullmatch(r"(\d+) passes for (\d+); the same: True", last).groups()
-    assert int(drafted) < int(plain) and "[" in shown
-    answer = Answerer.from_pretrained("zoo:llava-scenes", device="cpu")(
-        sorted(image_folder.iterdir())[0], "Describe the image.", max_new_tokens=16
-    )
-    assert re.sub(r"[][]| \|", "", shown).strip() == answer.text
     refused = run(*words)
     assert refused.code == 2 and "--test with another" in refused.err
 
@@ -156,9 +184,8 @@ def test_lists_are_corrected_and_a_run_goes_on_where_it_stopped(run, tmp_path):
     assert [row["id"] for row in found] == ["0", "1", "2"] and counts["lists"] == 3
     assert [row["best"] for row in found] == texts
     assert counts["refused"] == sum(row["refused"] is not None for row in found)
-    # killed in the middle of the second row
     rows_file = tmp_path / "whole" / "corrected.jsonl"
-    rows_file.write_bytes(whole[: whole.index(b"\n") + 9])
+    tear(rows_file)
     again = run(*words, tmp_path / "whole", "--resume")
     assert json.loads(again.out)["resumed"] == 1 and rows_file.read_bytes() == whole
     for more, expected in (((), "--resume"), (("--resume", "--distance", "0.1"), "distance")):
@@ -185,14 +212,13 @@ def test_temperatures_are_fitted_once_and_a_folder_is_corrected(run, tmp_path):
     assert 0.1 <= kept["main"] <= 10 and 0.1 <= kept["acoustic"] <= 10 and kept["tokens"] > 10
     found = json_lines(out / "results.jsonl")
     assert len(found) == 2 and all(row["uncorrected"] for row in found)
-    for row in found:
-        assert f"{Path(row['source']).name}: {row['text']}" in done.out
     assert (out / "words.html").read_text().count('class="clip"') == 2
     # kept temperatures are used, and what does not fit a window is no development recording
     (out / "temperatures.json").write_text(json.dumps(kept | {"main": 3.21}))
     (tmp_path / "folder" / "broken.wav").write_text("no audio")
-    again = run("asr/fuse_with_llm.py", long, *words)
-    assert again.code == 1 and "main_temperature=3.21" in again.out and "failed: " in again.out
+    again = run("asr/fuse_with_llm.py", long, *words, "--overwrite")
+    assert again.code == 1 and "main_temperature=3.21" in again.out
+    assert sum("error" in row for row in json_lines(out / "results.jsonl")) == 1
     (out / "temperatures.json").unlink()
     refused = run("asr/fuse_with_llm.py", long, *words)
-    assert "long.wav is longer than a window; cut it to 8 s" in str(refused.code)
+    assert refused.code == 2 and "long.wav is longer than a window; cut it to 8 s" in refused.err

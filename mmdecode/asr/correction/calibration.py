@@ -12,25 +12,34 @@ which fits one position at a time and may not terminate.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mmdecode import registry
+from mmdecode.asr.audio.reading import blocks
+from mmdecode.asr.correction.fusion import Acoustic
+from mmdecode.asr.correction.n_best_lists import lists_of
+from mmdecode.asr.output.manifest import opened
 from mmdecode.engine.adapter import MAIN
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import InputError
-from mmdecode.guide.fusion import ACOUSTIC
+from mmdecode.guide.fusion import ACOUSTIC, Given
 from mmdecode.registry import adapter_for
 
 if TYPE_CHECKING:
     from mmdecode.asr.correction.corrector import Corrector
     from mmdecode.asr.correction.n_best_lists import NBestList
+    from mmdecode.asr.output.manifest import Entry
+    from mmdecode.asr.transcriber import Transcriber
 
 COLDEST, HOTTEST = 0.1, 10.0
 _HALVINGS = 30
@@ -134,6 +143,38 @@ def calibrate(
         acoustic=fit_temperature(torch.cat(acoustic), torch.cat(indices)),
         tokens=sum(map(len, right)),
     )
+
+
+def calibrate_on(transcriber: Transcriber, entries: Sequence[Entry], spec: str) -> Temperatures:
+    """Fits the temperatures of a fusion on recordings with texts.
+
+    Args:
+        transcriber: The recogniser, with the options ``n_best`` and ``timestamps=False``.
+        entries: Recordings with texts that neither model was trained on, no longer than a window.
+        spec: Specification of the fusion, such as ``uadf:model=MODEL``.
+
+    Raises:
+        InputError: A recording cannot be read, or is longer than a window; or no recording has a
+            text.
+    """
+    sources = [opened(one) for one in entries]
+    waves = [np.concatenate([*blocks(one, transcriber.sampling_rate)]) for one in sources]
+    for one, wave in zip(entries, waves, strict=True):
+        if len(wave) > transcriber.window_s * transcriber.sampling_rate:
+            raise InputError(
+                f"{one.id} is longer than a window; cut it to {transcriber.window_s:g} s"
+            )
+    kind = transcriber.recognizer
+    prompt = tuple(kind.prompt(kind.language_of(sources[0]), ()))
+    found = transcriber(waves, on_error="raise")
+    lists, audio = [], []
+    for entry, transcript, own in zip(entries, found, kind.features(waves), strict=True):
+        for one in lists_of(transcript)[:1]:  # a silent recording has none
+            lists.append(dataclasses.replace(one, id=entry.id, reference=entry.text))
+            audio.append(Given(features=own, prompt=prompt))
+    recogniser = Acoustic(model=transcriber.model, tokenizer=transcriber.processor.tokenizer)
+    method = registry.create("correct", spec, recogniser=recogniser)
+    return calibrate(method.corrector, lists, audio)
 
 
 def _without_text(corrector: Corrector, labels: Tensor) -> Tensor:
