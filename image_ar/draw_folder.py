@@ -50,7 +50,7 @@ def main():
         generator = ImageGenerator.from_pretrained(
             **load, batch=args.batch_size, device=args.device
         )
-        folder.name_by(generator.labels, load)
+        folder.name_by(generator.labels, load, generator.repeatable)
         folder.todo(generator.requests(wanted, args.count))
         for unit in folder.units():
             generator.batch = unit.batch_size

@@ -238,7 +238,7 @@ def command(
         if failures and not given and not read:
             raise InputError(f"{failures[0]['error']}; no line of the file is valid")
         requests = generator.requests([*given, *read], n)
-        folder.name_by(generator.labels, _metadata(generator, load))
+        folder.name_by(generator.labels, _metadata(generator, load), generator.repeatable)
         todo = folder.todo(requests, grid)
         units = folder.units()
         tell_batch_size(units, batch_size)

@@ -111,7 +111,7 @@ class Adaptive(Drafter):
         self._depths = tuple(depths)
         self.memory, self.exploration, self.any_rule = memory, exploration, any_rule
         self.kinds: tuple[Kind, ...] = self.draft.kinds
-        self.capabilities = replace(self.draft.capabilities, graph_safe=False)
+        self.capabilities = replace(self.draft.capabilities, graph_safe=False, repeatable=False)
         self._lock = Lock()  # guards all attributes below
         self._by_size: dict[int, list[Depth]] = {}
         self._size = 1  # rows of the last call

@@ -63,6 +63,7 @@ class FirstOf(Drafter):
         self.capabilities = DrafterCapabilities(
             graph_safe=all(one.graph_safe for one in both),
             follows_target=any(one.follows_target for one in both),
+            repeatable=all(one.repeatable for one in both),
         )
 
     @classmethod

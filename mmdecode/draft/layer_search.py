@@ -160,6 +160,7 @@ class Swift(LayerSearch):
 
     summary = "the model drafts a chain without the sublayers that a search found dispensable"
     source = "SWIFT, Xia et al. 2024"
+    capabilities = DrafterCapabilities(graph_safe=False, follows_target=True, repeatable=False)
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ the order of writes; each row has its own table, unless the table is kept from c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from threading import Lock
 
@@ -67,6 +68,7 @@ class Recycling(Drafter):
             list(paths if paths is not None else default_paths(nodes, ranks))
         )
         self.ranks, self.keep = ranks, keep
+        self.capabilities = replace(self.capabilities, repeatable=not keep)
         self._ranks = tuple(path[-1] for path in order)
         if any(path[-1] >= ranks for path in order):
             raise OptionError(

@@ -51,11 +51,15 @@ class DrafterCapabilities(Capabilities):
         argmax_only: Its session reads no logits of scored nodes in ``observe``. Where no part of a
             call does, only their argmax is computed, and logits are ``(B, N + 1, 0)``. A subclass
             with a ``begin`` of its own has to declare it itself.
+        repeatable: The passes of a call depend on the call alone, and neither on measured times nor
+            on earlier calls. A job leaves the passes of others out of its results, so that these do
+            not depend on interruptions.
         hint: End of the error when the rule takes none of its kinds, as in "use another draft".
     """
 
     graph_safe: bool = False
     composable: bool = True
+    repeatable: bool = True
     follows_target: bool = False
     argmax_only: bool = False
     hint: str = "another draft"

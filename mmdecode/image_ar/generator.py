@@ -66,6 +66,8 @@ class ImageGenerator:
         labels: Class names by number; empty if the model's configuration has none.
         tokens: Number of tokens of an image.
         grid: Rows and columns of codes; for next-scale models, at the last scale.
+        repeatable: Whether an image always takes the same number of passes; see
+            `mmdecode.engine.capabilities.DrafterCapabilities`.
 
     Raises:
         OptionError: A value is out of range, or the model does not support an option.
@@ -125,6 +127,7 @@ class ImageGenerator:
         self.guarantee, self.classes = self._backend.guarantee, self._backend.classes
         self.labels, self.tokens = self._backend.labels, self._backend.tokens
         self.grid = self._backend.grid
+        self.repeatable = decoder is None or decoder.draft.capabilities.repeatable
         self._conditions = Conditions(self.classes, self.labels)
 
     @classmethod

@@ -59,6 +59,7 @@ class ImageFolder(Journal["ImageRequest"]):
         super().__init__(folder, settings, **how)
         self._labels: Mapping[int, str] = {}
         self._texts: Mapping[str, Any] = {}
+        self._repeatable = True
         with contextlib.ExitStack() as stack:
             stack.enter_context(claimed(folder))
             self.begin()
@@ -69,9 +70,18 @@ class ImageFolder(Journal["ImageRequest"]):
         with self._closing:
             self.close_files()
 
-    def name_by(self, labels: Mapping[int, str], texts: Mapping[str, Any]) -> None:
-        """Sets the names of classes, and the texts that every PNG gets as metadata."""
-        self._labels, self._texts = labels, texts
+    def name_by(
+        self, labels: Mapping[int, str], texts: Mapping[str, Any], repeatable: bool = True
+    ) -> None:
+        """Sets the names of classes, and the texts that every PNG gets as metadata.
+
+        Args:
+            labels: Names of classes by number.
+            texts: Texts of every PNG.
+            repeatable: Whether an image always takes the same number of passes, see
+                `mmdecode.engine.capabilities.DrafterCapabilities`; if not, lines do not have it.
+        """
+        self._labels, self._texts, self._repeatable = labels, texts, repeatable
 
     def id_of(self, item: ImageRequest | GeneratedImage) -> str:
         """Returns the name of an image, which is also the stem of its file."""
@@ -154,7 +164,9 @@ class ImageFolder(Journal["ImageRequest"]):
         }
         if image.error:
             return line | {"error": image.error, "kind": image.kind}
-        line |= {"file": f"{name}.png", "law": image.guarantee, "passes": image.passes}
+        line |= {"file": f"{name}.png", "law": image.guarantee}
+        if self._repeatable:
+            line["passes"] = image.passes
         if image.completion is not None:
             line["completion"] = image.completion
         if image.log_likelihood is not None:

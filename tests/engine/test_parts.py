@@ -349,3 +349,11 @@ def test_what_a_rule_returns_that_is_no_outcome_is_refused():
     rule = Speechless()
     with pytest.raises(OptionError, match=r"Speechless returned None; expected a .*Outcome"):
         decode(Table(8, seed=1), torch.tensor([[1, 2]]), mm.Decoder(accept=rule), max_new_tokens=4)
+
+
+def test_drafters_that_remember_calls_or_measure_times_say_that_passes_differ():
+    steady = ["lookup", "recycling", "clasp", "first_of:second=recycling"]
+    others = ["recycling:keep=True", "adaptive:draft=lookup", "swift"]
+    others += ["first_of:second=recycling:keep=True"]
+    found = {spec: registry.create("draft", spec) for spec in steady + others}
+    assert [spec for spec, one in found.items() if one.capabilities.repeatable] == steady

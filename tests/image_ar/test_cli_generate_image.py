@@ -71,6 +71,15 @@ def test_images_are_files_whose_metadata_say_how_they_were_generated(run, tmp_pa
         assert page.crop((0, 12, 10, 22)).tobytes() == images[2].image.tobytes()
 
 
+def test_lines_have_no_passes_where_these_depend_on_measured_times(run, tmp_path):
+    done = run("--class", "star", "--draft", "adaptive:draft=jacobi:window=8")
+    assert done.exit_code == 0, done.output
+    [line] = lines(tmp_path / "out")
+    assert "passes" not in line and line["law"] == "exact"
+    with Image.open(tmp_path / "out" / line["file"]) as shown:
+        assert "passes" not in shown.text
+
+
 def test_lossy_modes_are_labelled_wherever_they_are_shown(run, tmp_path):
     done = run("--class", "star", "--mode", "relaxed", "--json")
     found = json.loads(done.stdout)

@@ -4,11 +4,11 @@
 
 The jobs are those of ``mmdecode transcribe``, ``ask`` and ``generate-image``. Each run is a forked
 child, or several that share the work, of a process that has loaded everything, so that a run costs
-what its work costs. Most runs have a transcriber or answerer without a model, which is done at once
-and yields out of order: there a kill falls between the writes. The others use small models. Nothing
-reported may be lost or doubled after a kill, and the files of a run that was killed and continued,
-by whatever number of processes and with whatever batch size, must be those of one that was not.
-Last, a recording that crashes its decoder must cost one run, not every run.
+what its work costs. Most runs have a stand-in for the model, which is done at once and yields out
+of order: there a kill falls between the writes. The others use small models. Nothing reported may
+be lost or doubled after a kill, and the files of a run that was killed and continued, by whatever
+number of processes and with whatever batch size, must be those of one that was not. Last, a
+recording that crashes its decoder must cost one run, not every run.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import accelerate  # noqa: F401, every child would load it
+import torch
 from PIL import Image
 
 from mmdecode.asr import transcriber
@@ -35,6 +36,7 @@ from mmdecode.asr.results import Failure, Segment, Transcript
 from mmdecode.asr.transcriber import Transcriber
 from mmdecode.cli.app import app
 from mmdecode.image_ar.generator import ImageGenerator
+from mmdecode.image_ar.results import GeneratedImage
 from mmdecode.runs import crashes as notes
 from mmdecode.vlm.answerer import Answerer
 from mmdecode.vlm.results import Answer
@@ -47,7 +49,10 @@ MOST_IN_A_ROW = 6
 
 
 class Instant:
-    """A transcriber and answerer that invents a text from the name; every seventh item fails."""
+    """A transcriber and answerer that invents a text from the name; every seventh item fails.
+
+    It draws images, too, of one colour each.
+    """
 
     class stats:
         @staticmethod
@@ -87,6 +92,18 @@ class Instant:
                 tokens=[number],
                 stats={"windows": 1, "attempts": 1, "looped": 0, "tokens": 1},
             )
+
+    def images(self, requests, **options):
+        for request in random.sample(requests, len(requests)):
+            number = request.ordinal
+            known = {"index": request.index, "condition": request.condition, "ordinal": number}
+            known |= {"seed": 0, "guarantee": "exact"}
+            if number % 7 == 3:
+                yield GeneratedImage(**known, error="no", kind="InputError")
+                continue
+            codes = torch.full((2, 2), number)
+            pixels = functools.partial(torch.full, (3, 4, 4), number / 1000)
+            yield GeneratedImage(**known, codes=codes, passes=number, _pixels=pixels)
 
 
 def start(arguments, ranks, log):
@@ -226,7 +243,7 @@ def transcriptions(given, kills, log):
     options = ["--device", "cpu", "--format", "txt,srt,json", "--model", "zoo:whisper-synth"]
     command = ["transcribe", "--files-from", listing, *options]
     Transcriber.from_pretrained = lambda *_, **options: Instant()
-    yield series(command, kills - with_model, given.folder / "many", log, 1)
+    yield series(command, kills - with_model, given.folder / "files", log, 1)
     Transcriber.from_pretrained = from_pretrained
     clips = [str(clip.path) for clip in speech_test()[:6]]
     options += ["--batch-size", 2, "--draft", "lookup"]
@@ -257,12 +274,15 @@ def answers_of(given, kills, log):
 
 
 def images(given, kills, log):
-    """Series of drawn images."""
+    """Series of drawn images, without a model and with one."""
     loaded = ImageGenerator.from_pretrained(given.image_model, device="cpu")
     ImageGenerator.from_pretrained = lambda **_: loaded
-    command = ["generate-image", "--class-id", 0, "-n", 40, "--model", given.image_model]
-    command += ["--device", "cpu", "--batch-size", 2]
-    yield series(command, kills, given.folder / "drawn", log, 0, (1,))
+    with_model = max(1, kills // 5)
+    command = ["generate-image", "--class-id", 0, "--model", given.image_model, "--device", "cpu"]
+    drawn = [*command, "--batch-size", 2, "-n"]
+    yield series([*drawn, 24], with_model, given.folder / "drawn", log, 0, (1,))
+    loaded.images = Instant().images
+    yield series([*drawn, given.items], kills - with_model, given.folder / "many", log, 1, (1,))
 
 
 def main():

@@ -29,12 +29,10 @@ def test_five_killed_runs_end_as_one_that_was_left_alone_and_a_crash_as_a_failur
 
 @pytest.mark.slow
 @pytest.mark.timeout(3_600)
-def test_a_hundred_killed_runs_of_each_kind_lose_nothing_double_nothing_and_change_nothing(
-    tmp_path,
-):
+def test_a_hundred_killed_runs_lose_nothing_double_nothing_and_change_nothing(tmp_path):
     tiny_llamagen(id2label=NAMES).save_pretrained(tmp_path / "classes")
     tiny_vq().save_pretrained(tmp_path / "classes" / "vq")
     images = ["--image-model", tmp_path / "classes"]
-    found = interrupted(tmp_path / "runs", "--kills", 100, "--items", 500, "--seed", 2, *images)
-    assert [one["killed"] for one in found.values()] == [100] * 3
-    assert min(one["compared"] for one in found.values()) >= 10
+    found = interrupted(tmp_path / "runs", "--kills", 34, "--items", 500, "--seed", 2, *images)
+    assert [one["killed"] for one in found.values()] == [34] * 3
+    assert min(one["compared"] for one in found.values()) >= 4
