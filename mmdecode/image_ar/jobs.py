@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ class ImageFolder(Journal["ImageRequest"]):
     """
 
     again = "generates that image again"
+    fields = ("condition",)
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], **how: Any) -> None:
         super().__init__(folder, settings, **how)
@@ -67,7 +69,7 @@ class ImageFolder(Journal["ImageRequest"]):
     def close(self) -> None:
         """Closes the files, and lets other runs write to the folder."""
         with self._closing:
-            self.close_files()
+            super().close()
 
     def name_by(self, labels: Mapping[int, str], texts: Mapping[str, Any]) -> None:
         """Sets the names of classes, and the texts that every PNG gets as metadata."""
@@ -88,17 +90,12 @@ class ImageFolder(Journal["ImageRequest"]):
         """Condition and ordinal, as the generator notes an image."""
         return request_name(item)
 
-    def check_line(self, line: Mapping[str, Any]) -> str:
-        """Returns the id in a line; a line whose image has vanished is as good as none."""
-        _ = line["condition"]
-        return str(line["id"])
-
     def files(self, item: ImageRequest) -> list[Path]:
         """The PNG."""
         return [self.folder / f"{self.id_of(item)}.png"]
 
     def is_whole(self, item: ImageRequest) -> bool:
-        """Whether the PNG is there."""
+        """Whether the PNG is there; a line whose image has vanished is as good as none."""
         return all(file.exists() for file in self.files(item))
 
     def todo(self, requests: Sequence[ImageRequest], grid: bool = False) -> list[ImageRequest]:
@@ -125,20 +122,19 @@ class ImageFolder(Journal["ImageRequest"]):
             InputError: The folder cannot be written.
         """
         line = self.line(image)
-        item = self.item(line["id"])
+        item = self.given[line["id"]]
         if line["id"] in self.done:
             return line
         with explained(self.folder):
             self.begin_writing()
             if not image.error:
-                png = tried(lambda: as_png(image, {**self._texts, **line}), MEMORY_HINT)
-                if not isinstance(png, Failed):
-                    file, data = self.folder / line["file"], png
-                    png = (
-                        written(lambda: write_file(file, data, self._overwrite), MEMORY_HINT) or b""
-                    )
-                if isinstance(png, Failed):
-                    line = self.line(replace(image, error=png.error, kind=png.kind))
+                texts = {**self._texts, **line}
+                found: bytes | Failed | None = tried(lambda: as_png(image, texts), MEMORY_HINT)
+                if isinstance(found, bytes):
+                    write = partial(write_file, self.folder / line["file"], found, self._overwrite)
+                    found = written(write, MEMORY_HINT)
+                if isinstance(found, Failed):
+                    line = self.line(replace(image, error=found.error, kind=found.kind))
         self.append(item, line)
         return line
 
@@ -155,11 +151,8 @@ class ImageFolder(Journal["ImageRequest"]):
         if image.error:
             return line | {"error": image.error, "kind": image.kind}
         line |= {"file": f"{name}.png", "law": image.guarantee, "passes": image.passes}
-        if image.completion is not None:
-            line["completion"] = image.completion
-        if image.log_likelihood is not None:
-            line["log_likelihood"] = image.log_likelihood
-        return line
+        more = {"completion": image.completion, "log_likelihood": image.log_likelihood}
+        return line | {name: value for name, value in more.items() if value is not None}
 
     def write_grid(self) -> None:
         """Writes the file `GRID`, which shows all images, a row per condition."""

@@ -545,7 +545,9 @@ def note_settings(
     write_file(run_of(path), text.replace('"work": 0\n', f"{line}\n"), overwrite)
 
 
-def check_settings(path: Path, settings: Any, resume: bool, replaceable: bool = True) -> None:
+def check_settings(
+    path: Path, settings: Any, resume: bool, replaceable: bool = True
+) -> dict[str, Any]:
     """Raises if the results in a folder or file may not be continued with these settings.
 
     Args:
@@ -553,6 +555,9 @@ def check_settings(path: Path, settings: Any, resume: bool, replaceable: bool = 
         settings: All settings that may change a result.
         resume: Whether the user asked to continue.
         replaceable: Whether ``--overwrite`` replaces them, for the messages.
+
+    Returns:
+        What `note_settings` wrote earlier.
 
     Raises:
         OptionError: The earlier settings differ or cannot be read, or ``resume`` is false.
@@ -563,7 +568,7 @@ def check_settings(path: Path, settings: Any, resume: bool, replaceable: bool = 
     run = run_of(path)
     instead = "replace the results with --overwrite in place of --resume, " * replaceable
     try:
-        before = json.loads(run.read_text(encoding="utf-8"))
+        before: dict[str, Any] = json.loads(run.read_text(encoding="utf-8"))
         old_hash, old = before["hash"], dict(before["settings"])
     except (OSError, ValueError, KeyError, TypeError):
         raise OptionError(
@@ -581,6 +586,7 @@ def check_settings(path: Path, settings: Any, resume: bool, replaceable: bool = 
             f"{path} holds results of other settings ({shown}); give {again} to continue, "
             f"{instead}or choose another --out"
         )
+    return before
 
 
 def append_line(file: BinaryIO, line: bytes) -> None:

@@ -74,11 +74,6 @@ class Failed:
         return cls(text, kind, problem.with_traceback(None))
 
 
-def nothing_noted(names: Sequence[str]) -> contextlib.AbstractContextManager[object]:
-    """Returns a context that records nothing; the default of `Watch`."""
-    return contextlib.nullcontext()
-
-
 class Watch:
     """State of a job over all its batches; decides whether the job as a whole has failed.
 
@@ -90,7 +85,7 @@ class Watch:
         halved: Size of the last batch of each item whose batch was halved since memory ran out.
     """
 
-    def __init__(self, noted: Noted = nothing_noted) -> None:
+    def __init__(self, noted: Noted = contextlib.nullcontext) -> None:
         self.noted = noted
         self.halved: dict[str, int] = {}
         self._fits = False  # some item did not fail by the configuration
@@ -149,10 +144,10 @@ def each(
     """
     if not items:
         return
-    noted = watch.noted if watch is not None else nothing_noted
+    watch = watch or Watch()
     failed = None
     try:
-        with noted([name(item) for item in items]), attempt():
+        with watch.noted([name(item) for item in items]), attempt():
             results = run(items)
     except Exception as problem:
         short = is_out_of_memory(problem)
@@ -169,7 +164,7 @@ def each(
         return
     middle = len(items) // 2
     for part in (items[:middle], items[middle:]):
-        if short and watch is not None:
+        if short:
             watch.halved |= dict.fromkeys(map(name, part), len(part))
         yield from each(part, run, hint=hint, name=name, watch=watch, attempt=attempt)
 

@@ -17,6 +17,9 @@ are computed again.
 from __future__ import annotations
 
 import abc
+import contextlib
+import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -97,7 +100,6 @@ class Journal(abc.ABC, Generic[Item]):
     Attributes:
         done: Ids of the items that have a result.
         changed: Ids of items whose input files have changed; they are computed again.
-        suspects: Names of input files that were being read when an earlier run crashed.
         reading: Note on disk of the file that is being read, to be found after a crash.
         batches: Note on disk of the items that are being decoded, to be found after a crash.
         watch: Watch over the run, which keeps ``batches``.
@@ -107,6 +109,8 @@ class Journal(abc.ABC, Generic[Item]):
     """A result in words, for messages."""
     other: ClassVar[str] = "another item"
     again: ClassVar[str] = "computes that item again"
+    fields: ClassVar[Sequence[str]] = ()
+    """Fields that every line has, besides its id."""
 
     def __init__(
         self,
@@ -125,12 +129,17 @@ class Journal(abc.ABC, Generic[Item]):
         self.items, self.batch_size = items, batch_size
         self._settings, self._resume, self._overwrite = settings, resume, overwrite
         self._tree, self._replaced = tree, False
-        self._inputs = Inputs(folder)
+        self._inputs, self._before = Inputs(folder), dict[str, Any]()
         self.done: set[str] = set()
         self.changed: set[str] = set()
         self._failed: dict[str, bytes] = {}
         self._file: BinaryIO | None = None
         self.opened = False
+
+    @functools.cached_property
+    def given(self) -> dict[str, Item]:
+        """The items by id, in order."""
+        return {self.id_of(item): item for item in self.items}
 
     @abc.abstractmethod
     def id_of(self, item: Item) -> str:
@@ -166,6 +175,7 @@ class Journal(abc.ABC, Generic[Item]):
         Raises:
             KeyError: The line is no result; so are `ValueError` and `TypeError`.
         """
+        _ = [line[name] for name in self.fields]
         return str(line["id"])
 
     def differing(self, item: Item, line: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -193,7 +203,7 @@ class Journal(abc.ABC, Generic[Item]):
             if not is_own(run):
                 refuse_foreign([run, self.path], self._overwrite)
             if there and not self._replaced:
-                check_settings(self.folder, self._settings, self._resume)
+                self._before = check_settings(self.folder, self._settings, self._resume)
 
     def plan(self, more: Iterable[Path] = ()) -> Prepared:
         """Checks the items, cleans up after earlier runs, and cuts the work into units.
@@ -202,44 +212,40 @@ class Journal(abc.ABC, Generic[Item]):
             more: Further files that will be written.
         """
         with explained(self.folder):
-            given = {self.id_of(item): item for item in self.items}
             if not self._replaced:
-                self._check(given)
-            todo = [item for name, item in given.items() if name not in self.done - self.changed]
-            refuse_foreign(
-                [*(file for item in todo for file in self.files(item)), *more], self._overwrite
-            )
+                self._check()
+            done = self.done - self.changed
+            todo = [item for name, item in self.given.items() if name not in done]
+            files = [file for item in todo for file in self.files(item)]
+            refuse_foreign([*files, *more], self._overwrite)
             for name in self.changed:
-                for file in self.files(given[name]):
+                for file in self.files(self.given[name]):
                     file.unlink(missing_ok=True)
-            notes = sorted(self.folder.glob(READING.format("*")))
-            suspects = suspects_in(notes)
-            for note in notes:
+            reading, decoding = self._notes(READING), self._notes(DECODING)
+            suspects = set(suspects_in(reading))
+            names = {self.noted_as(item) for item in todo}
+            alone = {} if self._replaced else ended_over(decoding, names)
+            # into one note, which the leading process goes on with: the others' may never run again
+            first = self.folder / DECODING.format(0)
+            Batches(first, alone).close()
+            for note in {*reading, *decoding} - {first}:
                 note.unlink()
             remove_partial(self.folder, tree=self._tree)
-            # into one note, which the leading process goes on with: the others' may never run again
-            names = {self.noted_as(item) for item in todo}
-            alone = {} if self._replaced else ended_over(self._notes(), names)
-            Batches(self.folder / DECODING.format(0), alone).close()
-            for left in self._notes():
-                if left.name != DECODING.format(0):
-                    left.unlink()
             work = self.cut_units()
             if not self._replaced:
-                note_settings(self.folder, self._settings, work=self._work_noted(work))
+                self._note_run(work)
         if not self._replaced or (self.folder / PARTS).exists():
             self.merge(self.changed)
-        return Prepared(set(suspects), self.changed, alone, work, self._replaced)
+        return Prepared(suspects, self.changed, alone, work, self._replaced)
 
-    def _check(self, given: Mapping[str, Item]) -> None:
+    def _check(self) -> None:
         """Checks that ids still belong to the same items; finds those that are done or changed."""
-        for path in self._written():
+        for path in written_in(self.folder):
             for _, name, line in self.lines(path):
-                item = given.get(name)
                 if "error" in line:
                     continue
-                if item is None or self.is_whole(item):
-                    self.done.add(name)
+                self._add_done(name)
+                item = self.given.get(name)
                 if item is None:
                     continue
                 if differing := self.differing(item, line):
@@ -254,6 +260,11 @@ class Journal(abc.ABC, Generic[Item]):
                 if self._has_changed(item, line):
                     self.changed.add(name)
 
+    def _add_done(self, name: str) -> None:
+        """Notes that an item has a line without an error; without its files it is not done."""
+        if name not in self.given or self.is_whole(self.given[name]):
+            self.done.add(name)
+
     def _has_changed(self, item: Item, line: Mapping[str, Any]) -> bool:
         sizes = line.get("sizes", [line.get("size")])
         digests = line.get("digests", [line.get("digest")])
@@ -266,20 +277,17 @@ class Journal(abc.ABC, Generic[Item]):
     def cut_units(self) -> list[tuple[int, list[str]]]:
         """Units of an earlier run that is continued, and new ones for further items."""
         work: list[tuple[int, list[str]]] = []
-        if self._resume:
-            try:
-                before = json.loads(run_of(self.folder).read_text(encoding="utf-8"))
-                work = [(size, ids) for size, ids in before["work"]["units"]]
-            except (OSError, ValueError, KeyError, TypeError):
-                work = []
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            work = [(size, ids) for size, ids in self._before["work"]["units"]]
         cut = {name for _, ids in work for name in ids}
         new = [name for item in self.items if (name := self.id_of(item)) not in cut]
         size = self.batch_size * UNIT
         return work + [(self.batch_size, new[i : i + size]) for i in range(0, len(new), size)]
 
-    def _work_noted(self, work: list[tuple[int, list[str]]]) -> dict[str, Any]:
-        """The work as ``run.json`` holds it."""
-        return {"command": list(self.command), "in": os.getcwd(), "units": work}
+    def _note_run(self, work: list[tuple[int, list[str]]], overwrite: bool = False) -> None:
+        """Writes ``run.json``."""
+        noted = {"command": list(self.command), "in": os.getcwd(), "units": work}
+        note_settings(self.folder, self._settings, overwrite, work=noted)
 
     def open(self, prepared: Prepared, rank: int | None = None) -> Self:
         """Opens the results of one process.
@@ -293,37 +301,29 @@ class Journal(abc.ABC, Generic[Item]):
             InputError: The folder cannot be written.
         """
         self._replaced, self.changed = prepared.replaced, prepared.changed
-        self.suspects = prepared.suspects
         self._work, self._rank = prepared.work, rank
         with explained(self.folder):
-            given = {self.id_of(item): item for item in self.items}
             if not self._replaced:
                 self.done.clear()
                 for raw, name, line in self.lines(self.path):
                     if "error" in line:
                         self._failed[name] = raw
-                    elif name not in given or self.is_whole(given[name]):
-                        self.done.add(name)
+                    else:
+                        self._add_done(name)
                 self._file = self._opened()
-            self.reading = InFlight(
-                self.folder / READING.format(rank or 0), sorted(prepared.suspects)
-            )
-            self.batches = Batches(self.folder / DECODING.format(rank or 0), prepared.alone)
+            reading, decoding = (kind.format(rank or 0) for kind in (READING, DECODING))
+            self.reading = InFlight(self.folder / reading, sorted(prepared.suspects))
+            self.batches = Batches(self.folder / decoding, prepared.alone)
         self.watch = Watch(self.batches.decoding)
-        self._given, self.opened = given, True
+        self.opened = True
         return self
-
-    def item(self, name: str) -> Item:
-        """The item with an id."""
-        return self._given[name]
 
     def _opened(self) -> BinaryIO:
         """Opens the file for this process's lines, and deletes older results to be replaced."""
         if self._replaced:
             self._replaced = False
             self.path.unlink(missing_ok=True)
-            work = self._work_noted(self._work)
-            note_settings(self.folder, self._settings, self._overwrite, work=work)
+            self._note_run(self._work, self._overwrite)
         part = self.path
         if self._rank is not None:
             part = self.folder / PARTS / f"rank-{self._rank}.jsonl"
@@ -341,7 +341,7 @@ class Journal(abc.ABC, Generic[Item]):
         Items that ended a process come last, each alone; so do items that failed in an earlier run
         whose unit is complete, together.
         """
-        given, alone = self._given, self.batches.alone
+        given, alone = self.given, self.batches.alone
         found: list[Unit[Item]] = []
         failed: list[Item] = []
         for size, ids in self._work:
@@ -354,17 +354,23 @@ class Journal(abc.ABC, Generic[Item]):
         size = self.batch_size
         found += [Unit(failed[i : i + size], size) for i in range(0, len(failed), size)]
         single = {self.noted_as(item): item for item in self.items}
-        left = sorted((name for name in alone if name in single), key=lambda name: alone[name])
-        items = [single[name] for name in left]
-        return found + [Unit([one], 1) for one in items if self.id_of(one) not in self.done]
+        ended = [single[name] for name in sorted(alone, key=alone.__getitem__) if name in single]
+        return found + [Unit([item], 1) for item in ended if self.id_of(item) not in self.done]
 
-    def note_read(self, path: str) -> None:
-        """Records size and digest of an input file before it is first read in this run."""
-        self._inputs.reading(path)
+    def note_read(self, path: str | None) -> None:
+        """Records size and digest of an input file, if any, before it is first read in this run."""
+        if path is not None:
+            self._inputs.reading(path)
 
-    def content_of(self, path: str) -> dict[str, Any] | None:
-        """Size and digest of an input file as `note_read` recorded them."""
-        return self._inputs.as_read(path)
+    def noting(self, source: Any, paths: Iterable[str]) -> Any:
+        """Returns a copy of a source whose ``read`` first calls `note_read` for its files."""
+
+        def read(*how: Any) -> Any:
+            for path in paths:
+                self.note_read(path)
+            return source.read(*how)
+
+        return dataclasses.replace(source, read=read)
 
     def begin_writing(self) -> BinaryIO:
         """Returns the file for lines; older results are deleted before the first new one."""
@@ -422,20 +428,18 @@ class Journal(abc.ABC, Generic[Item]):
         Raises:
             InputError: A line cannot be read, or the folder cannot be written.
         """
-        position = {self.id_of(item): index for index, item in enumerate(self.items)}
+        position = {name: index for index, name in enumerate(self.given)}
         found: dict[str, tuple[bytes, bool]] = {}
         with explained(self.folder):
-            parts = self._parts()
-            written = [path for path in (self.path, *parts) if path.exists()]
+            written = written_in(self.folder)
             for path in written:  # a process whose leading one was killed may be at it still
                 with path.open("rb") as file:
                     lock(file.fileno(), self.folder)
             for path in written:
                 for raw, name, line in self.lines(path):
                     failed = "error" in line
-                    if name in without or (failed and not found.get(name, (b"", True))[1]):
-                        continue
-                    found[name] = raw, failed
+                    if name not in without and (not failed or found.get(name, (b"", True))[1]):
+                        found[name] = raw, failed
             # items of an earlier, larger input stay, after the others
             ordered = sorted(found, key=lambda name: position.get(name, len(position)))
             write_file(self.path, b"".join(found[name][0] for name in ordered))
@@ -444,29 +448,25 @@ class Journal(abc.ABC, Generic[Item]):
 
     def finish(self) -> None:
         """Closes the files, merges all lines, and removes the notes of batches in progress."""
-        self.close_files()
+        Journal.close(self)  # a folder that is locked stays so
         self.merge()
         with explained(self.folder):
-            for note in self._notes():
+            for note in self._notes(DECODING):
                 note.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Closes the files; afterwards no more results can be added."""
-        self.close_files()
-
-    def close_files(self) -> None:
-        """Closes the file of lines and the notes."""
+        """Closes the file of lines and the notes; afterwards no more results can be added."""
         if self._file:
             self._file.close()
         if self.opened:
             self.reading.close()
             self.batches.close()
 
-    def _parts(self) -> list[Path]:
-        return sorted((self.folder / PARTS).glob("*.jsonl"))
+    def _notes(self, kind: str) -> list[Path]:
+        return sorted(self.folder.glob(kind.format("*")))
 
-    def _written(self) -> list[Path]:
-        return [self.path, *self._parts()]
 
-    def _notes(self) -> list[Path]:
-        return sorted(self.folder.glob(DECODING.format("*")))
+def written_in(folder: Path) -> list[Path]:
+    """Returns the files of lines in a folder; those of several processes come last."""
+    paths = [folder / RESULTS, *sorted((folder / PARTS).glob("*.jsonl"))]
+    return [path for path in paths if path.exists()]

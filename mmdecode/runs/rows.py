@@ -65,17 +65,16 @@ class RowJournal(Journal[Row]):
     ) -> None:
         super().__init__(path.parent, settings, resume=resume, overwrite=overwrite)
         self.path, self._key, self._work, self._rank = path, key, [], None
-        self._noted = Noted(self.folder)
+        self._inputs = noted = Noted(self.folder)
         self.rows: dict[Any, Row] = {}
         self.begin()
         if self._replaced:
             return
         if path.exists():
             known = {key(row): row for row in read(path)}
-            files = {name: input_of(row) for name, row in known.items()}
-            found = {file for file in files.values() if file is not None}
-            self.changed = {file for file in found if self._noted.changed(file)}
-            self.rows = {n: row for n, row in known.items() if files[n] not in self.changed}
+            files = {file for row in known.values() if (file := input_of(row)) is not None}
+            self.changed = {file for file in files if noted.changed_since(file)}
+            self.rows = {n: row for n, row in known.items() if input_of(row) not in self.changed}
             with explained(self.folder):
                 self.finish_with(list(self.rows.values()))
         with explained(self.folder):
@@ -89,11 +88,6 @@ class RowJournal(Journal[Row]):
     def id_of(self, item: Row) -> str:
         """Key of a row, as text."""
         return str(self._key(item))
-
-    def note_read(self, path: str | None) -> None:
-        """Records size and digest of an input file before rows are computed from it."""
-        if path is not None:
-            self._noted.reading(path)
 
     def add(self, row: Row) -> None:
         """Appends a row and syncs it to disk, so that a crash does not lose it."""
@@ -123,24 +117,15 @@ def refuse_taken(
         OptionError: The folder holds an earlier report, or files that have the names of a report's
             files and that mmdecode did not write.
     """
-    names = (RUN, name, "summary.json", "table.md", "table.csv", "texts.jsonl", "report.html")
+    signs = [folder / one for one in (RUN, name, "summary.json")]
+    names = ("table.md", "table.csv", "texts.jsonl", "report.html")
     figures = [
         f for kind in ("*.png", "leaderboard/*.jsonl", "audio/*.flac") for f in folder.glob(kind)
     ]
-    refuse_foreign([*(folder / one for one in names), *figures], overwrite)
-    if is_taken(folder, name) and not resume and not overwrite:
+    refuse_foreign([*signs, *(folder / one for one in names), *figures], overwrite)
+    if any(path.exists() for path in signs) and not resume and not overwrite:
         hint = "continue it with --resume, " if resumable else ""
         raise OptionError(
             f"{folder} holds an earlier report; {hint}replace it with --overwrite, or choose "
             "another --out"
         )
-
-
-def is_taken(folder: Path, name: str) -> bool:
-    """Returns whether a folder holds a report or the files of an unfinished run.
-
-    Args:
-        folder: Folder of the report; it need not exist.
-        name: Name of the file of rows.
-    """
-    return any((folder / one).exists() for one in (RUN, name, "summary.json"))

@@ -10,7 +10,7 @@ from typing import Any
 
 from mmdecode.errors import InputError
 from mmdecode.runs.files import RUN, complete_lines
-from mmdecode.runs.journal import PARTS, RESULTS
+from mmdecode.runs.journal import written_in
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,9 @@ def status_of(folder: Path) -> Status:
             "report.html, or run it again with --resume"
         ) from error
     lines: dict[str, dict[str, Any]] = {}
-    for path in (folder / RESULTS, *sorted((folder / PARTS).glob("*.jsonl"))):
-        for raw in complete_lines(path) if path.exists() else ():
-            line = json.loads(raw)
-            if "error" not in line or "error" in lines.get(line["id"], {"error": ""}):
+    for path in written_in(folder):
+        for line in map(json.loads, complete_lines(path)):
+            if "error" not in line or "error" in lines.get(line["id"], line):
                 lines[line["id"]] = line
     return Status(
         lines=lines,

@@ -362,12 +362,14 @@ def test_a_recording_that_crashed_a_run_is_a_failure_of_the_next(tmp_path, kit):
     assert prepare(out, {}, True, entries).suspects == {"bad"}
     assert not list(out.glob(".reading*"))
     for entry in entries:
-        source = crashes.checked(recording(entry.audio, entry.id), entry.audio, code=crash)
+        note = InFlight(tmp_path / "note", [entry.id])
+        source = crashes.watched(recording(entry.audio, entry.id), note, entry.audio, code=crash)
         if entry.id == "bad":
             with pytest.raises(InputError, match=r"bad\.wav: crashes the library"):
                 next(source.read())
         else:
             assert sum(len(block) for block in blocks(source, kit.rate)) == kit.rate
+        note.close()
 
 
 # Several processes
@@ -471,7 +473,7 @@ def test_a_recording_that_changed_under_its_path_is_transcribed_again(tmp_path):
         todo = [entry for entry in entries if entry.id not in folder.done]
         for entry in todo:
             source = Source(entry.id, lambda: iter([(8_000, audio.read_bytes())]))
-            [(_, content)] = folder.noted(entry, source).read()
+            [(_, content)] = folder.noting(source, folder.inputs(entry)).read()
             folder.add(transcribed(entry.id, content.decode()))
         folder.close()
         merge(out, entries)

@@ -204,7 +204,7 @@ def crash(clips, options, folder, log):
 
     recording, manifest.recording = manifest.recording, dying
     code = f"import os, sys\nif sys.argv[1] in {bad!r}: os.abort()"
-    crashes.checked = functools.partial(crashes.checked, code=code)
+    crashes.watched = functools.partial(crashes.watched, code=code)
     arguments = ["transcribe", *clips, *options, "--out", folder]
     runs = [arguments, *[[*arguments, "--resume"]] * 3]
     codes = [finish(start(run, 1, log)) for run in runs]

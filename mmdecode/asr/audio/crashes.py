@@ -17,16 +17,26 @@ try:
 except MMDecodeError:
     pass
 """
-"""Python code that decodes the recording at ``sys.argv[1]``."""
+"""Program that decodes the recording whose path is its argument."""
 
 
-def watched(source: Source, journal: InFlight) -> Source:
-    """Wraps a source so that a journal holds its name while one of its blocks is decoded.
+def watched(source: Source, journal: InFlight, path: str = "", *, code: str = READ) -> Source:
+    """Wraps a source so that a recording that may have crashed a run cannot crash this one.
 
-    If decoding crashes the process, the journal tells the next run which recording did it.
+    The recording's name is recorded while one of its blocks is decoded. If an earlier run died
+    while decoding it, the file is first decoded in a subprocess, whose crash is an ordinary error.
+
+    Args:
+        source: Source of the recording.
+        journal: File with the name of the recording being decoded, and of recordings that ended
+            earlier runs.
+        path: Path of the file.
+        code: Program that the subprocess runs.
     """
 
     def read() -> Blocks:
+        if source.name in journal.suspects:
+            read_apart(code, path, "convert it with ffmpeg")
         blocks = source.read()
         while True:
             with journal.reading(source.name):
@@ -35,24 +45,5 @@ def watched(source: Source, journal: InFlight) -> Source:
                 journal.cleared(source.name)
                 return
             yield block
-
-    return replace(source, read=read)
-
-
-def checked(source: Source, path: str, *, code: str = READ) -> Source:
-    """Wraps a source so that a separate process decodes the file first.
-
-    Args:
-        source: Source of the file.
-        path: Path of the file.
-        code: Python code that the process runs.
-
-    Returns:
-        The wrapped source; reading it raises `InputError` if the process crashed.
-    """
-
-    def read() -> Blocks:
-        read_apart(code, path, "convert it with ffmpeg")
-        yield from source.read()
 
     return replace(source, read=read)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmdecode.asr.audio import crashes
-from mmdecode.asr.audio.reading import Blocks, Source
+from mmdecode.asr.audio.reading import Source
 from mmdecode.asr.decoding.long_form import HINT
 from mmdecode.asr.languages import language_code
 from mmdecode.asr.output.formats import FORMATS, Names, ending
@@ -122,19 +122,8 @@ class ResultFolder(Journal[Entry]):
         """
         problem = entry.problem or self.batches.problem(entry.id)
         source = opened(dataclasses.replace(entry, problem=problem), language)
-        if entry.id in self.suspects:
-            source = crashes.checked(source, entry.audio or "")
-        return self.noted(entry, crashes.watched(source, self.reading))
-
-    def noted(self, entry: Entry, source: Source) -> Source:
-        """Wraps a source so that the state of its file is recorded before it is read."""
-
-        def read() -> Blocks:
-            for path in self.inputs(entry):
-                self.note_read(path)
-            return source.read()
-
-        return dataclasses.replace(source, read=read)
+        source = crashes.watched(source, self.reading, entry.audio or "")
+        return self.noting(source, self.inputs(entry))
 
     def add(self, result: Transcript | Failure) -> Transcript | Failure:
         """Writes the files of a recording, then its line in the results.
@@ -157,9 +146,10 @@ class ResultFolder(Journal[Entry]):
             self.begin_writing()
             if isinstance(result, Transcript):
                 result = self._with_files(result, name)
-        read = [self.content_of(path) for path in self.inputs(entry)]
-        line = {"id": entry.id, **self.known(entry), **((read or [None])[0] or {}), "name": name}
-        self.append(entry, line | dataclasses.asdict(result))
+        line = {"id": entry.id, **self.known(entry)}
+        for path in self.inputs(entry):
+            line |= self._inputs.as_read(path) or {}
+        self.append(entry, line | {"name": name} | dataclasses.asdict(result))
         return result
 
     def _with_files(self, transcript: Transcript, name: str) -> Transcript | Failure:
