@@ -14,9 +14,13 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from mmdecode.errors import InputError
+
+Source = TypeVar("Source", bound=Any)
 
 OFTEN = 2
 
@@ -141,19 +145,57 @@ def suspects_in(journals: Iterable[Path]) -> list[str]:
     return [os.fsdecode(name) for name in dict.fromkeys(filter(None, parts))]
 
 
+def watched(source: Source, journal: InFlight, path: str, code: str, hint: str) -> Source:
+    """Wraps a source so that an input that may have crashed an earlier run cannot crash this one.
+
+    The input's name is recorded while it is read, block by block if it has blocks. If an earlier
+    run died while reading it, it is first read in a subprocess, whose crash is an ordinary error.
+
+    Args:
+        source: Dataclass with the ``name`` of an input, and a function ``read`` that returns its
+            content or an iterator over its blocks.
+        journal: File with the name of the input being read, and of inputs that ended earlier runs.
+        path: Path of the file.
+        code: See `read_apart`.
+        hint: See `read_apart`.
+    """
+
+    def read(*how: Any) -> Any:
+        if source.name in journal.suspects:
+            read_apart(code, path, hint)
+        with journal.reading(source.name):
+            content = source.read(*how)
+        if isinstance(content, Iterator):
+            return in_blocks(content)
+        journal.cleared(source.name)
+        return content
+
+    def in_blocks(blocks: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with journal.reading(source.name):
+                block = next(blocks, None)
+            if block is None:
+                journal.cleared(source.name)
+                return
+            yield block
+
+    return replace(source, read=read)
+
+
 def read_apart(code: str, path: str, hint: str) -> None:
     """Reads a file in a separate process, to find out whether reading it crashes.
 
     Args:
-        code: Python code that reads the file named by its first argument, and ends normally if the
-            file is unreadable.
+        code: Python code that reads the file named by its first argument.
         path: Path of the file.
         hint: Advice to the user if the file crashes the process, for the message.
 
     Raises:
-        InputError: The process was killed by a signal or crashed. Other errors of the process are
-            ignored.
+        InputError: The process was killed by a signal or crashed, or there is no file but a data
+            URL. Errors of Python in the process are ignored.
     """
+    if path.startswith("data:"):
+        raise InputError(f"{path} ended an earlier run while it was read; leave it out")
     command = [sys.executable, "-c", code, path]
     done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
     # a signal, or on Windows a status of the system's that is an error

@@ -431,7 +431,7 @@ class Journal(abc.ABC, Generic[Item]):
         position = {name: index for index, name in enumerate(self.given)}
         found: dict[str, tuple[bytes, bool]] = {}
         with explained(self.folder):
-            written = written_in(self.folder)
+            written = [path for path in written_in(self.folder) if path.exists()]
             for path in written:  # a process whose leading one was killed may be at it still
                 with path.open("rb") as file:
                     lock(file.fileno(), self.folder)
@@ -467,6 +467,5 @@ class Journal(abc.ABC, Generic[Item]):
 
 
 def written_in(folder: Path) -> list[Path]:
-    """Returns the files of lines in a folder; those of several processes come last."""
-    paths = [folder / RESULTS, *sorted((folder / PARTS).glob("*.jsonl"))]
-    return [path for path in paths if path.exists()]
+    """Returns the paths of the files of lines in a folder, of which the first may be missing."""
+    return [folder / RESULTS, *sorted((folder / PARTS).glob("*.jsonl"))]

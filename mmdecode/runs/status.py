@@ -63,7 +63,7 @@ def status_of(folder: Path) -> Status:
             "report.html, or run it again with --resume"
         ) from error
     lines: dict[str, dict[str, Any]] = {}
-    for path in written_in(folder):
+    for path in filter(Path.exists, written_in(folder)):
         for line in map(json.loads, complete_lines(path)):
             if "error" not in line or "error" in lines.get(line["id"], line):
                 lines[line["id"]] = line

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import soundfile
 
-from mmdecode.asr.audio import crashes
 from mmdecode.asr.audio.reading import Source, blocks, recording
 from mmdecode.asr.output import jobs
 from mmdecode.asr.output.jobs import ResultFolder
@@ -19,7 +18,7 @@ from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.asr.results import Failure, Segment, Transcript
 from mmdecode.errors import InputError, MissingExtraError, OptionError
 from mmdecode.runs import journal
-from mmdecode.runs.crashes import InFlight, suspects_in
+from mmdecode.runs.crashes import InFlight, suspects_in, watched
 from mmdecode.runs.distributed import Team, share_out
 from mmdecode.runs.files import LISTING, claimed, note_settings
 from mmdecode.runs.journal import Prepared
@@ -336,7 +335,7 @@ def test_a_journal_names_the_recording_whose_block_is_decoded_and_no_other(tmp_p
             yield 16_000, None
         raise InputError("a: is broken; mend it")
 
-    blocks = crashes.watched(Source("a\udcff", read), note).read()
+    blocks = watched(Source("a\udcff", read), note, "a", jobs.READ, "mend it").read()
     for _ in range(2):
         next(blocks)
         assert suspects_in([path]) == []
@@ -363,7 +362,7 @@ def test_a_recording_that_crashed_a_run_is_a_failure_of_the_next(tmp_path, kit):
     assert not list(out.glob(".reading*"))
     for entry in entries:
         note = InFlight(tmp_path / "note", [entry.id])
-        source = crashes.watched(recording(entry.audio, entry.id), note, entry.audio, code=crash)
+        source = watched(recording(entry.audio, entry.id), note, entry.audio, crash, "mend it")
         if entry.id == "bad":
             with pytest.raises(InputError, match=r"bad\.wav: crashes the library"):
                 next(source.read())

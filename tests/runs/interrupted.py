@@ -12,7 +12,6 @@ Last, a recording that crashes its decoder must cost one run, not every run.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import os
@@ -29,8 +28,7 @@ import accelerate  # noqa: F401, every child would load it
 from PIL import Image
 
 from mmdecode.asr import transcriber
-from mmdecode.asr.audio import crashes
-from mmdecode.asr.output import manifest
+from mmdecode.asr.output import jobs, manifest
 from mmdecode.asr.results import Failure, Segment, Transcript
 from mmdecode.asr.transcriber import Transcriber
 from mmdecode.cli.app import app
@@ -204,7 +202,7 @@ def crash(clips, options, folder, log):
 
     recording, manifest.recording = manifest.recording, dying
     code = f"import os, sys\nif sys.argv[1] in {bad!r}: os.abort()"
-    crashes.watched = functools.partial(crashes.watched, code=code)
+    jobs.READ = code
     arguments = ["transcribe", *clips, *options, "--out", folder]
     runs = [arguments, *[[*arguments, "--resume"]] * 3]
     codes = [finish(start(run, 1, log)) for run in runs]

@@ -10,10 +10,10 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmdecode.asr.audio import crashes
 from mmdecode.asr.audio.reading import Source
 from mmdecode.asr.decoding.long_form import HINT
 from mmdecode.asr.languages import language_code
@@ -23,9 +23,18 @@ from mmdecode.asr.output.subtitles import DEFAULT, Layout
 from mmdecode.asr.results import Failure, Transcript
 from mmdecode.asr.transcriber import failure_of
 from mmdecode.errors import InputError
+from mmdecode.runs.crashes import watched
 from mmdecode.runs.files import explained, write_file
 from mmdecode.runs.items import written
 from mmdecode.runs.journal import Journal
+
+READ = """
+import sys
+from mmdecode.asr.audio.reading import blocks, recording
+for _ in blocks(recording(sys.argv[1]), 16_000):
+    pass
+"""
+"""Program that decodes the recording whose path is its argument."""
 
 
 class ResultFolder(Journal[Entry]):
@@ -122,8 +131,8 @@ class ResultFolder(Journal[Entry]):
         """
         problem = entry.problem or self.batches.problem(entry.id)
         source = opened(dataclasses.replace(entry, problem=problem), language)
-        source = crashes.watched(source, self.reading, entry.audio or "")
-        return self.noting(source, self.inputs(entry))
+        path, hint = entry.audio or "", "convert it with ffmpeg"
+        return self.noting(watched(source, self.reading, path, READ, hint), self.inputs(entry))
 
     def add(self, result: Transcript | Failure) -> Transcript | Failure:
         """Writes the files of a recording, then its line in the results.
@@ -138,27 +147,23 @@ class ResultFolder(Journal[Entry]):
             InputError: The folder cannot be written.
         """
         index = self._order[result.source]
-        entry, name = self.items[index], self._name(result.source)
+        entry = self.items[index]
         result = dataclasses.replace(result, index=index)
         if entry.id in self.done:
             return result
-        with explained(self.folder):
-            self.begin_writing()
-            if isinstance(result, Transcript):
-                result = self._with_files(result, name)
+        if isinstance(result, Transcript):
+            with explained(self.folder):
+                self.begin_writing()
+                failed = written(partial(self._write, entry, result), HINT)
+            if failed:
+                result = failure_of(entry.id, index, failed)
         line = {"id": entry.id, **self.known(entry)}
         for path in self.inputs(entry):
             line |= self._inputs.as_read(path) or {}
-        self.append(entry, line | {"name": name} | dataclasses.asdict(result))
+        name = {"name": self._name(entry.id)}
+        self.append(entry, line | name | dataclasses.asdict(result))
         return result
 
-    def _with_files(self, transcript: Transcript, name: str) -> Transcript | Failure:
-        """Writes the files of a recording; if that fails, the result becomes a `Failure`."""
-
-        def write() -> None:
-            for kind in self.formats:
-                text = FORMATS[kind](transcript, self.layout)
-                write_file(self.folder / f"{name}.{ending(kind)}", text, self._overwrite)
-
-        failed = written(write, HINT)
-        return failure_of(transcript.source, transcript.index, failed) if failed else transcript
+    def _write(self, entry: Entry, transcript: Transcript) -> None:
+        for kind, path in zip(self.formats, self.files(entry), strict=True):
+            write_file(path, FORMATS[kind](transcript, self.layout), self._overwrite)
