@@ -56,6 +56,7 @@ class ImageFolder(Journal["ImageRequest"]):
 
     again = "generates that image again"
     fields = ("condition",)
+    needs_files = True
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], **how: Any) -> None:
         super().__init__(folder, settings, **how)
@@ -93,10 +94,6 @@ class ImageFolder(Journal["ImageRequest"]):
     def files(self, item: ImageRequest) -> list[Path]:
         """The PNG."""
         return [self.folder / f"{self.id_of(item)}.png"]
-
-    def is_whole(self, item: ImageRequest) -> bool:
-        """Whether the PNG is there; a line whose image has vanished is as good as none."""
-        return all(file.exists() for file in self.files(item))
 
     def todo(self, requests: Sequence[ImageRequest], grid: bool = False) -> list[ImageRequest]:
         """Returns the requests whose images do not exist yet.
@@ -140,14 +137,8 @@ class ImageFolder(Journal["ImageRequest"]):
 
     def line(self, image: GeneratedImage) -> dict[str, Any]:
         """Returns the line of an image; it has no timings, so that every run writes the same."""
-        name = self.id_of(image)
-        line: dict[str, Any] = {
-            "id": name,
-            "condition": image.condition,
-            "label": image.label,
-            "ordinal": image.ordinal,
-            "seed": image.seed,
-        }
+        name, shared = self.id_of(image), ("condition", "label", "ordinal", "seed")
+        line = {"id": name} | {field: getattr(image, field) for field in shared}
         if image.error:
             return line | {"error": image.error, "kind": image.kind}
         line |= {"file": f"{name}.png", "law": image.guarantee, "passes": image.passes}

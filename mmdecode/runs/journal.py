@@ -16,7 +16,6 @@ are computed again.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import functools
@@ -51,7 +50,7 @@ RESULTS, PARTS = "results.jsonl", "parts"
 READING, DECODING = ".reading-{}.tmp", ".decoding-{}"
 UNIT = 8
 """Number of batches in a unit of work."""
-Item = TypeVar("Item")
+Item = TypeVar("Item", bound=Any)
 
 
 class Prepared(NamedTuple):
@@ -80,7 +79,7 @@ class Unit(NamedTuple, Generic[Item]):
     batch_size: int
 
 
-class Journal(abc.ABC, Generic[Item]):
+class Journal(Generic[Item]):
     """Base class of results in a folder; each kind of job says how its items are named and written.
 
     `prepare` is called by the leading process, `open` by each process, `finish` by the leading one
@@ -111,6 +110,10 @@ class Journal(abc.ABC, Generic[Item]):
     again: ClassVar[str] = "computes that item again"
     fields: ClassVar[Sequence[str]] = ()
     """Fields that every line has, besides its id."""
+    signs: ClassVar[Sequence[str]] = (PARTS,)
+    """Names of further files that show that a folder holds results."""
+    needs_files: ClassVar[bool] = False
+    """Whether an item with a line whose files have vanished is computed again."""
 
     def __init__(
         self,
@@ -141,9 +144,9 @@ class Journal(abc.ABC, Generic[Item]):
         """The items by id, in order."""
         return {self.id_of(item): item for item in self.items}
 
-    @abc.abstractmethod
     def id_of(self, item: Item) -> str:
         """Id of an item, the same in every run."""
+        return str(item.id)
 
     def known(self, item: Item) -> dict[str, Any]:
         """Fields of an item's line that say which item it is; empty: its id alone."""
@@ -157,17 +160,9 @@ class Journal(abc.ABC, Generic[Item]):
         """Paths of the files that are written for an item."""
         return ()
 
-    def signs(self) -> list[Path]:
-        """Further paths that show that a folder holds results."""
-        return [self.folder / PARTS]
-
     def noted_as(self, item: Item) -> str:
         """Name of an item in the notes of what is being decoded."""
         return self.id_of(item)
-
-    def is_whole(self, item: Item) -> bool:
-        """Whether the files of an item with a line are there."""
-        return True
 
     def check_line(self, line: Mapping[str, Any]) -> str:
         """Returns the id in a line.
@@ -178,10 +173,10 @@ class Journal(abc.ABC, Generic[Item]):
         _ = [line[name] for name in self.fields]
         return str(line["id"])
 
-    def differing(self, item: Item, line: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    def differing(self, item: Item, line: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """Fields, before and now, by which an item is another one than that of a line."""
         now = json.loads(to_json(self.known(item)))
-        return {n: (line.get(n), now[n]) for n in now if line.get(n) != now[n]}
+        return [(n, line.get(n), now[n]) for n in now if line.get(n) != now[n]]
 
     def prepare(self) -> Prepared:
         """Checks settings and items, cleans up after earlier runs, and cuts the work into units.
@@ -198,7 +193,8 @@ class Journal(abc.ABC, Generic[Item]):
         """Checks the settings of the folder; see `prepare`."""
         with explained(self.folder):
             run = run_of(self.folder)
-            there = any(path.exists() for path in (run, self.path, *self.signs()))
+            signs = (run, self.path, *(self.folder / name for name in self.signs))
+            there = any(path.exists() for path in signs)
             self._replaced = there and self._overwrite and not self._resume
             if not is_own(run):
                 refuse_foreign([run, self.path], self._overwrite)
@@ -240,29 +236,27 @@ class Journal(abc.ABC, Generic[Item]):
 
     def _check(self) -> None:
         """Checks that ids still belong to the same items; finds those that are done or changed."""
-        for path in written_in(self.folder):
-            for _, name, line in self.lines(path):
-                if "error" in line:
-                    continue
-                self._add_done(name)
-                item = self.given.get(name)
-                if item is None:
-                    continue
-                if differing := self.differing(item, line):
-                    shown = "; ".join(
-                        f"{n} was {was!r}, is {now!r}" for n, (was, now) in differing.items()
-                    )
-                    raise OptionError(
-                        f"{self.folder} holds {self.what} with the id {name!r}, which is now the "
-                        f"id of {self.other} ({shown}); resume in the folder in which the run was "
-                        "started, with the same input, or choose another --out"
-                    )
-                if self._has_changed(item, line):
-                    self.changed.add(name)
+        for _, name, line in self.lines(*written_in(self.folder)):
+            if "error" in line:
+                continue
+            self._add_done(name)
+            item = self.given.get(name)
+            if item is None:
+                continue
+            if differing := self.differing(item, line):
+                shown = "; ".join(f"{n} was {was!r}, is {now!r}" for n, was, now in differing)
+                raise OptionError(
+                    f"{self.folder} holds {self.what} with the id {name!r}, which is now the id of "
+                    f"{self.other} ({shown}); resume in the folder in which the run was started, "
+                    "with the same input, or choose another --out"
+                )
+            if self._has_changed(item, line):
+                self.changed.add(name)
 
     def _add_done(self, name: str) -> None:
-        """Notes that an item has a line without an error; without its files it is not done."""
-        if name not in self.given or self.is_whole(self.given[name]):
+        """Notes that an item has a line without an error; see ``needs_files``."""
+        files = self.files(self.given[name]) if self.needs_files and name in self.given else ()
+        if all(file.exists() for file in files):
             self.done.add(name)
 
     def _has_changed(self, item: Item, line: Mapping[str, Any]) -> bool:
@@ -400,24 +394,23 @@ class Journal(abc.ABC, Generic[Item]):
                 self.done.add(name)
             self.batches.cleared(self.noted_as(item))
 
-    def lines(self, path: Path) -> Iterator[tuple[bytes, str, dict[str, Any]]]:
-        """Yields complete lines, the ids in them, and their contents.
+    def lines(self, *paths: Path) -> Iterator[tuple[bytes, str, dict[str, Any]]]:
+        """Yields complete lines of files that exist, the ids in them, and their contents.
 
         Raises:
             InputError: A line is no result.
         """
-        if not path.exists():
-            return
-        for number, line in enumerate(complete_lines(path), 1):
-            try:
-                found = json.loads(line)
-                name = self.check_line(found)
-            except (ValueError, KeyError, TypeError):
-                raise InputError(
-                    f"{path}, line {number} is not {self.what}; remove the line, and --resume "
-                    f"{self.again}"
-                ) from None
-            yield line, name, found
+        for path in filter(Path.exists, paths):
+            for number, line in enumerate(complete_lines(path), 1):
+                try:
+                    found = json.loads(line)
+                    name = self.check_line(found)
+                except (ValueError, KeyError, TypeError):
+                    raise InputError(
+                        f"{path}, line {number} is not {self.what}; remove the line, and --resume "
+                        f"{self.again}"
+                    ) from None
+                yield line, name, found
 
     def merge(self, without: Collection[str] = ()) -> None:
         """Merges all lines: one per item, its result or else its last error, in input order.
@@ -435,11 +428,10 @@ class Journal(abc.ABC, Generic[Item]):
             for path in written:  # a process whose leading one was killed may be at it still
                 with path.open("rb") as file:
                     lock(file.fileno(), self.folder)
-            for path in written:
-                for raw, name, line in self.lines(path):
-                    failed = "error" in line
-                    if name not in without and (not failed or found.get(name, (b"", True))[1]):
-                        found[name] = raw, failed
+            for raw, name, line in self.lines(*written):
+                failed = "error" in line
+                if name not in without and (not failed or found.get(name, (b"", True))[1]):
+                    found[name] = raw, failed
             # items of an earlier, larger input stay, after the others
             ordered = sorted(found, key=lambda name: position.get(name, len(position)))
             write_file(self.path, b"".join(found[name][0] for name in ordered))

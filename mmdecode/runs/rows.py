@@ -53,6 +53,8 @@ class RowJournal(Journal[Row]):
         InputError: The folder cannot be read or written.
     """
 
+    signs = (*Journal.signs, "summary.json")
+
     def __init__(
         self,
         path: Path,
@@ -80,14 +82,6 @@ class RowJournal(Journal[Row]):
         with explained(self.folder):
             note_settings(self.folder, settings, overwrite)
             self._file = self._opened()
-
-    def signs(self) -> list[Path]:
-        """The summary of a report, too."""
-        return [*super().signs(), self.folder / "summary.json"]
-
-    def id_of(self, item: Row) -> str:
-        """Key of a row, as text."""
-        return str(self._key(item))
 
     def add(self, row: Row) -> None:
         """Appends a row and syncs it to disk, so that a crash does not lose it."""
@@ -118,11 +112,10 @@ def refuse_taken(
             files and that mmdecode did not write.
     """
     signs = [folder / one for one in (RUN, name, "summary.json")]
-    names = ("table.md", "table.csv", "texts.jsonl", "report.html")
-    figures = [
-        f for kind in ("*.png", "leaderboard/*.jsonl", "audio/*.flac") for f in folder.glob(kind)
-    ]
-    refuse_foreign([*signs, *(folder / one for one in names), *figures], overwrite)
+    others = [folder / one for one in ("table.md", "table.csv", "texts.jsonl", "report.html")]
+    kinds = ("*.png", "leaderboard/*.jsonl", "audio/*.flac")
+    figures = [file for kind in kinds for file in folder.glob(kind)]
+    refuse_foreign([*signs, *others, *figures], overwrite)
     if any(path.exists() for path in signs) and not resume and not overwrite:
         hint = "continue it with --resume, " if resumable else ""
         raise OptionError(

@@ -23,10 +23,6 @@ class AnswerFolder(Journal[AnswerRequest]):
     again = "asks that question again"
     fields = "images", "question"
 
-    def id_of(self, item: AnswerRequest) -> str:
-        """Id of a request."""
-        return item.id
-
     def known(self, item: AnswerRequest) -> dict[str, Any]:
         """Images, question and earlier turns of a request."""
         return {

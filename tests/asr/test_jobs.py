@@ -314,7 +314,7 @@ def test_a_broken_folder_is_seen(monkeypatch, tmp_path, broken):
     if broken == "sorted":
         monkeypatch.setattr(journal, "sorted", lambda items, key=None: list(items), raising=False)
     elif broken == "lines":  # no line is found again
-        monkeypatch.setattr(ResultFolder, "lines", lambda self, path: iter(()))
+        monkeypatch.setattr(ResultFolder, "lines", lambda self, *paths: iter(()))
     else:
         monkeypatch.setitem(globals(), "ResultFolder", broken)
     with pytest.raises(AssertionError):

@@ -68,10 +68,6 @@ class ResultFolder(Journal[Entry]):
         self._names: dict[str, str] = {}
         self._order = {entry.id: index for index, entry in enumerate(entries)}
 
-    def id_of(self, item: Entry) -> str:
-        """Id of a recording."""
-        return item.id
-
     def check_line(self, line: Mapping[str, Any]) -> str:
         """Returns the id in a line, and learns the name of the recording's files.
 
@@ -96,13 +92,13 @@ class ResultFolder(Journal[Entry]):
             found["language"] = item.language
         return found
 
-    def differing(self, item: Entry, line: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    def differing(self, item: Entry, line: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """Differences in path, part or language; see `Journal.differing`."""
         now, names = self.known(item), ["audio", "offset", "duration"]
         if self._languages and item.language and line.get("language"):
             now["language"] = language_code(item.language)
             names.append("language")
-        return {n: (line.get(n), now.get(n)) for n in names if line.get(n) != now.get(n)}
+        return [(n, line.get(n), now.get(n)) for n in names if line.get(n) != now.get(n)]
 
     def inputs(self, item: Entry) -> list[str]:
         """The audio file."""
