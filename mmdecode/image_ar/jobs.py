@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import hashlib
 import io
@@ -22,6 +21,7 @@ from mmdecode.image_ar.results import request_name
 from mmdecode.runs.files import claimed, explained, to_json, write_file
 from mmdecode.runs.items import Failed, tried, written
 from mmdecode.runs.journal import Journal
+from mmdecode.runs.tables import lines_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -161,21 +161,13 @@ def read_prompts(path: Path) -> list[tuple[str, str | InputError]]:
         InputError: The file cannot be read, or is empty.
     """
     try:
-        data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        text = path.read_text("utf-8-sig", "surrogateescape")
     except OSError as error:
         raise InputError(
             f"{path} cannot be read ({error}); expected a text file in UTF-8, one prompt a line"
         ) from error
-    found: list[tuple[str, str | InputError]] = []
-    for number, line in enumerate(data.splitlines(), 1):
-        where = f"{path}, line {number}"
-        try:
-            text = line.decode().strip()
-        except UnicodeDecodeError:
-            found.append((where, InputError(f"{where} is not UTF-8 text; write it as UTF-8")))
-            continue
-        if text:
-            found.append((where, text))
+    lines = lines_of(text, path, lambda line, where: line.strip())
+    found = [(f"{path}, line {number}", line) for number, line in lines]
     if not found:
         raise InputError(f"{path} is empty; expected one prompt or class on each line")
     return found

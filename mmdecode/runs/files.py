@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -64,14 +65,17 @@ def write_file(path: Path, data: str | bytes | BinaryIO, overwrite: bool = False
         OptionError: A file that is not ours exists there.
         OSError: The file cannot be written; see `explained`.
     """
+    if isinstance(data, str):
+        data = data.encode()
+    content = io.BytesIO(data) if isinstance(data, bytes) else data
     if path.exists() and not path.is_file() and not path.is_dir():
         with path.open("wb") as device:
-            _put(data, device)
+            shutil.copyfileobj(content, device)
         return
     refuse_foreign([path], overwrite)
     with _made(path.parent), _temporary(path.parent) as temporary:
         with temporary.open("wb") as file:
-            _put(data, file)
+            shutil.copyfileobj(content, file)
         _replace(temporary, path)
 
 
@@ -323,15 +327,6 @@ def remove_empty(folders: Iterable[Path]) -> None:
     for folder in sorted(folders, key=lambda one: len(one.parts), reverse=True):
         with contextlib.suppress(OSError):
             folder.rmdir()
-
-
-def _put(data: str | bytes | BinaryIO, file: BinaryIO) -> None:
-    if isinstance(data, str):
-        data = data.encode()
-    if isinstance(data, bytes):
-        file.write(data)
-    else:
-        shutil.copyfileobj(data, file)
 
 
 def _replace(temporary: Path, path: Path) -> None:

@@ -132,7 +132,8 @@ class Journal(Generic[Item]):
         self.items, self.batch_size = items, batch_size
         self._settings, self._resume, self._overwrite = settings, resume, overwrite
         self._tree, self._replaced = tree, False
-        self._inputs, self._before = Inputs(folder), dict[str, Any]()
+        self._inputs = Inputs(folder)
+        self._before: dict[str, Any] = {}
         self.done: set[str] = set()
         self.changed: set[str] = set()
         self._failed: dict[str, bytes] = {}
@@ -274,7 +275,7 @@ class Journal(Generic[Item]):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             work = [(size, ids) for size, ids in self._before["work"]["units"]]
         cut = {name for _, ids in work for name in ids}
-        new = [name for item in self.items if (name := self.id_of(item)) not in cut]
+        new = [name for name in self.given if name not in cut]
         size = self.batch_size * UNIT
         return work + [(self.batch_size, new[i : i + size]) for i in range(0, len(new), size)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -11,7 +10,7 @@ from mmdecode.errors import OptionError
 from mmdecode.runs.changes import Noted
 from mmdecode.runs.files import RUN, append_line, explained, note_settings, refuse_foreign
 from mmdecode.runs.journal import Journal
-from mmdecode.runs.tables import write_rows
+from mmdecode.runs.tables import rows_text, write_rows
 
 
 class Recorded(Protocol):
@@ -85,9 +84,9 @@ class RowJournal(Journal[Row]):
 
     def add(self, row: Row) -> None:
         """Appends a row and syncs it to disk, so that a crash does not lose it."""
-        line = json.dumps(row.as_dict(), ensure_ascii=False, allow_nan=False)
+        line = rows_text([row.as_dict()])
         with explained(self.folder):
-            append_line(self.begin_writing(), line.encode() + b"\n")
+            append_line(self.begin_writing(), line.encode())
         self.rows[self._key(row)] = row
 
     def finish_with(self, rows: Sequence[Row]) -> None:

@@ -16,11 +16,13 @@ import re
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mmdecode.errors import InputError, MissingExtraError, OptionError
 from mmdecode.runs.files import to_json, write_file
 from mmdecode.runs.inputs import refuse_address
+
+Result = TypeVar("Result")
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -64,20 +66,26 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
     elif of_line is _object and text.startswith("{\n"):
         yield 1, _mapping(_parse(text, str(path)), str(path))
     else:
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                yield number, _tried(of_line, line, f"{path}, line {number}")
+        yield from lines_of(text, path, of_line)
+
+
+def lines_of(
+    text: str, path: Path, read: Callable[[str, str], Result]
+) -> Iterator[tuple[int, Result | InputError]]:
+    """Yields number and result of each line that is not blank, or its error; see `rows_of`."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, _tried(read, line, f"{path}, line {number}")
 
 
 def _content(path: Path) -> bytes:
     """Reads a table's file, decompressed if its name ends in ``.gz``."""
     try:
         refuse_address(path)
-    except InputError as error:
-        raise InputError(f"{path} {error}") from None
-    try:
         data = path.read_bytes()
         return gzip.decompress(data) if path.suffix.lower() == ".gz" else data
+    except InputError as error:
+        raise InputError(f"{path} {error}") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{path} cannot be read as a manifest: it is a broken gzip") from error
     except (OSError, ValueError) as error:
@@ -85,9 +93,7 @@ def _content(path: Path) -> bytes:
         raise InputError(f"{path} cannot be read as a manifest: {reason}") from error
 
 
-def _tried(
-    read: Callable[[Any, str], dict[str, Any]], given: Any, where: str
-) -> dict[str, Any] | InputError:
+def _tried(read: Callable[[Any, str], Result], given: Any, where: str) -> Result | InputError:
     """Returns the row that ``read`` parses, or the `InputError` that it raises."""
     try:
         if isinstance(given, str):
