@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.changes import Inputs
-from mmdecode.runs.crashes import Batches, InFlight, ended_over, suspects_in
+from mmdecode.runs.crashes import Batches, InFlight, Source, ended_over, suspects_in
 from mmdecode.runs.files import (
     append_line,
     check_settings,
@@ -357,7 +357,7 @@ class Journal(Generic[Item]):
         if path is not None:
             self._inputs.reading(path)
 
-    def noting(self, source: Any, paths: Iterable[str]) -> Any:
+    def noting(self, source: Source, paths: Iterable[str]) -> Source:
         """Returns a copy of a source whose ``read`` first calls `note_read` for its files."""
 
         def read(*how: Any) -> Any:
@@ -413,6 +413,15 @@ class Journal(Generic[Item]):
                     ) from None
                 yield line, name, found
 
+    def strongest(self, paths: Iterable[Path], without: Collection[str] = ()) -> dict[str, bytes]:
+        """Returns a line for each id in files: its last result, or else its last error."""
+        found: dict[str, tuple[bytes, bool]] = {}
+        for raw, name, line in self.lines(*paths):
+            failed = "error" in line
+            if name not in without and (not failed or found.get(name, (b"", True))[1]):
+                found[name] = raw, failed
+        return {name: raw for name, (raw, _) in found.items()}
+
     def merge(self, without: Collection[str] = ()) -> None:
         """Merges all lines: one per item, its result or else its last error, in input order.
 
@@ -423,19 +432,15 @@ class Journal(Generic[Item]):
             InputError: A line cannot be read, or the folder cannot be written.
         """
         position = {name: index for index, name in enumerate(self.given)}
-        found: dict[str, tuple[bytes, bool]] = {}
         with explained(self.folder):
             written = [path for path in written_in(self.folder) if path.exists()]
             for path in written:  # a process whose leading one was killed may be at it still
                 with path.open("rb") as file:
                     lock(file.fileno(), self.folder)
-            for raw, name, line in self.lines(*written):
-                failed = "error" in line
-                if name not in without and (not failed or found.get(name, (b"", True))[1]):
-                    found[name] = raw, failed
+            found = self.strongest(written, without)
             # items of an earlier, larger input stay, after the others
             ordered = sorted(found, key=lambda name: position.get(name, len(position)))
-            write_file(self.path, b"".join(found[name][0] for name in ordered))
+            write_file(self.path, b"".join(found[name] for name in ordered))
             if (self.folder / PARTS).exists():
                 shutil.rmtree(self.folder / PARTS)
 

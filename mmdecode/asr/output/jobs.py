@@ -156,8 +156,8 @@ class ResultFolder(Journal[Entry]):
         line = {"id": entry.id, **self.known(entry)}
         for path in self.inputs(entry):
             line |= self._inputs.as_read(path) or {}
-        name = {"name": self._name(entry.id)}
-        self.append(entry, line | name | dataclasses.asdict(result))
+        line["name"] = self._name(entry.id)
+        self.append(entry, line | dataclasses.asdict(result))
         return result
 
     def _write(self, entry: Entry, transcript: Transcript) -> None:
