@@ -479,7 +479,8 @@ def _locked(folder: Path, wait: bool = False) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)
     try:
         lock(handle, folder, wait)
-        remove_partial(folder)
+        with contextlib.suppress(OSError):  # of another user: it is never read
+            remove_partial(folder)
         yield
     finally:
         os.close(handle)

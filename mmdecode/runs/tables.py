@@ -64,7 +64,7 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
         for number, row in enumerate(_parse(text, str(path)), 1):
             yield number, _tried(_mapping, row, f"{path}, item {number}")
     elif of_line is _object and text.startswith("{\n"):
-        yield 1, _mapping(_parse(text, str(path)), str(path))
+        yield 1, _object(text, str(path))
     else:
         yield from lines_of(text, path, of_line)
 
