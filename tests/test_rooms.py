@@ -41,7 +41,7 @@ LONGER = {
     "evaluation/speech/word_report.py": 571,
     "evaluation/vision/yes_no_report.py": 542,
     "models/llamagen.py": 559,
-    "runs/files.py": 618,
+    "runs/files.py": 597,
     "testing/checks.py": 608,
     "train/drafters/recipes.py": 749,
     "train/zoo/llava_scenes.py": 593,

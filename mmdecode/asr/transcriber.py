@@ -33,8 +33,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.engine.trace import Round
 from mmdecode.errors import InputError, OptionError, refuse_unknown
 from mmdecode.model_names import full_name
-from mmdecode.runs.failures import OnError, collected
-from mmdecode.runs.items import Failed, Watch, tried
+from mmdecode.runs.items import Failed, OnError, Watch, collected, tried
 
 if TYPE_CHECKING:
     from mmdecode.asr.correction.transcripts import ListCorrection

@@ -30,8 +30,7 @@ from mmdecode.image_ar.next_scale_backend import NextScaleBackend, drawing_of, p
 from mmdecode.image_ar.results import GeneratedImage, ImageRequest, request_name
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.model_names import full_name
-from mmdecode.runs.failures import OnError, collected
-from mmdecode.runs.items import Failed, Watch, each, tried
+from mmdecode.runs.items import Failed, OnError, Watch, collected, each, tried
 
 if TYPE_CHECKING:
     from mmdecode.engine.contracts import AcceptanceRule, Drafter

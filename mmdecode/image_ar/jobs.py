@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import hashlib
 import io
@@ -10,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from mmdecode.image_ar.results import request_name
 from mmdecode.runs.files import claimed, explained, to_json, write_file
 from mmdecode.runs.items import Failed, tried, written
 from mmdecode.runs.journal import Journal
+from mmdecode.runs.tables import lines_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -54,6 +55,8 @@ class ImageFolder(Journal["ImageRequest"]):
     """
 
     again = "generates that image again"
+    fields = ("condition",)
+    needs_files = True
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], **how: Any) -> None:
         super().__init__(folder, settings, **how)
@@ -68,7 +71,7 @@ class ImageFolder(Journal["ImageRequest"]):
     def close(self) -> None:
         """Closes the files, and lets other runs write to the folder."""
         with self._closing:
-            self.close_files()
+            super().close()
 
     def name_by(
         self, labels: Mapping[int, str], texts: Mapping[str, Any], repeatable: bool = True
@@ -98,18 +101,9 @@ class ImageFolder(Journal["ImageRequest"]):
         """Condition and ordinal, as the generator notes an image."""
         return request_name(item)
 
-    def check_line(self, line: Mapping[str, Any]) -> str:
-        """Returns the id in a line; a line whose image has vanished is as good as none."""
-        _ = line["condition"]
-        return str(line["id"])
-
     def files(self, item: ImageRequest) -> list[Path]:
         """The PNG."""
         return [self.folder / f"{self.id_of(item)}.png"]
-
-    def is_whole(self, item: ImageRequest) -> bool:
-        """Whether the PNG is there."""
-        return all(file.exists() for file in self.files(item))
 
     def todo(self, requests: Sequence[ImageRequest], grid: bool = False) -> list[ImageRequest]:
         """Returns the requests whose images do not exist yet.
@@ -135,43 +129,35 @@ class ImageFolder(Journal["ImageRequest"]):
             InputError: The folder cannot be written.
         """
         line = self.line(image)
-        item = self.item(line["id"])
+        item = self.given[line["id"]]
         if line["id"] in self.done:
             return line
         with explained(self.folder):
             self.begin_writing()
             if not image.error:
-                png = tried(lambda: as_png(image, {**self._texts, **line}), MEMORY_HINT)
-                if not isinstance(png, Failed):
-                    file, data = self.folder / line["file"], png
-                    png = (
-                        written(lambda: write_file(file, data, self._overwrite), MEMORY_HINT) or b""
-                    )
-                if isinstance(png, Failed):
-                    line = self.line(replace(image, error=png.error, kind=png.kind))
+                texts = {**self._texts, **line}
+                found: bytes | Failed | None = tried(lambda: as_png(image, texts), MEMORY_HINT)
+                if isinstance(found, bytes):
+                    write = partial(write_file, self.folder / line["file"], found, self._overwrite)
+                    found = written(write, MEMORY_HINT)
+                if isinstance(found, Failed):
+                    line = self.line(replace(image, error=found.error, kind=found.kind))
         self.append(item, line)
         return line
 
     def line(self, image: GeneratedImage) -> dict[str, Any]:
         """Returns the line of an image; it has no timings, so that every run writes the same."""
-        name = self.id_of(image)
-        line: dict[str, Any] = {
-            "id": name,
-            "condition": image.condition,
-            "label": image.label,
-            "ordinal": image.ordinal,
-            "seed": image.seed,
-        }
+        name, shared = self.id_of(image), ("condition", "label", "ordinal", "seed")
+        line = {"id": name} | {field: getattr(image, field) for field in shared}
         if image.error:
             return line | {"error": image.error, "kind": image.kind}
         line |= {"file": f"{name}.png", "law": image.guarantee}
-        if self._repeatable:
-            line["passes"] = image.passes
-        if image.completion is not None:
-            line["completion"] = image.completion
-        if image.log_likelihood is not None:
-            line["log_likelihood"] = image.log_likelihood
-        return line
+        more = {
+            "passes": image.passes if self._repeatable else None,
+            "completion": image.completion,
+            "log_likelihood": image.log_likelihood,
+        }
+        return line | {name: value for name, value in more.items() if value is not None}
 
     def write_grid(self) -> None:
         """Writes the file `GRID`, which shows all images, a row per condition."""
@@ -189,21 +175,13 @@ def read_prompts(path: Path) -> list[tuple[str, str | InputError]]:
         InputError: The file cannot be read, or is empty.
     """
     try:
-        data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        text = path.read_text("utf-8-sig", "surrogateescape")
     except OSError as error:
         raise InputError(
             f"{path} cannot be read ({error}); expected a text file in UTF-8, one prompt a line"
         ) from error
-    found: list[tuple[str, str | InputError]] = []
-    for number, line in enumerate(data.splitlines(), 1):
-        where = f"{path}, line {number}"
-        try:
-            text = line.decode().strip()
-        except UnicodeDecodeError:
-            found.append((where, InputError(f"{where} is not UTF-8 text; write it as UTF-8")))
-            continue
-        if text:
-            found.append((where, text))
+    lines = lines_of(text, path, lambda line, where: line.strip())
+    found = [(f"{path}, line {number}", line) for number, line in lines]
     if not found:
         raise InputError(f"{path} is empty; expected one prompt or class on each line")
     return found

@@ -31,11 +31,11 @@ class Inputs:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / TIMES
+        self._times = folder / TIMES
         self._read: dict[str, dict[str, Any] | None] = {}
         self._known: dict[str, tuple[int, int, str]] = {}
         with contextlib.suppress(OSError):
-            for line in complete_lines(self._path):
+            for line in complete_lines(self._times):
                 with contextlib.suppress(ValueError, TypeError):
                     path, size, time, digest = json.loads(line)
                     self._known[path] = size, time, digest
@@ -52,7 +52,8 @@ class Inputs:
                 with open(path, "rb") as file:
                     digest = hashlib.file_digest(file, "blake2b").hexdigest()[:32]
                 self._known[path] = found.st_size, found.st_mtime_ns, digest
-                self._note(path)
+                with open_append(self._times) as times:
+                    times.write(json.dumps([path, *self._known[path]]).encode() + b"\n")
         except OSError:
             return None
         return {"size": found.st_size, "digest": digest}
@@ -80,13 +81,8 @@ class Inputs:
         now = self.content(path)
         return now is not None and now["digest"] != before["digest"]
 
-    def _note(self, path: str) -> None:
-        line = json.dumps([path, *self._known[path]]) + "\n"
-        with open_append(self._path) as file:
-            file.write(line.encode())
 
-
-class Noted:
+class Noted(Inputs):
     """Sizes and digests of the input files of a run, kept in the file `CONTENTS`.
 
     Args:
@@ -94,26 +90,26 @@ class Noted:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._inputs = folder / CONTENTS, Inputs(folder)
-        self._known: dict[str, Any] = {}
+        super().__init__(folder)
+        self._contents = folder / CONTENTS
+        self._noted: dict[str, Any] = {}
         with contextlib.suppress(OSError):
-            for line in complete_lines(self._path):
+            for line in complete_lines(self._contents):
                 with contextlib.suppress(ValueError, TypeError, KeyError):
-                    found = json.loads(line)
-                    self._known[found.pop("path")] = found
+                    row = json.loads(line)
+                    self._noted[row.pop("path")] = row
 
     def reading(self, path: str) -> None:
         """Records the content of a file before its first read in this run."""
         path = os.path.abspath(path)
-        self._inputs.reading(path)
-        content = self._inputs.as_read(path)
-        if content is None or content == self._known.get(path):
-            return
-        self._known[path] = content
-        with explained(self._path.parent), open_append(self._path) as file:
-            file.write(json.dumps({"path": path, **content}).encode() + b"\n")
+        super().reading(path)
+        content = self.as_read(path)
+        if content is not None and content != self._noted.get(path):
+            self._noted[path] = content
+            with explained(self._contents.parent), open_append(self._contents) as file:
+                file.write(json.dumps({"path": path, **content}).encode() + b"\n")
 
-    def changed(self, path: str) -> bool:
+    def changed_since(self, path: str) -> bool:
         """Returns whether a file's content has changed since `reading` recorded it."""
         path = os.path.abspath(path)
-        return path in self._known and self._inputs.changed(path, self._known[path])
+        return self.changed(path, self._noted.get(path, {}))

@@ -13,10 +13,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from mmdecode.errors import InputError
+
+Source = TypeVar("Source", bound=Any)
 
 OFTEN = 2
 
@@ -27,28 +31,30 @@ class InFlight:
     Args:
         path: Path of the file; it is removed at the end of a run without suspects.
         suspects: Names of the inputs that were being read when earlier runs died; see
-            `suspects_in`.
+            `suspects_in`. A mapping gives a count for each.
     """
 
-    def __init__(self, path: Path, suspects: Iterable[str] = ()) -> None:
-        self.suspects = dict.fromkeys(suspects)
+    def __init__(self, path: Path, suspects: Iterable[str] | Mapping[str, int] = ()) -> None:
+        self.suspects = dict.fromkeys(suspects, 0)
+        if isinstance(suspects, Mapping):
+            self.suspects |= suspects
         self._path = path
         self._file = path.open("wb", buffering=0)
         self._note()
 
     @contextmanager
-    def reading(self, name: str) -> Iterator[None]:
-        """Records the name of an input while the context is open."""
-        self._note(name)
+    def reading(self, *names: str) -> Iterator[None]:
+        """Records the name of an input, or names of several, while the context is open."""
+        self._note(*names)
         try:
             yield
         finally:
             self._note()
 
     def cleared(self, name: str) -> None:
-        """Removes an input from the suspects, after it was read to the end."""
-        self.suspects.pop(name, None)
-        self._note()
+        """Removes an input from the suspects, after it was read to the end or has a result."""
+        if self.suspects.pop(name, None) is not None:
+            self._note()
 
     def close(self) -> None:
         """Closes the file, at the normal end of a run; removes it if there are no suspects."""
@@ -56,14 +62,16 @@ class InFlight:
         if not self.suspects:
             self._path.unlink(missing_ok=True)
 
-    def _note(self, *name: str) -> None:
+    def _note(self, *names: str) -> None:
         self._file.seek(0)
         self._file.truncate()
-        names = dict.fromkeys([*self.suspects, *name])
-        self._file.write(b"\0".join(map(os.fsencode, names)))
+        self._file.write(self._content(names))
+
+    def _content(self, names: Iterable[str]) -> bytes:
+        return b"\0".join(map(os.fsencode, dict.fromkeys([*self.suspects, *names])))
 
 
-class Batches:
+class Batches(InFlight):
     """A file that names the batch being decoded and remains if the system kills the process.
 
     A process cannot catch being killed, for example for lack of memory. The next run decodes the
@@ -80,18 +88,12 @@ class Batches:
     """
 
     def __init__(self, path: Path, alone: Mapping[str, int]) -> None:
-        self.alone = dict(alone)
-        self._journal = InFlight(path)
-        self._write([])
+        super().__init__(path, alone)
+        self.alone = self.suspects
 
-    @contextmanager
-    def decoding(self, names: Sequence[str]) -> Iterator[None]:
+    def decoding(self, names: Sequence[str]) -> AbstractContextManager[None]:
         """Records a batch while the context is open; see `mmdecode.runs.items.Watch`."""
-        self._write(list(dict.fromkeys(names)))
-        try:
-            yield
-        finally:
-            self._write([])
+        return self.reading(*names)
 
     def problem(self, name: str) -> str | None:
         """Returns the message for an item that is not tried again; ``None`` if it may be tried."""
@@ -103,18 +105,9 @@ class Batches:
             "memory is free"
         )
 
-    def cleared(self, name: str) -> None:
-        """Removes an item that now has a result or is recorded as a failure."""
-        if self.alone.pop(name, None) is not None:
-            self._write([])
-
-    def close(self) -> None:
-        """Closes the file, at the normal end of a run; removes it if no items are left."""
-        self._journal.suspects = dict.fromkeys(self.alone)
-        self._journal.close()
-
-    def _write(self, batch: list[str]) -> None:
-        self._journal._note(json.dumps({"alone": self.alone, "batch": batch}))
+    def _content(self, names: Iterable[str]) -> bytes:
+        batch = list(dict.fromkeys(names))
+        return json.dumps({"alone": self.suspects, "batch": batch}).encode()
 
 
 def ended_over(notes: Iterable[Path], todo: Collection[str]) -> dict[str, int]:
@@ -152,19 +145,57 @@ def suspects_in(journals: Iterable[Path]) -> list[str]:
     return [os.fsdecode(name) for name in dict.fromkeys(filter(None, parts))]
 
 
+def watched(source: Source, journal: InFlight, path: str, code: str, hint: str) -> Source:
+    """Wraps a source so that an input that may have crashed an earlier run cannot crash this one.
+
+    The input's name is recorded while it is read, block by block if it has blocks. If an earlier
+    run died while reading it, it is first read in a subprocess, whose crash is an ordinary error.
+
+    Args:
+        source: Dataclass with the ``name`` of an input, and a function ``read`` that returns its
+            content or an iterator over its blocks.
+        journal: File with the name of the input being read, and of inputs that ended earlier runs.
+        path: Path of the file.
+        code: See `read_apart`.
+        hint: See `read_apart`.
+    """
+
+    def read(*how: Any) -> Any:
+        if source.name in journal.suspects:
+            read_apart(code, path, hint)
+        with journal.reading(source.name):
+            content = source.read(*how)
+        if isinstance(content, Iterator):
+            return in_blocks(content)
+        journal.cleared(source.name)
+        return content
+
+    def in_blocks(blocks: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with journal.reading(source.name):
+                block = next(blocks, None)
+            if block is None:
+                journal.cleared(source.name)
+                return
+            yield block
+
+    return replace(source, read=read)
+
+
 def read_apart(code: str, path: str, hint: str) -> None:
     """Reads a file in a separate process, to find out whether reading it crashes.
 
     Args:
-        code: Python code that reads the file named by its first argument, and ends normally if the
-            file is unreadable.
+        code: Python code that reads the file named by its first argument.
         path: Path of the file.
         hint: Advice to the user if the file crashes the process, for the message.
 
     Raises:
-        InputError: The process was killed by a signal or crashed. Other errors of the process are
-            ignored.
+        InputError: The process was killed by a signal or crashed, or there is no file but a data
+            URL. Errors of Python in the process are ignored.
     """
+    if path.startswith("data:"):
+        raise InputError(f"{path} ended an earlier run while it was read; leave it out")
     command = [sys.executable, "-c", code, path]
     done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
     # a signal, or on Windows a status of the system's that is an error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -39,7 +40,7 @@ _MADE = re.compile(
     rb"made by mmdecode |\"made_by\": ?\"mmdecode |content=\"mmdecode |Software\0mmdecode "
 )
 _PARTIAL = re.compile(r"\.\d+-\d+\.tmp")
-"""Pattern of the names that `_temporary` returns."""
+"""Pattern of the names of `_temporary`."""
 _HEAD = 1024
 _OVERWRITE: ContextVar[bool] = ContextVar("overwrite", default=False)
 _ANY = "-"
@@ -64,19 +65,18 @@ def write_file(path: Path, data: str | bytes | BinaryIO, overwrite: bool = False
         OptionError: A file that is not ours exists there.
         OSError: The file cannot be written; see `explained`.
     """
+    if isinstance(data, str):
+        data = data.encode()
+    content = io.BytesIO(data) if isinstance(data, bytes) else data
     if path.exists() and not path.is_file() and not path.is_dir():
         with path.open("wb") as device:
-            _put(data, device)
+            shutil.copyfileobj(content, device)
         return
     refuse_foreign([path], overwrite)
-    with _made(path.parent):
-        temporary = path.with_name(_temporary())
-        try:
-            with temporary.open("wb") as file:
-                _put(data, file)
-            _replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    with _made(path.parent), _temporary(path.parent) as temporary:
+        with temporary.open("wb") as file:
+            shutil.copyfileobj(content, file)
+        _replace(temporary, path)
 
 
 def write_files(
@@ -105,13 +105,10 @@ def write_between(page: Path, begin: str, end: str, text: str) -> None:
     """
     before = page_with(page, begin, end)
     section = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
-    temporary = page.with_name(_temporary())
-    try:
-        changed = section.sub(lambda _: f"{begin}\n{text}\n{end}", before)
+    changed = section.sub(lambda _: f"{begin}\n{text}\n{end}", before)
+    with _temporary(page.parent) as temporary:
         temporary.write_text(changed, encoding="utf-8")
         temporary.replace(page)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def page_with(page: Path, begin: str, end: str) -> str:
@@ -166,25 +163,21 @@ def write_folder(folder: Path, fill: Callable[[Path], object], overwrite: bool =
             the message names. Long computations call `refuse_foreign` first to avoid this.
         OSError: A file cannot be written; see `explained`.
     """
-    with _made(folder):
-        temporary = folder / _temporary()  # in the folder, which may be a mounted one
+    with _made(folder), _temporary(folder) as temporary:  # in the folder, which may be mounted
         temporary.mkdir()
+        fill(temporary)
+        saved = sorted(f for f in temporary.rglob("*") if f.is_file() and f.name != LISTING)
+        targets = [folder / file.relative_to(temporary) for file in saved]
         try:
-            fill(temporary)
-            saved = sorted(f for f in temporary.rglob("*") if f.is_file() and f.name != LISTING)
-            targets = [folder / file.relative_to(temporary) for file in saved]
-            try:
-                refuse_foreign(targets, overwrite)
-            except OptionError as error:
-                kept = folder / f"computed-{os.getpid()}"
-                temporary.rename(kept)
-                raise OptionError(f"{error}; the computed files are in {kept}") from None
-            for file, target in zip(saved, targets, strict=True):
-                file.chmod(temporary.stat().st_mode & 0o666)  # safetensors': the owner alone
-                target.parent.mkdir(parents=True, exist_ok=True)
-                _replace(file, target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            refuse_foreign(targets, overwrite)
+        except OptionError as error:
+            kept = folder / f"computed-{os.getpid()}"
+            temporary.rename(kept)
+            raise OptionError(f"{error}; the computed files are in {kept}") from None
+        for file, target in zip(saved, targets, strict=True):
+            file.chmod(temporary.stat().st_mode & 0o666)  # safetensors': the owner alone
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _replace(file, target)
 
 
 def write_once(folder: Path, make: Callable[[], Mapping[str, bytes]]) -> None:
@@ -200,47 +193,28 @@ def write_once(folder: Path, make: Callable[[], Mapping[str, bytes]]) -> None:
     Raises:
         InputError: The folder cannot be written.
     """
-    temporary = folder.with_name(_temporary())
+    parent = folder.parent
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder.parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # on Windows, or a file system without locks
+                stack.enter_context(_locked(parent, wait=True))
             if folder.exists():
                 return
             files = make()
+            temporary = stack.enter_context(_temporary(parent))
             temporary.mkdir()
             for name, data in files.items():
                 with (temporary / name).open("wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
+                    append_line(file, data)
             temporary.rename(folder)
     except OSError as error:
         if folder.exists():  # of another process, where files cannot be locked
             return
         raise InputError(
-            f"cannot write to the cache {folder.parent}: {error.strerror}; check disk space and "
+            f"cannot write to the cache {parent}: {error.strerror}; check disk space and "
             "permissions, or set MMDECODE_CACHE to another folder"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Locks a folder among processes, and removes partial files that killed processes left."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            remove_partial(folder)
-        yield
-    finally:
-        os.close(handle)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Any], packed: bool = False) -> None:
@@ -275,19 +249,16 @@ def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
     Raises:
         OptionError: Files that are not ours exist (the message lists them), or a path is a folder.
     """
-    foreign: list[str] = []
-    there: dict[Path, set[str]] = {}
     asked = list(paths)
+    if len(asked) > 1:  # one listing of a folder, for any number of files
+        there: dict[Path, set[str]] = {path.parent: set() for path in asked}
+        for folder, names in there.items():
+            with contextlib.suppress(OSError):
+                names.update(os.listdir(folder))
+        asked = [path for path in asked if path.name in there[path.parent]]
+    foreign: list[str] = []
     for path in asked:
-        if len(asked) == 1:
-            found = os.path.lexists(path)
-        else:  # one listing of a folder, for any number of files
-            if path.parent not in there:
-                there[path.parent] = set()
-                with contextlib.suppress(OSError):
-                    there[path.parent].update(os.listdir(path.parent))
-            found = path.name in there[path.parent]
-        if not found or is_own(path):
+        if not os.path.lexists(path) or is_own(path):
             continue
         if path.is_dir():
             raise OptionError(f"{path} is a folder; expected a file; choose another --out")
@@ -335,18 +306,13 @@ def is_own(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """Creates a folder; if the context raises, created folders that are still empty are removed."""
-    missing = _missing(folder)
+    """Creates a folder; created folders that are empty at the end of the context are removed."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
-    except BaseException:
+    finally:
         remove_empty(missing)
-        raise
-
-
-def _missing(folder: Path) -> list[Path]:
-    return [one for one in (folder, *folder.parents) if not one.exists()]
 
 
 def _is_note(path: Path) -> bool:
@@ -363,15 +329,6 @@ def remove_empty(folders: Iterable[Path]) -> None:
             folder.rmdir()
 
 
-def _put(data: str | bytes | BinaryIO, file: BinaryIO) -> None:
-    if isinstance(data, str):
-        data = data.encode()
-    if isinstance(data, bytes):
-        file.write(data)
-    else:
-        shutil.copyfileobj(data, file)
-
-
 def _replace(temporary: Path, path: Path) -> None:
     """Adds a complete file to `LISTING` if it needs an entry, then moves it to its path."""
     with temporary.open("rb") as file:
@@ -381,9 +338,22 @@ def _replace(temporary: Path, path: Path) -> None:
     temporary.replace(path)
 
 
-def _temporary() -> str:
-    """Returns a unique name of a temporary file, short enough for every file system."""
-    return f".{os.getpid()}-{next(_numbers)}.tmp"
+@contextlib.contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    """Gives a unique path for a temporary file or folder, which is removed after the context."""
+    path = folder / f".{os.getpid()}-{next(_numbers)}.tmp"  # short enough for every file system
+    try:
+        yield path
+    finally:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Removes a file or a folder with its files, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def remove_partial(folder: Path, tree: bool = False) -> None:
@@ -394,12 +364,8 @@ def remove_partial(folder: Path, tree: bool = False) -> None:
         tree: Whether to search subfolders too.
     """
     for path in [*(folder.rglob if tree else folder.glob)(".*.tmp")]:
-        if not _PARTIAL.fullmatch(path.name):
-            continue
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        if _PARTIAL.fullmatch(path.name):
+            _remove(path)
 
 
 def _list(path: Path, content: str) -> None:
@@ -493,16 +459,10 @@ def claimed(folder: Path) -> Iterator[None]:
         OptionError: Another run writes to the folder.
         InputError: The folder cannot be created.
     """
-    missing = _missing(folder)
     with contextlib.ExitStack() as stack:
         with explained(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.callback(remove_empty, missing)
-            handle = os.open(folder, os.O_RDONLY)
-        stack.callback(os.close, handle)
-        lock(handle, folder)
-        with explained(folder):
-            remove_partial(folder)
+            stack.enter_context(_made(folder))
+            stack.enter_context(_locked(folder))
         before = set(folder.iterdir())
         try:
             yield
@@ -510,21 +470,34 @@ def claimed(folder: Path) -> Iterator[None]:
             made = [path for path in folder.iterdir() if path not in before]
             if all(map(_is_note, made)):
                 for path in made:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    _remove(path)
 
 
-def lock(handle: int, path: Path) -> None:
+@contextlib.contextmanager
+def _locked(folder: Path, wait: bool = False) -> Iterator[None]:
+    """Locks a folder among processes, and removes partial files that killed processes left."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        lock(handle, folder, wait)
+        with contextlib.suppress(OSError):  # of another user: it is never read
+            remove_partial(folder)
+        yield
+    finally:
+        os.close(handle)
+
+
+def lock(handle: int, path: Path, wait: bool = False) -> None:
     """Locks an open file or folder until it is closed.
 
     Raises:
-        OptionError: Another run has locked it.
+        OptionError: Another run has locked it, and ``wait`` is not set.
     """
     try:
         import fcntl
     except ImportError:  # not on Windows
         return
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise OptionError(
             f"another run is writing to {path}; wait for it, or choose another --out"
@@ -545,7 +518,9 @@ def note_settings(
     write_file(run_of(path), text.replace('"work": 0\n', f"{line}\n"), overwrite)
 
 
-def check_settings(path: Path, settings: Any, resume: bool, replaceable: bool = True) -> None:
+def check_settings(
+    path: Path, settings: Any, resume: bool, replaceable: bool = True
+) -> dict[str, Any]:
     """Raises if the results in a folder or file may not be continued with these settings.
 
     Args:
@@ -553,6 +528,9 @@ def check_settings(path: Path, settings: Any, resume: bool, replaceable: bool = 
         settings: All settings that may change a result.
         resume: Whether the user asked to continue.
         replaceable: Whether ``--overwrite`` replaces them, for the messages.
+
+    Returns:
+        What `note_settings` wrote earlier.
 
     Raises:
         OptionError: The earlier settings differ or cannot be read, or ``resume`` is false.
@@ -563,7 +541,7 @@ def check_settings(path: Path, settings: Any, resume: bool, replaceable: bool = 
     run = run_of(path)
     instead = "replace the results with --overwrite in place of --resume, " * replaceable
     try:
-        before = json.loads(run.read_text(encoding="utf-8"))
+        before: dict[str, Any] = json.loads(run.read_text(encoding="utf-8"))
         old_hash, old = before["hash"], dict(before["settings"])
     except (OSError, ValueError, KeyError, TypeError):
         raise OptionError(
@@ -581,10 +559,11 @@ def check_settings(path: Path, settings: Any, resume: bool, replaceable: bool = 
             f"{path} holds results of other settings ({shown}); give {again} to continue, "
             f"{instead}or choose another --out"
         )
+    return before
 
 
 def append_line(file: BinaryIO, line: bytes) -> None:
-    """Appends a line and syncs it to disk, so that a crash does not lose it."""
+    """Appends a line, or several, and syncs it to disk, so that a crash does not lose it."""
     file.write(line)
     file.flush()
     os.fsync(file.fileno())

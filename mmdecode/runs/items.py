@@ -1,23 +1,30 @@
-"""Isolation of errors in a job: an item that raises an error does not stop the other items.
+"""Failed items, the same for transcripts, answers and images: one does not stop the others.
 
 Items are decoded in batches. If decoding a batch raises an error, the batch is halved again and
 again until the item that raises the error is alone; only this item fails. If every item fails with
 the same error of the configuration, the whole job raises that error (`Watch`).
 ``KeyboardInterrupt`` and ``SystemExit`` are not caught.
+
+A call with a single input returns its result, or raises its error. A call with a list of inputs
+returns a list in the same order, which has a failure at the index of each input that failed. The
+option ``on_error`` overrides this: it raises the first error, or returns failures (`collected`).
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import errno
 import gc
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
+from mmdecode import errors
 from mmdecode.errors import (
     IncompatibleError,
     MissingExtraError,
@@ -31,6 +38,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 Noted = Callable[[Sequence[str]], contextlib.AbstractContextManager[object]]
 """Function that takes the names of a batch's items; its context is open during their decoding."""
+OnError = Literal["raise", "return"]
 
 CONFIGURATION = (OptionError, IncompatibleError, UnsupportedModelError, MissingExtraError)
 ENOUGH = 16
@@ -74,11 +82,6 @@ class Failed:
         return cls(text, kind, problem.with_traceback(None))
 
 
-def nothing_noted(names: Sequence[str]) -> contextlib.AbstractContextManager[object]:
-    """Returns a context that records nothing; the default of `Watch`."""
-    return contextlib.nullcontext()
-
-
 class Watch:
     """State of a job over all its batches; decides whether the job as a whole has failed.
 
@@ -90,7 +93,7 @@ class Watch:
         halved: Size of the last batch of each item whose batch was halved since memory ran out.
     """
 
-    def __init__(self, noted: Noted = nothing_noted) -> None:
+    def __init__(self, noted: Noted = contextlib.nullcontext) -> None:
         self.noted = noted
         self.halved: dict[str, int] = {}
         self._fits = False  # some item did not fail by the configuration
@@ -149,10 +152,10 @@ def each(
     """
     if not items:
         return
-    noted = watch.noted if watch is not None else nothing_noted
+    watch = watch or Watch()
     failed = None
     try:
-        with noted([name(item) for item in items]), attempt():
+        with watch.noted([name(item) for item in items]), attempt():
             results = run(items)
     except Exception as problem:
         short = is_out_of_memory(problem)
@@ -169,7 +172,7 @@ def each(
         return
     middle = len(items) // 2
     for part in (items[:middle], items[middle:]):
-        if short and watch is not None:
+        if short:
             watch.halved |= dict.fromkeys(map(name, part), len(part))
         yield from each(part, run, hint=hint, name=name, watch=watch, attempt=attempt)
 
@@ -201,6 +204,58 @@ def written(write: Callable[[], Result], hint: str) -> Result | Failed:
         if number is not None and number not in _OF_ONE_FILE and found.kind != OUT_OF_MEMORY:
             raise found.problem
     return found
+
+
+def collected(outcomes: Iterable[Any], single: bool, on_error: OnError | None = None) -> Any:
+    """Collects the outcomes of a call in input order, or raises the first error.
+
+    Args:
+        outcomes: Outcomes in any order. Each has the ``index`` of its input, the message of its
+            error as ``error`` (``None`` if it succeeded) and the name of the error's class as
+            ``kind``. ``on_error`` is checked before the iterable is read.
+        single: Whether a single input was given instead of a list.
+        on_error: ``raise``: raise the first error; ``return``: return failures in the list;
+            ``None``: raise for a single input, return for a list.
+
+    Returns:
+        One outcome for a single input, else a list in the order of the input.
+
+    Raises:
+        OptionError: ``on_error`` has another value.
+        MMDecodeError: The first error, if errors are raised. It has the class that ``kind`` names,
+            which may also be a built-in error.
+    """
+    if on_error not in (None, "raise", "return"):
+        raise OptionError(f"on_error={on_error!r}; expected 'raise' or 'return'")
+    raises = single if on_error is None else on_error == "raise"
+    found = []
+    for outcome in outcomes:
+        if raises and outcome.error is not None:
+            raise error_of(outcome.kind, outcome.error)
+        found.append(outcome)
+    found.sort(key=lambda outcome: outcome.index)
+    return found[0] if single else found
+
+
+def error_of(kind: str | None, message: str) -> Exception:
+    """Rebuilds the error that a recorded failure describes.
+
+    Args:
+        kind: Name of the error's class; ``None`` or an unknown name gives `MMDecodeError`.
+        message: Text of the error.
+    """
+    if kind == MissingExtraError.__name__:
+        found = re.fullmatch(r"(.*); install it with: pip install 'mmdecode\[(\w+)\]'", message)
+        return MissingExtraError(found[1], extra=found[2]) if found else MMDecodeError(message)
+    if kind == OUT_OF_MEMORY:  # whichever library's it was
+        return MemoryError(message)
+    known = getattr(errors, kind or "", None) or getattr(builtins, kind or "", None)
+    if isinstance(known, type) and issubclass(known, Exception):
+        try:
+            return known(message)
+        except TypeError:  # as UnicodeDecodeError, which is made of five parts
+            pass
+    return MMDecodeError(f"{kind}: {message}" if kind else message)
 
 
 def _alike(first: Failed | None, failed: Failed | None) -> bool:

@@ -16,7 +16,9 @@ are computed again.
 
 from __future__ import annotations
 
-import abc
+import contextlib
+import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -26,7 +28,7 @@ from typing import Any, BinaryIO, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.changes import Inputs
-from mmdecode.runs.crashes import Batches, InFlight, ended_over, suspects_in
+from mmdecode.runs.crashes import Batches, InFlight, Source, ended_over, suspects_in
 from mmdecode.runs.files import (
     append_line,
     check_settings,
@@ -48,7 +50,7 @@ RESULTS, PARTS = "results.jsonl", "parts"
 READING, DECODING = ".reading-{}.tmp", ".decoding-{}"
 UNIT = 8
 """Number of batches in a unit of work."""
-Item = TypeVar("Item")
+Item = TypeVar("Item", bound=Any)
 
 
 class Prepared(NamedTuple):
@@ -77,7 +79,7 @@ class Unit(NamedTuple, Generic[Item]):
     batch_size: int
 
 
-class Journal(abc.ABC, Generic[Item]):
+class Journal(Generic[Item]):
     """Base class of results in a folder; each kind of job says how its items are named and written.
 
     `prepare` is called by the leading process, `open` by each process, `finish` by the leading one
@@ -97,7 +99,6 @@ class Journal(abc.ABC, Generic[Item]):
     Attributes:
         done: Ids of the items that have a result.
         changed: Ids of items whose input files have changed; they are computed again.
-        suspects: Names of input files that were being read when an earlier run crashed.
         reading: Note on disk of the file that is being read, to be found after a crash.
         batches: Note on disk of the items that are being decoded, to be found after a crash.
         watch: Watch over the run, which keeps ``batches``.
@@ -107,6 +108,12 @@ class Journal(abc.ABC, Generic[Item]):
     """A result in words, for messages."""
     other: ClassVar[str] = "another item"
     again: ClassVar[str] = "computes that item again"
+    fields: ClassVar[Sequence[str]] = ()
+    """Fields that every line has, besides its id."""
+    signs: ClassVar[Sequence[str]] = (PARTS,)
+    """Names of further files that show that a folder holds results."""
+    needs_files: ClassVar[bool] = False
+    """Whether an item with a line whose files have vanished is computed again."""
 
     def __init__(
         self,
@@ -126,15 +133,21 @@ class Journal(abc.ABC, Generic[Item]):
         self._settings, self._resume, self._overwrite = settings, resume, overwrite
         self._tree, self._replaced = tree, False
         self._inputs = Inputs(folder)
+        self._before: dict[str, Any] = {}
         self.done: set[str] = set()
         self.changed: set[str] = set()
         self._failed: dict[str, bytes] = {}
         self._file: BinaryIO | None = None
         self.opened = False
 
-    @abc.abstractmethod
+    @functools.cached_property
+    def given(self) -> dict[str, Item]:
+        """The items by id, in order."""
+        return {self.id_of(item): item for item in self.items}
+
     def id_of(self, item: Item) -> str:
         """Id of an item, the same in every run."""
+        return str(item.id)
 
     def known(self, item: Item) -> dict[str, Any]:
         """Fields of an item's line that say which item it is; empty: its id alone."""
@@ -148,17 +161,9 @@ class Journal(abc.ABC, Generic[Item]):
         """Paths of the files that are written for an item."""
         return ()
 
-    def signs(self) -> list[Path]:
-        """Further paths that show that a folder holds results."""
-        return [self.folder / PARTS]
-
     def noted_as(self, item: Item) -> str:
         """Name of an item in the notes of what is being decoded."""
         return self.id_of(item)
-
-    def is_whole(self, item: Item) -> bool:
-        """Whether the files of an item with a line are there."""
-        return True
 
     def check_line(self, line: Mapping[str, Any]) -> str:
         """Returns the id in a line.
@@ -166,12 +171,13 @@ class Journal(abc.ABC, Generic[Item]):
         Raises:
             KeyError: The line is no result; so are `ValueError` and `TypeError`.
         """
+        _ = [line[name] for name in self.fields]
         return str(line["id"])
 
-    def differing(self, item: Item, line: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    def differing(self, item: Item, line: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """Fields, before and now, by which an item is another one than that of a line."""
         now = json.loads(to_json(self.known(item)))
-        return {n: (line.get(n), now[n]) for n in now if line.get(n) != now[n]}
+        return [(n, line.get(n), now[n]) for n in now if line.get(n) != now[n]]
 
     def prepare(self) -> Prepared:
         """Checks settings and items, cleans up after earlier runs, and cuts the work into units.
@@ -188,12 +194,13 @@ class Journal(abc.ABC, Generic[Item]):
         """Checks the settings of the folder; see `prepare`."""
         with explained(self.folder):
             run = run_of(self.folder)
-            there = any(path.exists() for path in (run, self.path, *self.signs()))
+            signs = (run, self.path, *(self.folder / name for name in self.signs))
+            there = any(path.exists() for path in signs)
             self._replaced = there and self._overwrite and not self._resume
             if not is_own(run):
                 refuse_foreign([run, self.path], self._overwrite)
             if there and not self._replaced:
-                check_settings(self.folder, self._settings, self._resume)
+                self._before = check_settings(self.folder, self._settings, self._resume)
 
     def plan(self, more: Iterable[Path] = ()) -> Prepared:
         """Checks the items, cleans up after earlier runs, and cuts the work into units.
@@ -202,57 +209,56 @@ class Journal(abc.ABC, Generic[Item]):
             more: Further files that will be written.
         """
         with explained(self.folder):
-            given = {self.id_of(item): item for item in self.items}
             if not self._replaced:
-                self._check(given)
-            todo = [item for name, item in given.items() if name not in self.done - self.changed]
-            refuse_foreign(
-                [*(file for item in todo for file in self.files(item)), *more], self._overwrite
-            )
+                self._check()
+            done = self.done - self.changed
+            todo = [item for name, item in self.given.items() if name not in done]
+            files = [file for item in todo for file in self.files(item)]
+            refuse_foreign([*files, *more], self._overwrite)
             for name in self.changed:
-                for file in self.files(given[name]):
+                for file in self.files(self.given[name]):
                     file.unlink(missing_ok=True)
-            notes = sorted(self.folder.glob(READING.format("*")))
-            suspects = suspects_in(notes)
-            for note in notes:
+            reading, decoding = self._notes(READING), self._notes(DECODING)
+            suspects = set(suspects_in(reading))
+            names = {self.noted_as(item) for item in todo}
+            alone = {} if self._replaced else ended_over(decoding, names)
+            # into one note, which the leading process goes on with: the others' may never run again
+            first = self.folder / DECODING.format(0)
+            Batches(first, alone).close()
+            for note in {*reading, *decoding} - {first}:
                 note.unlink()
             remove_partial(self.folder, tree=self._tree)
-            # into one note, which the leading process goes on with: the others' may never run again
-            names = {self.noted_as(item) for item in todo}
-            alone = {} if self._replaced else ended_over(self._notes(), names)
-            Batches(self.folder / DECODING.format(0), alone).close()
-            for left in self._notes():
-                if left.name != DECODING.format(0):
-                    left.unlink()
             work = self.cut_units()
             if not self._replaced:
-                note_settings(self.folder, self._settings, work=self._work_noted(work))
+                self._note_run(work)
         if not self._replaced or (self.folder / PARTS).exists():
             self.merge(self.changed)
-        return Prepared(set(suspects), self.changed, alone, work, self._replaced)
+        return Prepared(suspects, self.changed, alone, work, self._replaced)
 
-    def _check(self, given: Mapping[str, Item]) -> None:
+    def _check(self) -> None:
         """Checks that ids still belong to the same items; finds those that are done or changed."""
-        for path in self._written():
-            for _, name, line in self.lines(path):
-                item = given.get(name)
-                if "error" in line:
-                    continue
-                if item is None or self.is_whole(item):
-                    self.done.add(name)
-                if item is None:
-                    continue
-                if differing := self.differing(item, line):
-                    shown = "; ".join(
-                        f"{n} was {was!r}, is {now!r}" for n, (was, now) in differing.items()
-                    )
-                    raise OptionError(
-                        f"{self.folder} holds {self.what} with the id {name!r}, which is now the "
-                        f"id of {self.other} ({shown}); resume in the folder in which the run was "
-                        "started, with the same input, or choose another --out"
-                    )
-                if self._has_changed(item, line):
-                    self.changed.add(name)
+        for _, name, line in self.lines(*written_in(self.folder)):
+            if "error" in line:
+                continue
+            self._add_done(name)
+            item = self.given.get(name)
+            if item is None:
+                continue
+            if differing := self.differing(item, line):
+                shown = "; ".join(f"{n} was {was!r}, is {now!r}" for n, was, now in differing)
+                raise OptionError(
+                    f"{self.folder} holds {self.what} with the id {name!r}, which is now the id of "
+                    f"{self.other} ({shown}); resume in the folder in which the run was started, "
+                    "with the same input, or choose another --out"
+                )
+            if self._has_changed(item, line):
+                self.changed.add(name)
+
+    def _add_done(self, name: str) -> None:
+        """Notes that an item has a line without an error; see ``needs_files``."""
+        files = self.files(self.given[name]) if self.needs_files and name in self.given else ()
+        if all(file.exists() for file in files):
+            self.done.add(name)
 
     def _has_changed(self, item: Item, line: Mapping[str, Any]) -> bool:
         sizes = line.get("sizes", [line.get("size")])
@@ -266,20 +272,17 @@ class Journal(abc.ABC, Generic[Item]):
     def cut_units(self) -> list[tuple[int, list[str]]]:
         """Units of an earlier run that is continued, and new ones for further items."""
         work: list[tuple[int, list[str]]] = []
-        if self._resume:
-            try:
-                before = json.loads(run_of(self.folder).read_text(encoding="utf-8"))
-                work = [(size, ids) for size, ids in before["work"]["units"]]
-            except (OSError, ValueError, KeyError, TypeError):
-                work = []
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            work = [(size, ids) for size, ids in self._before["work"]["units"]]
         cut = {name for _, ids in work for name in ids}
-        new = [name for item in self.items if (name := self.id_of(item)) not in cut]
+        new = [name for name in self.given if name not in cut]
         size = self.batch_size * UNIT
         return work + [(self.batch_size, new[i : i + size]) for i in range(0, len(new), size)]
 
-    def _work_noted(self, work: list[tuple[int, list[str]]]) -> dict[str, Any]:
-        """The work as ``run.json`` holds it."""
-        return {"command": list(self.command), "in": os.getcwd(), "units": work}
+    def _note_run(self, work: list[tuple[int, list[str]]], overwrite: bool = False) -> None:
+        """Writes ``run.json``."""
+        noted = {"command": list(self.command), "in": os.getcwd(), "units": work}
+        note_settings(self.folder, self._settings, overwrite, work=noted)
 
     def open(self, prepared: Prepared, rank: int | None = None) -> Self:
         """Opens the results of one process.
@@ -293,37 +296,29 @@ class Journal(abc.ABC, Generic[Item]):
             InputError: The folder cannot be written.
         """
         self._replaced, self.changed = prepared.replaced, prepared.changed
-        self.suspects = prepared.suspects
         self._work, self._rank = prepared.work, rank
         with explained(self.folder):
-            given = {self.id_of(item): item for item in self.items}
             if not self._replaced:
                 self.done.clear()
                 for raw, name, line in self.lines(self.path):
                     if "error" in line:
                         self._failed[name] = raw
-                    elif name not in given or self.is_whole(given[name]):
-                        self.done.add(name)
+                    else:
+                        self._add_done(name)
                 self._file = self._opened()
-            self.reading = InFlight(
-                self.folder / READING.format(rank or 0), sorted(prepared.suspects)
-            )
-            self.batches = Batches(self.folder / DECODING.format(rank or 0), prepared.alone)
+            reading, decoding = (kind.format(rank or 0) for kind in (READING, DECODING))
+            self.reading = InFlight(self.folder / reading, sorted(prepared.suspects))
+            self.batches = Batches(self.folder / decoding, prepared.alone)
         self.watch = Watch(self.batches.decoding)
-        self._given, self.opened = given, True
+        self.opened = True
         return self
-
-    def item(self, name: str) -> Item:
-        """The item with an id."""
-        return self._given[name]
 
     def _opened(self) -> BinaryIO:
         """Opens the file for this process's lines, and deletes older results to be replaced."""
         if self._replaced:
             self._replaced = False
             self.path.unlink(missing_ok=True)
-            work = self._work_noted(self._work)
-            note_settings(self.folder, self._settings, self._overwrite, work=work)
+            self._note_run(self._work, self._overwrite)
         part = self.path
         if self._rank is not None:
             part = self.folder / PARTS / f"rank-{self._rank}.jsonl"
@@ -341,7 +336,7 @@ class Journal(abc.ABC, Generic[Item]):
         Items that ended a process come last, each alone; so do items that failed in an earlier run
         whose unit is complete, together.
         """
-        given, alone = self._given, self.batches.alone
+        given, alone = self.given, self.batches.alone
         found: list[Unit[Item]] = []
         failed: list[Item] = []
         for size, ids in self._work:
@@ -354,17 +349,23 @@ class Journal(abc.ABC, Generic[Item]):
         size = self.batch_size
         found += [Unit(failed[i : i + size], size) for i in range(0, len(failed), size)]
         single = {self.noted_as(item): item for item in self.items}
-        left = sorted((name for name in alone if name in single), key=lambda name: alone[name])
-        items = [single[name] for name in left]
-        return found + [Unit([one], 1) for one in items if self.id_of(one) not in self.done]
+        ended = [single[name] for name in sorted(alone, key=alone.__getitem__) if name in single]
+        return found + [Unit([item], 1) for item in ended if self.id_of(item) not in self.done]
 
-    def note_read(self, path: str) -> None:
-        """Records size and digest of an input file before it is first read in this run."""
-        self._inputs.reading(path)
+    def note_read(self, path: str | None) -> None:
+        """Records size and digest of an input file, if any, before it is first read in this run."""
+        if path is not None:
+            self._inputs.reading(path)
 
-    def content_of(self, path: str) -> dict[str, Any] | None:
-        """Size and digest of an input file as `note_read` recorded them."""
-        return self._inputs.as_read(path)
+    def noting(self, source: Source, paths: Iterable[str]) -> Source:
+        """Returns a copy of a source whose ``read`` first calls `note_read` for its files."""
+
+        def read(*how: Any) -> Any:
+            for path in paths:
+                self.note_read(path)
+            return source.read(*how)
+
+        return dataclasses.replace(source, read=read)
 
     def begin_writing(self) -> BinaryIO:
         """Returns the file for lines; older results are deleted before the first new one."""
@@ -394,24 +395,32 @@ class Journal(abc.ABC, Generic[Item]):
                 self.done.add(name)
             self.batches.cleared(self.noted_as(item))
 
-    def lines(self, path: Path) -> Iterator[tuple[bytes, str, dict[str, Any]]]:
-        """Yields complete lines, the ids in them, and their contents.
+    def lines(self, *paths: Path) -> Iterator[tuple[bytes, str, dict[str, Any]]]:
+        """Yields complete lines of files that exist, the ids in them, and their contents.
 
         Raises:
             InputError: A line is no result.
         """
-        if not path.exists():
-            return
-        for number, line in enumerate(complete_lines(path), 1):
-            try:
-                found = json.loads(line)
-                name = self.check_line(found)
-            except (ValueError, KeyError, TypeError):
-                raise InputError(
-                    f"{path}, line {number} is not {self.what}; remove the line, and --resume "
-                    f"{self.again}"
-                ) from None
-            yield line, name, found
+        for path in filter(Path.exists, paths):
+            for number, line in enumerate(complete_lines(path), 1):
+                try:
+                    found = json.loads(line)
+                    name = self.check_line(found)
+                except (ValueError, KeyError, TypeError):
+                    raise InputError(
+                        f"{path}, line {number} is not {self.what}; remove the line, and --resume "
+                        f"{self.again}"
+                    ) from None
+                yield line, name, found
+
+    def strongest(self, paths: Iterable[Path], without: Collection[str] = ()) -> dict[str, bytes]:
+        """Returns a line for each id in files: its last result, or else its last error."""
+        found: dict[str, tuple[bytes, bool]] = {}
+        for raw, name, line in self.lines(*paths):
+            failed = "error" in line
+            if name not in without and (not failed or found.get(name, (b"", True))[1]):
+                found[name] = raw, failed
+        return {name: raw for name, (raw, _) in found.items()}
 
     def merge(self, without: Collection[str] = ()) -> None:
         """Merges all lines: one per item, its result or else its last error, in input order.
@@ -422,51 +431,39 @@ class Journal(abc.ABC, Generic[Item]):
         Raises:
             InputError: A line cannot be read, or the folder cannot be written.
         """
-        position = {self.id_of(item): index for index, item in enumerate(self.items)}
-        found: dict[str, tuple[bytes, bool]] = {}
+        position = {name: index for index, name in enumerate(self.given)}
         with explained(self.folder):
-            parts = self._parts()
-            written = [path for path in (self.path, *parts) if path.exists()]
+            written = [path for path in written_in(self.folder) if path.exists()]
             for path in written:  # a process whose leading one was killed may be at it still
                 with path.open("rb") as file:
                     lock(file.fileno(), self.folder)
-            for path in written:
-                for raw, name, line in self.lines(path):
-                    failed = "error" in line
-                    if name in without or (failed and not found.get(name, (b"", True))[1]):
-                        continue
-                    found[name] = raw, failed
+            found = self.strongest(written, without)
             # items of an earlier, larger input stay, after the others
             ordered = sorted(found, key=lambda name: position.get(name, len(position)))
-            write_file(self.path, b"".join(found[name][0] for name in ordered))
+            write_file(self.path, b"".join(found[name] for name in ordered))
             if (self.folder / PARTS).exists():
                 shutil.rmtree(self.folder / PARTS)
 
     def finish(self) -> None:
         """Closes the files, merges all lines, and removes the notes of batches in progress."""
-        self.close_files()
+        Journal.close(self)  # a folder that is locked stays so
         self.merge()
         with explained(self.folder):
-            for note in self._notes():
+            for note in self._notes(DECODING):
                 note.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Closes the files; afterwards no more results can be added."""
-        self.close_files()
-
-    def close_files(self) -> None:
-        """Closes the file of lines and the notes."""
+        """Closes the file of lines and the notes; afterwards no more results can be added."""
         if self._file:
             self._file.close()
         if self.opened:
             self.reading.close()
             self.batches.close()
 
-    def _parts(self) -> list[Path]:
-        return sorted((self.folder / PARTS).glob("*.jsonl"))
+    def _notes(self, kind: str) -> list[Path]:
+        return sorted(self.folder.glob(kind.format("*")))
 
-    def _written(self) -> list[Path]:
-        return [self.path, *self._parts()]
 
-    def _notes(self) -> list[Path]:
-        return sorted(self.folder.glob(DECODING.format("*")))
+def written_in(folder: Path) -> list[Path]:
+    """Returns the paths of the files of lines in a folder, of which the first may be missing."""
+    return [folder / RESULTS, *sorted((folder / PARTS).glob("*.jsonl"))]

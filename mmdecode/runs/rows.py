@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -11,7 +10,7 @@ from mmdecode.errors import OptionError
 from mmdecode.runs.changes import Noted
 from mmdecode.runs.files import RUN, append_line, explained, note_settings, refuse_foreign
 from mmdecode.runs.journal import Journal
-from mmdecode.runs.tables import write_rows
+from mmdecode.runs.tables import rows_text, write_rows
 
 
 class Recorded(Protocol):
@@ -53,6 +52,8 @@ class RowJournal(Journal[Row]):
         InputError: The folder cannot be read or written.
     """
 
+    signs = (*Journal.signs, "summary.json")
+
     def __init__(
         self,
         path: Path,
@@ -65,41 +66,27 @@ class RowJournal(Journal[Row]):
     ) -> None:
         super().__init__(path.parent, settings, resume=resume, overwrite=overwrite)
         self.path, self._key, self._work, self._rank = path, key, [], None
-        self._noted = Noted(self.folder)
+        self._inputs = noted = Noted(self.folder)
         self.rows: dict[Any, Row] = {}
         self.begin()
         if self._replaced:
             return
         if path.exists():
             known = {key(row): row for row in read(path)}
-            files = {name: input_of(row) for name, row in known.items()}
-            found = {file for file in files.values() if file is not None}
-            self.changed = {file for file in found if self._noted.changed(file)}
-            self.rows = {n: row for n, row in known.items() if files[n] not in self.changed}
+            files = {file for row in known.values() if (file := input_of(row)) is not None}
+            self.changed = {file for file in files if noted.changed_since(file)}
+            self.rows = {n: row for n, row in known.items() if input_of(row) not in self.changed}
             with explained(self.folder):
                 self.finish_with(list(self.rows.values()))
         with explained(self.folder):
             note_settings(self.folder, settings, overwrite)
             self._file = self._opened()
 
-    def signs(self) -> list[Path]:
-        """The summary of a report, too."""
-        return [*super().signs(), self.folder / "summary.json"]
-
-    def id_of(self, item: Row) -> str:
-        """Key of a row, as text."""
-        return str(self._key(item))
-
-    def note_read(self, path: str | None) -> None:
-        """Records size and digest of an input file before rows are computed from it."""
-        if path is not None:
-            self._noted.reading(path)
-
     def add(self, row: Row) -> None:
         """Appends a row and syncs it to disk, so that a crash does not lose it."""
-        line = json.dumps(row.as_dict(), ensure_ascii=False, allow_nan=False)
+        line = rows_text([row.as_dict()])
         with explained(self.folder):
-            append_line(self.begin_writing(), line.encode() + b"\n")
+            append_line(self.begin_writing(), line.encode())
         self.rows[self._key(row)] = row
 
     def finish_with(self, rows: Sequence[Row]) -> None:
@@ -123,24 +110,14 @@ def refuse_taken(
         OptionError: The folder holds an earlier report, or files that have the names of a report's
             files and that mmdecode did not write.
     """
-    names = (RUN, name, "summary.json", "table.md", "table.csv", "texts.jsonl", "report.html")
-    figures = [
-        f for kind in ("*.png", "leaderboard/*.jsonl", "audio/*.flac") for f in folder.glob(kind)
-    ]
-    refuse_foreign([*(folder / one for one in names), *figures], overwrite)
-    if is_taken(folder, name) and not resume and not overwrite:
+    signs = [folder / one for one in (RUN, name, "summary.json")]
+    others = [folder / one for one in ("table.md", "table.csv", "texts.jsonl", "report.html")]
+    kinds = ("*.png", "leaderboard/*.jsonl", "audio/*.flac")
+    figures = [file for kind in kinds for file in folder.glob(kind)]
+    refuse_foreign([*signs, *others, *figures], overwrite)
+    if any(path.exists() for path in signs) and not resume and not overwrite:
         hint = "continue it with --resume, " if resumable else ""
         raise OptionError(
             f"{folder} holds an earlier report; {hint}replace it with --overwrite, or choose "
             "another --out"
         )
-
-
-def is_taken(folder: Path, name: str) -> bool:
-    """Returns whether a folder holds a report or the files of an unfinished run.
-
-    Args:
-        folder: Folder of the report; it need not exist.
-        name: Name of the file of rows.
-    """
-    return any((folder / one).exists() for one in (RUN, name, "summary.json"))

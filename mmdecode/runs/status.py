@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mmdecode.errors import InputError
-from mmdecode.runs.files import RUN, complete_lines
-from mmdecode.runs.journal import PARTS, RESULTS
+from mmdecode.runs.files import RUN
+from mmdecode.runs.journal import Journal, written_in
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def status_of(folder: Path) -> Status:
         folder: Folder of the results.
 
     Raises:
-        InputError: The folder holds no results of a job.
+        InputError: The folder holds no results of a job, or a line is no result.
     """
     try:
         run = json.loads((folder / RUN).read_text(encoding="utf-8"))
@@ -62,12 +62,8 @@ def status_of(folder: Path) -> Status:
             "expected --out of transcribe, ask or generate-image; of an evaluation, see its "
             "report.html, or run it again with --resume"
         ) from error
-    lines: dict[str, dict[str, Any]] = {}
-    for path in (folder / RESULTS, *sorted((folder / PARTS).glob("*.jsonl"))):
-        for raw in complete_lines(path) if path.exists() else ():
-            line = json.loads(raw)
-            if "error" not in line or "error" in lines.get(line["id"], {"error": ""}):
-                lines[line["id"]] = line
+    found = Journal[Any](folder, settings).strongest(written_in(folder))
+    lines = {name: json.loads(line) for name, line in found.items()}
     return Status(
         lines=lines,
         missing=[name for name in ids if name not in lines],

@@ -16,11 +16,13 @@ import re
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mmdecode.errors import InputError, MissingExtraError, OptionError
 from mmdecode.runs.files import to_json, write_file
 from mmdecode.runs.inputs import refuse_address
+
+Result = TypeVar("Result")
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -47,39 +49,43 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
     data = _content(path)
     kind = (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
     try:
-        text = _universal(data.decode("utf-8-sig"))
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         if kind in (".csv", ".tsv") or data.lstrip()[:1] == b"[":
             problem = f"{path} cannot be read as a manifest: it is not UTF-8 text"
             raise InputError(problem) from error
         # a line that is not text does not affect the others
-        text = _universal(data.decode("utf-8-sig", "surrogateescape"))
+        text = data.decode("utf-8-sig", "surrogateescape")
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    of_line = _transcript if kind in (".trn", ".ref", ".hyp") else _object
     if kind in (".csv", ".tsv"):
         yield from _table(path, text, kind)
-    elif kind in (".trn", ".ref", ".hyp"):
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                yield number, _tried(_transcript, line, f"{path}, line {number}")
-    elif text.lstrip().startswith("["):
+    elif of_line is _object and text.lstrip().startswith("["):
         for number, row in enumerate(_parse(text, str(path)), 1):
             yield number, _tried(_mapping, row, f"{path}, item {number}")
-    elif text.startswith("{\n"):
-        yield 1, _mapping(_parse(text, str(path)), str(path))
+    elif of_line is _object and text.startswith("{\n"):
+        yield 1, _object(text, str(path))
     else:
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                yield number, _tried(_object, line, f"{path}, line {number}")
+        yield from lines_of(text, path, of_line)
+
+
+def lines_of(
+    text: str, path: Path, read: Callable[[str, str], Result]
+) -> Iterator[tuple[int, Result | InputError]]:
+    """Yields number and result of each line that is not blank, or its error; see `rows_of`."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, _tried(read, line, f"{path}, line {number}")
 
 
 def _content(path: Path) -> bytes:
     """Reads a table's file, decompressed if its name ends in ``.gz``."""
     try:
         refuse_address(path)
-    except InputError as error:
-        raise InputError(f"{path} {error}") from None
-    try:
         data = path.read_bytes()
         return gzip.decompress(data) if path.suffix.lower() == ".gz" else data
+    except InputError as error:
+        raise InputError(f"{path} {error}") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{path} cannot be read as a manifest: it is a broken gzip") from error
     except (OSError, ValueError) as error:
@@ -87,28 +93,16 @@ def _content(path: Path) -> bytes:
         raise InputError(f"{path} cannot be read as a manifest: {reason}") from error
 
 
-def _universal(text: str) -> str:
-    r"""Returns the text with ``\n`` as the only line ending."""
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _tried(
-    read: Callable[[Any, str], dict[str, Any]], given: Any, where: str
-) -> dict[str, Any] | InputError:
+def _tried(read: Callable[[Any, str], Result], given: Any, where: str) -> Result | InputError:
     """Returns the row that ``read`` parses, or the `InputError` that it raises."""
     try:
         if isinstance(given, str):
-            _refuse_bytes(given, where)
+            given.encode()
         return read(given, where)
+    except UnicodeEncodeError:
+        return InputError(f"{where} is not UTF-8 text; write it as UTF-8")
     except InputError as error:
         return error
-
-
-def _refuse_bytes(line: str, where: str) -> None:
-    try:
-        line.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{where} is not UTF-8 text; write it as UTF-8") from None
 
 
 def _object(line: str, where: str) -> dict[str, Any]:
@@ -143,16 +137,14 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _csv_text(rows: Sequence[Mapping[str, Any]], delimiter: str = ",") -> str:
-    names = _columns(rows)
+    plain = (str, int, float, type(None))
     file = io.StringIO()
-    writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
-    writer.writerow(names)
-    for row in rows:
-        cells = (row.get(name) for name in names)
-        writer.writerow(
-            cell if cell is None or isinstance(cell, (str, int, float)) else to_json(cell)
-            for cell in cells
-        )
+    writer = csv.DictWriter(file, _columns(rows), delimiter=delimiter, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(
+        {name: cell if isinstance(cell, plain) else to_json(cell) for name, cell in row.items()}
+        for row in rows
+    )
     return file.getvalue()
 
 
@@ -201,30 +193,23 @@ def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _table(path: Path, text: str, kind: str) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
-    lines = io.StringIO(text, newline="")
+    how: dict[str, Any] = {}
     if kind == ".tsv":  # a quotation mark there is part of the text
-        reader = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-    else:
-        reader = csv.DictReader(lines)
+        how = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    reader = csv.DictReader(io.StringIO(text, newline=""), **how)
     while True:
+        problem = ""
         try:
             row = next(reader)
+            if None in row or None in row.values():
+                count = len(reader.fieldnames or ())
+                problem = f"does not have the {count} columns of the header"
         except StopIteration:
             return
         except csv.Error as error:
-            where = f"{path}, line {reader.line_num}"
-            yield reader.line_num, InputError(f"{where} cannot be read: {error}")
-            continue
-        if None in row or None in row.values():
-            yield (
-                reader.line_num,
-                InputError(
-                    f"{path}, line {reader.line_num} does not have the "
-                    f"{len(reader.fieldnames or ())} columns of the header"
-                ),
-            )
-            continue
-        yield reader.line_num, row
+            problem = f"cannot be read: {error}"
+        where = f"{path}, line {reader.line_num}"
+        yield reader.line_num, InputError(f"{where} {problem}") if problem else row
 
 
 def _transcript(line: str, where: str) -> dict[str, Any]:

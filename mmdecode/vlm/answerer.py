@@ -26,8 +26,7 @@ from mmdecode.engine.trace import Round
 from mmdecode.errors import InputError, UnsupportedModelError
 from mmdecode.guide.answers import yes_no_ids, yes_no_margin
 from mmdecode.model_names import full_name
-from mmdecode.runs.failures import OnError, collected
-from mmdecode.runs.items import Failed, Watch, each, tried
+from mmdecode.runs.items import Failed, OnError, Watch, collected, each, tried
 from mmdecode.vlm.chat import Chat
 from mmdecode.vlm.loading import load
 from mmdecode.vlm.options import AnswerOptions, make_options

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mmdecode.engine.prompt_cache import PromptCache
 from mmdecode.errors import InputError, OptionError
-from mmdecode.runs.failures import collected
 from mmdecode.runs.inputs import content_of
+from mmdecode.runs.items import collected
 from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.messages import PLACEHOLDER, counted, turns_of
 from mmdecode.vlm.options import make_options

@@ -7,20 +7,13 @@ of requests. Answers are computed again if an image file has changed.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmdecode.runs.journal import Journal
-from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.messages import as_messages
 from mmdecode.vlm.requests import AnswerRequest
 from mmdecode.vlm.results import Answer
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from mmdecode.vlm.videos import Video
 
 
 class AnswerFolder(Journal[AnswerRequest]):
@@ -28,15 +21,7 @@ class AnswerFolder(Journal[AnswerRequest]):
 
     what, other = "an answer", "another question"
     again = "asks that question again"
-
-    def id_of(self, item: AnswerRequest) -> str:
-        """Id of a request."""
-        return item.id
-
-    def check_line(self, line: Mapping[str, Any]) -> str:
-        """Returns the id in a line, which has images and a question."""
-        _ = line["images"], line["question"]
-        return str(line["id"])
+    fields = "images", "question"
 
     def known(self, item: AnswerRequest) -> dict[str, Any]:
         """Images, question and earlier turns of a request."""
@@ -52,15 +37,8 @@ class AnswerFolder(Journal[AnswerRequest]):
 
     def noted(self, request: AnswerRequest) -> AnswerRequest:
         """Returns a copy of a request that hashes each image file before first reading it."""
-
-        def watched(source: ImageSource) -> ImageSource:
-            def read(*how: Any) -> Image | Video:
-                self.note_read(source.name)
-                return source.read(*how)
-
-            return replace(source, read=read)
-
-        return replace(request, images=tuple(map(watched, request.images)))
+        images = (self.noting(image, [image.name]) for image in request.images)
+        return replace(request, images=tuple(images))
 
     def add(self, answer: Answer) -> None:
         """Appends an answer and flushes it.
@@ -73,10 +51,10 @@ class AnswerFolder(Journal[AnswerRequest]):
         """
         line = as_line(answer)
         if not answer.error:
-            found = [self.content_of(name) for name in answer.images]
+            found = [self._inputs.as_read(name) for name in answer.images]
             line["sizes"] = [one and one["size"] for one in found]
             line["digests"] = [one and one["digest"] for one in found]
-        self.append(self.item(answer.id), line)
+        self.append(self.given[answer.id], line)
 
 
 def as_line(answer: Answer) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import soundfile
 
-from mmdecode.asr.audio import crashes
 from mmdecode.asr.audio.reading import Source, blocks, recording
 from mmdecode.asr.output import jobs
 from mmdecode.asr.output.jobs import ResultFolder
@@ -19,7 +18,7 @@ from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.asr.results import Failure, Segment, Transcript
 from mmdecode.errors import InputError, MissingExtraError, OptionError
 from mmdecode.runs import journal
-from mmdecode.runs.crashes import InFlight, suspects_in
+from mmdecode.runs.crashes import InFlight, suspects_in, watched
 from mmdecode.runs.distributed import Team, share_out
 from mmdecode.runs.files import LISTING, claimed, note_settings
 from mmdecode.runs.journal import Prepared
@@ -315,7 +314,7 @@ def test_a_broken_folder_is_seen(monkeypatch, tmp_path, broken):
     if broken == "sorted":
         monkeypatch.setattr(journal, "sorted", lambda items, key=None: list(items), raising=False)
     elif broken == "lines":  # no line is found again
-        monkeypatch.setattr(ResultFolder, "lines", lambda self, path: iter(()))
+        monkeypatch.setattr(ResultFolder, "lines", lambda self, *paths: iter(()))
     else:
         monkeypatch.setitem(globals(), "ResultFolder", broken)
     with pytest.raises(AssertionError):
@@ -336,7 +335,7 @@ def test_a_journal_names_the_recording_whose_block_is_decoded_and_no_other(tmp_p
             yield 16_000, None
         raise InputError("a: is broken; mend it")
 
-    blocks = crashes.watched(Source("a\udcff", read), note).read()
+    blocks = watched(Source("a\udcff", read), note, "a", jobs.READ, "mend it").read()
     for _ in range(2):
         next(blocks)
         assert suspects_in([path]) == []
@@ -362,12 +361,14 @@ def test_a_recording_that_crashed_a_run_is_a_failure_of_the_next(tmp_path, kit):
     assert prepare(out, {}, True, entries).suspects == {"bad"}
     assert not list(out.glob(".reading*"))
     for entry in entries:
-        source = crashes.checked(recording(entry.audio, entry.id), entry.audio, code=crash)
+        note = InFlight(tmp_path / "note", [entry.id])
+        source = watched(recording(entry.audio, entry.id), note, entry.audio, crash, "mend it")
         if entry.id == "bad":
             with pytest.raises(InputError, match=r"bad\.wav: crashes the library"):
                 next(source.read())
         else:
             assert sum(len(block) for block in blocks(source, kit.rate)) == kit.rate
+        note.close()
 
 
 # Several processes
@@ -471,7 +472,7 @@ def test_a_recording_that_changed_under_its_path_is_transcribed_again(tmp_path):
         todo = [entry for entry in entries if entry.id not in folder.done]
         for entry in todo:
             source = Source(entry.id, lambda: iter([(8_000, audio.read_bytes())]))
-            [(_, content)] = folder.noted(entry, source).read()
+            [(_, content)] = folder.noting(source, folder.inputs(entry)).read()
             folder.add(transcribed(entry.id, content.decode()))
         folder.close()
         merge(out, entries)

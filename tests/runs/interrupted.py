@@ -12,7 +12,6 @@ recording that crashes its decoder must cost one run, not every run.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import os
@@ -30,8 +29,7 @@ import torch
 from PIL import Image
 
 from mmdecode.asr import transcriber
-from mmdecode.asr.audio import crashes
-from mmdecode.asr.output import manifest
+from mmdecode.asr.output import jobs, manifest
 from mmdecode.asr.results import Failure, Segment, Transcript
 from mmdecode.asr.transcriber import Transcriber
 from mmdecode.cli.app import app
@@ -221,7 +219,7 @@ def crash(clips, options, folder, log):
 
     recording, manifest.recording = manifest.recording, dying
     code = f"import os, sys\nif sys.argv[1] in {bad!r}: os.abort()"
-    crashes.checked = functools.partial(crashes.checked, code=code)
+    jobs.READ = code
     arguments = ["transcribe", *clips, *options, "--out", folder]
     runs = [arguments, *[[*arguments, "--resume"]] * 3]
     codes = [finish(start(run, 1, log)) for run in runs]

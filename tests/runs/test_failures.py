@@ -6,7 +6,7 @@ import pytest
 
 from mmdecode import errors
 from mmdecode.errors import InputError, MissingExtraError, MMDecodeError, OptionError
-from mmdecode.runs.failures import collected, error_of
+from mmdecode.runs.items import collected, error_of
 
 
 def outcome(index, error=None, kind="InputError"):

@@ -10,11 +10,11 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmdecode.asr.audio import crashes
-from mmdecode.asr.audio.reading import Blocks, Source
+from mmdecode.asr.audio.reading import Source
 from mmdecode.asr.decoding.long_form import HINT
 from mmdecode.asr.languages import language_code
 from mmdecode.asr.output.formats import FORMATS, Names, ending
@@ -23,9 +23,18 @@ from mmdecode.asr.output.subtitles import DEFAULT, Layout
 from mmdecode.asr.results import Failure, Transcript
 from mmdecode.asr.transcriber import failure_of
 from mmdecode.errors import InputError
+from mmdecode.runs.crashes import watched
 from mmdecode.runs.files import explained, write_file
 from mmdecode.runs.items import written
 from mmdecode.runs.journal import Journal
+
+READ = """
+import sys
+from mmdecode.asr.audio.reading import blocks, recording
+for _ in blocks(recording(sys.argv[1]), 16_000):
+    pass
+"""
+"""Program that decodes the recording whose path is its argument."""
 
 
 class ResultFolder(Journal[Entry]):
@@ -59,10 +68,6 @@ class ResultFolder(Journal[Entry]):
         self._names: dict[str, str] = {}
         self._order = {entry.id: index for index, entry in enumerate(entries)}
 
-    def id_of(self, item: Entry) -> str:
-        """Id of a recording."""
-        return item.id
-
     def check_line(self, line: Mapping[str, Any]) -> str:
         """Returns the id in a line, and learns the name of the recording's files.
 
@@ -87,13 +92,13 @@ class ResultFolder(Journal[Entry]):
             found["language"] = item.language
         return found
 
-    def differing(self, item: Entry, line: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    def differing(self, item: Entry, line: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """Differences in path, part or language; see `Journal.differing`."""
         now, names = self.known(item), ["audio", "offset", "duration"]
         if self._languages and item.language and line.get("language"):
             now["language"] = language_code(item.language)
             names.append("language")
-        return {n: (line.get(n), now.get(n)) for n in names if line.get(n) != now.get(n)}
+        return [(n, line.get(n), now.get(n)) for n in names if line.get(n) != now.get(n)]
 
     def inputs(self, item: Entry) -> list[str]:
         """The audio file."""
@@ -122,19 +127,8 @@ class ResultFolder(Journal[Entry]):
         """
         problem = entry.problem or self.batches.problem(entry.id)
         source = opened(dataclasses.replace(entry, problem=problem), language)
-        if entry.id in self.suspects:
-            source = crashes.checked(source, entry.audio or "")
-        return self.noted(entry, crashes.watched(source, self.reading))
-
-    def noted(self, entry: Entry, source: Source) -> Source:
-        """Wraps a source so that the state of its file is recorded before it is read."""
-
-        def read() -> Blocks:
-            for path in self.inputs(entry):
-                self.note_read(path)
-            return source.read()
-
-        return dataclasses.replace(source, read=read)
+        path, hint = entry.audio or "", "convert it with ffmpeg"
+        return self.noting(watched(source, self.reading, path, READ, hint), self.inputs(entry))
 
     def add(self, result: Transcript | Failure) -> Transcript | Failure:
         """Writes the files of a recording, then its line in the results.
@@ -149,26 +143,23 @@ class ResultFolder(Journal[Entry]):
             InputError: The folder cannot be written.
         """
         index = self._order[result.source]
-        entry, name = self.items[index], self._name(result.source)
+        entry = self.items[index]
         result = dataclasses.replace(result, index=index)
         if entry.id in self.done:
             return result
-        with explained(self.folder):
-            self.begin_writing()
-            if isinstance(result, Transcript):
-                result = self._with_files(result, name)
-        read = [self.content_of(path) for path in self.inputs(entry)]
-        line = {"id": entry.id, **self.known(entry), **((read or [None])[0] or {}), "name": name}
+        if isinstance(result, Transcript):
+            with explained(self.folder):
+                self.begin_writing()
+                failed = written(partial(self._write, entry, result), HINT)
+            if failed:
+                result = failure_of(entry.id, index, failed)
+        line = {"id": entry.id, **self.known(entry)}
+        for path in self.inputs(entry):
+            line |= self._inputs.as_read(path) or {}
+        line["name"] = self._name(entry.id)
         self.append(entry, line | dataclasses.asdict(result))
         return result
 
-    def _with_files(self, transcript: Transcript, name: str) -> Transcript | Failure:
-        """Writes the files of a recording; if that fails, the result becomes a `Failure`."""
-
-        def write() -> None:
-            for kind in self.formats:
-                text = FORMATS[kind](transcript, self.layout)
-                write_file(self.folder / f"{name}.{ending(kind)}", text, self._overwrite)
-
-        failed = written(write, HINT)
-        return failure_of(transcript.source, transcript.index, failed) if failed else transcript
+    def _write(self, entry: Entry, transcript: Transcript) -> None:
+        for kind, path in zip(self.formats, self.files(entry), strict=True):
+            write_file(path, FORMATS[kind](transcript, self.layout), self._overwrite)
