@@ -1,15 +1,84 @@
-"""Option definitions that several commands share."""
+"""Option definitions that several commands share, and where the help of all others is written.
+
+A command documents its own options in its docstring, see `documented`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Literal
+import copy
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 import typer
 
 from mmdecode.checkpoints import default_recogniser
 from mmdecode.errors import OptionError
 from mmdecode.model_names import REAL, SYNTHETIC
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+ENTRY = re.compile(r"^ {4}(\w+)(?: \((.+?)\))?: (.+(?:\n {5,}.+)*)", re.MULTILINE)
+"""An option in the docstring of a command: its name, flags if any are written, and help."""
+
+
+def documented(command: Command) -> Command:
+    """Gives the parameters of a command the help that its docstring has for them.
+
+    The last section of the docstring is ``Options:``, with ``name: help`` for each parameter whose
+    annotation has no help, or another one; ``name (--flag, -f): help`` also sets its flags. Without
+    flags, a switch that is off by default has no ``--no-name``.
+
+    Args:
+        command: Function of a command; it is changed, and returned.
+    """
+    about, _, entries = inspect.cleandoc(command.__doc__ or "").partition("\n\nOptions:\n")
+    parameters = dict(inspect.signature(command, eval_str=True).parameters)
+    for name, written, text in ENTRY.findall(entries):
+        parameter = parameters[name]
+        flags = written.split(", ") if written else []
+        if not flags and parameter.annotation is bool and parameter.default is not True:
+            flags = ["--" + name.replace("_", "-")]
+        option = described(parameter.annotation, " ".join(text.split()), *flags)
+        parameters[name] = parameter.replace(annotation=option)
+    command.__doc__ = about
+    return with_parameters(command, parameters.values())
+
+
+def with_parameters(command: Command, parameters: Iterable[inspect.Parameter]) -> Command:
+    """Gives a function the parameters that typer reads from it; returns the function."""
+    command.__signature__ = inspect.Signature(list(parameters))  # type: ignore[attr-defined]
+    command.__annotations__ = {
+        name: one.annotation for name, one in command.__signature__.parameters.items()
+    }
+    return command
+
+
+def described(option: Any, text: str, *flags: str) -> Any:
+    """Returns the annotation of an option with a help text, and with flags if any are given."""
+    kind, how = option, typer.Option()
+    if get_origin(option) is Annotated:
+        kind, how = option.__origin__, copy.copy(option.__metadata__[0])
+    how.help, how.param_decls = text, flags or how.param_decls
+    return Annotated[kind, how]
+
+
+def fields_of(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a command that are fields of a dataclass, by name."""
+    return {one.name: given[one.name] for one in dataclasses.fields(kind) if one.name in given}
+
+
+def picked(given: Mapping[str, Any], names: str, later: str = "") -> dict[str, Any]:
+    """Returns arguments of a command by name.
+
+    Args:
+        given: All arguments.
+        names: Names, separated by spaces.
+        later: More names, of options that older runs did not have: left out if they are ``None``.
+    """
+    found = {name: given[name] for name in names.split()}
+    return found | {name: given[name] for name in later.split() if given[name] is not None}
 
 
 def model_help(what: str, example: str) -> str:
@@ -22,13 +91,29 @@ def model_help(what: str, example: str) -> str:
     return f"{what}, such as {example}: a folder, a Hub id, its short name or zoo:NAME."
 
 
+def model_option(what: str, example: str, **how: Any) -> Any:
+    """Returns an option that names a model, see `model_help`."""
+    return typer.Option("--model", help=model_help(what, example), **how)
+
+
+Texts = list[str] | None
+AtLeast0 = Annotated[int, typer.Option(min=0)]
+AtLeast1 = Annotated[int, typer.Option(min=1)]
+Limit = Annotated[int | None, typer.Option(min=1)]
 Recogniser = Annotated[
     str,
-    typer.Option(
-        "--model",
-        help=model_help("A speech recogniser", "openai/whisper-small"),
+    model_option(
+        "A speech recogniser",
+        "openai/whisper-small",
         default_factory=default_recogniser,
         show_default=f"{REAL} if it is installed, else {SYNTHETIC}, which knows 489 words",
+    ),
+]
+Guide = Annotated[
+    str | None,
+    typer.Option(
+        help="Guide, which changes the distribution, as name or name:key=value,...; see 'mmdecode "
+        "methods guide'."
     ),
 ]
 Resume = Annotated[
