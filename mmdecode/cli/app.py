@@ -28,8 +28,8 @@ import typer
 from typer.core import TyperCommand
 
 import mmdecode
-from mmdecode.cli.models import with_models
-from mmdecode.cli.shared import Group, in_panels, refusing_first, with_devices, with_shared
+from mmdecode.cli import flags
+from mmdecode.cli.shared import Group, completed
 from mmdecode.errors import one_line
 from mmdecode.runs.console import console, print_line
 
@@ -79,17 +79,9 @@ def _load(name: str) -> Any:
     if hasattr(module, "app"):
         loaded = typer.main.get_command(module.app)
     else:
-        single = typer.Typer(add_completion=False)
-        single.command(name)(module.command)
-        loaded = typer.main.get_command(single)
+        loaded = flags.as_command(module.command)
     loaded.name = name
-    loaded = with_models(loaded)
-    if hasattr(module, "PANELS"):
-        loaded = in_panels(loaded, module.PANELS)
-    loaded = with_devices(loaded)
-    if hasattr(module, "refuse"):
-        loaded = refusing_first(loaded, module.refuse)
-    return with_shared(loaded)
+    return completed(loaded, module)
 
 
 def _show_version(asked: bool) -> None:

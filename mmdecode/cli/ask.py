@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 SAMPLING = ("temperature", "top_p", "top_k")
 
 
-@flags.documented
 def command(
     context: typer.Context,
     paths: Annotated[flags.Texts, typer.Argument(metavar="[IMAGE...]")] = None,
@@ -42,16 +41,16 @@ def command(
     model: Annotated[
         str, flags.model_option("A vision-language model", "llava-hf/llava-1.5-7b-hf")
     ] = "zoo:llava-scenes",
-    guide: flags.Guide = None,
+    guide: str | None = None,
     draft: str | None = None,
     accept: str = "auto",
     output: Path | None = None,
-    resume: flags.Resume = False,
-    overwrite: flags.Overwrite = False,
+    resume: bool = False,
+    overwrite: bool = False,
     stream: bool = False,
     chat: bool = False,
     batch_size: flags.AtLeast1 = 8,
-    prompt_cache: flags.PromptCacheBytes = 2**30,
+    prompt_cache: flags.Bytes = 2**30,
     max_new_tokens: flags.AtLeast1 = 128,
     frames: flags.AtLeast1 = 8,
     fps: float | None = None,
@@ -60,10 +59,10 @@ def command(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: flags.AtLeast0 = 0,
-    device: flags.Device = "auto",
-    device_map: flags.DeviceMap = None,
-    dtype: flags.Dtype = "auto",
-    quantize: flags.Quantize = None,
+    device: str = "auto",
+    device_map: str | None = None,
+    dtype: str = "auto",
+    quantize: flags.Rounding = None,
     seed: int = 0,
     limit: flags.Limit = None,
     json: JsonFlag = False,
@@ -108,8 +107,6 @@ def command(
         temperature: With --sample: sampling temperature.
         top_p: With --sample: total probability of the tokens to sample from.
         top_k: With --sample: number of tokens to sample from; 0: all.
-        seed: Seed of sampling.
-        limit: Maximum number of questions.
     """
     given = locals()
 
@@ -120,12 +117,9 @@ def command(
     from mmdecode.vlm.options import AnswerOptions
     from mmdecode.vlm.requests import read_requests
 
-    if not sample:
-        flags.refuse_without("--sample", SAMPLING, context)
-    if output is None:
-        flags.refuse_without("--out", ["resume"], context)
-    if table is None:
-        flags.refuse_without("--data", ["images"], context)
+    flags.refuse_without("--sample", SAMPLING, context, sample)
+    flags.refuse_without("--out", ["resume"], context, output)
+    flags.refuse_without("--data", ["images"], context, table is not None)
     # a printed answer does not show margins
     shown = {"do_sample": sample, "margins": bool(output or json)}
     options = AnswerOptions(**flags.fields_of(AnswerOptions, given) | shown)
@@ -146,7 +140,7 @@ def command(
         )
     else:
         requests = read_requests(table, limit, images, failing=True)
-    load = {"model_id": model}
+    load: dict[str, Any] = {"model_id": model}
     load |= flags.picked(given, "draft guide accept dtype seed", later="quantize")
     # what may change an answer; the batch does not
     left_out = {"batch_size", "prompt_cache", "margins", "trace", "first_logits"}

@@ -13,38 +13,21 @@ import mmdecode
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.runs.console import out
 
-# extras that install each distribution; empty: always installed
-PACKAGES = {
-    "jinja2": "",
-    "torch": "",
-    "transformers": "",
-    "tokenizers": "",
-    "safetensors": "",
-    "numpy": "",
-    "rich": "",
-    "typer": "",
-    "torchaudio": "asr",
-    "librosa": "asr",
-    "soundfile": "asr",
-    "soxr": "asr",
-    "jiwer": "asr",
-    "pillow": "vlm, image",
-    "torchvision": "vlm, image",
-    "timm": "vlm, image",
-    "accelerate": "train",
-    "peft": "train",
-    "scipy": "eval",
-    "scikit-learn": "eval",
-    "matplotlib": "eval",
-    "pandas": "eval",
-    "kaldialign": "eval",
-    "silero-vad": "vad",
-    "av": "media",
-    "pyarrow": "tables",
+EXTRAS = {
+    "": "jinja2 torch transformers tokenizers safetensors numpy rich typer",
+    "asr": "torchaudio librosa soundfile soxr jiwer",
+    "vlm, image": "pillow torchvision timm",
+    "train": "accelerate peft",
+    "eval": "scipy scikit-learn matplotlib pandas kaldialign",
+    "vad": "silero-vad",
+    "media": "av",
+    "tables": "pyarrow",
     "torchao": "torchao",
-    "ctranslate2": "bench",
-    "moonshine-voice": "moonshine",
+    "bench": "ctranslate2",
+    "moonshine": "moonshine-voice",
 }
+"""Distributions by the extras that install them; those of no extra are always installed."""
+PACKAGES = {name: extra for extra, names in EXTRAS.items() for name in names.split()}
 
 
 def command(json: JsonFlag = False) -> None:

@@ -34,7 +34,6 @@ LOADED = (
 """Arguments of `ImageGenerator.from_pretrained` that may change an image."""
 
 
-@flags.documented
 def command(
     context: typer.Context,
     model: Annotated[
@@ -65,11 +64,11 @@ def command(
     grid: bool = False,
     likelihood: bool = False,
     output: Path = FOLDER,
-    resume: flags.Resume = False,
-    overwrite: flags.Overwrite = False,
-    device: flags.Device = "auto",
-    dtype: flags.Dtype = "auto",
-    quantize: flags.Quantize = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: flags.Rounding = None,
     json: JsonFlag = False,
 ) -> None:
     """Generate images from classes or prompts.
@@ -129,12 +128,10 @@ def command(
     from mmdecode.image_ar.jobs import ImageFolder, read_prompts
     from mmdecode.image_ar.modes import check_mode
 
-    if start is None:
-        flags.refuse_without("--start", ["mask", "keep_rows"], context)
-    elif (mask is None) == (keep_rows is None):
+    flags.refuse_without("--start", ["mask", "keep_rows"], context, start)
+    if start is not None and (mask is None) == (keep_rows is None):
         raise OptionError("--start completes an image; give --mask or --keep-rows, and not both")
-    if refiner is None:
-        flags.refuse_without("--refiner", ["drafted"], context)
+    flags.refuse_without("--refiner", ["drafted"], context, refiner is not None)
     check_mode(mode, draft, accept)
     lines = [] if file is None else read_prompts(file)
     if not any((names, numbers, prompts, lines)):

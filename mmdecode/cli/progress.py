@@ -48,7 +48,7 @@ class Tally:
 
         Args:
             done: Number of items that this run has done.
-            what: What was done to them, for example ``answered``.
+            what: Verb for what was done to them, for example ``answered``.
         """
         line = f"{done} {what}, {self.done_before} done before, {len(self.failures)} failed"
         return line + (f", {self.changed} changed since and done again" if self.changed else "")

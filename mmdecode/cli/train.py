@@ -60,9 +60,9 @@ def medusa(
     vocabulary: flags.AtLeast0 = 0,
     limit: int | None = None,
     language: str = "en",
-    device: flags.Device = "auto",
+    device: str = "auto",
     dtype: TrainingDtype = "auto",
-    overwrite: flags.Overwrite = False,
+    overwrite: bool = False,
     seed: int = 0,
     json: JsonFlag = False,
 ) -> None:
@@ -77,13 +77,10 @@ def medusa(
         out: Output folder of the heads.
         kind: Layout of the heads: 'block' or 'linear'.
         heads: Number of heads, one per drafted token.
-        epochs: Passes over the samples.
         nodes: Nodes of the draft tree; 0: draft a chain.
         vocabulary: Number of tokens that the heads score, the most frequent of the transcripts; 0:
             all. Fewer are faster where a small model has a large vocabulary.
-        limit: Maximum number of recordings.
         language: Language code of the recordings.
-        seed: Seed of sample order and held-out split.
     """
     given = locals()
 
@@ -123,9 +120,9 @@ def ctc(
     epochs: int = 15,
     limit: int | None = None,
     language: str = "en",
-    device: flags.Device = "auto",
+    device: str = "auto",
     dtype: TrainingDtype = "auto",
-    overwrite: flags.Overwrite = False,
+    overwrite: bool = False,
     seed: int = 0,
     json: JsonFlag = False,
 ) -> None:
@@ -138,10 +135,7 @@ def ctc(
         out: Output folder of the head.
         vocabulary: Maximum number of subwords.
         width: Width of the head's convolutions.
-        epochs: Passes over the samples.
-        limit: Maximum number of recordings.
         language: Language code of the recordings.
-        seed: Seed of sample order and held-out split.
     """
     given = locals()
 
@@ -204,9 +198,9 @@ def drafter(
     exit_layer: int = 2,
     limit: int | None = None,
     start: str | None = None,
-    device: flags.Device = "auto",
+    device: str = "auto",
     dtype: TrainingDtype = "auto",
-    overwrite: flags.Overwrite = False,
+    overwrite: bool = False,
     push: str | None = None,
     private: bool | None = None,
     seed: int = 0,
@@ -223,9 +217,7 @@ def drafter(
             class-conditional image model leave it at zoo:scenes: its classes are used.
         kind: Kind of drafter: 'eagle', 'eagle3', 'vispec', 'dream', 'flash', 'hydra', 'kangaroo',
             'medusa' or 'text'.
-        steps: Maximum number of steps.
         batch_size: Requests per step.
-        rate: Highest learning rate.
         passes: Passes per step; from the second on, the drafter reads its own states.
         length: Length of the drafted chain in evaluations.
         held_out: Requests held out to choose the best checkpoint.
@@ -238,11 +230,9 @@ def drafter(
         feature_sampling (--feature-sampling/--no-feature-sampling): For eagle and vispec: FSPAD,
             where embeddings gate features.
         exit_layer: For kangaroo: number of the target's layers to draft with.
-        limit: Maximum number of requests.
         start (--from): Drafter to start from, of the same kind; for vispec also an eagle.
         push: Upload the result to USER/NAME on the Hugging Face Hub.
         private: Whether --push creates a private repository.
-        seed: Seed of all random choices.
     """
     given = locals()
 
@@ -253,7 +243,7 @@ def drafter(
     from mmdecode.train.drafters import trainer as recipe
 
     usual = recipe.Options(kind=kind)
-    own = {"draft_vocabulary": vocabulary, "fit": _paced(usual.fit, given)}
+    own: dict[str, Any] = {"draft_vocabulary": vocabulary, "fit": _paced(usual.fit, given)}
     options = recipe.Options(**flags.fields_of(recipe.Options, given), **own)
     if push is not None:
         hub.check_push(push)
@@ -293,8 +283,8 @@ def alignment_heads(
     limit: int = 80,
     most: int = 10,
     out: Path | None = None,
-    device: flags.Device = "auto",
-    overwrite: flags.Overwrite = False,
+    device: str = "auto",
+    overwrite: bool = False,
     json: JsonFlag = False,
 ) -> None:
     """Find the cross-attention heads that align text with audio, for word timestamps.
@@ -341,8 +331,8 @@ def corrector(
     rate: float | None = None,
     rank: int = 16,
     targets: str = "attention",
-    device: flags.Device = "auto",
-    overwrite: flags.Overwrite = False,
+    device: str = "auto",
+    overwrite: bool = False,
     seed: int = 0,
     json: JsonFlag = False,
 ) -> None:
@@ -355,12 +345,9 @@ def corrector(
         method: 'lora', 'full' (all weights), or 'scratch' (without --model).
         template: Prompt: n_best, 1_best, flanec or a text with {best}, {others}.
         n_best: Maximum hypotheses in a prompt.
-        steps: Maximum number of steps.
         batch_size: N-best lists per step.
-        rate: Highest learning rate.
         rank: Rank of the LoRA adapters.
         targets: Layers with LoRA adapters: attention or all-linear.
-        seed: Seed of all random choices.
     """
     given = locals()
 
@@ -395,7 +382,7 @@ def zoo(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(RESULTS)}.")],
     work: Path = Path("outputs/zoo"),
     out: Path | None = None,
-    overwrite: flags.Overwrite = False,
+    overwrite: bool = False,
     minutes: float = 80.0,
     base: str = "zoo:whisper-synth",
     device: str = "cpu",

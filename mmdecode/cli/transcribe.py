@@ -47,7 +47,6 @@ VAD = ("vad_threshold", "vad_min_speech_s", "vad_min_silence_s", "vad_pad_s")
 SUBTITLES = ("max_line_width", "max_line_count", "max_reading_speed")
 
 
-@flags.documented
 def command(
     context: typer.Context,
     model: flags.Recogniser,
@@ -55,7 +54,7 @@ def command(
     files_from: str | None = None,
     data: str | None = None,
     draft: str | None = None,
-    guide: flags.Guide = None,
+    guide: str | None = None,
     accept: str = "auto",
     correct: str | None = None,
     report: Path | None = None,
@@ -65,13 +64,13 @@ def command(
     max_line_count: flags.AtLeast1 = 2,
     max_reading_speed: Annotated[float, typer.Option(min=0)] = 20.0,
     batch_size: flags.AtLeast1 = 8,
-    resume: flags.Resume = False,
-    overwrite: flags.Overwrite = False,
+    resume: bool = False,
+    overwrite: bool = False,
     keep_tree: bool = False,
     allow_truncated: bool = False,
-    language: flags.Language = None,
-    task: flags.Task = None,
-    timestamps: flags.Timestamps = True,
+    language: str | None = None,
+    task: str | None = None,
+    timestamps: bool = True,
     fallback: bool = False,
     temperature: list[float] | None = None,
     compression_ratio_threshold: float | None = None,
@@ -94,13 +93,13 @@ def command(
     mode: str = "sequential",
     overlap_s: float | None = None,
     window_s: float | None = None,
-    max_new_tokens: flags.MaxNewTokens = None,
+    max_new_tokens: flags.Limit = None,
     word_timestamps: bool = False,
     word_method: str | None = None,
     padding: str = "auto",
-    device: flags.Device = "auto",
-    dtype: flags.Dtype = "auto",
-    quantize: flags.Quantize = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: flags.Rounding = None,
     seed: int = 0,
     limit: flags.Limit = None,
     json: JsonFlag = False,
@@ -164,7 +163,6 @@ def command(
             previous text either) or cut (the loop is also cut to its first repetition).
         hallucination_silence_threshold: With --word-timestamps: skip probable hallucinations next
             to silences longer than this, in seconds.
-        vad: Skip audio without speech; needs the extra vad.
         vad_threshold: Probability from which a frame of audio counts as speech.
         vad_min_speech_s: Ignore speech that is shorter, in seconds.
         vad_min_silence_s: Keep shorter silences (s).
@@ -180,8 +178,6 @@ def command(
         word_method: How words are timed: attention, ctc or ctc:model=NAME; implies
             --word-timestamps. Default: ctc if the checkpoint has a CTC head, else attention.
         padding: Padding of the last window: auto, silence or zeros.
-        seed: Seed of the noise that sampling uses.
-        limit: Transcribe only this many recordings.
     """
     given = locals()
 
@@ -203,20 +199,15 @@ def command(
     }
     options: dict[str, Any] = dict(FALLBACK) if fallback else {}
     options |= {name: value for name, value in asked.items() if value is not None}
-    if correct is None:
-        flags.refuse_without("--correct", ["report"], context)
+    flags.refuse_without("--correct", ["report"], context, correct is not None)
     if report is not None and report.is_dir():
         raise OptionError(f"--report {report} is a folder; expected the path of a page, as x.html")
-    if not vad:
-        flags.refuse_without("--vad", VAD, context)
-    if not n_best:
-        flags.refuse_without("--n-best", ["n_best_method"], context)
-    if out_dir is None:
-        flags.refuse_without("--out", ["formats", "resume", "keep_tree", *SUBTITLES], context)
-        if not json:
-            flags.refuse_without("--out or --json", ["n_best"], context)
-    if not {"srt", "vtt"} & set(formats_asked):
-        flags.refuse_without("--format srt or vtt", SUBTITLES, context)
+    flags.refuse_without("--vad", VAD, context, vad)
+    flags.refuse_without("--n-best", ["n_best_method"], context, n_best)
+    flags.refuse_without("--out", ["formats", "resume", "keep_tree", *SUBTITLES], context, out_dir)
+    flags.refuse_without("--out or --json", ["n_best"], context, out_dir or json)
+    timed = {"srt", "vtt"} & set(formats_asked)
+    flags.refuse_without("--format srt or vtt", SUBTITLES, context, timed)
     checked = TranscribeOptions(**options)
     _warn_of_thresholds(checked)
     # what may change a file; a transcript does not depend on the batch
