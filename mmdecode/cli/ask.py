@@ -17,11 +17,14 @@ from rich.progress import TextColumn
 from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import Tally, progress_bar, resumable, tell_batch_size
+from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.console import console, out, print_line, warnings_shown, without_other_bars
+from mmdecode.runs.files import claimed
+from mmdecode.runs.inputs import find_files
+from mmdecode.runs.items import Failed, Watch, tried
 from mmdecode.runs.journal import Unit
 
 if TYPE_CHECKING:
-    from mmdecode.runs.items import Failed
     from mmdecode.vlm.answerer import Answerer
     from mmdecode.vlm.jobs import AnswerFolder
     from mmdecode.vlm.requests import AnswerRequest
@@ -111,8 +114,6 @@ def command(
     given = locals()
 
     from mmdecode.cli.conversation import converse
-    from mmdecode.errors import OptionError
-    from mmdecode.runs.items import Watch
     from mmdecode.vlm.answerer import Answerer
     from mmdecode.vlm.options import AnswerOptions
     from mmdecode.vlm.requests import read_requests
@@ -153,7 +154,6 @@ def command(
         file = None
         units = [Unit(requests, batch_size)]
         if output is not None:  # refused before a model is loaded
-            from mmdecode.runs.files import claimed
             from mmdecode.vlm.jobs import AnswerFolder
 
             file = AnswerFolder(
@@ -200,8 +200,6 @@ def refuse(given: Mapping[str, Any]) -> None:
     Raises:
         OptionError: They do not.
     """
-    from mmdecode.errors import OptionError
-
     others = ("output", "json", "table", "together", "stream")
     if given["chat"] and any(given[name] for name in others):
         raise OptionError("--chat talks; leave out --out, --json, --data, --together and --stream")
@@ -213,7 +211,6 @@ def _asked(
     paths: list[str] | None, questions: list[str] | None, together: bool, text_only: bool
 ) -> list[AnswerRequest]:
     """Makes requests from the images and questions on the command line, in order."""
-    from mmdecode.errors import OptionError
     from mmdecode.vlm.requests import asked_of
 
     if not questions:
@@ -229,7 +226,6 @@ def _asked(
 
 def _found(paths: Sequence[str] | None) -> list[str]:
     """Finds the images that are named on the command line."""
-    from mmdecode.runs.inputs import find_files
     from mmdecode.vlm.images import SUFFIXES
 
     with warnings_shown("always"):  # of links that are skipped
@@ -243,7 +239,6 @@ def _with_bar(
     file: AnswerFolder | None,
 ) -> Iterator[Answer]:
     """Yields answers unit by unit."""
-    from mmdecode.runs.items import Watch
     from mmdecode.vlm import crashes
 
     def noted(request: AnswerRequest) -> AnswerRequest:
@@ -273,8 +268,6 @@ def _pieced(
 
     If a question fails, its answer holds the error, which is the second of the pair.
     """
-    from mmdecode.errors import InputError
-    from mmdecode.runs.items import Failed, tried
     from mmdecode.vlm.answerer import MEMORY_HINT
     from mmdecode.vlm.results import Answer
 

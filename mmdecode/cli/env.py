@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 import mmdecode
+from mmdecode.checkpoints import cached_folder, is_installed, scheme_names
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.runs.console import out
 
@@ -32,8 +33,6 @@ PACKAGES = {name: extra for extra, names in EXTRAS.items() for name in names.spl
 
 def command(json: JsonFlag = False) -> None:
     """Show versions and devices, for bug reports."""
-    from mmdecode.checkpoints import cached_folder
-
     found = _collect()
     if json:
         emit_json(found)
@@ -55,8 +54,6 @@ def command(json: JsonFlag = False) -> None:
 
 def _collect() -> dict[str, Any]:
     import torch
-
-    from mmdecode.checkpoints import is_installed, scheme_names
 
     available = torch.cuda.is_available()
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

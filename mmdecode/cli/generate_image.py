@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import TextColumn
 
+import mmdecode
 from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import Tally, progress_bar, tell_batch_size
+from mmdecode.errors import InputError, MMDecodeError, OptionError
 from mmdecode.runs.console import console, print_line, warnings_shown, without_other_bars
+from mmdecode.runs.journal import Unit
 
 if TYPE_CHECKING:
-    from mmdecode.errors import InputError
     from mmdecode.image_ar.generator import ImageGenerator
     from mmdecode.image_ar.jobs import ImageFolder
     from mmdecode.image_ar.results import GeneratedImage, ImageRequest
-    from mmdecode.runs.journal import Unit
 
 FOLDER = Path("outputs/images")
 LOADED = (
@@ -123,7 +124,6 @@ def command(
     """
     given = locals()
 
-    from mmdecode.errors import InputError, OptionError
     from mmdecode.image_ar.generator import ImageGenerator
     from mmdecode.image_ar.jobs import ImageFolder, read_prompts
     from mmdecode.image_ar.modes import check_mode
@@ -184,8 +184,6 @@ def command(
 
 def _metadata(generator: ImageGenerator, load: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that are written into every PNG, the model's defaults included."""
-    import mmdecode
-
     names = "model_id mode draft accept refiner drafted dtype negative_prompt template quantize"
     return {
         "Software": f"mmdecode {mmdecode.__version__}",
@@ -235,8 +233,6 @@ def _conditions(
     Raises:
         OptionError: Prompts are given to a model of classes, or classes to a model of prompts.
     """
-    from mmdecode.errors import OptionError
-
     if generator.classes and prompts:
         raise OptionError("this model takes classes; give --class or --class-id, no --prompt")
     if not generator.classes and (names or numbers):
@@ -248,8 +244,6 @@ def _drawable(
     generator: ImageGenerator, lines: Sequence[tuple[str, str | InputError]]
 ) -> tuple[list[int | str], list[dict[str, Any]]]:
     """Returns the conditions in the valid lines of a file, and failures of its invalid lines."""
-    from mmdecode.errors import InputError, MMDecodeError
-
     found: list[int | str] = []
     failures = []
     for where, line in lines:
@@ -269,8 +263,6 @@ def _drawable(
 
 def _grid_of(codes: str | None) -> tuple[int, int] | None:
     """Parses the value of ``--codes`` to rows and columns."""
-    from mmdecode.errors import OptionError
-
     if codes is None:
         return None
     found = re.fullmatch(r"(\d+)x(\d+)", codes)
@@ -281,8 +273,6 @@ def _grid_of(codes: str | None) -> tuple[int, int] | None:
 
 def _digest(path: Path) -> str:
     """Returns a checksum of a file's content."""
-    from mmdecode.errors import InputError
-
     try:
         return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
     except OSError as error:
@@ -304,7 +294,6 @@ def _started(
     """
     import torch
 
-    from mmdecode.errors import OptionError
     from mmdecode.image_ar.jobs import codes_in
     from mmdecode.vlm.images import read_image
 

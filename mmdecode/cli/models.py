@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 import mmdecode
+from mmdecode.checkpoints import is_installed, scheme_card, trusting_code, zoo_names
 from mmdecode.cli import flags
 from mmdecode.model_names import REAL, SYNTHETIC, full_name
 from mmdecode.runs.console import console, print_line
@@ -53,8 +54,6 @@ def with_models(command: Any) -> None:
 
 def _trust(context: typer.Context, value: bool) -> bool:
     if value:
-        from mmdecode.checkpoints import trusting_code
-
         context.with_resource(trusting_code())
     return value
 
@@ -90,8 +89,6 @@ def toy_note(given: dict[str, Any]) -> str | None:
     Returns:
         The note, which recommends other models; ``None``: no note is needed.
     """
-    from mmdecode.checkpoints import is_installed, scheme_card, zoo_names
-
     own = [value for name in OWN_FILES for value in _texts(given.get(name)) if _is_own(value)]
     if not own:
         return None

@@ -10,7 +10,9 @@ from typing import Annotated
 import typer
 
 from mmdecode.cli.output import JsonFlag, emit_json, show_tables
+from mmdecode.errors import OptionError
 from mmdecode.runs.console import console, print_line
+from mmdecode.runs.tables import write_table
 
 SHOWN = 10  # failures listed one by one
 
@@ -39,9 +41,7 @@ def command(
         retry: Run the job's command again, for what failed or is missing.
         table: Also write all results to this file: .csv, .tsv, .json, .jsonl or .parquet.
     """
-    from mmdecode.errors import OptionError
     from mmdecode.runs.status import status_of
-    from mmdecode.runs.tables import write_table
 
     found = status_of(folder)
     if retry:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from mmdecode.cli import flags
 from mmdecode.cli.output import emit_json
+from mmdecode.errors import InputError
 from mmdecode.runs.console import console, out, without_other_bars
 
 if TYPE_CHECKING:
@@ -137,8 +138,6 @@ def _blocks(path: str, rate: int) -> Iterator[np.ndarray]:
 def _spoken(file: BinaryIO) -> Iterator[np.ndarray]:
     """Reads 16-bit samples from an open file, and yields float32 blocks as they arrive."""
     import numpy as np
-
-    from mmdecode.errors import InputError
 
     rest = b""
     started = False

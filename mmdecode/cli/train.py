@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,9 @@ import typer
 from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.shared import Group
+from mmdecode.errors import OptionError, UnknownNameError
 from mmdecode.runs.console import console
+from mmdecode.runs.files import overwriting, refuse_foreign_in
 
 if TYPE_CHECKING:
     from mmdecode.train.loop import FitOptions
@@ -45,8 +48,28 @@ ON_CUDA = ("llamagen-scenes", "llamagen-digits", "var-scenes")
 app = typer.Typer(cls=Group, help="Train drafters, correctors or zoo models.", add_completion=False)
 
 
-@app.command()
-@flags.documented
+Trained = tuple[Any, str | None]
+"""Report of a training and a line about it; ``None``: this is not the process that prints."""
+
+
+def training(run: Callable[..., Trained]) -> Callable[..., Trained]:
+    """Makes a function a command of the group, which prints its line, and its report on request."""
+
+    @functools.wraps(flags.documented(run))
+    def command(**given: Any) -> None:
+        with overwriting(given["overwrite"]):
+            report, line = run(**given)
+        if line is None:
+            return
+        console.print(line)
+        if given["json"]:
+            emit_json(report)
+
+    app.command(run.__name__.replace("_", "-"))(command)
+    return run
+
+
+@training
 def medusa(
     model: Annotated[
         str, flags.model_option("The target, usually a recogniser", "openai/whisper-small")
@@ -65,7 +88,7 @@ def medusa(
     overwrite: bool = False,
     seed: int = 0,
     json: JsonFlag = False,
-) -> None:
+) -> Trained:
     """Train Medusa heads on a recogniser's own transcripts; run again to resume.
 
     For a target that is no recogniser this runs 'mmdecode train drafter --kind medusa', which has
@@ -86,8 +109,6 @@ def medusa(
 
     from mmdecode.asr.recognizers import recognises
     from mmdecode.checkpoints import config_of, loading, local_path
-    from mmdecode.errors import OptionError
-    from mmdecode.runs.files import refuse_foreign_in
     from mmdecode.train.drafters.medusa import MedusaOptions, train_from_manifest
 
     refuse_foreign_in(out, overwrite, but=["README.md"])
@@ -97,20 +118,17 @@ def medusa(
         if vocabulary:
             raise OptionError("--vocabulary needs a recogniser as target; leave it out")
         same = flags.picked(given, "model out heads limit device dtype overwrite seed json")
-        drafter(**same, data=str(data), kind="medusa")
-        return
+        return drafter(**same, data=str(data), kind="medusa")
     options = MedusaOptions(**flags.fields_of(MedusaOptions, given), num_heads=heads)
     report = _trained_on_recordings(train_from_manifest, options, given)
     tree = report["expected_tokens_per_pass_tree"]
-    _tell(
+    return report, (
         f"heads in [bold]{out}[/bold]; held-out tokens per pass: chain "
-        f"{report['expected_tokens_per_pass_chain']}, tree {tree}{_compare(f'medusa:path={out}')}",
-        report if json else None,
+        f"{report['expected_tokens_per_pass_chain']}, tree {tree}{_compare(f'medusa:path={out}')}"
     )
 
 
-@app.command()
-@flags.documented
+@training
 def ctc(
     model: Annotated[str, flags.model_option("The recogniser", "UsefulSensors/moonshine-tiny")],
     data: Path,
@@ -125,7 +143,7 @@ def ctc(
     overwrite: bool = False,
     seed: int = 0,
     json: JsonFlag = False,
-) -> None:
+) -> Trained:
     """Train a CTC head on a recogniser's own transcripts, for --draft ctc:head=FOLDER.
 
     The recordings need no texts. Their encoder states are kept in memory, in half precision.
@@ -143,10 +161,9 @@ def ctc(
 
     options = CTCOptions(**flags.fields_of(CTCOptions, given), inner=width)
     report = _trained_on_recordings(train_from_manifest, options, given)
-    _tell(
+    return report, (
         f"head in [bold]{out}[/bold]; word error rate against the model's own held-out "
-        f"transcripts: {report['word_errors']:.1%}{_compare(f'ctc:head={out}')}",
-        report if json else None,
+        f"transcripts: {report['word_errors']:.1%}{_compare(f'ctc:head={out}')}"
     )
 
 
@@ -154,13 +171,8 @@ def _trained_on_recordings(
     train: Callable[..., dict[str, Any]], options: Any, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Trains with the arguments of a command, and returns the report."""
-    from mmdecode.runs.files import overwriting
-
-    with overwriting(given["overwrite"]):
-        return train(
-            *(given["model"], given["data"], given["out"], options),
-            **flags.picked(given, "limit device dtype language overwrite"),
-        )
+    names = "limit device dtype language overwrite"
+    return train(given["model"], given["data"], given["out"], options, **flags.picked(given, names))
 
 
 def _compare(draft: str) -> str:
@@ -168,15 +180,7 @@ def _compare(draft: str) -> str:
     return f"; whether they save time: mmdecode bench asr --draft {draft}"
 
 
-def _tell(text: str, report: Any) -> None:
-    """Prints what a training led to, and its report as JSON if there is one."""
-    console.print(text)
-    if report is not None:
-        emit_json(report)
-
-
-@app.command()
-@flags.documented
+@training
 def drafter(
     model: Annotated[str, flags.model_option("The target", "llava-hf/llava-1.5-7b-hf")],
     out: Path,
@@ -205,7 +209,7 @@ def drafter(
     private: bool | None = None,
     seed: int = 0,
     json: JsonFlag = False,
-) -> None:
+) -> Trained:
     """Train a drafter on a decoder-only model's own states and answers; run again to resume.
 
     Heads for a speech recogniser are trained by 'mmdecode train medusa'. 'accelerate launch -m
@@ -236,8 +240,6 @@ def drafter(
     """
     given = locals()
 
-    from mmdecode.errors import OptionError
-    from mmdecode.runs.files import overwriting
     from mmdecode.train import hub
     from mmdecode.train.distributed import precision_of
     from mmdecode.train.drafters import trainer as recipe
@@ -249,22 +251,20 @@ def drafter(
         hub.check_push(push)
     elif private is not None:
         raise OptionError("--private and --no-private need --push; give --push USER/NAME too")
-    precision = precision_of(dtype, model, device)
-    with overwriting(overwrite):
-        more = flags.picked(given, "limit device start")
-        card = recipe.train_from(model, data, out, options, precision=precision, **more)
+    more = {"precision": precision_of(dtype, model, device)}
+    more |= flags.picked(given, "limit device start")
+    card = recipe.train_from(model, data, out, options, **more)
     if not card:  # not the leading process
-        return
-    _tell(
+        return card, None
+    line = (
         f"drafter in [bold]{out}[/bold]; with a chain of {length}, a pass commits "
         f"{card['tokens_per_pass']} tokens of held-out answers; the target's distribution has an "
-        f"entropy of {card['entropy_bits_per_token']} bits per token",
-        None,
+        f"entropy of {card['entropy_bits_per_token']} bits per token"
     )
     if push is not None:
-        console.print(f"pushed to {hub.push(out, push, private)}")
-    if json:
-        emit_json(card)
+        console.print(line)
+        line = f"pushed to {hub.push(out, push, private)}"
+    return card, line
 
 
 def _paced(usual: FitOptions, given: Mapping[str, Any]) -> FitOptions:
@@ -274,8 +274,7 @@ def _paced(usual: FitOptions, given: Mapping[str, Any]) -> FitOptions:
     return dataclasses.replace(usual, **pace)
 
 
-@app.command("alignment-heads")
-@flags.documented
+@training
 def alignment_heads(
     model: Annotated[str, flags.model_option("A Whisper model", "openai/whisper-small")],
     data: Annotated[Path | None, typer.Option(exists=True)] = None,
@@ -286,7 +285,7 @@ def alignment_heads(
     device: str = "auto",
     overwrite: bool = False,
     json: JsonFlag = False,
-) -> None:
+) -> Trained:
     """Find the cross-attention heads that align text with audio, for word timestamps.
 
     Options:
@@ -298,27 +297,23 @@ def alignment_heads(
         out: Model folder whose generation_config.json gets the heads.
     """
     from mmdecode.asr.transcriber import load
-    from mmdecode.runs.files import overwriting
     from mmdecode.train import alignment_heads as recipe
 
-    with overwriting(overwrite):
-        if out is not None:
-            recipe.config_for_heads(out)  # checked before anything is computed
-        target, processor = load(model, device, None)
-        rate = processor.feature_extractor.sampling_rate
-        waves = recipe.zoo_speech(limit) if data is None else recipe.recordings(data, rate, limit)
-        report = recipe.find_heads(target, processor, waves, method, most)
-        if out is not None:
-            recipe.write_heads(out, report["alignment_heads"])
-    _tell(
+    if out is not None:
+        recipe.config_for_heads(out)  # checked before anything is computed
+    target, processor = load(model, device, None)
+    rate = processor.feature_extractor.sampling_rate
+    waves = recipe.zoo_speech(limit) if data is None else recipe.recordings(data, rate, limit)
+    report = recipe.find_heads(target, processor, waves, method, most)
+    if out is not None:
+        recipe.write_heads(out, report["alignment_heads"])
+    return report, (
         f"alignment_heads {report['alignment_heads']}, median error in seconds by number of heads "
-        f"{report['median_error_s_by_heads']}",
-        report if json else None,
+        f"{report['median_error_s_by_heads']}"
     )
 
 
-@app.command()
-@flags.documented
+@training
 def corrector(
     data: Annotated[list[Path], typer.Option(exists=True)],
     out: Path,
@@ -335,7 +330,7 @@ def corrector(
     overwrite: bool = False,
     seed: int = 0,
     json: JsonFlag = False,
-) -> None:
+) -> Trained:
     """Train a corrector of N-best lists; run again to resume. A fifth of the lists is held out.
 
     Options:
@@ -352,7 +347,6 @@ def corrector(
     given = locals()
 
     from mmdecode.asr.correction.n_best_lists import read_lists
-    from mmdecode.runs.files import overwriting
     from mmdecode.train import corrector as recipe
 
     usual = recipe.FROM_SCRATCH if method == "scratch" else recipe.CorrectorOptions(method=method)
@@ -366,18 +360,15 @@ def corrector(
         fit=_paced(usual.fit, given),
     )
     lists = [one for file in data for one in read_lists(file)]
-    with overwriting(overwrite):
-        card = recipe.train_from_lists(model, lists, out, options, device)
+    card = recipe.train_from_lists(model, lists, out, options, device)
     found = card["development_decoded"]
-    _tell(
+    return card, (
         f"corrector in [bold]{out}[/bold]; on {found['lists']} held-out lists the WER is "
-        f"{found['wer_best']:.2%} for the best hypothesis, {found['wer_corrected']:.2%} corrected",
-        card if json else None,
+        f"{found['wer_best']:.2%} for the best hypothesis, {found['wer_corrected']:.2%} corrected"
     )
 
 
-@app.command()
-@flags.documented
+@training
 def zoo(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(RESULTS)}.")],
     work: Path = Path("outputs/zoo"),
@@ -387,7 +378,7 @@ def zoo(
     base: str = "zoo:whisper-synth",
     device: str = "cpu",
     json: JsonFlag = False,
-) -> None:
+) -> Trained:
     """Retrain a zoo model; speech models need espeak-ng. Run again to resume.
 
     Options:
@@ -397,8 +388,6 @@ def zoo(
         base: For Medusa heads and the aligner: the Whisper they are made for.
         device: cpu, or for llamagen and var cuda, which trains for more steps.
     """
-    from mmdecode.errors import OptionError, UnknownNameError
-    from mmdecode.runs.files import overwriting, refuse_foreign_in
     from mmdecode.train.zoo.recipes import run_recipe
 
     if name not in RESULTS:
@@ -409,9 +398,8 @@ def zoo(
             f"a model that can be trained on CUDA: {', '.join(ON_CUDA)}"
         )
     folder = out or work / RESULTS[name]
-    with overwriting(overwrite):
-        if name != "aligner":  # it is written into a model's folder, and checks its own file
-            for part in (folder, *(one for one in folder.glob("*") if one.is_dir())):
-                refuse_foreign_in(part)
-        result = run_recipe(name, work, folder, minutes, base, device)
-    _tell(f"result in [bold]{folder}[/bold]", result if json else None)
+    if name != "aligner":  # it is written into a model's folder, and checks its own file
+        for part in (folder, *(one for one in folder.glob("*") if one.is_dir())):
+            refuse_foreign_in(part)
+    result = run_recipe(name, work, folder, minutes, base, device)
+    return result, f"result in [bold]{folder}[/bold]"

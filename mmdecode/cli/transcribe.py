@@ -17,11 +17,17 @@ import typer
 from rich.progress import Progress, TextColumn
 from rich.text import Text
 
+import mmdecode
 from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import Tally, progress_bar, resumable, tell_batch_size
+from mmdecode.errors import OptionError
 from mmdecode.runs.console import console, out, print_line, warnings_shown, without_other_bars
-from mmdecode.runs.journal import Prepared, Unit
+from mmdecode.runs.distributed import Team
+from mmdecode.runs.files import claimed, explained, refuse_foreign, write_file
+from mmdecode.runs.items import Watch
+from mmdecode.runs.journal import RESULTS, Prepared, Unit
+from mmdecode.runs.tables import read_rows
 
 if TYPE_CHECKING:
     from mmdecode.asr.options import TranscribeOptions
@@ -29,7 +35,6 @@ if TYPE_CHECKING:
     from mmdecode.asr.output.manifest import Entry
     from mmdecode.asr.results import Transcript
     from mmdecode.asr.transcriber import Transcriber
-    from mmdecode.runs.distributed import Team
 
 PANELS = {
     "Options": "model out_dir formats draft language task word_timestamps batch_size resume device",
@@ -187,9 +192,6 @@ def command(
     from mmdecode.asr.output.jobs import ResultFolder
     from mmdecode.asr.output.subtitles import Layout
     from mmdecode.asr.transcriber import Transcriber
-    from mmdecode.errors import OptionError
-    from mmdecode.runs.distributed import Team
-    from mmdecode.runs.files import explained, refuse_foreign, write_file
 
     formats_asked = parse_formats(formats)
     asked = flags.fields_of(TranscribeOptions, given) | {
@@ -298,7 +300,6 @@ def _transcribe(
 ) -> _Tally:
     """Transcribes this process's share; the leading process returns the tally of all."""
     from mmdecode.asr.output.inputs import sizes
-    from mmdecode.runs.files import claimed
 
     entries = folder.items
     with contextlib.ExitStack() as stack:
@@ -339,7 +340,6 @@ def _work(
     """Transcribes units; the tally holds the results only if there is no results folder."""
     from mmdecode.asr.output.manifest import opened
     from mmdecode.asr.results import Failure
-    from mmdecode.runs.items import Watch
 
     tally = _Tally()
     total = sum(len(unit.items) for unit in units)
@@ -384,10 +384,7 @@ def _page(
     entries: list[Entry], tally: _Tally, folder: Path | None, settings: Mapping[str, Any]
 ) -> str:
     """Returns the page of corrected words, for all results of the folder, or else of this run."""
-    import mmdecode
     from mmdecode.evaluation.speech.correction_page import CorrectedText, CorrectedTexts
-    from mmdecode.runs.journal import RESULTS
-    from mmdecode.runs.tables import read_rows
 
     if folder is None:
         rows = [dataclasses.asdict(result) for result in tally.results]
