@@ -126,10 +126,11 @@ def command(
     options = AnswerOptions(**flags.fields_of(AnswerOptions, given) | shown)
     how = dataclasses.asdict(options)
     without_other_bars()
+    load: dict[str, Any] = {"model_id": model}
+    load |= flags.picked(given, "draft guide accept dtype seed", later="quantize")
+    loaded = partial(Answerer.from_pretrained, **load, device=device, device_map=device_map)
     if chat:
-        answerer = Answerer.from_pretrained(
-            model, draft, guide, accept, device, dtype, quantize, seed, device_map=device_map
-        )
+        answerer = loaded()
         with warnings_shown("default"):  # every turn reads all images again
             fine = converse(answerer, _found(paths), questions or [], how, _found)
         raise typer.Exit(0 if fine else 1)
@@ -141,8 +142,6 @@ def command(
         )
     else:
         requests = read_requests(table, limit, images, failing=True)
-    load: dict[str, Any] = {"model_id": model}
-    load |= flags.picked(given, "draft guide accept dtype seed", later="quantize")
     # what may change an answer; the batch does not
     left_out = {"batch_size", "prompt_cache", "margins", "trace", "first_logits"}
     for name in ("noise_by", "frames", "fps"):  # as before there was a choice
@@ -173,7 +172,7 @@ def command(
             tally.changed = len(file.changed)
         show = _Shown(requests)
         if any(unit.items for unit in units):
-            answerer = Answerer.from_pretrained(**load, device=device, device_map=device_map)
+            answerer = loaded()
             started = time.perf_counter()
             if stream:
                 answers = Watch().released(_pieced(answerer, requests, how, show))
@@ -275,16 +274,14 @@ def _pieced(
         names = tuple(image.name for image in request.images)
         answer = Answer(id=request.id, index=request.index, images=names, question=request.text)
         text = ""
-        if request.problem is not None:
-            failed = Failed.of(InputError(request.problem), MEMORY_HINT)
-            yield dataclasses.replace(answer, error=failed.error, kind=failed.kind), failed
-            continue
-        pieces = answerer.pieces(request, **options)
+        pieces = answerer.pieces(request, **options) if request.problem is None else iter(())
         while isinstance(piece := tried(partial(next, pieces, None), MEMORY_HINT), str):
             # rich prints whole lines only where there is no terminal
             out.file.write(piece if text else show.before(answer) + piece.lstrip())
             out.file.flush()
             text += piece
+        if request.problem is not None:
+            piece = Failed.of(InputError(request.problem), MEMORY_HINT)
         if text or piece is None:
             out.file.write("\n")
         if isinstance(piece, Failed):

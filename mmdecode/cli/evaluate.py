@@ -12,7 +12,7 @@ import typer
 
 from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json, show_tables
-from mmdecode.cli.progress import answered, progress_bar, resumable, tell_changed
+from mmdecode.cli.progress import progress_bar, resumable
 from mmdecode.cli.shared import Group, completed
 from mmdecode.evaluation.task import TASKS, Run, Task, task_of
 from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
@@ -205,10 +205,14 @@ def _evaluate(task: Task, context: typer.Context, given: dict[str, Any]) -> None
 def _record(output: Path | None, run: Run, journal: RowJournal[Any] | None) -> list[Any]:
     """Computes the rows of a run, with a bar."""
     assert run.record is not None
-    done = answered(journal)
+
+    def done() -> int:
+        return sum(row.error is None for row in journal.rows.values()) if journal else 0
+
     with resumable(output, run.total, done), progress_bar() as bar:
-        if journal:
-            tell_changed(journal)
+        if journal and journal.changed:
+            text = f"{len(journal.changed)} changed since and done again"
+            print_line(text, console, "yellow")
         task = bar.add_task(run.doing, total=run.total, completed=done())
         return run.record(journal, lambda row: bar.advance(task))
 

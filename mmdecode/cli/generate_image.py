@@ -292,6 +292,7 @@ def _started(
         InputError: ``start`` or ``mask`` is no image.
         OptionError: ``keep_rows`` is out of range.
     """
+    import numpy as np
     import torch
 
     from mmdecode.image_ar.jobs import codes_in
@@ -300,19 +301,14 @@ def _started(
     rows, columns = generator.grid
     image = codes_in(start, model)
     if image is None or tuple(image.shape) != (rows, columns):
-        shown = read_image(start)
-        levels = torch.tensor(bytearray(shown.tobytes()), dtype=torch.uint8)
-        image = levels.view(shown.height, shown.width, 3).permute(2, 0, 1) / 255
+        image = torch.tensor(np.asarray(read_image(start))).permute(2, 0, 1) / 255
     if mask is None:
         assert keep_rows is not None, "the command asks for one of them"
         if not 0 < keep_rows < rows:
             raise OptionError(f"--keep-rows {keep_rows}; expected 1 to {rows - 1} rows of codes")
-        known = torch.zeros(rows, columns, dtype=torch.bool)
-        known[:keep_rows] = True
+        known = torch.arange(rows)[:, None].expand(rows, columns) < keep_rows
     else:
-        shown = read_image(mask).convert("L")
-        levels = torch.tensor(bytearray(shown.tobytes()), dtype=torch.uint8)
-        known = levels.view(shown.height, shown.width) < 128
+        known = torch.tensor(np.asarray(read_image(mask).convert("L"))) < 128
     return {"start": image, "known": known}
 
 

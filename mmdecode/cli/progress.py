@@ -24,7 +24,6 @@ from mmdecode.runs.console import console, print_line
 
 if TYPE_CHECKING:
     from mmdecode.runs.journal import Unit
-    from mmdecode.runs.rows import RowJournal
 
 
 @dataclass
@@ -101,18 +100,6 @@ def resumable(folder: Path | None, total: int, done: Callable[[], int]) -> Itera
     finally:
         if handles:
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
-def answered(journal: RowJournal[Any] | None) -> Callable[[], int]:
-    """Returns a function that counts the rows of a journal that have no error."""
-    return lambda: sum(row.error is None for row in journal.rows.values()) if journal else 0
-
-
-def tell_changed(journal: RowJournal[Any]) -> None:
-    """Prints how many files have changed since the run that is resumed."""
-    if journal.changed:
-        text = f"{len(journal.changed)} changed since and done again"
-        console.print(text, style="yellow", highlight=False)
 
 
 def tell_batch_size(units: Sequence[Unit[Any]], batch_size: int, leads: bool = True) -> None:

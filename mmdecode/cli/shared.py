@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from mmdecode.checkpoints import device_of, dtype_of
 from mmdecode.cli import flags
 from mmdecode.cli.models import with_models
 from mmdecode.errors import InputError, OptionError, did_you_mean
@@ -77,7 +78,7 @@ def completed(command: Any, module: Any = None) -> Any:
             flags.before(one, module.refuse)
         for option in one.params:
             if "--out" in option.opts:
-                option.callback = _checked_out
+                option.callback = _check_out
         names = {option.name: option.opts[-1] for option in one.params}
         flags.before(one, functools.partial(_check_numbers, names))
         one.params += flags.options_of(_every_command)
@@ -126,8 +127,6 @@ def with_devices(command: Any) -> Any:
 
 def _resolve(given: dict[str, Any]) -> None:
     """Resolves device and dtype, drops `NONE`, and prints where the model runs."""
-    from mmdecode.checkpoints import device_of, dtype_of
-
     for part in PARTS:
         if given.get(part) == NONE:
             given[part] = None
@@ -166,14 +165,14 @@ def saved_format(name: str) -> str | None:
     return None if method is None else str(method).removeprefix("mmdecode_")
 
 
-def refuse_file(out: Path | None) -> Path | None:
+def _check_out(context: typer.Context, option: Any, out: Path | None) -> Path | None:
     """Returns a value of ``--out`` unless it names a file.
 
     Raises:
         OptionError: The name has a suffix in `FILES`, and is no existing folder.
         InputError: The name is an existing file.
     """
-    if out is None or out.is_dir():
+    if out is None or context.resilient_parsing or out.is_dir():
         return out
     if out.exists():
         raise InputError(f"--out {out} is a file; choose another --out, a folder or a new name")
@@ -183,10 +182,6 @@ def refuse_file(out: Path | None) -> Path | None:
             f"{out.with_suffix('')}, and the files are written into that folder"
         )
     return out
-
-
-def _checked_out(context: typer.Context, option: Any, out: Path | None) -> Path | None:
-    return out if context.resilient_parsing else refuse_file(out)
 
 
 def _read_options(context: typer.Context, value: Path | None) -> Path | None:
@@ -271,7 +266,7 @@ def _set_amount(context: typer.Context, option: typer.CallbackParam, value: bool
         if len(asked) > 1:
             raise OptionError("--quiet and --verbose contradict each other; give one of them")
         context.with_resource(
-            _silenced() if quiet else _environment({"TRANSFORMERS_VERBOSITY": "info"})
+            _silenced() if quiet else _environment("TRANSFORMERS_VERBOSITY", "info")
         )
     return value
 
@@ -294,7 +289,7 @@ def _every_command(
 def _silenced() -> Iterator[None]:
     """Suppresses warnings, log lines and progress bars of all libraries inside the context."""
     before = logging.root.manager.disable
-    with warnings.catch_warnings(), _environment({"HF_HUB_DISABLE_PROGRESS_BARS": "1"}):
+    with warnings.catch_warnings(), _environment("HF_HUB_DISABLE_PROGRESS_BARS", "1"):
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         try:
@@ -304,18 +299,16 @@ def _silenced() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables inside the context; libraries read them when imported."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Sets an environment variable inside the context; libraries read it when imported."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def warn_of_load(load: float) -> None:
