@@ -111,7 +111,7 @@ def command(
         top_p: With --sample: total probability of the tokens to sample from.
         top_k: With --sample: number of tokens to sample from; 0: all.
     """
-    given = locals()
+    given = dict(locals())
 
     from mmdecode.cli.conversation import converse
     from mmdecode.vlm.answerer import Answerer

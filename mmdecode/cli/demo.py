@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,8 @@ from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.errors import UnknownNameError
 
-DEMOS = ("speech", "vlm", "image")
+DEMOS = {"speech": "speech", "vlm": "vision", "image": "images"}
+"""Rooms of `mmdecode.demo`, by the names of the demonstrations."""
 MODELS = {"vlm": "zoo:llava-scenes", "image": "zoo:llamagen-scenes"}
 GUIDES = ("vcd", "ritual", "damro", "pai")
 FOLDER = Path("outputs/demo")
@@ -66,27 +68,17 @@ def command(
     if what is not None and what not in DEMOS:
         raise UnknownNameError.of("demo", what, DEMOS)
     flags.refuse_without("'mmdecode demo vlm'", ["guides"], context, what in (None, "vlm"))
-    own = ["draft", "repeats"]
-    flags.refuse_without("'mmdecode demo speech'", own, context, what in (None, "speech"))
-    chosen = DEMOS if what is None else (what,)
+    of_speech = ["draft", "repeats"]
+    flags.refuse_without("'mmdecode demo speech'", of_speech, context, what in (None, "speech"))
+    chosen = list(DEMOS) if what is None else [what]
+    own = {"speech": (draft, repeats), "vlm": (GUIDES if guides is None else guides,)}
     found: dict[str, dict[str, Any]] = {}
     for name in chosen:
         folder = FOLDER / name if output is None else output if what else output / name
-        asked_for = model if name == chosen[0] else None
+        loaded = (model if name == chosen[0] else None) or MODELS.get(name)
         shared = (folder.resolve(), limit, device, dtype, quantize, seed, overwrite)
-        if name == "speech":
-            from mmdecode.demo.speech import command as demo_speech
-
-            found[name] = demo_speech.run(asked_for, draft, repeats, *shared)
-        elif name == "vlm":
-            from mmdecode.demo.vision import command as demo_vlm
-
-            loaded = asked_for or MODELS[name]
-            found[name] = demo_vlm.run(loaded, GUIDES if guides is None else guides, *shared)
-        else:
-            from mmdecode.demo.images import command as demo_image
-
-            found[name] = demo_image.run(asked_for or MODELS[name], *shared)
+        room = importlib.import_module(f"mmdecode.demo.{DEMOS[name]}.command")
+        found[name] = room.run(loaded, *own.get(name, ()), *shared)
     if json:
         emit_json(found if what is None else found[what])
     if not all(one.get("identical", True) for one in found.values()):

@@ -33,7 +33,23 @@ PACKAGES = {name: extra for extra, names in EXTRAS.items() for name in names.spl
 
 def command(json: JsonFlag = False) -> None:
     """Show versions and devices, for bug reports."""
-    found = _collect()
+    import torch
+
+    available = torch.cuda.is_available()
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found: dict[str, Any] = {
+        "mmdecode": mmdecode.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda if available else None,
+        "cuda_devices": devices if available else [],
+        "packages": {
+            name: {"version": _version(name), "extra": extra} for name, extra in PACKAGES.items()
+        },
+        "checkpoints": {name: is_installed(name) for name in scheme_names()},
+    }
     if json:
         emit_json(found)
         return
@@ -50,26 +66,6 @@ def command(json: JsonFlag = False) -> None:
         where = f"not installed here, but converted in the user's cache: {folder}"
         table.add_row(name, where if folder else "installed" if installed else "not installed")
     out.print(table)
-
-
-def _collect() -> dict[str, Any]:
-    import torch
-
-    available = torch.cuda.is_available()
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "mmdecode": mmdecode.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "cuda": torch.version.cuda if available else None,
-        "cuda_devices": devices if available else [],
-        "packages": {
-            name: {"version": _version(name), "extra": extra} for name, extra in PACKAGES.items()
-        },
-        "checkpoints": {name: is_installed(name) for name in scheme_names()},
-    }
 
 
 def _version(distribution: str) -> str | None:

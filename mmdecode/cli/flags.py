@@ -47,6 +47,7 @@ VOCABULARY = entries("""
     max_new_tokens: Maximum tokens per window.
     noise_by: Seed of a question's random numbers: request, or image, with which vcd and its kin
         change an image alike for all questions, and read it once.
+    out: Folder for the result and the training state.
     overwrite (--overwrite): Replace earlier results, and files of other programs.
     prompt_cache: Memory for prompts, so that what questions about one image have in common is
         read once; 0: off.

@@ -122,7 +122,7 @@ def command(
         likelihood: Compute the log-likelihood of each image in another pass.
         output (--out): Folder for images and results.jsonl.
     """
-    given = locals()
+    given = dict(locals())
 
     from mmdecode.image_ar.generator import ImageGenerator
     from mmdecode.image_ar.jobs import ImageFolder, read_prompts

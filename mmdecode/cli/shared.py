@@ -203,18 +203,16 @@ def given_in(file: Path, command: Any) -> dict[str, Any]:
     """
     import yaml
 
+    form = "an option on each line, such as 'batch-size: 4'"
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
         raise InputError(
-            f"--options {file} cannot be read: {' '.join(str(error).split())}; expected YAML with "
-            "an option on each line, such as 'batch-size: 4'"
+            f"--options {file} cannot be read: {why}; expected YAML with {form}"
         ) from error
     if not isinstance(found, Mapping):
-        raise InputError(
-            f"--options {file} holds {type(found).__name__}; expected an option on each line, such "
-            "as 'batch-size: 4'"
-        )
+        raise InputError(f"--options {file} holds {type(found).__name__}; expected {form}")
     own = ("options", "help", "quiet", "verbose")
     known = {
         flag.lstrip("-"): option

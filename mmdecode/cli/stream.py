@@ -60,8 +60,10 @@ def command(
         word_timestamps: Time words, and report the mean delay from a word's end to its commitment.
         json: Print a JSON object per update, and one at the end.
     """
-    given = locals()
+    given = dict(locals())
 
+    from mmdecode.asr.audio.reading import blocks, recording
+    from mmdecode.asr.output.inputs import STDIN
     from mmdecode.asr.streaming import Stream, policy_of
     from mmdecode.asr.transcriber import Transcriber
     from mmdecode.evaluation.speed.latency import StreamMeter
@@ -79,7 +81,9 @@ def command(
                 meter.add(update)
                 screen.show(update) if screen else emit_json(update.as_dict())
 
-        follow(_blocks(path, stream.rate), stream.feed, round(step * stream.rate), take)
+        spoken = path == STDIN
+        samples = _spoken(sys.stdin.buffer) if spoken else blocks(recording(path), stream.rate)
+        follow(samples, stream.feed, round(step * stream.rate), take)
         take([stream.finish()])
     report = meter.report()
     if json:
@@ -127,20 +131,11 @@ def follow(
         signal.signal(signal.SIGINT, before)
 
 
-def _blocks(path: str, rate: int) -> Iterator[np.ndarray]:
-    """Yields blocks of samples of a file or of standard input, as they arrive."""
-    from mmdecode.asr.audio.reading import blocks, recording
-    from mmdecode.asr.output.inputs import STDIN
-
-    return _spoken(sys.stdin.buffer) if path == STDIN else blocks(recording(path), rate)
-
-
 def _spoken(file: BinaryIO) -> Iterator[np.ndarray]:
     """Reads 16-bit samples from an open file, and yields float32 blocks as they arrive."""
     import numpy as np
 
-    rest = b""
-    started = False
+    rest, started = b"", False
     while data := file.read1(1 << 16):  # type: ignore[attr-defined]
         data = rest + data
         if not started and data.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3")):

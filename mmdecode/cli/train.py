@@ -97,7 +97,6 @@ def medusa(
     Options:
         data: Table with a 'path' per recording, folder of audio or zoo:real-clips; if the target is
             no recogniser, a table of questions.
-        out: Output folder of the heads.
         kind: Layout of the heads: 'block' or 'linear'.
         heads: Number of heads, one per drafted token.
         nodes: Nodes of the draft tree; 0: draft a chain.
@@ -105,7 +104,7 @@ def medusa(
             all. Fewer are faster where a small model has a large vocabulary.
         language: Language code of the recordings.
     """
-    given = locals()
+    given = dict(locals())
 
     from mmdecode.asr.recognizers import recognises
     from mmdecode.checkpoints import config_of, loading, local_path
@@ -150,12 +149,11 @@ def ctc(
 
     Options:
         data: Table with a 'path' per recording, audio folder or zoo:real-clips.
-        out: Output folder of the head.
         vocabulary: Maximum number of subwords.
         width: Width of the head's convolutions.
         language: Language code of the recordings.
     """
-    given = locals()
+    given = dict(locals())
 
     from mmdecode.train.drafters.ctc import CTCOptions, train_from_manifest
 
@@ -216,7 +214,6 @@ def drafter(
     mmdecode train drafter ...' trains with several GPUs, a batch each.
 
     Options:
-        out: Folder for the drafter and the training state.
         data: Table of questions (with or without images) or of prompts, or zoo:scenes. For a
             class-conditional image model leave it at zoo:scenes: its classes are used.
         kind: Kind of drafter: 'eagle', 'eagle3', 'vispec', 'dream', 'flash', 'hydra', 'kangaroo',
@@ -238,7 +235,7 @@ def drafter(
         push: Upload the result to USER/NAME on the Hugging Face Hub.
         private: Whether --push creates a private repository.
     """
-    given = locals()
+    given = dict(locals())
 
     from mmdecode.train import hub
     from mmdecode.train.distributed import precision_of
@@ -251,7 +248,7 @@ def drafter(
         hub.check_push(push)
     elif private is not None:
         raise OptionError("--private and --no-private need --push; give --push USER/NAME too")
-    more = {"precision": precision_of(dtype, model, device)}
+    more: dict[str, Any] = {"precision": precision_of(dtype, model, device)}
     more |= flags.picked(given, "limit device start")
     card = recipe.train_from(model, data, out, options, **more)
     if not card:  # not the leading process
@@ -335,7 +332,6 @@ def corrector(
 
     Options:
         data: N-best lists with references; repeatable.
-        out: Folder for the corrector and the training state.
         model: Causal or seq2seq model, as google/flan-t5-base: a folder or a Hub id.
         method: 'lora', 'full' (all weights), or 'scratch' (without --model).
         template: Prompt: n_best, 1_best, flanec or a text with {best}, {others}.
@@ -344,7 +340,7 @@ def corrector(
         rank: Rank of the LoRA adapters.
         targets: Layers with LoRA adapters: attention or all-linear.
     """
-    given = locals()
+    given = dict(locals())
 
     from mmdecode.asr.correction.n_best_lists import read_lists
     from mmdecode.train import corrector as recipe

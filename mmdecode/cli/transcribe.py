@@ -184,7 +184,7 @@ def command(
             --word-timestamps. Default: ctc if the checkpoint has a CTC head, else attention.
         padding: Padding of the last window: auto, silence or zeros.
     """
-    given = locals()
+    given = dict(locals())
 
     from mmdecode.asr.options import FALLBACK, TranscribeOptions
     from mmdecode.asr.output.formats import parse_formats
