@@ -173,7 +173,8 @@ def command_of(task: Task) -> Callable[..., None]:
         parameters.append(made(name, default=given, annotation=OPTIONS[name]))
     parameters.append(made("json", default=False, annotation=JsonFlag))
     helps = "".join(f"    {name}: {text}\n" for name, text in task.helps.items())
-    command.__doc__ = f"{task.about or f'Task {task.name}.'}\n\nOptions:{HELP}{helps}"
+    about = inspect.cleandoc(task.about or f"Task {task.name}.")
+    command.__doc__ = f"{about}\n\nOptions:{HELP}{helps}"
     return flags.documented(flags.with_parameters(command, parameters))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import Progress, TextColumn
+from rich.progress import TextColumn
 from rich.text import Text
 
 import mmdecode
@@ -349,7 +349,14 @@ def _work(
     transcriber = load()
     started = time.perf_counter()
     with progress_bar(TextColumn("{task.fields[speed]}")) as bar:
-        meter = _Meter(bar, total)
+        task, read_s = bar.add_task("transcribing", total=total, speed=""), 0.0
+
+        def meter(seconds: float) -> None:
+            nonlocal read_s
+            read_s += seconds
+            rate = read_s / max(time.perf_counter() - started, 1e-9)
+            bar.update(task, speed=f"{read_s:.0f} s of audio, {rate:.1f} s/s")
+
         watch = folder.watch if folder else Watch()
         for unit in units:
             sources = [
@@ -359,7 +366,7 @@ def _work(
             for result in transcriber.stream(
                 sources, meter, watch=watch, batch_size=unit.batch_size
             ):
-                meter.file_done()
+                bar.advance(task)
                 if folder:
                     if result.source in folder.done:
                         continue  # of a unit that was interrupted
@@ -426,13 +433,12 @@ def summed(stats: list[dict[str, Any]]) -> dict[str, Any]:
     counters = "calls", "tokens", "passes", "row_passes", "drafted", "accepted"
     total: dict[str, Any] = {name: sum(one[name] for one in stats) for name in counters}
     kept = sum(one["acceptance_length"] * one["row_passes"] for one in stats)
-    total["acceptance_length"] = round(kept / max(total["row_passes"], 1), 4)
-    total["acceptance_rate"] = round(total["accepted"] / max(total["drafted"], 1), 4)
-    histograms = (one["accepted_histogram"] for one in stats)
-    total["accepted_histogram"] = [
-        sum(counts) for counts in itertools.zip_longest(*histograms, fillvalue=0)
-    ]
-    return total
+    histograms = [one["accepted_histogram"] for one in stats]
+    return total | {
+        "acceptance_length": round(kept / max(total["row_passes"], 1), 4),
+        "acceptance_rate": round(total["accepted"] / max(total["drafted"], 1), 4),
+        "accepted_histogram": [sum(n) for n in itertools.zip_longest(*histograms, fillvalue=0)],
+    }
 
 
 def _report(
@@ -513,20 +519,3 @@ def coloured(result: Transcript) -> Text:
         else:
             parts += (Text(word.text, _COLOURS[word.by]) for word in segment.decided)
     return Text(" ").join(part for part in parts if part)
-
-
-class _Meter:
-    """Updates the progress bar: finished files, and seconds of audio per second of work."""
-
-    def __init__(self, bar: Progress, files: int) -> None:
-        self.bar, self.seconds, self.started = bar, 0.0, time.perf_counter()
-        self.task = bar.add_task("transcribing", total=files, speed="")
-
-    def __call__(self, seconds: float) -> None:
-        self.seconds += seconds
-        rate = self.seconds / max(time.perf_counter() - self.started, 1e-9)
-        shown = f"{self.seconds:.0f} s of audio, {rate:.1f} s/s"
-        self.bar.update(self.task, speed=shown)
-
-    def file_done(self) -> None:
-        self.bar.advance(self.task)
