@@ -6,9 +6,9 @@ The module ``mmdecode/cli/<name>.py`` of a sub-command defines one of:
 * ``app = typer.Typer(...)``, if the command has sub-commands.
 
 ``COMMANDS`` has the one-line help of each command, so that ``mmdecode --help`` does not import
-torch; a command whose module does not exist is not listed. A function ``refuse`` of the module gets
-the arguments before anything is printed. Every command takes ``--json``
-(``output.JsonFlag``), and then ends with ``output.emit_json``. `mmdecode.cli.shared` adds the
+torch. A function ``refuse`` of the module gets the arguments before anything is printed. Every
+command takes ``--json`` (``output.JsonFlag``), and then ends with ``output.emit_json``.
+`mmdecode.cli.flags` says where the help of options is written, `mmdecode.cli.shared` adds the
 options and checks of all commands, `mmdecode.cli.models` those of commands that load a model.
 Errors are raised as classes of ``mmdecode.errors``; ``main`` prints them and exits with code 2. A
 command exits with code 1 if it finished but some of its items failed (``raise typer.Exit(1)``).
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import os
 import sys
 import traceback
@@ -28,8 +27,8 @@ import typer
 from typer.core import TyperCommand
 
 import mmdecode
-from mmdecode.cli.models import with_models
-from mmdecode.cli.shared import Group, in_panels, refusing_first, with_devices, with_shared
+from mmdecode.cli import flags
+from mmdecode.cli.shared import Group, completed
 from mmdecode.errors import one_line
 from mmdecode.runs.console import console, print_line
 
@@ -58,8 +57,7 @@ class LazyGroup(Group):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         for name, text in COMMANDS.items():
-            if importlib.util.find_spec(_module(name)) is not None:
-                self.commands[name] = TyperCommand(name, help=text)
+            self.commands[name] = TyperCommand(name, help=text)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Finds a command by name, and returns the imported command instead of its stub."""
@@ -69,27 +67,15 @@ class LazyGroup(Group):
         return name, command, rest
 
 
-def _module(name: str) -> str:
-    return f"mmdecode.cli.{name.replace('-', '_')}"
-
-
 @functools.cache
 def _load(name: str) -> Any:
-    module = importlib.import_module(_module(name))
+    module = importlib.import_module(f"mmdecode.cli.{name.replace('-', '_')}")
     if hasattr(module, "app"):
         loaded = typer.main.get_command(module.app)
     else:
-        single = typer.Typer(add_completion=False)
-        single.command(name)(module.command)
-        loaded = typer.main.get_command(single)
+        loaded = flags.as_command(module.command)
     loaded.name = name
-    loaded = with_models(loaded)
-    if hasattr(module, "PANELS"):
-        loaded = in_panels(loaded, module.PANELS)
-    loaded = with_devices(loaded)
-    if hasattr(module, "refuse"):
-        loaded = refusing_first(loaded, module.refuse)
-    return with_shared(loaded)
+    return completed(loaded, module)
 
 
 def _show_version(asked: bool) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,24 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import TextColumn
 
-from mmdecode.cli.flags import (
-    Device,
-    DeviceMap,
-    Dtype,
-    NoiseBy,
-    Overwrite,
-    PromptCacheBytes,
-    Quantize,
-    model_help,
-    refuse_without,
-)
+from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
-from mmdecode.cli.progress import progress_bar, resumable, tell_batch_size
-from mmdecode.runs.console import console, out, warnings_shown, without_other_bars
+from mmdecode.cli.progress import Tally, progress_bar, resumable, tell_batch_size
+from mmdecode.errors import InputError, OptionError
+from mmdecode.runs.console import console, out, print_line, warnings_shown, without_other_bars
+from mmdecode.runs.files import claimed
+from mmdecode.runs.inputs import find_files
+from mmdecode.runs.items import Failed, Watch, tried
 from mmdecode.runs.journal import Unit
 
 if TYPE_CHECKING:
-    from mmdecode.runs.items import Failed
     from mmdecode.vlm.answerer import Answerer
     from mmdecode.vlm.jobs import AnswerFolder
     from mmdecode.vlm.requests import AnswerRequest
@@ -43,99 +35,39 @@ SAMPLING = ("temperature", "top_p", "top_k")
 
 def command(
     context: typer.Context,
-    paths: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[IMAGE...]", help="Images, videos, or folders to search for images."
-        ),
-    ] = None,
-    questions: Annotated[
-        list[str] | None,
-        typer.Option("--question", "-q", help="Question to ask about each image; repeatable."),
-    ] = None,
-    together: Annotated[
-        bool,
-        typer.Option("--together", help="Ask about all images together, such as a video's frames."),
-    ] = False,
-    text_only: Annotated[bool, typer.Option("--text-only", help="Ask without an image.")] = False,
-    table: Annotated[
-        str | None,
-        typer.Option(
-            "--data",
-            help="A table of questions (.jsonl, .json, .csv or .tsv) with question, image or "
-            "images, and id; or with messages, conversations in OpenAI's form.",
-        ),
-    ] = None,
-    images: Annotated[
-        str | None,
-        typer.Option(help="Folder of the table's relative paths. [default: the table's folder]"),
-    ] = None,
+    paths: Annotated[flags.Texts, typer.Argument(metavar="[IMAGE...]")] = None,
+    questions: flags.Texts = None,
+    together: bool = False,
+    text_only: bool = False,
+    table: str | None = None,
+    images: str | None = None,
     model: Annotated[
-        str,
-        typer.Option(help=model_help("A vision-language model", "llava-hf/llava-1.5-7b-hf")),
+        str, flags.model_option("A vision-language model", "llava-hf/llava-1.5-7b-hf")
     ] = "zoo:llava-scenes",
-    guide: Annotated[
-        str | None,
-        typer.Option(help="Guide, as name or name:key=value,...; see 'mmdecode methods guide'."),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="Drafter for speed: lookup, or eagle:path=... with a drafter trained for the "
-            "model; see 'mmdecode methods draft'. With --accept auto answers do not change."
-        ),
-    ] = None,
-    accept: Annotated[
-        str, typer.Option(help="Acceptance rule; with auto a drafter does not change answers.")
-    ] = "auto",
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", help="Folder for the answers, in results.jsonl. [default: print them]"
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --out, with the same settings.")
-    ] = False,
-    overwrite: Overwrite = False,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Print each answer as it is decoded.")
-    ] = False,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat", help="Hold a conversation: questions are typed, one a line; /help lists more."
-        ),
-    ] = False,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Questions decoded at once; answers do not depend on it.")
-    ] = 8,
-    prompt_cache: PromptCacheBytes = 2**30,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 128,
-    frames: Annotated[
-        int, typer.Option(min=1, help="Frames to read of a video, at equal distances.")
-    ] = 8,
-    fps: Annotated[
-        float | None,
-        typer.Option(help="Frames per second to read of a video, instead of --frames."),
-    ] = None,
-    noise_by: NoiseBy = "request",
-    sample: Annotated[
-        bool, typer.Option("--sample", help="Sample tokens instead of taking the most likely.")
-    ] = False,
-    temperature: Annotated[float, typer.Option(help="With --sample: sampling temperature.")] = 1.0,
-    top_p: Annotated[
-        float, typer.Option(help="With --sample: total probability of the tokens to sample from.")
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(min=0, help="With --sample: number of tokens to sample from; 0: all.")
-    ] = 0,
-    device: Device = "auto",
-    device_map: DeviceMap = None,
-    dtype: Dtype = "auto",
-    quantize: Quantize = None,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of questions.")] = None,
+    guide: str | None = None,
+    draft: str | None = None,
+    accept: str = "auto",
+    output: Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    stream: bool = False,
+    chat: bool = False,
+    batch_size: flags.AtLeast1 = 8,
+    prompt_cache: flags.Bytes = 2**30,
+    max_new_tokens: flags.AtLeast1 = 128,
+    frames: flags.AtLeast1 = 8,
+    fps: float | None = None,
+    noise_by: flags.NoiseBy = "request",
+    sample: bool = False,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: flags.AtLeast0 = 0,
+    device: str = "auto",
+    device_map: str | None = None,
+    dtype: str = "auto",
+    quantize: flags.Rounding = None,
+    seed: int = 0,
+    limit: flags.Limit = None,
     json: JsonFlag = False,
 ) -> None:
     """Ask questions about images.
@@ -155,44 +87,53 @@ def command(
       mmdecode ask photo.jpg --chat --model llava-1.5-7b
 
       mmdecode ask --data questions.jsonl --model llava-1.5-7b --out answers --resume
+
+    Options:
+        paths: Images, videos, or folders to search for images.
+        questions (--question, -q): Question to ask about each image; repeatable.
+        together: Ask about all images together, such as a video's frames.
+        text_only: Ask without an image.
+        table (--data): A table of questions (.jsonl, .json, .csv or .tsv) with question, image or
+            images, and id; or with messages, conversations in OpenAI's form.
+        images: Folder of the table's relative paths. [default: the table's folder]
+        draft: Drafter for speed: lookup, or eagle:path=... with a drafter trained for the model;
+            see 'mmdecode methods draft'. With --accept auto answers do not change.
+        accept: Acceptance rule; with auto a drafter does not change answers.
+        output (--out): Folder for the answers, in results.jsonl. [default: print them]
+        stream: Print each answer as it is decoded.
+        chat: Hold a conversation: questions are typed, one a line; /help lists more.
+        batch_size: Questions decoded at once; answers do not depend on it.
+        max_new_tokens: Maximum tokens of an answer.
+        frames: Frames to read of a video, at equal distances.
+        fps: Frames per second to read of a video, instead of --frames.
+        sample: Sample tokens instead of taking the most likely.
+        temperature: With --sample: sampling temperature.
+        top_p: With --sample: total probability of the tokens to sample from.
+        top_k: With --sample: number of tokens to sample from; 0: all.
     """
+    given = dict(locals())
+
     from mmdecode.cli.conversation import converse
-    from mmdecode.errors import OptionError
     from mmdecode.vlm.answerer import Answerer
     from mmdecode.vlm.options import AnswerOptions
     from mmdecode.vlm.requests import read_requests
 
-    if not sample:
-        refuse_without("--sample", SAMPLING, context)
-    if output is None:
-        refuse_without("--out", ["resume"], context)
-    if table is None:
-        refuse_without("--data", ["images"], context)
-    options = AnswerOptions(
-        max_new_tokens=max_new_tokens,
-        do_sample=sample,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        batch_size=batch_size,
-        prompt_cache=prompt_cache,
-        noise_by=noise_by,
-        frames=frames,
-        fps=fps,
-        text_only=text_only,
-        margins=bool(output or json),  # a printed answer does not show them
-    )
+    flags.refuse_without("--sample", SAMPLING, context, sample)
+    flags.refuse_without("--out", ["resume"], context, output)
+    flags.refuse_without("--data", ["images"], context, table is not None)
+    # a printed answer does not show margins
+    shown = {"do_sample": sample, "margins": bool(output or json)}
+    options = AnswerOptions(**flags.fields_of(AnswerOptions, given) | shown)
+    how = dataclasses.asdict(options)
     without_other_bars()
+    load: dict[str, Any] = {"model_id": model}
+    load |= flags.picked(given, "draft guide accept dtype seed", later="quantize")
+    loaded = partial(Answerer.from_pretrained, **load, device=device, device_map=device_map)
     if chat:
-        answerer = Answerer.from_pretrained(
-            model, draft, guide, accept, device, dtype, quantize, seed, device_map=device_map
-        )
+        answerer = loaded()
         with warnings_shown("default"):  # every turn reads all images again
-            given = dataclasses.asdict(options)
-            fine = converse(answerer, _found(paths), questions or [], given, _found)
-        if not fine:
-            raise typer.Exit(1)
-        return
+            fine = converse(answerer, _found(paths), questions or [], how, _found)
+        raise typer.Exit(0 if fine else 1)
     if table is None:
         requests = _asked(paths, questions, together, text_only)[:limit]
     elif paths or questions or together:
@@ -201,41 +142,28 @@ def command(
         )
     else:
         requests = read_requests(table, limit, images, failing=True)
-    load: dict[str, Any] = {
-        "model_id": model,
-        "draft": draft,
-        "guide": guide,
-        "accept": accept,
-        "dtype": dtype,
-        "seed": seed,
-    }
-    if quantize is not None:  # as before there was a choice
-        load["quantize"] = quantize
     # what may change an answer; the batch does not
-    settings = {**dataclasses.asdict(options), **load}
+    left_out = {"batch_size", "prompt_cache", "margins", "trace", "first_logits"}
     for name in ("noise_by", "frames", "fps"):  # as before there was a choice
-        if settings[name] == getattr(AnswerOptions, name):
-            del settings[name]
-    for name in ("batch_size", "prompt_cache", "margins", "trace", "first_logits"):
-        del settings[name]
-    tally = _Tally()
+        if how[name] == getattr(AnswerOptions, name):
+            left_out.add(name)
+    settings = {name: value for name, value in (how | load).items() if name not in left_out}
+    tally = Tally()
     with warnings_shown("always"), contextlib.ExitStack() as stack:
         file = None
         units = [Unit(requests, batch_size)]
         if output is not None:  # refused before a model is loaded
-            from mmdecode.runs.files import claimed
             from mmdecode.vlm.jobs import AnswerFolder
 
             file = AnswerFolder(
                 output,
                 settings,
                 requests,
-                batch_size=batch_size,
-                resume=resume,
-                overwrite=overwrite,
+                **flags.picked(given, "batch_size resume overwrite"),
                 command=sys.argv[1:],
             )
-            stack.enter_context(resumable(output, len(requests), lambda: tally.done))
+            done = lambda: tally.done_before + len(tally.results)  # noqa: E731
+            stack.enter_context(resumable(output, len(requests), done))
             stack.enter_context(claimed(output))
             stack.enter_context(contextlib.closing(file.open(file.prepare())))
             units = file.units()
@@ -244,17 +172,16 @@ def command(
             tally.changed = len(file.changed)
         show = _Shown(requests)
         if any(unit.items for unit in units):
-            answerer = Answerer.from_pretrained(**load, device=device, device_map=device_map)
-            given = dataclasses.asdict(options)
+            answerer = loaded()
             started = time.perf_counter()
-            for answer in (
-                _streamed(answerer, requests, given, show)
-                if stream
-                else _with_bar(answerer, units, given, file)
-            ):
+            if stream:
+                answers = Watch().released(_pieced(answerer, requests, how, show))
+            else:
+                answers = _with_bar(answerer, units, how, file)
+            for answer in answers:
                 if file and answer.id in file.done:
                     continue  # of a unit that was interrupted
-                (tally.failures if answer.error else tally.answers).append(answer)
+                (tally.failures if answer.error else tally.results).append(answer)
                 if file:
                     file.add(answer)
             tally.wall_s = time.perf_counter() - started
@@ -272,8 +199,6 @@ def refuse(given: Mapping[str, Any]) -> None:
     Raises:
         OptionError: They do not.
     """
-    from mmdecode.errors import OptionError
-
     others = ("output", "json", "table", "together", "stream")
     if given["chat"] and any(given[name] for name in others):
         raise OptionError("--chat talks; leave out --out, --json, --data, --together and --stream")
@@ -281,28 +206,10 @@ def refuse(given: Mapping[str, Any]) -> None:
         raise OptionError("--stream prints pieces of answers; leave out --out and --json")
 
 
-@dataclass
-class _Tally:
-    """Counts, answers and failures of the run, for its summary."""
-
-    done_before: int = 0
-    changed: int = 0
-    answers: list[Answer] = field(default_factory=list)
-    failures: list[Answer] = field(default_factory=list)
-    wall_s: float = 0.0
-    stats: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def done(self) -> int:
-        """Number of questions that have an answer."""
-        return self.done_before + len(self.answers)
-
-
 def _asked(
     paths: list[str] | None, questions: list[str] | None, together: bool, text_only: bool
 ) -> list[AnswerRequest]:
     """Makes requests from the images and questions on the command line, in order."""
-    from mmdecode.errors import OptionError
     from mmdecode.vlm.requests import asked_of
 
     if not questions:
@@ -318,7 +225,6 @@ def _asked(
 
 def _found(paths: Sequence[str] | None) -> list[str]:
     """Finds the images that are named on the command line."""
-    from mmdecode.runs.inputs import find_files
     from mmdecode.vlm.images import SUFFIXES
 
     with warnings_shown("always"):  # of links that are skipped
@@ -332,7 +238,6 @@ def _with_bar(
     file: AnswerFolder | None,
 ) -> Iterator[Answer]:
     """Yields answers unit by unit."""
-    from mmdecode.runs.items import Watch
     from mmdecode.vlm import crashes
 
     def noted(request: AnswerRequest) -> AnswerRequest:
@@ -355,21 +260,13 @@ def _with_bar(
                 yield answer
 
 
-def _streamed(
-    answerer: Answerer, requests: list[AnswerRequest], options: dict[str, Any], show: _Shown
-) -> Iterator[Answer]:
-    """Yields answers one after the other, each printed while it is decoded."""
-    from mmdecode.runs.items import Watch
-
-    yield from Watch().released(_pieced(answerer, requests, options, show))
-
-
 def _pieced(
     answerer: Answerer, requests: list[AnswerRequest], options: dict[str, Any], show: _Shown
 ) -> Iterator[tuple[Answer, Failed | None]]:
-    """See `_streamed`; if a question fails, its answer holds the error."""
-    from mmdecode.errors import InputError
-    from mmdecode.runs.items import Failed, tried
+    """Yields answers one after the other, each printed while it is decoded.
+
+    If a question fails, its answer holds the error, which is the second of the pair.
+    """
     from mmdecode.vlm.answerer import MEMORY_HINT
     from mmdecode.vlm.results import Answer
 
@@ -377,16 +274,14 @@ def _pieced(
         names = tuple(image.name for image in request.images)
         answer = Answer(id=request.id, index=request.index, images=names, question=request.text)
         text = ""
-        if request.problem is not None:
-            failed = Failed.of(InputError(request.problem), MEMORY_HINT)
-            yield dataclasses.replace(answer, error=failed.error, kind=failed.kind), failed
-            continue
-        pieces = answerer.pieces(request, **options)
+        pieces = answerer.pieces(request, **options) if request.problem is None else iter(())
         while isinstance(piece := tried(partial(next, pieces, None), MEMORY_HINT), str):
             # rich prints whole lines only where there is no terminal
             out.file.write(piece if text else show.before(answer) + piece.lstrip())
             out.file.flush()
             text += piece
+        if request.problem is not None:
+            piece = Failed.of(InputError(request.problem), MEMORY_HINT)
         if text or piece is None:
             out.file.write("\n")
         if isinstance(piece, Failed):
@@ -410,38 +305,27 @@ class _Shown:
         return "".join(f"{p} " for p in parts).encode("utf-8", "backslashreplace").decode()
 
 
-def _report(tally: _Tally, output: Path | None, show: _Shown | None, as_json: bool) -> None:
-    answers = sorted(tally.answers, key=lambda answer: answer.index)
-    failures = sorted(tally.failures, key=lambda answer: answer.index)
+def _report(tally: Tally, output: Path | None, show: _Shown | None, as_json: bool) -> None:
+    tally.sort()
     if as_json:
         from mmdecode.vlm.jobs import as_line
 
         emit_json(
             {
-                "answered": len(answers),
+                "answered": len(tally.results),
                 "resumed": tally.done_before,
                 "changed": tally.changed,
-                "failed": len(failures),
+                "failed": len(tally.failures),
                 "wall_s": round(tally.wall_s, 3),
                 "stats": tally.stats,
                 "output": output,
-                "answers": None if output else [as_line(answer) for answer in answers],
-                "failures": [as_line(answer) for answer in failures],
+                "answers": None if output else [as_line(answer) for answer in tally.results],
+                "failures": [as_line(answer) for answer in tally.failures],
             }
         )
     elif not output and show:
-        for answer in answers:
-            line = show.before(answer) + answer.text
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
-    line = f"{len(answers)} answered, {tally.done_before} done before, {len(failures)} failed"
-    if tally.changed:
-        line += f", {tally.changed} changed since and done again"
-    if tally.stats.get("tokens") and tally.wall_s:
-        line += f"; {tally.stats['tokens']} tokens in {tally.wall_s:.1f} s"
-        if tally.stats["drafted"]:
-            line += f", {tally.stats['acceptance_length']:.2f} per pass"
-    console.print(line, highlight=False, soft_wrap=True)
-    for failure in failures:
-        console.print(
-            f"failed: {failure.error}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        for answer in tally.results:
+            print_line(show.before(answer) + answer.text)
+    print_line(tally.counted(len(tally.results), "answered") + tally.speed(), console)
+    for failure in tally.failures:
+        print_line(f"failed: {failure.error}", console, "red")

@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mmdecode.errors import MMDecodeError
 from mmdecode.runs.console import console, out, print_line
+from mmdecode.runs.items import Failed
 
 if TYPE_CHECKING:
     from mmdecode.vlm.answerer import Answerer
@@ -76,7 +78,6 @@ def converse(
 
 def _asked(chat: Chat, question: str, images: list[str]) -> bool:
     """Prints an answer, or why there is none; returns whether there is one."""
-    from mmdecode.runs.items import Failed
     from mmdecode.vlm.answerer import MEMORY_HINT
 
     written = False
@@ -119,7 +120,6 @@ def _undo(chat: Chat) -> list[str]:
 
 def _readable(words: str, find: Callable[[Sequence[str]], list[str]]) -> list[str] | None:
     """Returns the images that words name; says why, and returns ``None``, if one cannot be read."""
-    from mmdecode.errors import MMDecodeError
     from mmdecode.vlm.images import image_source
 
     paths = _paths(words)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mmdecode.cli.flags import Device, Dtype, Overwrite, Quantize, refuse_without
+from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.errors import UnknownNameError
 
-DEMOS = ("speech", "vlm", "image")
-MODELS = {
-    "vlm": "zoo:llava-scenes",
-    "image": "zoo:llamagen-scenes",
-}
+DEMOS = {"speech": "speech", "vlm": "vision", "image": "images"}
+"""Rooms of `mmdecode.demo`, by the names of the demonstrations."""
+MODELS = {"vlm": "zoo:llava-scenes", "image": "zoo:llamagen-scenes"}
 GUIDES = ("vcd", "ritual", "damro", "pai")
 FOLDER = Path("outputs/demo")
 
@@ -23,66 +22,19 @@ FOLDER = Path("outputs/demo")
 def command(
     context: typer.Context,
     what: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[speech|vlm|image]",
-            help="Transcribe recordings without and with a drafter; answer questions about images "
-            "without and with guides; or generate images token by token and in parallel. Default: "
-            "all.",
-            show_default=False,
-        ),
+        str | None, typer.Argument(metavar="[speech|vlm|image]", show_default=False)
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Model of the named demo or, if all are run, of the speech demo, for example "
-            "openai/whisper-small: a folder, a Hub id, a short name or zoo:NAME. Default: a "
-            "shipped model, and for recordings of people moonshine:tiny-en if it is installed.",
-        ),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="For speech: Medusa heads for the model (a folder, a Hub id or zoo:NAME), or a "
-            "drafter of 'mmdecode methods draft' as name or name:key=value,... Default: "
-            "the shipped heads, or recycling for a model that does not ship."
-        ),
-    ] = None,
-    guides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--guide",
-            help="For vlm: a guide of 'mmdecode methods guide' as name or name:key=value,...; "
-            f"repeatable. Default: {', '.join(GUIDES)}.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            help="Output folder; if all demos are run, it gets a subfolder for each. Default: "
-            f"{', '.join(f'{FOLDER}/{name}' for name in DEMOS)}.",
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Maximum number of images, or of clips (the long recording is not counted).",
-        ),
-    ] = None,
-    repeats: Annotated[
-        int,
-        typer.Option(min=1, help="For speech: timed runs per clip and decoder; the median counts."),
-    ] = 3,
-    overwrite: Overwrite = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = None,
-    seed: Annotated[
-        int,
-        typer.Option(help="Seed of images, confidence intervals and guides; text is greedy."),
-    ] = 0,
+    model: str | None = None,
+    draft: str | None = None,
+    guides: flags.Texts = None,
+    output: Path | None = None,
+    limit: flags.Limit = None,
+    repeats: flags.AtLeast1 = 3,
+    overwrite: bool = False,
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: flags.Rounding = None,
+    seed: int = 0,
     json: JsonFlag = False,
 ) -> None:
     """Transcribe speech, answer questions about images and generate images, with shipped models.
@@ -94,32 +46,39 @@ def command(
     token, then in parallel with the same result, then with a relaxed rule, which changes the
     distribution. Each demo writes a page, report.html. The exit code is 1 if drafting changed a
     token.
+
+    Options:
+        what: Transcribe recordings without and with a drafter; answer questions about images
+            without and with guides; or generate images token by token and in parallel. Default:
+            all.
+        model: Model of the named demo or, if all are run, of the speech demo, for example
+            openai/whisper-small: a folder, a Hub id, a short name or zoo:NAME. Default: a shipped
+            model, and for recordings of people moonshine:tiny-en if it is installed.
+        draft: For speech: Medusa heads for the model (a folder, a Hub id or zoo:NAME), or a drafter
+            of 'mmdecode methods draft' as name or name:key=value,... Default: the shipped heads, or
+            recycling for a model that does not ship.
+        guides (--guide): For vlm: a guide of 'mmdecode methods guide' as name or
+            name:key=value,...; repeatable. Default: vcd, ritual, damro, pai.
+        output (--out): Output folder; if all demos are run, it gets a subfolder for each. Default:
+            outputs/demo/speech, outputs/demo/vlm, outputs/demo/image.
+        limit: Maximum number of images, or of clips (the long recording is not counted).
+        repeats: For speech: timed runs per clip and decoder; the median counts.
+        seed: Seed of images, confidence intervals and guides; text is greedy.
     """
     if what is not None and what not in DEMOS:
         raise UnknownNameError.of("demo", what, DEMOS)
-    if what not in (None, "vlm"):
-        refuse_without("'mmdecode demo vlm'", ["guides"], context)
-    if what not in (None, "speech"):
-        refuse_without("'mmdecode demo speech'", ["draft", "repeats"], context)
-    chosen = DEMOS if what is None else (what,)
+    flags.refuse_without("'mmdecode demo vlm'", ["guides"], context, what in (None, "vlm"))
+    of_speech = ["draft", "repeats"]
+    flags.refuse_without("'mmdecode demo speech'", of_speech, context, what in (None, "speech"))
+    chosen = list(DEMOS) if what is None else [what]
+    own = {"speech": (draft, repeats), "vlm": (GUIDES if guides is None else guides,)}
     found: dict[str, dict[str, Any]] = {}
     for name in chosen:
         folder = FOLDER / name if output is None else output if what else output / name
-        asked_for = model if name == chosen[0] else None
+        loaded = (model if name == chosen[0] else None) or MODELS.get(name)
         shared = (folder.resolve(), limit, device, dtype, quantize, seed, overwrite)
-        if name == "speech":
-            from mmdecode.demo.speech import command as demo_speech
-
-            found[name] = demo_speech.run(asked_for, draft, repeats, *shared)
-        elif name == "vlm":
-            from mmdecode.demo.vision import command as demo_vlm
-
-            loaded = asked_for or MODELS[name]
-            found[name] = demo_vlm.run(loaded, GUIDES if guides is None else guides, *shared)
-        else:
-            from mmdecode.demo.images import command as demo_image
-
-            found[name] = demo_image.run(asked_for or MODELS[name], *shared)
+        room = importlib.import_module(f"mmdecode.demo.{DEMOS[name]}.command")
+        found[name] = room.run(loaded, *own.get(name, ()), *shared)
     if json:
         emit_json(found if what is None else found[what])
     if not all(one.get("identical", True) for one in found.values()):

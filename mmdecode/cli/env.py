@@ -10,48 +10,46 @@ from typing import Any
 from rich.table import Table
 
 import mmdecode
+from mmdecode.checkpoints import cached_folder, is_installed, scheme_names
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.runs.console import out
 
-# extras that install each distribution; empty: always installed
-PACKAGES = {
-    "jinja2": "",
-    "torch": "",
-    "transformers": "",
-    "tokenizers": "",
-    "safetensors": "",
-    "numpy": "",
-    "rich": "",
-    "typer": "",
-    "torchaudio": "asr",
-    "librosa": "asr",
-    "soundfile": "asr",
-    "soxr": "asr",
-    "jiwer": "asr",
-    "pillow": "vlm, image",
-    "torchvision": "vlm, image",
-    "timm": "vlm, image",
-    "accelerate": "train",
-    "peft": "train",
-    "scipy": "eval",
-    "scikit-learn": "eval",
-    "matplotlib": "eval",
-    "pandas": "eval",
-    "kaldialign": "eval",
-    "silero-vad": "vad",
-    "av": "media",
-    "pyarrow": "tables",
+EXTRAS = {
+    "": "jinja2 torch transformers tokenizers safetensors numpy rich typer",
+    "asr": "torchaudio librosa soundfile soxr jiwer",
+    "vlm, image": "pillow torchvision timm",
+    "train": "accelerate peft",
+    "eval": "scipy scikit-learn matplotlib pandas kaldialign",
+    "vad": "silero-vad",
+    "media": "av",
+    "tables": "pyarrow",
     "torchao": "torchao",
-    "ctranslate2": "bench",
-    "moonshine-voice": "moonshine",
+    "bench": "ctranslate2",
+    "moonshine": "moonshine-voice",
 }
+"""Distributions by the extras that install them; those of no extra are always installed."""
+PACKAGES = {name: extra for extra, names in EXTRAS.items() for name in names.split()}
 
 
 def command(json: JsonFlag = False) -> None:
     """Show versions and devices, for bug reports."""
-    from mmdecode.checkpoints import cached_folder
+    import torch
 
-    found = _collect()
+    available = torch.cuda.is_available()
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found: dict[str, Any] = {
+        "mmdecode": mmdecode.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda if available else None,
+        "cuda_devices": devices if available else [],
+        "packages": {
+            name: {"version": _version(name), "extra": extra} for name, extra in PACKAGES.items()
+        },
+        "checkpoints": {name: is_installed(name) for name in scheme_names()},
+    }
     if json:
         emit_json(found)
         return
@@ -68,28 +66,6 @@ def command(json: JsonFlag = False) -> None:
         where = f"not installed here, but converted in the user's cache: {folder}"
         table.add_row(name, where if folder else "installed" if installed else "not installed")
     out.print(table)
-
-
-def _collect() -> dict[str, Any]:
-    import torch
-
-    from mmdecode.checkpoints import is_installed, scheme_names
-
-    available = torch.cuda.is_available()
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "mmdecode": mmdecode.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "cuda": torch.version.cuda if available else None,
-        "cuda_devices": devices if available else [],
-        "packages": {
-            name: {"version": _version(name), "extra": extra} for name, extra in PACKAGES.items()
-        },
-        "checkpoints": {name: is_installed(name) for name in scheme_names()},
-    }
 
 
 def _version(distribution: str) -> str | None:

@@ -8,158 +8,68 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import TextColumn
 
-from mmdecode.cli.flags import (
-    Device,
-    Dtype,
-    Overwrite,
-    Quantize,
-    Resume,
-    model_help,
-    refuse_without,
-)
+import mmdecode
+from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
-from mmdecode.cli.progress import progress_bar, tell_batch_size
+from mmdecode.cli.progress import Tally, progress_bar, tell_batch_size
+from mmdecode.errors import InputError, MMDecodeError, OptionError
 from mmdecode.runs.console import console, print_line, warnings_shown, without_other_bars
+from mmdecode.runs.journal import Unit
 
 if TYPE_CHECKING:
-    from mmdecode.errors import InputError
     from mmdecode.image_ar.generator import ImageGenerator
     from mmdecode.image_ar.jobs import ImageFolder
     from mmdecode.image_ar.results import GeneratedImage, ImageRequest
-    from mmdecode.runs.journal import Unit
 
 FOLDER = Path("outputs/images")
+LOADED = (
+    "model_id draft accept mode guidance temperature top_k top_p seed dtype refiner drafted grid "
+    "negative_prompt template"
+)
+"""Arguments of `ImageGenerator.from_pretrained` that may change an image."""
 
 
 def command(
     context: typer.Context,
     model: Annotated[
-        str,
-        typer.Option(help=model_help("An image model", "deepseek-community/Janus-Pro-1B")),
+        str, flags.model_option("An image model", "deepseek-community/Janus-Pro-1B")
     ] = "zoo:llamagen-scenes",
-    names: Annotated[
-        list[str] | None,
-        typer.Option("--class", help="A class by its name; repeatable."),
-    ] = None,
-    numbers: Annotated[
-        list[int] | None,
-        typer.Option("--class-id", help="A class by its number, from 0; repeatable."),
-    ] = None,
-    prompts: Annotated[
-        list[str] | None, typer.Option("--prompt", help="A prompt; repeatable.")
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option("--prompts", help="A text file with a prompt or a class on each line."),
-    ] = None,
-    negative_prompt: Annotated[
-        str | None,
-        typer.Option(help="Prompt that guidance leads away from; for models that take prompts."),
-    ] = None,
-    raw_prompt: Annotated[
-        bool,
-        typer.Option(
-            "--raw-prompt",
-            help="Pass prompts to the model unchanged; by default Janus gets them in its chat "
-            "template.",
-        ),
-    ] = False,
-    n: Annotated[int, typer.Option("--count", "-n", min=1, help="Images per class or prompt.")] = 1,
-    mode: Annotated[
-        str | None,
-        typer.Option(
-            help="ar: token by token; exact: the same images in fewer passes; fast: other images "
-            "of the same distribution, by speculative sampling; relaxed: fewer passes, but another "
-            "distribution; zipar:window=8: several rows in parallel, but another distribution."
-        ),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="Drafter, as name or name:key=value,...: jacobi:window=32, or "
-            "assistant:model=... for a small image model; see 'mmdecode methods draft'."
-        ),
-    ] = None,
-    accept: Annotated[
-        str,
-        typer.Option(
-            help="Acceptance rule. With auto a drafter does not change images; lantern:lambda_=2 "
-            "and others change the distribution; see 'mmdecode methods accept'."
-        ),
-    ] = "auto",
-    guidance: Annotated[
-        float | None,
-        typer.Option(help="Guidance scale s of u + s (c - u); 1: off. Default: the model's own."),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature. Default: the model's own.")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Tokens to sample from; 0: all. Default: the model's own.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Total probability of the tokens to sample from. Default: the model's own."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same images.")] = 0,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Images generated at once; it does not change them.")
-    ] = 8,
-    start: Annotated[
-        Path | None,
-        typer.Option(
-            help="An image to complete, of the model's size; for an image that mmdecode generated, "
-            "the codes in its metadata are used."
-        ),
-    ] = None,
-    mask: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --start: a mask image, white where the image is generated again. In raster "
-            "order, codes do not depend on kept codes after them (locally constrained)."
-        ),
-    ] = None,
-    keep_rows: Annotated[
-        int | None,
-        typer.Option(help="With --start: rows of codes to keep; the rest is sampled exactly."),
-    ] = None,
-    refiner: Annotated[
-        str | None,
-        typer.Option(help="For next-scale models: a smaller model for the last scales (CoDe)."),
-    ] = None,
-    drafted: Annotated[
-        int | None, typer.Option(help="With --refiner: number of scales that --model generates.")
-    ] = None,
-    codes: Annotated[
-        str | None,
-        typer.Option(help="ROWSxCOLUMNS of codes, for models whose image size is free (Emu3)."),
-    ] = None,
-    grid: Annotated[
-        bool, typer.Option("--grid", help="Also write all images as one, grid.png.")
-    ] = False,
-    likelihood: Annotated[
-        bool,
-        typer.Option(
-            "--likelihood", help="Compute the log-likelihood of each image in another pass."
-        ),
-    ] = False,
-    output: Annotated[
-        Path, typer.Option("--out", help="Folder for images and results.jsonl.")
-    ] = FOLDER,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = None,
+    names: flags.Texts = None,
+    numbers: list[int] | None = None,
+    prompts: flags.Texts = None,
+    file: Path | None = None,
+    negative_prompt: str | None = None,
+    raw_prompt: bool = False,
+    n: flags.AtLeast1 = 1,
+    mode: str | None = None,
+    draft: str | None = None,
+    accept: str = "auto",
+    guidance: float | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    batch_size: flags.AtLeast1 = 8,
+    start: Path | None = None,
+    mask: Path | None = None,
+    keep_rows: int | None = None,
+    refiner: str | None = None,
+    drafted: int | None = None,
+    codes: str | None = None,
+    grid: bool = False,
+    likelihood: bool = False,
+    output: Path = FOLDER,
+    resume: bool = False,
+    overwrite: bool = False,
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: flags.Rounding = None,
     json: JsonFlag = False,
 ) -> None:
     """Generate images from classes or prompts.
@@ -177,115 +87,107 @@ def command(
       mmdecode generate-image --model deepseek-community/Janus-Pro-1B --prompts prompts.txt --resume
 
       mmdecode generate-image --class star --start ring.png --keep-rows 8
+
+    Options:
+        names (--class): A class by its name; repeatable.
+        numbers (--class-id): A class by its number, from 0; repeatable.
+        prompts (--prompt): A prompt; repeatable.
+        file (--prompts): A text file with a prompt or a class on each line.
+        negative_prompt: Prompt that guidance leads away from; for models that take prompts.
+        raw_prompt: Pass prompts to the model unchanged; by default Janus gets them in its chat
+            template.
+        n (--count, -n): Images per class or prompt.
+        mode: ar: token by token; exact: the same images in fewer passes; fast: other images of the
+            same distribution, by speculative sampling; relaxed: fewer passes, but another
+            distribution; zipar:window=8: several rows in parallel, but another distribution.
+        draft: Drafter, as name or name:key=value,...: jacobi:window=32, or assistant:model=... for
+            a small image model; see 'mmdecode methods draft'.
+        accept: Acceptance rule. With auto a drafter does not change images; lantern:lambda_=2 and
+            others change the distribution; see 'mmdecode methods accept'.
+        guidance: Guidance scale s of u + s (c - u); 1: off. Default: the model's own.
+        temperature: Sampling temperature. Default: the model's own.
+        top_k: Tokens to sample from; 0: all. Default: the model's own.
+        top_p: Total probability of the tokens to sample from. Default: the model's own.
+        seed: The same seed gives the same images.
+        batch_size: Images generated at once; it does not change them.
+        start: An image to complete, of the model's size; for an image that mmdecode generated, the
+            codes in its metadata are used.
+        mask: With --start: a mask image, white where the image is generated again. In raster order,
+            codes do not depend on kept codes after them (locally constrained).
+        keep_rows: With --start: rows of codes to keep; the rest is sampled exactly.
+        refiner: For next-scale models: a smaller model for the last scales (CoDe).
+        drafted: With --refiner: number of scales that --model generates.
+        codes: ROWSxCOLUMNS of codes, for models whose image size is free (Emu3).
+        grid: Also write all images as one, grid.png.
+        likelihood: Compute the log-likelihood of each image in another pass.
+        output (--out): Folder for images and results.jsonl.
     """
-    from mmdecode.errors import InputError, OptionError
+    given = dict(locals())
+
     from mmdecode.image_ar.generator import ImageGenerator
     from mmdecode.image_ar.jobs import ImageFolder, read_prompts
     from mmdecode.image_ar.modes import check_mode
 
-    if start is None:
-        refuse_without("--start", ["mask", "keep_rows"], context)
-    elif (mask is None) == (keep_rows is None):
+    flags.refuse_without("--start", ["mask", "keep_rows"], context, start)
+    if start is not None and (mask is None) == (keep_rows is None):
         raise OptionError("--start completes an image; give --mask or --keep-rows, and not both")
-    if refiner is None:
-        refuse_without("--refiner", ["drafted"], context)
+    flags.refuse_without("--refiner", ["drafted"], context, refiner is not None)
     check_mode(mode, draft, accept)
     lines = [] if file is None else read_prompts(file)
     if not any((names, numbers, prompts, lines)):
         raise OptionError("nothing to draw; give --class, --class-id, --prompt or --prompts")
     without_other_bars()
-    load: dict[str, Any] = {
-        "model_id": model,
-        "draft": draft,
-        "accept": accept,
-        "mode": mode,
-        "guidance": guidance,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-        "dtype": dtype,
-        "refiner": refiner,
-        "drafted": drafted,
-        "grid": _grid_of(codes),
-        "negative_prompt": negative_prompt,
-        "template": not raw_prompt,
-    }
-    if quantize is not None:  # as before there was a choice
-        load["quantize"] = quantize
+    given |= {"model_id": model, "grid": _grid_of(codes), "template": not raw_prompt}
+    given |= {"start": start and _digest(start), "mask": mask and _digest(mask)}
+    load = flags.picked(given, LOADED, later="quantize")
     # what may change an image; the batch does not
-    settings = {
-        **load,
-        "start": None if start is None else _digest(start),
-        "mask": None if mask is None else _digest(mask),
-        "keep_rows": keep_rows,
-        "likelihood": likelihood,
-    }
+    settings = load | flags.picked(given, "start mask keep_rows likelihood")
     with warnings_shown("always"), contextlib.ExitStack() as stack:
         # refused before a model is loaded
         folder = ImageFolder(
             output,
             settings,
-            batch_size=batch_size,
-            resume=resume,
-            overwrite=overwrite,
+            **flags.picked(given, "batch_size resume overwrite"),
             command=sys.argv[1:],
         )
         stack.enter_context(contextlib.closing(folder))
         generator = ImageGenerator.from_pretrained(**load, batch=batch_size, device=device)
-        given = _conditions(generator, names, numbers, prompts)
+        asked = _conditions(generator, names, numbers, prompts)
         read, failures = _drawable(generator, lines)
-        if failures and not given and not read:
+        if failures and not asked and not read:
             raise InputError(f"{failures[0]['error']}; no line of the file is valid")
-        requests = generator.requests([*given, *read], n)
+        requests = generator.requests([*asked, *read], n)
         folder.name_by(generator.labels, _metadata(generator, load), generator.repeatable)
         todo = folder.todo(requests, grid)
         units = folder.units()
         tell_batch_size(units, batch_size)
-        tally = _Tally(done_before=len(requests) - len(todo), failures=failures)
-        options: dict[str, Any] = {"likelihood": likelihood}
-        if start is not None:
-            options |= _started(generator, model, start, mask, keep_rows)
+        tally = Tally(done_before=len(requests) - len(todo), failures=failures)
+        options = {} if start is None else _started(generator, model, start, mask, keep_rows)
+        options["likelihood"] = likelihood
         began = time.perf_counter()
         for image in _with_bar(generator, units, options, folder):
             if folder.id_of(image) in folder.done:
                 continue  # of a unit that was interrupted
             line = folder.add(image)
-            (tally.failures if "error" in line else tally.images).append(line)
+            (tally.failures if "error" in line else tally.results).append(line)
         tally.wall_s = time.perf_counter() - began
         tally.stats = generator.stats.as_dict()
         folder.finish()
         if grid:
             folder.write_grid()
     # all images of a call have one start
-    guarantee = next((line["law"] for line in tally.images), generator.guarantee)
+    guarantee = next((line["law"] for line in tally.results), generator.guarantee)
     _report(tally, guarantee, output, json)
     if tally.failures:
         raise typer.Exit(1)
 
 
-@dataclass
-class _Tally:
-    """Counts, and result lines of images and failures of the run, for its summary."""
-
-    done_before: int
-    images: list[dict[str, Any]] = field(default_factory=list)
-    failures: list[dict[str, Any]] = field(default_factory=list)
-    wall_s: float = 0.0
-    stats: dict[str, Any] = field(default_factory=dict)
-
-
 def _metadata(generator: ImageGenerator, load: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that are written into every PNG, the model's defaults included."""
-    import mmdecode
-
-    names = (
-        *("model_id", "mode", "draft", "accept", "refiner", "drafted", "dtype"),
-        *("negative_prompt", "template", *(["quantize"] if "quantize" in load else [])),
-    )
+    names = "model_id mode draft accept refiner drafted dtype negative_prompt template quantize"
     return {
         "Software": f"mmdecode {mmdecode.__version__}",
-        **{name.removesuffix("_id"): load[name] for name in names},
+        **{name.removesuffix("_id"): load[name] for name in names.split() if name in load},
         **generator.settings,
     }
 
@@ -331,8 +233,6 @@ def _conditions(
     Raises:
         OptionError: Prompts are given to a model of classes, or classes to a model of prompts.
     """
-    from mmdecode.errors import OptionError
-
     if generator.classes and prompts:
         raise OptionError("this model takes classes; give --class or --class-id, no --prompt")
     if not generator.classes and (names or numbers):
@@ -344,8 +244,6 @@ def _drawable(
     generator: ImageGenerator, lines: Sequence[tuple[str, str | InputError]]
 ) -> tuple[list[int | str], list[dict[str, Any]]]:
     """Returns the conditions in the valid lines of a file, and failures of its invalid lines."""
-    from mmdecode.errors import InputError, MMDecodeError
-
     found: list[int | str] = []
     failures = []
     for where, line in lines:
@@ -365,8 +263,6 @@ def _drawable(
 
 def _grid_of(codes: str | None) -> tuple[int, int] | None:
     """Parses the value of ``--codes`` to rows and columns."""
-    from mmdecode.errors import OptionError
-
     if codes is None:
         return None
     found = re.fullmatch(r"(\d+)x(\d+)", codes)
@@ -377,8 +273,6 @@ def _grid_of(codes: str | None) -> tuple[int, int] | None:
 
 def _digest(path: Path) -> str:
     """Returns a checksum of a file's content."""
-    from mmdecode.errors import InputError
-
     try:
         return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
     except OSError as error:
@@ -398,58 +292,47 @@ def _started(
         InputError: ``start`` or ``mask`` is no image.
         OptionError: ``keep_rows`` is out of range.
     """
+    import numpy as np
     import torch
 
-    from mmdecode.errors import OptionError
     from mmdecode.image_ar.jobs import codes_in
     from mmdecode.vlm.images import read_image
 
     rows, columns = generator.grid
     image = codes_in(start, model)
     if image is None or tuple(image.shape) != (rows, columns):
-        shown = read_image(start)
-        levels = torch.tensor(bytearray(shown.tobytes()), dtype=torch.uint8)
-        image = levels.view(shown.height, shown.width, 3).permute(2, 0, 1) / 255
+        image = torch.tensor(np.asarray(read_image(start))).permute(2, 0, 1) / 255
     if mask is None:
         assert keep_rows is not None, "the command asks for one of them"
         if not 0 < keep_rows < rows:
             raise OptionError(f"--keep-rows {keep_rows}; expected 1 to {rows - 1} rows of codes")
-        known = torch.zeros(rows, columns, dtype=torch.bool)
-        known[:keep_rows] = True
+        known = torch.arange(rows)[:, None].expand(rows, columns) < keep_rows
     else:
-        shown = read_image(mask).convert("L")
-        levels = torch.tensor(bytearray(shown.tobytes()), dtype=torch.uint8)
-        known = levels.view(shown.height, shown.width) < 128
+        known = torch.tensor(np.asarray(read_image(mask).convert("L"))) < 128
     return {"start": image, "known": known}
 
 
-def _report(tally: _Tally, guarantee: str, output: Path, as_json: bool) -> None:
+def _report(tally: Tally, guarantee: str, output: Path, as_json: bool) -> None:
     if as_json:
         emit_json(
             {
-                "drawn": len(tally.images),
+                "drawn": len(tally.results),
                 "resumed": tally.done_before,
                 "failed": len(tally.failures),
                 "law": guarantee,
                 "wall_s": round(tally.wall_s, 3),
                 "stats": tally.stats,
                 "output": output,
-                "images": tally.images,
+                "images": tally.results,
                 "failures": tally.failures,
             }
         )
-    line = (
-        f"{len(tally.images)} drawn, {tally.done_before} done before, {len(tally.failures)} failed"
-    )
-    if tally.stats.get("tokens") and tally.wall_s:
-        line += f"; {tally.stats['tokens']} tokens in {tally.wall_s:.1f} s"
-        if tally.stats["drafted"]:
-            line += f", {tally.stats['acceptance_length']:.2f} per pass"
+    line = tally.counted(len(tally.results), "drawn") + tally.speed()
     if guarantee != "exact":
         line += f"; {guarantee}: not the model's own distribution"
-    for how in sorted({image["completion"] for image in tally.images if "completion" in image}):
+    for how in sorted({image["completion"] for image in tally.results if "completion" in image}):
         line += f"; {how}"
-    console.print(line, highlight=False, soft_wrap=True)
+    print_line(line, console)
     for failure in tally.failures:
         named = failure["error"].startswith(failure["id"])
         what = failure["error"] if named else f"{failure['id']}: {failure['error']}"

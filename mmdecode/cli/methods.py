@@ -15,17 +15,12 @@ from mmdecode.errors import UnknownNameError
 from mmdecode.runs.console import out
 
 
-def command(
-    kind: Annotated[
-        str | None,
-        typer.Argument(
-            help="draft, accept, guide, correct, adapters, recognizers or checkpoints. Default: "
-            "all."
-        ),
-    ] = None,
-    json: JsonFlag = False,
-) -> None:
-    """List drafters, acceptance rules, guides, correctors, adapters, recognisers, checkpoints."""
+def command(kind: Annotated[str | None, typer.Argument()] = None, json: JsonFlag = False) -> None:
+    """List drafters, acceptance rules, guides, correctors, adapters, recognisers, checkpoints.
+
+    Options:
+        kind: draft, accept, guide, correct, adapters, recognizers or checkpoints. Default: all.
+    """
     if kind is not None and kind not in registry.KINDS:
         raise UnknownNameError.of("kind", kind, registry.KINDS)
     found = {k: registry.describe(k) for k in registry.KINDS if kind in (None, k)}

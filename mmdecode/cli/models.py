@@ -7,17 +7,18 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 import mmdecode
-from mmdecode.model_names import REAL, SYNTHETIC
+from mmdecode.checkpoints import is_installed, scheme_card, trusting_code, zoo_names
+from mmdecode.cli import flags
+from mmdecode.model_names import REAL, SYNTHETIC, full_name
 from mmdecode.runs.console import console, print_line
 
 MODELS = ("model", "refiner", "corrector", "correct", "methods")
@@ -43,59 +44,40 @@ LANGUAGE_MODEL = "Qwen/Qwen2.5-1.5B-Instruct, or another language model"
 """The same for a shipped language model that is given as ``--model``, and corrects nothing."""
 
 
-def with_models(command: Any) -> Any:
+def with_models(command: Any) -> None:
     """Adds option, short names and note to a command, or a group's commands, that load models."""
-    for inner in getattr(command, "commands", {}).values():
-        with_models(inner)
-    if any(parameter.name in MODELS for parameter in command.params):
-        command.params.append(_trust_option())
-        command.callback = _prepared(command.callback)
-    return command
+    for one in flags.leaves(command):
+        if any(parameter.name in MODELS for parameter in one.params):
+            one.params += flags.options_of(_trusting)
+            flags.before(one, _prepare)
 
 
-def _trust_option() -> Any:
-    """Returns the option ``--trust-remote-code``, made by typer."""
-
-    def trust(context: typer.Context, value: bool) -> bool:
-        if value:
-            from mmdecode.checkpoints import trusting_code
-
-            context.with_resource(trusting_code())
-        return value
-
-    app = typer.Typer(add_completion=False)
-
-    @app.command()
-    def carrier(
-        trust_remote_code: bool = typer.Option(
-            False,
-            "--trust-remote-code",
-            callback=trust,
-            help="Run Python files that come with a model; read them first.",
-        ),
-    ) -> None: ...
-
-    [option] = typer.main.get_command(app).params
-    option.expose_value = False
-    return option
+def _trust(context: typer.Context, value: bool) -> bool:
+    if value:
+        context.with_resource(trusting_code())
+    return value
 
 
-def _prepared(run: Any) -> Any:
-    @functools.wraps(run)
-    def prepared(*args: Any, **given: Any) -> Any:
-        from mmdecode.model_names import full_name
+def _trusting(
+    trust_remote_code: Annotated[bool, typer.Option(callback=_trust)] = False,
+) -> None:
+    """Option of every command that loads a model.
 
-        for name in ("model", "refiner"):
-            if isinstance(given.get(name), str):
-                given[name] = full_name(given[name])
-        if isinstance(given.get("corrector"), list):
-            given["corrector"] = [full_name(name) for name in given["corrector"]]
-        note = toy_note(given)
-        if note and os.environ.get("RANK", "0") == "0":
-            print_line(note, console, "yellow")
-        return run(*args, **given)
+    Options:
+        trust_remote_code: Run Python files that come with a model; read them first.
+    """
 
-    return prepared
+
+def _prepare(given: dict[str, Any]) -> None:
+    """Replaces short names of models, and prints the note on toys."""
+    for name in ("model", "refiner"):
+        if isinstance(given.get(name), str):
+            given[name] = full_name(given[name])
+    if isinstance(given.get("corrector"), list):
+        given["corrector"] = [full_name(name) for name in given["corrector"]]
+    note = toy_note(given)
+    if note and os.environ.get("RANK", "0") == "0":
+        print_line(note, console, "yellow")
 
 
 def toy_note(given: dict[str, Any]) -> str | None:
@@ -107,8 +89,6 @@ def toy_note(given: dict[str, Any]) -> str | None:
     Returns:
         The note, which recommends other models; ``None``: no note is needed.
     """
-    from mmdecode.checkpoints import is_installed, scheme_card, zoo_names
-
     own = [value for name in OWN_FILES for value in _texts(given.get(name)) if _is_own(value)]
     if not own:
         return None

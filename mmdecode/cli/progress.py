@@ -1,4 +1,4 @@
-"""The progress bar of commands over many items."""
+"""Progress of commands over many items, and the counts of their summaries."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,42 @@ from mmdecode.runs.console import console, print_line
 
 if TYPE_CHECKING:
     from mmdecode.runs.journal import Unit
-    from mmdecode.runs.rows import RowJournal
+
+
+@dataclass
+class Tally:
+    """Counts, results and failures of a run, for its summary."""
+
+    done_before: int = 0
+    changed: int = 0
+    results: list[Any] = field(default_factory=list)
+    failures: list[Any] = field(default_factory=list)
+    wall_s: float = 0.0
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    def sort(self) -> None:
+        """Sorts results and failures by their index in the input."""
+        for found in (self.results, self.failures):
+            found.sort(key=lambda one: one.index)
+
+    def counted(self, done: int, what: str) -> str:
+        """Returns how many items are done, and how many failed.
+
+        Args:
+            done: Number of items that this run has done.
+            what: Verb for what was done to them, for example ``answered``.
+        """
+        line = f"{done} {what}, {self.done_before} done before, {len(self.failures)} failed"
+        return line + (f", {self.changed} changed since and done again" if self.changed else "")
+
+    def speed(self) -> str:
+        """Returns the end of a summary: tokens and their time, tokens per pass if drafted."""
+        if not (self.stats.get("tokens") and self.wall_s):
+            return ""
+        line = f"; {self.stats['tokens']} tokens in {self.wall_s:.1f} s"
+        if self.stats["drafted"]:
+            line += f", {self.stats['acceptance_length']:.2f} per pass"
+        return line
 
 
 def progress_bar(*more: ProgressColumn) -> Progress:
@@ -64,18 +100,6 @@ def resumable(folder: Path | None, total: int, done: Callable[[], int]) -> Itera
     finally:
         if handles:
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
-def answered(journal: RowJournal[Any] | None) -> Callable[[], int]:
-    """Returns a function that counts the rows of a journal that have no error."""
-    return lambda: sum(row.error is None for row in journal.rows.values()) if journal else 0
-
-
-def tell_changed(journal: RowJournal[Any]) -> None:
-    """Prints how many files have changed since the run that is resumed."""
-    if journal.changed:
-        text = f"{len(journal.changed)} changed since and done again"
-        console.print(text, style="yellow", highlight=False)
 
 
 def tell_batch_size(units: Sequence[Unit[Any]], batch_size: int, leads: bool = True) -> None:

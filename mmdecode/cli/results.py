@@ -10,26 +10,17 @@ from typing import Annotated
 import typer
 
 from mmdecode.cli.output import JsonFlag, emit_json, show_tables
+from mmdecode.errors import OptionError
 from mmdecode.runs.console import console, print_line
+from mmdecode.runs.tables import write_table
 
 SHOWN = 10  # failures listed one by one
 
 
 def command(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="FOLDER", help="--out of transcribe, ask or generate-image."),
-    ],
-    retry: Annotated[
-        bool,
-        typer.Option("--retry", help="Run the job's command again, for what failed or is missing."),
-    ] = False,
-    table: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also write all results to this file: .csv, .tsv, .json, .jsonl or .parquet."
-        ),
-    ] = None,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER")],
+    retry: bool = False,
+    table: Path | None = None,
     json: JsonFlag = False,
 ) -> None:
     """Show how far a job got, and why items failed.
@@ -44,10 +35,13 @@ def command(
       mmdecode results texts --retry
 
       mmdecode results texts --table texts.csv
+
+    Options:
+        folder: --out of transcribe, ask or generate-image.
+        retry: Run the job's command again, for what failed or is missing.
+        table: Also write all results to this file: .csv, .tsv, .json, .jsonl or .parquet.
     """
-    from mmdecode.errors import OptionError
     from mmdecode.runs.status import status_of
-    from mmdecode.runs.tables import write_table
 
     found = status_of(folder)
     if retry:

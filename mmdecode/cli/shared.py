@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,14 +27,17 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from mmdecode.checkpoints import device_of, dtype_of
+from mmdecode.cli import flags
+from mmdecode.cli.models import with_models
 from mmdecode.errors import InputError, OptionError, did_you_mean
 from mmdecode.model_names import full_name
 from mmdecode.runs.console import console, print_line
 
-__all__ = ["Group", "in_panels", "refuse_file", "with_devices", "with_shared"]
+__all__ = ["Group", "completed", "given_in", "with_devices"]
 
-PANEL = "Every command"
-"""Title of the shared options in the help."""
+_eager = functools.partial(typer.Option, is_eager=True, rich_help_panel="Every command")
+"""Makes an option of every command, which is read before the command's own."""
 
 NONE = "none"
 PARTS = ("draft", "guide", "guides", "correct")
@@ -58,65 +61,46 @@ class Group(TyperGroup):
         return super().parse_args(ctx, args if args or ctx.resilient_parsing else ["--help"])
 
 
-def with_shared(command: Any) -> Any:
-    """Adds the shared options and checks to a command, or to all commands of a group."""
-    inner = getattr(command, "commands", None)
-    for one in (inner or {}).values():
-        with_shared(one)
-    for option in command.params:
-        if "--out" in option.opts:
-            option.callback = _checked_out
-    if inner is None:
-        command.callback = _with_numbers_checked(command.callback, command.params)
-        command.params = [*command.params, *_options()]
-    return command
-
-
-def _with_numbers_checked(run: Any, options: Iterable[Any]) -> Any:
-    """Wraps a command with checks that numbers are finite and integers in range."""
-    flags = {option.name: option.opts[-1] for option in options}
-
-    @functools.wraps(run)
-    def checked(*args: Any, **given: Any) -> Any:
-        for name, value in given.items():
-            for one in value if isinstance(value, (list, tuple)) else [value]:
-                whole = isinstance(one, int) and abs(one) < 2**63
-                if (
-                    isinstance(one, (int, float))
-                    and not whole
-                    and not (isinstance(one, float) and math.isfinite(one))
-                ):
-                    raise OptionError(
-                        f"{flags.get(name, name)} {one}: expected a finite number below 2 ** 63"
-                    )
-                least = 1 if name in COUNTS else 0
-                if whole and not isinstance(one, bool) and one < least:
-                    raise OptionError(f"{flags.get(name, name)} {one}: expected {least} or more")
-        return run(*args, **given)
-
-    return checked
-
-
-def refusing_first(command: Any, refuse: Callable[[Mapping[str, Any]], None]) -> Any:
-    """Makes a command refuse its arguments before anything is printed; returns the command.
+def completed(command: Any, module: Any = None) -> Any:
+    """Adds what all commands share to a command, or to the commands of a group; returns it.
 
     Args:
         command: Command that typer made.
-        refuse: Takes the arguments by name, and raises an error.
+        module: Its module, which may have ``PANELS``, see `in_panels`, and a function ``refuse``
+            that gets the arguments by name before anything is printed.
     """
-    run = command.callback
-
-    @functools.wraps(run)
-    def checked(*args: Any, **given: Any) -> Any:
-        refuse(given)
-        return run(*args, **given)
-
-    command.callback = checked
+    with_models(command)
+    if hasattr(module, "PANELS"):
+        in_panels(command, module.PANELS)
+    with_devices(command)
+    for one in flags.leaves(command):
+        if hasattr(module, "refuse"):
+            flags.before(one, module.refuse)
+        for option in one.params:
+            if "--out" in option.opts:
+                option.callback = _check_out
+        names = {option.name: option.opts[-1] for option in one.params}
+        flags.before(one, functools.partial(_check_numbers, names))
+        one.params += flags.options_of(_every_command)
     return command
 
 
-def in_panels(command: Any, panels: Mapping[str, str]) -> Any:
-    """Sorts a command's options into panels of its help; returns the command.
+def _check_numbers(names: Mapping[str | None, str], given: Mapping[str, Any]) -> None:
+    """Refuses numbers that are not finite, and integers below 0, or below 1 if they count."""
+    for name, value in given.items():
+        flag = names.get(name, name)
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            whole = isinstance(one, int) and abs(one) < 2**63
+            finite = whole or (isinstance(one, float) and math.isfinite(one))
+            if isinstance(one, (int, float)) and not finite:
+                raise OptionError(f"{flag} {one}: expected a finite number below 2 ** 63")
+            least = 1 if name in COUNTS else 0
+            if whole and not isinstance(one, bool) and one < least:
+                raise OptionError(f"{flag} {one}: expected {least} or more")
+
+
+def in_panels(command: Any, panels: Mapping[str, str]) -> None:
+    """Sorts a command's options into panels of its help.
 
     Args:
         command: Command that typer made.
@@ -128,7 +112,6 @@ def in_panels(command: Any, panels: Mapping[str, str]) -> Any:
             option.rich_help_panel = panel_of[option.name]
     order = list(panels)
     command.params.sort(key=lambda option: order.index(panel_of.get(option.name, order[0])))
-    return command
 
 
 def with_devices(command: Any) -> Any:
@@ -136,43 +119,36 @@ def with_devices(command: Any) -> Any:
 
     The resolved values are printed, and replace ``auto`` in recorded settings and their hash too.
     """
-    for inner in getattr(command, "commands", {}).values():
-        with_devices(inner)
-    if any(option.name == "device" for option in command.params):
-        command.callback = _resolved(command.callback)
+    for one in flags.leaves(command):
+        if any(option.name == "device" for option in one.params):
+            flags.before(one, _resolve)
     return command
 
 
-def _resolved(run: Any) -> Any:
-    @functools.wraps(run)
-    def resolved(*args: Any, **given: Any) -> Any:
-        from mmdecode.checkpoints import device_of, dtype_of
-
-        for part in PARTS:
-            if given.get(part) == NONE:
-                given[part] = None
-            elif isinstance(given.get(part), list):
-                given[part] = [one for one in given[part] if one != NONE]
-        named = [given.get("model"), *(given.get("corrector") or ())]
-        model = next((full_name(name) for name in named if name), "")
-        device = device_of(given["device"])
-        kind = dtype_of(given.get("dtype"), model, device)
-        shown = str(kind).removeprefix("torch.")
-        split = given.get("device_map")
-        if split is None or given["device"] != "auto":
-            given["device"] = str(device)
-        where = device if split is None else f"devices by {split}"
-        if "dtype" in given:
-            given["dtype"] = shown
-        rounded = given.get("quantize") or saved_format(model)
-        shown = f", {shown}, {rounded} weights" if rounded else f", {shown}"
-        if "dtypes" in given:  # it names each where it shows it
-            shown = ""
-        if model and not given.get("rescore") and os.environ.get("RANK", "0") == "0":
-            print_line(f"model {model} on {where}{shown}", console)
-        return run(*args, **given)
-
-    return resolved
+def _resolve(given: dict[str, Any]) -> None:
+    """Resolves device and dtype, drops `NONE`, and prints where the model runs."""
+    for part in PARTS:
+        if given.get(part) == NONE:
+            given[part] = None
+        elif isinstance(given.get(part), list):
+            given[part] = [one for one in given[part] if one != NONE]
+    named = [given.get("model"), *(given.get("corrector") or ())]
+    model = next((full_name(name) for name in named if name), "")
+    device = device_of(given["device"])
+    kind = dtype_of(given.get("dtype"), model, device)
+    shown = str(kind).removeprefix("torch.")
+    split = given.get("device_map")
+    if split is None or given["device"] != "auto":
+        given["device"] = str(device)
+    where = device if split is None else f"devices by {split}"
+    if "dtype" in given:
+        given["dtype"] = shown
+    rounded = given.get("quantize") or saved_format(model)
+    shown = f", {shown}, {rounded} weights" if rounded else f", {shown}"
+    if "dtypes" in given:  # it names each where it shows it
+        shown = ""
+    if model and not given.get("rescore") and os.environ.get("RANK", "0") == "0":
+        print_line(f"model {model} on {where}{shown}", console)
 
 
 def saved_format(name: str) -> str | None:
@@ -189,14 +165,14 @@ def saved_format(name: str) -> str | None:
     return None if method is None else str(method).removeprefix("mmdecode_")
 
 
-def refuse_file(out: Path | None) -> Path | None:
+def _check_out(context: typer.Context, option: Any, out: Path | None) -> Path | None:
     """Returns a value of ``--out`` unless it names a file.
 
     Raises:
         OptionError: The name has a suffix in `FILES`, and is no existing folder.
         InputError: The name is an existing file.
     """
-    if out is None or out.is_dir():
+    if out is None or context.resilient_parsing or out.is_dir():
         return out
     if out.exists():
         raise InputError(f"--out {out} is a file; choose another --out, a folder or a new name")
@@ -206,54 +182,6 @@ def refuse_file(out: Path | None) -> Path | None:
             f"{out.with_suffix('')}, and the files are written into that folder"
         )
     return out
-
-
-def _checked_out(context: typer.Context, option: Any, out: Path | None) -> Path | None:
-    return out if context.resilient_parsing else refuse_file(out)
-
-
-def _options() -> list[Any]:
-    """Returns the shared options, made by typer."""
-    app = typer.Typer(add_completion=False)
-
-    @app.command()
-    def carrier(
-        options: Annotated[
-            Path | None,
-            typer.Option(
-                callback=_read_options,
-                is_eager=True,
-                metavar="FILE.yaml",
-                help="File with options by name; the command line overrides them.",
-                rich_help_panel=PANEL,
-            ),
-        ] = None,
-        quiet: Annotated[
-            bool,
-            typer.Option(
-                "--quiet",
-                callback=_quieten,
-                is_eager=True,
-                help="Write only errors to stderr.",
-                rich_help_panel=PANEL,
-            ),
-        ] = False,
-        verbose: Annotated[
-            bool,
-            typer.Option(
-                "--verbose",
-                callback=_tell_more,
-                is_eager=True,
-                help="Show warnings of all libraries, and tracebacks of errors.",
-                rich_help_panel=PANEL,
-            ),
-        ] = False,
-    ) -> None: ...
-
-    made = typer.main.get_command(app).params
-    for option in made:
-        option.expose_value = False
-    return made
 
 
 def _read_options(context: typer.Context, value: Path | None) -> Path | None:
@@ -275,18 +203,16 @@ def given_in(file: Path, command: Any) -> dict[str, Any]:
     """
     import yaml
 
+    form = "an option on each line, such as 'batch-size: 4'"
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
         raise InputError(
-            f"--options {file} cannot be read: {' '.join(str(error).split())}; expected YAML with "
-            "an option on each line, such as 'batch-size: 4'"
+            f"--options {file} cannot be read: {why}; expected YAML with {form}"
         ) from error
     if not isinstance(found, Mapping):
-        raise InputError(
-            f"--options {file} holds {type(found).__name__}; expected an option on each line, such "
-            "as 'batch-size: 4'"
-        )
+        raise InputError(f"--options {file} holds {type(found).__name__}; expected {form}")
     own = ("options", "help", "quiet", "verbose")
     known = {
         flag.lstrip("-"): option
@@ -326,37 +252,42 @@ def _as_given(value: Any, option: Any, where: str) -> Any:
     return [str(one) for one in values] if option.multiple else str(value)
 
 
-def _quieten(context: typer.Context, value: bool) -> bool:
-    if not context.resilient_parsing:
-        console.errors_only = value
-        if value:
-            _refuse_both(context, "quiet")
-            context.with_resource(_silenced())
+def _set_amount(context: typer.Context, option: typer.CallbackParam, value: bool) -> bool:
+    """Sets how much is written to stderr; refuses ``--quiet`` with ``--verbose``."""
+    if context.resilient_parsing:
+        return value
+    quiet = option.name == "quiet"
+    setattr(console, "errors_only" if quiet else "tells_all", value)
+    if value:
+        asked = context.meta.setdefault("mmdecode", set())
+        asked.add(option.name)
+        if len(asked) > 1:
+            raise OptionError("--quiet and --verbose contradict each other; give one of them")
+        context.with_resource(
+            _silenced() if quiet else _environment("TRANSFORMERS_VERBOSITY", "info")
+        )
     return value
 
 
-def _tell_more(context: typer.Context, value: bool) -> bool:
-    if not context.resilient_parsing:
-        console.tells_all = value
-        if value:
-            _refuse_both(context, "verbose")
-            context.with_resource(_environment({"TRANSFORMERS_VERBOSITY": "info"}))
-    return value
+def _every_command(
+    options: Annotated[Path | None, _eager(callback=_read_options, metavar="FILE.yaml")] = None,
+    quiet: Annotated[bool, _eager(callback=_set_amount)] = False,
+    verbose: Annotated[bool, _eager(callback=_set_amount)] = False,
+) -> None:
+    """Options of every command.
 
-
-def _refuse_both(context: typer.Context, name: str) -> None:
-    """Refuses ``--quiet`` with ``--verbose``."""
-    asked = context.meta.setdefault("mmdecode", set())
-    asked.add(name)
-    if len(asked) > 1:
-        raise OptionError("--quiet and --verbose contradict each other; give one of them")
+    Options:
+        options: File with options by name; the command line overrides them.
+        quiet: Write only errors to stderr.
+        verbose: Show warnings of all libraries, and tracebacks of errors.
+    """
 
 
 @contextmanager
 def _silenced() -> Iterator[None]:
     """Suppresses warnings, log lines and progress bars of all libraries inside the context."""
     before = logging.root.manager.disable
-    with warnings.catch_warnings(), _environment({"HF_HUB_DISABLE_PROGRESS_BARS": "1"}):
+    with warnings.catch_warnings(), _environment("HF_HUB_DISABLE_PROGRESS_BARS", "1"):
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         try:
@@ -366,18 +297,16 @@ def _silenced() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables inside the context; libraries read them when imported."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Sets an environment variable inside the context; libraries read it when imported."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def warn_of_load(load: float) -> None:

@@ -12,8 +12,9 @@ import typer
 from rich.live import Live
 from rich.text import Text
 
-from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Quantize, Recogniser
+from mmdecode.cli import flags
 from mmdecode.cli.output import emit_json
+from mmdecode.errors import InputError
 from mmdecode.runs.console import console, out, without_other_bars
 
 if TYPE_CHECKING:
@@ -24,43 +25,19 @@ if TYPE_CHECKING:
 
 
 def command(
-    path: Annotated[
-        str,
-        typer.Argument(
-            help="An audio file, or - for a stream on stdin: 16-bit little-endian samples at 16 "
-            "kHz, one channel."
-        ),
-    ],
-    model: Recogniser,
-    draft: Annotated[
-        str | None, typer.Option(help="Drafter; see 'mmdecode methods draft'.")
-    ] = None,
-    policy: Annotated[
-        str,
-        typer.Option(
-            help="Which words are committed, that is printed for good: agreement:n=2 commits words "
-            "that the last n hypotheses agree on, hold:n=3 all but the last n words."
-        ),
-    ] = "agreement",
-    step: Annotated[float, typer.Option(help="Seconds of audio between updates.")] = 1.0,
-    vad: Annotated[
-        bool, typer.Option("--vad", help="Skip audio without speech; needs the extra vad.")
-    ] = False,
-    word_timestamps: Annotated[
-        bool,
-        typer.Option(
-            "--word-timestamps",
-            help="Time words, and report the mean delay from a word's end to its commitment.",
-        ),
-    ] = False,
-    language: Language = None,
-    max_new_tokens: MaxNewTokens = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON object per update, and one at the end.")
-    ] = False,
+    path: Annotated[str, typer.Argument()],
+    model: flags.Recogniser,
+    draft: str | None = None,
+    policy: str = "agreement",
+    step: float = 1.0,
+    vad: bool = False,
+    word_timestamps: bool = False,
+    language: str | None = None,
+    max_new_tokens: flags.Limit = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: flags.Rounding = None,
+    json: bool = False,
 ) -> None:
     """Transcribe audio while it arrives, and print words once they are stable.
 
@@ -72,39 +49,45 @@ def command(
       arecord -f S16_LE -r 16000 -c 1 -t raw | mmdecode stream - --model openai/whisper-small
 
       ffmpeg -i talk.mkv -ac 1 -ar 16000 -f s16le - | mmdecode stream - --model small --json
+
+    Options:
+        path: An audio file, or - for a stream on stdin: 16-bit little-endian samples at 16 kHz, one
+            channel.
+        draft: Drafter; see 'mmdecode methods draft'.
+        policy: Words that are committed, that is printed for good: agreement:n=2 commits words
+            that the last n hypotheses agree on, hold:n=3 all but the last n words.
+        step: Seconds of audio between updates.
+        word_timestamps: Time words, and report the mean delay from a word's end to its commitment.
+        json: Print a JSON object per update, and one at the end.
     """
+    given = dict(locals())
+
+    from mmdecode.asr.audio.reading import blocks, recording
+    from mmdecode.asr.output.inputs import STDIN
     from mmdecode.asr.streaming import Stream, policy_of
     from mmdecode.asr.transcriber import Transcriber
     from mmdecode.evaluation.speed.latency import StreamMeter
 
     without_other_bars()
     policy_of(policy)  # refused before a model is loaded
-    transcriber = Transcriber.from_pretrained(
-        model,
-        draft=draft,
-        device=device,
-        dtype=dtype,
-        quantize=quantize,
-        language=language,
-        vad=vad,
-        word_timestamps=word_timestamps,
-        max_new_tokens=max_new_tokens,
-    )
+    names = "draft device dtype quantize language vad word_timestamps max_new_tokens"
+    transcriber = Transcriber.from_pretrained(model, **flags.picked(given, names))
     stream, meter = Stream(transcriber, policy, step), StreamMeter()
     with contextlib.ExitStack() as stack:
-        show = _print_json if json else stack.enter_context(_Screen()).show
+        screen = None if json else stack.enter_context(_Screen())
 
         def take(updates: list[Update]) -> None:
             for update in updates:
                 meter.add(update)
-                show(update)
+                screen.show(update) if screen else emit_json(update.as_dict())
 
-        follow(_blocks(path, stream.rate), stream.feed, round(step * stream.rate), take)
+        spoken = path == STDIN
+        samples = _spoken(sys.stdin.buffer) if spoken else blocks(recording(path), stream.rate)
+        follow(samples, stream.feed, round(step * stream.rate), take)
         take([stream.finish()])
     report = meter.report()
-    named = {} if quantize is None else {"quantize": quantize}
     if json:
-        emit_json({"model": model, **named} | report.as_dict())
+        emit_json(flags.picked(given, "model", later="quantize") | report.as_dict())
     else:
         console.print(_summary(report, stream.audio_s), highlight=False, soft_wrap=True)
 
@@ -148,22 +131,11 @@ def follow(
         signal.signal(signal.SIGINT, before)
 
 
-def _blocks(path: str, rate: int) -> Iterator[np.ndarray]:
-    """Yields blocks of samples of a file or of standard input, as they arrive."""
-    from mmdecode.asr.audio.reading import blocks, recording
-    from mmdecode.asr.output.inputs import STDIN
-
-    return _spoken(sys.stdin.buffer) if path == STDIN else blocks(recording(path), rate)
-
-
 def _spoken(file: BinaryIO) -> Iterator[np.ndarray]:
     """Reads 16-bit samples from an open file, and yields float32 blocks as they arrive."""
     import numpy as np
 
-    from mmdecode.errors import InputError
-
-    rest = b""
-    started = False
+    rest, started = b"", False
     while data := file.read1(1 << 16):  # type: ignore[attr-defined]
         data = rest + data
         if not started and data.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3")):
@@ -206,10 +178,6 @@ class _Screen:
             self._line = ""
         open_words = "".join(update.provisional), "dim"
         self._live.update(Text.assemble(self._line, open_words), refresh=True)
-
-
-def _print_json(update: Update) -> None:
-    emit_json(update.as_dict())
 
 
 def _summary(report: StreamReport, audio_s: float) -> str:

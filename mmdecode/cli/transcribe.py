@@ -8,41 +8,33 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import Progress, TextColumn
+from rich.progress import TextColumn
 from rich.text import Text
 
-from mmdecode.cli.flags import (
-    Device,
-    Dtype,
-    Language,
-    MaxNewTokens,
-    Overwrite,
-    Quantize,
-    Recogniser,
-    Resume,
-    Task,
-    Timestamps,
-    refuse_without,
-)
+import mmdecode
+from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
-from mmdecode.cli.progress import progress_bar, resumable, tell_batch_size
+from mmdecode.cli.progress import Tally, progress_bar, resumable, tell_batch_size
+from mmdecode.errors import OptionError
 from mmdecode.runs.console import console, out, print_line, warnings_shown, without_other_bars
-from mmdecode.runs.journal import Prepared, Unit
+from mmdecode.runs.distributed import Team
+from mmdecode.runs.files import claimed, explained, refuse_foreign, write_file
+from mmdecode.runs.items import Watch
+from mmdecode.runs.journal import RESULTS, Prepared, Unit
+from mmdecode.runs.tables import read_rows
 
 if TYPE_CHECKING:
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.asr.output.jobs import ResultFolder
     from mmdecode.asr.output.manifest import Entry
-    from mmdecode.asr.output.subtitles import Layout
-    from mmdecode.asr.results import Failure, Transcript
+    from mmdecode.asr.results import Transcript
     from mmdecode.asr.transcriber import Transcriber
-    from mmdecode.runs.distributed import Team
 
 PANELS = {
     "Options": "model out_dir formats draft language task word_timestamps batch_size resume device",
@@ -62,193 +54,59 @@ SUBTITLES = ("max_line_width", "max_line_count", "max_reading_speed")
 
 def command(
     context: typer.Context,
-    model: Recogniser,
-    paths: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[PATH...]",
-            help="Audio files, folders to search for them, or - for a recording on stdin.",
-        ),
-    ] = None,
-    files_from: Annotated[
-        str | None, typer.Option(help="A file with one path per line; - for stdin.")
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="A table of recordings: .jsonl, .json, .csv or .tsv.")
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="Drafter, as name or name:key=value,...; see 'mmdecode methods draft'. "
-            "For a zoo model, medusa alone loads the heads shipped with it."
-        ),
-    ] = None,
-    guide: Annotated[
-        str | None,
-        typer.Option(help="Guide, which changes the distribution; see 'mmdecode methods guide'."),
-    ] = None,
-    accept: Annotated[
-        str, typer.Option(help="Acceptance rule; auto takes one that keeps the undrafted text.")
-    ] = "auto",
-    correct: Annotated[
-        str | None,
-        typer.Option(
-            help="Corrector of the text, such as uadf:model=zoo:lm-synth; see 'mmdecode methods "
-            "correct'."
-        ),
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            help="HTML page to write, which colours the words of the corrected text by the model "
-            "that decided them, next to the reference texts of --data. Needs --correct."
-        ),
-    ] = None,
-    out_dir: Annotated[
-        Path | None,
-        typer.Option("--out", help="Folder for the results; without it the text is printed."),
-    ] = None,
-    formats: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            help="Formats of the files per recording: any of txt,srt,vtt,tsv,json,jsonl,"
-            "whisper-json (JSON as openai-whisper writes it), or all. Needs --out.",
-        ),
-    ] = "txt,srt,json",
-    max_line_width: Annotated[
-        int, typer.Option(min=0, help="Most characters in a line of subtitles; 0: no limit.")
-    ] = 42,
-    max_line_count: Annotated[int, typer.Option(min=1, help="Most lines of a subtitle.")] = 2,
-    max_reading_speed: Annotated[
-        float,
-        typer.Option(min=0, help="Most characters per second in subtitles; 0: no limit."),
-    ] = 20.0,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Windows decoded at once; the text does not depend on it.")
-    ] = 8,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    keep_tree: Annotated[
-        bool,
-        typer.Option("--keep-tree", help="Keep the sub-folders of the input. Needs --out."),
-    ] = False,
-    allow_truncated: Annotated[
-        bool,
-        typer.Option(
-            "--allow-truncated",
-            help="Transcribe the readable part of a truncated file, and mark it as truncated.",
-        ),
-    ] = False,
-    language: Language = None,
-    task: Task = None,
-    timestamps: Timestamps = True,
-    fallback: Annotated[
-        bool,
-        typer.Option(
-            "--fallback/--no-fallback",
-            help="Decode windows that fail Whisper's thresholds again at rising temperatures, and "
-            "skip silence; the threshold options below change single values.",
-        ),
-    ] = False,
-    temperature: Annotated[
-        list[float] | None,
-        typer.Option(help="Sampling temperature; 0 is greedy. Repeat it, rising, for a fallback."),
-    ] = None,
-    compression_ratio_threshold: Annotated[
-        float | None, typer.Option(help="Decode again above this compression ratio of the tokens.")
-    ] = None,
-    logprob_threshold: Annotated[
-        float | None, typer.Option(help="Decode again below this mean log-probability per token.")
-    ] = None,
-    no_speech_threshold: Annotated[
-        float | None, typer.Option(help="With --logprob-threshold: skip above this no-speech prob.")
-    ] = None,
-    beams: Annotated[
-        int, typer.Option(min=1, help="Beams of beam search, without draft or guide; 1: greedy.")
-    ] = 1,
-    condition_on_prev_tokens: Annotated[
-        bool, typer.Option("--condition-on-prev-tokens", help="Prompt with the previous text.")
-    ] = False,
-    prompt: Annotated[
-        str | None, typer.Option(help="Text in the decoder prompt that sets names and style.")
-    ] = None,
-    prompt_condition_type: Annotated[
-        str, typer.Option(help="Windows with --prompt: first-segment or all-segments.")
-    ] = "first-segment",
-    hotwords: Annotated[
-        str | None, typer.Option(help="Words to expect, in the decoder prompt of every window.")
-    ] = None,
-    loop_guard: Annotated[
-        str,
-        typer.Option(
-            help="Treatment of windows that end in a repetition loop: report, isolate (not used "
-            "as previous text either) or cut (the loop is also cut to its first repetition)."
-        ),
-    ] = "isolate",
-    hallucination_silence_threshold: Annotated[
-        float | None,
-        typer.Option(
-            help="With --word-timestamps: skip probable hallucinations next to silences longer "
-            "than this, in seconds."
-        ),
-    ] = None,
-    vad: Annotated[
-        bool, typer.Option("--vad", help="Skip audio without speech; needs the extra vad.")
-    ] = False,
-    vad_threshold: Annotated[
-        float, typer.Option(help="Probability from which a frame of audio counts as speech.")
-    ] = 0.5,
-    vad_min_speech_s: Annotated[
-        float, typer.Option(help="Ignore speech that is shorter, in seconds.")
-    ] = 0.25,
-    vad_min_silence_s: Annotated[float, typer.Option(help="Keep shorter silences (s).")] = 2.0,
-    vad_pad_s: Annotated[float, typer.Option(help="Audio kept around speech (s).")] = 0.4,
-    n_best: Annotated[
-        int, typer.Option(help="Length of each window's N-best list, in json; 0: no lists.")
-    ] = 0,
-    n_best_method: Annotated[str, typer.Option(help="beam (search) or sample.")] = "beam",
-    mode: Annotated[
-        str,
-        typer.Option(
-            help="sequential, or chunked: decodes a recording's windows in parallel; less accurate."
-        ),
-    ] = "sequential",
-    overlap_s: Annotated[
-        float | None, typer.Option(help="Overlap of chunked windows (s); default: half a window.")
-    ] = None,
-    window_s: Annotated[
-        float | None,
-        typer.Option(
-            help="Longest window in seconds, for models whose windows are cut at pauses; shorter "
-            "windows make shorter segments."
-        ),
-    ] = None,
-    max_new_tokens: MaxNewTokens = None,
-    word_timestamps: Annotated[
-        bool,
-        typer.Option(
-            "--word-timestamps",
-            help="Add words with times and confidences; without --out prints one word per line.",
-        ),
-    ] = False,
-    word_method: Annotated[
-        str | None,
-        typer.Option(
-            help="How words are timed: attention, ctc or ctc:model=NAME; implies "
-            "--word-timestamps. Default: ctc if the checkpoint has a CTC head, else attention."
-        ),
-    ] = None,
-    padding: Annotated[
-        str, typer.Option(help="Padding of the last window: auto, silence or zeros.")
-    ] = "auto",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = None,
-    seed: Annotated[int, typer.Option(help="Seed of the noise that sampling uses.")] = 0,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Transcribe only this many recordings.")
-    ] = None,
+    model: flags.Recogniser,
+    paths: Annotated[flags.Texts, typer.Argument(metavar="[PATH...]")] = None,
+    files_from: str | None = None,
+    data: str | None = None,
+    draft: str | None = None,
+    guide: str | None = None,
+    accept: str = "auto",
+    correct: str | None = None,
+    report: Path | None = None,
+    out_dir: Path | None = None,
+    formats: str = "txt,srt,json",
+    max_line_width: flags.AtLeast0 = 42,
+    max_line_count: flags.AtLeast1 = 2,
+    max_reading_speed: Annotated[float, typer.Option(min=0)] = 20.0,
+    batch_size: flags.AtLeast1 = 8,
+    resume: bool = False,
+    overwrite: bool = False,
+    keep_tree: bool = False,
+    allow_truncated: bool = False,
+    language: str | None = None,
+    task: str | None = None,
+    timestamps: bool = True,
+    fallback: bool = False,
+    temperature: list[float] | None = None,
+    compression_ratio_threshold: float | None = None,
+    logprob_threshold: float | None = None,
+    no_speech_threshold: float | None = None,
+    beams: flags.AtLeast1 = 1,
+    condition_on_prev_tokens: bool = False,
+    prompt: str | None = None,
+    prompt_condition_type: str = "first-segment",
+    hotwords: str | None = None,
+    loop_guard: str = "isolate",
+    hallucination_silence_threshold: float | None = None,
+    vad: bool = False,
+    vad_threshold: float = 0.5,
+    vad_min_speech_s: float = 0.25,
+    vad_min_silence_s: float = 2.0,
+    vad_pad_s: float = 0.4,
+    n_best: int = 0,
+    n_best_method: str = "beam",
+    mode: str = "sequential",
+    overlap_s: float | None = None,
+    window_s: float | None = None,
+    max_new_tokens: flags.Limit = None,
+    word_timestamps: bool = False,
+    word_method: str | None = None,
+    padding: str = "auto",
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: flags.Rounding = None,
+    seed: int = 0,
+    limit: flags.Limit = None,
     json: JsonFlag = False,
 ) -> None:
     """Transcribe audio files of any length, rate and format.
@@ -273,85 +131,92 @@ def command(
       accelerate launch -m mmdecode transcribe recordings/ --model small --out texts
 
       mmdecode transcribe talk.mp3 --model small --correct llm:model=my-corrector --report talk.html
+
+    Options:
+        paths: Audio files, folders to search for them, or - for a recording on stdin.
+        files_from: A file with one path per line; - for stdin.
+        data: A table of recordings: .jsonl, .json, .csv or .tsv.
+        draft: Drafter, as name or name:key=value,...; see 'mmdecode methods draft'. For a zoo
+            model, medusa alone loads the heads shipped with it.
+        accept: Acceptance rule; auto takes one that keeps the undrafted text.
+        correct: Corrector of the text, such as uadf:model=zoo:lm-synth; see 'mmdecode methods
+            correct'.
+        report: HTML page to write, which colours the words of the corrected text by the model that
+            decided them, next to the reference texts of --data. Needs --correct.
+        out_dir (--out): Folder for the results; without it the text is printed.
+        formats (--format): Formats of the files per recording: any of
+            txt,srt,vtt,tsv,json,jsonl,whisper-json (JSON as openai-whisper writes it), or all.
+            Needs --out.
+        max_line_width: Most characters in a line of subtitles; 0: no limit.
+        max_line_count: Most lines of a subtitle.
+        max_reading_speed: Most characters per second in subtitles; 0: no limit.
+        batch_size: Windows decoded at once; the text does not depend on it.
+        keep_tree: Keep the sub-folders of the input. Needs --out.
+        allow_truncated: Transcribe the readable part of a truncated file, and mark it as truncated.
+        fallback (--fallback/--no-fallback): Decode windows that fail Whisper's thresholds again at
+            rising temperatures, and skip silence; the threshold options below change single values.
+        temperature: Sampling temperature; 0 is greedy. Repeat it, rising, for a fallback.
+        compression_ratio_threshold: Decode again above this compression ratio of the tokens.
+        logprob_threshold: Decode again below this mean log-probability per token.
+        no_speech_threshold: With --logprob-threshold: skip above this no-speech prob.
+        beams: Beams of beam search, without draft or guide; 1: greedy.
+        condition_on_prev_tokens: Prompt with the previous text.
+        prompt: Text in the decoder prompt that sets names and style.
+        prompt_condition_type: Windows with --prompt: first-segment or all-segments.
+        hotwords: Words to expect, in the decoder prompt of every window.
+        loop_guard: Treatment of windows that end in a repetition loop: report, isolate (not used as
+            previous text either) or cut (the loop is also cut to its first repetition).
+        hallucination_silence_threshold: With --word-timestamps: skip probable hallucinations next
+            to silences longer than this, in seconds.
+        vad_threshold: Probability from which a frame of audio counts as speech.
+        vad_min_speech_s: Ignore speech that is shorter, in seconds.
+        vad_min_silence_s: Keep shorter silences (s).
+        vad_pad_s: Audio kept around speech (s).
+        n_best: Length of each window's N-best list, in json; 0: no lists.
+        n_best_method: beam (search) or sample.
+        mode: sequential, or chunked: decodes a recording's windows in parallel; less accurate.
+        overlap_s: Overlap of chunked windows (s); default: half a window.
+        window_s: Longest window in seconds, for models whose windows are cut at pauses; shorter
+            windows make shorter segments.
+        word_timestamps: Add words with times and confidences; without --out prints one word per
+            line.
+        word_method: How words are timed: attention, ctc or ctc:model=NAME; implies
+            --word-timestamps. Default: ctc if the checkpoint has a CTC head, else attention.
+        padding: Padding of the last window: auto, silence or zeros.
     """
-    from mmdecode.asr.options import FALLBACK
+    given = dict(locals())
+
+    from mmdecode.asr.options import FALLBACK, TranscribeOptions
     from mmdecode.asr.output.formats import parse_formats
     from mmdecode.asr.output.inputs import STDIN, gathered
+    from mmdecode.asr.output.jobs import ResultFolder
     from mmdecode.asr.output.subtitles import Layout
-    from mmdecode.asr.transcriber import Transcriber, make_options
-    from mmdecode.errors import OptionError
-    from mmdecode.runs.distributed import Team
-    from mmdecode.runs.files import refuse_foreign
+    from mmdecode.asr.transcriber import Transcriber
 
-    given = {
+    formats_asked = parse_formats(formats)
+    asked = flags.fields_of(TranscribeOptions, given) | {
         "temperatures": tuple(temperature) if temperature else None,
-        "compression_ratio_threshold": compression_ratio_threshold,
-        "logprob_threshold": logprob_threshold,
-        "no_speech_threshold": no_speech_threshold,
+        "word_timestamps": word_method or word_timestamps,
+        "scores": out_dir is not None and "whisper-json" in formats_asked,
     }
     options: dict[str, Any] = dict(FALLBACK) if fallback else {}
-    options |= {name: value for name, value in given.items() if value is not None}
-    options |= {
-        "batch_size": batch_size,
-        "timestamps": timestamps,
-        "language": language,
-        "task": task,
-        "beams": beams,
-        "condition_on_prev_tokens": condition_on_prev_tokens,
-        "prompt": prompt,
-        "prompt_condition_type": prompt_condition_type,
-        "hotwords": hotwords,
-        "loop_guard": loop_guard,
-        "hallucination_silence_threshold": hallucination_silence_threshold,
-        "vad": vad,
-        "vad_threshold": vad_threshold,
-        "vad_min_speech_s": vad_min_speech_s,
-        "vad_min_silence_s": vad_min_silence_s,
-        "vad_pad_s": vad_pad_s,
-        "n_best": n_best,
-        "n_best_method": n_best_method,
-        "mode": mode,
-        "overlap_s": overlap_s,
-        "window_s": window_s,
-        "max_new_tokens": max_new_tokens,
-        "allow_truncated": allow_truncated,
-        "padding": padding,
-        "word_timestamps": word_method or word_timestamps,
-    }
-    formats_asked = parse_formats(formats)
-    options["scores"] = out_dir is not None and "whisper-json" in formats_asked
-    if correct is None:
-        refuse_without("--correct", ["report"], context)
+    options |= {name: value for name, value in asked.items() if value is not None}
+    flags.refuse_without("--correct", ["report"], context, correct is not None)
     if report is not None and report.is_dir():
         raise OptionError(f"--report {report} is a folder; expected the path of a page, as x.html")
-    if not vad:
-        refuse_without("--vad", VAD, context)
-    if not n_best:
-        refuse_without("--n-best", ["n_best_method"], context)
-    if out_dir is None:
-        refuse_without("--out", ["formats", "resume", "keep_tree", *SUBTITLES], context)
-        if not json:
-            refuse_without("--out or --json", ["n_best"], context)
-    if not {"srt", "vtt"} & set(formats_asked):
-        refuse_without("--format srt or vtt", SUBTITLES, context)
-    checked = make_options(options)
+    flags.refuse_without("--vad", VAD, context, vad)
+    flags.refuse_without("--n-best", ["n_best_method"], context, n_best)
+    flags.refuse_without("--out", ["formats", "resume", "keep_tree", *SUBTITLES], context, out_dir)
+    flags.refuse_without("--out or --json", ["n_best"], context, out_dir or json)
+    timed = {"srt", "vtt"} & set(formats_asked)
+    flags.refuse_without("--format srt or vtt", SUBTITLES, context, timed)
+    checked = TranscribeOptions(**options)
     _warn_of_thresholds(checked)
     # what may change a file; a transcript does not depend on the batch
-    settings = dataclasses.asdict(checked) | {
-        **{"model": model, "draft": draft, "guide": guide, "accept": accept},
-        **{"dtype": dtype, "seed": seed, "keep_tree": keep_tree},
-    }
+    settings = dataclasses.asdict(checked)
     del settings["batch_size"]
-    if quantize is not None:  # as before there was a choice
-        settings["quantize"] = quantize
-    if correct is not None:
-        settings["correct"] = correct
-    layout = Layout(
-        max_line_width=max_line_width or None,
-        max_line_count=max_line_count,
-        max_reading_speed=max_reading_speed or None,
-    )
-    output = _Output(out_dir, formats_asked, layout, settings, resume, overwrite, batch_size)
+    names = "model draft guide accept dtype seed keep_tree"
+    settings |= flags.picked(given, names, later="quantize correct")
     if report is not None:
         refuse_foreign([report], overwrite)  # before anything is computed
     uses_stdin = STDIN in (*(paths or ()), files_from)
@@ -374,11 +239,28 @@ def command(
             *(model, draft, guide, accept, team.device, dtype, quantize, seed, correct),
             **options,
         )
-        tally = _transcribe(entries, load, output, team)
+        if out_dir is None:
+            tally = _work([Unit(entries, batch_size)], load, None, checked.language)
+        else:
+            layout = Layout(
+                max_line_width=max_line_width or None,
+                max_line_count=max_line_count,
+                max_reading_speed=max_reading_speed or None,
+            )
+            files = {"formats": formats_asked, "subtitles": dataclasses.asdict(layout)}
+            folder = ResultFolder(
+                *(out_dir, settings | files, entries, formats_asked, layout),
+                **flags.picked(given, "batch_size resume overwrite"),
+                command=sys.argv[1:],
+            )
+            tally = _transcribe(folder, load, checked.language, team)
         if report is not None and team.leads:
-            _write_page(report, entries, tally, output)
+            page = _page(entries, tally, out_dir, settings)
+            with explained(report):
+                # names of files need not be UTF-8
+                write_file(report, page.encode("utf-8", "backslashreplace"), overwrite)
     if team.leads:
-        _report(tally, output, several=len(entries) > 1, as_json=json)
+        _report(tally, out_dir, settings, several=len(entries) > 1, as_json=json)
     team.leave()
     if team.leads and tally.failures:
         raise typer.Exit(1)
@@ -390,47 +272,21 @@ def _warn_of_thresholds(options: TranscribeOptions) -> None:
     if options.no_speech_threshold is None and options.logprob_threshold is not None:
         idle.append("--logprob-threshold")
     if idle and len(options.temperatures) == 1:
-        console.print(
+        text = (
             f"no effect of {' and '.join(idle)}: no window is decoded again, since there is only "
-            "one temperature; give --temperature twice or more, or --fallback",
-            style="yellow",
-            highlight=False,
-            soft_wrap=True,
+            "one temperature; give --temperature twice or more, or --fallback"
         )
-
-
-@dataclass(frozen=True)
-class _Output:
-    """Settings of the output; without a folder results are printed."""
-
-    folder: Path | None
-    formats: list[str]
-    layout: Layout
-    settings: dict[str, Any]
-    resume: bool
-    overwrite: bool = False
-    batch_size: int = 8
-
-    @property
-    def language(self) -> str | None:
-        """Language of all recordings, if set."""
-        return self.settings["language"]
+        print_line(text, console, "yellow")
 
 
 @dataclass
-class _Tally:
+class _Tally(Tally):
     """Counts and results of a run, of one process or of all processes together."""
 
-    done_before: int = 0
-    changed: int = 0
     transcribed: int = 0
     audio_s: float = 0.0
-    wall_s: float = 0.0
     windows: int = 0
     repetitive: int = 0
-    stats: dict[str, Any] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
-    results: list[Transcript] = field(default_factory=list)
     truncated: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -440,45 +296,37 @@ class _Tally:
 
 
 def _transcribe(
-    entries: list[Entry], load: Callable[[], Transcriber], output: _Output, team: Team
+    folder: ResultFolder, load: Callable[[], Transcriber], language: str | None, team: Team
 ) -> _Tally:
     """Transcribes this process's share; the leading process returns the tally of all."""
     from mmdecode.asr.output.inputs import sizes
-    from mmdecode.asr.output.jobs import ResultFolder
-    from mmdecode.runs.files import claimed
 
-    if output.folder is None:
-        return _work([Unit(entries, output.batch_size)], load, None, output.language)
-    target = output.folder
-    subtitles = dataclasses.asdict(output.layout)
-    settings = output.settings | {"formats": output.formats, "subtitles": subtitles}
+    entries = folder.items
     with contextlib.ExitStack() as stack:
-        how = {name: getattr(output, name) for name in ("batch_size", "resume", "overwrite")}
-        given = target, settings, entries, output.formats, output.layout
-        folder = ResultFolder(*given, **how, command=sys.argv[1:])
         done = lambda: sum(entry.id in folder.done for entry in entries)  # noqa: E731
-        stack.enter_context(resumable(target if team.size == 1 else None, len(entries), done))
+        alone = team.size == 1
+        stack.enter_context(resumable(folder.folder if alone else None, len(entries), done))
 
         def begin() -> Prepared:
-            stack.enter_context(claimed(target))
+            stack.enter_context(claimed(folder.folder))
             return folder.prepare()
 
         prepared = team.first(begin)
-        folder.open(prepared, team.rank if team.size > 1 else None)
+        folder.open(prepared, None if alone else team.rank)
         with contextlib.closing(folder):
             todo = len(entries) - done()
             units = folder.units()
-            tell_batch_size(units, output.batch_size, team.leads)
+            tell_batch_size(units, folder.batch_size, team.leads)
             sized = iter(sizes([entry for unit in units for entry in unit.items]))
             work = [sum(itertools.islice(sized, len(unit.items))) for unit in units]
             share = [units[index] for index in team.share(work)]
             started = time.perf_counter()
-            own = _work(share, load, folder, output.language)
+            own = _work(share, load, folder, language)
         tallies = team.gather(own)  # all have closed the folder
         team.first(folder.finish)
     tally = _together(tallies, len(entries) - todo)
     tally.changed = len(prepared.changed)
-    if team.size > 1:
+    if not alone:
         tally.wall_s = time.perf_counter() - started
     return tally
 
@@ -492,7 +340,6 @@ def _work(
     """Transcribes units; the tally holds the results only if there is no results folder."""
     from mmdecode.asr.output.manifest import opened
     from mmdecode.asr.results import Failure
-    from mmdecode.runs.items import Watch
 
     tally = _Tally()
     total = sum(len(unit.items) for unit in units)
@@ -502,7 +349,14 @@ def _work(
     transcriber = load()
     started = time.perf_counter()
     with progress_bar(TextColumn("{task.fields[speed]}")) as bar:
-        meter = _Meter(bar, total)
+        task, read_s = bar.add_task("transcribing", total=total, speed=""), 0.0
+
+        def meter(seconds: float) -> None:
+            nonlocal read_s
+            read_s += seconds
+            rate = read_s / max(time.perf_counter() - started, 1e-9)
+            bar.update(task, speed=f"{read_s:.0f} s of audio, {rate:.1f} s/s")
+
         watch = folder.watch if folder else Watch()
         for unit in units:
             sources = [
@@ -512,7 +366,7 @@ def _work(
             for result in transcriber.stream(
                 sources, meter, watch=watch, batch_size=unit.batch_size
             ):
-                meter.file_done()
+                bar.advance(task)
                 if folder:
                     if result.source in folder.done:
                         continue  # of a unit that was interrupted
@@ -533,18 +387,16 @@ def _work(
     return tally
 
 
-def _write_page(path: Path, entries: list[Entry], tally: _Tally, output: _Output) -> None:
-    """Writes the page of corrected words, for all results of the folder, or else of this run."""
-    import mmdecode
+def _page(
+    entries: list[Entry], tally: _Tally, folder: Path | None, settings: Mapping[str, Any]
+) -> str:
+    """Returns the page of corrected words, for all results of the folder, or else of this run."""
     from mmdecode.evaluation.speech.correction_page import CorrectedText, CorrectedTexts
-    from mmdecode.runs.files import explained, write_file
-    from mmdecode.runs.journal import RESULTS
-    from mmdecode.runs.tables import read_rows
 
-    if output.folder is None:
+    if folder is None:
         rows = [dataclasses.asdict(result) for result in tally.results]
     else:
-        rows = [row for _, row in read_rows(output.folder / RESULTS)]
+        rows = [row for _, row in read_rows(folder / RESULTS)]
     found = {row["source"]: row for row in rows if "error" not in row}
     texts = []
     for entry in entries:
@@ -554,27 +406,22 @@ def _write_page(path: Path, entries: list[Entry], tally: _Tally, output: _Output
             texts.append(CorrectedText.of_transcript(found[entry.id], entry.text, audio))
     english = {row["language"] for row in found.values()} <= {None, "en"}
     names = "model", "correct", "dtype", "quantize"
-    shown = {name: output.settings[name] for name in names if name in output.settings}
-    page = CorrectedTexts(texts, normaliser="whisper" if english else "basic").page(
+    shown = {name: settings[name] for name in names if name in settings}
+    return CorrectedTexts(texts, normaliser="whisper" if english else "basic").page(
         shown | {"mmdecode": mmdecode.__version__}
     )
-    with explained(path):
-        # names of files need not be UTF-8
-        write_file(path, page.encode("utf-8", "backslashreplace"), output.overwrite)
 
 
 def _together(tallies: list[_Tally], done_before: int) -> _Tally:
     """Sums the tallies of all processes."""
+    counts = "transcribed", "audio_s", "windows", "repetitive"
     return _Tally(
         done_before=done_before,
-        transcribed=sum(tally.transcribed for tally in tallies),
-        audio_s=sum(tally.audio_s for tally in tallies),
         wall_s=max(tally.wall_s for tally in tallies),
-        windows=sum(tally.windows for tally in tallies),
-        repetitive=sum(tally.repetitive for tally in tallies),
         stats=summed([tally.stats for tally in tallies]),
         failures=[failure for tally in tallies for failure in tally.failures],
         truncated={name: what for tally in tallies for name, what in tally.truncated.items()},
+        **{name: sum(getattr(tally, name) for tally in tallies) for name in counts},
     )
 
 
@@ -586,26 +433,26 @@ def summed(stats: list[dict[str, Any]]) -> dict[str, Any]:
     counters = "calls", "tokens", "passes", "row_passes", "drafted", "accepted"
     total: dict[str, Any] = {name: sum(one[name] for one in stats) for name in counters}
     kept = sum(one["acceptance_length"] * one["row_passes"] for one in stats)
-    total["acceptance_length"] = round(kept / max(total["row_passes"], 1), 4)
-    total["acceptance_rate"] = round(total["accepted"] / max(total["drafted"], 1), 4)
-    histograms = (one["accepted_histogram"] for one in stats)
-    total["accepted_histogram"] = [
-        sum(counts) for counts in itertools.zip_longest(*histograms, fillvalue=0)
-    ]
-    return total
+    histograms = [one["accepted_histogram"] for one in stats]
+    return total | {
+        "acceptance_length": round(kept / max(total["row_passes"], 1), 4),
+        "acceptance_rate": round(total["accepted"] / max(total["drafted"], 1), 4),
+        "accepted_histogram": [sum(n) for n in itertools.zip_longest(*histograms, fillvalue=0)],
+    }
 
 
-def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> None:
-    failures = sorted(tally.failures, key=lambda failure: failure.index)
-    results = sorted(tally.results, key=lambda result: result.index)
+def _report(
+    tally: _Tally, folder: Path | None, settings: Mapping[str, Any], several: bool, as_json: bool
+) -> None:
+    tally.sort()
     if as_json:
         emit_json(
             {
-                "model": output.settings["model"],
+                "model": settings["model"],
                 "transcribed": tally.transcribed,
                 "resumed": tally.done_before,
                 "changed": tally.changed,
-                "failed": len(failures),
+                "failed": len(tally.failures),
                 "audio_s": round(tally.audio_s, 3),
                 "wall_s": round(tally.wall_s, 3),
                 "rtfx": round(tally.rtfx, 3) if tally.rtfx else None,
@@ -613,44 +460,38 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
                 "looped": tally.repetitive,
                 "truncated": len(tally.truncated),
                 "stats": tally.stats,
-                "out": output.folder,
-                "results": None if output.folder else results,
-                "failures": failures,
+                "out": folder,
+                "results": None if folder else tally.results,
+                "failures": tally.failures,
             }
         )
-    elif not output.folder:
-        for result in results:
+    elif not folder:
+        for result in tally.results:
             # names of files need not be UTF-8
             name = result.source.encode("utf-8", "backslashreplace").decode()
-            if output.settings["word_timestamps"]:
+            if settings["word_timestamps"]:
                 for line in [f"{name}:"] * several + [*_timed_lines(result)]:
                     print_line(line)
                 continue
             prefix = f"{name}: " if several else ""
             out.print(Text(prefix) + coloured(result), highlight=False, soft_wrap=True)
-    line = (
-        f"{tally.transcribed} transcribed, {tally.done_before} done before, {len(failures)} failed"
-    )
-    if tally.changed:
-        line += f", {tally.changed} changed since and done again"
+    line = tally.counted(tally.transcribed, "transcribed")
     if tally.rtfx:
         line += f"; {tally.audio_s:.1f} s of audio in {tally.wall_s:.1f} s, RTFx {tally.rtfx:.1f}"
         if tally.stats["row_passes"]:  # beams are searched elsewhere
             line += f", {tally.stats['acceptance_length']:.2f} tokens per pass"
     if tally.repetitive:
         line += f"; {tally.repetitive} of {tally.windows} windows looped"
-    if out.is_terminal and any(result.uncorrected is not None for result in results):
+    if out.is_terminal and any(result.uncorrected is not None for result in tally.results):
         line += "; words in blue are the audio's, in yellow the language model's"
     if tally.truncated:
         line += f"; {len(tally.truncated)} truncated"
-    console.print(line, highlight=False, soft_wrap=True)
+    print_line(line, console)
     for what in tally.truncated.values():
         text = what.encode("utf-8", "backslashreplace").decode()
         print_line(f"transcribed as far as it goes: {text}", console, "yellow")
-    for failure in failures:
-        console.print(
-            f"failed: {failure.error}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
+    for failure in tally.failures:
+        print_line(f"failed: {failure.error}", console, "red")
 
 
 def _timed_lines(result: Transcript) -> Iterator[str]:
@@ -678,20 +519,3 @@ def coloured(result: Transcript) -> Text:
         else:
             parts += (Text(word.text, _COLOURS[word.by]) for word in segment.decided)
     return Text(" ").join(part for part in parts if part)
-
-
-class _Meter:
-    """Updates the progress bar: finished files, and seconds of audio per second of work."""
-
-    def __init__(self, bar: Progress, files: int) -> None:
-        self.bar, self.seconds, self.started = bar, 0.0, time.perf_counter()
-        self.task = bar.add_task("transcribing", total=files, speed="")
-
-    def __call__(self, seconds: float) -> None:
-        self.seconds += seconds
-        rate = self.seconds / max(time.perf_counter() - self.started, 1e-9)
-        shown = f"{self.seconds:.0f} s of audio, {rate:.1f} s/s"
-        self.bar.update(self.task, speed=shown)
-
-    def file_done(self) -> None:
-        self.bar.advance(self.task)

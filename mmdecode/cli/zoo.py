@@ -6,7 +6,7 @@ import json as json_module
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from mmdecode.checkpoints import ZOO, scheme_card, scheme_names, zoo_names
 from mmdecode.cli.output import JsonFlag, emit_json
@@ -29,10 +29,9 @@ def command(json: JsonFlag = False) -> None:
     if json:
         emit_json(rows + published)
         return
-    table = Table()
-    table.add_column("name", no_wrap=True, overflow="fold")  # a cut name cannot be given as a model
-    for name in ("MiB", "what", "measured"):
-        table.add_column(name)
+    # a cut name cannot be given as a model
+    names = Column("name", no_wrap=True, overflow="fold")
+    table = Table(names, "MiB", "what", "measured")
     for row in rows:
         table.add_row(row["name"], str(row["mib"]), row.get("what", ""), row.get("measured", ""))
     out.print(table)
@@ -44,9 +43,8 @@ def _published(card: dict[str, Any]) -> Table:
     """Makes the table of a checkpoint that does not ship."""
     table = Table("", "", title=card["name"], title_justify="left", show_header=False)
     installed = "yes" if card["installed"] else f"no; {card.get('install', '')}"
+    keys = ("what", "measured", "licence", "notice", "origin")
     facts = {"installed": installed, "MiB": card.get("mib", "")}
-    for key in ("what", "measured", "licence", "notice", "origin"):
-        facts[key] = card.get(key, "")
-    for key, value in facts.items():
+    for key, value in (facts | {key: card.get(key, "") for key in keys}).items():
         table.add_row(key, escape(str(value)))
     return table

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mmdecode.cli import transcribe
+from mmdecode.cli import demo, transcribe
 from mmdecode.cli.app import main
 from mmdecode.cli.shared import given_in, with_devices
 from mmdecode.errors import InputError, OptionError
@@ -14,7 +14,8 @@ from mmdecode.runs.console import console
 from tests.support.commands import all_commands, invoke
 
 GONE = "--manifest --input --output --batch --image-folder --precision --norm --n".split()
-
+NEGATED = ("--no-fallback", "--no-feature-sampling")
+"""Switches of what is off by default, that can be named all the same."""
 
 LEAVES = all_commands()
 
@@ -156,6 +157,21 @@ def test_the_help_of_transcribe_begins_with_ten_options_and_has_all_others_in_gr
     shown = invoke("transcribe", "--help").stdout
     titles = re.findall(r"─ ([^─]+) ─", shown)
     assert titles == ["Arguments", *transcribe.PANELS, "Every command"]
+
+
+def test_every_option_has_a_help_and_only_the_flags_that_it_needs():
+    for name, command in LEAVES.items():
+        for option in command.params:
+            assert option.help, f"{name} {option.name}"
+            if option.default is False:
+                assert not option.secondary_opts or f"--no-{option.opts[0][2:]}" in NEGATED
+
+
+def test_defaults_that_a_help_names_are_those_of_the_code():
+    helps = {option.name: option.help for option in LEAVES["demo"].params}
+    assert helps["guides"].endswith(f"Default: {', '.join(demo.GUIDES)}.")
+    folders = ", ".join(str(demo.FOLDER / name) for name in demo.DEMOS)
+    assert helps["output"].endswith(f"Default: {folders}.")
 
 
 # A group without a command, and completion

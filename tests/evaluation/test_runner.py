@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmdecode.cli.evaluate_options import OPTIONS
+from mmdecode.cli.evaluate import OPTIONS
 from mmdecode.errors import OptionError, UnknownNameError
 from mmdecode.evaluation import YesNoReport, evaluate
 from mmdecode.evaluation.runner import LISTS, PATHS
@@ -60,7 +60,7 @@ def test_what_the_command_refuses_is_refused(task, options, message):
 
 
 def test_options_with_several_values_and_of_paths_are_those_of_the_command():
-    kinds = {name: typing.get_args(option.__origin__) for name, option in OPTIONS.items()}
+    kinds = {name: typing.get_args(kind) for name, kind in OPTIONS.items()}
     several = [n for n, k in kinds.items() if any(typing.get_origin(one) is list for one in k)]
     assert sorted(LISTS) == sorted(several)
     assert sorted(PATHS) == sorted(name for name, kind in kinds.items() if Path in kind)
