@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-import numpy as np
-
 from mmdecode.errors import InputError
 from mmdecode.evaluation.vision.answers import Label, leading
 from mmdecode.runs.files import complete_lines
@@ -78,6 +76,11 @@ class Item:
     derived: ClassVar[tuple[str, ...]] = ()
     """Properties that `as_dict` adds for readers of the file; `from_dict` ignores them."""
 
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """Names of the question sets whose score includes the item."""
+        return ("all",)
+
     def answered(self, *, mode: str, output: str = "", **known: Any) -> Self:
         """Returns a copy of the question with an answer.
 
@@ -90,8 +93,7 @@ class Item:
 
     def as_dict(self) -> dict[str, Any]:
         """The item as a JSON row."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return fields | {name: getattr(self, name) for name in self.derived}
+        return vars(self) | {name: getattr(self, name) for name in self.derived}
 
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Self:
@@ -176,15 +178,6 @@ class ChoiceItem(Item):
             raise InputError(
                 f"{self.id} has the answer {self.target!r}; expected one of {list(self.options)}"
             )
-
-
-def indices_by_set(items: Sequence[YesNoItem | ChoiceItem]) -> dict[str, np.ndarray]:
-    """Indices of the questions of each set; a question may be in a set several times."""
-    found: dict[str, list[int]] = {}
-    for index, item in enumerate(items):
-        for name in item.sets:
-            found.setdefault(name, []).append(index)
-    return {name: np.array(indices) for name, indices in found.items()}
 
 
 def text_hash(text: str) -> str:

@@ -329,7 +329,7 @@ class YesNoTask(QuestionTask):
     Attributes:
         scores: Scores of a tool of the benchmark's own, see
             `mmdecode.evaluation.vision.yes_no.ScoreFunction`; ``None``: it has none, or
-            `mmdecode.evaluation.vision.yes_no_report.SCORERS` has them.
+            `mmdecode.evaluation.vision.yes_no_report.TASKS` has them.
     """
 
     options: Mapping[str, Any] = field(default_factory=lambda: ASKING | YES_NO)

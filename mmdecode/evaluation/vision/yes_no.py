@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -24,18 +23,6 @@ COLUMNS = ("true_yes", "false_yes", "true_no", "false_no", "unparsed_yes", "unpa
 ScoreFunction = Callable[[Sequence[YesNoItem], Sequence[bool]], dict[str, float]]
 """Scores of a benchmark's own tool, by name, from answered items and whether each is right."""
 METRICS = ("accuracy", "precision", "recall", "f1", "yes_ratio", "unparsed")
-
-
-class Benchmark(Protocol):
-    """A task of yes/no questions, as far as its report needs to know it."""
-
-    @property
-    def name(self) -> str:
-        """Name of the task."""
-
-    @property
-    def scores(self) -> ScoreFunction | None:
-        """Scores of its own tool, from items of one mode and whether each is right."""
 
 
 @dataclass(frozen=True, kw_only=True)
