@@ -129,7 +129,7 @@ def accuracy_against_yes(
     """Plots accuracy against the share of answers yes, with a panel for each question set.
 
     Args:
-        modes: Scores (`mmdecode.evaluation.vision.yes_no.YesNoScore`, as a mapping) by mode and
+        modes: Scores (`mmdecode.evaluation.vision.yes_no.rates`, and their intervals) by mode and
             set.
         controls: Control of each mode, by the mode's name; its point is hollow, and a line joins it
             to the mode's point.
@@ -178,7 +178,7 @@ def chair_against_recall(
     """Plots CHAIR_i against recall and against caption length.
 
     Args:
-        modes: Scores (`mmdecode.evaluation.vision.tasks.chair.ChairScore`, as a mapping) by mode.
+        modes: Scores (`mmdecode.evaluation.vision.tasks.chair.rates`, and their intervals) by mode.
         controls: See `accuracy_against_yes`.
     """
     figure, panels = _panels("Hallucinated mentions", ["against recall", "against length"])

@@ -20,15 +20,8 @@ from mmdecode.evaluation.report.item_comparison import ItemComparison
 from mmdecode.evaluation.report.layout import Rows, number, percent
 from mmdecode.evaluation.vision.counted_report import CountedReport, span
 from mmdecode.evaluation.vision.items import CaptionItem
-from mmdecode.evaluation.vision.tasks.chair import (
-    ChairScore,
-    Vocabulary,
-    coco_vocabulary,
-    count_mentions,
-    rates,
-    shortened,
-    summed,
-)
+from mmdecode.evaluation.vision.tasks import chair
+from mmdecode.evaluation.vision.tasks.chair import Vocabulary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,7 +56,7 @@ class CaptionReport(CountedReport[CaptionItem]):
         **basis: Any,
     ) -> None:
         super().__init__(items, **basis)
-        self.vocabulary = vocabulary or coco_vocabulary()
+        self.vocabulary = vocabulary or chair.coco_vocabulary()
         self.options = {"vocabulary": self.vocabulary, "baseline_controls": False}
         self._cut: dict[str, str] = {}
         self._alike: list[tuple[str, str]] = []
@@ -79,7 +72,7 @@ class CaptionReport(CountedReport[CaptionItem]):
         longer, other = (baseline, mode) if lengths[baseline] > lengths[mode] else (mode, baseline)
         name = f"{longer} cut to {other}"
         for answers in self.answers(longer):
-            texts = shortened([item.output for item in answers], float(lengths[other]))
+            texts = chair.shortened([item.output for item in answers], float(lengths[other]))
             pairs = zip(answers, texts, strict=True)
             unknown = dict.fromkeys(("tokens", "passes", "forwards", "changed", "seconds"))
             cut = [i.answered(mode=name, output=text, **unknown) for i, text in pairs]
@@ -90,7 +83,7 @@ class CaptionReport(CountedReport[CaptionItem]):
     def count(self, answers: Sequence[CaptionItem]) -> np.ndarray:
         """Counts mentions; see `chair.count_mentions`."""
         texts = ["" if item.error else item.output for item in answers]
-        return count_mentions(texts, [item.objects for item in answers], self.vocabulary)
+        return chair.count_mentions(texts, [item.objects for item in answers], self.vocabulary)
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -110,14 +103,11 @@ class CaptionReport(CountedReport[CaptionItem]):
             "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
         }
 
-    def rates(self, counts: np.ndarray) -> dict[str, np.ndarray]:
-        """Shares of hallucinated mentions, and others; see `chair.rates`."""
-        return rates(counts)
+    rates = staticmethod(chair.rates)
 
-    def score(self, counts: np.ndarray, within: str) -> ChairScore:
-        """Scores of captions; see `chair.summed`."""
-        images = self.image_names * len(counts)
-        return summed(counts.reshape(-1, counts.shape[-1]), images, self.resamples, self.seed)
+    def sizes(self, counts: np.ndarray, within: str) -> dict[str, Any]:
+        """Numbers of captions and images."""
+        return {"captions": counts[..., 0].size, "images": len(set(self.image_names))}
 
     def _pairs(self) -> list[tuple[str, str]]:
         """Compared modes, in full and at equal length."""

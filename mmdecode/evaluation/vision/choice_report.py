@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
@@ -11,16 +12,11 @@ from typing import Any
 import numpy as np
 
 from mmdecode.evaluation.report.layout import Rows, percent
+from mmdecode.evaluation.stats.intervals import bootstrap_sums
 from mmdecode.evaluation.vision.answers import choice
 from mmdecode.evaluation.vision.counted_report import CountedReport
 from mmdecode.evaluation.vision.items import ChoiceItem
-from mmdecode.evaluation.vision.tasks.spatial import (
-    SpatialScore,
-    count_choices,
-    rates,
-    summed,
-    unit_of,
-)
+from mmdecode.evaluation.vision.tasks import spatial
 
 
 class ChoiceReport(CountedReport[ChoiceItem]):
@@ -51,11 +47,11 @@ class ChoiceReport(CountedReport[ChoiceItem]):
 
     def count(self, answers: Sequence[ChoiceItem]) -> np.ndarray:
         """Counts right answers, pairs and sets; see `spatial.count_choices`."""
-        return np.array(list(count_choices(answers).values()))
+        return np.array(list(spatial.count_choices(answers).values()))
 
     def units(self, within: str) -> list[str]:
         """Units of the bootstrap, see `spatial.unit_of`."""
-        return list(dict.fromkeys(map(unit_of, self.questions_in(within))))
+        return list(dict.fromkeys(map(spatial.unit_of, self.questions_in(within))))
 
     def known(self, within: str) -> Sequence[str]:
         """The share of right answers, and those of pairs and sets if every unit has them."""
@@ -63,13 +59,28 @@ class ChoiceReport(CountedReport[ChoiceItem]):
         columns = {"individual": 1, "pair": 3, "set": 5}
         return [name for name in self.compared if counts[:, columns[name]].all()]
 
-    def score(self, counts: np.ndarray, within: str) -> SpatialScore:
-        """Scores of a question set; see `spatial.summed`."""
-        return summed(self.questions_in(within), counts.sum(0), self.resamples, self.seed)
+    rates = staticmethod(spatial.rates)
 
-    def rates(self, counts: np.ndarray) -> dict[str, np.ndarray]:
-        """Shares of right and of unparsed answers; see `spatial.rates`."""
-        return rates(counts)
+    def constants(self, within: str) -> dict[str, float]:
+        """Shares of right answers that can be reached without the image.
+
+        Returns:
+            ``chance``: expected share if an option is chosen at random; ``majority``: share if the
+            most common right answer is always given.
+        """
+        asked = self.questions_in(within)
+        targets = Counter(item.target for item in asked)
+        chance = sum(1 / len(item.options) for item in asked) / len(asked)
+        return {"chance": chance, "majority": max(targets.values()) / len(asked)}
+
+    def sizes(self, counts: np.ndarray, within: str) -> dict[str, Any]:
+        """Numbers of questions, pairs and sets, summed over seeds."""
+        total = dict(zip(spatial.COLUMNS, counts.sum((0, 1)).tolist(), strict=True))
+        return {name: total[name] for name in ("questions", "pairs", "sets")}
+
+    def resampled(self, counts: np.ndarray, within: str) -> np.ndarray:
+        """Column sums of bootstrap samples, which draw rows."""
+        return bootstrap_sums(counts, None, self.resamples, self.seed)
 
     def right(self, mode: str, within: str) -> np.ndarray:
         """Whether each answer in a set is right, ``(seeds, questions)``."""

@@ -17,6 +17,7 @@ from mmdecode.evaluation.report.examples import Examples
 from mmdecode.evaluation.report.item_comparison import ItemComparison, corrected, differences, flips
 from mmdecode.evaluation.report.item_report import ItemReport
 from mmdecode.evaluation.report.layout import number, percent, without_empty
+from mmdecode.evaluation.stats.intervals import bootstrap_sums, interval
 from mmdecode.evaluation.vision.items import Some
 
 if TYPE_CHECKING:
@@ -78,15 +79,26 @@ class CountedReport(ItemReport[Some]):
 
     @abc.abstractmethod
     def rates(self, counts: np.ndarray) -> dict[str, np.ndarray]:
-        """Rates by name, of shape ``(...)``, from summed counts, ``(..., columns)``."""
+        """Rates by name, of shape ``(...)``, from summed counts, ``(..., columns)``.
+
+        A rate is NaN where there is nothing to count.
+        """
 
     def known(self, within: str) -> Sequence[str]:
         """Names of the compared scores that a question set has."""
         return self.compared
 
     @abc.abstractmethod
-    def score(self, counts: np.ndarray, within: str) -> Any:
-        """Scores with intervals, a dataclass, from the counts of a question set."""
+    def sizes(self, counts: np.ndarray, within: str) -> dict[str, Any]:
+        """Numbers of what was counted in a question set."""
+
+    def constants(self, within: str) -> dict[str, float]:
+        """Scores of a question set that do not depend on the answers."""
+        return {}
+
+    def resampled(self, counts: np.ndarray, within: str) -> np.ndarray:
+        """Column sums of bootstrap samples of the counts of a question set."""
+        return bootstrap_sums(counts, self.units(within), self.resamples, self.seed)
 
     def right(self, mode: str, within: str) -> np.ndarray | None:
         """Whether each answer in a set is right, ``(seeds, questions)``; ``None``: not known."""
@@ -105,13 +117,22 @@ class CountedReport(ItemReport[Some]):
         """Explanations of the numbers, each with whether it is needed."""
 
     def _scored(self, mode: str, within: str) -> dict[str, Any]:
-        """Scores of a mode in a question set, and their standard deviation over seeds."""
+        """Scores of a mode in a question set, with intervals and their spread over seeds."""
         counts = self.counts[mode][within]
-        score, spread = self.score(counts, within), None
+        table = counts.sum(0)
+        found, draws = self.rates(table.sum(0)), self.rates(self.resampled(table, within))
+        known = [name for name, value in found.items() if not np.isnan(value)]
+        spread = None
         if len(counts) > 1:
             by_seed = self.rates(counts.sum(1))
-            spread = {name: float(by_seed[name].std(ddof=1)) for name in score.intervals}
-        return {**dataclasses.asdict(score), "seed_sd": spread}
+            spread = {name: float(by_seed[name].std(ddof=1)) for name in known}
+        return {
+            **{name: float(value) if name in known else None for name, value in found.items()},
+            **self.constants(within),
+            "intervals": {name: interval(draws[name][~np.isnan(draws[name])]) for name in known},
+            **self.sizes(counts, within),
+            "seed_sd": spread,
+        }
 
     @cached_property
     def comparisons(self) -> list[ItemComparison]:
@@ -189,7 +210,7 @@ class CountedReport(ItemReport[Some]):
     def rows(self) -> list[dict[str, str]]:
         """Table of all scores with a row per mode and set; empty columns are left out."""
         rows = []
-        main, (value, interval) = self.compared[0], self.columns
+        main, (share, ends) = self.compared[0], self.columns
         for mode, found in self.summary["modes"].items():
             cost = {
                 "failed": str(found["failed"] or ""),
@@ -203,8 +224,8 @@ class CountedReport(ItemReport[Some]):
                 first = {
                     "mode": mode,
                     "set": name if "sets" in found else "",
-                    value: percent(score[main]),
-                    interval: span(score, main),
+                    share: percent(score[main]),
+                    ends: span(score, main),
                     "seeds sd": percent((score["seed_sd"] or {}).get(main)),
                 }
                 rows.append(first | self.cells(score) | cost)

@@ -30,12 +30,9 @@ from mmdecode.evaluation.vision.tasks.amber import amber_scores
 from mmdecode.evaluation.vision.tasks.hallusion import hallusion_scores
 from mmdecode.evaluation.vision.tasks.mme import mme_scores
 from mmdecode.evaluation.vision.yes_no import (
-    METRICS,
     ScoreFunction,
-    YesNoScore,
     count_answers,
     rates,
-    summed,
     verdict,
 )
 
@@ -153,11 +150,10 @@ class YesNoReport(CountedReport[YesNoItem]):
         """Accuracy, share of yes, and others; see `yes_no.rates`."""
         return rates(counts, self.parser.drops_unparsed)
 
-    def score(self, counts: np.ndarray, within: str) -> YesNoScore:
-        """Scores of a question set; see `yes_no.summed`."""
-        images = self.units(within) * len(counts)
-        counts = counts.reshape(-1, counts.shape[-1])
-        return summed(counts, images, self.parser, self.resamples, self.seed)
+    def sizes(self, counts: np.ndarray, within: str) -> dict[str, Any]:
+        """Numbers of answers and images of a set, and the name of the parser."""
+        images = len(set(self.units(within)))
+        return {"answers": counts[..., 0].size, "images": images, "parser": self.parser.name}
 
     def right(self, mode: str, within: str) -> np.ndarray:
         """Whether each answer in a set is right, ``(seeds, questions)``."""
@@ -326,8 +322,10 @@ class YesNoReport(CountedReport[YesNoItem]):
         rows = []
         for mode, found in self.summary["modes"].items():
             scores = found["sets"]
-            by_metric = {name: [one[name] for one in scores.values()] for name in METRICS}
-            mean = {name: float(np.mean(values)) for name, values in by_metric.items()}
+            mean = {
+                name: float(np.mean([one[name] for one in scores.values()]))
+                for name in ("accuracy", "f1", "yes_ratio", "unparsed")
+            }
             of_sets = {f"{name} %": percent(one["accuracy"], ".1f") for name, one in scores.items()}
             margins = [one["margin"]["auroc"] for one in scores.values() if one["margin"]]
             ranked = float(np.mean(margins)) if len(margins) == len(scores) else None

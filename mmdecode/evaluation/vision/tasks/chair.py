@@ -14,14 +14,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation.stats.intervals import RESAMPLES, bootstrap_sums, interval
 from mmdecode.evaluation.vision.data import ZOO
 from mmdecode.evaluation.vision.items import (
     QUESTION,
@@ -37,7 +35,6 @@ from mmdecode.evaluation.vision.items import (
 
 COLUMNS = ("hallucinated", "mentions", "hallucinating", "captions", "found", "present", "words")
 """Columns of `count_mentions`, in order."""
-METRICS = ("chair_i", "chair_s", "recall", "length", "mentions")
 IRREGULAR = {
     "men": "man",
     "women": "woman",
@@ -160,73 +157,15 @@ def vocabulary_of(synonyms: str | None) -> Vocabulary:
     return Vocabulary(read_synonyms(Path(synonyms)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChairScore:
-    """Scores of captions.
-
-    Attributes:
-        chair_i: Share of the mentions that are hallucinated.
-        chair_s: Share of the captions with a hallucinated mention.
-        recall: Share of the objects in the images that the captions mention.
-        length: Words per caption.
-        mentions: Mentions per caption.
-        intervals: 95 % interval of each score, by bootstrap over images.
-        captions: Number of captions.
-        images: Number of images.
-    """
-
-    chair_i: float
-    chair_s: float
-    recall: float
-    length: float
-    mentions: float
-    intervals: dict[str, tuple[float, float]]
-    captions: int
-    images: int
-
-    def __str__(self) -> str:
-        return (
-            f"CHAIR_i {100 * self.chair_i:.2f} %, CHAIR_s {100 * self.chair_s:.2f} %, recall "
-            f"{100 * self.recall:.1f} %, {self.length:.1f} words ({self.captions} captions)"
-        )
-
-
-def chair(
-    captions: Sequence[str],
-    objects: Sequence[Sequence[str]],
-    images: Sequence[str] | None = None,
-    *,
-    vocabulary: Vocabulary | None = None,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> ChairScore:
-    """Computes CHAIR of captions.
-
-    Args:
-        captions: Texts of the captions.
-        objects: Names of the objects in the image of each caption, as in the vocabulary.
-        images: Name of each caption's image, the unit of the bootstrap; ``None``: each caption has
-            an image of its own.
-        vocabulary: Vocabulary of the objects; ``None``: that of COCO.
-        resamples: Bootstrap resamples for the intervals.
-        seed: Seed of the bootstrap.
-
-    Raises:
-        OptionError: Captions and objects differ in length, or are empty.
-    """
-    counts = count_mentions(captions, objects, vocabulary or coco_vocabulary())
-    return summed(counts, images, resamples, seed)
-
-
 def count_mentions(
     captions: Sequence[str], objects: Sequence[Sequence[str]], vocabulary: Vocabulary
 ) -> np.ndarray:
     """Counts mentions, objects and words of each caption.
 
     Args:
-        captions: See `chair`.
-        objects: See `chair`.
-        vocabulary: See `chair`.
+        captions: Texts of the captions.
+        objects: Names of the objects in the image of each caption, as in the vocabulary.
+        vocabulary: Vocabulary of the objects.
 
     Returns:
         ``(captions, 7)``; the columns are `COLUMNS`.
@@ -247,13 +186,14 @@ def count_mentions(
 
 
 def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Computes `METRICS` from summed counts; 0 where the denominator is 0.
+    """Computes shares and means from summed counts; 0 where the denominator is 0.
 
     Args:
         counts: ``(..., 7)``, see `COLUMNS`.
 
     Returns:
-        Each metric, of shape ``(...)``, by name.
+        Each of them, of shape ``(...)``, by name: shares of hallucinated mentions, of captions with
+        one, and of the objects in the images that are mentioned; words and mentions per caption.
     """
     wrong, mentions, wrong_captions, captions, found, present, words = np.moveaxis(counts, -1, 0)
     return {
@@ -263,27 +203,6 @@ def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
         "length": words / np.maximum(captions, 1),
         "mentions": mentions / np.maximum(captions, 1),
     }
-
-
-def summed(
-    counts: np.ndarray, images: Sequence[str] | None, resamples: int, seed: int
-) -> ChairScore:
-    """Computes the scores of captions from their counts.
-
-    Args:
-        counts: Counts of each caption, ``(captions, 7)``, from `count_mentions`.
-        images: See `chair`.
-        resamples: See `chair`.
-        seed: See `chair`.
-    """
-    found = rates(counts.sum(0))
-    draws = rates(bootstrap_sums(counts, images, resamples, seed))
-    return ChairScore(
-        **{name: float(value) for name, value in found.items()},
-        intervals={name: interval(values) for name, values in draws.items()},
-        captions=len(counts),
-        images=len(counts if images is None else set(images)),
-    )
 
 
 def shortened(captions: Sequence[str], mean_length: float) -> list[str]:
