@@ -113,10 +113,10 @@ def choice(text: str, options: Sequence[str]) -> str | None:
     Raises:
         OptionError: There are no options, one is empty, or two are the same.
     """
-    words = {option: " ".join(_words(option)) for option in options}
+    words = {option: " ".join(words_of(option)) for option in options}
     if not words or "" in words.values() or len(set(words.values())) < len(words):
         raise OptionError(f"the options are {list(options)}; expected one or more different words")
-    answer = re.sub(r"\bon (?=the (?:left|right)\b)", "", " ".join(_words(text)))
+    answer = re.sub(r"\bon (?=the (?:left|right)\b)", "", " ".join(words_of(text)))
     rest, named = f" {answer} ", set()
     for option in sorted(words, key=lambda option: -len(words[option])):
         if f" {words[option]} " in rest:
@@ -125,7 +125,8 @@ def choice(text: str, options: Sequence[str]) -> str | None:
     return named.pop() if len(named) == 1 else None
 
 
-def _words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
+    """Words of a text in lower case; an underscore separates them too."""
     return re.findall(r"[^\W_]+", text.lower())
 
 

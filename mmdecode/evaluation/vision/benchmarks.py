@@ -234,9 +234,6 @@ ALL: dict[str, QuestionTask] = {one.name: one for one in (POPE, CHAIR, MME, AMBE
 def read_questions(
     task: str,
     data: Sequence[str] = (ZOO,),
-    *,
-    part: str = "test",
-    images: Path | None = None,
     **options: Any,
 ) -> Questions:
     """Reads the questions of a built-in task.
@@ -247,10 +244,8 @@ def read_questions(
             one's own among them; captions (``chair``): JSON lines of images and their objects; MME:
             its folder, or JSON lines; AMBER: its folder; spatial: JSON lines with options, or
             What's Up's file.
-        part: Part of the zoo's sets, development or test.
-        images: Folder of the images; ``None``: the folder in which the data set keeps them.
-        **options: Options of the task's own: ``split`` and ``prefix`` of POPE, ``synonyms`` and
-            ``prompt`` of captions.
+        **options: See `QuestionTask.questions`; further ones are ``split`` and ``prefix`` of POPE,
+            ``synonyms`` and ``prompt`` of captions.
 
     Raises:
         InputError: A file cannot be read.
@@ -258,7 +253,6 @@ def read_questions(
             known.
         UnknownNameError: There is no such task of questions, part or split.
     """
-    found = ALL.get(task)
-    if found is None:
+    if task not in ALL:
         raise UnknownNameError.of("task", task, ALL)
-    return found.questions(data, part=part, images=images, **options)
+    return ALL[task].questions(data, **options)

@@ -16,7 +16,7 @@ in full. Captions, multiple-choice answers and random guides are always decoded 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -132,14 +132,6 @@ class Recorder(Generic[Some]):
         self._fewest = fewest
         # drawn again by questions' own noise
         self._redraw = redraw and self._yes_no and noise_by == "request"
-        self._options: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "batch_size": batch_size,
-            "prompt_cache": prompt_cache,
-            "noise_by": noise_by,
-            "margins": self._yes_no,
-            "trace": self._yes_no,
-        }
         context = registry.context_of(model, processor)
         self._guides = {
             spec: None if spec == NONE else registry.create("guide", spec, **context)
@@ -147,13 +139,20 @@ class Recorder(Generic[Some]):
         }
         # each guide reads its prompts itself, so that times are comparable
         self._prompts = {spec: PromptCache() for spec in self._guides}
-        self._options["prompt_cache"] = prompt_cache // len(self._guides)
+        self._watches = {spec: Watch() for spec in self._guides}
+        self._options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "batch_size": batch_size,
+            "prompt_cache": prompt_cache // len(self._guides),
+            "noise_by": noise_by,
+            "margins": self._yes_no,
+            "trace": self._yes_no,
+        }
         size = chunk * batch_size
         self._chunks = [self.items[i : i + size] for i in range(0, len(self.items), size)]
         self._words = {i for ids in yes_no_ids(processor.tokenizer) for i in ids}
         self._random: dict[str, bool] = {}
         self._stats = Stats()
-        self._watches = {spec: Watch() for spec in self._guides}
 
     def run(
         self,
@@ -171,7 +170,7 @@ class Recorder(Generic[Some]):
         if journal:
             found = {key: row for key, row in journal.rows.items() if row.error is None}
         for guide in self._guides if self._warmup else ():
-            if not all(self._done(guide, chunk, found) for chunk in self._chunks):
+            if not self._done(guide, self.items, found):
                 self._warm(guide)
         for number, chunk in enumerate(self._chunks):
             turns = list(self._guides)
@@ -180,19 +179,14 @@ class Recorder(Generic[Some]):
                     continue
                 for row in self._rows(guide, chunk):
                     key = (row.mode, row.seed, row.id)
-                    if key in found and found[key].error is None:
+                    if key in found:
                         continue
                     found[key] = row
                     if journal:
                         journal.add(row)
                     if progress:
                         progress(row)
-        rows = [
-            found[mode.name, seed, item.id]
-            for mode in self.modes
-            for seed in mode.seeds or (None,)
-            for item in self.items
-        ]
+        rows = [found[key] for key in _keys(self.modes, self.items)]
         if journal:
             journal.finish_with(rows)
         return rows
@@ -218,12 +212,7 @@ class Recorder(Generic[Some]):
         return len(self.items) * sum(max(len(mode.seeds), 1) for mode in self.modes)
 
     def _done(self, guide: str, chunk: Sequence[Some], found: Mapping[Any, Some]) -> bool:
-        return all(
-            (mode.name, seed, item.id) in found
-            for mode in self._of(guide)
-            for seed in mode.seeds or (None,)
-            for item in chunk
-        )
+        return all(key in found for key in _keys(self._of(guide), chunk))
 
     def _of(self, guide: str) -> list[Mode]:
         return [mode for mode in self.modes if mode.guide == guide]
@@ -233,13 +222,7 @@ class Recorder(Generic[Some]):
         first = self.items[: int(self._options["batch_size"])]
         sampled = all(mode.seeds for mode in self._of(guide))
         for _ in range(self._warmup):
-            answerer = self._answerer(guide, self.seed)
-            watch = self._watches[guide]
-            list(
-                answerer.answers(
-                    self._requests(first), watch=watch, do_sample=sampled, **self._options
-                )
-            )
+            list(self._answers(guide, first, self.seed, do_sample=sampled))
 
     def _rows(self, guide: str, chunk: Sequence[Some]) -> Iterator[Some]:
         """Rows of a chunk under all modes of a guide."""
@@ -261,13 +244,10 @@ class Recorder(Generic[Some]):
                 for mode in greedy:
                     yield self._row(item, mode.name, None, answer)
                 for name, seed in again if shares else ():
-                    token = (
-                        None
-                        if answer.first_logits is None
-                        else sampled_token(answer.first_logits, seed, answer.id)
-                    )
+                    first = answer.first_logits
+                    token = None if first is None else sampled_token(first, seed, answer.id)
                     if token is None or token in self._words:
-                        yield self._as_word(item, name, seed, answer, token)
+                        yield self._row(item, name, seed, answer, token)
                     else:
                         again[name, seed].append(item)
         for (name, seed), items in again.items():
@@ -285,28 +265,29 @@ class Recorder(Generic[Some]):
         return self._random[guide]
 
     def _differs(self, guide: str, items: Sequence[Some]) -> bool:
+        """Whether two seeds differ by more than rounding; failed questions do not count."""
         options: dict[str, Any] = {"first_logits": True, "do_sample": True, "max_new_tokens": 1}
         one, other = (
             {
-                answer.id: answer.first_logits
+                answer.id: answer.first_logits.softmax(-1)
                 for answer in self._answers(guide, items, seed, **options)
+                if answer.first_logits is not None
             }
             for seed in (self.seed, self.seed + 1)
         )
-        return any(
-            logits is not None and not _alike(logits, other[name]) for name, logits in one.items()
+        return not all(
+            torch.allclose(one[name], other[name], rtol=_SAME, atol=1e-6)
+            for name in one.keys() & other.keys()
         )
 
     def _answers(
         self, guide: str, items: Sequence[Some], seed: int, **options: Any
     ) -> Iterator[Answer]:
-        """Answers of a guide."""
-        answerer, watch = self._answerer(guide, seed), self._watches[guide]
-        yield from answerer.answers(self._requests(items), watch=watch, **self._options | options)
-
-    def _answerer(self, guide: str, seed: int) -> Answerer:
+        """Answers under a guide."""
         decoder = Decoder(guide=self._guides[guide], seed=seed, stats=self._stats)
-        return Answerer(self._model, self._processor, decoder, self._prompts[guide])
+        answerer = Answerer(self._model, self._processor, decoder, self._prompts[guide])
+        watch = self._watches[guide]
+        yield from answerer.answers(self._requests(items), watch=watch, **self._options | options)
 
     def _requests(self, items: Sequence[Some]) -> list[AnswerRequest]:
         return [
@@ -320,35 +301,25 @@ class Recorder(Generic[Some]):
             for index, item in enumerate(items)
         ]
 
-    def _row(self, item: Some, mode: str, seed: int | None, answer: Answer) -> Some:
+    def _row(
+        self, item: Some, mode: str, seed: int | None, answer: Answer, token: int | None = None
+    ) -> Some:
+        """Row of an answer, or of its sampled first token alone, whose time is not known."""
         if answer.error is not None:
             return item.answered(mode=mode, seed=seed, error=answer.error)
+        text, tokens = answer.text, len(answer.token_ids)
+        if token is not None:
+            text, tokens = self._processor.tokenizer.decode([token]).strip(), 1
         return item.answered(
             mode=mode,
             seed=seed,
-            output=answer.text,
+            output=text,
             prompt_hash=text_hash(answer.prompt),
-            tokens=len(answer.token_ids),
-            passes=self._passes(mode, len(answer.token_ids)),
-            forwards=self._forwards(mode, len(answer.token_ids)),
-            changed=answer.changed(),
-            seconds=answer.seconds,
-            **self._margins(mode, answer),
-        )
-
-    def _as_word(self, item: Some, mode: str, seed: int, answer: Answer, token: int | None) -> Some:
-        """Row of an answer that consists of its sampled first token; its time is not known."""
-        if token is None:
-            return item.answered(mode=mode, seed=seed, error=answer.error)
-        return item.answered(
-            mode=mode,
-            seed=seed,
-            output=self._processor.tokenizer.decode([token]).strip(),
-            prompt_hash=text_hash(answer.prompt),
-            tokens=1,
-            passes=self._passes(mode, 1),
-            forwards=self._forwards(mode, 1),
-            changed=answer.changed(1),
+            tokens=tokens,
+            passes=self._passes(mode, tokens),
+            forwards=self._forwards(mode, tokens),
+            changed=answer.changed(None if token is None else 1),
+            seconds=answer.seconds if token is None else None,
             **self._margins(mode, answer),
         )
 
@@ -399,8 +370,8 @@ def sampled_token(logits: Tensor, seed: int, name: str) -> int:
     return int(noise.sample(logits[None, None], first, Role.TARGET))
 
 
-def _alike(one: Tensor, other: Tensor | None) -> bool:
-    """Whether two distributions are equal up to rounding; a missing one counts as equal."""
-    return other is None or torch.allclose(
-        one.softmax(-1), other.softmax(-1), rtol=_SAME, atol=1e-6
-    )
+def _keys(modes: Iterable[Mode], items: Sequence[Some]) -> Iterator[tuple[str, int | None, str]]:
+    """Mode, seed and id of each row, mode by mode and seed by seed."""
+    for mode in modes:
+        for seed in mode.seeds or (None,):
+            yield from ((mode.name, seed, item.id) for item in items)

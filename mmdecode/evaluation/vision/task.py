@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,14 +22,7 @@ from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.task import Run, Task, settings_in
 from mmdecode.evaluation.vision.answers import parser_of
 from mmdecode.evaluation.vision.data import ZOO, Questions, own_folder, refuse_repeats, zoo_image
-from mmdecode.evaluation.vision.items import (
-    ITEMS,
-    ChoiceItem,
-    Item,
-    LeftOut,
-    YesNoItem,
-    read_items,
-)
+from mmdecode.evaluation.vision.items import ITEMS, ChoiceItem, Item, LeftOut, YesNoItem, read_items
 from mmdecode.evaluation.vision.modes import NONE, Mode, comparisons_of, modes_of
 from mmdecode.evaluation.vision.yes_no import ScoreFunction
 
@@ -257,9 +251,7 @@ class QuestionTask(Task):
         closing = contextlib.ExitStack()
         return Run(
             report=report,
-            record=lambda journal, progress: _record(
-                recorder, questions, journal, given["output"], progress, closing
-            ),
+            record=partial(_record, recorder, questions, given["output"], closing),
             journal=lambda folder, resume, overwrite: journal_of(
                 folder, self.kind, settings, resume, overwrite, questions.folder
             ),
@@ -367,10 +359,10 @@ class ChoiceTask(QuestionTask):
 def _record(
     recorder: Recorder[Any],
     questions: Questions,
-    journal: RowJournal[Any] | None,
     output: Path | None,
-    progress: Callable[[Any], None],
     closing: contextlib.ExitStack,
+    journal: RowJournal[Any] | None,
+    progress: Callable[[Any], None],
 ) -> list[Any]:
     """Decodes all modes; notes which image is being read, in case reading it ends the process."""
     from mmdecode.runs.crashes import InFlight, suspects_in

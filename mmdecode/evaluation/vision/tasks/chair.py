@@ -11,7 +11,6 @@ Source: Rohrbach et al. 2018, arXiv:1809.02156.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -20,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from mmdecode.errors import InputError, OptionError
+from mmdecode.evaluation.vision.answers import words_of
 from mmdecode.evaluation.vision.data import ZOO
 from mmdecode.evaluation.vision.items import (
     QUESTION,
@@ -74,7 +74,7 @@ class Vocabulary:
         written: dict[tuple[str, ...], str] = {}
         for name, words in synonyms.items():
             for word in (name, *words):
-                phrase = tuple(_words(word))
+                phrase = tuple(words_of(word))
                 if not phrase or written.setdefault(phrase, name) != name:
                     raise OptionError(
                         f"{word!r} is a word for {written.get(phrase)!r} and {name!r}"
@@ -83,7 +83,7 @@ class Vocabulary:
             raise OptionError("the vocabulary is empty; expected synonyms by name")
         self._name_of: dict[tuple[str, ...], str | None] = {**written}
         for several, word in (merges or {}).items():
-            self._name_of.setdefault(tuple(_words(several)), written.get(tuple(_words(word))))
+            self._name_of.setdefault(tuple(words_of(several)), written.get(tuple(words_of(word))))
         self._known = {word for phrase in self._name_of for word in phrase}
         self._longest = max(map(len, self._name_of))
         self._overruled = dict(overruled or {})
@@ -94,7 +94,7 @@ class Vocabulary:
 
     def objects(self, text: str) -> list[str]:
         """Names of the objects that a text mentions, in order, with repeats."""
-        words = [self._base(word) for word in _words(text)]
+        words = [self._base(word) for word in words_of(text)]
         present = set(words)
         found, start = [], 0
         while start < len(words):
@@ -242,10 +242,11 @@ def read_chair(objects: Path, left_out: LeftOut = None) -> list[CaptionItem]:
                 image = coco_image(row["image_id"])
             if not isinstance(image, str):
                 raise InputError(f"{where} has neither 'image' nor 'image_id'")
-            item = CaptionItem(id=image, image=image, objects=tuple(names))
-            if any(row.get(name) is not None for name in QUESTION):
-                item = dataclasses.replace(item, question=field_of(row, QUESTION, where))
-            items.append(item)
+            given = any(row.get(name) is not None for name in QUESTION)
+            question = field_of(row, QUESTION, where) if given else CaptionItem.question
+            items.append(
+                CaptionItem(id=image, image=image, objects=tuple(names), question=question)
+            )
     refuse_empty(items, left_out, f"{objects} holds no line; expected one image a line")
     return items
 
@@ -253,10 +254,6 @@ def read_chair(objects: Path, left_out: LeftOut = None) -> list[CaptionItem]:
 def coco_image(number: int) -> str:
     """File name of an image of COCO's val2014."""
     return f"COCO_val2014_{number:012d}.jpg"
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"[^\W_]+", text.lower())
 
 
 def _forms(word: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ contain the word "imange", since "a" was replaced by "an" throughout the questio
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,13 +33,6 @@ from mmdecode.evaluation.vision.items import (
 from mmdecode.evaluation.vision.yes_no import count_answers, rates
 
 SPLITS = ("random", "popular", "adversarial")
-SUFFIXES = {
-    "none": "",
-    "one-word": " Please answer this question with one word.",
-    "short": "\nAnswer the question using a single word or phrase.",
-}
-"""Text appended to a question: ``none`` as POPE and RITUAL do, ``one-word`` as VCD does, ``short``
-as LLaVA and lmms-eval do."""
 
 
 def read_pope(files: Mapping[str, Path], left_out: LeftOut = None) -> list[YesNoItem]:
@@ -53,25 +47,24 @@ def read_pope(files: Mapping[str, Path], left_out: LeftOut = None) -> list[YesNo
     Raises:
         InputError: A file cannot be read or is empty, or a question has both labels.
     """
-    found: dict[str, tuple[str, str, Label, list[str]]] = {}
+    found: dict[str, YesNoItem] = {}
     for split, path in files.items():
-        before = sum(len(entry[3]) for entry in found.values())
         for where, row in read_table(path, left_out):
             with leaving_out(left_out):
                 image, text = field_of(row, IMAGE, where), field_of(row, QUESTION, where)
                 label = label_of(field_of(row, ANSWER, where), where)
-                entry = found.setdefault(f"{image}: {text}", (image, text, label, []))
-                if entry[2] != label:
+                name = f"{image}: {text}"
+                new = YesNoItem(id=name, image=image, question=text, target=label, sets=())
+                item = found.get(name, new)
+                if item.target != label:
                     raise InputError(
-                        f"{where} gives the answer {label!r} to {text!r}, and before {entry[2]!r}"
+                        f"{where} gives the answer {label!r} to {text!r}, and before "
+                        f"{item.target!r}"
                     )
-                entry[3].append(split)
-        added = [split for entry in found.values() for split in entry[3]][before:]
+                found[name] = dataclasses.replace(item, sets=(*item.sets, split))
+        added = [item for item in found.values() if split in item.sets]
         refuse_empty(added, left_out, f"{path} holds no line; expected one question a line")
-    return [
-        YesNoItem(id=name, image=image, question=text, target=label, sets=tuple(splits))
-        for name, (image, text, label, splits) in found.items()
-    ]
+    return list(found.values())
 
 
 def find_pope(folder: Path, prefix: str = "") -> dict[str, Path]:
