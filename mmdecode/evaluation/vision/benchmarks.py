@@ -14,7 +14,6 @@ from mmdecode.evaluation.vision.items import (
     CaptionItem,
     ChoiceItem,
     LeftOut,
-    YesNoItem,
     read_bytes,
     read_json_lines,
 )
@@ -26,7 +25,6 @@ from mmdecode.evaluation.vision.tasks.pope import (
     SPLITS,
     find_pope,
     read_pope,
-    structure,
     warnings_of,
 )
 from mmdecode.evaluation.vision.tasks.spatial import read_choices, read_whats_up, unit_of
@@ -50,13 +48,19 @@ class PopeTask(YesNoTask):
         if unknown:
             raise UnknownNameError.of("split", unknown[0], SPLITS)
         files = _pope_files(paths, "pope_" if zoo else given.get("prefix") or "")
-        items = _within(read_pope(files, left_out), splits)
+        items = read_pope(files, left_out)
+        if splits:
+            kept = [tuple(name for name in item.sets if name in splits) for item in items]
+            pairs = zip(items, kept, strict=True)
+            items = [dataclasses.replace(item, sets=sets) for item, sets in pairs if sets]
+        if not items:
+            raise InputError(f"there is no question of the split {' or '.join(splits)}")
         return Questions(
             task=self.name,
             items=items,
             files=files,
             unit=self.unit,
-            warnings=warnings_of(structure(items)),
+            warnings=warnings_of(items),
         )
 
 
@@ -71,20 +75,6 @@ def _pope_files(paths: Sequence[Path], prefix: str) -> dict[str, Path]:
                 f"{found[name]} and {path} are both files of the split {name!r}; give one per split"
             )
         found[name] = path
-    return found
-
-
-def _within(items: Sequence[YesNoItem], splits: Sequence[str]) -> list[YesNoItem]:
-    """Questions of the given splits of POPE; all questions if ``splits`` is empty."""
-    if not splits:
-        return list(items)
-    kept = [
-        dataclasses.replace(item, sets=tuple(name for name in item.sets if name in splits))
-        for item in items
-    ]
-    found = [item for item in kept if item.sets]
-    if not found:
-        raise InputError(f"there is no question of the split {' or '.join(splits)}")
     return found
 
 

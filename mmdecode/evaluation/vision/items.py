@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from mmdecode.errors import InputError
 from mmdecode.evaluation.vision.answers import Label, leading
 from mmdecode.runs.files import complete_lines
-from mmdecode.runs.tables import rows_of
+from mmdecode.runs.tables import any_of, first_of, rows_of
 
 ITEMS = "items.jsonl"
 IMAGE = ("image", "image_path", "path", "file")
@@ -231,12 +231,10 @@ def read_json_lines(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str,
         if not line.strip():
             continue
         where = f"{path}, line {number}"
-        row = None
         with leaving_out(left_out):
             row = _parsed(line, where)
             if not isinstance(row, dict):
                 raise InputError(f"{where} holds {type(row).__name__}; expected an object")
-        if isinstance(row, dict):
             yield where, row
 
 
@@ -258,7 +256,6 @@ def read_table(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str, dict
         with leaving_out(left_out):
             if isinstance(row, InputError):
                 raise row
-        if not isinstance(row, InputError):
             yield f"{path}, line {number}", row
 
 
@@ -294,10 +291,9 @@ def field_of(row: dict[str, Any], names: Sequence[str], where: str) -> str:
     Raises:
         InputError: The row has none of the fields, or the value is neither text nor a whole number.
     """
-    value = next((row[name] for name in names if row.get(name) is not None), None)
+    value = first_of(row, names)
     if isinstance(value, bool) or not isinstance(value, (str, int)):
-        named = " or ".join(map(repr, names))
-        raise InputError(f"{where} has {value!r} under {named}; expected text")
+        raise InputError(f"{where} has {value!r} under {any_of(names)}; expected text")
     return str(value)
 
 

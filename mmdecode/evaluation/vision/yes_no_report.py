@@ -19,7 +19,7 @@ import numpy as np
 
 from mmdecode.errors import OptionError, UnknownNameError
 from mmdecode.evaluation.report import plots
-from mmdecode.evaluation.report.item_comparison import Difference, ItemComparison, difference
+from mmdecode.evaluation.report.item_comparison import ItemComparison, difference
 from mmdecode.evaluation.report.layout import Rows, number, percent, without_empty
 from mmdecode.evaluation.stats import margins as margins_of
 from mmdecode.evaluation.stats.intervals import interval
@@ -122,7 +122,7 @@ class YesNoReport(CountedReport[YesNoItem]):
         if len({item.image or item.id for item in known}) > 1:
             for mode in others:
                 if mode not in self.controls:
-                    share = np.mean([self._is_yes(answers) for answers in self.answers(mode)], 0)
+                    share = np.mean(np.array(self.verdicts(mode)) == "yes", 0)
                     name = f"{baseline} shifted to {mode}"
                     self.add(shifted(plain, share, name, self.seed), after=mode)
                     self._shifted[mode] = name
@@ -137,9 +137,6 @@ class YesNoReport(CountedReport[YesNoItem]):
     def verdicts(self, mode: str) -> list[list[Label | None]]:
         """Parsed answers of a mode, one list per seed, questions in order."""
         return [[verdict(item, self.parser) for item in one] for one in self.answers(mode)]
-
-    def _is_yes(self, answers: Sequence[YesNoItem]) -> np.ndarray:
-        return np.array([verdict(item, self.parser) == "yes" for item in answers])
 
     def count(self, answers: Sequence[YesNoItem]) -> np.ndarray:
         """Classifies answers; see `yes_no.count_answers`."""
@@ -167,15 +164,11 @@ class YesNoReport(CountedReport[YesNoItem]):
     @cached_property
     def margins(self) -> dict[str, np.ndarray]:
         """Margin (logit of yes minus no) by mode, ``(seeds, questions)``; NaN where unknown."""
-        return {
-            mode: np.array(
-                [
-                    [np.nan if i.margin is None or i.error else i.margin for i in answers]
-                    for answers in self.answers(mode)
-                ]
-            )
-            for mode in self.modes
-        }
+        found = {}
+        for mode in self.modes:
+            margins = [[None if i.error else i.margin for i in one] for one in self.answers(mode)]
+            found[mode] = np.array(margins, dtype=float)
+        return found
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -186,10 +179,7 @@ class YesNoReport(CountedReport[YesNoItem]):
             "parser_origin": self.parser.origin,
             **self._basis(),
             "sets": {
-                name: {
-                    "questions": len(indices),
-                    "yes": int(self.positive[indices].sum()),
-                }
+                name: {"questions": len(indices), "yes": int(self.positive[indices].sum())}
                 for name, indices in self.sets.items()
             },
             "modes": {
@@ -270,30 +260,24 @@ class YesNoReport(CountedReport[YesNoItem]):
         return super().compare(other, **modes)
 
     def _compared(self, first: str, second: str, within: str) -> ItemComparison:
-        found = super()._compared(first, second, within)
-        ranked = self._ranking(first, second, within)
-        more = {"auroc": ranked} if ranked else {}
-        return dataclasses.replace(found, differences=found.differences | more)
-
-    def _ranking(self, first: str, second: str, name: str) -> Difference | None:
-        """Difference in AUROC, on questions that have a margin in both modes."""
-        indices = self.sets[name]
+        """Compares two modes, in AUROC too, on questions that have a margin in both."""
+        found, indices = super()._compared(first, second, within), self.sets[within]
         both = [self.margins[mode][:, indices] for mode in (first, second)]
         known = ~np.isnan(np.concatenate(both)).any(0)
         if len(np.unique(self.positive[indices[known]])) < 2:
-            return None
+            return found
         (before, first_draws), (after, second_draws) = (
-            self._auroc(mode, name, known) for mode in (first, second)
+            self._auroc(mode, within, known) for mode in (first, second)
         )
         draws = second_draws - first_draws
-        return difference(after - before, draws[~np.isnan(draws)])
+        ranked = difference(after - before, draws[~np.isnan(draws)])
+        return dataclasses.replace(found, differences=found.differences | {"auroc": ranked})
 
     def _auroc(self, mode: str, name: str, known: np.ndarray) -> tuple[float, np.ndarray]:
         """AUROC of the ``known`` questions, averaged over seeds, and its bootstrap over images."""
         key = mode, name, known.tobytes()
         if key not in self._aurocs:
-            indices = self.sets[name]
-            images = self.units(name)
+            indices, images = self.sets[name], self.units(name)
             margins = np.where(known, self.margins[mode][:, indices], np.nan)
             # where no branch is random, the seeds have the same margins
             same = np.array_equal(margins, np.broadcast_to(margins[0], margins.shape), True)

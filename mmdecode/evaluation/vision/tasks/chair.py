@@ -141,8 +141,7 @@ def vocabulary_of(synonyms: str | None) -> Vocabulary:
     """Returns the words for the objects that captions may mention.
 
     Args:
-        synonyms: Path of a file in the format of
-            `read_synonyms`; `ZOO`: the words of the zoo's
+        synonyms: Path of a file in the format of `read_synonyms`; `ZOO`: the words of the zoo's
             scenes; ``None``: COCO's.
 
     Raises:

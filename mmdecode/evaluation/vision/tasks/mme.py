@@ -126,12 +126,13 @@ def _in_folders(folder: Path, left_out: LeftOut) -> Iterator[tuple[str, dict[str
             row["image"] = images.get(path.stem, f"{category.name}/{path.stem}")
             lines = read_bytes(path).decode(errors="replace").splitlines()
             for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
                 where = f"{path}, line {number}"
                 question, tab, answer = line.partition("\t")
                 with leaving_out(left_out):
-                    if line.strip() and not tab:
+                    if not tab:
                         raise InputError(
                             f"{where} has 1 column; expected a question, a tab and an answer"
                         )
-                if line.strip() and tab:
                     yield where, row | {"question": question, "answer": answer}
