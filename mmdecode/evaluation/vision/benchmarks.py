@@ -55,13 +55,7 @@ class PopeTask(YesNoTask):
             items = [dataclasses.replace(item, sets=sets) for item, sets in pairs if sets]
         if not items:
             raise InputError(f"there is no question of the split {' or '.join(splits)}")
-        return Questions(
-            task=self.name,
-            items=items,
-            files=files,
-            unit=self.unit,
-            warnings=warnings_of(items),
-        )
+        return Questions(items=items, files=files, unit=self.unit, warnings=warnings_of(items))
 
 
 def _pope_files(paths: Sequence[Path], prefix: str) -> dict[str, Path]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,6 @@ class Questions:
     """Questions of a benchmark.
 
     Attributes:
-        task: Name of the task.
         items: Each distinct question once.
         files: Files of the questions, by name.
         unit: Returns what a question belongs to; see `limited`.
@@ -38,14 +37,13 @@ class Questions:
         left_out: Error messages of the rows that were left out.
     """
 
-    task: str
     items: Sequence[Any]
     files: Mapping[str, Path]
     unit: Callable[[Any], Hashable]
     folder: Path | None = None
     synonyms: str | None = None
-    warnings: Sequence[str] = field(default=())
-    left_out: Sequence[str] = field(default=())
+    warnings: Sequence[str] = ()
+    left_out: Sequence[str] = ()
 
     @property
     def hashes(self) -> dict[str, str]:

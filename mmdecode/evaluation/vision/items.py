@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -283,6 +283,28 @@ def refuse_empty(items: Sequence[Any], left_out: LeftOut, otherwise: str) -> Non
     """
     if not items:
         raise InputError(f"{left_out[0]}; no other row can be used" if left_out else otherwise)
+
+
+def items_of(
+    path: Path, make: Callable[[dict[str, Any], str], Some], left_out: LeftOut, content: str
+) -> list[Some]:
+    """Makes items of the lines of a file of JSON lines.
+
+    Args:
+        path: The file, gzipped or not.
+        make: Makes an item of the object in a line; takes the location too, for messages.
+        left_out: See `leaving_out`.
+        content: What a line should hold, for the message that there is none.
+
+    Raises:
+        InputError: The file cannot be read, or a line cannot be used.
+    """
+    items = []
+    for where, row in read_json_lines(path, left_out):
+        with leaving_out(left_out):
+            items.append(make(row, where))
+    refuse_empty(items, left_out, f"{path} holds no line; expected one {content} a line")
+    return items
 
 
 def field_of(row: dict[str, Any], names: Sequence[str], where: str) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -75,10 +76,11 @@ def journal_of(
     )
 
 
+@dataclass(eq=False)
 class Recorder(Generic[Some]):
     """Decodes questions in several modes.
 
-    Args:
+    Attributes:
         model: A vision-language model of transformers.
         processor: Processor of the model.
         items: Questions, each once.
@@ -96,61 +98,49 @@ class Recorder(Generic[Some]):
         chunk: Number of batches that one mode decodes before the next mode takes its turn.
         fewest: With fewer questions, a guide is assumed to be random.
 
-    Attributes:
-        image: See the arguments.
-
     Raises:
         OptionError: There is no mode.
         MMDecodeError: A guide does not work with the model.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        processor: Any,
-        items: Sequence[Some],
-        modes: Sequence[Mode],
-        image: Callable[[str], ImageSource],
-        *,
-        suffix: str = "",
-        max_new_tokens: int = 32,
-        batch_size: int = 8,
-        prompt_cache: int = BYTES,
-        noise_by: str = "request",
-        seed: int = 0,
-        redraw: bool = True,
-        warmup: int = 1,
-        chunk: int = CHUNK,
-        fewest: int = FEWEST,
-    ) -> None:
-        if not modes:
+    model: Any
+    processor: Any
+    items: Sequence[Some]
+    modes: Sequence[Mode]
+    image: Callable[[str], ImageSource]
+    _: KW_ONLY
+    suffix: str = ""
+    max_new_tokens: int = 32
+    batch_size: int = 8
+    prompt_cache: int = BYTES
+    noise_by: str = "request"
+    seed: int = 0
+    redraw: bool = True
+    warmup: int = 1
+    chunk: int = CHUNK
+    fewest: int = FEWEST
+
+    def __post_init__(self) -> None:
+        if not self.modes:
             raise OptionError("no mode to run; expected at least one")
-        self.items, self.modes, self.seed = list(items), list(modes), seed
-        self._model, self._processor, self.image = model, processor, image
-        self._suffix, self._warmup = suffix, warmup
-        self._yes_no = isinstance(items[0], YesNoItem)
-        self._fewest = fewest
-        # drawn again by questions' own noise
-        self._redraw = redraw and self._yes_no and noise_by == "request"
-        context = registry.context_of(model, processor)
+        context = registry.context_of(self.model, self.processor)
         self._guides = {
             spec: None if spec == NONE else registry.create("guide", spec, **context)
-            for spec in dict.fromkeys(mode.guide for mode in modes)
+            for spec in dict.fromkeys(mode.guide for mode in self.modes)
         }
         # each guide reads its prompts itself, so that times are comparable
         self._prompts = {spec: PromptCache() for spec in self._guides}
         self._watches = {spec: Watch() for spec in self._guides}
+        self._yes_no = isinstance(self.items[0], YesNoItem)
         self._options: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "batch_size": batch_size,
-            "prompt_cache": prompt_cache // len(self._guides),
-            "noise_by": noise_by,
+            "max_new_tokens": self.max_new_tokens,
+            "batch_size": self.batch_size,
+            "prompt_cache": self.prompt_cache // len(self._guides),
+            "noise_by": self.noise_by,
             "margins": self._yes_no,
             "trace": self._yes_no,
         }
-        size = chunk * batch_size
-        self._chunks = [self.items[i : i + size] for i in range(0, len(self.items), size)]
-        self._words = {i for ids in yes_no_ids(processor.tokenizer) for i in ids}
+        self._words = {i for ids in yes_no_ids(self.processor.tokenizer) for i in ids}
         self._random: dict[str, bool] = {}
         self._stats = Stats()
 
@@ -169,10 +159,12 @@ class Recorder(Generic[Some]):
         found: dict[tuple[str, int | None, str], Some] = {}
         if journal:
             found = {key: row for key, row in journal.rows.items() if row.error is None}
-        for guide in self._guides if self._warmup else ():
+        for guide in self._guides if self.warmup else ():
             if not self._done(guide, self.items, found):
                 self._warm(guide)
-        for number, chunk in enumerate(self._chunks):
+        size = self.chunk * self.batch_size
+        chunks = [self.items[i : i + size] for i in range(0, len(self.items), size)]
+        for number, chunk in enumerate(chunks):
             turns = list(self._guides)
             for guide in turns if number % 2 == 0 else turns[::-1]:
                 if self._done(guide, chunk, found):
@@ -196,7 +188,7 @@ class Recorder(Generic[Some]):
         """The prompt of the first question, after the chat template."""
         from PIL import Image
 
-        prompts, first = Prompts(self._model, self._processor), self._requests(self.items[:1])[0]
+        prompts, first = Prompts(self.model, self.processor), self._requests(self.items[:1])[0]
         blank = tuple(Image.new("RGB", (1, 1)) for _ in first.images)
         return prompts.prompt(Question(first.text, blank, prompts.build))
 
@@ -219,16 +211,18 @@ class Recorder(Generic[Some]):
 
     def _warm(self, guide: str) -> None:
         """Makes untimed runs; a guide that does not work with the model raises its error here."""
-        first = self.items[: int(self._options["batch_size"])]
+        first = self.items[: self.batch_size]
         sampled = all(mode.seeds for mode in self._of(guide))
-        for _ in range(self._warmup):
+        for _ in range(self.warmup):
             list(self._answers(guide, first, self.seed, do_sample=sampled))
 
     def _rows(self, guide: str, chunk: Sequence[Some]) -> Iterator[Some]:
         """Rows of a chunk under all modes of a guide."""
         greedy = [mode for mode in self._of(guide) if not mode.seeds]
         sampled = [mode for mode in self._of(guide) if mode.seeds]
-        shares = bool(sampled) and self._redraw and not self._is_random(guide)
+        # drawn again by questions' own noise
+        own_noise = self.redraw and self._yes_no and self.noise_by == "request"
+        shares = bool(sampled) and own_noise and not self._is_random(guide)
         again: dict[tuple[str, int], list[Some]] = {
             (mode.name, seed): [] if shares else list(chunk)
             for mode in sampled
@@ -260,7 +254,7 @@ class Recorder(Generic[Some]):
         if guide not in self._random:
             first = self.items[:_TRIED]
             self._random[guide] = guide != NONE and (
-                len(first) < self._fewest or self._differs(guide, first)
+                len(first) < self.fewest or self._differs(guide, first)
             )
         return self._random[guide]
 
@@ -285,7 +279,7 @@ class Recorder(Generic[Some]):
     ) -> Iterator[Answer]:
         """Answers under a guide."""
         decoder = Decoder(guide=self._guides[guide], seed=seed, stats=self._stats)
-        answerer = Answerer(self._model, self._processor, decoder, self._prompts[guide])
+        answerer = Answerer(self.model, self.processor, decoder, self._prompts[guide])
         watch = self._watches[guide]
         yield from answerer.answers(self._requests(items), watch=watch, **self._options | options)
 
@@ -294,7 +288,7 @@ class Recorder(Generic[Some]):
             AnswerRequest(
                 item.id,
                 index,
-                item.question + self._suffix,
+                item.question + self.suffix,
                 (self.image(item.image),) if item.image else (),
                 named=True,
             )
@@ -309,7 +303,7 @@ class Recorder(Generic[Some]):
             return item.answered(mode=mode, seed=seed, error=answer.error)
         text, tokens = answer.text, len(answer.token_ids)
         if token is not None:
-            text, tokens = self._processor.tokenizer.decode([token]).strip(), 1
+            text, tokens = self.processor.tokenizer.decode([token]).strip(), 1
         return item.answered(
             mode=mode,
             seed=seed,

@@ -159,7 +159,7 @@ class QuestionTask(Task):
             )
         [path] = paths
         items = refuse_repeats(self.items(path, left_out), path, left_out)
-        return Questions(task=self.name, items=items, files=self.files(path), unit=self.unit)
+        return Questions(items=items, files=self.files(path), unit=self.unit)
 
     def _in_zoo(self, part: str, images: Path | None) -> list[Path]:
         from mmdecode.zoo.scene_sets import FIRST_SEED, FOLDER

@@ -229,10 +229,10 @@ class YesNoReport(CountedReport[YesNoItem]):
             return {"amber": [amber_scores(answers) for answers in self.answers(mode)]}
         if self._scores is None:
             return None
-        found = []
-        for answers, parsed in zip(self.answers(mode), self.verdicts(mode), strict=True):
-            right = [v == i.target for v, i in zip(parsed, answers, strict=True)]
-            found.append(self._scores(answers, right))
+        found = [
+            self._scores(answers, [self.fault(item) is None for item in answers])
+            for answers in self.answers(mode)
+        ]
         return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
 
     def _pairs(self) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,10 +27,8 @@ from mmdecode.evaluation.vision.items import (
     CaptionItem,
     LeftOut,
     field_of,
-    leaving_out,
+    items_of,
     read_bytes,
-    read_json_lines,
-    refuse_empty,
     text_hash,
 )
 
@@ -230,24 +229,21 @@ def read_chair(objects: Path, left_out: LeftOut = None) -> list[CaptionItem]:
     Raises:
         InputError: The file cannot be read, or a line lacks a field.
     """
-    items = []
-    for where, row in read_json_lines(objects, left_out):
-        with leaving_out(left_out):
-            names = row.get("objects")
-            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise InputError(f"{where} has {names!r} under 'objects'; expected a list of names")
-            image = row.get("image")
-            if image is None and isinstance(row.get("image_id"), int):
-                image = coco_image(row["image_id"])
-            if not isinstance(image, str):
-                raise InputError(f"{where} has neither 'image' nor 'image_id'")
-            given = any(row.get(name) is not None for name in QUESTION)
-            question = field_of(row, QUESTION, where) if given else CaptionItem.question
-            items.append(
-                CaptionItem(id=image, image=image, objects=tuple(names), question=question)
-            )
-    refuse_empty(items, left_out, f"{objects} holds no line; expected one image a line")
-    return items
+    return items_of(objects, _item, left_out, "image")
+
+
+def _item(row: dict[str, Any], where: str) -> CaptionItem:
+    names = row.get("objects")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{where} has {names!r} under 'objects'; expected a list of names")
+    image = row.get("image")
+    if image is None and isinstance(row.get("image_id"), int):
+        image = coco_image(row["image_id"])
+    if not isinstance(image, str):
+        raise InputError(f"{where} has neither 'image' nor 'image_id'")
+    given = any(row.get(name) is not None for name in QUESTION)
+    question = field_of(row, QUESTION, where) if given else CaptionItem.question
+    return CaptionItem(id=image, image=image, objects=tuple(names), question=question)
 
 
 def coco_image(number: int) -> str:

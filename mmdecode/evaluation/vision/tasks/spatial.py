@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +23,9 @@ from mmdecode.evaluation.vision.items import (
     ChoiceItem,
     LeftOut,
     field_of,
+    items_of,
     leaving_out,
     read_json,
-    read_json_lines,
     refuse_empty,
 )
 
@@ -120,30 +121,25 @@ def read_choices(path: Path, name: str = "all", left_out: LeftOut = None) -> lis
     Raises:
         InputError: The file cannot be read, or a field is missing.
     """
-    items = []
-    for where, row in read_json_lines(path, left_out):
-        with leaving_out(left_out):
-            options = row.get("options")
-            if not isinstance(options, list) or not all(isinstance(one, str) for one in options):
-                raise InputError(
-                    f"{where} has {options!r} under 'options'; expected a list of texts"
-                )
-            image, question, answer = (
-                field_of(row, names, where) for names in (("image",), QUESTION, ANSWER)
-            )
-            items.append(
-                ChoiceItem(
-                    id=f"{image}: {question}",
-                    image=image,
-                    question=question,
-                    options=tuple(options),
-                    target=answer,
-                    group=str(row.get("group") or ""),
-                    sets=(name,),
-                )
-            )
-    refuse_empty(items, left_out, f"{path} holds no line; expected one question a line")
-    return items
+
+    def item(row: dict[str, Any], where: str) -> ChoiceItem:
+        options = row.get("options")
+        if not isinstance(options, list) or not all(isinstance(one, str) for one in options):
+            raise InputError(f"{where} has {options!r} under 'options'; expected a list of texts")
+        image, question, answer = (
+            field_of(row, names, where) for names in (("image",), QUESTION, ANSWER)
+        )
+        return ChoiceItem(
+            id=f"{image}: {question}",
+            image=image,
+            question=question,
+            options=tuple(options),
+            target=answer,
+            group=str(row.get("group") or ""),
+            sets=(name,),
+        )
+
+    return items_of(path, item, left_out, "question")
 
 
 def read_whats_up(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
