@@ -163,7 +163,7 @@ def test_whats_up_is_read_from_the_names_of_its_images(tmp_path):
     ("name", "count", "true"), [("zeroshot", 1222, 629), ("random", 2195, 1181)]
 )
 def test_vsr_with_its_true_precision_and_recall(name, count, true):
-    items = read_vsr(DATA / "vsr" / f"{name}_test.jsonl.gz", name)
+    items = read_vsr(DATA / "vsr" / f"{name}_test.jsonl.gz")
     assert (len(items), sum(item.target == "yes" for item in items)) == (count, true)
     outputs = ["Yes" if len(item.question) % 3 else "No" for item in items]
     score = score_answers(

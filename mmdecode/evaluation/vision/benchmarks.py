@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import InputError, OptionError, UnknownNameError
-from mmdecode.evaluation.vision.data import ZOO, Questions, own_folder, zoo_image
+from mmdecode.evaluation.vision.data import ZOO, Questions, zoo_image
 from mmdecode.evaluation.vision.items import (
     CaptionItem,
     ChoiceItem,
@@ -116,7 +116,7 @@ def _read_spatial(path: Path, left_out: LeftOut) -> Sequence[ChoiceItem]:
     _, first = next(read_json_lines(path, []), ("", {}))
     if "caption" in first:
         raise OptionError(f"{path} holds statements of VSR; run 'mmdecode evaluate vsr'")
-    return read_choices(path, left_out=left_out)
+    return read_choices(path, left_out)
 
 
 def _files_in(pattern: str, path: Path) -> Mapping[str, Path]:
@@ -209,7 +209,6 @@ SPATIAL = ChoiceTask(
     """,
     items=_read_spatial,
     zoo="spatial.jsonl.gz",
-    images=own_folder,
     unit=unit_of,
 )
 ALL: dict[str, QuestionTask] = {one.name: one for one in (POPE, CHAIR, MME, AMBER, SPATIAL)}

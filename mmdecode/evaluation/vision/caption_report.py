@@ -59,7 +59,7 @@ class CaptionReport(CountedReport[CaptionItem]):
         self.vocabulary = vocabulary or chair.coco_vocabulary()
         self.options = {"vocabulary": self.vocabulary, "baseline_controls": False}
         self._cut: dict[str, str] = {}
-        self._alike: list[tuple[str, str]] = []
+        self._alike: dict[str, tuple[str, str]] = {}
         for mode in self._recorded_modes[1:] if baseline_controls else []:
             self._add_cut(self.against(mode)[0], mode)
 
@@ -78,10 +78,9 @@ class CaptionReport(CountedReport[CaptionItem]):
             cut = [i.answered(mode=name, output=text, **unknown) for i, text in pairs]
             self.add(cut, after=mode)
         self._cut[mode] = name
-        self._alike.append((name, mode) if longer == baseline else (baseline, name))
+        self._alike[mode] = (name, mode) if longer == baseline else (baseline, name)
 
-    def count(self, answers: Sequence[CaptionItem]) -> np.ndarray:
-        """Counts mentions; see `chair.count_mentions`."""
+    def _count(self, answers: Sequence[CaptionItem]) -> np.ndarray:
         texts = ["" if item.error else item.output for item in answers]
         return chair.count_mentions(texts, [item.objects for item in answers], self.vocabulary)
 
@@ -103,15 +102,14 @@ class CaptionReport(CountedReport[CaptionItem]):
             "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
         }
 
-    rates = staticmethod(chair.rates)
+    _rates = staticmethod(chair.rates)
 
-    def sizes(self, counts: np.ndarray, within: str) -> dict[str, Any]:
-        """Numbers of captions and images."""
+    def _sizes(self, counts: np.ndarray, within: str) -> dict[str, Any]:
         return {"captions": counts[..., 0].size, "images": len(set(self.image_names))}
 
     def _pairs(self) -> list[tuple[str, str]]:
         """Compared modes, in full and at equal length."""
-        return super()._pairs() + self._alike
+        return super()._pairs() + list(self._alike.values())
 
     def compare(  # type: ignore[override]
         self, other: CaptionReport | str, **modes: str | None
@@ -135,17 +133,14 @@ class CaptionReport(CountedReport[CaptionItem]):
 
     def rivals(self, mode: str) -> list[tuple[str, str]]:
         """Pairs that are compared: each recorded control with the mode, and at equal length."""
-        alike = [pair for pair in self._alike if self._cut.get(mode) in pair and mode in pair]
-        own = [pair for pair in self._alike if pair[1] == self._cut.get(mode)]
-        return super().rivals(mode) + (alike or own)
+        return super().rivals(mode) + [pair for one, pair in self._alike.items() if one == mode]
 
     def brief(self) -> list[Rows]:
         """Short table with a row per mode: hallucinated objects, recall and length."""
         names = ("mode", "CHAIR_i %", "CHAIR_s %", "recall %", "words")
         return [[{name: row[name] for name in names} for row in self.rows()]]
 
-    def cells(self, score: Mapping[str, Any]) -> dict[str, str]:
-        """Cells of the other scores, and of the captions' length."""
+    def _cells(self, score: Mapping[str, Any]) -> dict[str, str]:
         return {
             "CHAIR_s %": percent(score["chair_s"]),
             "95 % of s": span(score, "chair_s"),
@@ -155,16 +150,14 @@ class CaptionReport(CountedReport[CaptionItem]):
             "tokens": number(score["mean_tokens"], ".1f"),
         }
 
-    def notes(self) -> dict[str, Any]:
-        """Explains the numbers, and the rows that are cut."""
+    def _notes(self) -> dict[str, Any]:
         basis = (
             f"{len(self.ids)} captions of {len(set(self.image_names))} images; "
             f"{len(self.vocabulary.names)} kinds of objects; 95 % interval by bootstrap over images"
         )
         return {basis: True, "rows that are cut have the mean length of the other mode": self._cut}
 
-    def fault(self, item: CaptionItem) -> tuple[float, str] | None:
-        """Number and names of the mentioned objects that are not in the image."""
+    def _fault(self, item: CaptionItem) -> tuple[float, str] | None:
         mentioned = [] if item.error else self.vocabulary.objects(item.output)
         absent = [name for name in mentioned if name not in item.objects]
         note = f"not there: {', '.join(dict.fromkeys(absent))}; there: "

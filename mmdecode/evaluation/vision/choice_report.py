@@ -45,46 +45,40 @@ class ChoiceReport(CountedReport[ChoiceItem]):
             "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
         }
 
-    def count(self, answers: Sequence[ChoiceItem]) -> np.ndarray:
-        """Counts right answers, pairs and sets; see `spatial.count_choices`."""
+    def _count(self, answers: Sequence[ChoiceItem]) -> np.ndarray:
         return np.array(list(spatial.count_choices(answers).values()))
 
-    def units(self, within: str) -> list[str]:
-        """Units of the bootstrap, see `spatial.unit_of`."""
-        return list(dict.fromkeys(map(spatial.unit_of, self.questions_in(within))))
+    def _units(self, within: str) -> list[str]:
+        return list(dict.fromkeys(map(spatial.unit_of, self._questions_in(within))))
 
-    def known(self, within: str) -> Sequence[str]:
-        """The share of right answers, and those of pairs and sets if every unit has them."""
+    def _known(self, within: str) -> Sequence[str]:
         counts = self.counts[self.modes[0]][within].sum(0)
         columns = {"individual": 1, "pair": 3, "set": 5}
         return [name for name in self.compared if counts[:, columns[name]].all()]
 
-    rates = staticmethod(spatial.rates)
+    _rates = staticmethod(spatial.rates)
 
-    def constants(self, within: str) -> dict[str, float]:
+    def _constants(self, within: str) -> dict[str, float]:
         """Shares of right answers that can be reached without the image.
 
         Returns:
             ``chance``: expected share if an option is chosen at random; ``majority``: share if the
             most common right answer is always given.
         """
-        asked = self.questions_in(within)
+        asked = self._questions_in(within)
         targets = Counter(item.target for item in asked)
         chance = sum(1 / len(item.options) for item in asked) / len(asked)
         return {"chance": chance, "majority": max(targets.values()) / len(asked)}
 
-    def sizes(self, counts: np.ndarray, within: str) -> dict[str, Any]:
-        """Numbers of questions, pairs and sets, summed over seeds."""
+    def _sizes(self, counts: np.ndarray, within: str) -> dict[str, Any]:
         total = dict(zip(spatial.COLUMNS, counts.sum((0, 1)).tolist(), strict=True))
         return {name: total[name] for name in ("questions", "pairs", "sets")}
 
-    def resampled(self, counts: np.ndarray, within: str) -> np.ndarray:
-        """Column sums of bootstrap samples, which draw rows."""
+    def _resampled(self, counts: np.ndarray, within: str) -> np.ndarray:
         return bootstrap_sums(counts, None, self.resamples, self.seed)
 
-    def right(self, mode: str, within: str) -> np.ndarray:
-        """Whether each answer in a set is right, ``(seeds, questions)``."""
-        return np.array([list(map(_right, answers)) for answers in self.answers_in(mode, within)])
+    def _right(self, mode: str, within: str) -> np.ndarray:
+        return np.array([list(map(_right, answers)) for answers in self._answers_in(mode, within)])
 
     def summary_line(self, mode: str, within: str) -> str:
         """Accuracy of a mode on a question set, and the accuracy of chance, in words."""
@@ -106,8 +100,7 @@ class ChoiceReport(CountedReport[ChoiceItem]):
             rows.append({"mode": mode} | shares | {"unparsed %": percent(unparsed, ".1f")})
         return [rows]
 
-    def cells(self, score: Mapping[str, Any]) -> dict[str, str]:
-        """Cells of pairs and sets, unparsed answers, and what is right without the image."""
+    def _cells(self, score: Mapping[str, Any]) -> dict[str, str]:
         return {
             "pairs %": percent(score["pair"]),
             "sets %": percent(score["set"]),
@@ -116,8 +109,7 @@ class ChoiceReport(CountedReport[ChoiceItem]):
             "majority %": percent(score["majority"], ".1f"),
         }
 
-    def notes(self) -> dict[str, Any]:
-        """Explains what counts as right, and the shares that need no image."""
+    def _notes(self) -> dict[str, Any]:
         basis = (
             f"{len(self.ids)} questions on {len(set(self.image_names))} images; an answer counts "
             "if it names exactly one option; chance and majority need no image; 95 % interval by "
@@ -125,8 +117,7 @@ class ChoiceReport(CountedReport[ChoiceItem]):
         )
         return {basis: True}
 
-    def fault(self, item: ChoiceItem) -> tuple[float, str] | None:
-        """The right answer, if another one was given; all faults have the same size."""
+    def _fault(self, item: ChoiceItem) -> tuple[float, str] | None:
         return None if _right(item) else (0, f"right is {item.target}")
 
 

@@ -50,16 +50,16 @@ class CountedReport(ItemReport[Some]):
                 found.setdefault(name, []).append(index)
         return {name: np.array(indices) for name, indices in found.items()}
 
-    def questions_in(self, within: str) -> list[Some]:
+    def _questions_in(self, within: str) -> list[Some]:
         """The questions of a set."""
         return [self.questions[index] for index in self.sets[within]]
 
-    def answers_in(self, mode: str, within: str) -> list[list[Some]]:
+    def _answers_in(self, mode: str, within: str) -> list[list[Some]]:
         """Answers of a mode in a set, one list per seed."""
         return [[answers[index] for index in self.sets[within]] for answers in self.answers(mode)]
 
     @abc.abstractmethod
-    def count(self, answers: Sequence[Some]) -> np.ndarray:
+    def _count(self, answers: Sequence[Some]) -> np.ndarray:
         """Counts of answers, each to another question: ``(units, columns)``."""
 
     @cached_property
@@ -67,70 +67,70 @@ class CountedReport(ItemReport[Some]):
         """Counts by mode and question set, ``(seeds, units, columns)``."""
         return {
             mode: {
-                name: np.stack([self.count(answers) for answers in self.answers_in(mode, name)])
+                name: np.stack([self._count(answers) for answers in self._answers_in(mode, name)])
                 for name in self.sets
             }
             for mode in self.modes
         }
 
-    def units(self, within: str) -> list[str]:
-        """Unit of the bootstrap of each row of `count`: the question's image."""
-        return [item.image or item.id for item in self.questions_in(within)]
+    def _units(self, within: str) -> list[str]:
+        """Unit of the bootstrap of each row of `_count`: the question's image."""
+        return [item.image or item.id for item in self._questions_in(within)]
 
     @abc.abstractmethod
-    def rates(self, counts: np.ndarray) -> dict[str, np.ndarray]:
+    def _rates(self, counts: np.ndarray) -> dict[str, np.ndarray]:
         """Rates by name, of shape ``(...)``, from summed counts, ``(..., columns)``.
 
         A rate is NaN where there is nothing to count.
         """
 
-    def known(self, within: str) -> Sequence[str]:
+    def _known(self, within: str) -> Sequence[str]:
         """Names of the compared scores that a question set has."""
         return self.compared
 
     @abc.abstractmethod
-    def sizes(self, counts: np.ndarray, within: str) -> dict[str, Any]:
+    def _sizes(self, counts: np.ndarray, within: str) -> dict[str, Any]:
         """Numbers of what was counted in a question set."""
 
-    def constants(self, within: str) -> dict[str, float]:
+    def _constants(self, within: str) -> dict[str, float]:
         """Scores of a question set that do not depend on the answers."""
         return {}
 
-    def resampled(self, counts: np.ndarray, within: str) -> np.ndarray:
+    def _resampled(self, counts: np.ndarray, within: str) -> np.ndarray:
         """Column sums of bootstrap samples of the counts of a question set."""
-        return bootstrap_sums(counts, self.units(within), self.resamples, self.seed)
+        return bootstrap_sums(counts, self._units(within), self.resamples, self.seed)
 
-    def right(self, mode: str, within: str) -> np.ndarray | None:
+    def _right(self, mode: str, within: str) -> np.ndarray | None:
         """Whether each answer in a set is right, ``(seeds, questions)``; ``None``: not known."""
         return None
 
     @abc.abstractmethod
-    def fault(self, item: Some) -> tuple[float, str] | None:
+    def _fault(self, item: Some) -> tuple[float, str] | None:
         """Size of an answer's fault and a note on it; ``None``: the answer has none."""
 
     @abc.abstractmethod
-    def cells(self, score: Mapping[str, Any]) -> dict[str, str]:
+    def _cells(self, score: Mapping[str, Any]) -> dict[str, str]:
         """Cells of the full table, by column, besides the main score and the cost."""
 
     @abc.abstractmethod
-    def notes(self) -> dict[str, Any]:
+    def _notes(self) -> dict[str, Any]:
         """Explanations of the numbers, each with whether it is needed."""
 
     def _scored(self, mode: str, within: str) -> dict[str, Any]:
         """Scores of a mode in a question set, with intervals and their spread over seeds."""
         counts = self.counts[mode][within]
         table = counts.sum(0)
-        found, draws = self.rates(table.sum(0)), self.rates(self.resampled(table, within))
+        found, draws = self._rates(table.sum(0)), self._rates(self._resampled(table, within))
         known = [name for name, value in found.items() if not np.isnan(value)]
         spread = None
         if len(counts) > 1:
-            by_seed = self.rates(counts.sum(1))
+            by_seed = self._rates(counts.sum(1))
             spread = {name: float(by_seed[name].std(ddof=1)) for name in known}
         return {
             **{name: float(value) if name in known else None for name, value in found.items()},
-            **self.constants(within),
+            **self._constants(within),
             "intervals": {name: interval(draws[name][~np.isnan(draws[name])]) for name in known},
-            **self.sizes(counts, within),
+            **self._sizes(counts, within),
             "seed_sd": spread,
         }
 
@@ -157,17 +157,13 @@ class CountedReport(ItemReport[Some]):
             One comparison for each set; p-values are corrected by Holm.
 
         Raises:
-            OptionError: The reports have different questions.
+            OptionError: The reports have different questions or different parsers.
             UnknownNameError: There is no such mode.
         """
         first = mode or self.modes[0]
         if isinstance(other, str):
             return corrected([self._compared(first, other, name) for name in self.sets])
-        truths, others = ({i.id: self.truth(i) for i in one.questions} for one in (self, other))
-        if truths != others:
-            raise OptionError(
-                f"the reports have different {self.asked}; compare runs on the same data"
-            )
+        self._refuse(other)
         second = other_mode or other.modes[0]
         named = f"{second} (other)"
         items = [item for answers in self.answers(first) for item in answers]
@@ -176,6 +172,14 @@ class CountedReport(ItemReport[Some]):
         joined = type(self)(items, resamples=self.resamples, seed=self.seed, **self.options)
         return corrected([joined._compared(first, named, name) for name in self.sets])
 
+    def _refuse(self, other: CountedReport[Some]) -> None:
+        """Refuses a report that cannot be compared with this one; see `compare`."""
+        truths, others = ({i.id: self.truth(i) for i in one.questions} for one in (self, other))
+        if truths != others:
+            raise OptionError(
+                f"the reports have different {self.asked}; compare runs on the same data"
+            )
+
     def _compared(self, first: str, second: str, within: str) -> ItemComparison:
         for mode in (first, second):
             self.answers(mode)
@@ -183,16 +187,16 @@ class CountedReport(ItemReport[Some]):
         found = differences(
             before,
             after,
-            self.units(within),
-            self.rates,
-            self.known(within),
+            self._units(within),
+            self._rates,
+            self._known(within),
             self.resamples,
             self.seed,
         )
-        was, now = (self.right(mode, within) for mode in (first, second))
+        was, now = (self._right(mode, within) for mode in (first, second))
         flipped = None
         if was is not None and now is not None and len(was) == len(now) == 1:
-            asked: list[Any] = self.questions_in(within)
+            asked: list[Any] = self._questions_in(within)
             flipped = flips(was[0], now[0], [item.target for item in asked])
         return ItemComparison(
             first=first, second=second, within=within, differences=found, flips=flipped
@@ -228,13 +232,13 @@ class CountedReport(ItemReport[Some]):
                     ends: span(score, main),
                     "seeds sd": percent((score["seed_sd"] or {}).get(main)),
                 }
-                rows.append(first | self.cells(score) | cost)
+                rows.append(first | self._cells(score) | cost)
         return without_empty(rows)
 
     def about(self) -> str:
         """Explains the numbers in a sentence or two."""
         limited = "only a part of the set was scored: not a result to report"
-        notes = {**self.notes(), limited: self.conditions.get("limit")}
+        notes = {**self._notes(), limited: self.conditions.get("limit")}
         return "; ".join(note for note, needed in notes.items() if needed)
 
     def worst(self, count: int = 5, mode: str | None = None) -> Examples:
@@ -245,7 +249,7 @@ class CountedReport(ItemReport[Some]):
             mode: Name of the mode; ``None``: the first.
         """
         answers = [item for one in self.answers(mode or self.modes[0]) for item in one]
-        faults = [(fault, item) for item in answers if (fault := self.fault(item)) is not None]
+        faults = [(fault, item) for item in answers if (fault := self._fault(item)) is not None]
         faults.sort(key=lambda one: -one[0][0])
         return self.shown([item for _, item in faults[:count]], [n for (_, n), _ in faults[:count]])
 

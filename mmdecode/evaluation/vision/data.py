@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import InputError, MissingExtraError
-from mmdecode.evaluation.vision.items import Some, file_hash
+from mmdecode.evaluation.vision.items import Some
 
 if TYPE_CHECKING:
     from mmdecode.vlm.images import ImageSource
@@ -44,16 +44,6 @@ class Questions:
     synonyms: str | None = None
     warnings: Sequence[str] = ()
     left_out: Sequence[str] = ()
-
-    @property
-    def hashes(self) -> dict[str, str]:
-        """SHA-256 of each file."""
-        return {name: file_hash(path) for name, path in self.files.items()}
-
-    @property
-    def report_images(self) -> Path | Callable[[str], bytes]:
-        """Folder of the images, or a function from a name to PNG data, as a report takes it."""
-        return zoo_image if self.folder is None else self.folder
 
     def image(self, name: str) -> ImageSource:
         """Returns the source of an image; the image is read or rendered only when it is used."""

@@ -208,13 +208,21 @@ def read_bytes(path: Path) -> bytes:
         raise InputError(f"{path} cannot be read: {reason}") from error
 
 
-def read_json(path: Path) -> Any:
-    """Reads a JSON file, gzipped or not.
+def read_json_list(path: Path, content: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the objects of a JSON list, each after its location; other values as empty objects.
+
+    Args:
+        path: The file, gzipped or not.
+        content: What the list should hold, for the message.
 
     Raises:
-        InputError: The file cannot be read, or is not JSON.
+        InputError: The file cannot be read, or is no JSON list.
     """
-    return _parsed(read_bytes(path), str(path))
+    rows = _parsed(read_bytes(path), str(path))
+    if not isinstance(rows, list):
+        raise InputError(f"{path} is no list of {content}")
+    for number, row in enumerate(rows, 1):
+        yield f"{path}, item {number}", row if isinstance(row, dict) else {}
 
 
 def read_json_lines(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str, dict[str, Any]]]:

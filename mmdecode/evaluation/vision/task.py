@@ -22,7 +22,15 @@ from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.task import Run, Task, settings_in
 from mmdecode.evaluation.vision.answers import parser_of
 from mmdecode.evaluation.vision.data import ZOO, Questions, own_folder, refuse_repeats, zoo_image
-from mmdecode.evaluation.vision.items import ITEMS, ChoiceItem, Item, LeftOut, YesNoItem, read_items
+from mmdecode.evaluation.vision.items import (
+    ITEMS,
+    ChoiceItem,
+    Item,
+    LeftOut,
+    YesNoItem,
+    file_hash,
+    read_items,
+)
 from mmdecode.evaluation.vision.modes import NONE, Mode, comparisons_of, modes_of
 from mmdecode.evaluation.vision.yes_no import ScoreFunction
 
@@ -226,7 +234,7 @@ class QuestionTask(Task):
             **{name: given[name] for name in ("model", "data")},
             "part": given["part"] if questions.folder is None else None,
             "split": given.get("split") or None,
-            "files": questions.hashes,
+            "files": {name: file_hash(path) for name, path in questions.files.items()},
             "images": None if questions.folder is None else str(questions.folder),
             "synonyms": questions.synonyms,
             "controls": given["controls"],
@@ -243,10 +251,11 @@ class QuestionTask(Task):
                 "cannot be used and left out"
             )
         load_average = settings.pop("load_average")
+        images = zoo_image if questions.folder is None else questions.folder
 
         def report(rows: list[Any]) -> ItemReport[Any]:
             conditions = {**settings, "load_average": load_average} | recorder.prompt_tokens
-            return self._reported(rows, modes, conditions, questions.report_images, given)
+            return self._reported(rows, modes, conditions, images, given)
 
         closing = contextlib.ExitStack()
         return Run(

@@ -15,9 +15,8 @@ from mmdecode.errors import OptionError
 from mmdecode.evaluation.vision.answers import Label, Parser
 from mmdecode.evaluation.vision.items import YesNoItem
 
-COLUMNS = ("true_yes", "false_yes", "true_no", "false_no", "unparsed_yes", "unparsed_no")
-"""Columns of `count_answers`, in order; ``unparsed_yes`` counts unparsed answers to yes-questions,
-``unparsed_no`` to no-questions."""
+CLASSES = (("yes", "yes"), ("yes", "no"), ("no", "no"), ("no", "yes"), (None, "yes"), (None, "no"))
+"""Columns of `count_answers`: parsed and right answer of the answers that each counts."""
 ScoreFunction = Callable[[Sequence[YesNoItem], Sequence[bool]], dict[str, float]]
 """Scores of a benchmark's own tool, by name, from answered items and whether each is right."""
 
@@ -35,24 +34,16 @@ def count_answers(verdicts: Sequence[Label | None], targets: Sequence[Label]) ->
         targets: Right answers.
 
     Returns:
-        Table of zeros and ones, ``(answers, 6)``; the columns are `COLUMNS`.
+        Table of zeros and ones, ``(answers, 6)``; the columns are `CLASSES`.
 
     Raises:
         OptionError: Answers and targets differ in number, or are empty.
     """
     if len(verdicts) != len(targets) or not targets:
         raise OptionError(f"{len(verdicts)} answers for {len(targets)} questions; expected pairs")
-    table = np.zeros((len(targets), len(COLUMNS)), dtype=np.int64)
-    columns = {
-        ("yes", "yes"): 0,
-        ("yes", "no"): 1,
-        ("no", "no"): 2,
-        ("no", "yes"): 3,
-        (None, "yes"): 4,
-        (None, "no"): 5,
-    }
+    table = np.zeros((len(targets), len(CLASSES)), dtype=np.int64)
     pairs = zip(verdicts, targets, strict=True)
-    table[np.arange(len(targets)), [columns[pair] for pair in pairs]] = 1
+    table[np.arange(len(targets)), [CLASSES.index(pair) for pair in pairs]] = 1
     return table
 
 
@@ -60,7 +51,7 @@ def rates(counts: np.ndarray, drops_unparsed: bool = False) -> dict[str, np.ndar
     """Computes shares from summed counts.
 
     Args:
-        counts: ``(..., 6)``, see `COLUMNS`.
+        counts: ``(..., 6)``, see `CLASSES`.
         drops_unparsed: See `mmdecode.evaluation.vision.answers.Parser`.
 
     Returns:

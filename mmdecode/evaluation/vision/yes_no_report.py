@@ -138,22 +138,18 @@ class YesNoReport(CountedReport[YesNoItem]):
         """Parsed answers of a mode, one list per seed, questions in order."""
         return [[verdict(item, self.parser) for item in one] for one in self.answers(mode)]
 
-    def count(self, answers: Sequence[YesNoItem]) -> np.ndarray:
-        """Classifies answers; see `yes_no.count_answers`."""
+    def _count(self, answers: Sequence[YesNoItem]) -> np.ndarray:
         parsed = [verdict(item, self.parser) for item in answers]
         return count_answers(parsed, [item.target for item in answers])
 
-    def rates(self, counts: np.ndarray) -> dict[str, np.ndarray]:
-        """Accuracy, share of yes, and others; see `yes_no.rates`."""
+    def _rates(self, counts: np.ndarray) -> dict[str, np.ndarray]:
         return rates(counts, self.parser.drops_unparsed)
 
-    def sizes(self, counts: np.ndarray, within: str) -> dict[str, Any]:
-        """Numbers of answers and images of a set, and the name of the parser."""
-        images = len(set(self.units(within)))
+    def _sizes(self, counts: np.ndarray, within: str) -> dict[str, Any]:
+        images = len(set(self._units(within)))
         return {"answers": counts[..., 0].size, "images": images, "parser": self.parser.name}
 
-    def right(self, mode: str, within: str) -> np.ndarray:
-        """Whether each answer in a set is right, ``(seeds, questions)``."""
+    def _right(self, mode: str, within: str) -> np.ndarray:
         return np.any(self.counts[mode][within][..., [0, 2]], -1)
 
     @cached_property
@@ -230,7 +226,7 @@ class YesNoReport(CountedReport[YesNoItem]):
         if self._scores is None:
             return None
         found = [
-            self._scores(answers, [self.fault(item) is None for item in answers])
+            self._scores(answers, [self._fault(item) is None for item in answers])
             for answers in self.answers(mode)
         ]
         return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
@@ -239,25 +235,13 @@ class YesNoReport(CountedReport[YesNoItem]):
         """Compared modes, each with its shifted baseline too."""
         return super()._pairs() + [(control, mode) for mode, control in self._shifted.items()]
 
-    def compare(
-        self, other: CountedReport[YesNoItem] | str, **modes: str | None
-    ) -> list[ItemComparison]:
-        """Compares two modes of this report, or one with a mode of another report.
-
-        Args:
-            other: See `CountedReport.compare`.
-            **modes: See `CountedReport.compare`.
-
-        Raises:
-            OptionError: The reports have different questions or different parsers.
-            UnknownNameError: There is no such mode.
-        """
+    def _refuse(self, other: CountedReport[YesNoItem]) -> None:
         if isinstance(other, YesNoReport) and other.parser != self.parser:
             raise OptionError(
                 f"one report is parsed by {self.parser.name!r}, the other by "
                 f"{other.parser.name!r}; use the same parser"
             )
-        return super().compare(other, **modes)
+        super()._refuse(other)
 
     def _compared(self, first: str, second: str, within: str) -> ItemComparison:
         """Compares two modes, in AUROC too, on questions that have a margin in both."""
@@ -274,10 +258,10 @@ class YesNoReport(CountedReport[YesNoItem]):
         return dataclasses.replace(found, differences=found.differences | {"auroc": ranked})
 
     def _auroc(self, mode: str, name: str, known: np.ndarray) -> tuple[float, np.ndarray]:
-        """AUROC of the ``known`` questions, averaged over seeds, and its bootstrap over images."""
+        """AUROC of the ``_known`` questions, averaged over seeds, and its bootstrap over images."""
         key = mode, name, known.tobytes()
         if key not in self._aurocs:
-            indices, images = self.sets[name], self.units(name)
+            indices, images = self.sets[name], self._units(name)
             margins = np.where(known, self.margins[mode][:, indices], np.nan)
             # where no branch is random, the seeds have the same margins
             same = np.array_equal(margins, np.broadcast_to(margins[0], margins.shape), True)
@@ -332,8 +316,7 @@ class YesNoReport(CountedReport[YesNoItem]):
             )
         return [without_empty(rows)]
 
-    def cells(self, score: Mapping[str, Any]) -> dict[str, str]:
-        """Cells of the other shares, and of the margins."""
+    def _cells(self, score: Mapping[str, Any]) -> dict[str, str]:
         margin = score["margin"] or {}
         return {
             "precision %": percent(score["precision"]),
@@ -363,8 +346,7 @@ class YesNoReport(CountedReport[YesNoItem]):
                 rows.append({"mode": mode} | {k: number(v, form) for k, v in found.items()})
         return [self.rows(), rows] if rows else [self.rows()]
 
-    def notes(self) -> dict[str, Any]:
-        """Explains the numbers, and what to check."""
+    def _notes(self) -> dict[str, Any]:
         scores = [self.scores(mode, name) for mode in self.modes for name in self.sets]
         unparsed = max(score["unparsed"] for score in scores)
         return {
@@ -387,8 +369,7 @@ class YesNoReport(CountedReport[YesNoItem]):
             ),
         }
 
-    def fault(self, item: YesNoItem) -> tuple[float, str] | None:
-        """Size of a wrong answer's margin, and the answers given and expected."""
+    def _fault(self, item: YesNoItem) -> tuple[float, str] | None:
         answer = verdict(item, self.parser)
         if answer == item.target:
             return None

@@ -25,7 +25,7 @@ from mmdecode.evaluation.vision.items import (
     field_of,
     items_of,
     leaving_out,
-    read_json,
+    read_json_list,
     refuse_empty,
 )
 
@@ -109,13 +109,12 @@ def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
         }
 
 
-def read_choices(path: Path, name: str = "all", left_out: LeftOut = None) -> list[ChoiceItem]:
+def read_choices(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
     """Reads multiple-choice questions.
 
     Args:
         path: JSON lines, gzipped or not, with the keys ``image``, one of `QUESTION`, ``options``,
             one of `ANSWER`, and optionally ``group``.
-        name: Name of the question set.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
     Raises:
@@ -136,7 +135,6 @@ def read_choices(path: Path, name: str = "all", left_out: LeftOut = None) -> lis
             options=tuple(options),
             target=answer,
             group=str(row.get("group") or ""),
-            sets=(name,),
         )
 
     return items_of(path, item, left_out, "question")
@@ -155,14 +153,10 @@ def read_whats_up(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
     Raises:
         InputError: The file cannot be read, or an image's name does not have this form.
     """
-    rows = read_json(path)
-    if not isinstance(rows, list) or not rows:
-        raise InputError(f"{path} is no list of images")
     found = []
-    for number, row in enumerate(rows, 1):
-        where = f"{path}, item {number}"
+    for where, row in read_json_list(path, "images"):
         with leaving_out(left_out):
-            image = field_of(row if isinstance(row, dict) else {}, ("image_path",), where)
+            image = field_of(row, ("image_path",), where)
             named = re.fullmatch(r"([^_]+)_([^_]+)(?:_of)?_([^_]+)\.\w+", image.rpartition("/")[2])
             if named is None or named[2] not in WHATS_UP:
                 raise InputError(

@@ -12,7 +12,6 @@ from mmdecode.evaluation.vision.task import YesNoTask
 
 def read_vsr(
     path: Path,
-    name: str = "vsr",
     ask: str = "{} Is this statement about the image true?",
     left_out: LeftOut = None,
 ) -> list[YesNoItem]:
@@ -20,7 +19,6 @@ def read_vsr(
 
     Args:
         path: JSON lines, gzipped or not.
-        name: Name of the question set.
         ask: The question, with ``{}`` for the statement.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
@@ -37,7 +35,7 @@ def read_vsr(
             image=image,
             question=ask.format(claim),
             target="yes" if row["label"] else "no",
-            sets=(name,),
+            sets=("vsr",),
         )
 
     return items_of(path, item, left_out, "statement")
