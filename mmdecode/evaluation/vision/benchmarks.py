@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.vision.data import ZOO, Questions, zoo_image
-from mmdecode.evaluation.vision.items import (
-    CaptionItem,
-    ChoiceItem,
-    LeftOut,
-    read_bytes,
-    read_json_lines,
-)
+from mmdecode.evaluation.vision.items import CaptionItem, one_file
 from mmdecode.evaluation.vision.task import ASKING, YES_NO, ChoiceTask, QuestionTask, YesNoTask
 from mmdecode.evaluation.vision.tasks.amber import read_amber
 from mmdecode.evaluation.vision.tasks.chair import read_chair, vocabulary_of
@@ -27,7 +21,7 @@ from mmdecode.evaluation.vision.tasks.pope import (
     read_pope,
     warnings_of,
 )
-from mmdecode.evaluation.vision.tasks.spatial import read_choices, read_whats_up, unit_of
+from mmdecode.evaluation.vision.tasks.spatial import read_spatial, unit_of
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.report.item_report import ItemReport
@@ -103,22 +97,6 @@ class CaptionTask(QuestionTask):
         )
 
 
-def _one_file(path: Path, task: str) -> Path:
-    if path.is_dir():
-        raise OptionError(f"{path} is a folder; {task} reads one file: give it with --data")
-    return path
-
-
-def _read_spatial(path: Path, left_out: LeftOut) -> Sequence[ChoiceItem]:
-    _one_file(path, "spatial")
-    if read_bytes(path).lstrip()[:1] == b"[":
-        return read_whats_up(path, left_out)
-    _, first = next(read_json_lines(path, []), ("", {}))
-    if "caption" in first:
-        raise OptionError(f"{path} holds statements of VSR; run 'mmdecode evaluate vsr'")
-    return read_choices(path, left_out)
-
-
 def _files_in(pattern: str, path: Path) -> Mapping[str, Path]:
     files = sorted(path.rglob(pattern)) if path.is_dir() else [path]
     return {file.relative_to(path.parent).as_posix(): file for file in files}
@@ -157,7 +135,7 @@ CHAIR = CaptionTask(
 
       mmdecode evaluate chair --model zoo:llava-scenes --guide vcd --greedy --data zoo --out run
     """,
-    items=lambda path, left_out: read_chair(_one_file(path, "chair"), left_out),
+    items=lambda path, left_out: read_chair(one_file(path, "chair"), left_out),
     options=ASKING | {"max_new_tokens": 128, "prompt": None, "synonyms": None},
     zoo="chair.jsonl.gz",
     images=lambda path: None,
@@ -207,7 +185,7 @@ SPATIAL = ChoiceTask(
 
       mmdecode evaluate spatial --model zoo:llava-scenes --guide adaptvis --data zoo --out run
     """,
-    items=_read_spatial,
+    items=read_spatial,
     zoo="spatial.jsonl.gz",
     unit=unit_of,
 )

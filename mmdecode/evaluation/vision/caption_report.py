@@ -107,6 +107,9 @@ class CaptionReport(CountedReport[CaptionItem]):
     def _sizes(self, counts: np.ndarray, within: str) -> dict[str, Any]:
         return {"captions": counts[..., 0].size, "images": len(set(self.image_names))}
 
+    def _right(self, mode: str, within: str) -> None:
+        """Captions are not right or wrong."""
+
     def _pairs(self) -> list[tuple[str, str]]:
         """Compared modes, in full and at equal length."""
         return super()._pairs() + list(self._alike.values())

@@ -77,9 +77,6 @@ class ChoiceReport(CountedReport[ChoiceItem]):
     def _resampled(self, counts: np.ndarray, within: str) -> np.ndarray:
         return bootstrap_sums(counts, None, self.resamples, self.seed)
 
-    def _right(self, mode: str, within: str) -> np.ndarray:
-        return np.array([list(map(_right, answers)) for answers in self._answers_in(mode, within)])
-
     def summary_line(self, mode: str, within: str) -> str:
         """Accuracy of a mode on a question set, and the accuracy of chance, in words."""
         score = self.scores(mode, within)
@@ -118,8 +115,5 @@ class ChoiceReport(CountedReport[ChoiceItem]):
         return {basis: True}
 
     def _fault(self, item: ChoiceItem) -> tuple[float, str] | None:
-        return None if _right(item) else (0, f"right is {item.target}")
-
-
-def _right(item: ChoiceItem) -> bool:
-    return item.error is None and choice(item.output, item.options) == item.target
+        right = item.error is None and choice(item.output, item.options) == item.target
+        return None if right else (0, f"right is {item.target}")

@@ -102,7 +102,8 @@ class CountedReport(ItemReport[Some]):
 
     def _right(self, mode: str, within: str) -> np.ndarray | None:
         """Whether each answer in a set is right, ``(seeds, questions)``; ``None``: not known."""
-        return None
+        answers = self._answers_in(mode, within)
+        return np.array([[self._fault(item) is None for item in one] for one in answers])
 
     @abc.abstractmethod
     def _fault(self, item: Some) -> tuple[float, str] | None:

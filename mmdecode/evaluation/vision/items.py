@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from mmdecode.errors import InputError
+from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.vision.answers import Label, leading
 from mmdecode.runs.files import complete_lines
 from mmdecode.runs.tables import any_of, first_of, rows_of
@@ -71,8 +71,6 @@ class Item:
     seconds: float | None = None
     error: str | None = None
 
-    lists: ClassVar[tuple[str, ...]] = ()
-    """Fields that JSON holds as lists."""
     derived: ClassVar[tuple[str, ...]] = ()
     """Properties that `as_dict` adds for readers of the file; `from_dict` ignores them."""
 
@@ -103,7 +101,10 @@ class Item:
             TypeError: Fields are missing or unknown.
         """
         known = {name: value for name, value in row.items() if name not in cls.derived}
-        return cls(**known | {name: tuple(known[name]) for name in cls.lists if name in known})
+        for field in dataclasses.fields(cls):
+            if str(field.type).startswith("tuple") and field.name in known:
+                known[field.name] = tuple(known[field.name])  # JSON has lists
+        return cls(**known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,6 @@ class YesNoItem(Item):
     margin: float | None = None
     main_margin: float | None = None
 
-    lists: ClassVar[tuple[str, ...]] = ("sets",)
     derived: ClassVar[tuple[str, ...]] = ("parsed",)
 
     def __post_init__(self) -> None:
@@ -151,8 +151,6 @@ class CaptionItem(Item):
     objects: tuple[str, ...]
     question: str = "Please describe this image in detail."
 
-    lists: ClassVar[tuple[str, ...]] = ("objects",)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceItem(Item):
@@ -170,8 +168,6 @@ class ChoiceItem(Item):
     target: str
     group: str = ""
     sets: tuple[str, ...] = ("all",)
-
-    lists: ClassVar[tuple[str, ...]] = ("options", "sets")
 
     def __post_init__(self) -> None:
         if self.target not in self.options:
@@ -325,6 +321,17 @@ def field_of(row: dict[str, Any], names: Sequence[str], where: str) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise InputError(f"{where} has {value!r} under {any_of(names)}; expected text")
     return str(value)
+
+
+def one_file(path: Path, task: str) -> Path:
+    """Returns the path of a file.
+
+    Raises:
+        OptionError: It is a folder.
+    """
+    if path.is_dir():
+        raise OptionError(f"{path} is a folder; {task} reads one file: give it with --data")
+    return path
 
 
 def label_of(value: str, where: str) -> Label:

@@ -35,8 +35,6 @@ from mmdecode.evaluation.vision.items import (
 COLUMNS = ("hallucinated", "mentions", "hallucinating", "captions", "found", "present", "words")
 """Columns of `count_mentions`, in order."""
 IRREGULAR = {
-    "men": "man",
-    "women": "woman",
     "children": "child",
     "people": "person",
     "mice": "mouse",

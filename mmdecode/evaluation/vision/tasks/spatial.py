@@ -25,6 +25,9 @@ from mmdecode.evaluation.vision.items import (
     field_of,
     items_of,
     leaving_out,
+    one_file,
+    read_bytes,
+    read_json_lines,
     read_json_list,
     refuse_empty,
 )
@@ -107,6 +110,22 @@ def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
             "set": right_sets / sets,
             "unparsed": unparsed / questions,
         }
+
+
+def read_spatial(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
+    """Reads What's Up's images or multiple-choice questions; the arguments are their readers'.
+
+    Raises:
+        InputError: The file cannot be read, or a field is missing.
+        OptionError: The path is a folder, or the file holds statements of VSR.
+    """
+    one_file(path, "spatial")
+    if read_bytes(path).lstrip()[:1] == b"[":
+        return read_whats_up(path, left_out)
+    _, first = next(read_json_lines(path, []), ("", {}))
+    if "caption" in first:
+        raise OptionError(f"{path} holds statements of VSR; run 'mmdecode evaluate vsr'")
+    return read_choices(path, left_out)
 
 
 def read_choices(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
