@@ -19,8 +19,13 @@ from mmdecode.evaluation.report.layout import MADE_BY
 from mmdecode.evaluation.vision.items import YesNoItem, file_hash, read_items, text_hash
 from mmdecode.evaluation.vision.tasks.chair import coco_image, read_chair
 from mmdecode.evaluation.vision.tasks.pope import SPLITS, find_pope, read_pope, warnings_of
-from mmdecode.evaluation.vision.yes_no import count_answers, rates
-from mmdecode.evaluation.vision.yes_no_report import ALWAYS, YesNoReport, shifted
+from mmdecode.evaluation.vision.yes_no_report import (
+    ALWAYS,
+    YesNoReport,
+    count_answers,
+    rates,
+    shifted,
+)
 from mmdecode.runs.files import MAKER
 from tests.support.pages import checked
 

@@ -27,7 +27,7 @@ from mmdecode.evaluation.stats.margins import (
     fit_shift,
 )
 from mmdecode.evaluation.vision.answers import PARSERS, choice, leading, original, parser_of
-from mmdecode.evaluation.vision.yes_no import count_answers, rates
+from mmdecode.evaluation.vision.yes_no_report import count_answers, rates
 from tests.support.files import json_lines
 from tests.support.scores import score_answers
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +57,10 @@ class CaptionReport(CountedReport[CaptionItem]):
         super().__init__(items, **basis)
         self.vocabulary = vocabulary or chair.coco_vocabulary()
         self.options = {"vocabulary": self.vocabulary, "baseline_controls": False}
+        found = {"names": len(self.vocabulary.names), "hash": self.vocabulary.hash}
+        self.settings = {"task": "chair", "vocabulary": found}
         self._cut: dict[str, str] = {}
-        self._alike: dict[str, tuple[str, str]] = {}
+        self.paired: dict[str, tuple[str, str]] = {}
         for mode in self._recorded_modes[1:] if baseline_controls else []:
             self._add_cut(self.against(mode)[0], mode)
 
@@ -78,29 +79,17 @@ class CaptionReport(CountedReport[CaptionItem]):
             cut = [i.answered(mode=name, output=text, **unknown) for i, text in pairs]
             self.add(cut, after=mode)
         self._cut[mode] = name
-        self._alike[mode] = (name, mode) if longer == baseline else (baseline, name)
+        self.paired[mode] = (name, mode) if longer == baseline else (baseline, name)
 
     def _count(self, answers: Sequence[CaptionItem]) -> np.ndarray:
         texts = ["" if item.error else item.output for item in answers]
         return chair.count_mentions(texts, [item.objects for item in answers], self.vocabulary)
 
-    @cached_property
-    def summary(self) -> dict[str, Any]:
-        """All numbers and settings of the report."""
-        return {
-            "task": "chair",
-            "vocabulary": {"names": len(self.vocabulary.names), "hash": self.vocabulary.hash},
-            **self._basis(),
-            "modes": {
-                mode: {
-                    **self.cost(mode),
-                    "computed": mode not in self._recorded_modes,
-                    **self._scored(mode, "all"),
-                }
-                for mode in self.modes
-            },
-            "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
-        }
+    def _asked(self) -> dict[str, Any]:
+        return {}
+
+    def _found(self, mode: str) -> dict[str, Any]:
+        return {"computed": mode not in self._recorded_modes, **self._scored(mode, "all")}
 
     _rates = staticmethod(chair.rates)
 
@@ -109,10 +98,6 @@ class CaptionReport(CountedReport[CaptionItem]):
 
     def _right(self, mode: str, within: str) -> None:
         """Captions are not right or wrong."""
-
-    def _pairs(self) -> list[tuple[str, str]]:
-        """Compared modes, in full and at equal length."""
-        return super()._pairs() + list(self._alike.values())
 
     def compare(  # type: ignore[override]
         self, other: CaptionReport | str, **modes: str | None
@@ -133,10 +118,6 @@ class CaptionReport(CountedReport[CaptionItem]):
     def level(self, mode: str, within: str) -> float:
         """Share of mentioned objects that are in the image."""
         return 1 - super().level(mode, within)
-
-    def rivals(self, mode: str) -> list[tuple[str, str]]:
-        """Pairs that are compared: each recorded control with the mode, and at equal length."""
-        return super().rivals(mode) + [pair for one, pair in self._alike.items() if one == mode]
 
     def brief(self) -> list[Rows]:
         """Short table with a row per mode: hallucinated objects, recall and length."""

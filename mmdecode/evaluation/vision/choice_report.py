@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -26,24 +24,8 @@ class ChoiceReport(CountedReport[ChoiceItem]):
     unit = "group of questions, else image"
     compared = ("individual", "pair", "set")
     columns = ("individual %", "95 %")
+    settings: Mapping[str, Any] = {"task": "spatial"}
     truth = attrgetter("target", "options", "group", "sets")
-
-    @cached_property
-    def summary(self) -> dict[str, Any]:
-        """All numbers and settings of the report."""
-        return {
-            "task": "spatial",
-            **self._basis(),
-            "sets": {name: len(indices) for name, indices in self.sets.items()},
-            "modes": {
-                mode: {
-                    **self.cost(mode),
-                    "sets": {name: self._scored(mode, name) for name in self.sets},
-                }
-                for mode in self.modes
-            },
-            "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
-        }
 
     def _count(self, answers: Sequence[ChoiceItem]) -> np.ndarray:
         return np.array(list(spatial.count_choices(answers).values()))

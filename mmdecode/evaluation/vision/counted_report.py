@@ -29,6 +29,8 @@ class CountedReport(ItemReport[Some]):
 
     Attributes:
         options: Arguments of the class's own, for a report of other answers.
+        settings: First entries of the summary.
+        paired: Further comparison of each mode, by its name, with controls that are computed.
     """
 
     compared: ClassVar[tuple[str, ...]]
@@ -40,6 +42,8 @@ class CountedReport(ItemReport[Some]):
     asked = "questions"
     """Name of what two reports must share to be compared, for the message."""
     options: Mapping[str, Any] = {}
+    settings: Mapping[str, Any] = {}
+    paired: Mapping[str, tuple[str, str]] = {}
 
     @cached_property
     def sets(self) -> dict[str, np.ndarray]:
@@ -134,6 +138,32 @@ class CountedReport(ItemReport[Some]):
             **self._sizes(counts, within),
             "seed_sd": spread,
         }
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """All numbers and settings of the report."""
+        return {
+            **self.settings,
+            **self._basis(),
+            **self._asked(),
+            "modes": {mode: {**self.cost(mode), **self._found(mode)} for mode in self.modes},
+            "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
+        }
+
+    def _asked(self) -> dict[str, Any]:
+        """Entries of the summary on the question sets."""
+        return {"sets": {name: len(indices) for name, indices in self.sets.items()}}
+
+    def _found(self, mode: str) -> dict[str, Any]:
+        """Entries of the summary on a mode, besides its cost."""
+        return {"sets": {name: self._scored(mode, name) for name in self.sets}}
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        return super()._pairs() + list(self.paired.values())
+
+    def rivals(self, mode: str) -> list[tuple[str, str]]:
+        """Comparisons of a mode with its controls, those that are computed too."""
+        return super().rivals(mode) + [pair for one, pair in self.paired.items() if one == mode]
 
     @cached_property
     def comparisons(self) -> list[ItemComparison]:

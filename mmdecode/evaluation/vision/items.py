@@ -209,7 +209,7 @@ def read_json_list(path: Path, content: str) -> Iterator[tuple[str, dict[str, An
 
     Args:
         path: The file, gzipped or not.
-        content: What the list should hold, for the message.
+        content: Name of the list's objects, for the message.
 
     Raises:
         InputError: The file cannot be read, or is no JSON list.
@@ -298,7 +298,7 @@ def items_of(
         path: The file, gzipped or not.
         make: Makes an item of the object in a line; takes the location too, for messages.
         left_out: See `leaving_out`.
-        content: What a line should hold, for the message that there is none.
+        content: Name of a line's content, for the message that there is none.
 
     Raises:
         InputError: The file cannot be read, or a line cannot be used.

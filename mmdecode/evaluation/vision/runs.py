@@ -45,11 +45,7 @@ from mmdecode.vlm.results import Answer
 if TYPE_CHECKING:
     from mmdecode.engine.contracts import Guide
 
-CHUNK = 8
-"""Number of batches that one mode decodes before the next mode takes its turn."""
 _TRIED = 64  # questions on which two seeds are compared to find out whether a guide is random
-FEWEST = 16
-"""With fewer questions, a guide is assumed to be random."""
 _SAME = 1e-3  # difference of logits by rounding
 
 
@@ -117,8 +113,8 @@ class Recorder(Generic[Some]):
     seed: int = 0
     redraw: bool = True
     warmup: int = 1
-    chunk: int = CHUNK
-    fewest: int = FEWEST
+    chunk: int = 8
+    fewest: int = 16
 
     def __post_init__(self) -> None:
         if not self.modes:
@@ -301,6 +297,7 @@ class Recorder(Generic[Some]):
         """Row of an answer, or of its sampled first token alone, whose time is not known."""
         if answer.error is not None:
             return item.answered(mode=mode, seed=seed, error=answer.error)
+        guide = self._guides[next(one.guide for one in self.modes if one.name == mode)]
         text, tokens = answer.text, len(answer.token_ids)
         if token is not None:
             text, tokens = self.processor.tokenizer.decode([token]).strip(), 1
@@ -310,45 +307,12 @@ class Recorder(Generic[Some]):
             output=text,
             prompt_hash=text_hash(answer.prompt),
             tokens=tokens,
-            passes=self._passes(mode, tokens),
-            forwards=self._forwards(mode, tokens),
+            passes=_passes(guide, tokens),
+            forwards=_forwards(guide, tokens),
             changed=answer.changed(None if token is None else 1),
             seconds=answer.seconds if token is None else None,
-            **self._margins(mode, answer),
+            **(_margins(guide, answer) if self._yes_no else {}),
         )
-
-    def _margins(self, mode: str, answer: Answer) -> dict[str, float | None]:
-        if not self._yes_no:
-            return {}
-        known = answer.margins or {}
-        main = known.get("main") if plain_main(self._guide(mode)) else None
-        values = {"margin": known.get("guided"), "main_margin": main}
-        return {
-            name: value if value is not None and math.isfinite(value) else None
-            for name, value in values.items()
-        }
-
-    def _passes(self, mode: str, tokens: int) -> int:
-        """Number of passes, one per branch and token; the first pass of a branch is the prefill."""
-        guide = self._guide(mode)
-        if guide is None or guide.neutral:
-            return tokens
-        later = 1 + sum(branch.replaces_after_prefill is None for branch in guide.branches)
-        return 1 + len(guide.branches) + (tokens - 1) * later
-
-    def _forwards(self, mode: str, tokens: int) -> int:
-        """Forward passes after the prefill; branches of one model and stage share a pass."""
-        guide = self._guide(mode)
-        main = (1, id(None))
-        shared = {main}
-        if guide is not None and not guide.neutral:
-            shared = {(spec.stage, id(spec.build or spec.model)) for spec in guide.branches}
-            if all(spec.replaces_after_prefill != "main" for spec in guide.branches):
-                shared.add(main)
-        return (tokens - 1) * len(shared)
-
-    def _guide(self, mode: str) -> Guide | None:
-        return self._guides[next(one.guide for one in self.modes if one.name == mode)]
 
 
 def sampled_token(logits: Tensor, seed: int, name: str) -> int:
@@ -369,3 +333,32 @@ def _keys(modes: Iterable[Mode], items: Sequence[Some]) -> Iterator[tuple[str, i
     for mode in modes:
         for seed in mode.seeds or (None,):
             yield from ((mode.name, seed, item.id) for item in items)
+
+
+def _margins(guide: Guide | None, answer: Answer) -> dict[str, float | None]:
+    known = answer.margins or {}
+    main = known.get("main") if plain_main(guide) else None
+    values = {"margin": known.get("guided"), "main_margin": main}
+    return {
+        name: value if value is not None and math.isfinite(value) else None
+        for name, value in values.items()
+    }
+
+
+def _passes(guide: Guide | None, tokens: int) -> int:
+    """Number of passes, one per branch and token; the first pass of a branch is the prefill."""
+    if guide is None or guide.neutral:
+        return tokens
+    later = 1 + sum(branch.replaces_after_prefill is None for branch in guide.branches)
+    return 1 + len(guide.branches) + (tokens - 1) * later
+
+
+def _forwards(guide: Guide | None, tokens: int) -> int:
+    """Forward passes after the prefill; branches of one model and stage share a pass."""
+    main = (1, id(None))
+    shared = {main}
+    if guide is not None and not guide.neutral:
+        shared = {(spec.stage, id(spec.build or spec.model)) for spec in guide.branches}
+        if all(spec.replaces_after_prefill != "main" for spec in guide.branches):
+            shared.add(main)
+    return (tokens - 1) * len(shared)

@@ -32,11 +32,11 @@ from mmdecode.evaluation.vision.items import (
     read_items,
 )
 from mmdecode.evaluation.vision.modes import NONE, Mode, comparisons_of, modes_of
-from mmdecode.evaluation.vision.yes_no import ScoreFunction
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.report.item_report import ItemReport
     from mmdecode.evaluation.vision.runs import Recorder
+    from mmdecode.evaluation.vision.yes_no_report import ScoreFunction
     from mmdecode.runs.rows import RowJournal
     from mmdecode.vlm.images import ImageSource
 
@@ -196,12 +196,11 @@ class QuestionTask(Task):
             given["data"], part=given["part"], images=given["images"], **own
         ).limited(given["limit"])
         questions.check_images()
+        sampled = 0 if given["sample"] is False else given["seeds"]
         modes = modes_of(
             given["guide"] or [],
             greedy=given["sample"] is not True,
-            seeds=[]
-            if given["sample"] is False
-            else range(given["seed"], given["seed"] + given["seeds"]),
+            seeds=range(given["seed"], given["seed"] + sampled),
             controls=given["controls"],
             yes_no=self.kind is YesNoItem,
         )
@@ -251,11 +250,10 @@ class QuestionTask(Task):
                 "cannot be used and left out"
             )
         load_average = settings.pop("load_average")
-        images = zoo_image if questions.folder is None else questions.folder
 
         def report(rows: list[Any]) -> ItemReport[Any]:
             conditions = {**settings, "load_average": load_average} | recorder.prompt_tokens
-            return self._reported(rows, modes, conditions, images, given)
+            return self._reported(rows, modes, conditions, given)
 
         closing = contextlib.ExitStack()
         return Run(
@@ -286,9 +284,8 @@ class QuestionTask(Task):
             raise OptionError(f"{folder} holds a run of {own}; rescore it with 'evaluate {own}'")
         order = {mode.name: number for number, mode in enumerate(modes)}
         rows = [row for row in read_items(folder, self.kind) if row.mode in order]
-        images = settings["images"] or zoo_image
         return Run(
-            report=lambda rows: self._reported(rows, modes, settings, images, given),
+            report=lambda rows: self._reported(rows, modes, settings, given),
             rows=sorted(rows, key=lambda row: order[row.mode]),
             notes=settings["notes"],
         )
@@ -298,7 +295,6 @@ class QuestionTask(Task):
         rows: list[Any],
         modes: Sequence[Mode],
         conditions: dict[str, Any],
-        images: Any,
         given: Mapping[str, Any],
     ) -> ItemReport[Any]:
         return self.report(
@@ -307,7 +303,7 @@ class QuestionTask(Task):
             controls=[mode.name for mode in modes if mode.control or mode.guide == NONE],
             conditions=conditions,
             against=comparisons_of(modes),
-            images=images,
+            images=conditions["images"] or zoo_image,
             resamples=given["resamples"],
             seed=given["seed"],
         )
@@ -329,7 +325,7 @@ class YesNoTask(QuestionTask):
 
     Attributes:
         scores: Scores of a tool of the benchmark's own, see
-            `mmdecode.evaluation.vision.yes_no.ScoreFunction`; ``None``: it has none, or
+            `mmdecode.evaluation.vision.yes_no_report.ScoreFunction`; ``None``: it has none, or
             `mmdecode.evaluation.vision.yes_no_report.TASKS` has them.
     """
 

@@ -4,13 +4,17 @@ Each mode is compared with the shifted baseline: a constant is added to the base
 that it answers yes as often as the mode. The constant is fitted on other images
 (`mmdecode.evaluation.stats.margins`). If the shifted baseline gains as much as the mode, the gain
 comes from answering yes more often. Tasks: POPE, MME, AMBER's questions, VSR and HallusionBench.
+
+Yes is the positive class. An answer that cannot be parsed, or is missing, is wrong and stays in
+every denominator. Only a parser with ``drops_unparsed`` leaves it out of the recall
+(`mmdecode.evaluation.vision.answers.Parser`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -23,24 +27,22 @@ from mmdecode.evaluation.report.item_comparison import ItemComparison, differenc
 from mmdecode.evaluation.report.layout import Rows, number, percent, without_empty
 from mmdecode.evaluation.stats import margins as margins_of
 from mmdecode.evaluation.stats.intervals import interval
-from mmdecode.evaluation.vision.answers import Label, parser_of
+from mmdecode.evaluation.vision.answers import Label, Parser, parser_of
 from mmdecode.evaluation.vision.counted_report import CountedReport
 from mmdecode.evaluation.vision.items import YesNoItem
 from mmdecode.evaluation.vision.tasks.amber import amber_scores
 from mmdecode.evaluation.vision.tasks.hallusion import hallusion_scores
 from mmdecode.evaluation.vision.tasks.mme import mme_scores
-from mmdecode.evaluation.vision.yes_no import (
-    ScoreFunction,
-    count_answers,
-    rates,
-    verdict,
-)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from mmdecode.evaluation.vision.task import YesNoTask
 
+CLASSES = (("yes", "yes"), ("yes", "no"), ("no", "no"), ("no", "yes"), (None, "yes"), (None, "no"))
+"""Columns of `count_answers`: parsed and right answer of the answers that each counts."""
+ScoreFunction = Callable[[Sequence[YesNoItem], Sequence[bool]], dict[str, float]]
+"""Scores of a benchmark's own tool, by name, from answered items and whether each is right."""
 TASKS: dict[str, ScoreFunction | None] = {
     "pope": None,
     "mme": mme_scores,
@@ -102,7 +104,12 @@ class YesNoReport(CountedReport[YesNoItem]):
         self.options = {"task": task, "parser": parser, "baseline_controls": False}
         self.parser, self.title = parser_of(parser), f"{self.task}: yes or no"
         super().__init__(items, **basis)
-        self._shifted: dict[str, str] = {}
+        self.settings = {
+            "task": self.task,
+            "parser": self.parser.name,
+            "parser_origin": self.parser.origin,
+        }
+        self.paired: dict[str, tuple[str, str]] = {}
         self._unshifted = 0
         self._aurocs: dict[tuple[str, str, bytes], tuple[float, np.ndarray]] = {}
         if baseline_controls:
@@ -125,7 +132,7 @@ class YesNoReport(CountedReport[YesNoItem]):
                     share = np.mean(np.array(self.verdicts(mode)) == "yes", 0)
                     name = f"{baseline} shifted to {mode}"
                     self.add(shifted(plain, share, name, self.seed), after=mode)
-                    self._shifted[mode] = name
+                    self.paired[mode] = name, mode
         unknown = "margin main_margin tokens passes forwards changed seconds error".split()
         self.add(
             [
@@ -166,29 +173,17 @@ class YesNoReport(CountedReport[YesNoItem]):
             found[mode] = np.array(margins, dtype=float)
         return found
 
-    @cached_property
-    def summary(self) -> dict[str, Any]:
-        """All numbers and settings of the report."""
+    def _asked(self) -> dict[str, Any]:
         return {
-            "task": self.task,
-            "parser": self.parser.name,
-            "parser_origin": self.parser.origin,
-            **self._basis(),
             "sets": {
                 name: {"questions": len(indices), "yes": int(self.positive[indices].sum())}
                 for name, indices in self.sets.items()
-            },
-            "modes": {
-                mode: {
-                    **self.cost(mode),
-                    "computed": mode not in self._recorded_modes,
-                    "sets": {name: self._scored(mode, name) for name in self.sets},
-                    "task": self._own_scores(mode),
-                }
-                for mode in self.modes
-            },
-            "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
+            }
         }
+
+    def _found(self, mode: str) -> dict[str, Any]:
+        computed, own = mode not in self._recorded_modes, self._own_scores(mode)
+        return {"computed": computed, **super()._found(mode), "task": own}
 
     def _scored(self, mode: str, within: str) -> dict[str, Any]:
         """Scores of a mode in a question set, also of its margins."""
@@ -231,10 +226,6 @@ class YesNoReport(CountedReport[YesNoItem]):
         ]
         return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
 
-    def _pairs(self) -> list[tuple[str, str]]:
-        """Compared modes, each with its shifted baseline too."""
-        return super()._pairs() + [(control, mode) for mode, control in self._shifted.items()]
-
     def _refuse(self, other: CountedReport[YesNoItem]) -> None:
         if isinstance(other, YesNoReport) and other.parser != self.parser:
             raise OptionError(
@@ -258,7 +249,7 @@ class YesNoReport(CountedReport[YesNoItem]):
         return dataclasses.replace(found, differences=found.differences | {"auroc": ranked})
 
     def _auroc(self, mode: str, name: str, known: np.ndarray) -> tuple[float, np.ndarray]:
-        """AUROC of the ``_known`` questions, averaged over seeds, and its bootstrap over images."""
+        """AUROC of the ``known`` questions, averaged over seeds, and its bootstrap over images."""
         key = mode, name, known.tobytes()
         if key not in self._aurocs:
             indices, images = self.sets[name], self._units(name)
@@ -278,12 +269,6 @@ class YesNoReport(CountedReport[YesNoItem]):
             f"accuracy {percent(score['accuracy'], '.1f')} %, F1 {percent(score['f1'], '.1f')} %, "
             f"yes {percent(score['yes_ratio'], '.0f')} %"
         )
-
-    def rivals(self, mode: str) -> list[tuple[str, str]]:
-        """Pairs of each recorded control with the mode, and of the shifted baseline with it."""
-        return super().rivals(mode) + [
-            (control, mode) for control in [self._shifted.get(mode)] if control
-        ]
 
     def brief(self) -> list[Rows]:
         """Short table with a row per mode: accuracy by set, other scores averaged over the sets."""
@@ -359,9 +344,9 @@ class YesNoReport(CountedReport[YesNoItem]):
             f"up to {100 * unparsed:.1f} % of the answers are neither yes nor no: check the "
             "prompt and the stop rule": unparsed > UNPARSED,
             "a shifted baseline answers yes as often as its mode, by a constant fitted on other "
-            "images; a gain that it has too comes from answering yes more often": self._shifted,
+            "images; a gain that it has too comes from answering yes more often": self.paired,
             f"{self._unshifted} answers of the baseline have no margin and are not shifted": (
-                self._shifted and self._unshifted
+                self.paired and self._unshifted
             ),
             "AUROC, AP and best accuracy leave out questions without a margin, and AUROC is "
             "compared on those that have one in both modes": any(
@@ -386,7 +371,8 @@ class YesNoReport(CountedReport[YesNoItem]):
             for mode in self._recorded_modes
             if (self.scores(mode, first)["margin"] or {}).get("missing") == 0
         }
-        found = {"accuracy_against_yes": plots.accuracy_against_yes(scores, self._shifted)}
+        controls = {mode: control for mode, (control, _) in self.paired.items()}
+        found = {"accuracy_against_yes": plots.accuracy_against_yes(scores, controls)}
         if known:
             found["margin_roc"] = plots.margin_roc(known, self.positive[indices], first)
         return {**found, **super().figures()}
@@ -425,3 +411,63 @@ def shifted(
         else dataclasses.replace(item, mode=mode)
         for item, margin, has_margin in zip(plain, moved, known, strict=True)
     ]
+
+
+def verdict(item: YesNoItem, parser: Parser) -> Label | None:
+    """Parses an item's answer; ``None``: it is neither yes nor no, or there is no answer."""
+    return None if item.error is not None else parser.parse(item.output, item.target)
+
+
+def count_answers(verdicts: Sequence[Label | None], targets: Sequence[Label]) -> np.ndarray:
+    """Classifies answers, with one row per answer and a 1 in the column of its class.
+
+    Args:
+        verdicts: Parsed answers, see `verdict`.
+        targets: Right answers.
+
+    Returns:
+        Table of zeros and ones, ``(answers, 6)``; the columns are `CLASSES`.
+
+    Raises:
+        OptionError: Answers and targets differ in number, or are empty.
+    """
+    if len(verdicts) != len(targets) or not targets:
+        raise OptionError(f"{len(verdicts)} answers for {len(targets)} questions; expected pairs")
+    table = np.zeros((len(targets), len(CLASSES)), dtype=np.int64)
+    pairs = zip(verdicts, targets, strict=True)
+    table[np.arange(len(targets)), [CLASSES.index(pair) for pair in pairs]] = 1
+    return table
+
+
+def rates(counts: np.ndarray, drops_unparsed: bool = False) -> dict[str, np.ndarray]:
+    """Computes shares from summed counts.
+
+    Args:
+        counts: ``(..., 6)``, see `CLASSES`.
+        drops_unparsed: See `mmdecode.evaluation.vision.answers.Parser`.
+
+    Returns:
+        Each metric, of shape ``(...)``, by name; 0 where its denominator is 0. ``precision`` is the
+        share of right answers among the answers yes, ``recall`` the share of the yes-questions that
+        are answered yes, and ``f1`` their harmonic mean: 2 / 3 for always yes if half of the
+        questions are yes-questions. ``accuracy``, ``yes_ratio`` and ``unparsed`` (neither yes nor
+        no, or missing) are shares of all answers.
+    """
+    counts = counts.astype(float)
+    true_yes, false_yes, true_no, false_no, lost_yes, lost_no = np.moveaxis(counts, -1, 0)
+    total = counts.sum(-1)
+    predicted = true_yes + false_yes
+    positive = true_yes + false_no + (0 if drops_unparsed else lost_yes)
+    precision, recall = _share(true_yes, predicted), _share(true_yes, positive)
+    return {
+        "accuracy": _share(true_yes + true_no, total),
+        "precision": precision,
+        "recall": recall,
+        "f1": _share(2 * precision * recall, precision + recall),
+        "yes_ratio": _share(predicted, total),
+        "unparsed": _share(lost_yes + lost_no, total),
+    }
+
+
+def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
