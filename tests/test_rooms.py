@@ -39,7 +39,6 @@ LONGER = {
     "evaluation/audit/audit.py": 619,
     "evaluation/images/report.py": 539,
     "evaluation/speech/word_report.py": 571,
-    "evaluation/vision/yes_no_report.py": 542,
     "models/llamagen.py": 559,
     "runs/files.py": 597,
     "testing/checks.py": 608,

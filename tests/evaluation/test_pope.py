@@ -5,6 +5,8 @@ import gzip
 import hashlib
 import json
 import re
+from collections import Counter
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +18,14 @@ from mmdecode.evaluation.report.item_comparison import compared_rows
 from mmdecode.evaluation.report.layout import MADE_BY
 from mmdecode.evaluation.vision.items import YesNoItem, file_hash, read_items, text_hash
 from mmdecode.evaluation.vision.tasks.chair import coco_image, read_chair
-from mmdecode.evaluation.vision.tasks.pope import (
-    SPLITS,
-    find_pope,
-    read_pope,
-    structure,
-    warnings_of,
+from mmdecode.evaluation.vision.tasks.pope import SPLITS, find_pope, read_pope, warnings_of
+from mmdecode.evaluation.vision.yes_no_report import (
+    ALWAYS,
+    YesNoReport,
+    count_answers,
+    rates,
+    shifted,
 )
-from mmdecode.evaluation.vision.yes_no_report import ALWAYS, YesNoReport, shifted
 from mmdecode.runs.files import MAKER
 from tests.support.pages import checked
 
@@ -77,21 +79,30 @@ def synthetic(images=40, seed=0):
 
 def test_the_structure_of_the_published_files(questions):
     expected = json.loads((DATA / "pope" / "structure.json").read_text())
-    found = structure(questions)
-    assert set(found["questions"].values()) == {expected["questions_per_split"]} == {3000}
-    assert set(found["images"].values()) == {expected["images"]}
-    assert list(found["questions_per_image"].values()) == [[6]] * 3
-    assert set(found["yes"].values()) == {expected["yes_per_split"]}
-    assert found["yes_questions_identical"] is expected["yes_questions_identical_across_splits"]
-    assert found["distinct_questions"] == expected["distinct_questions_over_three_splits"] == 5127
-    assert found["no_question_overlap"] == expected["no_question_overlap"]
-    assert found["misspelt"] == dict.fromkeys(SPLITS, 0)
-    for split in SPLITS:
-        yes = expected["always_yes"]
-        assert {name: found["always"][split]["yes"][name] for name in yes} == pytest.approx(yes)
-        no = expected["always_no"] | {"precision": 0}
-        assert {name: found["always"][split]["no"][name] for name in no} == pytest.approx(no)
-    assert warnings_of(found) == []
+    assert len(questions) == expected["distinct_questions_over_three_splits"] == 5127
+    rows = {name: [i for i in questions for one in i.sets if one == name] for name in SPLITS}
+    yes, no = (
+        {name: Counter(i.id for i in row if i.target == target) for name, row in rows.items()}
+        for target in ("yes", "no")
+    )
+    for row in rows.values():
+        assert len(row) == expected["questions_per_split"] == 3000
+        assert len({item.image for item in row}) == expected["images"]
+        assert {*Counter(item.image for item in row).values()} == {6}
+        assert not any("imange" in item.question for item in row)
+    assert {one.total() for one in yes.values()} == {expected["yes_per_split"]}
+    assert (yes["random"] == yes["popular"] == yes["adversarial"]) is expected[
+        "yes_questions_identical_across_splits"
+    ]
+    assert {
+        f"{a}&{b}": len(no[a].keys() & no[b].keys()) for a, b in combinations(SPLITS, 2)
+    } == expected["no_question_overlap"]
+    for row in rows.values():
+        for word, more in (("yes", {}), ("no", {"precision": 0})):
+            wanted = expected[f"always_{word}"] | more
+            counts = count_answers([word] * len(row), [item.target for item in row]).sum(0)
+            assert {name: float(rates(counts)[name]) for name in wanted} == pytest.approx(wanted)
+    assert warnings_of(questions) == []
 
 
 def test_some_labels_are_contradicted_by_the_captions(questions):
@@ -109,12 +120,12 @@ def test_some_labels_are_contradicted_by_the_captions(questions):
 
 def test_old_versions_are_distinguished(questions):
     short = [q for q in questions if q.target == "yes" or q.sets != ("random",)][:3000]
-    assert "not half" in " ".join(warnings_of(structure(short)))
+    assert "not half" in " ".join(warnings_of(short))
     rows = [YesNoItem(id=str(n), image="a", question="q", target="no") for n in range(2910)]
-    assert "2,910" in warnings_of(structure(rows))[0]
+    assert "2,910" in warnings_of(rows)[0]
     text = "Is there an apple in the imange?"
     typo = [YesNoItem(id="0", image="a", question=text, target="yes")]
-    assert "imange" in warnings_of(structure(typo))[0]
+    assert "imange" in warnings_of(typo)[0]
 
 
 def test_a_file_and_its_gzip_have_one_hash(tmp_path):
@@ -251,8 +262,7 @@ def test_flips_of_a_comparison_add_up(report):
 def test_seeds_are_averaged_and_their_spread_shown(report):
     score = report.summary["modes"]["sampled"]["sets"]["random"]
     assert score["answers"] == 3 * 240
-    rows = report.sets["random"]
-    by_seed = report.counts["sampled"][:, rows][:, :, [0, 2]].sum((1, 2)) / 240
+    by_seed = report.counts["sampled"]["random"][:, :, [0, 2]].sum((1, 2)) / 240
     assert score["accuracy"] == pytest.approx(by_seed.mean())
     assert score["seed_sd"]["accuracy"] == pytest.approx(by_seed.std(ddof=1))
     assert comparison(report, "plain", "sampled").flips is None

@@ -12,14 +12,10 @@ from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.vision.answers import choice
 from mmdecode.evaluation.vision.choice_report import ChoiceReport
 from mmdecode.evaluation.vision.items import ChoiceItem, read_items
-from mmdecode.evaluation.vision.tasks.spatial import (
-    read_choices,
-    read_whats_up,
-    score_choices,
-)
+from mmdecode.evaluation.vision.tasks.spatial import count_choices, read_choices, read_whats_up
 from mmdecode.evaluation.vision.tasks.vsr import read_vsr
-from mmdecode.evaluation.vision.yes_no import score_answers
 from mmdecode.runs.tables import write_rows
+from tests.support.scores import score_answers, score_choices
 
 DATA = Path(__file__).parents[1] / "data"
 OPTIONS = ("left", "right", "on", "under")
@@ -75,8 +71,8 @@ def test_questions_without_a_group_have_no_pairs():
 
 def test_bad_groups_are_refused():
     with pytest.raises(OptionError, match="two questions with the answer 'left'"):
-        score_choices(whole("a", ["left"] * 4) + whole("a", ["left"] * 4))
-    with pytest.raises(OptionError, match="nothing to score"):
+        count_choices(whole("a", ["left"] * 4) + whole("a", ["left"] * 4))
+    with pytest.raises(OptionError, match="no answers to score"):
         score_choices([])
     with pytest.raises(InputError, match="has the answer 'off'"):
         ChoiceItem(id="a", image="a", question="?", options=("on",), target="off")
@@ -167,7 +163,7 @@ def test_whats_up_is_read_from_the_names_of_its_images(tmp_path):
     ("name", "count", "true"), [("zeroshot", 1222, 629), ("random", 2195, 1181)]
 )
 def test_vsr_with_its_true_precision_and_recall(name, count, true):
-    items = read_vsr(DATA / "vsr" / f"{name}_test.jsonl.gz", name)
+    items = read_vsr(DATA / "vsr" / f"{name}_test.jsonl.gz")
     assert (len(items), sum(item.target == "yes" for item in items)) == (count, true)
     outputs = ["Yes" if len(item.question) % 3 else "No" for item in items]
     score = score_answers(

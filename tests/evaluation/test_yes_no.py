@@ -27,8 +27,9 @@ from mmdecode.evaluation.stats.margins import (
     fit_shift,
 )
 from mmdecode.evaluation.vision.answers import PARSERS, choice, leading, original, parser_of
-from mmdecode.evaluation.vision.yes_no import count_answers, rates, score_answers
+from mmdecode.evaluation.vision.yes_no_report import count_answers, rates
 from tests.support.files import json_lines
+from tests.support.scores import score_answers
 
 CASES = Path(__file__).parents[1] / "data" / "pope" / "parser_cases.jsonl"
 
@@ -162,11 +163,9 @@ def test_intervals_draw_images_and_not_questions():
 
 def test_bad_pairs_are_refused():
     with pytest.raises(OptionError, match="2 answers for 1 questions"):
-        score_answers(["Yes", "No"], ["yes"], ["a"])
+        count_answers(["yes", "no"], ["yes"])
     with pytest.raises(OptionError, match="expected pairs"):
-        score_answers([], [], [])
-    with pytest.raises(OptionError, match="1 images for 2 answers"):
-        score_answers(["Yes", "No"], ["yes", "no"], ["a"])
+        count_answers([], [])
 
 
 def test_metrics_obey_the_identities_of_a_balanced_set():

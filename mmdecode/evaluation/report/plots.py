@@ -129,8 +129,8 @@ def accuracy_against_yes(
     """Plots accuracy against the share of answers yes, with a panel for each question set.
 
     Args:
-        modes: Scores (`mmdecode.evaluation.vision.yes_no.YesNoScore`, as a mapping) by mode and
-            set.
+        modes: Scores by mode and set, as `mmdecode.evaluation.vision.yes_no_report.rates` names
+            them, and their intervals.
         controls: Control of each mode, by the mode's name; its point is hollow, and a line joins it
             to the mode's point.
     """
@@ -178,7 +178,8 @@ def chair_against_recall(
     """Plots CHAIR_i against recall and against caption length.
 
     Args:
-        modes: Scores (`mmdecode.evaluation.vision.tasks.chair.ChairScore`, as a mapping) by mode.
+        modes: Scores by mode, as `mmdecode.evaluation.vision.tasks.chair.rates` names them, and
+            their intervals.
         controls: See `accuracy_against_yes`.
     """
     figure, panels = _panels("Hallucinated mentions", ["against recall", "against length"])

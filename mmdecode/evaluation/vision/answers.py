@@ -15,6 +15,7 @@ from typing import Literal
 from mmdecode.errors import OptionError, UnknownNameError
 
 Label = Literal["yes", "no"]
+_LABELS: dict[str, Label] = {"yes": "yes", "no": "no"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def leading(text: str, label: Label | None = None) -> Label | None:
     For example ``**Yes**, there is`` is yes.
     """
     found = re.match(r"[\W_]*(yes|no)(?![\w'\u2019]|[-/]\w)", text, re.IGNORECASE)
-    return _label(found[1].lower()) if found else None
+    return _LABELS.get(found[1].lower()) if found else None
 
 
 def original(text: str, label: Label | None = None) -> Label:
@@ -59,20 +60,20 @@ def vcd(text: str, label: Label) -> Label:
 
 def lmms(text: str, label: Label | None = None) -> Label | None:
     """The rule of lmms-eval: the whole answer must be the word; "Yes." is unparsed."""
-    return _label(text.lower().strip())
+    return _LABELS.get(text.lower().strip())
 
 
 def vlmevalkit(text: str, label: Label | None = None) -> Label | None:
     """The rule of VLMEvalKit: yes or no if exactly one of the two words occurs, else unparsed."""
     found = set(re.findall(r"\w+", text.lower())) & {"yes", "no"}
-    return _label(found.pop()) if len(found) == 1 else None
+    return _LABELS[found.pop()] if len(found) == 1 else None
 
 
 def mme(text: str, label: Label | None = None) -> Label | None:
     """The rule of MME and Otter: yes, or else no, in the first four characters; or only y or n."""
     answer = text.lower().strip().replace(".", "")
     if len(answer) == 1:
-        return _label({"y": "yes", "n": "no"}.get(answer, ""))
+        return "yes" if answer == "y" else "no" if answer == "n" else None
     return "yes" if "yes" in answer[:4] else "no" if "no" in answer[:4] else None
 
 
@@ -113,10 +114,10 @@ def choice(text: str, options: Sequence[str]) -> str | None:
     Raises:
         OptionError: There are no options, one is empty, or two are the same.
     """
-    words = {option: " ".join(_words(option)) for option in options}
+    words = {option: " ".join(words_of(option)) for option in options}
     if not words or "" in words.values() or len(set(words.values())) < len(words):
         raise OptionError(f"the options are {list(options)}; expected one or more different words")
-    answer = re.sub(r"\bon (?=the (?:left|right)\b)", "", " ".join(_words(text)))
+    answer = re.sub(r"\bon (?=the (?:left|right)\b)", "", " ".join(words_of(text)))
     rest, named = f" {answer} ", set()
     for option in sorted(words, key=lambda option: -len(words[option])):
         if f" {words[option]} " in rest:
@@ -125,9 +126,6 @@ def choice(text: str, options: Sequence[str]) -> str | None:
     return named.pop() if len(named) == 1 else None
 
 
-def _words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
+    """Words of a text in lower case; an underscore separates them too."""
     return re.findall(r"[^\W_]+", text.lower())
-
-
-def _label(word: str) -> Label | None:
-    return "yes" if word == "yes" else "no" if word == "no" else None

@@ -9,15 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import InputError, OptionError, UnknownNameError
-from mmdecode.evaluation.vision.data import ZOO, Questions, own_folder, zoo_image
-from mmdecode.evaluation.vision.items import (
-    CaptionItem,
-    ChoiceItem,
-    LeftOut,
-    YesNoItem,
-    read_bytes,
-    read_json_lines,
-)
+from mmdecode.evaluation.vision.data import ZOO, Questions, zoo_image
+from mmdecode.evaluation.vision.items import CaptionItem, one_file
 from mmdecode.evaluation.vision.task import ASKING, YES_NO, ChoiceTask, QuestionTask, YesNoTask
 from mmdecode.evaluation.vision.tasks.amber import read_amber
 from mmdecode.evaluation.vision.tasks.chair import read_chair, vocabulary_of
@@ -26,10 +19,9 @@ from mmdecode.evaluation.vision.tasks.pope import (
     SPLITS,
     find_pope,
     read_pope,
-    structure,
     warnings_of,
 )
-from mmdecode.evaluation.vision.tasks.spatial import read_choices, read_whats_up, unit_of
+from mmdecode.evaluation.vision.tasks.spatial import read_spatial, unit_of
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.report.item_report import ItemReport
@@ -50,14 +42,14 @@ class PopeTask(YesNoTask):
         if unknown:
             raise UnknownNameError.of("split", unknown[0], SPLITS)
         files = _pope_files(paths, "pope_" if zoo else given.get("prefix") or "")
-        items = _within(read_pope(files, left_out), splits)
-        return Questions(
-            task=self.name,
-            items=items,
-            files=files,
-            unit=self.unit,
-            warnings=warnings_of(structure(items)),
-        )
+        items = read_pope(files, left_out)
+        if splits:
+            kept = [tuple(name for name in item.sets if name in splits) for item in items]
+            pairs = zip(items, kept, strict=True)
+            items = [dataclasses.replace(item, sets=sets) for item, sets in pairs if sets]
+        if not items:
+            raise InputError(f"there is no question of the split {' or '.join(splits)}")
+        return Questions(items=items, files=files, unit=self.unit, warnings=warnings_of(items))
 
 
 def _pope_files(paths: Sequence[Path], prefix: str) -> dict[str, Path]:
@@ -71,20 +63,6 @@ def _pope_files(paths: Sequence[Path], prefix: str) -> dict[str, Path]:
                 f"{found[name]} and {path} are both files of the split {name!r}; give one per split"
             )
         found[name] = path
-    return found
-
-
-def _within(items: Sequence[YesNoItem], splits: Sequence[str]) -> list[YesNoItem]:
-    """Questions of the given splits of POPE; all questions if ``splits`` is empty."""
-    if not splits:
-        return list(items)
-    kept = [
-        dataclasses.replace(item, sets=tuple(name for name in item.sets if name in splits))
-        for item in items
-    ]
-    found = [item for item in kept if item.sets]
-    if not found:
-        raise InputError(f"there is no question of the split {' or '.join(splits)}")
     return found
 
 
@@ -117,22 +95,6 @@ class CaptionTask(QuestionTask):
             baseline_controls=conditions["controls"],
             **basis,
         )
-
-
-def _one_file(path: Path, task: str) -> Path:
-    if path.is_dir():
-        raise OptionError(f"{path} is a folder; {task} reads one file: give it with --data")
-    return path
-
-
-def _read_spatial(path: Path, left_out: LeftOut) -> Sequence[ChoiceItem]:
-    _one_file(path, "spatial")
-    if read_bytes(path).lstrip()[:1] == b"[":
-        return read_whats_up(path, left_out)
-    _, first = next(read_json_lines(path, []), ("", {}))
-    if "caption" in first:
-        raise OptionError(f"{path} holds statements of VSR; run 'mmdecode evaluate vsr'")
-    return read_choices(path, left_out=left_out)
 
 
 def _files_in(pattern: str, path: Path) -> Mapping[str, Path]:
@@ -173,7 +135,7 @@ CHAIR = CaptionTask(
 
       mmdecode evaluate chair --model zoo:llava-scenes --guide vcd --greedy --data zoo --out run
     """,
-    items=lambda path, left_out: read_chair(_one_file(path, "chair"), left_out),
+    items=lambda path, left_out: read_chair(one_file(path, "chair"), left_out),
     options=ASKING | {"max_new_tokens": 128, "prompt": None, "synonyms": None},
     zoo="chair.jsonl.gz",
     images=lambda path: None,
@@ -223,9 +185,8 @@ SPATIAL = ChoiceTask(
 
       mmdecode evaluate spatial --model zoo:llava-scenes --guide adaptvis --data zoo --out run
     """,
-    items=_read_spatial,
+    items=read_spatial,
     zoo="spatial.jsonl.gz",
-    images=own_folder,
     unit=unit_of,
 )
 ALL: dict[str, QuestionTask] = {one.name: one for one in (POPE, CHAIR, MME, AMBER, SPATIAL)}
@@ -234,9 +195,6 @@ ALL: dict[str, QuestionTask] = {one.name: one for one in (POPE, CHAIR, MME, AMBE
 def read_questions(
     task: str,
     data: Sequence[str] = (ZOO,),
-    *,
-    part: str = "test",
-    images: Path | None = None,
     **options: Any,
 ) -> Questions:
     """Reads the questions of a built-in task.
@@ -247,10 +205,8 @@ def read_questions(
             one's own among them; captions (``chair``): JSON lines of images and their objects; MME:
             its folder, or JSON lines; AMBER: its folder; spatial: JSON lines with options, or
             What's Up's file.
-        part: Part of the zoo's sets, development or test.
-        images: Folder of the images; ``None``: the folder in which the data set keeps them.
-        **options: Options of the task's own: ``split`` and ``prefix`` of POPE, ``synonyms`` and
-            ``prompt`` of captions.
+        **options: See `QuestionTask.questions`; further ones are ``split`` and ``prefix`` of POPE,
+            ``synonyms`` and ``prompt`` of captions.
 
     Raises:
         InputError: A file cannot be read.
@@ -258,7 +214,6 @@ def read_questions(
             known.
         UnknownNameError: There is no such task of questions, part or split.
     """
-    found = ALL.get(task)
-    if found is None:
+    if task not in ALL:
         raise UnknownNameError.of("task", task, ALL)
-    return found.questions(data, part=part, images=images, **options)
+    return ALL[task].questions(data, **options)

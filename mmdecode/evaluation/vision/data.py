@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import InputError, MissingExtraError
-from mmdecode.evaluation.vision.items import Some, file_hash
+from mmdecode.evaluation.vision.items import Some
 
 if TYPE_CHECKING:
     from mmdecode.vlm.images import ImageSource
@@ -27,7 +27,6 @@ class Questions:
     """Questions of a benchmark.
 
     Attributes:
-        task: Name of the task.
         items: Each distinct question once.
         files: Files of the questions, by name.
         unit: Returns what a question belongs to; see `limited`.
@@ -38,24 +37,13 @@ class Questions:
         left_out: Error messages of the rows that were left out.
     """
 
-    task: str
     items: Sequence[Any]
     files: Mapping[str, Path]
     unit: Callable[[Any], Hashable]
     folder: Path | None = None
     synonyms: str | None = None
-    warnings: Sequence[str] = field(default=())
-    left_out: Sequence[str] = field(default=())
-
-    @property
-    def hashes(self) -> dict[str, str]:
-        """SHA-256 of each file."""
-        return {name: file_hash(path) for name, path in self.files.items()}
-
-    @property
-    def report_images(self) -> Path | Callable[[str], bytes]:
-        """Folder of the images, or a function from a name to PNG data, as a report takes it."""
-        return zoo_image if self.folder is None else self.folder
+    warnings: Sequence[str] = ()
+    left_out: Sequence[str] = ()
 
     def image(self, name: str) -> ImageSource:
         """Returns the source of an image; the image is read or rendered only when it is used."""

@@ -14,17 +14,15 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-import numpy as np
-
-from mmdecode.errors import InputError
+from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.vision.answers import Label, leading
 from mmdecode.runs.files import complete_lines
-from mmdecode.runs.tables import rows_of
+from mmdecode.runs.tables import any_of, first_of, rows_of
 
 ITEMS = "items.jsonl"
 IMAGE = ("image", "image_path", "path", "file")
@@ -73,10 +71,13 @@ class Item:
     seconds: float | None = None
     error: str | None = None
 
-    lists: ClassVar[tuple[str, ...]] = ()
-    """Fields that JSON holds as lists."""
     derived: ClassVar[tuple[str, ...]] = ()
     """Properties that `as_dict` adds for readers of the file; `from_dict` ignores them."""
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """Names of the question sets whose score includes the item."""
+        return ("all",)
 
     def answered(self, *, mode: str, output: str = "", **known: Any) -> Self:
         """Returns a copy of the question with an answer.
@@ -90,8 +91,7 @@ class Item:
 
     def as_dict(self) -> dict[str, Any]:
         """The item as a JSON row."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return fields | {name: getattr(self, name) for name in self.derived}
+        return vars(self) | {name: getattr(self, name) for name in self.derived}
 
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Self:
@@ -101,7 +101,10 @@ class Item:
             TypeError: Fields are missing or unknown.
         """
         known = {name: value for name, value in row.items() if name not in cls.derived}
-        return cls(**known | {name: tuple(known[name]) for name in cls.lists if name in known})
+        for field in dataclasses.fields(cls):
+            if str(field.type).startswith("tuple") and field.name in known:
+                known[field.name] = tuple(known[field.name])  # JSON has lists
+        return cls(**known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +126,6 @@ class YesNoItem(Item):
     margin: float | None = None
     main_margin: float | None = None
 
-    lists: ClassVar[tuple[str, ...]] = ("sets",)
     derived: ClassVar[tuple[str, ...]] = ("parsed",)
 
     def __post_init__(self) -> None:
@@ -149,8 +151,6 @@ class CaptionItem(Item):
     objects: tuple[str, ...]
     question: str = "Please describe this image in detail."
 
-    lists: ClassVar[tuple[str, ...]] = ("objects",)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceItem(Item):
@@ -169,22 +169,11 @@ class ChoiceItem(Item):
     group: str = ""
     sets: tuple[str, ...] = ("all",)
 
-    lists: ClassVar[tuple[str, ...]] = ("options", "sets")
-
     def __post_init__(self) -> None:
         if self.target not in self.options:
             raise InputError(
                 f"{self.id} has the answer {self.target!r}; expected one of {list(self.options)}"
             )
-
-
-def indices_by_set(items: Sequence[YesNoItem | ChoiceItem]) -> dict[str, np.ndarray]:
-    """Indices of the questions of each set; a question may be in a set several times."""
-    found: dict[str, list[int]] = {}
-    for index, item in enumerate(items):
-        for name in item.sets:
-            found.setdefault(name, []).append(index)
-    return {name: np.array(indices) for name, indices in found.items()}
 
 
 def text_hash(text: str) -> str:
@@ -215,13 +204,21 @@ def read_bytes(path: Path) -> bytes:
         raise InputError(f"{path} cannot be read: {reason}") from error
 
 
-def read_json(path: Path) -> Any:
-    """Reads a JSON file, gzipped or not.
+def read_json_list(path: Path, content: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the objects of a JSON list, each after its location; other values as empty objects.
+
+    Args:
+        path: The file, gzipped or not.
+        content: Name of the list's objects, for the message.
 
     Raises:
-        InputError: The file cannot be read, or is not JSON.
+        InputError: The file cannot be read, or is no JSON list.
     """
-    return _parsed(read_bytes(path), str(path))
+    rows = _parsed(read_bytes(path), str(path))
+    if not isinstance(rows, list):
+        raise InputError(f"{path} is no list of {content}")
+    for number, row in enumerate(rows, 1):
+        yield f"{path}, item {number}", row if isinstance(row, dict) else {}
 
 
 def read_json_lines(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -238,12 +235,10 @@ def read_json_lines(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str,
         if not line.strip():
             continue
         where = f"{path}, line {number}"
-        row = None
         with leaving_out(left_out):
             row = _parsed(line, where)
             if not isinstance(row, dict):
                 raise InputError(f"{where} holds {type(row).__name__}; expected an object")
-        if isinstance(row, dict):
             yield where, row
 
 
@@ -265,7 +260,6 @@ def read_table(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str, dict
         with leaving_out(left_out):
             if isinstance(row, InputError):
                 raise row
-        if not isinstance(row, InputError):
             yield f"{path}, line {number}", row
 
 
@@ -295,17 +289,49 @@ def refuse_empty(items: Sequence[Any], left_out: LeftOut, otherwise: str) -> Non
         raise InputError(f"{left_out[0]}; no other row can be used" if left_out else otherwise)
 
 
+def items_of(
+    path: Path, make: Callable[[dict[str, Any], str], Some], left_out: LeftOut, content: str
+) -> list[Some]:
+    """Makes items of the lines of a file of JSON lines.
+
+    Args:
+        path: The file, gzipped or not.
+        make: Makes an item of the object in a line; takes the location too, for messages.
+        left_out: See `leaving_out`.
+        content: Name of a line's content, for the message that there is none.
+
+    Raises:
+        InputError: The file cannot be read, or a line cannot be used.
+    """
+    items = []
+    for where, row in read_json_lines(path, left_out):
+        with leaving_out(left_out):
+            items.append(make(row, where))
+    refuse_empty(items, left_out, f"{path} holds no line; expected one {content} a line")
+    return items
+
+
 def field_of(row: dict[str, Any], names: Sequence[str], where: str) -> str:
     """Returns the value of the first of several fields that a row has, as text.
 
     Raises:
         InputError: The row has none of the fields, or the value is neither text nor a whole number.
     """
-    value = next((row[name] for name in names if row.get(name) is not None), None)
+    value = first_of(row, names)
     if isinstance(value, bool) or not isinstance(value, (str, int)):
-        named = " or ".join(map(repr, names))
-        raise InputError(f"{where} has {value!r} under {named}; expected text")
+        raise InputError(f"{where} has {value!r} under {any_of(names)}; expected text")
     return str(value)
+
+
+def one_file(path: Path, task: str) -> Path:
+    """Returns the path of a file.
+
+    Raises:
+        OptionError: It is a folder.
+    """
+    if path.is_dir():
+        raise OptionError(f"{path} is a folder; {task} reads one file: give it with --data")
+    return path
 
 
 def label_of(value: str, where: str) -> Label:

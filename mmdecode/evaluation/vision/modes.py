@@ -85,10 +85,8 @@ def modes_of(
         add(SAMPLED, NONE, True, bool(found), GREEDY)
     if controls and yes_no:
         for name in ("prompt_bias", "near_ties"):
-            if greedy:
-                add(name, name, False, True, GREEDY)
-            else:
-                add(_sampled(name), name, True, True, SAMPLED)
+            shown = name if greedy else _sampled(name)
+            add(shown, name, not greedy, True, GREEDY if greedy else SAMPLED)
     for spec in dict.fromkeys(guides):
         if spec == NONE:
             continue

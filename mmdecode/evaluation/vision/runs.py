@@ -16,7 +16,8 @@ in full. Captions, multiple-choice answers and random guides are always decoded 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -44,11 +45,7 @@ from mmdecode.vlm.results import Answer
 if TYPE_CHECKING:
     from mmdecode.engine.contracts import Guide
 
-CHUNK = 8
-"""Number of batches that one mode decodes before the next mode takes its turn."""
 _TRIED = 64  # questions on which two seeds are compared to find out whether a guide is random
-FEWEST = 16
-"""With fewer questions, a guide is assumed to be random."""
 _SAME = 1e-3  # difference of logits by rounding
 
 
@@ -75,10 +72,11 @@ def journal_of(
     )
 
 
+@dataclass(eq=False)
 class Recorder(Generic[Some]):
     """Decodes questions in several modes.
 
-    Args:
+    Attributes:
         model: A vision-language model of transformers.
         processor: Processor of the model.
         items: Questions, each once.
@@ -96,64 +94,51 @@ class Recorder(Generic[Some]):
         chunk: Number of batches that one mode decodes before the next mode takes its turn.
         fewest: With fewer questions, a guide is assumed to be random.
 
-    Attributes:
-        image: See the arguments.
-
     Raises:
         OptionError: There is no mode.
         MMDecodeError: A guide does not work with the model.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        processor: Any,
-        items: Sequence[Some],
-        modes: Sequence[Mode],
-        image: Callable[[str], ImageSource],
-        *,
-        suffix: str = "",
-        max_new_tokens: int = 32,
-        batch_size: int = 8,
-        prompt_cache: int = BYTES,
-        noise_by: str = "request",
-        seed: int = 0,
-        redraw: bool = True,
-        warmup: int = 1,
-        chunk: int = CHUNK,
-        fewest: int = FEWEST,
-    ) -> None:
-        if not modes:
+    model: Any
+    processor: Any
+    items: Sequence[Some]
+    modes: Sequence[Mode]
+    image: Callable[[str], ImageSource]
+    _: KW_ONLY
+    suffix: str = ""
+    max_new_tokens: int = 32
+    batch_size: int = 8
+    prompt_cache: int = BYTES
+    noise_by: str = "request"
+    seed: int = 0
+    redraw: bool = True
+    warmup: int = 1
+    chunk: int = 8
+    fewest: int = 16
+
+    def __post_init__(self) -> None:
+        if not self.modes:
             raise OptionError("no mode to run; expected at least one")
-        self.items, self.modes, self.seed = list(items), list(modes), seed
-        self._model, self._processor, self.image = model, processor, image
-        self._suffix, self._warmup = suffix, warmup
-        self._yes_no = isinstance(items[0], YesNoItem)
-        self._fewest = fewest
-        # drawn again by questions' own noise
-        self._redraw = redraw and self._yes_no and noise_by == "request"
-        self._options: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "batch_size": batch_size,
-            "prompt_cache": prompt_cache,
-            "noise_by": noise_by,
-            "margins": self._yes_no,
-            "trace": self._yes_no,
-        }
-        context = registry.context_of(model, processor)
+        context = registry.context_of(self.model, self.processor)
         self._guides = {
             spec: None if spec == NONE else registry.create("guide", spec, **context)
-            for spec in dict.fromkeys(mode.guide for mode in modes)
+            for spec in dict.fromkeys(mode.guide for mode in self.modes)
         }
         # each guide reads its prompts itself, so that times are comparable
         self._prompts = {spec: PromptCache() for spec in self._guides}
-        self._options["prompt_cache"] = prompt_cache // len(self._guides)
-        size = chunk * batch_size
-        self._chunks = [self.items[i : i + size] for i in range(0, len(self.items), size)]
-        self._words = {i for ids in yes_no_ids(processor.tokenizer) for i in ids}
+        self._watches = {spec: Watch() for spec in self._guides}
+        self._yes_no = isinstance(self.items[0], YesNoItem)
+        self._options: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "batch_size": self.batch_size,
+            "prompt_cache": self.prompt_cache // len(self._guides),
+            "noise_by": self.noise_by,
+            "margins": self._yes_no,
+            "trace": self._yes_no,
+        }
+        self._words = {i for ids in yes_no_ids(self.processor.tokenizer) for i in ids}
         self._random: dict[str, bool] = {}
         self._stats = Stats()
-        self._watches = {spec: Watch() for spec in self._guides}
 
     def run(
         self,
@@ -170,29 +155,26 @@ class Recorder(Generic[Some]):
         found: dict[tuple[str, int | None, str], Some] = {}
         if journal:
             found = {key: row for key, row in journal.rows.items() if row.error is None}
-        for guide in self._guides if self._warmup else ():
-            if not all(self._done(guide, chunk, found) for chunk in self._chunks):
+        for guide in self._guides if self.warmup else ():
+            if not self._done(guide, self.items, found):
                 self._warm(guide)
-        for number, chunk in enumerate(self._chunks):
+        size = self.chunk * self.batch_size
+        chunks = [self.items[i : i + size] for i in range(0, len(self.items), size)]
+        for number, chunk in enumerate(chunks):
             turns = list(self._guides)
             for guide in turns if number % 2 == 0 else turns[::-1]:
                 if self._done(guide, chunk, found):
                     continue
                 for row in self._rows(guide, chunk):
                     key = (row.mode, row.seed, row.id)
-                    if key in found and found[key].error is None:
+                    if key in found:
                         continue
                     found[key] = row
                     if journal:
                         journal.add(row)
                     if progress:
                         progress(row)
-        rows = [
-            found[mode.name, seed, item.id]
-            for mode in self.modes
-            for seed in mode.seeds or (None,)
-            for item in self.items
-        ]
+        rows = [found[key] for key in _keys(self.modes, self.items)]
         if journal:
             journal.finish_with(rows)
         return rows
@@ -202,7 +184,7 @@ class Recorder(Generic[Some]):
         """The prompt of the first question, after the chat template."""
         from PIL import Image
 
-        prompts, first = Prompts(self._model, self._processor), self._requests(self.items[:1])[0]
+        prompts, first = Prompts(self.model, self.processor), self._requests(self.items[:1])[0]
         blank = tuple(Image.new("RGB", (1, 1)) for _ in first.images)
         return prompts.prompt(Question(first.text, blank, prompts.build))
 
@@ -218,34 +200,25 @@ class Recorder(Generic[Some]):
         return len(self.items) * sum(max(len(mode.seeds), 1) for mode in self.modes)
 
     def _done(self, guide: str, chunk: Sequence[Some], found: Mapping[Any, Some]) -> bool:
-        return all(
-            (mode.name, seed, item.id) in found
-            for mode in self._of(guide)
-            for seed in mode.seeds or (None,)
-            for item in chunk
-        )
+        return all(key in found for key in _keys(self._of(guide), chunk))
 
     def _of(self, guide: str) -> list[Mode]:
         return [mode for mode in self.modes if mode.guide == guide]
 
     def _warm(self, guide: str) -> None:
         """Makes untimed runs; a guide that does not work with the model raises its error here."""
-        first = self.items[: int(self._options["batch_size"])]
+        first = self.items[: self.batch_size]
         sampled = all(mode.seeds for mode in self._of(guide))
-        for _ in range(self._warmup):
-            answerer = self._answerer(guide, self.seed)
-            watch = self._watches[guide]
-            list(
-                answerer.answers(
-                    self._requests(first), watch=watch, do_sample=sampled, **self._options
-                )
-            )
+        for _ in range(self.warmup):
+            list(self._answers(guide, first, self.seed, do_sample=sampled))
 
     def _rows(self, guide: str, chunk: Sequence[Some]) -> Iterator[Some]:
         """Rows of a chunk under all modes of a guide."""
         greedy = [mode for mode in self._of(guide) if not mode.seeds]
         sampled = [mode for mode in self._of(guide) if mode.seeds]
-        shares = bool(sampled) and self._redraw and not self._is_random(guide)
+        # drawn again by questions' own noise
+        own_noise = self.redraw and self._yes_no and self.noise_by == "request"
+        shares = bool(sampled) and own_noise and not self._is_random(guide)
         again: dict[tuple[str, int], list[Some]] = {
             (mode.name, seed): [] if shares else list(chunk)
             for mode in sampled
@@ -261,13 +234,10 @@ class Recorder(Generic[Some]):
                 for mode in greedy:
                     yield self._row(item, mode.name, None, answer)
                 for name, seed in again if shares else ():
-                    token = (
-                        None
-                        if answer.first_logits is None
-                        else sampled_token(answer.first_logits, seed, answer.id)
-                    )
+                    first = answer.first_logits
+                    token = None if first is None else sampled_token(first, seed, answer.id)
                     if token is None or token in self._words:
-                        yield self._as_word(item, name, seed, answer, token)
+                        yield self._row(item, name, seed, answer, token)
                     else:
                         again[name, seed].append(item)
         for (name, seed), items in again.items():
@@ -280,110 +250,69 @@ class Recorder(Generic[Some]):
         if guide not in self._random:
             first = self.items[:_TRIED]
             self._random[guide] = guide != NONE and (
-                len(first) < self._fewest or self._differs(guide, first)
+                len(first) < self.fewest or self._differs(guide, first)
             )
         return self._random[guide]
 
     def _differs(self, guide: str, items: Sequence[Some]) -> bool:
+        """Whether two seeds differ by more than rounding; failed questions do not count."""
         options: dict[str, Any] = {"first_logits": True, "do_sample": True, "max_new_tokens": 1}
         one, other = (
             {
-                answer.id: answer.first_logits
+                answer.id: answer.first_logits.softmax(-1)
                 for answer in self._answers(guide, items, seed, **options)
+                if answer.first_logits is not None
             }
             for seed in (self.seed, self.seed + 1)
         )
-        return any(
-            logits is not None and not _alike(logits, other[name]) for name, logits in one.items()
+        return not all(
+            torch.allclose(one[name], other[name], rtol=_SAME, atol=1e-6)
+            for name in one.keys() & other.keys()
         )
 
     def _answers(
         self, guide: str, items: Sequence[Some], seed: int, **options: Any
     ) -> Iterator[Answer]:
-        """Answers of a guide."""
-        answerer, watch = self._answerer(guide, seed), self._watches[guide]
-        yield from answerer.answers(self._requests(items), watch=watch, **self._options | options)
-
-    def _answerer(self, guide: str, seed: int) -> Answerer:
+        """Answers under a guide."""
         decoder = Decoder(guide=self._guides[guide], seed=seed, stats=self._stats)
-        return Answerer(self._model, self._processor, decoder, self._prompts[guide])
+        answerer = Answerer(self.model, self.processor, decoder, self._prompts[guide])
+        watch = self._watches[guide]
+        yield from answerer.answers(self._requests(items), watch=watch, **self._options | options)
 
     def _requests(self, items: Sequence[Some]) -> list[AnswerRequest]:
         return [
             AnswerRequest(
                 item.id,
                 index,
-                item.question + self._suffix,
+                item.question + self.suffix,
                 (self.image(item.image),) if item.image else (),
                 named=True,
             )
             for index, item in enumerate(items)
         ]
 
-    def _row(self, item: Some, mode: str, seed: int | None, answer: Answer) -> Some:
+    def _row(
+        self, item: Some, mode: str, seed: int | None, answer: Answer, token: int | None = None
+    ) -> Some:
+        """Row of an answer, or of its sampled first token alone, whose time is not known."""
         if answer.error is not None:
             return item.answered(mode=mode, seed=seed, error=answer.error)
+        guide = self._guides[next(one.guide for one in self.modes if one.name == mode)]
+        text, tokens = answer.text, len(answer.token_ids)
+        if token is not None:
+            text, tokens = self.processor.tokenizer.decode([token]).strip(), 1
         return item.answered(
             mode=mode,
             seed=seed,
-            output=answer.text,
+            output=text,
             prompt_hash=text_hash(answer.prompt),
-            tokens=len(answer.token_ids),
-            passes=self._passes(mode, len(answer.token_ids)),
-            forwards=self._forwards(mode, len(answer.token_ids)),
-            changed=answer.changed(),
-            seconds=answer.seconds,
-            **self._margins(mode, answer),
+            tokens=tokens,
+            passes=_passes(guide, tokens),
+            forwards=_forwards(guide, tokens),
+            changed=answer.changed(None if token is None else 1),
+            seconds=answer.seconds if token is None else None,
+            **(_margins(guide, answer) if self._yes_no else {}),
         )
-
-    def _as_word(self, item: Some, mode: str, seed: int, answer: Answer, token: int | None) -> Some:
-        """Row of an answer that consists of its sampled first token; its time is not known."""
-        if token is None:
-            return item.answered(mode=mode, seed=seed, error=answer.error)
-        return item.answered(
-            mode=mode,
-            seed=seed,
-            output=self._processor.tokenizer.decode([token]).strip(),
-            prompt_hash=text_hash(answer.prompt),
-            tokens=1,
-            passes=self._passes(mode, 1),
-            forwards=self._forwards(mode, 1),
-            changed=answer.changed(1),
-            **self._margins(mode, answer),
-        )
-
-    def _margins(self, mode: str, answer: Answer) -> dict[str, float | None]:
-        if not self._yes_no:
-            return {}
-        known = answer.margins or {}
-        main = known.get("main") if plain_main(self._guide(mode)) else None
-        values = {"margin": known.get("guided"), "main_margin": main}
-        return {
-            name: value if value is not None and math.isfinite(value) else None
-            for name, value in values.items()
-        }
-
-    def _passes(self, mode: str, tokens: int) -> int:
-        """Number of passes, one per branch and token; the first pass of a branch is the prefill."""
-        guide = self._guide(mode)
-        if guide is None or guide.neutral:
-            return tokens
-        later = 1 + sum(branch.replaces_after_prefill is None for branch in guide.branches)
-        return 1 + len(guide.branches) + (tokens - 1) * later
-
-    def _forwards(self, mode: str, tokens: int) -> int:
-        """Forward passes after the prefill; branches of one model and stage share a pass."""
-        guide = self._guide(mode)
-        main = (1, id(None))
-        shared = {main}
-        if guide is not None and not guide.neutral:
-            shared = {(spec.stage, id(spec.build or spec.model)) for spec in guide.branches}
-            if all(spec.replaces_after_prefill != "main" for spec in guide.branches):
-                shared.add(main)
-        return (tokens - 1) * len(shared)
-
-    def _guide(self, mode: str) -> Guide | None:
-        return self._guides[next(one.guide for one in self.modes if one.name == mode)]
 
 
 def sampled_token(logits: Tensor, seed: int, name: str) -> int:
@@ -399,8 +328,37 @@ def sampled_token(logits: Tensor, seed: int, name: str) -> int:
     return int(noise.sample(logits[None, None], first, Role.TARGET))
 
 
-def _alike(one: Tensor, other: Tensor | None) -> bool:
-    """Whether two distributions are equal up to rounding; a missing one counts as equal."""
-    return other is None or torch.allclose(
-        one.softmax(-1), other.softmax(-1), rtol=_SAME, atol=1e-6
-    )
+def _keys(modes: Iterable[Mode], items: Sequence[Some]) -> Iterator[tuple[str, int | None, str]]:
+    """Mode, seed and id of each row, mode by mode and seed by seed."""
+    for mode in modes:
+        for seed in mode.seeds or (None,):
+            yield from ((mode.name, seed, item.id) for item in items)
+
+
+def _margins(guide: Guide | None, answer: Answer) -> dict[str, float | None]:
+    known = answer.margins or {}
+    main = known.get("main") if plain_main(guide) else None
+    values = {"margin": known.get("guided"), "main_margin": main}
+    return {
+        name: value if value is not None and math.isfinite(value) else None
+        for name, value in values.items()
+    }
+
+
+def _passes(guide: Guide | None, tokens: int) -> int:
+    """Number of passes, one per branch and token; the first pass of a branch is the prefill."""
+    if guide is None or guide.neutral:
+        return tokens
+    later = 1 + sum(branch.replaces_after_prefill is None for branch in guide.branches)
+    return 1 + len(guide.branches) + (tokens - 1) * later
+
+
+def _forwards(guide: Guide | None, tokens: int) -> int:
+    """Forward passes after the prefill; branches of one model and stage share a pass."""
+    main = (1, id(None))
+    shared = {main}
+    if guide is not None and not guide.neutral:
+        shared = {(spec.stage, id(spec.build or spec.model)) for spec in guide.branches}
+        if all(spec.replaces_after_prefill != "main" for spec in guide.branches):
+            shared.add(main)
+    return (tokens - 1) * len(shared)

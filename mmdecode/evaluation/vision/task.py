@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,14 +28,15 @@ from mmdecode.evaluation.vision.items import (
     Item,
     LeftOut,
     YesNoItem,
+    file_hash,
     read_items,
 )
 from mmdecode.evaluation.vision.modes import NONE, Mode, comparisons_of, modes_of
-from mmdecode.evaluation.vision.yes_no import ScoreFunction
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.report.item_report import ItemReport
     from mmdecode.evaluation.vision.runs import Recorder
+    from mmdecode.evaluation.vision.yes_no_report import ScoreFunction
     from mmdecode.runs.rows import RowJournal
     from mmdecode.vlm.images import ImageSource
 
@@ -165,7 +167,7 @@ class QuestionTask(Task):
             )
         [path] = paths
         items = refuse_repeats(self.items(path, left_out), path, left_out)
-        return Questions(task=self.name, items=items, files=self.files(path), unit=self.unit)
+        return Questions(items=items, files=self.files(path), unit=self.unit)
 
     def _in_zoo(self, part: str, images: Path | None) -> list[Path]:
         from mmdecode.zoo.scene_sets import FIRST_SEED, FOLDER
@@ -194,12 +196,11 @@ class QuestionTask(Task):
             given["data"], part=given["part"], images=given["images"], **own
         ).limited(given["limit"])
         questions.check_images()
+        sampled = 0 if given["sample"] is False else given["seeds"]
         modes = modes_of(
             given["guide"] or [],
             greedy=given["sample"] is not True,
-            seeds=[]
-            if given["sample"] is False
-            else range(given["seed"], given["seed"] + given["seeds"]),
+            seeds=range(given["seed"], given["seed"] + sampled),
             controls=given["controls"],
             yes_no=self.kind is YesNoItem,
         )
@@ -232,7 +233,7 @@ class QuestionTask(Task):
             **{name: given[name] for name in ("model", "data")},
             "part": given["part"] if questions.folder is None else None,
             "split": given.get("split") or None,
-            "files": questions.hashes,
+            "files": {name: file_hash(path) for name, path in questions.files.items()},
             "images": None if questions.folder is None else str(questions.folder),
             "synonyms": questions.synonyms,
             "controls": given["controls"],
@@ -252,14 +253,12 @@ class QuestionTask(Task):
 
         def report(rows: list[Any]) -> ItemReport[Any]:
             conditions = {**settings, "load_average": load_average} | recorder.prompt_tokens
-            return self._reported(rows, modes, conditions, questions.report_images, given)
+            return self._reported(rows, modes, conditions, given)
 
         closing = contextlib.ExitStack()
         return Run(
             report=report,
-            record=lambda journal, progress: _record(
-                recorder, questions, journal, given["output"], progress, closing
-            ),
+            record=partial(_record, recorder, questions, given["output"], closing),
             journal=lambda folder, resume, overwrite: journal_of(
                 folder, self.kind, settings, resume, overwrite, questions.folder
             ),
@@ -285,9 +284,8 @@ class QuestionTask(Task):
             raise OptionError(f"{folder} holds a run of {own}; rescore it with 'evaluate {own}'")
         order = {mode.name: number for number, mode in enumerate(modes)}
         rows = [row for row in read_items(folder, self.kind) if row.mode in order]
-        images = settings["images"] or zoo_image
         return Run(
-            report=lambda rows: self._reported(rows, modes, settings, images, given),
+            report=lambda rows: self._reported(rows, modes, settings, given),
             rows=sorted(rows, key=lambda row: order[row.mode]),
             notes=settings["notes"],
         )
@@ -297,7 +295,6 @@ class QuestionTask(Task):
         rows: list[Any],
         modes: Sequence[Mode],
         conditions: dict[str, Any],
-        images: Any,
         given: Mapping[str, Any],
     ) -> ItemReport[Any]:
         return self.report(
@@ -306,7 +303,7 @@ class QuestionTask(Task):
             controls=[mode.name for mode in modes if mode.control or mode.guide == NONE],
             conditions=conditions,
             against=comparisons_of(modes),
-            images=images,
+            images=conditions["images"] or zoo_image,
             resamples=given["resamples"],
             seed=given["seed"],
         )
@@ -328,8 +325,8 @@ class YesNoTask(QuestionTask):
 
     Attributes:
         scores: Scores of a tool of the benchmark's own, see
-            `mmdecode.evaluation.vision.yes_no.ScoreFunction`; ``None``: it has none, or
-            `mmdecode.evaluation.vision.yes_no_report.SCORERS` has them.
+            `mmdecode.evaluation.vision.yes_no_report.ScoreFunction`; ``None``: it has none, or
+            `mmdecode.evaluation.vision.yes_no_report.TASKS` has them.
     """
 
     options: Mapping[str, Any] = field(default_factory=lambda: ASKING | YES_NO)
@@ -367,10 +364,10 @@ class ChoiceTask(QuestionTask):
 def _record(
     recorder: Recorder[Any],
     questions: Questions,
-    journal: RowJournal[Any] | None,
     output: Path | None,
-    progress: Callable[[Any], None],
     closing: contextlib.ExitStack,
+    journal: RowJournal[Any] | None,
+    progress: Callable[[Any], None],
 ) -> list[Any]:
     """Decodes all modes; notes which image is being read, in case reading it ends the process."""
     from mmdecode.runs.crashes import InFlight, suspects_in

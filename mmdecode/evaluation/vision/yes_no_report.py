@@ -4,53 +4,53 @@ Each mode is compared with the shifted baseline: a constant is added to the base
 that it answers yes as often as the mode. The constant is fitted on other images
 (`mmdecode.evaluation.stats.margins`). If the shifted baseline gains as much as the mode, the gain
 comes from answering yes more often. Tasks: POPE, MME, AMBER's questions, VSR and HallusionBench.
+
+Yes is the positive class. An answer that cannot be parsed, or is missing, is wrong and stays in
+every denominator. Only a parser with ``drops_unparsed`` leaves it out of the recall
+(`mmdecode.evaluation.vision.answers.Parser`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmdecode.errors import OptionError, UnknownNameError
 from mmdecode.evaluation.report import plots
-from mmdecode.evaluation.report.examples import Examples
-from mmdecode.evaluation.report.item_comparison import (
-    Difference,
-    ItemComparison,
-    corrected,
-    difference,
-    differences,
-    flips,
-)
-from mmdecode.evaluation.report.item_report import ItemReport
+from mmdecode.evaluation.report.item_comparison import ItemComparison, difference
 from mmdecode.evaluation.report.layout import Rows, number, percent, without_empty
 from mmdecode.evaluation.stats import margins as margins_of
 from mmdecode.evaluation.stats.intervals import interval
-from mmdecode.evaluation.vision.answers import Label, parser_of
-from mmdecode.evaluation.vision.items import YesNoItem, indices_by_set
-from mmdecode.evaluation.vision.shifted import shifted
+from mmdecode.evaluation.vision.answers import Label, Parser, parser_of
+from mmdecode.evaluation.vision.counted_report import CountedReport
+from mmdecode.evaluation.vision.items import YesNoItem
 from mmdecode.evaluation.vision.tasks.amber import amber_scores
 from mmdecode.evaluation.vision.tasks.hallusion import hallusion_scores
 from mmdecode.evaluation.vision.tasks.mme import mme_scores
-from mmdecode.evaluation.vision.yes_no import (
-    Benchmark,
-    ScoreFunction,
-    count_answers,
-    rates,
-    summed,
-    verdict,
-)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TASKS = ("pope", "mme", "amber", "vsr", "hallusionbench", "yes_no")
-SCORERS: dict[str, ScoreFunction] = {"mme": mme_scores, "hallusionbench": hallusion_scores}
+    from mmdecode.evaluation.vision.task import YesNoTask
+
+CLASSES = (("yes", "yes"), ("yes", "no"), ("no", "no"), ("no", "yes"), (None, "yes"), (None, "no"))
+"""Columns of `count_answers`: parsed and right answer of the answers that each counts."""
+ScoreFunction = Callable[[Sequence[YesNoItem], Sequence[bool]], dict[str, float]]
+"""Scores of a benchmark's own tool, by name, from answered items and whether each is right."""
+TASKS: dict[str, ScoreFunction | None] = {
+    "pope": None,
+    "mme": mme_scores,
+    "amber": None,
+    "vsr": None,
+    "hallusionbench": hallusion_scores,
+    "yes_no": None,
+}
 """Scores of the benchmarks' own tools, by task; AMBER's have two levels."""
 ALWAYS = "always yes"
 COLUMNS = 4
@@ -61,7 +61,7 @@ UNPARSED = 0.01
 """Share of unparsed answers above which a report asks to check prompt and stopping criterion."""
 
 
-class YesNoReport(ItemReport[YesNoItem]):
+class YesNoReport(CountedReport[YesNoItem]):
     """Report on yes/no answers of several modes.
 
     For example::
@@ -83,22 +83,33 @@ class YesNoReport(ItemReport[YesNoItem]):
         UnknownNameError: There is no such task or parser.
     """
 
+    compared = ("accuracy", "yes_ratio", "f1")
+    columns = ("accuracy %", "95 %")
+    truth = attrgetter("target", "sets")
+
     def __init__(
         self,
         items: Sequence[YesNoItem],
         *,
-        task: str | Benchmark = "yes_no",
+        task: str | YesNoTask = "yes_no",
         parser: str = "leading",
         baseline_controls: bool = True,
         **basis: Any,
     ) -> None:
         if isinstance(task, str) and task not in TASKS:
             raise UnknownNameError.of("task", task, TASKS)
-        self.task = task if isinstance(task, str) else task.name
-        self._scores = SCORERS.get(task) if isinstance(task, str) else task.scores
+        self.task, self._scores = (
+            (task, TASKS[task]) if isinstance(task, str) else (task.name, task.scores)
+        )
+        self.options = {"task": task, "parser": parser, "baseline_controls": False}
         self.parser, self.title = parser_of(parser), f"{self.task}: yes or no"
         super().__init__(items, **basis)
-        self._shifted: dict[str, str] = {}
+        self.settings = {
+            "task": self.task,
+            "parser": self.parser.name,
+            "parser_origin": self.parser.origin,
+        }
+        self.paired: dict[str, tuple[str, str]] = {}
         self._unshifted = 0
         self._aurocs: dict[tuple[str, str, bytes], tuple[float, np.ndarray]] = {}
         if baseline_controls:
@@ -118,10 +129,10 @@ class YesNoReport(ItemReport[YesNoItem]):
         if len({item.image or item.id for item in known}) > 1:
             for mode in others:
                 if mode not in self.controls:
-                    share = np.mean([self._is_yes(answers) for answers in self.answers(mode)], 0)
+                    share = np.mean(np.array(self.verdicts(mode)) == "yes", 0)
                     name = f"{baseline} shifted to {mode}"
                     self.add(shifted(plain, share, name, self.seed), after=mode)
-                    self._shifted[mode] = name
+                    self.paired[mode] = name, mode
         unknown = "margin main_margin tokens passes forwards changed seconds error".split()
         self.add(
             [
@@ -134,82 +145,49 @@ class YesNoReport(ItemReport[YesNoItem]):
         """Parsed answers of a mode, one list per seed, questions in order."""
         return [[verdict(item, self.parser) for item in one] for one in self.answers(mode)]
 
-    def _is_yes(self, answers: Sequence[YesNoItem]) -> np.ndarray:
-        return np.array([verdict(item, self.parser) == "yes" for item in answers])
+    def _count(self, answers: Sequence[YesNoItem]) -> np.ndarray:
+        parsed = [verdict(item, self.parser) for item in answers]
+        return count_answers(parsed, [item.target for item in answers])
+
+    def _rates(self, counts: np.ndarray) -> dict[str, np.ndarray]:
+        return rates(counts, self.parser.drops_unparsed)
+
+    def _sizes(self, counts: np.ndarray, within: str) -> dict[str, Any]:
+        images = len(set(self._units(within)))
+        return {"answers": counts[..., 0].size, "images": images, "parser": self.parser.name}
+
+    def _right(self, mode: str, within: str) -> np.ndarray:
+        return np.any(self.counts[mode][within][..., [0, 2]], -1)
 
     @cached_property
-    def sets(self) -> dict[str, np.ndarray]:
-        """Indices of the questions of each set; a question may be in a set several times."""
-        return indices_by_set(self.questions)
-
-    @cached_property
-    def counts(self) -> dict[str, np.ndarray]:
-        """Counts of `yes_no.count_answers` by mode, ``(seeds, questions, 6)``."""
-        targets = [item.target for item in self.questions]
-        return {
-            mode: np.stack([count_answers(one, targets) for one in self.verdicts(mode)])
-            for mode in self.modes
-        }
+    def positive(self) -> np.ndarray:
+        """Whether the right answer to each question is yes, ``(questions,)``."""
+        return np.array([item.target == "yes" for item in self.questions])
 
     @cached_property
     def margins(self) -> dict[str, np.ndarray]:
         """Margin (logit of yes minus no) by mode, ``(seeds, questions)``; NaN where unknown."""
-        return {
-            mode: np.array(
-                [
-                    [np.nan if i.margin is None or i.error else i.margin for i in answers]
-                    for answers in self.answers(mode)
-                ]
-            )
-            for mode in self.modes
-        }
+        found = {}
+        for mode in self.modes:
+            margins = [[None if i.error else i.margin for i in one] for one in self.answers(mode)]
+            found[mode] = np.array(margins, dtype=float)
+        return found
 
-    @cached_property
-    def summary(self) -> dict[str, Any]:
-        """All numbers and settings of the report."""
+    def _asked(self) -> dict[str, Any]:
         return {
-            "task": self.task,
-            "parser": self.parser.name,
-            "parser_origin": self.parser.origin,
-            **self._basis(),
             "sets": {
-                name: {
-                    "questions": len(indices),
-                    "yes": sum(self.questions[index].target == "yes" for index in indices),
-                }
+                name: {"questions": len(indices), "yes": int(self.positive[indices].sum())}
                 for name, indices in self.sets.items()
-            },
-            "modes": {mode: self._mode(mode) for mode in self.modes},
-            "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
+            }
         }
 
-    def _mode(self, mode: str) -> dict[str, Any]:
-        return {
-            **self.cost(mode),
-            "computed": mode not in self._recorded_modes,
-            "sets": {name: self._set(mode, name) for name in self.sets},
-            "task": self._own_scores(mode),
-        }
+    def _found(self, mode: str) -> dict[str, Any]:
+        computed, own = mode not in self._recorded_modes, self._own_scores(mode)
+        return {"computed": computed, **super()._found(mode), "task": own}
 
-    def _set(self, mode: str, name: str) -> dict[str, Any]:
-        indices = self.sets[name]
-        counts = self.counts[mode][:, indices]
-        score = summed(
-            counts.reshape(-1, counts.shape[-1]),
-            [self.image_names[index] for _ in counts for index in indices],
-            self.parser,
-            self.resamples,
-            self.seed,
-        )
-        spread = None
-        if len(counts) > 1:
-            by_seed = rates(counts.sum(1), self.parser.drops_unparsed)
-            spread = {name: float(values.std(ddof=1)) for name, values in by_seed.items()}
-        return {
-            **dataclasses.asdict(score),
-            "seed_sd": spread,
-            "margin": self._margin(mode, name),
-        }
+    def _scored(self, mode: str, within: str) -> dict[str, Any]:
+        """Scores of a mode in a question set, also of its margins."""
+        return super()._scored(mode, within) | {"margin": self._margin(mode, within)}
 
     def _margin(self, mode: str, name: str) -> dict[str, Any] | None:
         """Threshold-free scores of the margins, on questions that have a margin in every seed.
@@ -219,27 +197,22 @@ class YesNoReport(ItemReport[YesNoItem]):
             with a margin all have the same right answer.
         """
         indices = self.sets[name]
-        found, positive = self.margins[mode][:, indices], self._positive(indices)
-        known = ~np.isnan(found).any(0)
-        if not _both(positive[known]):
+        known = ~np.isnan(self.margins[mode][:, indices]).any(0)
+        found, positive = self.margins[mode][:, indices[known]], self.positive[indices[known]]
+        if len(np.unique(positive)) < 2:
             return None
         value, draws = self._auroc(mode, name, known)
-        low, high = interval(_known(draws))
-        found, positive = found[:, known], positive[known]
-        best = [margins_of.best_threshold(one, positive) for one in found]
+        low, high = interval(draws[~np.isnan(draws)])
+        precisions = [margins_of.average_precision(one, positive) for one in found]
+        accuracies = [margins_of.best_threshold(one, positive)[0] for one in found]
         return {
             "auroc": value,
             "auroc_low": low,
             "auroc_high": high,
-            "average_precision": float(
-                np.mean([margins_of.average_precision(one, positive) for one in found])
-            ),
-            "best_accuracy": float(np.mean([accuracy for accuracy, _ in best])),
+            "average_precision": float(np.mean(precisions)),
+            "best_accuracy": float(np.mean(accuracies)),
             "missing": int((~known).sum()),
         }
-
-    def _positive(self, indices: np.ndarray) -> np.ndarray:
-        return np.array([self.questions[index].target == "yes" for index in indices])
 
     def _own_scores(self, mode: str) -> dict[str, Any] | None:
         """Scores of the benchmark's own tool, averaged over seeds; ``None``: it has none."""
@@ -247,114 +220,43 @@ class YesNoReport(ItemReport[YesNoItem]):
             return {"amber": [amber_scores(answers) for answers in self.answers(mode)]}
         if self._scores is None:
             return None
-        found = []
-        for answers, parsed in zip(self.answers(mode), self.verdicts(mode), strict=True):
-            right = [v == i.target for v, i in zip(parsed, answers, strict=True)]
-            found.append(self._scores(answers, right))
+        found = [
+            self._scores(answers, [self._fault(item) is None for item in answers])
+            for answers in self.answers(mode)
+        ]
         return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
 
-    @cached_property
-    def comparisons(self) -> list[ItemComparison]:
-        """Comparison of each mode with its baselines and the shifted baseline, in every set."""
-        pairs = self._pairs() + [(control, mode) for mode, control in self._shifted.items()]
-        return corrected([self._compared(*pair, name) for name in self.sets for pair in pairs])
-
-    def compare(
-        self,
-        other: YesNoReport | str,
-        *,
-        mode: str | None = None,
-        other_mode: str | None = None,
-    ) -> list[ItemComparison]:
-        """Compares two modes of this report, or one with a mode of another report.
-
-        Args:
-            other: The second mode of this report, or another report on the same questions.
-            mode: Mode of this report that is the baseline; ``None``: its first mode.
-            other_mode: Mode of the other report; ``None``: its first mode.
-
-        Returns:
-            One comparison for each set; p-values are corrected by Holm.
-
-        Raises:
-            OptionError: The reports have different questions or different parsers.
-            UnknownNameError: There is no such mode.
-        """
-        first = mode or self.modes[0]
-        if isinstance(other, str):
-            return corrected([self._compared(first, other, name) for name in self.sets])
-        if other.parser != self.parser:
+    def _refuse(self, other: CountedReport[YesNoItem]) -> None:
+        if isinstance(other, YesNoReport) and other.parser != self.parser:
             raise OptionError(
                 f"one report is parsed by {self.parser.name!r}, the other by "
                 f"{other.parser.name!r}; use the same parser"
             )
-        second = other_mode or other.modes[0]
-        asked = {item.id: (item.target, item.sets) for item in self.questions}
-        if asked != {item.id: (item.target, item.sets) for item in other.questions}:
-            raise OptionError("the reports have different questions; compare runs on the same data")
-        mine, theirs = self.answers(first), other.answers(second)
-        both = [item for answers in mine for item in answers] + [
-            dataclasses.replace(item, mode=f"{second} (other)") for one in theirs for item in one
-        ]
-        joined = YesNoReport(
-            both,
-            task=self.task,
-            parser=self.parser.name,
-            baseline_controls=False,
-            resamples=self.resamples,
-            seed=self.seed,
-        )
-        return joined.compare(f"{second} (other)")
+        super()._refuse(other)
 
-    def _compared(self, first: str, second: str, name: str) -> ItemComparison:
-        indices = self.sets[name]
-        for mode in (first, second):
-            self.answers(mode)
-        before, after = (self.counts[mode][:, indices] for mode in (first, second))
-        found = differences(
-            before.sum(0),
-            after.sum(0),
-            [self.image_names[index] for index in indices],
-            lambda counts: rates(counts, self.parser.drops_unparsed),
-            ("accuracy", "yes_ratio", "f1"),
-            self.resamples,
-            self.seed,
-        )
-        ranked = self._ranking(first, second, name)
-        flipped = None
-        if len(before) == len(after) == 1:
-            was, now = (counts[0][:, [0, 2]].any(1) for counts in (before, after))
-            flipped = flips(was, now, [self.questions[index].target for index in indices])
-        return ItemComparison(
-            first=first,
-            second=second,
-            within=name,
-            differences=found | ({"auroc": ranked} if ranked else {}),
-            flips=flipped,
-        )
-
-    def _ranking(self, first: str, second: str, name: str) -> Difference | None:
-        """Difference in AUROC, on questions that have a margin in both modes."""
-        indices = self.sets[name]
+    def _compared(self, first: str, second: str, within: str) -> ItemComparison:
+        """Compares two modes, in AUROC too, on questions that have a margin in both."""
+        found, indices = super()._compared(first, second, within), self.sets[within]
         both = [self.margins[mode][:, indices] for mode in (first, second)]
         known = ~np.isnan(np.concatenate(both)).any(0)
-        if not _both(self._positive(indices)[known]):
-            return None
+        if len(np.unique(self.positive[indices[known]])) < 2:
+            return found
         (before, first_draws), (after, second_draws) = (
-            self._auroc(mode, name, known) for mode in (first, second)
+            self._auroc(mode, within, known) for mode in (first, second)
         )
-        return difference(after - before, _known(second_draws - first_draws))
+        draws = second_draws - first_draws
+        ranked = difference(after - before, draws[~np.isnan(draws)])
+        return dataclasses.replace(found, differences=found.differences | {"auroc": ranked})
 
     def _auroc(self, mode: str, name: str, known: np.ndarray) -> tuple[float, np.ndarray]:
         """AUROC of the ``known`` questions, averaged over seeds, and its bootstrap over images."""
         key = mode, name, known.tobytes()
         if key not in self._aurocs:
-            indices = self.sets[name]
-            images = [self.image_names[index] for index in indices]
+            indices, images = self.sets[name], self._units(name)
             margins = np.where(known, self.margins[mode][:, indices], np.nan)
             # where no branch is random, the seeds have the same margins
             same = np.array_equal(margins, np.broadcast_to(margins[0], margins.shape), True)
-            distinct, positive = margins[:1] if same else margins, self._positive(indices)
+            distinct, positive = margins[:1] if same else margins, self.positive[indices]
             values = [margins_of.auroc(one[known], positive[known]) for one in distinct]
             draws = [margins_of.auroc_draws(m, positive, images, seed=self.seed) for m in distinct]
             self._aurocs[key] = float(np.mean(values)), np.mean(draws, 0)
@@ -362,181 +264,210 @@ class YesNoReport(ItemReport[YesNoItem]):
 
     def summary_line(self, mode: str, within: str) -> str:
         """Accuracy, F1 and share of answers yes of a mode on a question set, in words."""
-        score = self.summary["modes"][mode]["sets"][within]
+        score = self.scores(mode, within)
         return (
             f"accuracy {percent(score['accuracy'], '.1f')} %, F1 {percent(score['f1'], '.1f')} %, "
             f"yes {percent(score['yes_ratio'], '.0f')} %"
         )
 
-    def level(self, mode: str, within: str) -> float:
-        """Accuracy of a mode on a question set."""
-        return float(self.summary["modes"][mode]["sets"][within]["accuracy"])
-
-    def rivals(self, mode: str) -> list[tuple[str, str]]:
-        """Pairs of each recorded control with the mode, and of the shifted baseline with it."""
-        return super().rivals(mode) + [
-            (control, mode) for control in [self._shifted.get(mode)] if control
-        ]
-
     def brief(self) -> list[Rows]:
         """Short table with a row per mode: accuracy by set, other scores averaged over the sets."""
-        own = {m: found["task"] or {} for m, found in self.summary["modes"].items()}
         rows = []
         for mode, found in self.summary["modes"].items():
             scores = found["sets"]
-
-            def mean(name: str, form: str, scores: dict[str, Any] = scores) -> str:
-                return percent(float(np.mean([one[name] for one in scores.values()])), form)
-
+            mean = {
+                name: float(np.mean([one[name] for one in scores.values()]))
+                for name in ("accuracy", "f1", "yes_ratio", "unparsed")
+            }
             of_sets = {f"{name} %": percent(one["accuracy"], ".1f") for name, one in scores.items()}
             margins = [one["margin"]["auroc"] for one in scores.values() if one["margin"]]
             ranked = float(np.mean(margins)) if len(margins) == len(scores) else None
-            totals = {k: v for k, v in own[mode].items() if k in TOTALS or self.task not in TASKS}
+            own = {
+                name: number(value, ".2f")
+                for name, value in (found["task"] or {}).items()
+                if name in TOTALS or self.task not in TASKS
+            }
             rows.append(
                 {"mode": mode}
                 | (of_sets if 1 < len(scores) <= COLUMNS else {})
-                | {"accuracy %": mean("accuracy", ".1f"), "F1 %": mean("f1", ".1f")}
-                | {"yes %": mean("yes_ratio", ".0f"), "unparsed %": mean("unparsed", ".1f")}
-                | {"AUROC": number(ranked, ".3f")}
-                | {k: number(v, ".2f") for k, v in totals.items()}
+                | {
+                    "accuracy %": percent(mean["accuracy"], ".1f"),
+                    "F1 %": percent(mean["f1"], ".1f"),
+                    "yes %": percent(mean["yes_ratio"], ".0f"),
+                    "unparsed %": percent(mean["unparsed"], ".1f"),
+                    "AUROC": number(ranked, ".3f"),
+                }
+                | own
             )
         return [without_empty(rows)]
 
-    def rows(self) -> list[dict[str, str]]:
-        """Table of all scores with a row per mode and set; empty columns are left out."""
-        rows = []
-        for mode, found in self.summary["modes"].items():
-            for name, score in found["sets"].items():
-                margin = score["margin"] or {}
-                low, high = score["intervals"]["accuracy"]
-                spread = (score["seed_sd"] or {}).get("accuracy")
-                rows.append(
-                    {
-                        "mode": mode,
-                        "set": name,
-                        "accuracy %": percent(score["accuracy"]),
-                        "95 %": f"{percent(low)} to {percent(high)}",
-                        "seeds sd": percent(spread),
-                        "precision %": percent(score["precision"]),
-                        "recall %": percent(score["recall"]),
-                        "F1 %": percent(score["f1"]),
-                        "yes %": percent(score["yes_ratio"], ".1f"),
-                        "unparsed %": percent(score["unparsed"], ".1f"),
-                        "AUROC": number(margin.get("auroc"), ".4f"),
-                        "AP": number(margin.get("average_precision"), ".4f"),
-                        "best accuracy %": percent(margin.get("best_accuracy")),
-                        "no margin": str(margin["missing"]) if margin.get("missing") else "",
-                        "failed": str(found["failed"]) if found["failed"] else "",
-                        "changed %": percent(found["changed"], ".1f"),
-                        "rows/token": number(found["rows_per_token"]),
-                        "forwards/token": number(found["forwards_per_token"]),
-                        "s/answer": number(found["mean_seconds"], ".3f"),
-                    }
-                )
-        return without_empty(rows)
+    def _cells(self, score: Mapping[str, Any]) -> dict[str, str]:
+        margin = score["margin"] or {}
+        return {
+            "precision %": percent(score["precision"]),
+            "recall %": percent(score["recall"]),
+            "F1 %": percent(score["f1"]),
+            "yes %": percent(score["yes_ratio"], ".1f"),
+            "unparsed %": percent(score["unparsed"], ".1f"),
+            "AUROC": number(margin.get("auroc"), ".4f"),
+            "AP": number(margin.get("average_precision"), ".4f"),
+            "best accuracy %": percent(margin.get("best_accuracy")),
+            "no margin": str(margin.get("missing") or ""),
+        }
 
     def tables(self) -> list[Rows]:
         """The table of scores, and a table of the scores of the benchmark's own tool, if any."""
         own = {mode: found["task"] for mode, found in self.summary["modes"].items()}
-        if self.task == "amber":
-            rows = [
-                {"mode": mode, "dimension": name}
-                | {
-                    k: number(float(np.mean([s[name][k] for s in found["amber"]])), ".1f")
-                    for k in v
-                }
-                for mode, found in own.items()
-                for name, v in found["amber"][0].items()
-            ]
-            return [self.rows(), rows]
-        if own[self.modes[0]] is None:
-            return [self.rows()]
         form = ".2f" if self.task == "mme" else ".4f"
-        return [
-            self.rows(),
-            [
-                {"mode": m} | {k: number(v, form) for k, v in found.items()}
-                for m, found in own.items()
-            ],
-        ]
+        rows: list[dict[str, str]] = []
+        for mode, found in own.items():
+            if self.task == "amber":
+                for dimension in found["amber"][0]:
+                    by_seed = [scores[dimension] for scores in found["amber"]]
+                    means = {k: float(np.mean([one[k] for one in by_seed])) for k in by_seed[0]}
+                    shown = {name: number(value, ".1f") for name, value in means.items()}
+                    rows.append({"mode": mode, "dimension": dimension} | shown)
+            elif found is not None:
+                rows.append({"mode": mode} | {k: number(v, form) for k, v in found.items()})
+        return [self.rows(), rows] if rows else [self.rows()]
 
-    def about(self) -> str:
-        """Explains the numbers in a sentence or two."""
-        found = self.summary
-        parts = [
-            f"{found['questions']} questions on {found['images']} images; parser "
+    def _notes(self) -> dict[str, Any]:
+        scores = [self.scores(mode, name) for mode in self.modes for name in self.sets]
+        unparsed = max(score["unparsed"] for score in scores)
+        return {
+            f"{len(self.ids)} questions on {len(set(self.image_names))} images; parser "
             f"{self.parser.name} ({self.parser.origin}), yes is positive; 95 % interval by "
-            "bootstrap over images"
-        ]
-        if self.task == "amber":
-            parts.append("in the table by dimension, as AMBER's tool has it, no is positive")
-        shares = [s["unparsed"] for m in found["modes"].values() for s in m["sets"].values()]
-        if max(shares) > UNPARSED:
-            parts.append(
-                f"up to {100 * max(shares):.1f} % of the answers are neither yes nor no: check "
-                "the prompt and the stop rule"
-            )
-        if self._shifted:
-            parts.append(
-                "a shifted baseline answers yes as often as its mode, by a constant fitted on "
-                "other images; a gain that it has too comes from answering yes more often"
-            )
-        if self._shifted and self._unshifted:
-            parts.append(
-                f"{self._unshifted} answers of the baseline have no margin and are not shifted"
-            )
-        margins = [s["margin"] for m in found["modes"].values() for s in m["sets"].values()]
-        if any(one and one["missing"] for one in margins):
-            parts.append(
-                "AUROC, AP and best accuracy leave out questions without a margin, and AUROC is "
-                "compared on those that have one in both modes"
-            )
-        if self.conditions.get("limit"):
-            parts.append("only a part of the set was scored: not a result to report")
-        return "; ".join(parts)
+            "bootstrap over images": True,
+            "in the table by dimension, as AMBER's tool has it, no is positive": (
+                self.task == "amber"
+            ),
+            f"up to {100 * unparsed:.1f} % of the answers are neither yes nor no: check the "
+            "prompt and the stop rule": unparsed > UNPARSED,
+            "a shifted baseline answers yes as often as its mode, by a constant fitted on other "
+            "images; a gain that it has too comes from answering yes more often": self.paired,
+            f"{self._unshifted} answers of the baseline have no margin and are not shifted": (
+                self.paired and self._unshifted
+            ),
+            "AUROC, AP and best accuracy leave out questions without a margin, and AUROC is "
+            "compared on those that have one in both modes": any(
+                score["margin"] and score["margin"]["missing"] for score in scores
+            ),
+        }
 
-    def worst(self, count: int = 5, mode: str | None = None) -> Examples:
-        """Returns wrong answers, ordered from the largest margin to the smallest.
-
-        Args:
-            count: Largest number of answers.
-            mode: Name of the mode; ``None``: the first.
-        """
-        found: list[tuple[float, YesNoItem, str]] = []
-        name = mode or self.modes[0]
-        for answers, parsed in zip(self.answers(name), self.verdicts(name), strict=True):
-            for item, answer in zip(answers, parsed, strict=True):
-                if answer != item.target:
-                    size = abs(item.margin) if item.margin is not None else 0.0
-                    note = f"says {answer or 'neither'}, right is {item.target}"
-                    margin = "" if item.margin is None else f", margin {item.margin:+.2f}"
-                    found.append((size, item, note + margin))
-        found.sort(key=lambda one: -one[0])
-        return self.shown([i for _, i, _ in found[:count]], [n for _, _, n in found[:count]])
+    def _fault(self, item: YesNoItem) -> tuple[float, str] | None:
+        answer = verdict(item, self.parser)
+        if answer == item.target:
+            return None
+        margin = "" if item.margin is None else f", margin {item.margin:+.2f}"
+        note = f"says {answer or 'neither'}, right is {item.target}{margin}"
+        return abs(item.margin or 0.0), note
 
     def figures(self) -> dict[str, Figure | bytes]:
         """Figures by name; a figure without data is left out."""
         scores = {m: f["sets"] for m, f in self.summary["modes"].items() if m != ALWAYS}
-        first = next(iter(self.sets))
-        positive = self._positive(self.sets[first])
+        first, indices = next(iter(self.sets.items()))
         known = {
-            mode: self.margins[mode][0, self.sets[first]]
+            mode: self.margins[mode][0, indices]
             for mode in self._recorded_modes
-            if (self.summary["modes"][mode]["sets"][first]["margin"] or {}).get("missing") == 0
+            if (self.scores(mode, first)["margin"] or {}).get("missing") == 0
         }
-        found = {
-            "accuracy_against_yes": plots.accuracy_against_yes(scores, self._shifted),
-            "margin_roc": plots.margin_roc(known, positive, first) if known else None,
-            "differences": plots.forest(self.comparisons, "accuracy"),
-        }
-        return {name: figure for name, figure in found.items() if figure is not None}
+        controls = {mode: control for mode, (control, _) in self.paired.items()}
+        found = {"accuracy_against_yes": plots.accuracy_against_yes(scores, controls)}
+        if known:
+            found["margin_roc"] = plots.margin_roc(known, self.positive[indices], first)
+        return {**found, **super().figures()}
 
 
-def _both(positive: np.ndarray) -> bool:
-    """Whether there are both yes-questions and no-questions."""
-    return bool(positive.any()) and not positive.all()
+def shifted(
+    plain: Sequence[YesNoItem], yes_share: np.ndarray, mode: str, seed: int = 0
+) -> list[YesNoItem]:
+    """Shifts a model's margins so that it answers yes as often as a method; returns the answers.
+
+    Args:
+        plain: The model's answers; answers without a margin are kept and not used for fitting.
+        yes_share: Share of the method's answers to each question that are yes, see
+            `mmdecode.evaluation.stats.margins.cross_fitted_shifts`.
+        mode: Mode name of the returned answers.
+        seed: Seed of the folds of cross-fitting.
+
+    Raises:
+        OptionError: Fewer than two images have margins.
+    """
+    known = np.array([item.margin is not None for item in plain])
+    # a question that counts in three splits weighs three times in the yes-ratio
+    repeated = np.repeat(np.arange(len(plain)), [len(item.sets) for item in plain])
+    repeated = repeated[known[repeated]]
+    margins = np.array([item.margin for item in plain], dtype=float)
+    images = [plain[index].image or plain[index].id for index in repeated.tolist()]
+    shifts = np.zeros(len(plain))
+    # every repeat of a question has its image's shift
+    shifts[repeated] = margins_of.cross_fitted_shifts(
+        margins[repeated], yes_share[repeated], images, seed=seed
+    )
+    moved = margins + shifts
+    return [
+        item.answered(mode=mode, output="Yes" if margin > 0 else "No", margin=float(margin))
+        if has_margin
+        else dataclasses.replace(item, mode=mode)
+        for item, margin, has_margin in zip(plain, moved, known, strict=True)
+    ]
 
 
-def _known(draws: np.ndarray) -> np.ndarray:
-    """Bootstrap draws of samples that contain both yes-questions and no-questions."""
-    return draws[~np.isnan(draws)]
+def verdict(item: YesNoItem, parser: Parser) -> Label | None:
+    """Parses an item's answer; ``None``: it is neither yes nor no, or there is no answer."""
+    return None if item.error is not None else parser.parse(item.output, item.target)
+
+
+def count_answers(verdicts: Sequence[Label | None], targets: Sequence[Label]) -> np.ndarray:
+    """Classifies answers, with one row per answer and a 1 in the column of its class.
+
+    Args:
+        verdicts: Parsed answers, see `verdict`.
+        targets: Right answers.
+
+    Returns:
+        Table of zeros and ones, ``(answers, 6)``; the columns are `CLASSES`.
+
+    Raises:
+        OptionError: Answers and targets differ in number, or are empty.
+    """
+    if len(verdicts) != len(targets) or not targets:
+        raise OptionError(f"{len(verdicts)} answers for {len(targets)} questions; expected pairs")
+    table = np.zeros((len(targets), len(CLASSES)), dtype=np.int64)
+    pairs = zip(verdicts, targets, strict=True)
+    table[np.arange(len(targets)), [CLASSES.index(pair) for pair in pairs]] = 1
+    return table
+
+
+def rates(counts: np.ndarray, drops_unparsed: bool = False) -> dict[str, np.ndarray]:
+    """Computes shares from summed counts.
+
+    Args:
+        counts: ``(..., 6)``, see `CLASSES`.
+        drops_unparsed: See `mmdecode.evaluation.vision.answers.Parser`.
+
+    Returns:
+        Each metric, of shape ``(...)``, by name; 0 where its denominator is 0. ``precision`` is the
+        share of right answers among the answers yes, ``recall`` the share of the yes-questions that
+        are answered yes, and ``f1`` their harmonic mean: 2 / 3 for always yes if half of the
+        questions are yes-questions. ``accuracy``, ``yes_ratio`` and ``unparsed`` (neither yes nor
+        no, or missing) are shares of all answers.
+    """
+    counts = counts.astype(float)
+    true_yes, false_yes, true_no, false_no, lost_yes, lost_no = np.moveaxis(counts, -1, 0)
+    total = counts.sum(-1)
+    predicted = true_yes + false_yes
+    positive = true_yes + false_no + (0 if drops_unparsed else lost_yes)
+    precision, recall = _share(true_yes, predicted), _share(true_yes, positive)
+    return {
+        "accuracy": _share(true_yes + true_no, total),
+        "precision": precision,
+        "recall": recall,
+        "f1": _share(2 * precision * recall, precision + recall),
+        "yes_ratio": _share(predicted, total),
+        "unparsed": _share(lost_yes + lost_no, total),
+    }
+
+
+def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)

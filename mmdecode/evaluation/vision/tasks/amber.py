@@ -21,7 +21,7 @@ from mmdecode.evaluation.vision.items import (
     field_of,
     label_of,
     leaving_out,
-    read_json,
+    read_json_list,
     refuse_empty,
 )
 
@@ -108,13 +108,11 @@ def _percent(part: float, whole: float) -> float:
 
 def _read(folder: Path, name: str, left_out: LeftOut) -> list[dict[str, Any]]:
     path = folder / name
-    rows = read_json(path if path.exists() else folder / f"{name}.gz")
-    if not isinstance(rows, list):
-        raise InputError(f"{path} is no list of objects with an 'id'")
+    rows = read_json_list(path if path.exists() else folder / f"{name}.gz", "objects with an 'id'")
     found = []
-    for number, row in enumerate(rows, 1):
+    for where, row in rows:
         with leaving_out(left_out):
-            if not isinstance(row, dict) or not isinstance(row.get("id"), (int, str)):
-                raise InputError(f"{path}, item {number} is no object with an 'id'")
+            if not isinstance(row.get("id"), (int, str)):
+                raise InputError(f"{where} is no object with an 'id'")
             found.append(row)
     return found

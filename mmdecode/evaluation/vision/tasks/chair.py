@@ -11,36 +11,30 @@ Source: Rohrbach et al. 2018, arXiv:1809.02156.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation.stats.intervals import RESAMPLES, bootstrap_sums, interval
+from mmdecode.evaluation.vision.answers import words_of
 from mmdecode.evaluation.vision.data import ZOO
 from mmdecode.evaluation.vision.items import (
     QUESTION,
     CaptionItem,
     LeftOut,
     field_of,
-    leaving_out,
+    items_of,
     read_bytes,
-    read_json_lines,
-    refuse_empty,
     text_hash,
 )
 
 COLUMNS = ("hallucinated", "mentions", "hallucinating", "captions", "found", "present", "words")
 """Columns of `count_mentions`, in order."""
-METRICS = ("chair_i", "chair_s", "recall", "length", "mentions")
 IRREGULAR = {
-    "men": "man",
-    "women": "woman",
     "children": "child",
     "people": "person",
     "mice": "mouse",
@@ -77,7 +71,7 @@ class Vocabulary:
         written: dict[tuple[str, ...], str] = {}
         for name, words in synonyms.items():
             for word in (name, *words):
-                phrase = tuple(_words(word))
+                phrase = tuple(words_of(word))
                 if not phrase or written.setdefault(phrase, name) != name:
                     raise OptionError(
                         f"{word!r} is a word for {written.get(phrase)!r} and {name!r}"
@@ -86,7 +80,7 @@ class Vocabulary:
             raise OptionError("the vocabulary is empty; expected synonyms by name")
         self._name_of: dict[tuple[str, ...], str | None] = {**written}
         for several, word in (merges or {}).items():
-            self._name_of.setdefault(tuple(_words(several)), written.get(tuple(_words(word))))
+            self._name_of.setdefault(tuple(words_of(several)), written.get(tuple(words_of(word))))
         self._known = {word for phrase in self._name_of for word in phrase}
         self._longest = max(map(len, self._name_of))
         self._overruled = dict(overruled or {})
@@ -97,7 +91,7 @@ class Vocabulary:
 
     def objects(self, text: str) -> list[str]:
         """Names of the objects that a text mentions, in order, with repeats."""
-        words = [self._base(word) for word in _words(text)]
+        words = [self._base(word) for word in words_of(text)]
         present = set(words)
         found, start = [], 0
         while start < len(words):
@@ -144,8 +138,7 @@ def vocabulary_of(synonyms: str | None) -> Vocabulary:
     """Returns the words for the objects that captions may mention.
 
     Args:
-        synonyms: Path of a file in the format of
-            `read_synonyms`; `ZOO`: the words of the zoo's
+        synonyms: Path of a file in the format of `read_synonyms`; `ZOO`: the words of the zoo's
             scenes; ``None``: COCO's.
 
     Raises:
@@ -160,73 +153,15 @@ def vocabulary_of(synonyms: str | None) -> Vocabulary:
     return Vocabulary(read_synonyms(Path(synonyms)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChairScore:
-    """Scores of captions.
-
-    Attributes:
-        chair_i: Share of the mentions that are hallucinated.
-        chair_s: Share of the captions with a hallucinated mention.
-        recall: Share of the objects in the images that the captions mention.
-        length: Words per caption.
-        mentions: Mentions per caption.
-        intervals: 95 % interval of each score, by bootstrap over images.
-        captions: Number of captions.
-        images: Number of images.
-    """
-
-    chair_i: float
-    chair_s: float
-    recall: float
-    length: float
-    mentions: float
-    intervals: dict[str, tuple[float, float]]
-    captions: int
-    images: int
-
-    def __str__(self) -> str:
-        return (
-            f"CHAIR_i {100 * self.chair_i:.2f} %, CHAIR_s {100 * self.chair_s:.2f} %, recall "
-            f"{100 * self.recall:.1f} %, {self.length:.1f} words ({self.captions} captions)"
-        )
-
-
-def chair(
-    captions: Sequence[str],
-    objects: Sequence[Sequence[str]],
-    images: Sequence[str] | None = None,
-    *,
-    vocabulary: Vocabulary | None = None,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> ChairScore:
-    """Computes CHAIR of captions.
-
-    Args:
-        captions: Texts of the captions.
-        objects: Names of the objects in the image of each caption, as in the vocabulary.
-        images: Name of each caption's image, the unit of the bootstrap; ``None``: each caption has
-            an image of its own.
-        vocabulary: Vocabulary of the objects; ``None``: that of COCO.
-        resamples: Bootstrap resamples for the intervals.
-        seed: Seed of the bootstrap.
-
-    Raises:
-        OptionError: Captions and objects differ in length, or are empty.
-    """
-    counts = count_mentions(captions, objects, vocabulary or coco_vocabulary())
-    return summed(counts, images, resamples, seed)
-
-
 def count_mentions(
     captions: Sequence[str], objects: Sequence[Sequence[str]], vocabulary: Vocabulary
 ) -> np.ndarray:
     """Counts mentions, objects and words of each caption.
 
     Args:
-        captions: See `chair`.
-        objects: See `chair`.
-        vocabulary: See `chair`.
+        captions: Texts of the captions.
+        objects: Names of the objects in the image of each caption, as in the vocabulary.
+        vocabulary: Vocabulary of the objects.
 
     Returns:
         ``(captions, 7)``; the columns are `COLUMNS`.
@@ -247,13 +182,14 @@ def count_mentions(
 
 
 def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Computes `METRICS` from summed counts; 0 where the denominator is 0.
+    """Computes shares and means from summed counts; 0 where the denominator is 0.
 
     Args:
         counts: ``(..., 7)``, see `COLUMNS`.
 
     Returns:
-        Each metric, of shape ``(...)``, by name.
+        Each of them, of shape ``(...)``, by name: shares of hallucinated mentions, of captions with
+        one, and of the objects in the images that are mentioned; words and mentions per caption.
     """
     wrong, mentions, wrong_captions, captions, found, present, words = np.moveaxis(counts, -1, 0)
     return {
@@ -263,27 +199,6 @@ def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
         "length": words / np.maximum(captions, 1),
         "mentions": mentions / np.maximum(captions, 1),
     }
-
-
-def summed(
-    counts: np.ndarray, images: Sequence[str] | None, resamples: int, seed: int
-) -> ChairScore:
-    """Computes the scores of captions from their counts.
-
-    Args:
-        counts: Counts of each caption, ``(captions, 7)``, from `count_mentions`.
-        images: See `chair`.
-        resamples: See `chair`.
-        seed: See `chair`.
-    """
-    found = rates(counts.sum(0))
-    draws = rates(bootstrap_sums(counts, images, resamples, seed))
-    return ChairScore(
-        **{name: float(value) for name, value in found.items()},
-        intervals={name: interval(values) for name, values in draws.items()},
-        captions=len(counts),
-        images=len(counts if images is None else set(images)),
-    )
 
 
 def shortened(captions: Sequence[str], mean_length: float) -> list[str]:
@@ -312,32 +227,26 @@ def read_chair(objects: Path, left_out: LeftOut = None) -> list[CaptionItem]:
     Raises:
         InputError: The file cannot be read, or a line lacks a field.
     """
-    items = []
-    for where, row in read_json_lines(objects, left_out):
-        with leaving_out(left_out):
-            names = row.get("objects")
-            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise InputError(f"{where} has {names!r} under 'objects'; expected a list of names")
-            image = row.get("image")
-            if image is None and isinstance(row.get("image_id"), int):
-                image = coco_image(row["image_id"])
-            if not isinstance(image, str):
-                raise InputError(f"{where} has neither 'image' nor 'image_id'")
-            item = CaptionItem(id=image, image=image, objects=tuple(names))
-            if any(row.get(name) is not None for name in QUESTION):
-                item = dataclasses.replace(item, question=field_of(row, QUESTION, where))
-            items.append(item)
-    refuse_empty(items, left_out, f"{objects} holds no line; expected one image a line")
-    return items
+    return items_of(objects, _item, left_out, "image")
+
+
+def _item(row: dict[str, Any], where: str) -> CaptionItem:
+    names = row.get("objects")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{where} has {names!r} under 'objects'; expected a list of names")
+    image = row.get("image")
+    if image is None and isinstance(row.get("image_id"), int):
+        image = coco_image(row["image_id"])
+    if not isinstance(image, str):
+        raise InputError(f"{where} has neither 'image' nor 'image_id'")
+    given = any(row.get(name) is not None for name in QUESTION)
+    question = field_of(row, QUESTION, where) if given else CaptionItem.question
+    return CaptionItem(id=image, image=image, objects=tuple(names), question=question)
 
 
 def coco_image(number: int) -> str:
     """File name of an image of COCO's val2014."""
     return f"COCO_val2014_{number:012d}.jpg"
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"[^\W_]+", text.lower())
 
 
 def _forms(word: str) -> Iterator[str]:

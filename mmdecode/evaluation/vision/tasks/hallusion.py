@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmdecode.errors import InputError
-from mmdecode.evaluation.vision.items import YesNoItem, field_of, read_json
+from mmdecode.evaluation.vision.items import YesNoItem, field_of, read_json_list
 
 _KEYS = ("category", "subcategory", "set_id", "figure_id", "question_id")
 
@@ -28,13 +28,8 @@ def read_hallusion(path: Path) -> list[YesNoItem]:
     Raises:
         InputError: The file cannot be read, or a field is missing.
     """
-    rows = read_json(path)
-    if not isinstance(rows, list):
-        raise InputError(f"{path} is no list of questions")
     items = []
-    for number, row in enumerate(rows, 1):
-        where = f"{path}, item {number}"
-        row = row if isinstance(row, dict) else {}
+    for where, row in read_json_list(path, "questions"):
         key = [field_of(row, (name,), where) for name in _KEYS]
         answer = field_of(row, ("gt_answer",), where)
         if answer not in ("0", "1"):

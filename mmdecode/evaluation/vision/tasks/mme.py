@@ -82,7 +82,21 @@ def read_mme(path: Path, left_out: LeftOut = None) -> list[YesNoItem]:
     Raises:
         InputError: A file cannot be read, there is no question, or a line has no answer.
     """
-    items = _in_rows(path, left_out) if path.is_file() else _in_folders(path, left_out)
+    rows = read_json_lines(path, left_out) if path.is_file() else _in_folders(path, left_out)
+    items: list[YesNoItem] = []
+    for where, row in rows:
+        with leaving_out(left_out):
+            fields = (("category",), ("image",), QUESTION, ANSWER)
+            category, image, question, answer = (field_of(row, names, where) for names in fields)
+            items.append(
+                YesNoItem(
+                    id=f"{category}: {image}: {question}",
+                    image=image,
+                    question=question,
+                    target=label_of(answer, where),
+                    sets=(category,),
+                )
+            )
     if left_out:
         items = _in_pairs(items, left_out)
     otherwise = f"{path} has no questions; expected a folder of text files per category"
@@ -99,8 +113,8 @@ def _in_pairs(items: Sequence[YesNoItem], left_out: list[str]) -> list[YesNoItem
     return [item for item in items if counts[item.image, item.sets] != 1]
 
 
-def _in_folders(folder: Path, left_out: LeftOut) -> list[YesNoItem]:
-    items = []
+def _in_folders(folder: Path, left_out: LeftOut) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields location (file and line) and fields of each line of the text files."""
     for category in sorted(path for path in folder.glob("*") if path.is_dir()):
         images = {
             path.stem: path.relative_to(folder).as_posix()
@@ -108,42 +122,17 @@ def _in_folders(folder: Path, left_out: LeftOut) -> list[YesNoItem]:
             if path.suffix.lower() in (".jpg", ".jpeg", ".png")
         }
         for path in sorted(category.rglob("*.txt")):
-            for where, question, answer in _lines(path, left_out):
-                image = images.get(path.stem, f"{category.name}/{path.stem}")
+            row = {"category": category.name}
+            row["image"] = images.get(path.stem, f"{category.name}/{path.stem}")
+            lines = read_bytes(path).decode(errors="replace").splitlines()
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                where = f"{path}, line {number}"
+                question, tab, answer = line.partition("\t")
                 with leaving_out(left_out):
-                    items.append(_item(category.name, image, question, answer, where))
-    return items
-
-
-def _in_rows(path: Path, left_out: LeftOut) -> list[YesNoItem]:
-    items = []
-    for where, row in read_json_lines(path, left_out):
-        with leaving_out(left_out):
-            fields = (("category",), ("image",), QUESTION, ANSWER)
-            category, image, question, answer = (field_of(row, names, where) for names in fields)
-            items.append(_item(category, image, question, answer, where))
-    return items
-
-
-def _item(category: str, image: str, question: str, answer: str, where: str) -> YesNoItem:
-    return YesNoItem(
-        id=f"{category}: {image}: {question}",
-        image=image,
-        question=question,
-        target=label_of(answer, where),
-        sets=(category,),
-    )
-
-
-def _lines(path: Path, left_out: LeftOut) -> Iterator[tuple[str, str, str]]:
-    """Yields location (file and line), question and answer of each line."""
-    for number, line in enumerate(read_bytes(path).decode(errors="replace").splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        question, tab, answer = line.partition("\t")
-        with leaving_out(left_out):
-            if not tab:
-                raise InputError(f"{where} has 1 column; expected a question, a tab and an answer")
-        if tab:
-            yield where, question, answer
+                    if not tab:
+                        raise InputError(
+                            f"{where} has 1 column; expected a question, a tab and an answer"
+                        )
+                    yield where, row | {"question": question, "answer": answer}

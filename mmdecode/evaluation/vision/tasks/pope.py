@@ -2,21 +2,19 @@
 
 The yes-questions are the same in the three splits, and so are some no-questions; each distinct
 question is asked once and counts in every split that contains it. Several versions of the files are
-in use, which `structure` distinguishes: some have 2,910 instead of 3,000 random questions; others
+in use, which `warnings_of` distinguishes: some have 2,910 instead of 3,000 random questions; others
 contain the word "imange", since "a" was replaced by "an" throughout the question.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from mmdecode.errors import InputError
-from mmdecode.evaluation.vision.answers import Label
 from mmdecode.evaluation.vision.items import (
     ANSWER,
     IMAGE,
@@ -29,16 +27,8 @@ from mmdecode.evaluation.vision.items import (
     read_table,
     refuse_empty,
 )
-from mmdecode.evaluation.vision.yes_no import count_answers, rates
 
 SPLITS = ("random", "popular", "adversarial")
-SUFFIXES = {
-    "none": "",
-    "one-word": " Please answer this question with one word.",
-    "short": "\nAnswer the question using a single word or phrase.",
-}
-"""Text appended to a question: ``none`` as POPE and RITUAL do, ``one-word`` as VCD does, ``short``
-as LLaVA and lmms-eval do."""
 
 
 def read_pope(files: Mapping[str, Path], left_out: LeftOut = None) -> list[YesNoItem]:
@@ -53,25 +43,24 @@ def read_pope(files: Mapping[str, Path], left_out: LeftOut = None) -> list[YesNo
     Raises:
         InputError: A file cannot be read or is empty, or a question has both labels.
     """
-    found: dict[str, tuple[str, str, Label, list[str]]] = {}
+    found: dict[str, YesNoItem] = {}
     for split, path in files.items():
-        before = sum(len(entry[3]) for entry in found.values())
         for where, row in read_table(path, left_out):
             with leaving_out(left_out):
                 image, text = field_of(row, IMAGE, where), field_of(row, QUESTION, where)
                 label = label_of(field_of(row, ANSWER, where), where)
-                entry = found.setdefault(f"{image}: {text}", (image, text, label, []))
-                if entry[2] != label:
+                name = f"{image}: {text}"
+                new = YesNoItem(id=name, image=image, question=text, target=label, sets=())
+                item = found.get(name, new)
+                if item.target != label:
                     raise InputError(
-                        f"{where} gives the answer {label!r} to {text!r}, and before {entry[2]!r}"
+                        f"{where} gives the answer {label!r} to {text!r}, and before "
+                        f"{item.target!r}"
                     )
-                entry[3].append(split)
-        added = [split for entry in found.values() for split in entry[3]][before:]
+                found[name] = dataclasses.replace(item, sets=(*item.sets, split))
+        added = [item for item in found.values() if split in item.sets]
         refuse_empty(added, left_out, f"{path} holds no line; expected one question a line")
-    return [
-        YesNoItem(id=name, image=image, question=text, target=label, sets=tuple(splits))
-        for name, (image, text, label, splits) in found.items()
-    ]
+    return list(found.values())
 
 
 def find_pope(folder: Path, prefix: str = "") -> dict[str, Path]:
@@ -101,53 +90,24 @@ def find_pope(folder: Path, prefix: str = "") -> dict[str, Path]:
     return found
 
 
-def structure(items: Sequence[YesNoItem]) -> dict[str, Any]:
-    """Computes statistics that distinguish the versions of POPE's files.
-
-    Returns:
-        For each split, the number of questions, yes-questions, images, misspelt questions and
-        questions per image; whether all splits have the same yes-questions; the number of distinct
-        questions; the number of no-questions that each two splits share; and the scores of always
-        answering yes or always no.
-    """
-    names = list(dict.fromkeys(name for item in items for name in item.sets))
+def warnings_of(items: Sequence[YesNoItem]) -> list[str]:
+    """Describes peculiarities of the files that change scores, such as those of an old version."""
+    names = dict.fromkeys(name for item in items for name in item.sets)
     rows = {name: [i for i in items for one in i.sets if one == name] for name in names}
     yes = {name: Counter(i.id for i in row if i.target == "yes") for name, row in rows.items()}
-    no = {name: {i.id for i in row if i.target == "no"} for name, row in rows.items()}
-    per_image = {name: set(Counter(i.image for i in row).values()) for name, row in rows.items()}
-    return {
-        "questions": {name: len(row) for name, row in rows.items()},
-        "yes": {name: sum(found.values()) for name, found in yes.items()},
-        "images": {name: len({i.image for i in row}) for name, row in rows.items()},
-        "questions_per_image": {name: sorted(found) for name, found in per_image.items()},
-        "misspelt": {name: sum("imange" in i.question for i in row) for name, row in rows.items()},
-        "yes_questions_identical": all(found == yes[names[0]] for found in yes.values()),
-        "distinct_questions": len(items),
-        "no_question_overlap": {f"{a}&{b}": len(no[a] & no[b]) for a, b in combinations(names, 2)},
-        "always": {
-            name: {word: _always(word, row) for word in ("yes", "no")} for name, row in rows.items()
-        },
-    }
-
-
-def warnings_of(found: Mapping[str, Any]) -> list[str]:
-    """Describes peculiarities of the files that change scores, given their `structure`."""
+    misspelt = {name: sum("imange" in i.question for i in row) for name, row in rows.items()}
     notes = []
-    for name, count in found["questions"].items():
-        if found["misspelt"][name]:
+    for name, row in rows.items():
+        if misspelt[name]:
             notes.append(
-                f"{found['misspelt'][name]} questions of {name} say 'imange': an old version; "
-                "recalls of the splits may differ"
+                f"{misspelt[name]} questions of {name} say 'imange': an old version; recalls of "
+                "the splits may differ"
             )
-        if count == 2910:
+        if len(row) == 2910:
             notes.append(f"{name} has 2,910 questions: an old version, not comparable with 3,000")
-        elif 2 * found["yes"][name] != count:
-            notes.append(f"{name} has {found['yes'][name]} yes-questions of {count}, not half")
-    if not found["yes_questions_identical"] and not any(found["misspelt"].values()):
+        elif 2 * yes[name].total() != len(row):
+            notes.append(f"{name} has {yes[name].total()} yes-questions of {len(row)}, not half")
+    first, *others = yes.values()
+    if any(one != first for one in others) and not any(misspelt.values()):
         notes.append("the splits have different yes-questions, so that their recalls may differ")
     return notes
-
-
-def _always(word: Label, items: Sequence[YesNoItem]) -> dict[str, float]:
-    counts = count_answers([word] * len(items), [item.target for item in items]).sum(0)
-    return {name: float(value) for name, value in rates(counts).items()}

@@ -8,15 +8,14 @@ relations (left and right, on and under, in front and behind) and whole sets of 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation.stats.intervals import RESAMPLES, bootstrap_sums, interval
 from mmdecode.evaluation.vision.answers import choice
 from mmdecode.evaluation.vision.items import (
     ANSWER,
@@ -24,9 +23,12 @@ from mmdecode.evaluation.vision.items import (
     ChoiceItem,
     LeftOut,
     field_of,
+    items_of,
     leaving_out,
-    read_json,
+    one_file,
+    read_bytes,
     read_json_lines,
+    read_json_list,
     refuse_empty,
 )
 
@@ -46,42 +48,6 @@ WHATS_UP = {"left": "left", "right": "right", "on": "on", "under": "under", "beh
 
 COLUMNS = ("right", "questions", "right_pairs", "pairs", "right_sets", "sets", "unparsed")
 """Columns of `count_choices`, in order."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpatialScore:
-    """Shares of right answers, and the shares that can be reached without the image.
-
-    Attributes:
-        individual: Share of questions that are answered right.
-        pair: Share of pairs with both questions right; ``None``: there is no pair.
-        set: Share of sets with all questions right; ``None``: there is no set.
-        unparsed: Share of answers that name no option or several; they count as wrong.
-        chance: Expected share of right answers if an option is chosen at random.
-        majority: Share of right answers if the most common right answer is always given.
-        intervals: 95 % intervals of ``individual``, ``pair``, ``set`` and ``unparsed``, if known,
-            by bootstrap over groups of questions, or over images for questions without a group.
-        questions, pairs, sets: Number of questions, pairs and sets, summed over seeds.
-    """
-
-    individual: float
-    pair: float | None
-    set: float | None
-    unparsed: float
-    chance: float
-    majority: float
-    intervals: dict[str, tuple[float, float]]
-    questions: int
-    pairs: int
-    sets: int
-
-    def __str__(self) -> str:
-        shown = {"pairs": self.pair, "sets": self.set}
-        more = "".join(f", {n} {100 * v:.2f} %" for n, v in shown.items() if v is not None)
-        return (
-            f"{100 * self.individual:.2f} %{more} (chance {100 * self.chance:.1f} %, majority "
-            f"{100 * self.majority:.1f} %, unparsed {100 * self.unparsed:.1f} %)"
-        )
 
 
 def count_choices(items: Sequence[ChoiceItem]) -> dict[str, np.ndarray]:
@@ -131,7 +97,8 @@ def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
         counts: ``(..., 7)``, see `COLUMNS`.
 
     Returns:
-        Each share, of shape ``(...)``, by name.
+        Each share, of shape ``(...)``, by name: of questions, pairs and sets that are answered
+        right, and of answers that name no option or several, which count as wrong.
     """
     right, questions, right_pairs, pairs, right_sets, sets, unparsed = np.moveaxis(
         counts.astype(float), -1, 0
@@ -145,88 +112,51 @@ def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
         }
 
 
-def score_choices(
-    items: Sequence[ChoiceItem], *, resamples: int = RESAMPLES, seed: int = 0
-) -> SpatialScore:
-    """Scores answers to multiple-choice questions.
-
-    Args:
-        items: Items, each answered once.
-        resamples: Bootstrap resamples for the intervals.
-        seed: Seed of the bootstrap.
+def read_spatial(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
+    """Reads What's Up's images or multiple-choice questions; the arguments are their readers'.
 
     Raises:
-        OptionError: There are no items, or a group has two questions with the same right answer.
+        InputError: The file cannot be read, or a field is missing.
+        OptionError: The path is a folder, or the file holds statements of VSR.
     """
-    if not items:
-        raise OptionError("there is nothing to score; expected at least one answer")
-    return summed(items, np.array(list(count_choices(items).values())), resamples, seed)
+    one_file(path, "spatial")
+    if read_bytes(path).lstrip()[:1] == b"[":
+        return read_whats_up(path, left_out)
+    _, first = next(read_json_lines(path, []), ("", {}))
+    if "caption" in first:
+        raise OptionError(f"{path} holds statements of VSR; run 'mmdecode evaluate vsr'")
+    return read_choices(path, left_out)
 
 
-def summed(
-    items: Sequence[ChoiceItem], counts: np.ndarray, resamples: int, seed: int
-) -> SpatialScore:
-    """Computes scores from the counts of answers.
-
-    Args:
-        items: The questions, each once.
-        counts: Counts of each group or image, summed over seeds, ``(units, 7)``; see `COLUMNS`.
-        resamples: See `score_choices`.
-        seed: See `score_choices`.
-    """
-    found, draws = rates(counts.sum(0)), rates(bootstrap_sums(counts, None, resamples, seed))
-    known = [name for name, value in found.items() if not np.isnan(value)]
-    targets = Counter(item.target for item in items)
-    return SpatialScore(
-        individual=float(found["individual"]),
-        pair=float(found["pair"]) if "pair" in known else None,
-        set=float(found["set"]) if "set" in known else None,
-        unparsed=float(found["unparsed"]),
-        chance=sum(1 / len(item.options) for item in items) / len(items),
-        majority=max(targets.values()) / len(items),
-        intervals={name: interval(draws[name][~np.isnan(draws[name])]) for name in known},
-        questions=int(counts[:, 1].sum()),
-        pairs=int(counts[:, 3].sum()),
-        sets=int(counts[:, 5].sum()),
-    )
-
-
-def read_choices(path: Path, name: str = "all", left_out: LeftOut = None) -> list[ChoiceItem]:
+def read_choices(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
     """Reads multiple-choice questions.
 
     Args:
         path: JSON lines, gzipped or not, with the keys ``image``, one of `QUESTION`, ``options``,
             one of `ANSWER`, and optionally ``group``.
-        name: Name of the question set.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
     Raises:
         InputError: The file cannot be read, or a field is missing.
     """
-    items = []
-    for where, row in read_json_lines(path, left_out):
-        with leaving_out(left_out):
-            options = row.get("options")
-            if not isinstance(options, list) or not all(isinstance(one, str) for one in options):
-                raise InputError(
-                    f"{where} has {options!r} under 'options'; expected a list of texts"
-                )
-            image, question, answer = (
-                field_of(row, names, where) for names in (("image",), QUESTION, ANSWER)
-            )
-            items.append(
-                ChoiceItem(
-                    id=f"{image}: {question}",
-                    image=image,
-                    question=question,
-                    options=tuple(options),
-                    target=answer,
-                    group=str(row.get("group") or ""),
-                    sets=(name,),
-                )
-            )
-    refuse_empty(items, left_out, f"{path} holds no line; expected one question a line")
-    return items
+
+    def item(row: dict[str, Any], where: str) -> ChoiceItem:
+        options = row.get("options")
+        if not isinstance(options, list) or not all(isinstance(one, str) for one in options):
+            raise InputError(f"{where} has {options!r} under 'options'; expected a list of texts")
+        image, question, answer = (
+            field_of(row, names, where) for names in (("image",), QUESTION, ANSWER)
+        )
+        return ChoiceItem(
+            id=f"{image}: {question}",
+            image=image,
+            question=question,
+            options=tuple(options),
+            target=answer,
+            group=str(row.get("group") or ""),
+        )
+
+    return items_of(path, item, left_out, "question")
 
 
 def read_whats_up(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
@@ -242,14 +172,10 @@ def read_whats_up(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
     Raises:
         InputError: The file cannot be read, or an image's name does not have this form.
     """
-    rows = read_json(path)
-    if not isinstance(rows, list) or not rows:
-        raise InputError(f"{path} is no list of images")
     found = []
-    for number, row in enumerate(rows, 1):
-        where = f"{path}, item {number}"
+    for where, row in read_json_list(path, "images"):
         with leaving_out(left_out):
-            image = field_of(row if isinstance(row, dict) else {}, ("image_path",), where)
+            image = field_of(row, ("image_path",), where)
             named = re.fullmatch(r"([^_]+)_([^_]+)(?:_of)?_([^_]+)\.\w+", image.rpartition("/")[2])
             if named is None or named[2] not in WHATS_UP:
                 raise InputError(

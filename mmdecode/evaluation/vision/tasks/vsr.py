@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from mmdecode.errors import InputError
-from mmdecode.evaluation.vision.items import (
-    LeftOut,
-    YesNoItem,
-    field_of,
-    leaving_out,
-    read_json_lines,
-    refuse_empty,
-)
+from mmdecode.evaluation.vision.items import LeftOut, YesNoItem, field_of, items_of
 from mmdecode.evaluation.vision.task import YesNoTask
 
 
 def read_vsr(
     path: Path,
-    name: str = "vsr",
     ask: str = "{} Is this statement about the image true?",
     left_out: LeftOut = None,
 ) -> list[YesNoItem]:
@@ -26,30 +19,26 @@ def read_vsr(
 
     Args:
         path: JSON lines, gzipped or not.
-        name: Name of the question set.
         ask: The question, with ``{}`` for the statement.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
 
     Raises:
         InputError: The file cannot be read, or a label is neither 0 nor 1.
     """
-    items = []
-    for where, row in read_json_lines(path, left_out):
-        with leaving_out(left_out):
-            image, claim = field_of(row, ("image",), where), field_of(row, ("caption",), where)
-            if row.get("label") not in (0, 1):
-                raise InputError(f"{where} has the label {row.get('label')!r}; expected 0 or 1")
-            items.append(
-                YesNoItem(
-                    id=f"{image}: {claim}",
-                    image=image,
-                    question=ask.format(claim),
-                    target="yes" if row["label"] else "no",
-                    sets=(name,),
-                )
-            )
-    refuse_empty(items, left_out, f"{path} holds no line; expected one statement a line")
-    return items
+
+    def item(row: dict[str, Any], where: str) -> YesNoItem:
+        image, claim = field_of(row, ("image",), where), field_of(row, ("caption",), where)
+        if row.get("label") not in (0, 1):
+            raise InputError(f"{where} has the label {row.get('label')!r}; expected 0 or 1")
+        return YesNoItem(
+            id=f"{image}: {claim}",
+            image=image,
+            question=ask.format(claim),
+            target="yes" if row["label"] else "no",
+            sets=("vsr",),
+        )
+
+    return items_of(path, item, left_out, "statement")
 
 
 TASK = YesNoTask(
