@@ -23,22 +23,23 @@ from mmdecode.evaluation.images.report import (
     ALARM,
     ImageReport,
     measured,
-    sheet,
     small,
     verdict,
 )
 from mmdecode.evaluation.images.runs import (
     AGAIN,
     PLAIN,
+    ROWS,
+    ImageRow,
     Mode,
     Recorder,
     forced_logits,
     groups_of,
-    journal_of,
     modes_of,
     read_images,
 )
 from mmdecode.evaluation.report.layout import MADE_BY
+from mmdecode.evaluation.report.plots import sheet
 from mmdecode.image_ar.generator import ImageGenerator
 from mmdecode.image_ar.loading import load
 from mmdecode.image_ar.sampling import guided
@@ -46,6 +47,7 @@ from mmdecode.models.image_classifier import Classifier
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration
 from mmdecode.models.vq import VQConfig, VQModel
 from mmdecode.runs.items import Failed
+from mmdecode.runs.rows import RowJournal
 from tests.support.pages import checked
 
 CODES, GRID, CLASSES = 12, 4, 3
@@ -248,7 +250,7 @@ def test_modes_take_turns_and_draw_the_same_conditions(checkpoint, tmp_path):
     modes = modes_of(["ar", "exact", "exact"])
     assert [mode.name for mode in modes] == [PLAIN, AGAIN, "exact"]
     recorder = Recorder(load(str(checkpoint)), modes, [0, 1, 0, 2], batch=2)
-    journal = journal_of(tmp_path, {}, False)
+    journal = RowJournal(tmp_path / ROWS, read_images, ImageRow.key, {}, False)
     recorder.run(journal)
     journal.close()
     assert [(row.condition, row.ordinal) for row in recorder.requests] == [

@@ -25,9 +25,10 @@ class ImageTask(Task):
 
     def open(self, given: Mapping[str, Any]) -> Run:
         """Loads the model; see `Task.open`."""
-        from mmdecode.evaluation.images.runs import Recorder, journal_of, modes_of
+        from mmdecode.evaluation.images.runs import ROWS, ImageRow, Recorder, modes_of, read_images
         from mmdecode.image_ar.loading import config_of, load
         from mmdecode.runs.conditions import surroundings
+        from mmdecode.runs.rows import RowJournal
 
         model = given["model"]
         names = [name.strip() for name in given["modes"].split(",") if name.strip()]
@@ -68,8 +69,8 @@ class ImageTask(Task):
                 rows, network, recorder, judge, given, settings | {"load_average": load_average}
             ),
             record=recorder.run,
-            journal=lambda folder, resume, overwrite: journal_of(
-                folder, settings, resume, overwrite
+            journal=lambda folder, resume, overwrite: RowJournal(
+                folder / ROWS, read_images, ImageRow.key, settings, resume, overwrite
             ),
             total=recorder.total,
             doing="drawing",

@@ -30,6 +30,19 @@ AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A number that is estimated from a sample.
+
+    Attributes:
+        value, low, high: The number and its 95 % interval.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class PairedTest:
     """Test of whether the errors of two systems differ on average; see `paired_test`.
 
