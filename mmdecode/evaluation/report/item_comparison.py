@@ -80,9 +80,19 @@ class ItemComparison:
     p_holm: float | None = None
 
     @property
+    def main(self) -> tuple[str, Difference]:
+        """The main difference, with its name."""
+        return next(iter(self.differences.items()))
+
+    @property
     def p(self) -> float:
-        """P-value of the flips or, without flips, of the first difference."""
-        return self.flips.p if self.flips else next(iter(self.differences.values())).p
+        """P-value of the flips or, without flips, of the main difference."""
+        return self.flips.p if self.flips else self.main[1].p
+
+    @property
+    def corrected(self) -> float:
+        """``p_holm`` or, if it is not known, ``p``."""
+        return self.p if self.p_holm is None else self.p_holm
 
     def __str__(self) -> str:
         (name, first), *others = self.differences.items()
