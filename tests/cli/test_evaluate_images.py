@@ -22,7 +22,6 @@ from mmdecode.evaluation.images import references as image_truth
 from mmdecode.evaluation.images.report import (
     ALARM,
     ImageReport,
-    measured,
     small,
     verdict,
 )
@@ -34,7 +33,6 @@ from mmdecode.evaluation.images.runs import (
     Mode,
     Recorder,
     forced_logits,
-    groups_of,
     modes_of,
     read_images,
 )
@@ -48,6 +46,7 @@ from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration
 from mmdecode.models.vq import VQConfig, VQModel
 from mmdecode.runs.items import Failed
 from mmdecode.runs.rows import RowJournal
+from mmdecode.zoo import scene_images
 from tests.support.pages import checked
 
 CODES, GRID, CLASSES = 12, 4, 3
@@ -173,7 +172,7 @@ def test_a_run_goes_on_at_the_next_image(checkpoint, tmp_path, monkeypatch):
 
 
 def test_scenes_are_rendered_and_go_through_the_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.setattr(image_truth, "seeds_of_training", lambda: range(6))
+    monkeypatch.setattr(scene_images, "CORPUS_IMAGES", 6)
     model = load(str(build(tmp_path, levels=5)))
     classifier = Classifier.from_pretrained()
     truth = image_truth.truth_of(model, classifier, image_truth.SCENES, count=10)
@@ -281,14 +280,7 @@ def test_a_rule_with_stale_bookkeeping_is_not_exact(checkpoint):
     recorder.generators["old distribution"] = ImageGenerator(
         model, Decoder(draft=Jacobi(window=8), accept=OldLaw()), seed=3
     )
-    found = measured(model, recorder, recorder.run(), batch=240)
-    report = ImageReport(
-        found,
-        guarantees=recorder.guarantees,
-        groups=groups_of(model).numpy(),
-        permutations=99,
-        resamples=20,
-    )
+    report = ImageReport(recorder, recorder.run(), permutations=99, resamples=20)
     modes = report.summary["modes"]
     assert modes["old distribution"]["claims"] == "exact"
     assert modes["old distribution"]["verdict"].startswith("NOT EXACT")

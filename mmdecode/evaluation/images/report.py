@@ -35,7 +35,6 @@ from mmdecode.evaluation.report.report import Report
 from mmdecode.evaluation.stats.image_means import MARGIN, equivalence, mean_of, welch
 from mmdecode.evaluation.stats.image_tables import PERMUTATIONS, marginals, neighbours, two_sample
 from mmdecode.evaluation.stats.intervals import holm
-from mmdecode.image_ar.loading import RasterModel
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.image_classifier import Classifier, Judged
 
@@ -104,22 +103,14 @@ class Measured:
 
 
 def measured(
-    model: RasterModel,
-    recorder: Recorder,
-    rows: Sequence[ImageRow],
-    classifier: Classifier | None = None,
-    batch: int = 16,
+    recorder: Recorder, rows: Sequence[ImageRow], classifier: Classifier | None = None
 ) -> dict[str, Measured]:
     """Scores the images of all modes: likelihood of their codes, classifier output, pixels.
 
-    Args:
-        model: Model that generated the images.
-        recorder: Recorder of the run, with its settings and modes.
-        rows: Records of the images of the run.
-        classifier: Classifies the decoded images; ``None``: no features are computed.
-        batch: Batch size, in images.
+    See `ImageReport` for the arguments.
     """
-    adapter, settings, groups = model.adapter, recorder.settings, groups_of(model)
+    model, batch, settings = recorder.model, recorder.batch, recorder.settings
+    adapter, groups = model.adapter, groups_of(model)
     shape = -1, adapter.layout.rows, adapter.layout.columns
     sampling = Sampling(**settings["sampling"])
     found = {}
@@ -151,6 +142,18 @@ def measured(
     return found
 
 
+def known_classes(recorder: Recorder, classifier: Classifier) -> dict[Any, int] | None:
+    """The classifier's class of each condition, matched by name or, if equally many, by number."""
+    conditions: set[Any] = {request.condition for request in recorder.requests}
+    names = {name.casefold(): index for index, name in enumerate(classifier.classes)}
+    labels = {label: name.casefold() for label, name in recorder.model.labels.items()}
+    if labels and set(labels.values()) <= set(names):
+        return {condition: names[labels[condition]] for condition in conditions}
+    if recorder.model.classes == len(classifier.classes):
+        return {condition: condition for condition in conditions}
+    return None
+
+
 def small(pixels: Tensor) -> np.ndarray:
     """Images ``(n, 3, H, W)``, scaled down and flattened to ``(n, k)``, for distances."""
     reduced = torch.nn.functional.interpolate(pixels, (TINY, TINY), mode="area")
@@ -161,12 +164,9 @@ class ImageReport(Report):
     """Report that compares modes (ways to sample images of one model) with plain decoding.
 
     Args:
-        found: Measurements by mode, see `measured`; plain decoding first.
-        guarantees: Guarantee that each mode claims, such as ``exact``.
-        groups: Group of every code, ``(C,)``, see
-            `mmdecode.evaluation.stats.image_tables.code_groups`.
-        failed: Images that failed: mode, condition, ordinal and error of each.
-        classes: The classifier's class of each condition; ``None``: accuracy is not computed.
+        recorder: Recorder of the run, with its model, settings and modes.
+        rows: Records of the images of the run; images that failed are left out of the scores.
+        classifier: Classifies the decoded images; ``None``: no features are computed.
         truth: Reference images; ``None``: there are none.
         conditions: Settings and hardware of the run, shown in the report.
         margin: Relative margin of the test of equal likelihood (`equivalence`).
@@ -182,32 +182,33 @@ class ImageReport(Report):
 
     def __init__(
         self,
-        found: Mapping[str, Measured],
-        *,
-        guarantees: Mapping[str, str],
-        groups: np.ndarray,
-        failed: Sequence[ImageRow] = (),
-        classes: Mapping[Any, int] | None = None,
+        recorder: Recorder,
+        rows: Sequence[ImageRow],
+        classifier: Classifier | None = None,
         truth: Truth | None = None,
+        *,
         conditions: Mapping[str, Any] | None = None,
         margin: float = MARGIN,
         permutations: int = PERMUTATIONS,
         resamples: int = 200,
         seed: int = 0,
     ) -> None:
-        if PLAIN not in found:
+        self.found = measured(recorder, rows, classifier)
+        if PLAIN not in self.found:
             raise OptionError(
                 "there are fewer than two images of plain decoding, with which modes are compared; "
                 "give a larger --count, or see why images failed"
             )
-        self.found, self.guarantees, self.groups = dict(found), guarantees, groups
-        self.failed = list(failed)
-        self.classes, self.truth = classes, truth
+        self.guarantees, self.groups = recorder.guarantees, groups_of(recorder.model).numpy()
+        self.failed = [row for row in rows if row.error is not None]
+        self.classes = None if classifier is None else known_classes(recorder, classifier)
+        self.truth = truth
         self.conditions = dict(conditions or {})
         self.margin, self.permutations = margin, permutations
         self.resamples, self.seed = resamples, seed
         self._means = {
-            name: mean_of(one.likelihood.per_image, one.conditions) for name, one in found.items()
+            name: mean_of(one.likelihood.per_image, one.conditions)
+            for name, one in self.found.items()
         }
 
     @cached_property

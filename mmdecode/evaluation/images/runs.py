@@ -159,7 +159,7 @@ class Recorder:
         batch: int = 16,
         **how: Any,
     ) -> None:
-        self.modes, self.batch = list(modes), batch
+        self.model, self.modes, self.batch = model, list(modes), batch
         for condition in dict.fromkeys(conditions):
             model.adapter.condition(**model.given([condition]))
         self.generators = {
