@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import importlib
 import importlib.metadata
 import importlib.util
 import json
+import pkgutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,8 +163,7 @@ def task_of(name: str) -> Task:
         InputError: The file cannot be run, or does not define ``TASK``.
     """
     if name in TASKS:
-        module, _, attribute = TASKS[name].partition(":")
-        found: Task = getattr(importlib.import_module(module), attribute)
+        found: Task = pkgutil.resolve_name(TASKS[name])
         return found
     if name.endswith(".py"):
         return _of_file(Path(name))

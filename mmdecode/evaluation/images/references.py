@@ -110,8 +110,8 @@ def _folder(folder: Path, side: Sequence[int], count: int | None) -> Iterator[Te
     height, width = side
     for start in range(0, len(files), BATCH):
         read = map(read_image, files[start : start + BATCH])
-        fitted = [ImageOps.fit(one, (width, height), Image.Resampling.BOX) for one in read]
-        yield _as_pixels(np.stack(fitted))
+        fitted = (ImageOps.fit(one, (width, height), Image.Resampling.BOX) for one in read)
+        yield _as_pixels(np.stack([np.asarray(one) for one in fitted]))
 
 
 def _as_pixels(images: np.ndarray) -> Tensor:

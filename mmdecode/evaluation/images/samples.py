@@ -113,8 +113,7 @@ def likelihood(
     uncut = Sampling(temperature=sampling.temperature)
     begun = torch.zeros_like(flat, dtype=torch.bool)
     if commits is not None:
-        passes = commits.flatten(1)
-        begun[:, 1:] = passes[:, 1:] != passes[:, :-1]
+        begun[:, 1:] = commits.flatten(1).diff() != 0
     found, outside = [], []
     every = _TokenTally(groups, columns)
     first = _TokenTally(groups, columns)
@@ -175,7 +174,7 @@ class _TokenTally:
             distribution[which].split(step), tokens[which].split(step), strict=True
         ):
             ranks, excess, variance = surprise(distributions, chosen)
-            self.ranks.append(ranks.cpu())
+            self.ranks.append(ranks)
             self.excess += excess
             self.variance += variance
         if self.groups is None:

@@ -242,11 +242,15 @@ class ItemReport(Report, Generic[Some]):
         if worse:
             finding += f"{', ' * bool(finding)}worse than {baseline}{_within(worse, sets)}"
         where = f"{hardest}: " if len(sets) > 1 else ""
-        main = known[baseline, mode, hardest]
-        held = [f"against {baseline} {main.main[0]} {_points(main)}, p = {main.corrected:.3f}"]
-        held += [f"against {_rival(p, mode)} {_points(known[*p, hardest])}" for p in rivals]
-        line = f"{mode}: {finding}. {where}{self.summary_line(mode, hardest)}; {held[0]}"
-        return bool(helps), "; ".join([line, ", ".join(held[1:])] if rivals else [line]) + "."
+        overall = known[baseline, mode, hardest]
+        parts = [
+            f"{mode}: {finding}. {where}{self.summary_line(mode, hardest)}",
+            f"against {baseline} {overall.main[0]} {_points(overall)}, p = {overall.corrected:.3f}",
+        ]
+        if rivals:
+            held = [f"against {_rival(p, mode)} {_points(known[*p, hardest])}" for p in rivals]
+            parts.append(", ".join(held))
+        return bool(helps), "; ".join(parts) + "."
 
     def _sign(self, found: ItemComparison) -> int:
         """Returns 1 if a gain is shown, -1 if a loss is shown, and 0 otherwise."""
