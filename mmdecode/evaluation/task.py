@@ -96,11 +96,6 @@ class Task(abc.ABC):
     rows: str = "items.jsonl"
     failed: str = "they count as wrong"
 
-    @property
-    def rescored(self) -> bool:
-        """Whether earlier runs can be scored again without a model."""
-        return "rescore" in self.options
-
     def refuse(self, given: Mapping[str, Any]) -> None:
         """Refuses options that do not go together, before anything is read.
 
@@ -110,7 +105,7 @@ class Task(abc.ABC):
         Raises:
             OptionError: They do not go together.
         """
-        if self.rescored:
+        if "rescore" in self.options:
             one_of(given, "model", "rescore")
 
     def decodes(self, given: Mapping[str, Any]) -> bool:

@@ -199,7 +199,8 @@ class ImageReport(Report):
                 "there are fewer than two images of plain decoding, with which modes are compared; "
                 "give a larger --count, or see why images failed"
             )
-        self.guarantees, self.groups = recorder.guarantees, groups_of(recorder.model).numpy()
+        self.guarantees = {name: one.guarantee for name, one in recorder.generators.items()}
+        self.groups = groups_of(recorder.model).numpy()
         self.failed = [row for row in rows if row.error is not None]
         self.classes = None if classifier is None else known_classes(recorder, classifier)
         self.truth = truth
@@ -429,8 +430,7 @@ def _distribution_row(name: str, mode: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _test_row(name: str, mode: Mapping[str, Any]) -> dict[str, str]:
-    found = {test: mode["tests"].get(test, {}).get("p_holm") for test in TESTS}
-    cells = {test: "" if p is None else f"{p:.2g}" for test, p in found.items()}
+    cells = {test: number(mode["tests"].get(test, {}).get("p_holm"), ".2g") for test in TESTS}
     return {"mode": name, **cells, "verdict": verdict(mode)}
 
 
@@ -445,7 +445,7 @@ def _pixel_row(name: str, found: Mapping[str, Any]) -> dict[str, str]:
         "kernel distance": _spread(found.get("kernel_from_plain"), ".4f"),
         "distance to real": _spread(found.get("from_real") or found.get("tokenizer")),
         "copies %": percent(near and near["copies"], ".1f"),
-        "nearer than held-out, p": "" if near is None else f"{near['p']:.2g}",
+        "nearer than held-out, p": number(near and near["p"], ".2g"),
     }
 
 

@@ -141,7 +141,9 @@ class Recorder:
 
     Attributes:
         generators: Generator of each mode, by the mode's name.
+        settings: Guidance and sampling options, the same for all modes.
         requests: Requests for images, the same for each mode.
+        total: Number of images of all modes.
 
     Raises:
         OptionError: The model does not know a condition.
@@ -180,22 +182,9 @@ class Recorder:
             for mode in modes
         }
         self._watches = {mode.name: Watch() for mode in modes}
-        self.requests = self.generators[self.modes[0].name].requests(conditions)
-
-    @property
-    def total(self) -> int:
-        """Number of images of all modes."""
-        return len(self.requests) * len(self.modes)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Guidance and sampling options, the same for all modes."""
-        return self.generators[self.modes[0].name].settings
-
-    @property
-    def guarantees(self) -> dict[str, str]:
-        """Guarantee of each mode, such as ``exact``; see `GeneratedImage`."""
-        return {name: generator.guarantee for name, generator in self.generators.items()}
+        first = self.generators[self.modes[0].name]
+        self.settings, self.requests = first.settings, first.requests(conditions)
+        self.total = len(self.requests) * len(self.modes)
 
     def run(
         self,
