@@ -164,23 +164,14 @@ class Recorder:
         self.model, self.modes, self.batch = model, list(modes), batch
         for condition in dict.fromkeys(conditions):
             model.adapter.condition(**model.given([condition]))
-        self.generators = {
-            mode.name: ImageGenerator(
-                model,
-                decoder_of(
-                    mode.preset,
-                    mode.draft,
-                    mode.accept,
-                    adapter=model.adapter,
-                    target=model.adapter.model,
-                    model_id=model_id,
-                ),
-                seed=seed + mode.shift,
-                batch=batch,
-                **how,
+        at_hand = {"target": model.adapter.model, "model_id": model_id}
+        self.generators = {}
+        for mode in modes:
+            parts = mode.preset, mode.draft, mode.accept
+            decoder = decoder_of(*parts, adapter=model.adapter, **at_hand)
+            self.generators[mode.name] = ImageGenerator(
+                model, decoder, seed=seed + mode.shift, batch=batch, **how
             )
-            for mode in modes
-        }
         self._watches = {mode.name: Watch() for mode in modes}
         first = self.generators[self.modes[0].name]
         self.settings, self.requests = first.settings, first.requests(conditions)
@@ -204,13 +195,10 @@ class Recorder:
         for number, start in enumerate(range(0, len(self.requests), self.batch)):
             batch = self.requests[start : start + self.batch]
             for mode in self.modes if number % 2 == 0 else self.modes[::-1]:
-                todo = [
-                    one for one in batch if (mode.name, one.condition, one.ordinal) not in found
-                ]
-                for image in self.generators[mode.name].images(
-                    todo, watch=self._watches[mode.name]
-                ):
-                    row = row_of(mode.name, image)
+                name, watch = mode.name, self._watches[mode.name]
+                todo = [one for one in batch if (name, one.condition, one.ordinal) not in found]
+                for image in self.generators[name].images(todo, watch=watch):
+                    row = row_of(name, image)
                     found[row.key()] = row
                     if journal:
                         journal.add(row)
