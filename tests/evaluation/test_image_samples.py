@@ -16,7 +16,7 @@ from mmdecode.evaluation.images.features import (
 )
 from mmdecode.evaluation.images.samples import likelihood
 from mmdecode.evaluation.stats.image_means import equivalence, mean_of, welch
-from mmdecode.evaluation.stats.image_tables import code_groups, marginals, neighbours, two_sample
+from mmdecode.evaluation.stats.image_tables import code_groups, neighbours, two_sample
 from mmdecode.image_ar.sampling import Sampling
 
 CODES, SIDE, WINDOW = 6, 4, 5
@@ -86,7 +86,7 @@ def scored(codes, commits=None, sampling=PLAIN, batch=256):
 
 def compared(first, second):
     tables = {
-        "codes": marginals,
+        "codes": lambda codes: codes.reshape(len(codes), -1, 1),
         "right": lambda codes: neighbours(codes, GROUPS.numpy()),
         "below": lambda codes: neighbours(codes, GROUPS.numpy(), 1),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.layout import Rows, number, percent, without_empty
 from mmdecode.evaluation.report.report import Report
 from mmdecode.evaluation.stats.image_means import MARGIN, equivalence, mean_of, welch
-from mmdecode.evaluation.stats.image_tables import PERMUTATIONS, marginals, neighbours, two_sample
+from mmdecode.evaluation.stats.image_tables import PERMUTATIONS, neighbours, two_sample
 from mmdecode.evaluation.stats.intervals import holm
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.image_classifier import Classifier, Judged
@@ -160,12 +160,13 @@ def small(pixels: Tensor) -> np.ndarray:
     return reduced.flatten(1).numpy()
 
 
+@dataclass(repr=False, eq=False)
 class ImageReport(Report):
     """Report that compares modes (ways to sample images of one model) with plain decoding.
 
     Args:
         recorder: Recorder of the run, with its model, settings and modes.
-        rows: Records of the images of the run; images that failed are left out of the scores.
+        recorded: Records of the images of the run; failed images are left out of the scores.
         classifier: Classifies the decoded images; ``None``: no features are computed.
         truth: Reference images; ``None``: there are none.
         conditions: Settings and hardware of the run, shown in the report.
@@ -178,35 +179,31 @@ class ImageReport(Report):
         OptionError: There are fewer than two images of the mode ``plain``.
     """
 
+    recorder: Recorder
+    recorded: Sequence[ImageRow]
+    classifier: Classifier | None = None
+    truth: Truth | None = None
+    _: KW_ONLY
+    conditions: dict[str, Any] = field(default_factory=dict)
+    margin: float = MARGIN
+    permutations: int = PERMUTATIONS
+    resamples: int = 200
+    seed: int = 0
+
     title = "Images"
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        rows: Sequence[ImageRow],
-        classifier: Classifier | None = None,
-        truth: Truth | None = None,
-        *,
-        conditions: Mapping[str, Any] | None = None,
-        margin: float = MARGIN,
-        permutations: int = PERMUTATIONS,
-        resamples: int = 200,
-        seed: int = 0,
-    ) -> None:
-        self.found = measured(recorder, rows, classifier)
+    def __post_init__(self) -> None:
+        self.found = measured(self.recorder, self.recorded, self.classifier)
         if PLAIN not in self.found:
             raise OptionError(
                 "there are fewer than two images of plain decoding, with which modes are compared; "
                 "give a larger --count, or see why images failed"
             )
-        self.guarantees = {name: one.guarantee for name, one in recorder.generators.items()}
-        self.groups = groups_of(recorder.model).numpy()
-        self.failed = [row for row in rows if row.error is not None]
-        self.classes = None if classifier is None else known_classes(recorder, classifier)
-        self.truth = truth
-        self.conditions = dict(conditions or {})
-        self.margin, self.permutations = margin, permutations
-        self.resamples, self.seed = resamples, seed
+        self.failed = [row for row in self.recorded if row.error is not None]
+        self.groups = groups_of(self.recorder.model).numpy()
+        self.classes = None
+        if self.classifier is not None:
+            self.classes = known_classes(self.recorder, self.classifier)
         self._means = {
             name: mean_of(one.likelihood.per_image, one.conditions)
             for name, one in self.found.items()
@@ -221,7 +218,7 @@ class ImageReport(Report):
             tests[name][test] = {"p": p, "p_holm": corrected}
         modes = {
             name: {
-                "claims": self.guarantees[name],
+                "claims": self.recorder.generators[name].guarantee,
                 "failed": sum(row.mode == name for row in self.failed),
                 **self._likelihood(name),
                 "tests": tests[name],
@@ -273,7 +270,7 @@ class ImageReport(Report):
         found["likelihood"] = welch(self._means[PLAIN], self._means[name])
         both, strata = (plain.codes, one.codes), (plain.conditions, one.conditions)
         tables = {
-            "codes": [marginals(codes) for codes in both],
+            "codes": [codes.reshape(len(codes), -1, 1) for codes in both],
             "pairs across": [neighbours(codes, self.groups) for codes in both],
             "pairs down": [neighbours(codes, self.groups, down=1) for codes in both],
         }

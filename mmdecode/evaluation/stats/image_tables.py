@@ -1,7 +1,7 @@
 """Permutation tests of two samples of images, each a grid of codes (indices into a codebook).
 
-The tests compare histograms: of the code at each grid position (`marginals`), or of pairs of
-neighbouring codes (`neighbours`). A table is one such histogram, and a cell is one entry of it.
+The tests compare histograms: of the code at each grid position, or of pairs of neighbouring codes
+(`neighbours`). A table is one such histogram, and a cell is one entry of it.
 Codes are small integers; nothing else is assumed about them.
 """
 
@@ -63,7 +63,7 @@ def two_sample(
 
     Args:
         first: Values (small integers) that each image contributes to each histogram,
-            ``(n, tables, entries)``; see `marginals` and `neighbours`.
+            ``(n, tables, entries)``: codes ``(n, positions, 1)``, or those of `neighbours`.
         second: The same for the other sample, ``(m, tables, entries)``.
         strata: Condition, such as the class, of each image in ``first`` and in ``second``: images
             are then permuted within a condition only. ``None``: among all images.
@@ -101,15 +101,6 @@ def two_sample(
         cells=table.shape[1],
         pooled=pooled,
     )
-
-
-def marginals(codes: np.ndarray) -> np.ndarray:
-    """Input of `two_sample` for one histogram per grid position of codes ``(n, rows, columns)``.
-
-    Returns:
-        The code of each image at each position, ``(n, rows * columns, 1)``.
-    """
-    return codes.reshape(len(codes), -1, 1)
 
 
 def neighbours(codes: np.ndarray, groups: np.ndarray, down: int = 0) -> np.ndarray:
