@@ -19,12 +19,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
 from mmdecode.evaluation.images import references as image_truth
-from mmdecode.evaluation.images.report import (
-    ALARM,
-    ImageReport,
-    small,
-    verdict,
-)
+from mmdecode.evaluation.images.report import ALARM, ImageReport, small, verdict
 from mmdecode.evaluation.images.runs import (
     AGAIN,
     PLAIN,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,20 +20,13 @@ from mmdecode.evaluation.images.features import (
     memory,
     nearest,
 )
-from mmdecode.evaluation.images.runs import (
-    AGAIN,
-    PLAIN,
-    ImageRow,
-    Recorder,
-    forced_logits,
-    groups_of,
-)
+from mmdecode.evaluation.images.runs import AGAIN, PLAIN, ImageRow, Recorder, forced_logits
 from mmdecode.evaluation.images.samples import Likelihood, likelihood
 from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.layout import Rows, number, percent, without_empty
 from mmdecode.evaluation.report.report import Report
 from mmdecode.evaluation.stats.image_means import MARGIN, equivalence, mean_of, welch
-from mmdecode.evaluation.stats.image_tables import PERMUTATIONS, neighbours, two_sample
+from mmdecode.evaluation.stats.image_tables import PERMUTATIONS, code_groups, neighbours, two_sample
 from mmdecode.evaluation.stats.intervals import holm
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.image_classifier import Classifier, Judged
@@ -102,58 +95,6 @@ class Measured:
         return [row.condition for row in self.rows]
 
 
-def measured(
-    recorder: Recorder, rows: Sequence[ImageRow], classifier: Classifier | None = None
-) -> dict[str, Measured]:
-    """Scores the images of all modes: likelihood of their codes, classifier output, pixels.
-
-    See `ImageReport` for the arguments.
-    """
-    model, batch, settings = recorder.model, recorder.batch, recorder.settings
-    adapter, groups = model.adapter, groups_of(model)
-    shape = -1, adapter.layout.rows, adapter.layout.columns
-    sampling = Sampling(**settings["sampling"])
-    found = {}
-    for mode in recorder.modes:
-        own = [row for row in rows if row.mode == mode.name and row.error is None]
-        if len(own) < 2:
-            continue
-        codes = torch.tensor([row.codes for row in own]).view(shape)
-        commits = torch.tensor([row.commits for row in own]).view(shape)
-        conditions = [row.condition for row in own]
-
-        def target(part: slice, asked: list[Any] = conditions, codes: Tensor = codes) -> Tensor:
-            return forced_logits(model, asked[part], codes[part], settings["guidance"]).cpu()
-
-        scores = likelihood(target, codes, sampling, commits=commits, groups=groups, batch=batch)
-        found[mode.name] = Measured(rows=own, codes=codes.numpy(), likelihood=scores)
-        try:
-            parts = [adapter.decode(c.to(adapter.model.device)).cpu() for c in codes.split(batch)]
-        except IncompatibleError:  # there is no image decoder
-            continue
-        pixels = torch.cat(parts)
-        shown = (pixels[:SHOWN] * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
-        found[mode.name] = replace(
-            found[mode.name],
-            judged=None if classifier is None else classifier.judge(pixels.split(64)),
-            points=small(pixels),
-            shown=shown.numpy(),
-        )
-    return found
-
-
-def known_classes(recorder: Recorder, classifier: Classifier) -> dict[Any, int] | None:
-    """The classifier's class of each condition, matched by name or, if equally many, by number."""
-    conditions: set[Any] = {request.condition for request in recorder.requests}
-    names = {name.casefold(): index for index, name in enumerate(classifier.classes)}
-    labels = {label: name.casefold() for label, name in recorder.model.labels.items()}
-    if labels and set(labels.values()) <= set(names):
-        return {condition: names[labels[condition]] for condition in conditions}
-    if recorder.model.classes == len(classifier.classes):
-        return {condition: condition for condition in conditions}
-    return None
-
-
 def small(pixels: Tensor) -> np.ndarray:
     """Images ``(n, 3, H, W)``, scaled down and flattened to ``(n, k)``, for distances."""
     reduced = torch.nn.functional.interpolate(pixels, (TINY, TINY), mode="area")
@@ -193,21 +134,68 @@ class ImageReport(Report):
     title = "Images"
 
     def __post_init__(self) -> None:
-        self.found = measured(self.recorder, self.recorded, self.classifier)
+        adapter = self.recorder.model.adapter
+        book = adapter.codebook()
+        if book is None:  # codes are grouped by their index
+            book = torch.arange(len(adapter.layout.ids))[:, None]
+        self.groups = code_groups(book)
+        self.found = dict(self._measured())
         if PLAIN not in self.found:
             raise OptionError(
                 "there are fewer than two images of plain decoding, with which modes are compared; "
                 "give a larger --count, or see why images failed"
             )
         self.failed = [row for row in self.recorded if row.error is not None]
-        self.groups = groups_of(self.recorder.model).numpy()
-        self.classes = None
-        if self.classifier is not None:
-            self.classes = known_classes(self.recorder, self.classifier)
+        self.classes = self._known_classes()
         self._means = {
             name: mean_of(one.likelihood.per_image, one.conditions)
             for name, one in self.found.items()
         }
+
+    def _measured(self) -> Iterator[tuple[str, Measured]]:
+        """Scores the images of each mode: likelihood of their codes, classifier output, pixels."""
+        model, batch, settings = self.recorder.model, self.recorder.batch, self.recorder.settings
+        adapter, sampling = model.adapter, Sampling(**settings["sampling"])
+        shape, device = (-1, adapter.layout.rows, adapter.layout.columns), adapter.model.device
+        for mode in self.recorder.modes:
+            own = [row for row in self.recorded if row.mode == mode.name and row.error is None]
+            if len(own) < 2:
+                continue
+            codes = torch.tensor([row.codes for row in own]).view(shape)
+            commits = torch.tensor([row.commits for row in own]).view(shape)
+            conditions = [row.condition for row in own]
+
+            def target(part: slice, asked: list[Any] = conditions, codes: Tensor = codes) -> Tensor:
+                return forced_logits(model, asked[part], codes[part], settings["guidance"]).cpu()
+
+            scores = likelihood(
+                target, codes, sampling, commits=commits, groups=self.groups, batch=batch
+            )
+            found = Measured(rows=own, codes=codes.numpy(), likelihood=scores)
+            try:
+                parts = [adapter.decode(c.to(device)).cpu() for c in codes.split(batch)]
+            except IncompatibleError:  # there is no image decoder
+                yield mode.name, found
+                continue
+            pixels = torch.cat(parts)
+            shown = (pixels[:SHOWN] * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+            if self.classifier is not None:
+                found = replace(found, judged=self.classifier.judge(pixels.split(64)))
+            yield mode.name, replace(found, points=small(pixels), shown=shown)
+
+    def _known_classes(self) -> dict[Any, int] | None:
+        """The classifier's class of each condition, by its name or, if equally many, its number."""
+        if self.classifier is None:
+            return None
+        model = self.recorder.model
+        conditions: set[Any] = {request.condition for request in self.recorder.requests}
+        names = {name.casefold(): index for index, name in enumerate(self.classifier.classes)}
+        labels = {label: name.casefold() for label, name in model.labels.items()}
+        if labels and set(labels.values()) <= set(names):
+            return {condition: names[labels[condition]] for condition in conditions}
+        if model.classes == len(self.classifier.classes):
+            return {condition: condition for condition in conditions}
+        return None
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -268,11 +256,12 @@ class ImageReport(Report):
         if name == PLAIN:
             return found
         found["likelihood"] = welch(self._means[PLAIN], self._means[name])
+        groups = self.groups.numpy()
         both, strata = (plain.codes, one.codes), (plain.conditions, one.conditions)
         tables = {
             "codes": [codes.reshape(len(codes), -1, 1) for codes in both],
-            "pairs across": [neighbours(codes, self.groups) for codes in both],
-            "pairs down": [neighbours(codes, self.groups, down=1) for codes in both],
+            "pairs across": [neighbours(codes, groups) for codes in both],
+            "pairs down": [neighbours(codes, groups, down=1) for codes in both],
         }
         for test, (before, after) in tables.items():
             found[test] = two_sample(before, after, strata, self.permutations, self.seed).p

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation.stats.image_tables import code_groups
 from mmdecode.guide.guidance import Guidance
 from mmdecode.image_ar.backends import reread
 from mmdecode.image_ar.generator import ImageGenerator
@@ -225,17 +224,6 @@ def row_of(mode: str, image: GeneratedImage) -> ImageRow:
             "seconds": image.seconds,
         }
     return ImageRow(mode=mode, condition=image.condition, ordinal=image.ordinal, **generated)
-
-
-def groups_of(model: RasterModel) -> Tensor:
-    """Groups codes with similar embeddings, see `code_groups`; without a codebook by their index.
-
-    Returns:
-        Group of each code, ``(C,)``.
-    """
-    book = model.adapter.codebook()
-    numbers = torch.arange(len(model.adapter.layout.ids))[:, None]
-    return code_groups(numbers if book is None else book)
 
 
 @torch.no_grad()
