@@ -288,11 +288,9 @@ class ItemReport(Report, Generic[Some]):
 
     def failures(self) -> list[dict[str, Any]]:
         """Questions whose decoding failed."""
-        return [
-            {"id": one.id, "mode": one.mode, "seed": one.seed, "error": one.error}
-            for one in self.recorded
-            if one.error is not None
-        ]
+        failed = [item for item in self.recorded if item.error is not None]
+        names = "id", "mode", "seed", "error"
+        return [{name: getattr(item, name) for name in names} for item in failed]
 
     def further_files(self) -> dict[str, str | bytes]:
         """The recorded answers."""
