@@ -52,7 +52,16 @@ def kernel_distance(
     """Unbiased squared maximum mean discrepancy with the kernel ``(x . y / d + 1) ** 3``.
 
     For equal distributions its mean is 0 for any number of images, so about half of the values are
-    negative. Arguments and interval are those of `frechet`.
+    negative.
+
+    Args:
+        first: Features of one sample, ``(n, d)``.
+        second: Features of the other sample, ``(m, d)``.
+        resamples: Number of bootstrap samples.
+        seed: Seed of the bootstrap.
+
+    Returns:
+        The distance, with an interval as in `frechet`.
     """
     size = first.shape[1]
     one, other = (np.asarray(features, dtype=np.float32) for features in (first, second))
