@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> Path:
             "images": len(codes),
             "nats_per_token": mean.value / scored.tokens,
             "interval": [x / scored.tokens for x in (mean.low, mean.high)],
-            "welch_p": welch(mean, plain).p if name != "plain" else None,
+            "welch_p": welch(mean, plain) if name != "plain" else None,
             "equivalence": asdict(equivalence(plain, mean)) if name != "plain" else None,
             "p_all": scored.all.p,
             "p_first": scored.first.p if scored.first else None,

@@ -37,7 +37,6 @@ SHORT = {"engine", "draft", "accept", "guide", "adapters", "asr", "vlm", "image_
 LONGER = {
     "cli/transcribe.py": 532,
     "evaluation/audit/audit.py": 619,
-    "evaluation/images/report.py": 539,
     "evaluation/speech/word_report.py": 571,
     "models/llamagen.py": 559,
     "runs/files.py": 597,

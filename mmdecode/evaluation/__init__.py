@@ -9,20 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.audit import audit as _audit
-    from mmdecode.evaluation.audit.audit import AuditReport
-    from mmdecode.evaluation.audit.plain import Case, Plain
-    from mmdecode.evaluation.report.report import Report
-    from mmdecode.evaluation.runner import evaluate
-    from mmdecode.evaluation.speech.comparison import Comparison
-    from mmdecode.evaluation.speech.word_report import WERReport, wer_report
-    from mmdecode.evaluation.speed.memory import RowBytes, row_bytes
-    from mmdecode.evaluation.task import Task
-    from mmdecode.evaluation.vision.benchmarks import CaptionTask
-    from mmdecode.evaluation.vision.caption_report import CaptionReport
-    from mmdecode.evaluation.vision.choice_report import ChoiceReport
-    from mmdecode.evaluation.vision.items import CaptionItem, ChoiceItem, YesNoItem
-    from mmdecode.evaluation.vision.task import ChoiceTask, YesNoTask
-    from mmdecode.evaluation.vision.yes_no_report import YesNoReport
+    from mmdecode.evaluation.audit.audit import AuditReport as AuditReport
+    from mmdecode.evaluation.audit.plain import Case as Case
+    from mmdecode.evaluation.audit.plain import Plain as Plain
+    from mmdecode.evaluation.report.report import Report as Report
+    from mmdecode.evaluation.runner import evaluate as evaluate
+    from mmdecode.evaluation.speech.comparison import Comparison as Comparison
+    from mmdecode.evaluation.speech.word_report import WERReport as WERReport
+    from mmdecode.evaluation.speech.word_report import wer_report as wer_report
+    from mmdecode.evaluation.speed.memory import RowBytes as RowBytes
+    from mmdecode.evaluation.speed.memory import row_bytes as row_bytes
+    from mmdecode.evaluation.task import Task as Task
+    from mmdecode.evaluation.vision.benchmarks import CaptionTask as CaptionTask
+    from mmdecode.evaluation.vision.caption_report import CaptionReport as CaptionReport
+    from mmdecode.evaluation.vision.choice_report import ChoiceReport as ChoiceReport
+    from mmdecode.evaluation.vision.items import CaptionItem as CaptionItem
+    from mmdecode.evaluation.vision.items import ChoiceItem as ChoiceItem
+    from mmdecode.evaluation.vision.items import YesNoItem as YesNoItem
+    from mmdecode.evaluation.vision.task import ChoiceTask as ChoiceTask
+    from mmdecode.evaluation.vision.task import YesNoTask as YesNoTask
+    from mmdecode.evaluation.vision.yes_no_report import YesNoReport as YesNoReport
 
     audit = _audit.audit  # an assignment: the folder of that name would be taken for it
 
@@ -44,29 +50,7 @@ _MODULES = {
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = [
-    "AuditReport",
-    "CaptionItem",
-    "CaptionReport",
-    "CaptionTask",
-    "Case",
-    "ChoiceItem",
-    "ChoiceReport",
-    "ChoiceTask",
-    "Comparison",
-    "Plain",
-    "Report",
-    "RowBytes",
-    "Task",
-    "WERReport",
-    "YesNoItem",
-    "YesNoReport",
-    "YesNoTask",
-    "audit",
-    "evaluate",
-    "row_bytes",
-    "wer_report",
-]
+__all__ = ["audit", *_HOME]
 
 
 class _Package(types.ModuleType):

@@ -27,8 +27,6 @@ PATHS = (
     *("images", "output", "prompts", "recordings", "references", "rescore", "synonyms"),
     "training",
 )
-Record = Callable[[Run, "RowJournal[Any] | None"], list[Any]]
-"""Function that computes the rows of a run and appends them to the journal, if there is one."""
 
 
 def evaluate(
@@ -79,14 +77,16 @@ def refuse(task: Task, given: Mapping[str, Any]) -> None:
 
 
 def run_task(
-    task: Task, given: Mapping[str, Any], record: Record
+    task: Task,
+    given: Mapping[str, Any],
+    record: Callable[[Run, RowJournal[Any] | None], list[Any]],
 ) -> tuple[Run, Report, list[Path]]:
     """Runs a task or reads an earlier run; returns run, report and the files of the report.
 
     Args:
         task: The task.
         given: All options of the task, by name, which `refuse` accepts.
-        record: Computes the rows.
+        record: Computes the rows of a run, and appends them to the journal, if there is one.
 
     Raises:
         OptionError: The folder holds other results, or the options do not fit the data.

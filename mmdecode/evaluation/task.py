@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import importlib
 import importlib.metadata
 import importlib.util
 import json
+import pkgutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,11 +96,6 @@ class Task(abc.ABC):
     rows: str = "items.jsonl"
     failed: str = "they count as wrong"
 
-    @property
-    def rescored(self) -> bool:
-        """Whether earlier runs can be scored again without a model."""
-        return "rescore" in self.options
-
     def refuse(self, given: Mapping[str, Any]) -> None:
         """Refuses options that do not go together, before anything is read.
 
@@ -110,7 +105,7 @@ class Task(abc.ABC):
         Raises:
             OptionError: They do not go together.
         """
-        if self.rescored:
+        if "rescore" in self.options:
             one_of(given, "model", "rescore")
 
     def decodes(self, given: Mapping[str, Any]) -> bool:
@@ -163,8 +158,7 @@ def task_of(name: str) -> Task:
         InputError: The file cannot be run, or does not define ``TASK``.
     """
     if name in TASKS:
-        module, _, attribute = TASKS[name].partition(":")
-        found: Task = getattr(importlib.import_module(module), attribute)
+        found: Task = pkgutil.resolve_name(TASKS[name])
         return found
     if name.endswith(".py"):
         return _of_file(Path(name))

@@ -19,26 +19,20 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
 from mmdecode.evaluation.images import references as image_truth
-from mmdecode.evaluation.images.report import (
-    ALARM,
-    ImageReport,
-    measured,
-    sheet,
-    small,
-    verdict,
-)
+from mmdecode.evaluation.images.report import ALARM, ImageReport, small, verdict
 from mmdecode.evaluation.images.runs import (
     AGAIN,
     PLAIN,
+    ROWS,
+    ImageRow,
     Mode,
     Recorder,
     forced_logits,
-    groups_of,
-    journal_of,
     modes_of,
     read_images,
 )
 from mmdecode.evaluation.report.layout import MADE_BY
+from mmdecode.evaluation.report.plots import sheet
 from mmdecode.image_ar.generator import ImageGenerator
 from mmdecode.image_ar.loading import load
 from mmdecode.image_ar.sampling import guided
@@ -46,6 +40,8 @@ from mmdecode.models.image_classifier import Classifier
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration
 from mmdecode.models.vq import VQConfig, VQModel
 from mmdecode.runs.items import Failed
+from mmdecode.runs.rows import RowJournal
+from mmdecode.zoo import scene_images
 from tests.support.pages import checked
 
 CODES, GRID, CLASSES = 12, 4, 3
@@ -171,7 +167,7 @@ def test_a_run_goes_on_at_the_next_image(checkpoint, tmp_path, monkeypatch):
 
 
 def test_scenes_are_rendered_and_go_through_the_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.setattr(image_truth, "seeds_of_training", lambda: range(6))
+    monkeypatch.setattr(scene_images, "CORPUS_IMAGES", 6)
     model = load(str(build(tmp_path, levels=5)))
     classifier = Classifier.from_pretrained()
     truth = image_truth.truth_of(model, classifier, image_truth.SCENES, count=10)
@@ -248,7 +244,7 @@ def test_modes_take_turns_and_draw_the_same_conditions(checkpoint, tmp_path):
     modes = modes_of(["ar", "exact", "exact"])
     assert [mode.name for mode in modes] == [PLAIN, AGAIN, "exact"]
     recorder = Recorder(load(str(checkpoint)), modes, [0, 1, 0, 2], batch=2)
-    journal = journal_of(tmp_path, {}, False)
+    journal = RowJournal(tmp_path / ROWS, read_images, ImageRow.key, {}, False)
     recorder.run(journal)
     journal.close()
     assert [(row.condition, row.ordinal) for row in recorder.requests] == [
@@ -279,14 +275,7 @@ def test_a_rule_with_stale_bookkeeping_is_not_exact(checkpoint):
     recorder.generators["old distribution"] = ImageGenerator(
         model, Decoder(draft=Jacobi(window=8), accept=OldLaw()), seed=3
     )
-    found = measured(model, recorder, recorder.run(), batch=240)
-    report = ImageReport(
-        found,
-        guarantees=recorder.guarantees,
-        groups=groups_of(model).numpy(),
-        permutations=99,
-        resamples=20,
-    )
+    report = ImageReport(recorder, recorder.run(), permutations=99, resamples=20)
     modes = report.summary["modes"]
     assert modes["old distribution"]["claims"] == "exact"
     assert modes["old distribution"]["verdict"].startswith("NOT EXACT")

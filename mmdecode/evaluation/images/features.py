@@ -9,32 +9,18 @@ arXiv:1801.01401 (unbiased kernel distance).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mmdecode.errors import OptionError
-from mmdecode.evaluation.stats.image_means import Mean, mean_of, scipy_parts
-from mmdecode.evaluation.stats.intervals import draw_units, interval
+from mmdecode.evaluation.stats.image_means import mean_of, scipy_parts
+from mmdecode.evaluation.stats.intervals import Estimate, draw_units, interval
 
 
-@dataclass(frozen=True, kw_only=True)
-class Distance:
-    """Distance between the features of two samples of images.
-
-    Attributes:
-        value: Distance between the samples.
-        low, high: 95 % interval, by bootstrap over the images of both samples; the bias that
-            resampling adds to the distance is subtracted.
-    """
-
-    value: float
-    low: float
-    high: float
-
-
-def frechet(first: np.ndarray, second: np.ndarray, resamples: int = 200, seed: int = 0) -> Distance:
+def frechet(first: np.ndarray, second: np.ndarray, resamples: int = 200, seed: int = 0) -> Estimate:
     """Frechet distance between Gaussians fitted to classifier features.
 
     The estimate is too large, by an amount that falls as one over the number of images; compare it
@@ -45,24 +31,24 @@ def frechet(first: np.ndarray, second: np.ndarray, resamples: int = 200, seed: i
         second: Features of the other sample, ``(m, d)``.
         resamples: Number of bootstrap samples.
         seed: Seed of the bootstrap.
+
+    Returns:
+        The distance, with an interval by bootstrap over the images of both samples; the bias that
+        resampling adds to the distance is subtracted.
     """
     tables = [np.asarray(features, dtype=np.float64) for features in (first, second)]
-    even = [np.ones(len(table)) for table in tables]
-    value = _frechet(*(_moments(t, w) for t, w in zip(tables, even, strict=True)))
-    weights = [draw_units(len(t), resamples, seed + n) for n, t in enumerate(tables)]
-    draws = np.array(
-        [
-            _frechet(*(_moments(t, w) for t, w in zip(tables, pair, strict=True)))
-            for pair in zip(*weights, strict=True)
-        ]
-    )
-    low, high = interval(draws - draws.mean() + value)
-    return Distance(value=value, low=max(low, 0.0), high=high)
+
+    def distances(*weights: np.ndarray) -> np.ndarray:
+        pairs = zip(*weights, strict=True)
+        return np.array([_frechet(*map(_moments, tables, pair)) for pair in pairs])
+
+    found = _bootstrapped(tables, distances, resamples, seed)
+    return replace(found, low=max(found.low, 0.0))
 
 
 def kernel_distance(
     first: np.ndarray, second: np.ndarray, resamples: int = 200, seed: int = 0
-) -> Distance:
+) -> Estimate:
     """Unbiased squared maximum mean discrepancy with the kernel ``(x . y / d + 1) ** 3``.
 
     For equal distributions its mean is 0 for any number of images, so about half of the values are
@@ -73,28 +59,45 @@ def kernel_distance(
         second: Features of the other sample, ``(m, d)``.
         resamples: Number of bootstrap samples.
         seed: Seed of the bootstrap.
+
+    Returns:
+        The distance, with an interval as in `frechet`.
     """
     size = first.shape[1]
     one, other = (np.asarray(features, dtype=np.float32) for features in (first, second))
     within = [(t @ t.T / size + 1) ** 3 for t in (one, other)]
     across = (one @ other.T / size + 1) ** 3
-    weights = [
+
+    def distances(*weights: np.ndarray) -> np.ndarray:
+        total = np.zeros(len(weights[0]))
+        for kernel, w in zip(within, weights, strict=True):
+            # an image is never paired with itself, however often it was drawn
+            pairs = ((w @ kernel) * w).sum(1) - (w**2) @ np.diag(kernel)
+            total += pairs / (w.sum(1) ** 2 - (w**2).sum(1))
+        crossed = ((weights[0] @ across) * weights[1]).sum(1)
+        return total - 2 * crossed / (weights[0].sum(1) * weights[1].sum(1))
+
+    return _bootstrapped((one, other), distances, resamples, seed)
+
+
+def _bootstrapped(
+    samples: Sequence[np.ndarray],
+    distances: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    resamples: int,
+    seed: int,
+) -> Estimate:
+    """Distance of two samples, given the distances at weights ``(draws, n)`` and ``(draws, m)``."""
+    first, second = (
         np.concatenate([np.ones((1, len(t))), draw_units(len(t), resamples, seed + n)])
-        for n, t in enumerate((one, other))
-    ]
-    total = np.zeros(resamples + 1)
-    for kernel, w in zip(within, weights, strict=True):
-        # an image is never paired with itself, however often it was drawn
-        pairs = ((w @ kernel) * w).sum(1) - (w**2) @ np.diag(kernel)
-        total += pairs / (w.sum(1) ** 2 - (w**2).sum(1))
-    crossed = ((weights[0] @ across) * weights[1]).sum(1)
-    total -= 2 * crossed / (weights[0].sum(1) * weights[1].sum(1))
-    value, draws = float(total[0]), total[1:]
+        for n, t in enumerate(samples)
+    )
+    found = distances(first, second)
+    value, draws = float(found[0]), found[1:]
     low, high = interval(draws - draws.mean() + value)
-    return Distance(value=value, low=low, high=high)
+    return Estimate(value=value, low=low, high=high)
 
 
-def floor(features: np.ndarray, size: int, splits: int = 20, seed: int = 0) -> Distance:
+def floor(features: np.ndarray, size: int, splits: int = 20, seed: int = 0) -> Estimate:
     """Frechet distance between two random disjoint parts of one sample of images.
 
     It is the distance that two equal distributions have at this number of images.
@@ -119,7 +122,7 @@ def floor(features: np.ndarray, size: int, splits: int = 20, seed: int = 0) -> D
         parts = features[random.permutation(len(features))[: 2 * size]].reshape(2, size, -1)
         found.append(_frechet(*(_moments(part, np.ones(size)) for part in parts)))
     low, high = interval(np.array(found))
-    return Distance(value=float(np.mean(found)), low=low, high=high)
+    return Estimate(value=float(np.mean(found)), low=low, high=high)
 
 
 def _moments(features: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -139,39 +142,25 @@ def _frechet(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.
     return max(gap + float(np.trace(cov_1) + np.trace(cov_2)) - 2 * cross, 0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Classes:
-    """Summary of a classifier's output for a sample of images.
-
-    Attributes:
-        accuracy: Share of images that the classifier assigns to the requested class.
-        diversity: Entropy of the classifier's mean distribution over classes, in bits.
-        mean_entropy: Mean entropy of the classifier's distributions, in bits.
-    """
-
-    accuracy: Mean
-    diversity: float
-    mean_entropy: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as a JSON object, in which the mean entropy has the key ``doubt``."""
-        found = asdict(self)
-        return found | {"doubt": found.pop("mean_entropy")}
-
-
-def judged(probabilities: np.ndarray, wanted: np.ndarray) -> Classes:
+def judged(probabilities: np.ndarray, wanted: np.ndarray) -> dict[str, Any]:
     """Computes the class accuracy and the entropies of a classifier's output.
 
     Args:
         probabilities: Class probabilities of each image, ``(n, classes)``.
         wanted: Requested class of each image, ``(n,)``.
+
+    Returns:
+        ``accuracy``: `mean_of` whether the classifier assigns an image to the requested class;
+        ``diversity``: entropy of the classifier's mean distribution over classes, in bits;
+        ``doubt``: mean entropy of its distributions, in bits.
     """
     share = mean_of(probabilities.argmax(1) == wanted, list(wanted))
-    return Classes(
-        accuracy=replace(share, low=max(share.low, 0.0), high=min(share.high, 1.0)),
-        diversity=float(_entropy(probabilities.mean(0))),
-        mean_entropy=float(_entropy(probabilities).mean()),
-    )
+    accuracy = replace(share, low=max(share.low, 0.0), high=min(share.high, 1.0))
+    return {
+        "accuracy": asdict(accuracy),
+        "diversity": float(_entropy(probabilities.mean(0))),
+        "doubt": float(_entropy(probabilities).mean()),
+    }
 
 
 def _entropy(probabilities: np.ndarray) -> np.ndarray:

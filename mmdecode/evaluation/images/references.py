@@ -7,7 +7,7 @@ so references are encoded and decoded by it too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -48,15 +48,17 @@ def truth_of(
         IncompatibleError: The model's tokenizer cannot encode images, or with `SCENES` its images
             do not have the size of scenes.
     """
-    side = _side(model)
+    layout, device = model.adapter.layout, model.adapter.model.device
+    blank = torch.zeros((1, layout.rows, layout.columns), dtype=torch.long, device=device)
+    side = model.adapter.decode(blank).shape[2:]
     classes, trained = None, None
     if real == SCENES:
-        from mmdecode.zoo.scene_images import class_of, image_scene
+        from mmdecode.zoo.scene_images import CORPUS_IMAGES, CORPUS_SEED, class_of, image_scene
 
         seeds = range(UNSEEN, UNSEEN + count)
         classes = np.array([class_of(image_scene(seed)) for seed in seeds])
         batches = _scenes(seeds, side)
-        trained = _scenes(seeds_of_training(), side)
+        trained = _scenes(range(CORPUS_SEED, CORPUS_SEED + CORPUS_IMAGES), side)
     else:
         batches = _folder(Path(real), side, count)
     if training is not None:
@@ -65,7 +67,7 @@ def truth_of(
     for batch in batches:
         codes = torch.stack([codes_of(model.adapter, image) for image in batch])
         raw.append(batch)
-        decoded.append(model.adapter.decode(codes.to(model.adapter.model.device)).cpu())
+        decoded.append(model.adapter.decode(codes.to(device)).cpu())
     return Truth(
         unseen=classifier.judge(raw),
         decoded=classifier.judge(decoded),
@@ -75,27 +77,12 @@ def truth_of(
     )
 
 
-def _side(model: RasterModel) -> tuple[int, int]:
-    """Height and width of the model's images."""
-    layout = model.adapter.layout
-    codes = torch.zeros((1, layout.rows, layout.columns), dtype=torch.long)
-    height, width = model.adapter.decode(codes.to(model.adapter.model.device)).shape[2:]
-    return height, width
-
-
-def seeds_of_training() -> range:
-    """Seeds of the scenes that ``zoo:llamagen-scenes`` was trained on."""
-    from mmdecode.zoo.scene_images import CORPUS_IMAGES, CORPUS_SEED
-
-    return range(CORPUS_SEED, CORPUS_SEED + CORPUS_IMAGES)
-
-
-def _scenes(seeds: range, side: tuple[int, int]) -> Iterator[Tensor]:
+def _scenes(seeds: range, side: Sequence[int]) -> Iterator[Tensor]:
     """Yields rendered scenes in batches ``(B, 3, H, W)`` with values from 0 to 1."""
     from mmdecode.zoo.scene_images import rendered_images
     from mmdecode.zoo.scenes import SIDE
 
-    if side != (SIDE, SIDE):
+    if tuple(side) != (SIDE, SIDE):
         raise IncompatibleError.between(
             "--real scenes",
             "the model",
@@ -103,11 +90,10 @@ def _scenes(seeds: range, side: tuple[int, int]) -> Iterator[Tensor]:
             "give a folder of images, or --real none",
         )
     for start in range(0, len(seeds), BATCH):
-        images = torch.from_numpy(rendered_images(seeds[start : start + BATCH]))
-        yield images.permute(0, 3, 1, 2).float() / 255
+        yield _as_pixels(rendered_images(seeds[start : start + BATCH]))
 
 
-def _folder(folder: Path, side: tuple[int, int], count: int | None) -> Iterator[Tensor]:
+def _folder(folder: Path, side: Sequence[int], count: int | None) -> Iterator[Tensor]:
     """Yields center-cropped, resized images of a folder: ``(B, 3, H, W)`` with values 0 to 1."""
     from PIL import Image, ImageOps
 
@@ -123,8 +109,11 @@ def _folder(folder: Path, side: tuple[int, int], count: int | None) -> Iterator[
         raise InputError(f"{folder} holds {len(files)} images; distances need at least 4")
     height, width = side
     for start in range(0, len(files), BATCH):
-        read = []
-        for file in files[start : start + BATCH]:
-            fitted = ImageOps.fit(read_image(file), (width, height), Image.Resampling.BOX)
-            read.append(torch.from_numpy(np.array(fitted)))
-        yield torch.stack(read).permute(0, 3, 1, 2).float() / 255
+        read = map(read_image, files[start : start + BATCH])
+        fitted = (ImageOps.fit(one, (width, height), Image.Resampling.BOX) for one in read)
+        yield _as_pixels(np.stack([np.asarray(one) for one in fitted]))
+
+
+def _as_pixels(images: np.ndarray) -> Tensor:
+    """Converts images ``(B, H, W, 3)`` uint8 to pixels ``(B, 3, H, W)`` from 0 to 1."""
+    return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255

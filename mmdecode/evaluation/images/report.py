@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,22 +20,14 @@ from mmdecode.evaluation.images.features import (
     memory,
     nearest,
 )
-from mmdecode.evaluation.images.runs import (
-    AGAIN,
-    PLAIN,
-    ImageRow,
-    Recorder,
-    forced_logits,
-    groups_of,
-    stacked,
-)
+from mmdecode.evaluation.images.runs import AGAIN, PLAIN, ImageRow, Recorder, forced_logits
 from mmdecode.evaluation.images.samples import Likelihood, likelihood
+from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.layout import Rows, number, percent, without_empty
 from mmdecode.evaluation.report.report import Report
 from mmdecode.evaluation.stats.image_means import MARGIN, equivalence, mean_of, welch
-from mmdecode.evaluation.stats.image_tables import PERMUTATIONS, marginals, neighbours, two_sample
+from mmdecode.evaluation.stats.image_tables import PERMUTATIONS, code_groups, neighbours, two_sample
 from mmdecode.evaluation.stats.intervals import holm
-from mmdecode.image_ar.loading import RasterModel
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.image_classifier import Classifier, Judged
 
@@ -59,7 +50,7 @@ TESTS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Truth:
     """Features of reference images (not generated).
 
@@ -78,7 +69,7 @@ class Truth:
     classes: np.ndarray | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
     """Measurements of the images of one mode (way to sample).
 
@@ -94,73 +85,14 @@ class Measured:
     rows: Sequence[ImageRow]
     codes: np.ndarray
     likelihood: Likelihood
-    judged: Judged | None
-    points: np.ndarray | None
-    shown: np.ndarray | None
+    judged: Judged | None = None
+    points: np.ndarray | None = None
+    shown: np.ndarray | None = None
 
     @property
     def conditions(self) -> list[int | str]:
         """Condition (class or prompt) of each image."""
         return [row.condition for row in self.rows]
-
-
-def measured(
-    model: RasterModel,
-    recorder: Recorder,
-    rows: Sequence[ImageRow],
-    classifier: Classifier | None = None,
-    batch: int = 16,
-) -> dict[str, Measured]:
-    """Scores the images of all modes: likelihood of their codes, classifier output, pixels.
-
-    Args:
-        model: Model that generated the images.
-        recorder: Recorder of the run, with its settings and modes.
-        rows: Records of the images of the run.
-        classifier: Classifies the decoded images; ``None``: no features are computed.
-        batch: Batch size, in images.
-    """
-    layout = model.adapter.layout
-    settings, groups = recorder.settings, groups_of(model)
-    sampling = Sampling(**settings["sampling"])
-    found = {}
-    for mode in recorder.modes:
-        own = [row for row in rows if row.mode == mode.name and row.error is None]
-        if len(own) < 2:
-            continue
-        codes, commits = stacked(own, (layout.rows, layout.columns))
-        conditions = [row.condition for row in own]
-
-        def target(part: slice, asked: list[Any] = conditions, codes: Tensor = codes) -> Tensor:
-            return forced_logits(model, asked[part], codes[part], settings["guidance"]).cpu()
-
-        decoded = pixels_of(model, codes, batch)
-        found[mode.name] = Measured(
-            rows=own,
-            codes=codes.numpy(),
-            likelihood=likelihood(
-                target, codes, sampling, commits=commits, groups=groups, batch=batch
-            ),
-            judged=None
-            if classifier is None or decoded is None
-            else classifier.judge(decoded.split(64)),
-            points=None if decoded is None else small(decoded),
-            shown=None if decoded is None else to_bytes(decoded[:SHOWN]),
-        )
-    return found
-
-
-def pixels_of(model: RasterModel, codes: Tensor, batch: int = 16) -> Tensor | None:
-    """Decodes codes ``(n, rows, columns)`` to pixels ``(n, 3, H, W)`` from 0 to 1.
-
-    It returns ``None`` if the model has no image decoder.
-    """
-    adapter = model.adapter
-    try:
-        parts = [adapter.decode(part.to(adapter.model.device)).cpu() for part in codes.split(batch)]
-    except IncompatibleError:
-        return None
-    return torch.cat(parts)
 
 
 def small(pixels: Tensor) -> np.ndarray:
@@ -169,21 +101,14 @@ def small(pixels: Tensor) -> np.ndarray:
     return reduced.flatten(1).numpy()
 
 
-def to_bytes(pixels: Tensor) -> np.ndarray:
-    """Converts pixels ``(n, 3, H, W)`` from 0 to 1 to ``(n, H, W, 3)`` uint8."""
-    return (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-
-
+@dataclass(repr=False, eq=False)
 class ImageReport(Report):
     """Report that compares modes (ways to sample images of one model) with plain decoding.
 
     Args:
-        found: Measurements by mode, see `measured`; plain decoding first.
-        guarantees: Guarantee that each mode claims, such as ``exact``.
-        groups: Group of every code, ``(C,)``, see
-            `mmdecode.evaluation.stats.image_tables.code_groups`.
-        failed: Images that failed: mode, condition, ordinal and error of each.
-        classes: The classifier's class of each condition; ``None``: accuracy is not computed.
+        recorder: Recorder of the run, with its model, settings and modes.
+        recorded: Records of the images of the run; failed images are left out of the scores.
+        classifier: Classifies the decoded images; ``None``: no features are computed.
         truth: Reference images; ``None``: there are none.
         conditions: Settings and hardware of the run, shown in the report.
         margin: Relative margin of the test of equal likelihood (`equivalence`).
@@ -195,62 +120,95 @@ class ImageReport(Report):
         OptionError: There are fewer than two images of the mode ``plain``.
     """
 
+    recorder: Recorder
+    recorded: Sequence[ImageRow]
+    classifier: Classifier | None = None
+    truth: Truth | None = None
+    _: KW_ONLY
+    conditions: dict[str, Any] = field(default_factory=dict)
+    margin: float = MARGIN
+    permutations: int = PERMUTATIONS
+    resamples: int = 200
+    seed: int = 0
+
     title = "Images"
 
-    def __init__(
-        self,
-        found: Mapping[str, Measured],
-        *,
-        guarantees: Mapping[str, str],
-        groups: np.ndarray,
-        failed: Sequence[ImageRow] = (),
-        classes: Mapping[Any, int] | None = None,
-        truth: Truth | None = None,
-        conditions: Mapping[str, Any] | None = None,
-        margin: float = MARGIN,
-        permutations: int = PERMUTATIONS,
-        resamples: int = 200,
-        seed: int = 0,
-    ) -> None:
-        if PLAIN not in found:
+    def __post_init__(self) -> None:
+        adapter = self.recorder.model.adapter
+        book = adapter.codebook()
+        if book is None:  # codes are grouped by their index
+            book = torch.arange(len(adapter.layout.ids))[:, None]
+        self.groups = code_groups(book)
+        self.found = dict(self._measured())
+        if PLAIN not in self.found:
             raise OptionError(
                 "there are fewer than two images of plain decoding, with which modes are compared; "
                 "give a larger --count, or see why images failed"
             )
-        self.found, self.guarantees, self.groups = dict(found), guarantees, groups
-        self.failed_images = [
-            {
-                "mode": row.mode,
-                "condition": row.condition,
-                "ordinal": row.ordinal,
-                "error": row.error,
-            }
-            for row in failed
-        ]
-        self.failed = Counter(row.mode for row in failed)
-        self.classes, self.truth = classes, truth
-        self.conditions = dict(conditions or {})
-        self.margin, self.permutations = margin, permutations
-        self.resamples, self.seed = resamples, seed
+        self.failed = [row for row in self.recorded if row.error is not None]
+        self.classes = self._known_classes()
         self._means = {
-            name: mean_of(one.likelihood.per_image, one.conditions) for name, one in found.items()
+            name: mean_of(one.likelihood.per_image, one.conditions)
+            for name, one in self.found.items()
         }
+
+    def _measured(self) -> Iterator[tuple[str, Measured]]:
+        """Scores the images of each mode: likelihood of their codes, classifier output, pixels."""
+        model, batch, settings = self.recorder.model, self.recorder.batch, self.recorder.settings
+        adapter, sampling = model.adapter, Sampling(**settings["sampling"])
+        shape, device = (-1, adapter.layout.rows, adapter.layout.columns), adapter.model.device
+        for mode in self.recorder.modes:
+            own = [row for row in self.recorded if row.mode == mode.name and row.error is None]
+            if len(own) < 2:
+                continue
+            codes = torch.tensor([row.codes for row in own]).view(shape)
+            commits = torch.tensor([row.commits for row in own]).view(shape)
+            conditions = [row.condition for row in own]
+
+            def target(part: slice, asked: list[Any] = conditions, codes: Tensor = codes) -> Tensor:
+                return forced_logits(model, asked[part], codes[part], settings["guidance"]).cpu()
+
+            scores = likelihood(
+                target, codes, sampling, commits=commits, groups=self.groups, batch=batch
+            )
+            found = Measured(rows=own, codes=codes.numpy(), likelihood=scores)
+            try:
+                parts = [adapter.decode(c.to(device)).cpu() for c in codes.split(batch)]
+            except IncompatibleError:  # there is no image decoder
+                yield mode.name, found
+                continue
+            pixels = torch.cat(parts)
+            shown = (pixels[:SHOWN] * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+            if self.classifier is not None:
+                found = replace(found, judged=self.classifier.judge(pixels.split(64)))
+            yield mode.name, replace(found, points=small(pixels), shown=shown)
+
+    def _known_classes(self) -> dict[Any, int] | None:
+        """The classifier's class of each condition, by its name or, if equally many, its number."""
+        if self.classifier is None:
+            return None
+        model = self.recorder.model
+        conditions: set[Any] = {request.condition for request in self.recorder.requests}
+        names = {name.casefold(): index for index, name in enumerate(self.classifier.classes)}
+        labels = {label: name.casefold() for label, name in model.labels.items()}
+        if labels and set(labels.values()) <= set(names):
+            return {condition: names[labels[condition]] for condition in conditions}
+        if model.classes == len(self.classifier.classes):
+            return {condition: condition for condition in conditions}
+        return None
 
     @cached_property
     def summary(self) -> dict[str, Any]:
         """All numbers and settings of the report."""
-        raw = {name: self._p_values(name) for name in self.found}
-        asked = [(name, test) for name in raw for test in raw[name]]
-        corrected = holm([raw[name][test] for name, test in asked])
-        tests: dict[str, dict[str, Any]] = {name: {} for name in raw}
-        for (name, test), p in zip(asked, corrected, strict=True):
-            tests[name][test] = {"p": raw[name][test], "p_holm": p}
+        raw = {(name, test): p for name in self.found for test, p in self._p_values(name).items()}
+        tests: dict[str, dict[str, Any]] = {name: {} for name in self.found}
+        for ((name, test), p), corrected in zip(raw.items(), holm([*raw.values()]), strict=True):
+            tests[name][test] = {"p": p, "p_holm": corrected}
         modes = {
             name: {
-                "claims": self.guarantees[name],
-                "failed": self.failed[name],
-                **self._cost(name),
-                **self._distribution(name),
+                "claims": self.recorder.generators[name].guarantee,
+                "failed": sum(row.mode == name for row in self.failed),
+                **self._likelihood(name),
                 "tests": tests[name],
                 "pictures": self._pixel_scores(name),
             }
@@ -266,42 +224,27 @@ class ImageReport(Report):
             "real_pictures": self._real(),
         }
 
-    def _cost(self, name: str) -> dict[str, Any]:
-        rows, tokens = self.found[name].rows, self.found[name].likelihood.tokens
+    def _likelihood(self, name: str) -> dict[str, Any]:
+        """Cost and likelihood of a mode, and the share of images that are plain decoding's too."""
+        rows, one = self.found[name].rows, self.found[name].likelihood
         passes = sum(row.passes or 0 for row in rows)
-        return {
+        bits = mean_of(one.per_image * BITS / one.tokens, self.found[name].conditions)
+        found = {
             "images": len(rows),
             "passes": passes / len(rows),
-            "tokens_per_pass": (tokens - 1) * len(rows) / max(passes, 1),
+            "tokens_per_pass": (one.tokens - 1) * len(rows) / max(passes, 1),
             "seconds": float(np.mean([row.seconds for row in rows])),
-        }
-
-    def _distribution(self, name: str) -> dict[str, Any]:
-        one = self.found[name]
-        bits = one.likelihood.per_image * BITS / one.likelihood.tokens
-        found = {
-            "bits_per_token": dataclasses.asdict(mean_of(bits, one.conditions)),
-            "outside": float(one.likelihood.outside.mean()),
-            "all_tokens": dataclasses.asdict(one.likelihood.all),
-            "first_of_pass": one.likelihood.first and dataclasses.asdict(one.likelihood.first),
+            "bits_per_token": asdict(bits),
+            "outside": float(one.outside.mean()),
+            "all_tokens": asdict(one.all),
+            "first_of_pass": one.first and asdict(one.first),
         }
         if name != PLAIN:
             ratio = equivalence(self._means[PLAIN], self._means[name], self.margin)
-            found |= {"equivalence": dataclasses.asdict(ratio), "same": self._same(one)}
+            plain = {row.key()[1:]: row.codes for row in self.found[PLAIN].rows}
+            same = [row.codes == plain.get(row.key()[1:]) for row in rows]
+            found |= {"equivalence": asdict(ratio), "same": float(np.mean(same))}
         return found
-
-    def _same(self, one: Measured) -> float:
-        """Share of images equal to plain decoding's with the same condition and ordinal."""
-        plain = self.found[PLAIN]
-        known = {
-            (row.condition, row.ordinal): codes
-            for row, codes in zip(plain.rows, plain.codes, strict=True)
-        }
-        same = [
-            np.array_equal(codes, known.get((row.condition, row.ordinal), ()))
-            for row, codes in zip(one.rows, one.codes, strict=True)
-        ]
-        return float(np.mean(same))
 
     def _p_values(self, name: str) -> dict[str, float]:
         """P-values by test, before correction for multiple tests."""
@@ -312,20 +255,16 @@ class ImageReport(Report):
             found |= {"first of pass": first.p, "pairs of these": first.pairs_p}
         if name == PLAIN:
             return found
-        found["likelihood"] = welch(self._means[PLAIN], self._means[name]).p
+        found["likelihood"] = welch(self._means[PLAIN], self._means[name])
+        groups = self.groups.numpy()
+        both, strata = (plain.codes, one.codes), (plain.conditions, one.conditions)
         tables = {
-            "codes": marginals,
-            "pairs across": lambda codes: neighbours(codes, self.groups),
-            "pairs down": lambda codes: neighbours(codes, self.groups, down=1),
+            "codes": [codes.reshape(len(codes), -1, 1) for codes in both],
+            "pairs across": [neighbours(codes, groups) for codes in both],
+            "pairs down": [neighbours(codes, groups, down=1) for codes in both],
         }
-        for test, table in tables.items():
-            found[test] = two_sample(
-                table(plain.codes),
-                table(one.codes),
-                (plain.conditions, one.conditions),
-                self.permutations,
-                self.seed,
-            ).p
+        for test, (before, after) in tables.items():
+            found[test] = two_sample(before, after, strata, self.permutations, self.seed).p
         return found
 
     def _pixel_scores(self, name: str) -> dict[str, Any] | None:
@@ -335,23 +274,18 @@ class ImageReport(Report):
         found: dict[str, Any] = {}
         if self.classes is not None:
             wanted = np.array([self.classes[condition] for condition in one.conditions])
-            found |= judged(one.judged.probabilities, wanted).as_dict()
+            found |= judged(one.judged.probabilities, wanted)
         options = {"resamples": self.resamples, "seed": self.seed}
         features = one.judged.features
         if name != PLAIN:
-            found["from_plain"] = dataclasses.asdict(
-                frechet(plain.judged.features, features, **options)
-            )
-            found["kernel_from_plain"] = dataclasses.asdict(
-                kernel_distance(plain.judged.features, features, **options)
-            )
+            distances = {"from_plain": frechet, "kernel_from_plain": kernel_distance}
+            for key, distance in distances.items():
+                found[key] = asdict(distance(plain.judged.features, features, **options))
         if self.truth is not None:
-            found["from_real"] = dataclasses.asdict(
-                frechet(self.truth.decoded.features, features, **options)
-            )
+            found["from_real"] = asdict(frechet(self.truth.decoded.features, features, **options))
             if self.truth.training is not None and one.points is not None:
                 near = nearest(one.points, self.truth.training)
-                found["memory"] = dataclasses.asdict(memory(near, self._held_out))
+                found["memory"] = asdict(memory(near, self._held_out))
         return found
 
     @cached_property
@@ -366,32 +300,29 @@ class ImageReport(Report):
             return None
         features = self.truth.decoded.features
         size = min(len(features) // 2, len(self.found[PLAIN].rows))
+        lost = frechet(self.truth.unseen.features, features, self.resamples, self.seed)
         found: dict[str, Any] = {
             "pictures": len(features),
-            "floor": dataclasses.asdict(floor(features, size)),
+            "floor": asdict(floor(features, size)),
             "floor_images": size,
-            "tokenizer": dataclasses.asdict(
-                frechet(self.truth.unseen.features, features, self.resamples, self.seed)
-            ),
+            "tokenizer": asdict(lost),
         }
         if self.truth.classes is not None:
-            found |= judged(self.truth.decoded.probabilities, self.truth.classes).as_dict()
+            found |= judged(self.truth.decoded.probabilities, self.truth.classes)
         return found
 
     def tables(self) -> list[Rows]:
         """Tables: cost and likelihood, tests of the distribution, and classifier results."""
         modes = self.summary["modes"]
-        tables: list[Rows] = [
-            without_empty([_distribution_row(name, mode) for name, mode in modes.items()]),
-            without_empty([_test_row(name, mode) for name, mode in modes.items()]),
+        tables = [
+            [_distribution_row(name, mode) for name, mode in modes.items()],
+            [_test_row(name, mode) for name, mode in modes.items()],
         ]
         if all(mode["pictures"] for mode in modes.values()):
-            rows = [_pixel_row(name, mode["pictures"]) for name, mode in modes.items()]
-            real = self.summary["real_pictures"]
-            if real is not None:
-                rows.append(_pixel_row("real pictures, tokenized", real))
-            tables.append(without_empty(rows))
-        return tables
+            tables.append([_pixel_row(name, mode["pictures"]) for name, mode in modes.items()])
+            if real := self.summary["real_pictures"]:
+                tables[-1].append(_pixel_row("real pictures, tokenized", real))
+        return [without_empty(rows) for rows in tables]
 
     def rows(self) -> Rows:
         """Cost and likelihood of each mode."""
@@ -405,26 +336,21 @@ class ImageReport(Report):
         """States which modes are shown to sample from another distribution than plain decoding."""
         modes = self.summary["modes"]
         others = {name: modes[name]["verdict"] for name in modes if name not in (PLAIN, AGAIN)}
-        apart = [
-            name
-            for name in others
-            if min(test["p_holm"] for test in modes[name]["tests"].values()) < ALARM
-        ]
         if not others:
             return ["Plain decoding alone was sampled."]
+        apart = [name for name in others if _worst(modes[name])[1] < ALARM]
         first = f"Another distribution than {PLAIN} is shown for {', '.join(apart) or 'no mode'}."
         return [first, *(f"{name}: {text}." for name, text in others.items())]
 
     def about(self) -> str:
         """One paragraph that explains the numbers of the tables."""
-        real = self.summary["real_pictures"]
         parts = [
             "bits per token are of the guided distribution, before top-k and top-p; "
             f"modes are held to {PLAIN!r}, and {AGAIN!r} shows what chance does: it is the same "
             "distribution under another seed",
             "p-values are corrected for all tests of this report (Holm)",
         ]
-        if real is not None:
+        if real := self.summary["real_pictures"]:
             parts.append(
                 "the distance is the Frechet distance of a classifier's features and no FID; of "
                 f"two halves of {real['floor_images']} real pictures each it is "
@@ -435,12 +361,16 @@ class ImageReport(Report):
 
     def figures(self) -> dict[str, Figure | bytes]:
         """A contact sheet per mode, with the conditions in the same order in each."""
-        shown = {name: one.shown for name, one in self.found.items() if one.shown is not None}
-        return {name: sheet(images, name) for name, images in shown.items()}
+        return {
+            name: plots.sheet(one.shown, name)
+            for name, one in self.found.items()
+            if one.shown is not None
+        }
 
     def failures(self) -> list[dict[str, Any]]:
         """Images that could not be generated."""
-        return self.failed_images
+        names = "mode", "condition", "ordinal", "error"
+        return [{name: getattr(row, name) for name in names} for row in self.failed]
 
 
 def verdict(mode: Mapping[str, Any]) -> str:
@@ -449,8 +379,7 @@ def verdict(mode: Mapping[str, Any]) -> str:
     Args:
         mode: Value of one mode in ``ImageReport.summary["modes"]``.
     """
-    worst = min(mode["tests"], key=lambda test: mode["tests"][test]["p_holm"])
-    p, ratio = mode["tests"][worst]["p_holm"], mode.get("equivalence")
+    (worst, p), ratio = _worst(mode), mode.get("equivalence")
     if p < ALARM:
         wrong = "NOT EXACT" if mode["claims"] == "exact" else "another distribution"
         return f"{wrong}: {worst}, p = {p:.1g}"
@@ -462,33 +391,10 @@ def verdict(mode: Mapping[str, Any]) -> str:
     return f"no difference found; equal likelihood {shown}"
 
 
-def sheet(images: np.ndarray, title: str, columns: int = 10) -> bytes:
-    """Draws a contact sheet and returns it as PNG.
-
-    Args:
-        images: ``(n, H, W, 3)`` uint8.
-        title: Title above the images.
-        columns: Number of images in a row.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    from mmdecode.evaluation.report import plots
-
-    plots.drawable()
-    from matplotlib.figure import Figure
-
-    rows = -(-len(images) // columns)
-    padded = np.full((rows * columns, *images.shape[1:]), 255, dtype=np.uint8)
-    padded[: len(images)] = images
-    _, height, width, _ = images.shape
-    laid = padded.reshape(rows, columns, height, width, 3).swapaxes(1, 2)
-    figure = Figure(figsize=(8, 0.4 + 8 * rows * height / (columns * width)), layout="constrained")
-    axes = figure.add_subplot()
-    axes.imshow(laid.reshape(rows * height, columns * width, 3), interpolation="nearest")
-    axes.set_title(title, parse_math=False, loc="left")
-    axes.axis("off")
-    return plots.png(figure)
+def _worst(mode: Mapping[str, Any]) -> tuple[str, float]:
+    """Test of a mode with the smallest corrected p-value, and this p-value."""
+    corrected = {test: found["p_holm"] for test, found in mode["tests"].items()}
+    return min(corrected.items(), key=lambda one: one[1])
 
 
 def _distribution_row(name: str, mode: Mapping[str, Any]) -> dict[str, str]:
@@ -510,8 +416,7 @@ def _distribution_row(name: str, mode: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _test_row(name: str, mode: Mapping[str, Any]) -> dict[str, str]:
-    found = {test: mode["tests"].get(test, {}).get("p_holm") for test in TESTS}
-    cells = {test: "" if p is None else f"{p:.2g}" for test, p in found.items()}
+    cells = {test: number(mode["tests"].get(test, {}).get("p_holm"), ".2g") for test in TESTS}
     return {"mode": name, **cells, "verdict": verdict(mode)}
 
 
@@ -526,7 +431,7 @@ def _pixel_row(name: str, found: Mapping[str, Any]) -> dict[str, str]:
         "kernel distance": _spread(found.get("kernel_from_plain"), ".4f"),
         "distance to real": _spread(found.get("from_real") or found.get("tokenizer")),
         "copies %": percent(near and near["copies"], ".1f"),
-        "nearer than held-out, p": "" if near is None else f"{near['p']:.2g}",
+        "nearer than held-out, p": number(near and near["p"], ".2g"),
     }
 
 

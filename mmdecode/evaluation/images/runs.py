@@ -8,7 +8,7 @@ another seed: it shows by how much two samples of one distribution differ.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation.stats.image_tables import code_groups
 from mmdecode.guide.guidance import Guidance
 from mmdecode.image_ar.backends import reread
 from mmdecode.image_ar.generator import ImageGenerator
@@ -31,8 +30,6 @@ from mmdecode.runs.rows import RowJournal
 ROWS = "images.jsonl"
 PLAIN, AGAIN = "plain", "plain again"
 """Names of the reference mode, and of its second run with another seed."""
-ALIASES = {PLAIN: "ar"}
-"""Alternative names of modes, and the names in `mmdecode.image_ar.modes.MODES` that they mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +64,11 @@ def modes_of(presets: Sequence[str], also: Sequence[str] = ()) -> list[Mode]:
     """
     found = [Mode(name=PLAIN, preset="ar"), Mode(name=AGAIN, preset="ar", shift=1)]
     for name in dict.fromkeys(presets):
-        preset = ALIASES.get(name, name)
-        if preset not in MODES:
-            known = ", ".join((PLAIN, *(m for m in MODES if m not in ALIASES.values())))
+        if name not in (PLAIN, *MODES):
+            known = ", ".join((PLAIN, *(m for m in MODES if m != "ar")))
             raise OptionError(f"there is no mode {name!r}; known are {known}")
-        if preset not in ALIASES.values():
-            found.append(Mode(name=name, preset=preset))
+        if name not in (PLAIN, "ar"):
+            found.append(Mode(name=name, preset=name))
     for spec in dict.fromkeys(also):
         draft, _, accept = (part.strip() for part in spec.partition("+"))
         found.append(Mode(name=spec, draft=draft, accept=accept or "auto"))
@@ -103,39 +99,31 @@ class ImageRow:
     seconds: float | None = None
     error: str | None = None
 
+    def key(self) -> tuple[str, int | str, int]:
+        """Key of the image among those of a run."""
+        return self.mode, self.condition, self.ordinal
+
     def as_dict(self) -> dict[str, Any]:
         """The fields as a JSON row."""
         return asdict(self)
 
 
-def journal_of(
-    folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool = False
-) -> RowJournal[ImageRow]:
-    """Opens the journal of a run's images in a folder; see `RowJournal` for the arguments."""
-    return RowJournal(folder / ROWS, read_images, _key, settings, resume, overwrite)
-
-
 def read_images(path: Path) -> list[ImageRow]:
-    """Reads the rows of a file; the last row of each image counts.
+    """Reads the rows of a file.
 
     Raises:
         InputError: A line is damaged.
     """
-    found: dict[Any, ImageRow] = {}
+    rows = []
     for number, line in enumerate(complete_lines(path), 1):
         try:
-            row = ImageRow(**json.loads(line))
+            rows.append(ImageRow(**json.loads(line)))
         except (ValueError, TypeError) as error:
             raise InputError(
                 f"{path}, line {number} is not the row of an image; remove the line, and --resume "
                 "generates the image again"
             ) from error
-        found[_key(row)] = row
-    return list(found.values())
-
-
-def _key(row: ImageRow) -> tuple[str, int | str, int]:
-    return row.mode, row.condition, row.ordinal
+    return rows
 
 
 class Recorder:
@@ -152,7 +140,9 @@ class Recorder:
 
     Attributes:
         generators: Generator of each mode, by the mode's name.
+        settings: Guidance and sampling options, the same for all modes.
         requests: Requests for images, the same for each mode.
+        total: Number of images of all modes.
 
     Raises:
         OptionError: The model does not know a condition.
@@ -170,43 +160,21 @@ class Recorder:
         batch: int = 16,
         **how: Any,
     ) -> None:
-        self.modes, self.batch = list(modes), batch
+        self.model, self.modes, self.batch = model, list(modes), batch
         for condition in dict.fromkeys(conditions):
             model.adapter.condition(**model.given([condition]))
-        self.generators = {
-            mode.name: ImageGenerator(
-                model,
-                decoder_of(
-                    mode.preset,
-                    mode.draft,
-                    mode.accept,
-                    adapter=model.adapter,
-                    target=model.adapter.model,
-                    model_id=model_id,
-                ),
-                seed=seed + mode.shift,
-                batch=batch,
-                **how,
+        at_hand = {"target": model.adapter.model, "model_id": model_id}
+        self.generators = {}
+        for mode in modes:
+            parts = mode.preset, mode.draft, mode.accept
+            decoder = decoder_of(*parts, adapter=model.adapter, **at_hand)
+            self.generators[mode.name] = ImageGenerator(
+                model, decoder, seed=seed + mode.shift, batch=batch, **how
             )
-            for mode in modes
-        }
         self._watches = {mode.name: Watch() for mode in modes}
-        self.requests = self.generators[self.modes[0].name].requests(conditions)
-
-    @property
-    def total(self) -> int:
-        """Number of images of all modes."""
-        return len(self.requests) * len(self.modes)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Guidance and sampling options, the same for all modes."""
-        return self.generators[self.modes[0].name].settings
-
-    @property
-    def guarantees(self) -> dict[str, str]:
-        """Guarantee of each mode, such as ``exact``; see `GeneratedImage`."""
-        return {name: generator.guarantee for name, generator in self.generators.items()}
+        first = self.generators[self.modes[0].name]
+        self.settings, self.requests = first.settings, first.requests(conditions)
+        self.total = len(self.requests) * len(self.modes)
 
     def run(
         self,
@@ -226,14 +194,11 @@ class Recorder:
         for number, start in enumerate(range(0, len(self.requests), self.batch)):
             batch = self.requests[start : start + self.batch]
             for mode in self.modes if number % 2 == 0 else self.modes[::-1]:
-                todo = [
-                    one for one in batch if (mode.name, one.condition, one.ordinal) not in found
-                ]
-                for image in self.generators[mode.name].images(
-                    todo, watch=self._watches[mode.name]
-                ):
-                    row = row_of(mode.name, image)
-                    found[_key(row)] = row
+                name, watch = mode.name, self._watches[mode.name]
+                todo = [one for one in batch if (name, one.condition, one.ordinal) not in found]
+                for image in self.generators[name].images(todo, watch=watch):
+                    row = row_of(name, image)
+                    found[row.key()] = row
                     if journal:
                         journal.add(row)
                     if progress:
@@ -250,35 +215,15 @@ class Recorder:
 
 def row_of(mode: str, image: GeneratedImage) -> ImageRow:
     """Converts a generated image to its row in the journal."""
-    generated = image.error is None
-    return ImageRow(
-        mode=mode,
-        condition=image.condition,
-        ordinal=image.ordinal,
-        codes=image.codes.flatten().tolist() if generated else None,
-        commits=image.commits.flatten().tolist() if generated else None,
-        passes=image.passes if generated else None,
-        seconds=image.seconds if generated else None,
-        error=image.error,
-    )
-
-
-def stacked(rows: Sequence[ImageRow], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Codes and commit passes of the images that did not fail, ``(n, rows, columns)`` each."""
-    generated = [row for row in rows if row.error is None]
-    codes = torch.tensor([row.codes for row in generated]).view(-1, *shape)
-    return codes, torch.tensor([row.commits for row in generated]).view(-1, *shape)
-
-
-def groups_of(model: RasterModel) -> Tensor:
-    """Groups codes with similar embeddings, see `code_groups`; without a codebook by their index.
-
-    Returns:
-        Group of each code, ``(C,)``.
-    """
-    book = model.adapter.codebook()
-    numbers = torch.arange(len(model.adapter.layout.ids))[:, None]
-    return code_groups(numbers if book is None else book)
+    generated: dict[str, Any] = {"error": image.error}
+    if image.error is None:
+        generated = {
+            "codes": image.codes.flatten().tolist(),
+            "commits": image.commits.flatten().tolist(),
+            "passes": image.passes,
+            "seconds": image.seconds,
+        }
+    return ImageRow(mode=mode, condition=image.condition, ordinal=image.ordinal, **generated)
 
 
 @torch.no_grad()

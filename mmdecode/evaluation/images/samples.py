@@ -79,12 +79,8 @@ class Likelihood:
     first: TokenTest | None
 
 
-Laws = Callable[[slice], Tensor]
-"""Function from a slice of the images to the guided logits of their tokens, ``(B, tokens, V)``."""
-
-
 def likelihood(
-    distributions: Laws,
+    distributions: Callable[[slice], Tensor],
     codes: Tensor,
     sampling: Sampling,
     *,
@@ -95,8 +91,8 @@ def likelihood(
     """Scores images under their model, and tests their tokens against its distributions.
 
     Args:
-        distributions: Function that returns teacher-forced logits, see
-            `mmdecode.evaluation.images.runs.forced_logits`.
+        distributions: Function from a slice of the images to the guided, teacher-forced logits of
+            their tokens, ``(B, tokens, V)``; see `mmdecode.evaluation.images.runs.forced_logits`.
         codes: Codes of the images in raster order, ``(n, rows, columns)``.
         sampling: Sampling settings of the images.
         commits: Index of the forward pass that committed each token, ``(n, rows, columns)``;
@@ -113,8 +109,7 @@ def likelihood(
     uncut = Sampling(temperature=sampling.temperature)
     begun = torch.zeros_like(flat, dtype=torch.bool)
     if commits is not None:
-        passes = commits.flatten(1)
-        begun[:, 1:] = passes[:, 1:] != passes[:, :-1]
+        begun[:, 1:] = commits.flatten(1).diff() != 0
     found, outside = [], []
     every = _TokenTally(groups, columns)
     first = _TokenTally(groups, columns)
@@ -175,7 +170,7 @@ class _TokenTally:
             distribution[which].split(step), tokens[which].split(step), strict=True
         ):
             ranks, excess, variance = surprise(distributions, chosen)
-            self.ranks.append(ranks.cpu())
+            self.ranks.append(ranks)
             self.excess += excess
             self.variance += variance
         if self.groups is None:

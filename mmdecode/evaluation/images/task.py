@@ -25,9 +25,11 @@ class ImageTask(Task):
 
     def open(self, given: Mapping[str, Any]) -> Run:
         """Loads the model; see `Task.open`."""
-        from mmdecode.evaluation.images.runs import Recorder, journal_of, modes_of
+        from mmdecode.evaluation.images.runs import ROWS, ImageRow, Recorder, modes_of, read_images
         from mmdecode.image_ar.loading import config_of, load
+        from mmdecode.models.image_classifier import ZOO_CLASSIFIER, Classifier
         from mmdecode.runs.conditions import surroundings
+        from mmdecode.runs.rows import RowJournal
 
         model = given["model"]
         names = [name.strip() for name in given["modes"].split(",") if name.strip()]
@@ -48,7 +50,8 @@ class ImageTask(Task):
             batch=given["batch_size"],
             **{name: given[name] for name in ("temperature", "top_k", "top_p", "guidance")},
         )
-        judge = _judge(model, given["classifier"])
+        name = _chosen("classifier", given, ZOO_CLASSIFIER)
+        judge = None if name == NOTHING else Classifier.from_pretrained(name)
         settings = {
             "task": self.name,
             **surroundings(network.adapter.model),
@@ -57,19 +60,18 @@ class ImageTask(Task):
             "modes": [vars(mode) for mode in modes],
             "classes": given["class_id"],
             "prompts": None if given["prompts"] is None else str(given["prompts"]),
-            "guidance": recorder.settings["guidance"],
-            "sampling": recorder.settings["sampling"],
+            **recorder.settings,
             "batch_size": given["batch_size"],
             "seed": given["seed"],
         } | ({"rows_left_out": len(left_out)} if left_out else {})
         load_average = settings.pop("load_average")
         return Run(
             report=lambda rows: _report(
-                rows, network, recorder, judge, given, settings | {"load_average": load_average}
+                rows, recorder, judge, given, settings | {"load_average": load_average}
             ),
             record=recorder.run,
-            journal=lambda folder, resume, overwrite: journal_of(
-                folder, settings, resume, overwrite
+            journal=lambda folder, resume, overwrite: RowJournal(
+                folder / ROWS, read_images, ImageRow.key, settings, resume, overwrite
             ),
             total=recorder.total,
             doing="drawing",
@@ -79,32 +81,25 @@ class ImageTask(Task):
 
 def _report(
     rows: Sequence[ImageRow],
-    model: RasterModel,
     recorder: Recorder,
     judge: Classifier | None,
     given: Mapping[str, Any],
     conditions: dict[str, Any],
 ) -> Report:
     """Scores the images and the reference images, which takes a while."""
-    from mmdecode.evaluation.images.references import truth_of
-    from mmdecode.evaluation.images.report import ImageReport, measured
-    from mmdecode.evaluation.images.runs import groups_of
+    from mmdecode.evaluation.images.references import SCENES, truth_of
+    from mmdecode.evaluation.images.report import ImageReport
 
-    source, training, n = given["real"], given["training"], given["n"]
-    if source == AUTO:
-        source = "scenes" if _is_scenes(given["model"]) else NOTHING
+    source, training = _chosen("real", given, SCENES), given["training"]
     truth = None
-    found = measured(model, recorder, rows, judge, given["batch_size"])
     if judge is not None and source != NOTHING:
-        count = min(max(2 * n, MIN_REAL), MAX_REAL)
-        truth = truth_of(model, judge, source, training, count)
+        count = min(max(2 * given["n"], MIN_REAL), MAX_REAL)
+        truth = truth_of(recorder.model, judge, source, training, count)
     return ImageReport(
-        found,
-        guarantees=recorder.guarantees,
-        groups=groups_of(model).numpy(),
-        failed=[row for row in rows if row.error is not None],
-        classes=None if judge is None else _known(model, judge, recorder),
-        truth=truth,
+        recorder,
+        rows,
+        judge,
+        truth,
         conditions={
             **conditions,
             "classifier": None if judge is None else judge.name,
@@ -116,8 +111,11 @@ def _report(
     )
 
 
-def _is_scenes(model: str) -> bool:
-    return model.startswith("zoo:llamagen-scenes")
+def _chosen(option: str, given: Mapping[str, Any], for_scenes: str) -> str:
+    """Value of an option that may be `AUTO`: ``for_scenes`` if the model draws the zoo's scenes."""
+    if given[option] != AUTO:
+        return str(given[option])
+    return for_scenes if given["model"].startswith("zoo:llamagen-scenes") else NOTHING
 
 
 def _conditions(model: RasterModel, given: Mapping[str, Any], left_out: list[str]) -> list[Any]:
@@ -147,26 +145,6 @@ def _conditions(model: RasterModel, given: Mapping[str, Any], left_out: list[str
         if not found:
             raise InputError(f"{left_out[0]}; no other line can be used")
     return [found[index % len(found)] for index in range(given["n"])]
-
-
-def _judge(model: str, name: str) -> Classifier | None:
-    from mmdecode.models.image_classifier import ZOO_CLASSIFIER, Classifier
-
-    if name == AUTO:
-        name = ZOO_CLASSIFIER if _is_scenes(model) else NOTHING
-    return None if name == NOTHING else Classifier.from_pretrained(name)
-
-
-def _known(model: RasterModel, judge: Classifier, recorder: Recorder) -> dict[Any, int] | None:
-    """The classifier's class of each condition, matched by name or, if equally many, by number."""
-    conditions: set[Any] = {request.condition for request in recorder.requests}
-    names = {name.casefold(): index for index, name in enumerate(judge.classes)}
-    labels = {label: name.casefold() for label, name in model.labels.items()}
-    if labels and set(labels.values()) <= set(names):
-        return {condition: names[labels[condition]] for condition in conditions}
-    if model.classes == len(judge.classes):
-        return {condition: condition for condition in conditions}
-    return None
 
 
 IMAGES = ImageTask(

@@ -13,6 +13,7 @@ import numpy as np
 
 from mmdecode.evaluation.report.layout import number, without_empty
 from mmdecode.evaluation.stats.intervals import (
+    Estimate,
     bootstrap_p,
     bootstrap_sums,
     holm,
@@ -22,19 +23,19 @@ from mmdecode.evaluation.stats.intervals import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Difference of one score between two modes.
+class Difference(Estimate):
+    """Score of the second mode minus score of the first, with a bootstrap interval over images.
 
     Attributes:
-        value: Score of the second mode minus score of the first.
-        low, high: 95 % interval, by bootstrap over images.
         p: Two-sided p-value from the same bootstrap samples.
     """
 
-    value: float
-    low: float
-    high: float
     p: float
+
+    def points(self, form: str = "+.2f", unit: str = "") -> str:
+        """The difference with its interval in percentage points, as text."""
+        value, low, high = (format(100 * end, form) for end in (self.value, self.low, self.high))
+        return f"{value}{unit} [{low}, {high}]"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,27 +80,29 @@ class ItemComparison:
     p_holm: float | None = None
 
     @property
+    def main(self) -> tuple[str, Difference]:
+        """The main difference, with its name."""
+        return next(iter(self.differences.items()))
+
+    @property
     def p(self) -> float:
-        """P-value of the flips or, without flips, of the first difference."""
-        return self.flips.p if self.flips else next(iter(self.differences.values())).p
+        """P-value of the flips or, without flips, of the main difference."""
+        return self.flips.p if self.flips else self.main[1].p
+
+    @property
+    def corrected(self) -> float:
+        """``p_holm`` or, if it is not known, ``p``."""
+        return self.p if self.p_holm is None else self.p_holm
 
     def __str__(self) -> str:
-        name, found = next(iter(self.differences.items()))
+        (name, first), *others = self.differences.items()
         corrected = "" if self.p_holm is None else f", {self.p_holm:.4f} by Holm"
-        others = [
-            f"{other} {100 * one.value:+.2f} [{100 * one.low:+.2f}, {100 * one.high:+.2f}]"
-            for other, one in list(self.differences.items())[1:]
+        parts = [
+            f"{self.second} against {self.first}, {self.within}: {name} "
+            f"{first.points(unit=' points')}, p = {self.p:.4f}{corrected}",
+            *(f"{other} {one.points()}" for other, one in others),
         ]
-        flips = [str(self.flips)] if self.flips else []
-        return "; ".join(
-            [
-                f"{self.second} against {self.first}, {self.within}: {name} "
-                f"{100 * found.value:+.2f} points [{100 * found.low:+.2f}, "
-                f"{100 * found.high:+.2f}], p = {self.p:.4f}{corrected}",
-                *others,
-                *flips,
-            ]
-        )
+        return "; ".join([*parts, str(self.flips)] if self.flips else parts)
 
 
 def differences(
@@ -163,10 +166,7 @@ def compared_rows(found: Sequence[ItemComparison]) -> list[dict[str, str]]:
         changed = ""
         if one.flips:
             changed = f"+{sum(one.flips.gained.values())} -{sum(one.flips.lost.values())}"
-        shown = {
-            name: f"{100 * known.value:+.2f} [{100 * known.low:+.2f}, {100 * known.high:+.2f}]"
-            for name, known in one.differences.items()
-        }
+        shown = {name: known.points() for name, known in one.differences.items()}
         rows.append(
             {
                 "mode": one.second,

@@ -15,13 +15,16 @@ import numpy as np
 
 from mmdecode.errors import OptionError, UnknownNameError
 from mmdecode.evaluation.report.examples import Example, Examples, ImageSource, image_url
-from mmdecode.evaluation.report.item_comparison import compared_rows
-from mmdecode.evaluation.report.item_verdict import verdict_of
+from mmdecode.evaluation.report.item_comparison import ItemComparison, compared_rows
 from mmdecode.evaluation.report.layout import Rows
 from mmdecode.evaluation.report.report import Report
 from mmdecode.evaluation.stats.intervals import RESAMPLES
 from mmdecode.evaluation.vision.items import ITEMS, Some
 from mmdecode.runs.tables import rows_text
+
+LEVEL = 0.05
+"""A difference counts as shown if its corrected p-value is below this level."""
+_LISTED = 3  # names of methods in the first sentence of a verdict
 
 
 class ItemReport(Report, Generic[Some]):
@@ -189,9 +192,70 @@ class ItemReport(Report, Generic[Some]):
         return [(control, mode) for control in self.against(mode)[1:]]
 
     def verdict(self) -> list[str]:
-        """States the result of the comparisons: a sentence on all modes, then some on each mode."""
+        """States the result: a sentence on all methods, one on the baseline, some on each method.
+
+        A method is a mode that is no control. It helps if, in at least one question set, it is
+        significantly better than its baseline and than every control.
+        """
+        baseline = self.modes[0]
         judged = [one for one in self._recorded_modes[1:] if one not in self.controls]
-        return verdict_of(self, judged)
+        sets = list(dict.fromkeys(one.within for one in self.comparisons))
+        sets = sets or list(getattr(self, "sets", None) or ["all"])
+        hardest = min(sets, key=lambda name: self.level(baseline, name))
+        where = f" in {hardest}, where it scores lowest" if len(sets) > 1 else ""
+        plain = f"{baseline}{where}: {self.summary_line(baseline, hardest)}."
+        if not judged:
+            return [plain]
+        found = {mode: self._judged(mode, sets, hardest) for mode in judged}
+        helping = [mode for mode, (helps, _) in found.items() if helps]
+        if helping:
+            more = f" and {len(helping) - _LISTED} more" if len(helping) > _LISTED else ""
+            names = "; ".join(helping[:_LISTED])
+            first = f"{len(helping)} of {len(judged)} methods help: {names}{more}"
+        elif len(judged) == 1:
+            first = f"{judged[0]} is not shown to help"
+        else:
+            first = f"None of the {len(judged)} methods is shown to help"
+        tests = len(self.comparisons)
+        basis = f" (p below {LEVEL} after Holm's correction for {tests} comparisons)"
+        return [f"{first}{basis}.", plain, *(line for _, line in found.values())]
+
+    def _judged(self, mode: str, sets: Sequence[str], hardest: str) -> tuple[bool, str]:
+        """Decides whether a method helps, and describes its result in a sentence or two."""
+        baseline, rivals = self.against(mode)[0], self.rivals(mode)
+        known = {(one.first, one.second, one.within): one for one in self.comparisons}
+        beats = {name: self._sign(known[baseline, mode, name]) for name in sets}
+        better = [name for name in sets if beats[name] > 0]
+        worse = [name for name in sets if beats[name] < 0]
+        unbeaten = {
+            name: [pair for pair in rivals if self._sign(known[*pair, name]) <= 0] for name in sets
+        }
+        helps = [name for name in better if not unbeaten[name]]
+        if helps:
+            controls = " and than every control" if rivals else ""
+            finding = f"better than {baseline}{controls}{_within(helps, sets)}"
+        elif better:
+            names = "; ".join(sorted({_rival(p, mode) for name in better for p in unbeaten[name]}))
+            finding = f"better than {baseline}{_within(better, sets)}, but not than {names}"
+        else:
+            finding = "" if worse else f"no difference from {baseline} shown"
+        if worse:
+            finding += f"{', ' * bool(finding)}worse than {baseline}{_within(worse, sets)}"
+        where = f"{hardest}: " if len(sets) > 1 else ""
+        overall = known[baseline, mode, hardest]
+        parts = [
+            f"{mode}: {finding}. {where}{self.summary_line(mode, hardest)}",
+            f"against {baseline} {overall.main[0]} {_points(overall)}, p = {overall.corrected:.3f}",
+        ]
+        if rivals:
+            held = [f"against {_rival(p, mode)} {_points(known[*p, hardest])}" for p in rivals]
+            parts.append(", ".join(held))
+        return bool(helps), "; ".join(parts) + "."
+
+    def _sign(self, found: ItemComparison) -> int:
+        """Returns 1 if a gain is shown, -1 if a loss is shown, and 0 otherwise."""
+        value = self.gain * found.main[1].value
+        return 0 if found.corrected >= LEVEL or not value else 1 if value > 0 else -1
 
     def differences(self) -> Rows:
         """Table of the comparisons, in percentage points."""
@@ -224,12 +288,25 @@ class ItemReport(Report, Generic[Some]):
 
     def failures(self) -> list[dict[str, Any]]:
         """Questions whose decoding failed."""
-        return [
-            {"id": one.id, "mode": one.mode, "seed": one.seed, "error": one.error}
-            for one in self.recorded
-            if one.error is not None
-        ]
+        failed = [item for item in self.recorded if item.error is not None]
+        names = "id", "mode", "seed", "error"
+        return [{name: getattr(item, name) for name in names} for item in failed]
 
     def further_files(self) -> dict[str, str | bytes]:
         """The recorded answers."""
         return {ITEMS: rows_text(item.as_dict() for item in self.recorded)}
+
+
+def _rival(pair: tuple[str, str], mode: str) -> str:
+    """Name of the control in a pair; if not the mode but its copy is compared, both are named."""
+    return pair[0] if pair[1] == mode else f"{pair[0]} (as {pair[1]})"
+
+
+def _within(names: Sequence[str], sets: Sequence[str]) -> str:
+    if len(sets) == 1:
+        return ""
+    return " in all sets" if len(names) == len(sets) else f" in {', '.join(names)}"
+
+
+def _points(found: ItemComparison) -> str:
+    return found.main[1].points("+.1f", " points")

@@ -1,9 +1,7 @@
-"""Rows of text as Markdown, HTML and CSV."""
+"""Rows of text as Markdown."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 
 from mmdecode.runs.files import MAKER
@@ -38,15 +36,6 @@ def drawing(svg: str) -> str:
     """Adds the marker of generated files to SVG text, after its first line."""
     first, rest = svg.split("\n", 1)
     return f"{first}\n{MADE_BY}{rest}"
-
-
-def csv_text(rows: Rows) -> str:
-    """Formats rows as CSV, for spreadsheets."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
 
 
 def number(value: float | None, form: str = ".2f") -> str:

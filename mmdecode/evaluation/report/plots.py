@@ -1,8 +1,9 @@
-"""Figures of reports on word errors, silence, yes/no answers and captions."""
+"""Figures of reports on word errors, silence, yes/no answers, captions and images."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,17 +27,14 @@ def wer_against_speed(modes: Mapping[str, Mapping[str, Any]]) -> Figure | None:
     timed = {name: mode for name, mode in modes.items() if mode["rtfx"]}
     if not timed:
         return None
-    figure, axes = _figure("Word errors against speed")
+    figure, (axes,) = _figure("Word errors against speed")
     for name, mode in timed.items():
-        rate = 100 * mode["wer"]
-        spread = [[max(rate - 100 * mode["wer_low"], 0)], [max(100 * mode["wer_high"] - rate, 0)]]
-        axes.errorbar(rate, mode["rtfx"], xerr=spread, fmt="o", capsize=3)
-        axes.annotate(
-            name, (rate, mode["rtfx"]), xytext=(5, 6), textcoords="offset points", parse_math=False
-        )
-    axes.set_yscale("log")
+        point = 100 * mode["wer"], mode["rtfx"]
+        spread = _spread(point[0], 100 * mode["wer_low"], 100 * mode["wer_high"])
+        axes.errorbar(*point, xerr=spread, fmt="o", capsize=3)
+        axes.annotate(name, point, xytext=(5, 6), textcoords="offset points", parse_math=False)
+    axes.set(yscale="log", ylabel="RTFx: seconds of audio per second")
     axes.set_xlabel("WER in %, with its 95 % interval")
-    axes.set_ylabel("RTFx: seconds of audio per second")
     axes.margins(0.25)
     axes.set_xlim(left=max(0, axes.get_xlim()[0]))
     for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
@@ -46,7 +44,7 @@ def wer_against_speed(modes: Mapping[str, Mapping[str, Any]]) -> Figure | None:
 
 def error_kinds(modes: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Plots substitutions, deletions and insertions per reference word, as stacked bars."""
-    figure, axes = _figure("Kinds of word errors")
+    figure, (axes,) = _figure("Kinds of word errors")
     positions = np.arange(len(modes))
     bottom = np.zeros(len(modes))
     for kind in ("substitutions", "deletions", "insertions"):
@@ -68,25 +66,23 @@ def by_duration(
         durations: Length of each recording in seconds; ``None``: not known.
         counts: Counts of `mmdecode.evaluation.speech.wer.count_errors`, by mode.
     """
-    known = np.array([np.nan if d is None else d for d in durations])
-    if np.isnan(known).all():
+    known = np.array(durations, dtype=float)
+    buckets = np.where(np.isnan(known), -1, np.digitize(known, EDGES[1:-1]))
+    labels, members = [], []
+    for bucket, (low, high) in enumerate(itertools.pairwise(EDGES)):
+        inside = buckets == bucket
+        if count := int(inside.sum()):
+            span = f"{low:g}-{high:g} s" if np.isfinite(high) else f"over {low:g} s"
+            labels.append(f"{span}\n{count} recording{'s' * (count != 1)}")
+            members.append(inside)
+    if not labels:
         return None
-    buckets = np.digitize(known, EDGES[1:-1])
-    used = [b for b in range(len(EDGES) - 1) if ((buckets == b) & ~np.isnan(known)).any()]
-    figure, axes = _figure("Word errors by length of the recording")
-    width = 0.8 / len(counts)
-    for index, (name, table) in enumerate(counts.items()):
-        sums = [table[(buckets == bucket) & ~np.isnan(known)].sum(0) for bucket in used]
-        rates = [100 * s[2:5].sum() / max(s[0], 1) for s in sums]
-        positions = np.arange(len(used)) + (index - (len(counts) - 1) / 2) * width
-        axes.bar(positions, rates, width=width, label=name.lstrip("_") or name)
-    labels = []
-    for bucket in used:
-        low, high = EDGES[bucket : bucket + 2]
-        span = f"{low:g}-{high:g} s" if np.isfinite(high) else f"over {low:g} s"
-        count = int(((buckets == bucket) & ~np.isnan(known)).sum())
-        labels.append(f"{span}\n{count} recording{'s' * (count != 1)}")
-    axes.set_xticks(range(len(used)), labels)
+    figure, (axes,) = _figure("Word errors by length of the recording")
+    bars = {}
+    for name, table in counts.items():
+        sums = [table[inside].sum(0) for inside in members]
+        bars[name] = {"height": [100 * s[2:5].sum() / max(s[0], 1) for s in sums]}
+    _grouped_bars(axes, labels, bars)
     axes.set_ylabel("WER in %")
     axes.legend()
     return figure
@@ -98,26 +94,13 @@ def words_per_minute(scores: Mapping[str, Mapping[str, Any]]) -> Figure:
     Args:
         scores: Scores (`mmdecode.evaluation.speech.silence.NonSpeechScore`) by class and mode.
     """
-    figure, axes = _figure("Words where nobody speaks")
-    modes = list(next(iter(scores.values())))
-    figure.set_size_inches(10, 4)
-    width = 0.8 / len(modes)
-    for index, mode in enumerate(modes):
+    figure, (axes,) = _figure("Words where nobody speaks", size=(10, 4))
+    bars = {}
+    for mode in next(iter(scores.values())):
         own = [found[mode] for found in scores.values()]
-        positions = np.arange(len(scores)) + (index - (len(modes) - 1) / 2) * width
-        spread = [
-            [max(one.rate - one.low, 0) for one in own],
-            [max(one.high - one.rate, 0) for one in own],
-        ]
-        axes.bar(
-            positions,
-            [one.rate for one in own],
-            width=width,
-            yerr=spread,
-            error_kw={"linewidth": 0.7},
-            label=mode.lstrip("_") or mode,
-        )
-    axes.set_xticks(range(len(scores)), [name.replace(" ", "\n", 1) for name in scores])
+        spans = np.array([(one.rate, one.low, one.high) for one in own]).T
+        bars[mode] = {"height": spans[0], "yerr": _spread(*spans), "error_kw": {"linewidth": 0.7}}
+    _grouped_bars(axes, [name.replace(" ", "\n", 1) for name in scores], bars)
     axes.set_ylabel("words per minute")
     _legend(figure, axes, columns=2)
     return figure
@@ -134,15 +117,13 @@ def accuracy_against_yes(
         controls: Control of each mode, by the mode's name; its point is hollow, and a line joins it
             to the mode's point.
     """
-    sets = list(next(iter(modes.values())))
-    figure, panels = _panels("Accuracy against the share of yes", sets)
-    for name, axes in zip(sets, panels, strict=True):
-        scores = {mode: found[name] for mode, found in modes.items()}
-        _points(axes, scores, controls, ("yes_ratio", 100), "accuracy")
-        axes.set_xlabel("answers yes in %")
-    panels[0].set_ylabel("accuracy in %, with its 95 % interval")
-    _legend(figure, panels[0])
-    return figure
+    yes = "yes_ratio", 100, "answers yes in %"
+    panels = {
+        name: ({mode: found[name] for mode, found in modes.items()}, *yes)
+        for name in next(iter(modes.values()))
+    }
+    title = "Accuracy against the share of yes"
+    return _points(title, panels, "accuracy", "accuracy", controls)
 
 
 def margin_roc(margins: Mapping[str, np.ndarray], positive: np.ndarray, title: str) -> Figure:
@@ -155,7 +136,7 @@ def margin_roc(margins: Mapping[str, np.ndarray], positive: np.ndarray, title: s
     """
     from mmdecode.evaluation.stats.margins import auroc, roc
 
-    figure, axes = _figure(f"Margin of yes over no, {title}")
+    figure, (axes,) = _figure(f"Margin of yes over no, {title}")
     axes.plot([0, 1], [0, 1], color="gray", linewidth=0.8, linestyle="--")
     for mode, values in margins.items():
         label = f"{mode} ({float(auroc(values, positive)):.3f})"
@@ -182,14 +163,11 @@ def chair_against_recall(
             their intervals.
         controls: See `accuracy_against_yes`.
     """
-    figure, panels = _panels("Hallucinated mentions", ["against recall", "against length"])
-    scales = (("recall", 100), "objects mentioned in %"), (("length", 1), "words per caption")
-    for axes, (scale, label) in zip(panels, scales, strict=True):
-        _points(axes, modes, controls, scale, "chair_i")
-        axes.set_xlabel(label)
-    panels[0].set_ylabel("CHAIR_i in %, with its 95 % interval")
-    _legend(figure, panels[0])
-    return figure
+    panels = {
+        "against recall": (modes, "recall", 100, "objects mentioned in %"),
+        "against length": (modes, "length", 1, "words per caption"),
+    }
+    return _points("Hallucinated mentions", panels, "chair_i", "CHAIR_i", controls)
 
 
 def forest(comparisons: Sequence[ItemComparison], name: str) -> Figure | None:
@@ -202,18 +180,41 @@ def forest(comparisons: Sequence[ItemComparison], name: str) -> Figure | None:
     shown = [found for found in comparisons if name in found.differences]
     if not shown:
         return None
-    figure, axes = _figure(f"Difference of {name}")
-    figure.set_size_inches(8, max(3, 0.3 * len(shown) + 1))
+    size = 8, max(3, 0.3 * len(shown) + 1)
+    figure, (axes,) = _figure(f"Difference of {name}", size=size)
     positions = -np.arange(len(shown))
     for row, found in zip(positions, shown, strict=True):
         one = found.differences[name]
-        spread = [[max(one.value - one.low, 0) * 100], [max(one.high - one.value, 0) * 100]]
+        spread = 100 * _spread(one.value, one.low, one.high)
         axes.errorbar(100 * one.value, row, xerr=spread, fmt="o", capsize=3, color="C0")
     axes.axvline(0, color="gray", linewidth=0.8)
     labels = [f"{f.second} against {f.first}, {f.within}" for f in shown]
     axes.set_yticks(positions, labels, parse_math=False)
     axes.set_xlabel("points, second minus first, with the 95 % interval")
     return figure
+
+
+def sheet(images: np.ndarray, title: str, columns: int = 10) -> bytes:
+    """Draws a contact sheet and returns it as PNG.
+
+    Args:
+        images: ``(n, H, W, 3)`` uint8.
+        title: Title above the images.
+        columns: Number of images in a row.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    rows = -(-len(images) // columns)
+    padded = np.full((rows * columns, *images.shape[1:]), 255, dtype=np.uint8)
+    padded[: len(images)] = images
+    _, height, width, _ = images.shape
+    laid = padded.reshape(rows, columns, height, width, 3).swapaxes(1, 2)
+    figure, (axes,) = _figure("", size=(8, 0.4 + 8 * rows * height / (columns * width)))
+    axes.imshow(laid.reshape(rows * height, columns * width, 3), interpolation="nearest")
+    axes.set_title(title, parse_math=False, loc="left")
+    axes.axis("off")
+    return png(figure)
 
 
 def png(figure: Figure) -> bytes:
@@ -235,7 +236,16 @@ def drawable() -> None:
         raise MissingExtraError("drawing figures needs matplotlib", extra="eval") from error
 
 
-def _figure(title: str) -> tuple[Figure, Any]:
+def _figure(
+    title: str, panels: Sequence[str] = (), size: tuple[float, float] = (6, 4)
+) -> tuple[Figure, Sequence[Any]]:
+    """Makes a figure and its axes: one pair, or several side by side with one vertical scale.
+
+    Args:
+        title: Title of the figure.
+        panels: Titles of the axes; none: there is one pair, without a title of its own.
+        size: Width and height in inches.
+    """
     drawable()
     from matplotlib.figure import Figure
 
@@ -245,37 +255,65 @@ def _figure(title: str) -> tuple[Figure, Any]:
         def _repr_png_(self) -> bytes:
             return png(self)
 
-    figure = Shown(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(title)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    figure = Shown(figsize=size, layout="constrained")
+    if panels:
+        figure.suptitle(title)
+    found = figure.subplots(1, max(len(panels), 1), sharey=True, squeeze=False)[0]
+    for axes, name in zip(found, panels or [title], strict=True):
+        axes.set_title(name)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, found
+
+
+def _spread(value: Any, low: Any, high: Any) -> np.ndarray:
+    """Lengths of error bars below and above values, ``(2, values)``."""
+    return np.maximum([value - low, high - value], 0).reshape(2, -1)
+
+
+def _grouped_bars(axes: Any, groups: Sequence[str], bars: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draws bars side by side in each group, by mode; they have the options of `Axes.bar`."""
+    width = 0.8 / len(bars)
+    for index, (mode, how) in enumerate(bars.items()):
+        positions = np.arange(len(groups)) + (index - (len(bars) - 1) / 2) * width
+        axes.bar(positions, width=width, label=mode.lstrip("_") or mode, **how)
+    axes.set_xticks(range(len(groups)), groups)
 
 
 def _points(
-    axes: Any,
-    modes: Mapping[str, Mapping[str, Any]],
-    controls: Mapping[str, str],
-    right: tuple[str, float],
+    title: str,
+    panels: Mapping[str, tuple[Mapping[str, Mapping[str, Any]], str, float, str]],
     up: str,
-) -> None:
-    """Draws each mode's point with its interval, and a line to the hollow point of its control."""
-    across, scale = right
-    for index, mode in enumerate(mode for mode in modes if mode not in controls.values()):
-        color, score = f"C{index % 10}", modes[mode]
-        x, y = scale * score[across], 100 * score[up]
-        low, high = (100 * end for end in score["intervals"][up])
-        spread = [[max(y - low, 0)], [max(high - y, 0)]]
-        marker = "osD^v"[index // 10 % 5]
-        axes.errorbar(
-            x, y, yerr=spread, fmt=marker, capsize=3, color=color, label=mode.lstrip("_") or mode
-        )
-        if mode in controls:
-            control = modes[controls[mode]]
-            end = scale * control[across], 100 * control[up]
-            axes.plot([x, end[0]], [y, end[1]], color=color, linewidth=0.8)
-            axes.plot(*end, marker, color=color, markerfacecolor="white")
-    axes.margins(0.15)
+    up_label: str,
+    controls: Mapping[str, str],
+) -> Figure:
+    """Plots each mode's point with its interval, and a line to the hollow point of its control.
+
+    Args:
+        title: Title of the figure.
+        panels: Scores by mode; key, scale and label of the one on the horizontal axis; by panel.
+        up: Key of the score on the vertical axis, a share.
+        up_label: Label of this score.
+        controls: See `accuracy_against_yes`.
+    """
+    figure, found = _figure(title, list(panels), (max(6, 4 * len(panels)), 4))
+    for axes, (modes, across, scale, label) in zip(found, panels.values(), strict=True):
+        for index, mode in enumerate(mode for mode in modes if mode not in controls.values()):
+            color, score = f"C{index % 10}", modes[mode]
+            marker = "osD^v"[index // 10 % 5]
+            how = {"fmt": marker, "capsize": 3, "label": mode.lstrip("_") or mode}
+            x, y = scale * score[across], 100 * score[up]
+            spread = _spread(y, *(100 * end for end in score["intervals"][up]))
+            axes.errorbar(x, y, yerr=spread, color=color, **how)
+            if mode in controls:
+                control = modes[controls[mode]]
+                end = scale * control[across], 100 * control[up]
+                axes.plot([x, end[0]], [y, end[1]], color=color, linewidth=0.8)
+                axes.plot(*end, marker, color=color, markerfacecolor="white")
+        axes.margins(0.15)
+        axes.set_xlabel(label)
+    found[0].set_ylabel(f"{up_label} in %, with its 95 % interval")
+    _legend(figure, found[0])
+    return figure
 
 
 def _legend(figure: Figure, axes: Any, columns: int = 4) -> None:
@@ -291,16 +329,3 @@ def _legend(figure: Figure, axes: Any, columns: int = 4) -> None:
     columns = max(1, min(columns, int(figure.get_figwidth() / widest)))
     figure.set_figheight(figure.get_figheight() + 0.17 * math.ceil(len(names) / columns))
     figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=8)
-
-
-def _panels(title: str, names: Sequence[str]) -> tuple[Figure, list[Any]]:
-    """Makes axes side by side with a shared vertical scale, each with its name as title."""
-    figure, first = _figure(names[0])
-    first.remove()
-    figure.set_size_inches(max(6, 4 * len(names)), 4)
-    panels = list(figure.subplots(1, len(names), sharey=True, squeeze=False)[0])
-    figure.suptitle(title)
-    for axes, name in zip(panels, names, strict=True):
-        axes.set_title(name)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure, panels

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from mmdecode.errors import MissingExtraError
 from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.examples import Examples
-from mmdecode.evaluation.report.layout import Rows, csv_text, markdown, markdown_page
+from mmdecode.evaluation.report.layout import Rows, markdown, markdown_page
 from mmdecode.evaluation.report.templates import data_url, rendered
 from mmdecode.runs.files import marked_json, write_files
+from mmdecode.runs.tables import WRITERS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-SUMMARY = "summary.json"
 
 
 class Report(abc.ABC):
@@ -132,9 +131,9 @@ class Report(abc.ABC):
         """
         lines = "".join(f"- {found}\n" for found in self.comparisons)
         files: dict[str, str | bytes] = {
-            SUMMARY: marked_json(self.summary, indent=1),
+            "summary.json": marked_json(self.summary, indent=1),
             "table.md": markdown_page(f"{self.table()}\n{lines}"),
-            "table.csv": csv_text(self.rows()),
+            "table.csv": WRITERS[".csv"](self.rows()),
             "report.html": self.page(),
         }
         files |= {f"{name}.png": data for name, data in self.drawings.items()}

@@ -33,9 +33,8 @@ def surprise(distribution: Tensor, tokens: Tensor) -> tuple[Tensor, float, float
     chosen = p.gather(1, tokens[:, None])
     above = (p > chosen) | ((p == chosen) & (order < tokens[:, None]))
     key = Noise.of(0, [request_key(*tokens.tolist())], distribution.device)
-    spread = key.uniform(torch.arange(len(tokens), device=distribution.device)[None], Role.ACCEPT)[
-        0
-    ]
+    index = torch.arange(len(tokens), device=distribution.device)
+    spread = key.uniform(index[None], Role.ACCEPT)[0]
     ranks = (p * above).sum(-1) + spread * chosen[:, 0]
     nats = torch.where(p > 0, -log_p, 0.0)
     entropy = (p * nats).sum(-1)

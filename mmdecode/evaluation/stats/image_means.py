@@ -16,47 +16,25 @@ from typing import Any
 import numpy as np
 
 from mmdecode.errors import MissingExtraError, OptionError, ShapeError
-from mmdecode.evaluation.stats.intervals import LEVEL
+from mmdecode.evaluation.stats.intervals import LEVEL, Estimate
 
 MARGIN = 0.01
 """Default margin of `equivalence`: largest relative difference of two mean likelihoods."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mean:
+class Mean(Estimate):
     """A mean over images, for fixed conditions.
 
     Attributes:
-        value, low, high: The mean and its 95 % interval.
         error: Standard error, from the variance within conditions.
         freedom: Degrees of freedom of the standard error: images minus conditions.
         count: Number of images.
     """
 
-    value: float
-    low: float
-    high: float
     error: float
     freedom: float
     count: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Welch:
-    """Welch's test of two means.
-
-    Attributes:
-        difference: Second mean minus first mean.
-        low, high: 95 % interval of the difference.
-        t, freedom, p: The statistic, its degrees of freedom and two-sided p-value.
-    """
-
-    difference: float
-    low: float
-    high: float
-    t: float
-    freedom: float
-    p: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,23 +88,14 @@ def mean_of(values: np.ndarray, strata: Sequence[Any] | None = None) -> Mean:
     )
 
 
-def welch(first: Mean, second: Mean) -> Welch:
-    """Welch's test of whether two means differ."""
+def welch(first: Mean, second: Mean) -> float:
+    """Returns the two-sided p-value of Welch's test of whether two means differ."""
     errors = first.error**2, second.error**2
     error, difference = math.sqrt(sum(errors)), second.value - first.value
     if not error:
-        p = float(difference == 0)
-        return Welch(difference=difference, low=difference, high=difference, t=0, freedom=1, p=p)
+        return float(difference == 0)
     freedom = _shared_freedom(first, second, errors)
-    t, half = difference / error, _quantile(LEVEL, freedom) * error
-    return Welch(
-        difference=difference,
-        low=difference - half,
-        high=difference + half,
-        t=t,
-        freedom=freedom,
-        p=float(2 * scipy_parts().special.stdtr(freedom, -abs(t))),
-    )
+    return float(2 * scipy_parts().special.stdtr(freedom, -abs(difference / error)))
 
 
 def equivalence(first: Mean, second: Mean, margin: float = MARGIN) -> Equivalence:
@@ -149,11 +118,9 @@ def equivalence(first: Mean, second: Mean, margin: float = MARGIN) -> Equivalenc
         )
     ratio = second.value / first.value
     errors = (first.error / first.value) ** 2, (second.error / second.value) ** 2
-    if not sum(errors):
-        return Equivalence(
-            ratio=ratio, low=ratio, high=ratio, margin=margin, shown=abs(ratio - 1) <= margin
-        )
-    half = _quantile(0.9, _shared_freedom(first, second, errors)) * math.sqrt(sum(errors))
+    half = 0.0
+    if sum(errors):
+        half = _quantile(0.9, _shared_freedom(first, second, errors)) * math.sqrt(sum(errors))
     low, high = ratio * math.exp(-half), ratio * math.exp(half)
     shown = 1 - margin <= low and high <= 1 + margin
     return Equivalence(ratio=ratio, low=low, high=high, margin=margin, shown=shown)
@@ -183,16 +150,13 @@ def strata_of(count: int, strata: Sequence[Any] | None) -> np.ndarray:
 
 
 def scipy_parts() -> Any:
-    """Imports scipy with the submodules that are used here.
+    """Imports scipy, whose submodules are imported when they are used.
 
     Raises:
         MissingExtraError: scipy is not installed.
     """
     try:
-        import scipy.cluster.vq
-        import scipy.sparse
-        import scipy.special
-        import scipy.stats
+        import scipy
     except ImportError as error:
         raise MissingExtraError("tests of samples need scipy", extra="eval") from error
     return scipy

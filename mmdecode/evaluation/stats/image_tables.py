@@ -1,7 +1,7 @@
 """Permutation tests of two samples of images, each a grid of codes (indices into a codebook).
 
-The tests compare histograms: of the code at each grid position (`marginals`), or of pairs of
-neighbouring codes (`neighbours`). A table is one such histogram, and a cell is one entry of it.
+The tests compare histograms: of the code at each grid position, or of pairs of neighbouring codes
+(`neighbours`). A table is one such histogram, and a cell is one entry of it.
 Codes are small integers; nothing else is assumed about them.
 """
 
@@ -63,7 +63,7 @@ def two_sample(
 
     Args:
         first: Values (small integers) that each image contributes to each histogram,
-            ``(n, tables, entries)``; see `marginals` and `neighbours`.
+            ``(n, tables, entries)``: codes ``(n, positions, 1)``, or those of `neighbours`.
         second: The same for the other sample, ``(m, tables, entries)``.
         strata: Condition, such as the class, of each image in ``first`` and in ``second``: images
             are then permuted within a condition only. ``None``: among all images.
@@ -80,40 +80,27 @@ def two_sample(
             "expected the same shape"
         )
     both = np.concatenate([first, second]).astype(np.int64)
-    table, blocks, pooled = _cells(both, len(first), len(second))
+    table, starts, pooled = _cells(both, len(first), len(second))
     stratum_of = strata_of(len(both), None if strata is None else [*strata[0], *strata[1]])
     random = np.random.default_rng(seed)
     step = max(1, _AT_ONCE // table.shape[1])
-    own = np.zeros((1, len(both)), dtype=np.float32)
-    own[0, : len(first)] = 1
-    observed = _g(own, table, blocks)[0]
-    statistics = []
-    for start in range(0, permutations, step):
-        dealt = _dealt(own[0], stratum_of, min(step, permutations - start), random)
-        statistics.append(_g(dealt, table, blocks))
-    null = np.concatenate(statistics)
+    own = (np.arange(len(both)) < len(first)).astype(np.float32)
+    observed = _g(own[None], table, starts)[0]
+    counts = [min(step, permutations - start) for start in range(0, permutations, step)]
+    null = np.concatenate([_g(_dealt(own, stratum_of, n, random), table, starts) for n in counts])
     centre, spread = null.mean(0), np.maximum(null.std(0), 1e-9)
     heights = (observed - centre) / spread
-    sums, highest = null.sum(1), ((null - centre) / spread).max(1)
-    by_sum = min(_share(float(observed.sum()), sums), _gamma_tail(float(observed.sum()), sums))
-    by_table = _share(float(heights.max()), highest)
+    g, sums = float(observed.sum()), null.sum(1)
+    by_sum = min(_share(g, sums), _gamma_tail(g, sums))
+    by_table = _share(float(heights.max()), ((null - centre) / spread).max(1))
     return TwoSample(
-        g=float(observed.sum()),
-        expected=float(null.sum(1).mean()),
+        g=g,
+        expected=float(sums.mean()),
         p=by_sum if len(observed) == 1 else min(1.0, 2 * min(by_sum, by_table)),
         worst=int(heights.argmax()),
         cells=table.shape[1],
         pooled=pooled,
     )
-
-
-def marginals(codes: np.ndarray) -> np.ndarray:
-    """Input of `two_sample` for one histogram per grid position of codes ``(n, rows, columns)``.
-
-    Returns:
-        The code of each image at each position, ``(n, rows * columns, 1)``.
-    """
-    return codes.reshape(len(codes), -1, 1)
 
 
 def neighbours(codes: np.ndarray, groups: np.ndarray, down: int = 0) -> np.ndarray:

@@ -30,6 +30,19 @@ AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A number that is estimated from a sample.
+
+    Attributes:
+        value, low, high: The number and its 95 % interval.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class PairedTest:
     """Test of whether the errors of two systems differ on average; see `paired_test`.
 
@@ -115,21 +128,20 @@ def segments(
         return [whole] if wrong_1 or wrong_2 else []
     found = []
     begin = good = wrong_1 = wrong_2 = 0
-    for index in range(len(right_1) + 1):
-        wrong_1 += inserted_1[index]
-        wrong_2 += inserted_2[index]
-        if inserted_1[index] or inserted_2[index]:
+    words = zip(right_1, right_2, inserted_1, inserted_2, strict=False)
+    for count, (is_right_1, is_right_2, before_1, before_2) in enumerate(words, 1):
+        wrong_1 += before_1 + (not is_right_1)
+        wrong_2 += before_2 + (not is_right_2)
+        if before_1 or before_2:
             good = 0
-        if index == len(right_1):
-            break
-        wrong_1 += not right_1[index]
-        wrong_2 += not right_2[index]
-        good = good + 1 if right_1[index] and right_2[index] else 0
+        good = good + 1 if is_right_1 and is_right_2 else 0
         if good >= between:
             if wrong_1 or wrong_2:
-                found.append((index + 1 - begin, wrong_1, wrong_2))
+                found.append((count - begin, wrong_1, wrong_2))
                 wrong_1 = wrong_2 = 0
-            begin = index + 1 - between
+            begin = count - between
+    wrong_1 += inserted_1[-1]
+    wrong_2 += inserted_2[-1]
     if wrong_1 or wrong_2:
         found.append((len(right_1) - begin, wrong_1, wrong_2))
     return found
