@@ -164,7 +164,7 @@ def vlm(
                     "max_new_tokens": max_new_tokens,
                     **asdict(confident),
                     "left_out": failed,
-                    "rows": [row.as_dict() for row in found],
+                    "rows": [asdict(row) for row in found],
                 }
             )
             if not json:
