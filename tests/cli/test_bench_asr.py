@@ -297,17 +297,14 @@ def test_notes_say_what_failed_and_what_was_left_out():
 
 def test_texts_are_scored_only_if_all_recordings_have_one():
     rows = [speed(texts=("one", "two")), speed(AGAIN, texts=("one", "x"))]
-    measured = SimpleNamespace(rows=lambda ways: rows, complete=[0, 2])
 
-    def entry(text):
-        return SimpleNamespace(text=text, language=None)
+    def scored(*texts):
+        entries = [SimpleNamespace(text=text, language=None) for text in texts]
+        return bench_asr.scored(rows, entries, None)
 
-    def report(*texts):
-        return bench_asr._Report(measured, [], [entry(text) for text in texts], None)
-
-    found = report("one", None, "two").rows
-    assert [row.errors.value for row in found] == [0, 0.5]
-    assert report("one", "two", None).rows == rows
+    found, unscored = scored("one", "two")
+    assert [row.errors.value for row in found] == [0, 0.5] and unscored is None
+    assert scored("one", None) == (rows, None)
     assert np.isfinite(found[1].errors.high)
 
 

@@ -7,8 +7,7 @@ import torch
 
 import mmdecode as mm
 from mmdecode.errors import InputError
-from mmdecode.evaluation.audit.distance import distance
-from mmdecode.evaluation.audit.plain import Case, Plain
+from mmdecode.evaluation.audit.plain import Case, Plain, distance
 from tests.support.tiny import prompts, text_model
 
 
