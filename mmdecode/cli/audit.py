@@ -13,6 +13,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from mmdecode import registry
+from mmdecode.checkpoints import code_trusted, config_of, dtype_of, loading, local_path, placed
 from mmdecode.cli.flags import Device, Dtype, Quantize, model_help
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
@@ -69,8 +71,7 @@ def command(
         ),
     ] = 1.0,
     draws: Annotated[
-        int,
-        typer.Option(min=1, help="Sequences per input, if --sample is judged by statistics."),
+        int, typer.Option(min=1, help="Sequences per input, if --sample is judged by statistics.")
     ] = 8,
     max_new_tokens: Annotated[
         int | None,
@@ -118,11 +119,9 @@ def command(
     """
     from transformers import GenerationMixin
 
-    from mmdecode import registry
-    from mmdecode.asr.options import TranscribeOptions
     from mmdecode.asr.recognizers.generic import GenericRecognizer
     from mmdecode.asr.transcriber import load as load_speech
-    from mmdecode.checkpoints import config_of, loading, local_path
+    from mmdecode.asr.transcriber import make_options
     from mmdecode.decoder import Decoder
     from mmdecode.evaluation.audit.audit import audit
     from mmdecode.evaluation.audit.plain import UNCUT, Plain, distance
@@ -138,20 +137,16 @@ def command(
     with loading(model):
         family = config_of(local_path(model)).model_type
     only_our_output()
-    if family != "whisper" and GenericRecognizer.fits(family):
+    speech = family == "whisper"
+    if not speech and GenericRecognizer.fits(family):
         raise UnsupportedModelError(
             f"{model} is a speech recogniser ({family}); audit supports no recognisers but "
             "Whisper; name a Whisper or a language model with --model"
         )
-    asked = None
-    load: Callable[..., Any] = _language_model
-    if family == "whisper":
-        load, sources = load_speech, _recordings(data)
-        asked = TranscribeOptions(
-            language=language, timestamps=timestamps, max_new_tokens=max_new_tokens
-        )
-    else:
-        sources = _prompts(model, data)
+    load: Callable[..., Any] = load_speech if speech else _language_model
+    sources = _recordings(data) if speech else _prompts(model, data)
+    given = {"language": language, "timestamps": timestamps, "max_new_tokens": max_new_tokens}
+    asked = make_options(given) if speech else None
     network, processor = load(model, device, dtype, quantize)
     cases, failures = _cases(network, processor, sources, asked, limit)
     if not cases:
@@ -165,13 +160,13 @@ def command(
         guiding = registry.create("guide", guide, **at_hand) if guide else None
         decoder = Decoder(drafter, guiding, accept, seed)
     options: dict[str, Any] = {**UNCUT, "temperature": temperature} if sample else {}
-    if family != "whisper":
+    if not speech:
         longest = max((len(row) + 1 for row in (foreign or {}).values()), default=0)
         options["max_new_tokens"] = max_new_tokens or max(64, longest)
 
     def plain_of(network: Any) -> Plain:
         # Whisper's own generate cuts, repeats and strips; what it calls does none of that
-        generate = None if asked is None else partial(GenerationMixin.generate, network)
+        generate = partial(GenerationMixin.generate, network) if speech else None
         return Plain(network, generate, **options)
 
     plain = plain_of(network)
@@ -192,12 +187,12 @@ def command(
         other, processor = load(model, device, dtype)
         if not is_quantized(other):
             others, _ = _cases(other, processor, sources, asked, limit)
-            apart = distance(plain, plain_of(other), paired(cases, others))
+            apart = distance(plain, plain_of(other), cases, others)
     if json:
-        given = {"model": model, "draft": draft, "guide": guide, "accept": accept, "seed": seed}
-        more = {"tokens": report.tokens, "given": given, "failures": failures}
+        audited = {"model": model, "draft": draft, "guide": guide, "accept": accept, "seed": seed}
+        more = {"tokens": report.tokens, "given": audited, "failures": failures}
         if quantize is not None:
-            given["quantize"] = quantize
+            audited["quantize"] = quantize
             more["distance"] = apart
         emit_json(dataclasses.asdict(report) | more)
     else:
@@ -210,22 +205,6 @@ def command(
         print_line(f"failed: {failure['error']}", console, "red")
     if failures or report.verdict != "passes":
         raise typer.Exit(1)
-
-
-def paired(cases: Sequence[Case], others: Sequence[Case]) -> list[tuple[Case, Case]]:
-    """Pairs inputs of two models by name; both read the prompt of the first one.
-
-    Args:
-        cases: Inputs of one model.
-        others: Inputs of the other, with encoder states of its own if it has an encoder.
-    """
-    states = {one.name: one.inputs.get("encoder_outputs") for one in others}
-    found = []
-    for case in cases:
-        own = states[case.name]
-        inputs = case.inputs if own is None else {**case.inputs, "encoder_outputs": own}
-        found.append((case, dataclasses.replace(case, inputs=inputs)))
-    return found
 
 
 def _recordings(data: list[str] | None) -> dict[str, str]:
@@ -260,8 +239,6 @@ def _language_model(
 ) -> tuple[Any, Any]:
     """Loads a language model and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
 
     path, kind, trust = local_path(model), dtype_of(dtype, model, device), code_trusted()
     with loading(model):
@@ -361,12 +338,12 @@ def read_tokens(path: Path, names: Sequence[str]) -> dict[str, list[int]]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"tokens {path}: {error}") from error
     try:
-        rows = json_module.loads(text)
-    except ValueError:
         try:
+            rows = json_module.loads(text)
+        except ValueError:
             rows = [json_module.loads(line) for line in text.splitlines() if line.strip()]
-        except ValueError as error:
-            raise InputError(f"tokens {path}: {error}; expected JSON or JSON lines") from error
+    except ValueError as error:
+        raise InputError(f"tokens {path}: {error}; expected JSON or JSON lines") from error
     if isinstance(rows, Mapping) and "tokens" not in rows:
         rows = [{"name": name, "tokens": row} for name, row in rows.items()]
     if not isinstance(rows, list) or (rows and isinstance(rows[0], int)):
@@ -377,17 +354,15 @@ def read_tokens(path: Path, names: Sequence[str]) -> dict[str, list[int]]:
             known.setdefault(Path(whole).name, []).append(whole)
     found: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
-        name = names[index] if index < len(names) else None
+        name, given = names[index] if index < len(names) else None, f"row {index + 1}"
         if isinstance(row, Mapping):
-            given = row.get("name", row.get("source", name))
-            meant, row = known.get(str(given), []), row.get("tokens")
+            given = str(row.get("name", row.get("source", name)))
+            meant, row = known.get(given, []), row.get("tokens")
             if len(meant) > 1:
                 raise InputError(
                     f"tokens {path}: {given} may mean {' or '.join(meant)}; give the whole path"
                 )
             name = meant[0] if meant else None
-        else:
-            given = f"row {index + 1}"
         if name is None or name in found:
             raise InputError(
                 f"tokens {path}: {given} is {'given twice' if name else 'no input'}; expected one "
@@ -400,15 +375,16 @@ def read_tokens(path: Path, names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _table(report: AuditReport, rounded: str | None) -> Table:
+    weights = f", {rounded} weights" if rounded else ""
     title = (
-        f"{report.model}, {report.dtype}{f', {rounded} weights' if rounded else ''} on "
-        f"{report.device}: draft {report.draft}, guide "
+        f"{report.model}, {report.dtype}{weights} on {report.device}: draft {report.draft}, guide "
         f"{report.guide}, rule {report.rule}; reference: {report.reference}"
     )
     table = Table(
         "input", "tokens", "as generate", "as undrafted", "flips", "largest gap", "first difference"
     )
     table.title, table.title_justify = title, "left"
+    same = {None: "-", True: "yes", False: "no"}
     rows = sorted(
         report.judged, key=lambda item: (item.fault is None, not item.cut, item.first is None)
     )
@@ -416,8 +392,8 @@ def _table(report: AuditReport, rounded: str | None) -> Table:
         table.add_row(
             escape(item.case),
             str(item.tokens),
-            _yes(item.same_as_generate),
-            _yes(item.same_as_undrafted),
+            same[item.same_as_generate],
+            same[item.same_as_undrafted],
             str(item.flips),
             f"{item.worst_gap:.2g}",
             f"cut at {item.tokens}" if item.cut else _difference(item.fault or item.first),
@@ -427,14 +403,9 @@ def _table(report: AuditReport, rounded: str | None) -> Table:
     return table
 
 
-def _yes(same: bool | None) -> str:
-    return "-" if same is None else "yes" if same else "no"
-
-
 def _difference(finding: Finding | None) -> str:
     if finding is None:
         return ""
-    token = "ended" if finding.token is None else str(finding.token)
-    plain = "ended" if finding.plain is None else str(finding.plain)
+    token, plain = ("ended" if one is None else one for one in (finding.token, finding.plain))
     kind = "rounding" if finding.explained else "FAULT"
     return f"{kind} at {finding.position}: {token} for {plain}, gap {finding.gap:.2g}"

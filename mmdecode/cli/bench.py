@@ -15,6 +15,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from mmdecode import registry
 from mmdecode.cli.bench_asr import RESULTS, asr, stage
 from mmdecode.cli.flags import Device, DeviceMap, Dtype, Overwrite, Quantize, model_help
 from mmdecode.cli.output import JsonFlag, emit_json
@@ -99,16 +100,8 @@ def vlm(
 
       mmdecode bench vlm --model my-llava --draft eagle:path=my-drafter --data questions.jsonl
     """
-    from mmdecode import registry
     from mmdecode._compat import input_device
-    from mmdecode.evaluation.speed.draft_speed import (
-        PEERS,
-        Setting,
-        calls,
-        confidence,
-        measure,
-        working,
-    )
+    from mmdecode.evaluation.speed import draft_speed
     from mmdecode.evaluation.speed.stopwatch import load, machine
     from mmdecode.quantization.models import format_of
     from mmdecode.vlm import Answerer
@@ -130,22 +123,22 @@ def vlm(
     results = {"machine": facts, "cases": cases}
     for size in batch_size or [1]:
         batches = prompts_of(answerer, data, limit, size)
-        asked = PEERS if peers and guide is None else {}
-        others, failed = working(answerer.model, batches[0], asked)
+        asked = draft_speed.PEERS if peers and guide is None else {}
+        others, failed = draft_speed.working(answerer.model, batches[0], asked)
         for heat in temperature or [0.0]:
-            setting = Setting(
+            setting = draft_speed.Setting(
                 max_new_tokens=max_new_tokens, temperature=heat, seed=seed, repeats=repeats
             )
             drafts = {name: registry.create("draft", name, **at_hand) for name in names}
             guiding = None if guide is None else registry.create("guide", guide, **at_hand)
             title = f"batch {size}, temperature {heat:g}" + (f", {guide}" if guide else "")
             with progress_bar() as bar:
-                total = calls(len(batches), len(drafts), len(others), setting)
+                total = draft_speed.calls(len(batches), len(drafts), len(others), setting)
                 done = stage(bar, title, total)
-                found = measure(
+                found = draft_speed.measure(
                     answerer.model, batches, drafts, setting, guide=guiding, peers=others, done=done
                 )
-            confident = confidence(answerer.model, batches, setting, guiding)
+            confident = draft_speed.confidence(answerer.model, batches, setting, guiding)
             case: dict[str, Any] = {"model": model, "guide": guide, "batch": size}
             case |= {"batches": len(batches), "temperature": heat, "max_new_tokens": max_new_tokens}
             case |= asdict(confident)

@@ -14,6 +14,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from mmdecode import registry
+from mmdecode.checkpoints import DTYPES, device_of, dtype_of
 from mmdecode.cli.flags import (
     Device,
     Language,
@@ -28,6 +30,7 @@ from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
 from mmdecode.cli.shared import warn_of_load
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnsupportedModelError
+from mmdecode.evaluation.speech.task import shipped_for
 from mmdecode.runs.console import console, only_our_output, out, print_line
 from mmdecode.runs.files import explained, marked_json, refuse_foreign, write_file
 
@@ -113,9 +116,6 @@ def asr(
     """
     from mmdecode.asr.output.inputs import gathered
     from mmdecode.asr.output.manifest import opened
-    from mmdecode.asr.transcriber import make_options
-    from mmdecode.checkpoints import device_of
-    from mmdecode.evaluation.speech.task import shipped_for
     from mmdecode.evaluation.speed.recogniser_speed import Measurement, ways_of, windows_of
     from mmdecode.evaluation.speed.recommendation import recommend
     from mmdecode.evaluation.speed.stopwatch import load, machine
@@ -126,7 +126,6 @@ def asr(
     target = device_of(device)
     asked: dict[str, Any] = {"language": language, "task": task, "timestamps": timestamps}
     asked |= {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
-    options = make_options(asked)
     chosen, left_out = precisions(dtypes or [], quantize, target)
     data = data or [str(shipped_for(model))]
     paths = [name for name in data if not is_table(name)]
@@ -136,7 +135,7 @@ def asr(
             f"--data names {len(tables)} tables; give one, or audio files and folders"
         )
     with gathered(paths, None, next(iter(tables), None), limit) as entries:
-        recognizers = _loaded(model, chosen, device, options)
+        recognizers = _loaded(model, chosen, device, asked)
         facts = machine(target, ", ".join(chosen))
         warn_of_load(facts["load_at_start"])
         with progress_bar() as bar:
@@ -198,8 +197,8 @@ def asr(
             print_line(text)
         out.print(f"\n{chosen_way.words}\n", markup=False, highlight=False)
         print_line(command)
-    if out_dir is not None and not json:
-        print_line(str(out_dir / RESULTS), console)
+        if out_dir is not None:
+            print_line(str(out_dir / RESULTS), console)
     for index, error in failed.items():
         print_line(f"failed: {entries[index].id}: {error}", console, "red")
     if stopped:
@@ -231,7 +230,6 @@ def precisions(
     Raises:
         OptionError: A dtype does not exist.
     """
-    from mmdecode.checkpoints import DTYPES, dtype_of
     from mmdecode.quantization import products
 
     names = {full: short for short, full in DTYPES.items()}
@@ -254,7 +252,10 @@ def precisions(
 
 
 def _loaded(
-    model: str, chosen: Mapping[str, tuple[str, str | None]], device: str, options: Any
+    model: str,
+    chosen: Mapping[str, tuple[str, str | None]],
+    device: str,
+    options: Mapping[str, Any],
 ) -> dict[str, Recognizer]:
     """Loads the model in each precision.
 
@@ -262,19 +263,18 @@ def _loaded(
         OptionError: The model has been rounded already.
         UnsupportedModelError: No drafter can be used with the model.
     """
-    from mmdecode.asr.recognizers import of_type
-    from mmdecode.asr.transcriber import load
+    from mmdecode.asr.transcriber import Transcriber
     from mmdecode.quantization.models import format_of, is_quantized
 
     found: dict[str, Recognizer] = {}
     for name, (dtype, quantize) in chosen.items():
-        network, processor = load(model, device, dtype, quantize, options)
-        if quantize is None and is_quantized(network):
+        given = {"device": device, "dtype": dtype, "quantize": quantize, **options}
+        one = Transcriber.from_pretrained(model, **given).recognizer
+        if quantize is None and is_quantized(one.model):
             raise OptionError(
-                f"{model} has {format_of(network)} weights; name the float model, which bench asr "
-                "rounds itself"
+                f"{model} has {format_of(one.model)} weights; name the float model, which bench "
+                "asr rounds itself"
             )
-        one = of_type(network.config.model_type)(network, processor, options)
         if not one.capabilities.drafts:
             raise UnsupportedModelError(
                 f"bench asr compares drafters, and none fits {one.name}: plain generate decodes "
@@ -288,7 +288,6 @@ def _quickest(
     measured: Measurement, reference: Recognizer, model: str, bar: Any
 ) -> tuple[list[str], dict[str, str]]:
     """Tries all drafters that fit; returns the quickest, and why the others are left out."""
-    from mmdecode import registry
     from mmdecode.evaluation.speed.recogniser_speed import Way
 
     tried = [Way.drafted(name, "fp32", reference, model) for name in registry.names("draft")]
@@ -346,7 +345,6 @@ def command_of(
         data: Values of ``--data``.
         given: Options of the measurement that change the command, by parameter name.
     """
-    from mmdecode.checkpoints import device_of, dtype_of
     from mmdecode.evaluation.speed.draft_speed import PLAIN
     from mmdecode.quantization.weight_only import KINDS
 

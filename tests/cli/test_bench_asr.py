@@ -9,7 +9,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from mmdecode import checkpoints
 from mmdecode.asr.output.manifest import opened, read_manifest
 from mmdecode.asr.recognizers import of_type
 from mmdecode.asr.recognizers.whisper import WhisperRecognizer
@@ -254,8 +253,8 @@ def test_the_command_says_what_was_measured(row, data, given, command, monkeypat
         half = name == "auto" and device_of(device).type == "cuda"
         return torch.bfloat16 if half or name == "bf16" else torch.float32
 
-    monkeypatch.setattr(checkpoints, "device_of", device_of)
-    monkeypatch.setattr(checkpoints, "dtype_of", dtype_of)
+    monkeypatch.setattr(bench_asr, "device_of", device_of)
+    monkeypatch.setattr(bench_asr, "dtype_of", dtype_of)
     found = bench_asr.command_of(row, "M", data, GIVEN | given)
     assert found == f"mmdecode transcribe {command}"
 

@@ -528,15 +528,13 @@ def _report(plain: Plain, subject: _Subject, rows: Sequence[_Row], noise: float)
 
 def _words(report: AuditReport) -> str:
     """The verdict in a sentence."""
-    where = (
-        f"{report.tokens} tokens of {len(report.judged)} sequences, {report.dtype} on "
-        f"{report.device}"
+    judged = report.judged
+    where = f"{report.tokens} tokens of {len(judged)} sequences, {report.dtype} on {report.device}"
+    basis = (
+        f"({where}; noise of block scoring {report.noise:.2g}, 10 % quantile of the plain gaps "
+        f"{report.gap_quantile:.2g})"
     )
-    noise = (
-        f"noise of block scoring {report.noise:.2g}, 10 % quantile of the plain gaps "
-        f"{report.gap_quantile:.2g}"
-    )
-    faults = [item.fault for item in report.judged if item.fault is not None]
+    faults = [item.fault for item in judged if item.fault is not None]
     if faults:
         first = faults[0]
         if first.token is None:
@@ -549,8 +547,8 @@ def _words(report: AuditReport) -> str:
                 f"{first.gap:.2g}"
             )
         return (
-            f"fails: {len(faults)} of {len(report.judged)} sequences leave the distribution; "
-            f"{first.case} at position {first.position} {what} ({where}; {noise})"
+            f"fails: {len(faults)} of {len(judged)} sequences leave the distribution; "
+            f"{first.case} at position {first.position} {what} {basis}"
         )
     if report.p_value is not None:
         chance = f"p = {report.p_value:.2g}, {where}"
@@ -559,19 +557,19 @@ def _words(report: AuditReport) -> str:
         if report.verdict == "inconclusive":
             return f"inconclusive: {FEWEST} tokens are needed to judge a distribution ({chance})"
         return f"passes: no difference from the model's distribution was found, no proof ({chance})"
-    ended = [item for item in report.judged if item.cut]
+    ended = [item for item in judged if item.cut]
     if ended:
         return (
-            f"inconclusive: {len(ended)} of {len(report.judged)} sequences end where the model "
+            f"inconclusive: {len(ended)} of {len(judged)} sequences end where the model "
             f"goes on, {ended[0].case} after {ended[0].tokens} tokens; if a limit cut them there, "
-            f"give it as max_new_tokens ({where}; {noise})"
+            f"give it as max_new_tokens {basis}"
         )
     if report.verdict == "inconclusive":
         return (
             "inconclusive: rounding is as large as the gaps between the best two tokens, so a "
-            f"wrong token could pass for it ({where}; {noise}); audit in float32"
+            f"wrong token could pass for it {basis}; audit in float32"
         )
-    worst_block = max(item.block_difference or 0.0 for item in report.judged)
+    worst_block = max(item.block_difference or 0.0 for item in judged)
     remark = ""
     if worst_block > SUSPECT * report.noise:
         remark = (
@@ -579,11 +577,11 @@ def _words(report: AuditReport) -> str:
             "rounding and points to a fault that has not shown in a token"
         )
     if report.identical:
-        return f"passes: token for token the same as {report.reference} ({where}; {noise}){remark}"
-    flips = sum(item.flips for item in report.judged)
+        return f"passes: token for token the same as {report.reference} {basis}{remark}"
+    flips = sum(item.flips for item in judged)
     found = "every token is the plain distribution's own choice"
     if flips:
-        worst = max(item.worst_gap for item in report.judged)
+        worst = max(item.worst_gap for item in judged)
         found = f"{flips} tokens are not the model's own choice, each within rounding, the "
         found += f"largest gap being {worst:.2g}"
-    return f"passes: {found} ({where}; {noise}){remark}"
+    return f"passes: {found} {basis}{remark}"

@@ -10,7 +10,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -360,21 +360,27 @@ class Distance:
 
 
 @torch.no_grad()
-def distance(rounded: Plain, original: Plain, cases: Sequence[tuple[Case, Case]]) -> Distance:
+def distance(
+    rounded: Plain, original: Plain, cases: Sequence[Case], others: Sequence[Case]
+) -> Distance:
     """Compares log-probabilities before logits processors; the float model is teacher-forced.
 
     Args:
         rounded: Decoding of the model with int8 weights; its tokens come from our own loop.
         original: Plain decoding of the float model.
-        cases: Each input twice: as the rounded model and as the float model reads it.
+        cases: Inputs of the rounded model, whose prompts both models read.
+        others: The same inputs for the float model, with encoder states of its own if it has an
+            encoder.
 
     Raises:
         InputError: There is no case.
     """
     tokens, same, total, count, largest = 0, 0, 0.0, 0, 0.0
-    for own, other in cases:
+    for own, theirs in zip(cases, others, strict=True):
         tap = Tap(Decoder(None), own.name)
         rounded.run(own, tap)
+        states = {k: v for k, v in theirs.inputs.items() if k == "encoder_outputs"}
+        other = replace(own, inputs={**own.inputs, **states})
         logits = original.replay(other, tap.tokens).logits
         size = min(len(logits), len(tap.logits))
         pair = [one[:size].float().log_softmax(-1).double() for one in (tap.logits, logits)]

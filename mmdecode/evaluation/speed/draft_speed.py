@@ -81,13 +81,9 @@ class Setting:
     def generation(self) -> dict[str, Any]:
         """Arguments of ``generate``."""
         sampled = self.temperature > 0
-        return {
-            "do_sample": sampled,
-            "temperature": self.temperature if sampled else None,
-            "top_p": 1.0 if sampled else None,
-            "top_k": 0 if sampled else None,
-            "num_beams": 1,
-        }
+        warpers = {"temperature": self.temperature, "top_p": 1.0, "top_k": 0}
+        given = warpers if sampled else dict.fromkeys(warpers)
+        return {"do_sample": sampled, "num_beams": 1, **given}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +111,10 @@ class Speed:
 
     way: str
     identical: float | None
-    tokens_per_pass: float | None
-    accepted_per_pass: float | None
-    by_depth: list[float] | None
-    draft_share: float | None
+    tokens_per_pass: float | None = None
+    accepted_per_pass: float | None = None
+    by_depth: list[float] | None = None
+    draft_share: float | None = None
     first_token_ms: float
     ms_per_token: float
     decode: tuple[float, float, float]
@@ -260,30 +256,27 @@ class _Way:
         undrafted = chain.from_iterable(plain.answers)
         same = [mine == theirs for mine, theirs in zip(rows, undrafted, strict=True)]
         decoding = self.cost(decoding=True)
-        length = accepted = depths = share = None
+        counts: dict[str, Any] = {}
         if self.decoder is not None:
             stats = self.decoder.stats
-            length = round(stats.acceptance_length, 3)
-            accepted = round(stats.accepted / max(stats.rounds, 1), 3)
-            depths = [round(share, 3) for share in stats.by_depth]
+            counts["tokens_per_pass"] = round(stats.acceptance_length, 3)
+            counts["accepted_per_pass"] = round(stats.accepted / max(stats.rounds, 1), 3)
+            counts["by_depth"] = [round(share, 3) for share in stats.by_depth]
             if stats.drafted and not self.decoder.compile:
-                share = self.draft_share(self.decoder.draft, setting, device)
+                counts["draft_share"] = self.draft_share(self.decoder.draft, setting, device)
         return Speed(
             way=name,
             # transformers draws with other noise
             identical=None
             if self.decoder is None and setting.temperature
             else sum(same) / len(same),
-            tokens_per_pass=length,
-            accepted_per_pass=accepted,
-            by_depth=depths,
-            draft_share=share,
             first_token_ms=round(1e3 * float(self.first.mean()), 2),
             ms_per_token=round(1e3 * float(decoding.amount.sum() / decoding.tokens.sum()), 3),
             decode=decoding.over(plain.cost(decoding=True)),
             end_to_end=self.cost(decoding=False).over(plain.cost(decoding=False)),
             tokens=round(sum(map(len, rows)) / len(rows), 1),
             seconds=[[round(one, 5) for one in repeat] for repeat in self.whole.tolist()],
+            **counts,
         )
 
     def draft_share(self, draft: Drafter, setting: Setting, device: torch.device) -> float:

@@ -72,7 +72,8 @@ class Spoken:
 class _Recorded(Attempts):
     """Attempts whose windows are appended to ``windows``, for the recording numbered ``at``."""
 
-    at = 0
+    at: int
+    windows: list[Spoken]
 
     def __call__(
         self,
@@ -85,10 +86,6 @@ class _Recorded(Attempts):
         rows = zip(prompt.tolist(), encoded.inputs, encoded.seconds, names, sources, strict=True)
         self.windows += [Spoken(self.at, *row) for row in rows]
         return super().__call__(prompt, encoded, temperature, names, sources)
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.windows: list[Spoken] = []
 
 
 def windows_of(
@@ -109,6 +106,7 @@ def windows_of(
     """
     loop = LongForm(recognizer, Decoder())
     loop.attempts = recorded = _Recorded(recognizer, loop.attempts.decoder, recognizer.options)
+    recorded.windows = []
     failed: dict[int, str] = {}
     for recorded.at, source in enumerate(sources):
         for found in loop.run([source]):
@@ -167,48 +165,36 @@ class Way:
             sources = [window.source for window in windows]
             attempts = Attempts(ours, self.decoder or Decoder(), ours.options)
             if self.decoder is None:
-                return generated(ours, prompt, encoded, attempts.limits(encoded))
+                return self._generated(prompt, encoded, attempts.limits(encoded))
             return [one.tokens for one in attempts(prompt, encoded, 0.0, names, sources)]
         except Exception as error:  # another drafter may work all the same
             self.problem = reason_of(error) if self.decoder is None else one_line(error)
             return []
 
-
-def generated(
-    recognizer: Recognizer, prompt: Tensor, encoded: Encoded, limits: Sequence[int]
-) -> list[list[int]]:
-    """Decodes windows greedily by plain ``generate`` of transformers, from encoder states.
-
-    Args:
-        recognizer: Recogniser, which defines the rules for timestamps.
-        prompt: Prompts ``(B, P)``.
-        encoded: The encoded windows.
-        limits: Largest number of new tokens of each row.
-
-    Returns:
-        Token ids of each row, without the end token.
-    """
-    width = prompt.shape[1]
-    config = recognizer.generation(width, max(limits))
-    # max_new_tokens of the checkpoint would take precedence over max_length
-    config.max_new_tokens, config.max_length = config.max_length - width, None
-    found = GenerationMixin.generate(
-        recognizer.model,
-        decoder_input_ids=prompt,
-        **read_from(encoded),
-        generation_config=config,
-        # generate adds those of the checkpoint's settings itself
-        logits_processor=LogitsProcessorList(
-            rule
-            for rule in recognizer.rules(width)
-            if isinstance(rule, WhisperTimeStampLogitsProcessor)
-        ),
-    )
-    rows = zip(found[:, width:].tolist(), limits, strict=True)
-    return [
-        list(takewhile(lambda token: token not in recognizer.eos_token_ids, ids[:limit]))
-        for ids, limit in rows
-    ]
+    def _generated(
+        self, prompt: Tensor, encoded: Encoded, limits: Sequence[int]
+    ) -> list[list[int]]:
+        """Decodes windows greedily by plain ``generate``, from encoder states."""
+        ours, width = self.recognizer, prompt.shape[1]
+        config = ours.generation(width, max(limits))
+        # max_new_tokens of the checkpoint would take precedence over max_length
+        config.max_new_tokens, config.max_length = config.max_length - width, None
+        # generate adds the other rules of the checkpoint's settings itself
+        stamps = [
+            one for one in ours.rules(width) if isinstance(one, WhisperTimeStampLogitsProcessor)
+        ]
+        found = GenerationMixin.generate(
+            ours.model,
+            decoder_input_ids=prompt,
+            **read_from(encoded),
+            generation_config=config,
+            logits_processor=LogitsProcessorList(stamps),
+        )
+        rows = zip(found[:, width:].tolist(), limits, strict=True)
+        return [
+            list(takewhile(lambda token: token not in ours.eos_token_ids, ids[:limit]))
+            for ids, limit in rows
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
