@@ -175,7 +175,7 @@ def run(arguments: argparse.Namespace) -> Path:
                 "batches": len(batches),
                 **asdict(confidence(answerer.model, batches, setting, guiding)),
                 "left_out": failed,
-                "rows": [row.as_dict() for row in found],
+                "rows": [asdict(row) for row in found],
             }
         )
         facts["load_at_end"] = load()

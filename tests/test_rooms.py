@@ -35,14 +35,14 @@ LONGEST = 500
 SHORT = {"engine", "draft", "accept", "guide", "adapters", "asr", "vlm", "image_ar"}
 """Rooms without an exception."""
 LONGER = {
-    "cli/transcribe.py": 532,
-    "evaluation/audit/audit.py": 619,
+    "cli/transcribe.py": 521,
+    "evaluation/audit/audit.py": 587,
     "evaluation/speech/word_report.py": 571,
     "models/llamagen.py": 559,
     "runs/files.py": 597,
     "testing/checks.py": 608,
     "train/drafters/recipes.py": 749,
-    "train/zoo/llava_scenes.py": 593,
+    "train/zoo/llava_scenes.py": 591,
 }
 """Lines of modules elsewhere that are longer; the numbers only shrink."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json as json_module
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,13 +13,16 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from mmdecode import registry
+from mmdecode.checkpoints import code_trusted, config_of, dtype_of, loading, local_path, placed
 from mmdecode.cli.flags import Device, Dtype, Quantize, model_help
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnsupportedModelError
-from mmdecode.runs.console import console, only_our_output, out, warnings_shown
+from mmdecode.runs.console import console, only_our_output, out, print_line, warnings_shown
 
 if TYPE_CHECKING:
+    from mmdecode.asr.options import TranscribeOptions
     from mmdecode.evaluation.audit.audit import AuditReport, Finding
     from mmdecode.evaluation.audit.plain import Case
 
@@ -29,8 +32,7 @@ ROWS = 30
 
 def command(
     model: Annotated[
-        str,
-        typer.Option(help=model_help("The model", "openai/whisper-small")),
+        str, typer.Option(help=model_help("The model", "openai/whisper-small"))
     ] = "zoo:whisper-synth",
     draft: Annotated[
         str | None,
@@ -69,8 +71,7 @@ def command(
         ),
     ] = 1.0,
     draws: Annotated[
-        int,
-        typer.Option(min=1, help="Sequences per input, if --sample is judged by statistics."),
+        int, typer.Option(min=1, help="Sequences per input, if --sample is judged by statistics.")
     ] = 8,
     max_new_tokens: Annotated[
         int | None,
@@ -116,13 +117,14 @@ def command(
 
       mmdecode audit --model my-llama --data prompts.txt --tokens from_my_server.jsonl
     """
-    from mmdecode import registry
+    from transformers import GenerationMixin
+
     from mmdecode.asr.recognizers.generic import GenericRecognizer
-    from mmdecode.checkpoints import config_of, loading, local_path
+    from mmdecode.asr.transcriber import load as load_speech
+    from mmdecode.asr.transcriber import make_options
     from mmdecode.decoder import Decoder
     from mmdecode.evaluation.audit.audit import audit
-    from mmdecode.evaluation.audit.distance import distance
-    from mmdecode.evaluation.audit.plain import UNCUT, Plain
+    from mmdecode.evaluation.audit.plain import UNCUT, Plain, distance
     from mmdecode.quantization.models import format_of, is_quantized
 
     if tokens is not None and (draft or guide or accept != "auto"):
@@ -135,43 +137,39 @@ def command(
     with loading(model):
         family = config_of(local_path(model)).model_type
     only_our_output()
-    failures: list[dict[str, str]] = []
-    options: dict[str, Any] = {**UNCUT, "temperature": temperature} if sample else {}
-    if family != "whisper" and GenericRecognizer.fits(family):
+    speech = family == "whisper"
+    if not speech and GenericRecognizer.fits(family):
         raise UnsupportedModelError(
             f"{model} is a speech recogniser ({family}); audit supports no recognisers but "
             "Whisper; name a Whisper or a language model with --model"
         )
-
-    def loaded(to: str | None, failures: list[dict[str, str]]) -> tuple[Any, list[Case], Any]:
-        given = device, dtype, to, limit
-        if family != "whisper":
-            network, cases = _text(model, data, *given)
-            return network, cases, network.generate
-        from transformers import GenerationMixin
-
-        network, cases = _speech(
-            model, data, language, timestamps, max_new_tokens, *given, failures
-        )
-        # Whisper's own generate cuts, repeats and strips; what it calls does none of that
-        return network, cases, functools.partial(GenerationMixin.generate, network)
-
-    network, cases, generate = loaded(quantize, failures)
+    load: Callable[..., Any] = load_speech if speech else _language_model
+    sources = _recordings(data) if speech else _prompts(model, data)
+    given = {"language": language, "timestamps": timestamps, "max_new_tokens": max_new_tokens}
+    asked = make_options(given) if speech else None
+    network, processor = load(model, device, dtype, quantize)
+    cases, failures = _cases(network, processor, sources, asked, limit)
     if not cases:
         raise InputError("none of the inputs can be read: " + failures[0]["error"])
     decoder, foreign = None, None
     if tokens is not None:
         foreign = read_tokens(tokens, [case.name for case in cases])
     else:
-        tokenizer = tokenizer_of(local_path(model)) if guide else None
-        at_hand = registry.context_of(network, tokenizer, model)
+        at_hand = registry.context_of(network, processor, model)
         drafter = registry.create("draft", draft, **at_hand) if draft else None
         guiding = registry.create("guide", guide, **at_hand) if guide else None
         decoder = Decoder(drafter, guiding, accept, seed)
-    if family != "whisper":
+    options: dict[str, Any] = {**UNCUT, "temperature": temperature} if sample else {}
+    if not speech:
         longest = max((len(row) + 1 for row in (foreign or {}).values()), default=0)
         options["max_new_tokens"] = max_new_tokens or max(64, longest)
-    plain = Plain(network, generate, **options)
+
+    def plain_of(network: Any) -> Plain:
+        # Whisper's own generate cuts, repeats and strips; what it calls does none of that
+        generate = partial(GenerationMixin.generate, network) if speech else None
+        return Plain(network, generate, **options)
+
+    plain = plain_of(network)
     with progress_bar() as bar:
         task = bar.add_task("auditing", total=len(foreign or cases))
         report = audit(
@@ -186,97 +184,100 @@ def command(
         )
     apart = None
     if quantize is not None:
-        network, others, generate = loaded(None, [])
-        if not is_quantized(network):
-            apart = distance(plain, Plain(network, generate, **options), paired(cases, others))
+        other, processor = load(model, device, dtype)
+        if not is_quantized(other):
+            others, _ = _cases(other, processor, sources, asked, limit)
+            apart = distance(plain, plain_of(other), cases, others)
     if json:
-        given = {"model": model, "draft": draft, "guide": guide, "accept": accept, "seed": seed}
-        more = {"tokens": report.tokens, "given": given, "failures": failures}
+        audited = {"model": model, "draft": draft, "guide": guide, "accept": accept, "seed": seed}
+        more = {"tokens": report.tokens, "given": audited, "failures": failures}
         if quantize is not None:
-            given["quantize"] = quantize
-            more["distance"] = None if apart is None else dataclasses.asdict(apart)
+            audited["quantize"] = quantize
+            more["distance"] = apart
         emit_json(dataclasses.asdict(report) | more)
     else:
         out.print(_table(report, format_of(plain.model)))
         colour = {"passes": "green", "fails": "red", "inconclusive": "yellow"}[report.verdict]
-        out.print(report.words, style=colour, markup=False, highlight=False, soft_wrap=True)
+        print_line(report.words, out, colour)
         if apart is not None:
-            out.print(apart.words, markup=False, highlight=False, soft_wrap=True)
+            print_line(apart.words)
     for failure in failures:
-        console.print(
-            f"failed: {failure['error']}",
-            style="red",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        print_line(f"failed: {failure['error']}", console, "red")
     if failures or report.verdict != "passes":
         raise typer.Exit(1)
 
 
-def paired(cases: Sequence[Case], others: Sequence[Case]) -> list[tuple[Case, Case]]:
-    """Pairs inputs of two models by name; both read the prompt of the first one.
-
-    Args:
-        cases: Inputs of one model.
-        others: Inputs of the other, with encoder states of its own if it has an encoder.
-    """
-    states = {one.name: one.inputs.get("encoder_outputs") for one in others}
-    found = []
-    for case in cases:
-        own = states[case.name]
-        inputs = case.inputs if own is None else {**case.inputs, "encoder_outputs": own}
-        found.append((case, dataclasses.replace(case, inputs=inputs)))
-    return found
-
-
-def _speech(
-    model: str,
-    data: list[str] | None,
-    language: str | None,
-    timestamps: bool,
-    max_new_tokens: int | None,
-    device: str | None,
-    dtype: str,
-    quantize: str | None,
-    limit: int | None,
-    failures: list[dict[str, str]],
-) -> tuple[Any, list[Case]]:
-    """Loads the model, and makes a case per window; adds unreadable files to ``failures``."""
-    from mmdecode.asr.options import TranscribeOptions
+def _recordings(data: list[str] | None) -> dict[str, str]:
+    """Paths of the recordings by name; without ``data``, of those that ship."""
     from mmdecode.asr.output.inputs import find_audio
-    from mmdecode.asr.transcriber import load
     from mmdecode.zoo.speech import speech_test
 
-    if data:
-        with warnings_shown("always"):  # of links that are skipped
-            files = {path: path for path in find_audio(data)}
-    else:
-        files = {clip.name: str(clip.path) for clip in speech_test()}
-    network, processor = load(model, device, dtype, quantize)
-    options = TranscribeOptions(
-        language=language, timestamps=timestamps, max_new_tokens=max_new_tokens
-    )
-    cases: list[Case] = []
-    for name, path in list(files.items())[:limit]:
+    if not data:
+        return {clip.name: str(clip.path) for clip in speech_test()}
+    with warnings_shown("always"):  # of links that are skipped
+        return {path: path for path in find_audio(data)}
+
+
+def _prompts(model: str, data: list[str] | None) -> dict[str, str]:
+    """Prompts by name: the lines of the files."""
+    if not data:
+        raise OptionError(f"{model} is a text model; give --data FILE with one prompt per line")
+    lines: list[str] = []
+    for path in data:
         try:
-            cases += speech_cases(network, processor, name, path, options)
+            lines += Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"prompts {path}: {error}; expected a text file in UTF-8") from error
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise InputError(f"{', '.join(data)}: no prompt; expected one per line")
+    return {f"line {index}": prompt for index, prompt in enumerate(prompts, 1)}
+
+
+def _language_model(
+    model: str, device: str, dtype: str, quantize: str | None = None
+) -> tuple[Any, Any]:
+    """Loads a language model and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path, kind, trust = local_path(model), dtype_of(dtype, model, device), code_trusted()
+    with loading(model):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+        network = AutoModelForCausalLM.from_pretrained(path, dtype=kind, trust_remote_code=trust)
+    return placed(network.eval(), device, quantize), tokenizer
+
+
+def _cases(
+    model: Any,
+    processor: Any,
+    sources: Mapping[str, str],
+    options: TranscribeOptions | None,
+    limit: int | None,
+) -> tuple[list[Case], list[dict[str, str]]]:
+    """Makes a case of each prompt or, with ``options``, of each window of the recordings.
+
+    Returns:
+        The cases; and source and error of each recording that cannot be read.
+    """
+    from mmdecode.evaluation.audit.plain import Case
+
+    cases: list[Case] = []
+    failures = []
+    for name, source in list(sources.items())[:limit]:
+        if options is None:
+            encoded = processor(source, return_tensors="pt").to(model.device)
+            inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+            cases.append(Case(name=name, inputs=inputs))
+            continue
+        try:
+            cases += speech_cases(model, processor, name, source, options)
         except MMDecodeError as error:
-            failures.append({"source": path, "error": str(error)})
-    return network, cases[:limit]
-
-
-def tokenizer_of(path: str) -> Any:
-    """Returns the tokenizer of a checkpoint."""
-    from transformers import AutoTokenizer
-
-    from mmdecode.checkpoints import code_trusted
-
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=code_trusted())
+            failures.append({"source": source, "error": str(error)})
+    return cases[:limit], failures
 
 
 def speech_cases(
-    model: Any, processor: Any, name: str, path: str, options: Any = None
+    model: Any, processor: Any, name: str, path: str, options: TranscribeOptions | None = None
 ) -> Iterator[Case]:
     """Yields the windows of a recording as inputs of ``GenerationMixin.generate``.
 
@@ -285,8 +286,8 @@ def speech_cases(
         processor: Its ``WhisperProcessor``.
         name: Name of the recording and of its first window; the second is called ``name#2``.
         path: Path of the recording.
-        options: `mmdecode.asr.options.TranscribeOptions`, of which language, task, timestamps and
-            ``max_new_tokens`` are used; ``None``: the defaults.
+        options: Options, of which language, task, timestamps and ``max_new_tokens`` are used;
+            ``None``: the defaults.
 
     Raises:
         InputError: The recording cannot be read.
@@ -297,76 +298,28 @@ def speech_cases(
 
     from mmdecode.asr.audio.reading import source_of
     from mmdecode.asr.options import TranscribeOptions
-    from mmdecode.asr.recognizers.whisper_features import Mel, Speech
-    from mmdecode.asr.recognizers.whisper_prompts import Prompts
+    from mmdecode.asr.recognizers.whisper import WhisperRecognizer
     from mmdecode.evaluation.audit.plain import Case
 
     options = options or TranscribeOptions()
-    config = model.generation_config
-    prompts = Prompts.of(config, options)
-    encoder = model.get_encoder()
-    frames = encoder.conv1.stride[0] * encoder.conv2.stride[0] * model.config.max_source_positions
-    mel = Mel(processor.feature_extractor, frames)
-    speech = Speech(source_of(path, mel.rate, 0), mel, options.padding)
-    for index, seek in enumerate(range(0, speech.frames, frames)):
+    ours = WhisperRecognizer(model, processor, options)
+    speech = ours.open(source_of(path, ours.rate, 0))
+    for index, seek in enumerate(range(0, speech.frames, ours.window_frames)):
         features = speech.window(seek)[None].to(model.device, model.dtype)
         with torch.no_grad():
-            audio = encoder(features).last_hidden_state
-        spoken = prompts.language
-        if spoken is None and prompts.languages:
-            spoken = int(model.detect_language(encoder_outputs=BaseModelOutput(audio))[0])
-        ids = torch.tensor([prompts.initial(spoken)], device=model.device)
+            audio = BaseModelOutput(last_hidden_state=ours.encoder(features).last_hidden_state)
+        spoken = ours.prompts.language
+        if ours.detects:
+            spoken = int(model.detect_language(encoder_outputs=audio)[0])
+        ids = torch.tensor([ours.prompts.initial(spoken)], device=model.device)
         width, most = ids.shape[1], model.config.max_target_positions
         if options.max_new_tokens is not None:
             most = min(most, width + options.max_new_tokens)
-        inputs: dict[str, Any] = {
-            "encoder_outputs": BaseModelOutput(last_hidden_state=audio),
-            "decoder_input_ids": ids,
-            "max_length": most,
-        }
+        inputs = {"encoder_outputs": audio, "decoder_input_ids": ids, "max_length": most}
         if options.timestamps:
-            inputs["logits_processor"] = [WhisperTimeStampLogitsProcessor(config, width)]
+            stamps = WhisperTimeStampLogitsProcessor(model.generation_config, width)
+            inputs["logits_processor"] = [stamps]
         yield Case(name=name if not index else f"{name}#{index + 1}", inputs=inputs)
-
-
-def _text(
-    model: str,
-    data: list[str] | None,
-    device: str | None,
-    dtype: str,
-    quantize: str | None,
-    limit: int | None,
-) -> tuple[Any, list[Case]]:
-    """Loads the model, and makes a case, a named input to audit, of each line of the files."""
-    from transformers import AutoModelForCausalLM
-
-    from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
-    from mmdecode.evaluation.audit.plain import Case
-
-    if not data:
-        raise OptionError(f"{model} is a text model; give --data FILE with one prompt per line")
-    lines: list[str] = []
-    for path in data:
-        try:
-            lines += Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"prompts {path}: {error}; expected a text file in UTF-8") from error
-    prompts = [line for line in lines if line.strip()][:limit]
-    if not prompts:
-        raise InputError(f"{', '.join(data)}: no prompt; expected one per line")
-    path, kind = local_path(model), dtype_of(dtype, model, device)
-    with loading(model):
-        tokenizer = tokenizer_of(path)
-        network = AutoModelForCausalLM.from_pretrained(
-            path, dtype=kind, trust_remote_code=code_trusted()
-        ).eval()
-    network = placed(network, device, quantize)
-    cases = []
-    for index, prompt in enumerate(prompts, 1):
-        encoded = tokenizer(prompt, return_tensors="pt").to(network.device)
-        inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-        cases.append(Case(name=f"line {index}", inputs=inputs))
-    return network, cases
 
 
 def read_tokens(path: Path, names: Sequence[str]) -> dict[str, list[int]]:
@@ -385,35 +338,31 @@ def read_tokens(path: Path, names: Sequence[str]) -> dict[str, list[int]]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"tokens {path}: {error}") from error
     try:
-        rows = json_module.loads(text)
-    except ValueError:
         try:
+            rows = json_module.loads(text)
+        except ValueError:
             rows = [json_module.loads(line) for line in text.splitlines() if line.strip()]
-        except ValueError as error:
-            raise InputError(f"tokens {path}: {error}; expected JSON or JSON lines") from error
-    if isinstance(rows, Mapping) and "tokens" in rows:
-        rows = [rows]
-    elif isinstance(rows, Mapping):
+    except ValueError as error:
+        raise InputError(f"tokens {path}: {error}; expected JSON or JSON lines") from error
+    if isinstance(rows, Mapping) and "tokens" not in rows:
         rows = [{"name": name, "tokens": row} for name, row in rows.items()]
-    if isinstance(rows, list) and rows and isinstance(rows[0], int):
+    if not isinstance(rows, list) or (rows and isinstance(rows[0], int)):
         rows = [rows]
     known = {name: [name] for name in names}
     for whole in names:
         if Path(whole).name not in names:
             known.setdefault(Path(whole).name, []).append(whole)
     found: dict[str, list[int]] = {}
-    for index, row in enumerate(rows if isinstance(rows, list) else [rows]):
-        name = names[index] if index < len(names) else None
+    for index, row in enumerate(rows):
+        name, given = names[index] if index < len(names) else None, f"row {index + 1}"
         if isinstance(row, Mapping):
-            given = row.get("name", row.get("source", name))
-            meant, row = known.get(str(given), []), row.get("tokens")
+            given = str(row.get("name", row.get("source", name)))
+            meant, row = known.get(given, []), row.get("tokens")
             if len(meant) > 1:
                 raise InputError(
                     f"tokens {path}: {given} may mean {' or '.join(meant)}; give the whole path"
                 )
             name = meant[0] if meant else None
-        else:
-            given = f"row {index + 1}"
         if name is None or name in found:
             raise InputError(
                 f"tokens {path}: {given} is {'given twice' if name else 'no input'}; expected one "
@@ -426,15 +375,16 @@ def read_tokens(path: Path, names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _table(report: AuditReport, rounded: str | None) -> Table:
+    weights = f", {rounded} weights" if rounded else ""
     title = (
-        f"{report.model}, {report.dtype}{f', {rounded} weights' if rounded else ''} on "
-        f"{report.device}: draft {report.draft}, guide "
+        f"{report.model}, {report.dtype}{weights} on {report.device}: draft {report.draft}, guide "
         f"{report.guide}, rule {report.rule}; reference: {report.reference}"
     )
     table = Table(
         "input", "tokens", "as generate", "as undrafted", "flips", "largest gap", "first difference"
     )
     table.title, table.title_justify = title, "left"
+    same = {None: "-", True: "yes", False: "no"}
     rows = sorted(
         report.judged, key=lambda item: (item.fault is None, not item.cut, item.first is None)
     )
@@ -442,8 +392,8 @@ def _table(report: AuditReport, rounded: str | None) -> Table:
         table.add_row(
             escape(item.case),
             str(item.tokens),
-            _yes(item.same_as_generate),
-            _yes(item.same_as_undrafted),
+            same[item.same_as_generate],
+            same[item.same_as_undrafted],
             str(item.flips),
             f"{item.worst_gap:.2g}",
             f"cut at {item.tokens}" if item.cut else _difference(item.fault or item.first),
@@ -453,14 +403,9 @@ def _table(report: AuditReport, rounded: str | None) -> Table:
     return table
 
 
-def _yes(same: bool | None) -> str:
-    return "-" if same is None else "yes" if same else "no"
-
-
 def _difference(finding: Finding | None) -> str:
     if finding is None:
         return ""
-    token = "ended" if finding.token is None else str(finding.token)
-    plain = "ended" if finding.plain is None else str(finding.plain)
+    token, plain = ("ended" if one is None else one for one in (finding.token, finding.plain))
     kind = "rounding" if finding.explained else "FAULT"
     return f"{kind} at {finding.position}: {token} for {plain}, gap {finding.gap:.2g}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +15,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from mmdecode.cli.bench_asr import asr
+from mmdecode import registry
+from mmdecode.cli.bench_asr import RESULTS, asr, stage
 from mmdecode.cli.flags import Device, DeviceMap, Dtype, Overwrite, Quantize, model_help
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure the speed of drafters.", cls=Group, add_completion=False)
 SCENES = "zoo:scenes"
-RESULTS = "results.json"
 
 
 @app.callback()
@@ -44,8 +43,7 @@ app.command("asr")(asr)
 @app.command("vlm")
 def vlm(
     model: Annotated[
-        str,
-        typer.Option(help=model_help("A vision-language model", "llava-hf/llava-1.5-7b-hf")),
+        str, typer.Option(help=model_help("A vision-language model", "llava-hf/llava-1.5-7b-hf"))
     ] = "zoo:llava-scenes",
     draft: Annotated[
         list[str] | None,
@@ -102,16 +100,8 @@ def vlm(
 
       mmdecode bench vlm --model my-llava --draft eagle:path=my-drafter --data questions.jsonl
     """
-    from mmdecode import registry
     from mmdecode._compat import input_device
-    from mmdecode.evaluation.speed.draft_speed import (
-        PEERS,
-        Setting,
-        calls,
-        confidence,
-        measure,
-        working,
-    )
+    from mmdecode.evaluation.speed import draft_speed
     from mmdecode.evaluation.speed.stopwatch import load, machine
     from mmdecode.quantization.models import format_of
     from mmdecode.vlm import Answerer
@@ -130,56 +120,41 @@ def vlm(
         facts["quantize"] = rounded
     warn_of_load(facts["load_at_start"])
     cases: list[dict[str, Any]] = []
+    results = {"machine": facts, "cases": cases}
     for size in batch_size or [1]:
         batches = prompts_of(answerer, data, limit, size)
-        asked = PEERS if peers and guide is None else {}
-        others, failed = working(answerer.model, batches[0], asked)
+        asked = draft_speed.PEERS if peers and guide is None else {}
+        others, failed = draft_speed.working(answerer.model, batches[0], asked)
         for heat in temperature or [0.0]:
-            setting = Setting(
+            setting = draft_speed.Setting(
                 max_new_tokens=max_new_tokens, temperature=heat, seed=seed, repeats=repeats
             )
             drafts = {name: registry.create("draft", name, **at_hand) for name in names}
             guiding = None if guide is None else registry.create("guide", guide, **at_hand)
             title = f"batch {size}, temperature {heat:g}" + (f", {guide}" if guide else "")
             with progress_bar() as bar:
-                total = calls(len(batches), len(drafts), len(others), setting)
-                task = bar.add_task(title, total=total)
-                found = measure(
-                    answerer.model,
-                    batches,
-                    drafts,
-                    setting,
-                    guide=guiding,
-                    peers=others,
-                    done=partial(bar.advance, task),
+                total = draft_speed.calls(len(batches), len(drafts), len(others), setting)
+                done = stage(bar, title, total)
+                found = draft_speed.measure(
+                    answerer.model, batches, drafts, setting, guide=guiding, peers=others, done=done
                 )
-            confident = confidence(answerer.model, batches, setting, guiding)
-            cases.append(
-                {
-                    "model": model,
-                    "guide": guide,
-                    "batch": size,
-                    "batches": len(batches),
-                    "temperature": heat,
-                    "max_new_tokens": max_new_tokens,
-                    **asdict(confident),
-                    "left_out": failed,
-                    "rows": [row.as_dict() for row in found],
-                }
-            )
+            confident = draft_speed.confidence(answerer.model, batches, setting, guiding)
+            case: dict[str, Any] = {"model": model, "guide": guide, "batch": size}
+            case |= {"batches": len(batches), "temperature": heat, "max_new_tokens": max_new_tokens}
+            case |= asdict(confident)
+            case |= {"left_out": failed, "rows": [asdict(row) for row in found]}
+            cases.append(case)
             if not json:
-                out.print(
-                    table_of(found, f"{title}; {confident.entropy_bits:.2f} bits a token", failed)
-                )
+                title += f"; {confident.entropy_bits:.2f} bits a token"
+                out.print(table_of(found, title, failed))
             facts["load_at_end"] = load()
             if out_dir is not None:
                 with explained(out_dir):
-                    results = {"machine": facts, "cases": cases}
                     write_file(out_dir / RESULTS, marked_json(results, None), overwrite)
-    if out_dir is not None and not json:
-        print_line(str(out_dir / RESULTS))
     if json:
-        emit_json({"machine": facts, "cases": cases})
+        emit_json(results)
+    elif out_dir is not None:
+        print_line(str(out_dir / RESULTS))
 
 
 def _refuse_others(model: str) -> None:
@@ -227,9 +202,8 @@ def table_of(found: Sequence[Speed], title: str, failed: Mapping[str, str]) -> T
     """Makes the table of speeds; its caption says which decoders could not be timed, and why."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("way", overflow="fold")
-    for name in ("tokens\na pass", "draft's\nshare", "first\nms", "ms a\ntoken"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("decoding", "end to\nend", "same"):
+    names = ["tokens\na pass", "draft's\nshare", "first\nms", "ms a\ntoken", "decoding"]
+    for name in [*names, "end to\nend", "same"]:
         table.add_column(name, justify="right", no_wrap=True)
     for row in found:
         value, low, high = row.decode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from mmdecode import registry
+from mmdecode.checkpoints import DTYPES, device_of, dtype_of
 from mmdecode.cli.flags import (
     Device,
     Language,
@@ -27,6 +30,7 @@ from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
 from mmdecode.cli.shared import warn_of_load
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnsupportedModelError
+from mmdecode.evaluation.speech.task import shipped_for
 from mmdecode.runs.console import console, only_our_output, out, print_line
 from mmdecode.runs.files import explained, marked_json, refuse_foreign, write_file
 
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
 
     from mmdecode.asr.output.manifest import Entry
     from mmdecode.asr.recognizers.base import Recognizer
-    from mmdecode.evaluation.speed.recogniser_speed import Measurement, RecogniserSpeed, Way
+    from mmdecode.evaluation.speed.recogniser_speed import Measurement, RecogniserSpeed
 
 RESULTS = "results.json"
 TABLES = (".jsonl", ".json", ".csv", ".tsv", ".trn")
@@ -112,25 +116,16 @@ def asr(
     """
     from mmdecode.asr.output.inputs import gathered
     from mmdecode.asr.output.manifest import opened
-    from mmdecode.asr.transcriber import make_options
-    from mmdecode.checkpoints import device_of
-    from mmdecode.evaluation.speech.task import shipped_for
     from mmdecode.evaluation.speed.recogniser_speed import Measurement, ways_of, windows_of
+    from mmdecode.evaluation.speed.recommendation import recommend
     from mmdecode.evaluation.speed.stopwatch import load, machine
 
     if out_dir is not None:
         refuse_foreign([out_dir / RESULTS], overwrite)
     only_our_output()
     target = device_of(device)
-    options = make_options(
-        {
-            "language": language,
-            "task": task,
-            "timestamps": timestamps,
-            "max_new_tokens": max_new_tokens,
-            "batch_size": batch_size,
-        }
-    )
+    asked: dict[str, Any] = {"language": language, "task": task, "timestamps": timestamps}
+    asked |= {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
     chosen, left_out = precisions(dtypes or [], quantize, target)
     data = data or [str(shipped_for(model))]
     paths = [name for name in data if not is_table(name)]
@@ -140,11 +135,11 @@ def asr(
             f"--data names {len(tables)} tables; give one, or audio files and folders"
         )
     with gathered(paths, None, next(iter(tables), None), limit) as entries:
-        recognizers = _loaded(model, chosen, device, options)
+        recognizers = _loaded(model, chosen, device, asked)
         facts = machine(target, ", ".join(chosen))
         warn_of_load(facts["load_at_start"])
         with progress_bar() as bar:
-            advance = _stage(bar, "reading", len(entries))
+            advance = stage(bar, "reading", len(entries))
             sources = [opened(entry, language) for entry in entries]
             windows, failed = windows_of(recognizers["fp32"], sources, advance)
             if not windows:
@@ -157,7 +152,7 @@ def asr(
                 names, slower = _quickest(measured, recognizers["fp32"], model, bar)
                 left_out |= slower
             ways = ways_of(recognizers, names, model, peers)
-            advance = _stage(bar, "measuring", measured.calls(len(ways), repeats))
+            advance = stage(bar, "measuring", measured.calls(len(ways), repeats))
             stopped = False
             try:
                 measured.run(ways, repeats, advance)
@@ -169,16 +164,12 @@ def asr(
         if not measured.turns:
             print_line("stopped before all ways had a turn; nothing was measured", console, "red")
             raise typer.Exit(130)
-        found = _Report(measured, ways, entries, language)
+        complete = [entries[index] for index in measured.complete]
+        rows, unscored = scored(measured.rows(ways), complete, language)
         facts["load_at_end"] = load()
-        given: dict[str, Any] = {
-            "draft": draft,
-            "language": language,
-            "task": task,
-            "timestamps": timestamps,
-        }
-        given |= {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "device": device}
-        words, command = found.recommendation(model, data, given)
+        given = {"draft": draft, **asked, "device": device}
+        chosen_way = recommend(rows)
+        command = command_of(chosen_way.row, model, data, given)
         results = {
             "machine": facts,
             "model": model,
@@ -187,11 +178,11 @@ def asr(
             "turns": len(measured.turns),
             "windows": len(windows),
             "stopped": stopped,
-            "recordings": [entries[index].id for index in found.complete],
+            "recordings": [entry.id for entry in complete],
             "left_out": left_out,
             "failures": [{"id": entries[index].id, "error": e} for index, e in failed.items()],
-            "rows": [row.as_dict() for row in found.rows],
-            "recommendation": {"command": command, "why": words},
+            "rows": [asdict(row) for row in rows],
+            "recommendation": {"command": command, "why": chosen_way.words},
         }
     if out_dir is not None:
         with explained(out_dir):
@@ -199,15 +190,15 @@ def asr(
     if json:
         emit_json(results)
     else:
-        title = f"{model}: {len(found.complete)} recordings, {len(windows)} windows, batches of "
+        title = f"{model}: {len(complete)} recordings, {len(windows)} windows, batches of "
         title += f"{batch_size}, {len(measured.turns)} turns"
-        out.print(table_of(found.rows, title, out.width))
-        for text in notes_of(found.rows, left_out, found.unscored):
+        out.print(table_of(rows, title, out.width))
+        for text in notes_of(rows, left_out, unscored):
             print_line(text)
-        out.print(f"\n{words}\n", markup=False, highlight=False)
+        out.print(f"\n{chosen_way.words}\n", markup=False, highlight=False)
         print_line(command)
-    if out_dir is not None and not json:
-        print_line(str(out_dir / RESULTS), console)
+        if out_dir is not None:
+            print_line(str(out_dir / RESULTS), console)
     for index, error in failed.items():
         print_line(f"failed: {entries[index].id}: {error}", console, "red")
     if stopped:
@@ -239,7 +230,6 @@ def precisions(
     Raises:
         OptionError: A dtype does not exist.
     """
-    from mmdecode.checkpoints import DTYPES, dtype_of
     from mmdecode.quantization import products
 
     names = {full: short for short, full in DTYPES.items()}
@@ -262,7 +252,10 @@ def precisions(
 
 
 def _loaded(
-    model: str, chosen: Mapping[str, tuple[str, str | None]], device: str, options: Any
+    model: str,
+    chosen: Mapping[str, tuple[str, str | None]],
+    device: str,
+    options: Mapping[str, Any],
 ) -> dict[str, Recognizer]:
     """Loads the model in each precision.
 
@@ -270,19 +263,18 @@ def _loaded(
         OptionError: The model has been rounded already.
         UnsupportedModelError: No drafter can be used with the model.
     """
-    from mmdecode.asr.recognizers import of_type
-    from mmdecode.asr.transcriber import load
+    from mmdecode.asr.transcriber import Transcriber
     from mmdecode.quantization.models import format_of, is_quantized
 
     found: dict[str, Recognizer] = {}
     for name, (dtype, quantize) in chosen.items():
-        network, processor = load(model, device, dtype, quantize, options)
-        if quantize is None and is_quantized(network):
+        given = {"device": device, "dtype": dtype, "quantize": quantize, **options}
+        one = Transcriber.from_pretrained(model, **given).recognizer
+        if quantize is None and is_quantized(one.model):
             raise OptionError(
-                f"{model} has {format_of(network)} weights; name the float model, which bench asr "
-                "rounds itself"
+                f"{model} has {format_of(one.model)} weights; name the float model, which bench "
+                "asr rounds itself"
             )
-        one = of_type(network.config.model_type)(network, processor, options)
         if not one.capabilities.drafts:
             raise UnsupportedModelError(
                 f"bench asr compares drafters, and none fits {one.name}: plain generate decodes "
@@ -296,12 +288,11 @@ def _quickest(
     measured: Measurement, reference: Recognizer, model: str, bar: Any
 ) -> tuple[list[str], dict[str, str]]:
     """Tries all drafters that fit; returns the quickest, and why the others are left out."""
-    from mmdecode import registry
     from mmdecode.evaluation.speed.recogniser_speed import Way
 
     tried = [Way.drafted(name, "fp32", reference, model) for name in registry.names("draft")]
     tried = [way for way in tried if way.problem is None]
-    advance = _stage(bar, "trying drafters", len(tried))
+    advance = stage(bar, "trying drafters", len(tried))
     kept = measured.quickest(tried, KEPT, advance)
     left_out = {}
     for way in tried:
@@ -311,57 +302,36 @@ def _quickest(
     return [way.name for way in kept], left_out
 
 
-def _stage(bar: Any, what: str, total: int) -> Callable[[], object]:
+def stage(bar: Any, what: str, total: int) -> Callable[[], object]:
     """Adds a line to the progress bar; returns the function that advances it."""
     return partial(bar.advance, bar.add_task(what, total=total))
 
 
-class _Report:
-    """Rows of a measurement, with word errors where there are texts.
+def scored(
+    rows: list[RecogniserSpeed], entries: Sequence[Entry], language: str | None
+) -> tuple[list[RecogniserSpeed], str | None]:
+    """Adds word errors to measurements if all recordings have a text.
 
     Args:
-        measured: The measurement.
-        ways: The ways that were measured.
-        entries: All recordings.
+        rows: The measurements.
+        entries: Recordings of their texts.
         language: Language of all recordings, if given.
 
-    Attributes:
-        rows: The rows.
-        complete: Indices of the recordings of the rows.
-        unscored: Reason why there are no word errors, for a note; ``None``: none is needed.
+    Returns:
+        The measurements; and the reason why there are no word errors, for a note; ``None``: none
+        is needed.
     """
+    from mmdecode.evaluation.speed.recommendation import with_errors
 
-    def __init__(
-        self,
-        measured: Measurement,
-        ways: Sequence[Way],
-        entries: Sequence[Entry],
-        language: str | None,
-    ) -> None:
-        from mmdecode.evaluation.speed.recommendation import with_errors
-
-        self.rows = measured.rows(ways)
-        self.complete = measured.complete
-        self.unscored: str | None = None
-        texts = [entries[index].text for index in self.complete]
-        known = [text for text in texts if text is not None]
-        if not texts or len(known) < len(texts):
-            return
-        spoken = {language or entries[index].language for index in self.complete}
-        normaliser = "whisper" if spoken <= {None, "en"} else "basic"
-        try:
-            self.rows = with_errors(self.rows, known, normaliser)
-        except MissingExtraError as error:
-            self.unscored = str(error)
-
-    def recommendation(
-        self, model: str, data: Sequence[str], given: Mapping[str, Any]
-    ) -> tuple[str, str]:
-        """Returns what the recommended way changes, and its command."""
-        from mmdecode.evaluation.speed.recommendation import recommend
-
-        found = recommend(self.rows)
-        return found.words, command_of(found.row, model, data, given)
+    texts = [entry.text for entry in entries if entry.text is not None]
+    if not entries or len(texts) < len(entries):
+        return rows, None
+    spoken = {language or entry.language for entry in entries}
+    normaliser = "whisper" if spoken <= {None, "en"} else "basic"
+    try:
+        return with_errors(rows, texts, normaliser), None
+    except MissingExtraError as error:
+        return rows, str(error)
 
 
 def command_of(
@@ -375,30 +345,28 @@ def command_of(
         data: Values of ``--data``.
         given: Options of the measurement that change the command, by parameter name.
     """
-    from mmdecode.checkpoints import device_of, dtype_of
     from mmdecode.evaluation.speed.draft_speed import PLAIN
     from mmdecode.quantization.weight_only import KINDS
 
+    rounded, device = row.precision in KINDS, given["device"]
+    kind = row.precision
+    if rounded:
+        kind = "auto" if device.startswith("cuda") else "fp32"
+    changed: dict[str, Any] = {
+        "model": model,
+        "draft": None if row.draft == PLAIN else row.draft,
+        "quantize": row.precision if rounded else None,
+        "dtype": None if dtype_of(kind, model, device) == dtype_of("auto", model, device) else kind,
+        "device": None if device == str(device_of("auto")) else device,
+        "batch_size": None if given["batch_size"] == 8 else given["batch_size"],
+        **{name: given[name] for name in ("language", "task", "max_new_tokens")},
+    }
     words = ["mmdecode", "transcribe"]
     for name in data:
         words += ["--data", name] if is_table(name) else [name]
-    words += ["--model", model]
-    if row.draft != PLAIN:
-        words += ["--draft", row.draft]
-    rounded = row.precision in KINDS
-    if rounded:
-        words += ["--quantize", row.precision]
-    on_cuda = given["device"].startswith("cuda")
-    kind = row.precision if not rounded else "auto" if on_cuda else "fp32"
-    if dtype_of(kind, model, given["device"]) != dtype_of("auto", model, given["device"]):
-        words += ["--dtype", kind]
-    if given["device"] != str(device_of("auto")):
-        words += ["--device", given["device"]]
-    if given["batch_size"] != 8:
-        words += ["--batch-size", str(given["batch_size"])]
-    for name in ("language", "task", "max_new_tokens"):
-        if given[name] is not None:
-            words += [f"--{name.replace('_', '-')}", str(given[name])]
+    for name, value in changed.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
     if not given["timestamps"]:
         words.append("--no-timestamps")
     return shlex.join(words)

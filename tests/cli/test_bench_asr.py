@@ -9,7 +9,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from mmdecode import checkpoints
 from mmdecode.asr.output.manifest import opened, read_manifest
 from mmdecode.asr.recognizers import of_type
 from mmdecode.asr.recognizers.whisper import WhisperRecognizer
@@ -254,8 +253,8 @@ def test_the_command_says_what_was_measured(row, data, given, command, monkeypat
         half = name == "auto" and device_of(device).type == "cuda"
         return torch.bfloat16 if half or name == "bf16" else torch.float32
 
-    monkeypatch.setattr(checkpoints, "device_of", device_of)
-    monkeypatch.setattr(checkpoints, "dtype_of", dtype_of)
+    monkeypatch.setattr(bench_asr, "device_of", device_of)
+    monkeypatch.setattr(bench_asr, "dtype_of", dtype_of)
     found = bench_asr.command_of(row, "M", data, GIVEN | given)
     assert found == f"mmdecode transcribe {command}"
 
@@ -297,17 +296,14 @@ def test_notes_say_what_failed_and_what_was_left_out():
 
 def test_texts_are_scored_only_if_all_recordings_have_one():
     rows = [speed(texts=("one", "two")), speed(AGAIN, texts=("one", "x"))]
-    measured = SimpleNamespace(rows=lambda ways: rows, complete=[0, 2])
 
-    def entry(text):
-        return SimpleNamespace(text=text, language=None)
+    def scored(*texts):
+        entries = [SimpleNamespace(text=text, language=None) for text in texts]
+        return bench_asr.scored(rows, entries, None)
 
-    def report(*texts):
-        return bench_asr._Report(measured, [], [entry(text) for text in texts], None)
-
-    found = report("one", None, "two").rows
-    assert [row.errors.value for row in found] == [0, 0.5]
-    assert report("one", "two", None).rows == rows
+    found, unscored = scored("one", "two")
+    assert [row.errors.value for row in found] == [0, 0.5] and unscored is None
+    assert scored("one", None) == (rows, None)
     assert np.isfinite(found[1].errors.high)
 
 

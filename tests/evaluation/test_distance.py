@@ -7,8 +7,7 @@ import torch
 
 import mmdecode as mm
 from mmdecode.errors import InputError
-from mmdecode.evaluation.audit.distance import distance
-from mmdecode.evaluation.audit.plain import Case, Plain
+from mmdecode.evaluation.audit.plain import Case, Plain, distance
 from tests.support.tiny import prompts, text_model
 
 
@@ -19,13 +18,13 @@ def case():
 
 def test_a_model_is_at_no_distance_from_itself_and_at_some_from_its_rounded_form():
     model = text_model("llama")
-    plain, pairs = Plain(model, max_new_tokens=8), [(case(), case())]
-    none = distance(plain, plain, pairs)
+    plain, cases = Plain(model, max_new_tokens=8), [case()]
+    none = distance(plain, plain, cases, cases)
     assert (none.tokens, none.same_choice) == (8, 1.0)
     assert none.largest < 1e-4
 
     rounded = mm.quantize(copy.deepcopy(model))
-    some = distance(Plain(rounded, max_new_tokens=8), plain, pairs)
+    some = distance(Plain(rounded, max_new_tokens=8), plain, cases, cases)
     assert 0.01 < some.mean < some.largest < 10
     assert "of 8 choices are the same" in some.words
 
@@ -42,4 +41,4 @@ def test_a_model_is_at_no_distance_from_itself_and_at_some_from_its_rounded_form
 def test_without_an_input_there_is_nothing_to_compare():
     plain = Plain(text_model("llama"))
     with pytest.raises(InputError, match="at least one input"):
-        distance(plain, plain, [])
+        distance(plain, plain, [], [])

@@ -109,11 +109,12 @@ def test_the_share_of_a_draft_is_what_its_steps_take(monkeypatch):
         step = getattr(LookupSession, name)
         monkeypatch.setattr(LookupSession, name, partialmethod(counting, step))
 
-    def run(length, item, repeat):
+    def run(length, item):
         return generate(model("llama"), decoder=Decoder(draft), max_new_tokens=length, **batch)
 
-    seen = draft_speed._Seen(answers=[], whole=np.zeros((1, 1)), first=np.array([0.5]))
-    share = draft_speed._draft_share(draft, run, seen, setting, torch.device("cpu"))
+    spent = {"whole": np.zeros((1, 1)), "first": np.array([0.5])}
+    way = draft_speed._Way(run=run, decoder=None, answers=[], **spent)
+    share = way.draft_share(draft, setting, torch.device("cpu"))
     # the whole took a second, half of it to the first token; each step took one
     assert len(steps) > 4 and share == len(steps) / 0.5
     assert "begin" not in vars(draft)

@@ -200,48 +200,57 @@ def audit(
             f"tokens are given for {', '.join(unknown[:3])}, but there is no such case; cases are "
             f"called {', '.join(names[:3])}, ..."
         )
+    chosen = [case for case in cases if tokens is None or case.name in tokens]
+    if not chosen:
+        raise InputError("tokens is empty; expected generated ids of at least one case")
     plain = plain or Plain(model, **options)
     subject: _Subject
-    if tokens is not None:
-        subject = _Foreign(plain, tokens, sample)
+    if decoder is None:
+        subject = _Foreign(plain, tokens or {}, sample)
     else:
-        assert decoder is not None
         subject = _Drafted(plain, decoder, sample, draws)
     rows: list[_Row] = []
     noise = 0.0
-    for case in cases:
-        if tokens is not None and case.name not in tokens:
-            continue
-        sheets = subject.sheets(case)
-        rows += [_weigh(sheet, subject) for sheet in sheets]
-        noise = max(noise, subject.noise(case, sheets[0], most_guided))
+    for case in chosen:
+        own, rounding = subject.rows(case, most_guided)
+        rows += own
+        noise = max(noise, rounding)
         if progress is not None:
             progress(case.name)
-    if not rows:
-        raise InputError("tokens is empty; expected generated ids of at least one case")
     return _report(plain, subject, rows, noise)
 
 
-@dataclass
-class _Sheet:
-    """One sequence with the plain distribution along it, and the logits of the drafted blocks.
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """Numbers per token of one sequence from which it is judged.
 
     Attributes:
-        case: Input of the sequence.
-        replay: Plain distribution at each token of the sequence.
+        case: Name of the input.
+        tokens: The sequence.
+        best: Plain choice at each position; longer or shorter than ``tokens`` as in `Replay`.
+        gaps: Logit of the plain choice minus logit of the token.
+        lead: Plain logit of the best token minus that of the second best.
+        end: Gap of the best end-of-sequence token after the last token.
+        away: Largest difference between the block's logits and the plain logits at each token.
+        chosen: Whether the block's logits choose the token, or in a statistical test allow it;
+            computed only for tokens that the plain logits do not choose or allow.
+        excuses: For each sampled token that the plain distribution forbids: function that tells
+            whether a given noise explains it.
         same: Whether the sequence equals plain output, and undrafted output.
-        gumbel: Gumbel noise of each position, ``(T, V)``; ``None``: greedy, or a statistical test.
-        block: Logits of the passes that scored blocks, ``(T, V)``; with a guide, guided scores;
-            ``None``: not recorded.
-        tap: Recorder of the drafted call.
+        surprise: Arguments of `p_of_draws`, from `surprise`; ``None``: no statistical test.
     """
 
-    case: Case
-    replay: Replay
-    same: tuple[bool | None, bool | None] = (None, None)
-    gumbel: Tensor | None = None
-    block: Tensor | None = None
-    tap: Tap | None = None
+    case: str
+    tokens: list[int]
+    best: list[int]
+    gaps: Tensor
+    lead: Tensor
+    end: float
+    away: Tensor | None
+    chosen: Tensor
+    excuses: Mapping[int, Callable[[float], bool]]
+    same: tuple[bool | None, bool | None]
+    surprise: tuple[Tensor, float, float] | None
 
 
 class _Subject(ABC):
@@ -254,11 +263,8 @@ class _Subject(ABC):
         self.plain, self.sample = plain, sample
 
     @abstractmethod
-    def sheets(self, case: Case) -> list[_Sheet]:
-        """The sequences of one input, with the plain distribution at each of their positions."""
-
-    def noise(self, case: Case, sheet: _Sheet, most_guided: float) -> float:
-        return self.plain.noise(case)
+    def rows(self, case: Case, most_guided: float) -> tuple[list[_Row], float]:
+        """Numbers of the sequences of one input, and the noise of scoring it in blocks."""
 
     def target_logits(self, case: Case, tokens: list[int], **options: Any) -> Replay:
         """The plain distribution at each position of ``tokens``."""
@@ -272,18 +278,74 @@ class _Subject(ABC):
         rows = [tap.target_logits(tokens[:i], raw) for i, raw in enumerate(replay.logits)]
         return Replay(tokens, replay.logits, torch.stack(rows), tap.target_logits)
 
+    def weigh(
+        self,
+        case: Case,
+        replay: Replay,
+        same: tuple[bool | None, bool | None] = (None, None),
+        gumbel: Tensor | None = None,
+        tap: Tap | None = None,
+    ) -> _Row:
+        """Computes the numbers from which one sequence is judged.
+
+        Args:
+            case: Input of the sequence.
+            replay: Plain distribution at each token of the sequence.
+            same: Whether the sequence equals plain output, and undrafted output.
+            gumbel: Gumbel noise of each position, ``(T, V)``; ``None``: greedy, or a statistical
+                test.
+            tap: Recorder of the drafted call.
+        """
+        distribution = replay.scores if gumbel is None else replay.scores + gumbel
+        size = min(len(distribution), len(replay.tokens))
+        tokens = torch.tensor(replay.tokens[:size], device=distribution.device)
+        lead = distribution.topk(2, -1).values
+        gaps = (lead[:size, 0] - distribution[:size].gather(1, tokens[:, None])[:, 0]).cpu()
+        off, chosen = None, torch.zeros(size, dtype=torch.bool)
+        if tap is not None and tap.record:
+            # of a guided distribution the scores can be compared; the logits belong to one branch
+            # alone
+            block = tap.scores if self.guided else tap.logits
+            off = away(block[:size], replay.logits[:size]).cpu()
+            suspect = gaps.isinf() if self.statistical else distribution[:size].argmax(-1) != tokens
+            for position in suspect.nonzero()[:, 0].tolist():
+                seen = block[position]
+                if not self.guided:  # not the scores that the rule saw: they may be what is wrong
+                    seen = tap.target_logits(replay.tokens[:position], seen)
+                seen = seen if gumbel is None else seen + gumbel[position]
+                candidates = seen.isfinite() if self.statistical else seen == seen.max()
+                chosen[position] = candidates[replay.tokens[position]]
+        excuses: dict[int, Callable[[float], bool]] = {}
+        if self.statistical and replay.process is not None:
+            forbidden = gaps.isinf().nonzero()[:, 0].tolist()
+            excuses = {position: partial(on_the_edge, replay, position) for position in forbidden}
+        ends = (float(lead[-1, 0] - distribution[-1, end]) for end in self.plain.ends)
+        return _Row(
+            case=case.name,
+            tokens=replay.tokens,
+            best=distribution.argmax(-1).tolist(),
+            gaps=gaps,
+            lead=(lead[:, 0] - lead[:, 1]).cpu(),
+            end=min(ends, default=torch.inf),
+            away=off,
+            chosen=chosen,
+            excuses=excuses,
+            same=same,
+            surprise=surprise(replay.scores[:size], tokens) if self.statistical else None,
+        )
+
 
 class _Foreign(_Subject):
     """Tokens from elsewhere."""
 
     rule, foreign = "unknown", True
 
-    def __init__(self, plain: Plain, rows: Mapping[str, Sequence[int]], sample: bool) -> None:
+    def __init__(self, plain: Plain, given: Mapping[str, Sequence[int]], sample: bool) -> None:
         super().__init__(plain, sample)
-        self.rows, self.statistical = rows, sample
+        self.given, self.statistical = given, sample
 
-    def sheets(self, case: Case) -> list[_Sheet]:
-        row = [int(token) for token in self.rows[case.name]]
+    def rows(self, case: Case, most_guided: float) -> tuple[list[_Row], float]:
+        row = [int(token) for token in self.given[case.name]]
         own = self.plain.own(case)
         vocab = own.logits.shape[-1]
         if not row or min(row) < 0 or max(row) >= vocab:
@@ -292,15 +354,11 @@ class _Foreign(_Subject):
                 f"{len(row)} from {min(row, default=0)} to {max(row, default=0)}; give generated "
                 "ids of this model, without padding"
             )
+        replay = self.target_logits(case, row)
+        if len(replay.logits) < len(row):  # beyond ``max_new_tokens`` of the call
+            replay = self.target_logits(case, row, max_new_tokens=len(row) + 1)
         same = None if self.sample else own.tokens == row
-        return [_Sheet(case, self.target_logits(case, row), (same, None))]
-
-    def target_logits(self, case: Case, tokens: list[int], **options: Any) -> Replay:
-        """The plain distribution along ``tokens``, even beyond ``max_new_tokens`` of the call."""
-        replay = super().target_logits(case, tokens, **options)
-        if len(replay.logits) >= len(tokens):
-            return replay
-        return super().target_logits(case, tokens, **options | {"max_new_tokens": len(tokens) + 1})
+        return [self.weigh(case, replay, (same, None))], self.plain.noise(case)
 
 
 class _Drafted(_Subject):
@@ -326,45 +384,36 @@ class _Drafted(_Subject):
         if self.guided or (sample and not self.statistical):
             self.reference = "our loop without a draft"
 
-    def sheets(self, case: Case) -> list[_Sheet]:
-        return [one for draw in range(self.draws) for one in self._draw(case, self.seed + draw)]
+    def rows(self, case: Case, most_guided: float) -> tuple[list[_Row], float]:
+        rows: list[_Row] = []
+        noise = self.plain.noise(case)
+        for seed in range(self.seed, self.seed + self.draws):
+            decoder = replace(self.decoder, seed=seed)
+            recorded = self._tapped(case, decoder)
+            bare = self._tapped(case, decoder, record=False)
+            for tap in [recorded] if bare.tokens == recorded.tokens else [recorded, bare]:
+                play = self._played if self.guided else self.target_logits
+                replay = play(case, tap.tokens)
+                if self.guided and not rows:
+                    blocks = self._played(case, tap.tokens, Blocks(tap.tokens))
+                    noise = min(furthest(blocks.scores, replay.scores), most_guided * noise)
+                rows.append(self._row(case, seed, replay, tap))
+        return rows, noise
 
-    def _draw(self, case: Case, seed: int) -> list[_Sheet]:
-        """The sequence with logits recorded, and the sequence without recording if it differs."""
-        decoder = replace(self.decoder, seed=seed)
-        tap = self._tapped(case, decoder)
-        bare = self._tapped(case, decoder, record=False).tokens
-        sheets = [self._sheet(case, seed, tap.tokens, tap)]
-        return sheets if bare == tap.tokens else [*sheets, self._sheet(case, seed, bare)]
-
-    def noise(self, case: Case, sheet: _Sheet, most_guided: float) -> float:
-        if not self.guided:
-            return super().noise(case, sheet, most_guided)
-        tokens = sheet.replay.tokens
-        blocks = self._played(case, tokens, Blocks(tokens))
-        own = self.plain.noise(case)
-        return min(furthest(blocks.scores, sheet.replay.scores), most_guided * own)
-
-    def _sheet(self, case: Case, seed: int, tokens: list[int], tap: Tap | None = None) -> _Sheet:
-        sheet = _Sheet(
-            case, self._played(case, tokens) if self.guided else self.target_logits(case, tokens)
-        )
-        if tap is not None:
-            # of a guided distribution the scores can be compared; the logits belong to one branch
-            # alone
-            sheet.tap, sheet.block = tap, tap.scores if self.guided else tap.logits
+    def _row(self, case: Case, seed: int, replay: Replay, tap: Tap) -> _Row:
+        """Compares one sequence with plain and undrafted output, if the same are expected."""
         if self.statistical:
-            return sheet
-        plain = None
+            return self.weigh(case, replay, tap=tap)
+        plain, gumbel = None, None
         if not self.sample and not self.guided:
-            plain = self.plain.own(case).tokens == tokens
-        sheet.same = plain, self._tapped(case, self.undrafted).tokens == tokens
+            plain = self.plain.own(case).tokens == tap.tokens
+        same = plain, self._tapped(case, self.undrafted).tokens == tap.tokens
         if self.sample:
-            scores = sheet.replay.scores
+            scores = replay.scores
             keyed = Noise.of(seed, [request_key(case.name, 0)], scores.device)
             positions = torch.arange(len(scores), device=scores.device)[None]
-            sheet.gumbel = keyed.gumbel(positions, Role.TARGET, scores.shape[-1])[0]
-        return sheet
+            gumbel = keyed.gumbel(positions, Role.TARGET, scores.shape[-1])[0]
+        return self.weigh(case, replay, same, gumbel, tap)
 
     def _played(self, case: Case, tokens: list[int], draft: Any = None) -> Replay:
         """Guided scores along ``tokens`` in our own loop, token by token or with a ``draft``."""
@@ -381,90 +430,10 @@ class _Drafted(_Subject):
         return tap
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    """Numbers per token of one sequence from which it is judged.
-
-    Attributes:
-        case: Name of the input.
-        tokens: The sequence.
-        best: Plain choice at each position; longer or shorter than ``tokens`` as in `Replay`.
-        gaps: Logit of the plain choice minus logit of the token.
-        lead: Plain logit of the best token minus that of the second best.
-        end: Gap of the best end-of-sequence token after the last token.
-        away: Largest difference between the block's logits and the plain logits at each token.
-        chosen: Whether the block's logits choose the token, or in a statistical test allow it;
-            computed only for tokens that the plain logits do not choose or allow.
-        excuses: For each sampled token that the plain distribution forbids: function that tells
-            whether a given noise explains it.
-        same: Whether the sequence equals plain output, and undrafted output.
-        ranks, excess, variance: See `p_of_draws`.
-    """
-
-    case: str
-    tokens: list[int]
-    best: list[int]
-    gaps: Tensor
-    lead: Tensor
-    end: float
-    away: Tensor | None
-    chosen: Tensor
-    excuses: Mapping[int, Callable[[float], bool]]
-    same: tuple[bool | None, bool | None]
-    ranks: Tensor
-    excess: float
-    variance: float
-
-
-def _weigh(sheet: _Sheet, subject: _Subject) -> _Row:
-    replay = sheet.replay
-    distribution = replay.scores if sheet.gumbel is None else replay.scores + sheet.gumbel
-    size = min(len(distribution), len(replay.tokens))
-    tokens = torch.tensor(replay.tokens[:size], device=distribution.device)
-    lead = distribution.topk(2, -1).values
-    gaps = (lead[:size, 0] - distribution[:size].gather(1, tokens[:, None])[:, 0]).cpu()
-    off, chosen = None, torch.zeros(size, dtype=torch.bool)
-    if sheet.block is not None and sheet.tap is not None:
-        off = away(sheet.block[:size], replay.logits[:size]).cpu()
-        suspect = gaps.isinf() if subject.statistical else distribution[:size].argmax(-1) != tokens
-        for position in suspect.nonzero()[:, 0].tolist():
-            seen = sheet.block[position]
-            if not subject.guided:  # not the scores that the rule saw: they may be what is wrong
-                seen = sheet.tap.target_logits(replay.tokens[:position], seen)
-            seen = seen if sheet.gumbel is None else seen + sheet.gumbel[position]
-            candidates = seen.isfinite() if subject.statistical else seen == seen.max()
-            chosen[position] = candidates[replay.tokens[position]]
-    ends = subject.plain.ends
-    ranks, excess, variance = torch.empty(0), 0.0, 0.0
-    excuses: dict[int, Callable[[float], bool]] = {}
-    if subject.statistical:
-        ranks, excess, variance = surprise(replay.scores[:size], tokens)
-        if replay.process is not None:
-            forbidden = gaps.isinf().nonzero()[:, 0].tolist()
-            excuses = {position: partial(on_the_edge, replay, position) for position in forbidden}
-    return _Row(
-        case=sheet.case.name,
-        tokens=replay.tokens,
-        best=distribution.argmax(-1).tolist(),
-        gaps=gaps,
-        lead=(lead[:, 0] - lead[:, 1]).cpu(),
-        end=min((float(lead[-1, 0] - distribution[-1, end]) for end in ends), default=torch.inf),
-        away=off,
-        chosen=chosen,
-        excuses=excuses,
-        same=sheet.same,
-        ranks=ranks,
-        excess=excess,
-        variance=variance,
-    )
-
-
 def _forgiven(row: _Row, noise: float, subject: _Subject) -> float:
     """Largest gap that rounding explains, whatever the logits of the drafted block are."""
-    if subject.statistical:
-        return torch.finfo(
-            torch.float32
-        ).max  # only what the distribution forbids was not drawn from it
+    if subject.statistical:  # only what the distribution forbids was not drawn from it
+        return torch.finfo(torch.float32).max
     return 2 * noise if row.away is None else noise  # up to once in the token and in the choice
 
 
@@ -527,10 +496,11 @@ def _report(plain: Plain, subject: _Subject, rows: Sequence[_Row], noise: float)
     )
     p_value = None
     if subject.statistical:
-        ranks = torch.cat([row.ranks for row in rows])
-        p_value = p_of_draws(
-            ranks, sum(row.excess for row in rows), sum(row.variance for row in rows)
+        all_ranks, excess, variance = zip(
+            *(row.surprise for row in rows if row.surprise), strict=True
         )
+        ranks = torch.cat(all_ranks)
+        p_value = p_of_draws(ranks, sum(excess), sum(variance))
     verdict: Verdict = "passes"
     if any(item.fault for item in judged) or (p_value is not None and p_value < LEVEL):
         verdict = "fails"
@@ -558,15 +528,13 @@ def _report(plain: Plain, subject: _Subject, rows: Sequence[_Row], noise: float)
 
 def _words(report: AuditReport) -> str:
     """The verdict in a sentence."""
-    where = (
-        f"{report.tokens} tokens of {len(report.judged)} sequences, {report.dtype} on "
-        f"{report.device}"
+    judged = report.judged
+    where = f"{report.tokens} tokens of {len(judged)} sequences, {report.dtype} on {report.device}"
+    basis = (
+        f"({where}; noise of block scoring {report.noise:.2g}, 10 % quantile of the plain gaps "
+        f"{report.gap_quantile:.2g})"
     )
-    noise = (
-        f"noise of block scoring {report.noise:.2g}, 10 % quantile of the plain gaps "
-        f"{report.gap_quantile:.2g}"
-    )
-    faults = [item.fault for item in report.judged if item.fault is not None]
+    faults = [item.fault for item in judged if item.fault is not None]
     if faults:
         first = faults[0]
         if first.token is None:
@@ -579,8 +547,8 @@ def _words(report: AuditReport) -> str:
                 f"{first.gap:.2g}"
             )
         return (
-            f"fails: {len(faults)} of {len(report.judged)} sequences leave the distribution; "
-            f"{first.case} at position {first.position} {what} ({where}; {noise})"
+            f"fails: {len(faults)} of {len(judged)} sequences leave the distribution; "
+            f"{first.case} at position {first.position} {what} {basis}"
         )
     if report.p_value is not None:
         chance = f"p = {report.p_value:.2g}, {where}"
@@ -589,19 +557,19 @@ def _words(report: AuditReport) -> str:
         if report.verdict == "inconclusive":
             return f"inconclusive: {FEWEST} tokens are needed to judge a distribution ({chance})"
         return f"passes: no difference from the model's distribution was found, no proof ({chance})"
-    ended = [item for item in report.judged if item.cut]
+    ended = [item for item in judged if item.cut]
     if ended:
         return (
-            f"inconclusive: {len(ended)} of {len(report.judged)} sequences end where the model "
+            f"inconclusive: {len(ended)} of {len(judged)} sequences end where the model "
             f"goes on, {ended[0].case} after {ended[0].tokens} tokens; if a limit cut them there, "
-            f"give it as max_new_tokens ({where}; {noise})"
+            f"give it as max_new_tokens {basis}"
         )
     if report.verdict == "inconclusive":
         return (
             "inconclusive: rounding is as large as the gaps between the best two tokens, so a "
-            f"wrong token could pass for it ({where}; {noise}); audit in float32"
+            f"wrong token could pass for it {basis}; audit in float32"
         )
-    worst_block = max(item.block_difference or 0.0 for item in report.judged)
+    worst_block = max(item.block_difference or 0.0 for item in judged)
     remark = ""
     if worst_block > SUSPECT * report.noise:
         remark = (
@@ -609,11 +577,11 @@ def _words(report: AuditReport) -> str:
             "rounding and points to a fault that has not shown in a token"
         )
     if report.identical:
-        return f"passes: token for token the same as {report.reference} ({where}; {noise}){remark}"
-    flips = sum(item.flips for item in report.judged)
+        return f"passes: token for token the same as {report.reference} {basis}{remark}"
+    flips = sum(item.flips for item in judged)
     found = "every token is the plain distribution's own choice"
     if flips:
-        worst = max(item.worst_gap for item in report.judged)
+        worst = max(item.worst_gap for item in judged)
         found = f"{flips} tokens are not the model's own choice, each within rounding, the "
         found += f"largest gap being {worst:.2g}"
-    return f"passes: {found} ({where}; {noise}){remark}"
+    return f"passes: {found} {basis}{remark}"

@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,8 @@ from torch.special import entr
 from mmdecode._compat import input_device
 from mmdecode.api import generate
 from mmdecode.decoder import Decoder
-from mmdecode.engine.contracts import Block, BranchOutput, Drafter, DraftSession, Guide
-from mmdecode.engine.proposal import Proposal
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, Drafter, DraftSession, Guide
 from mmdecode.engine.request import token_ids, up_to_end
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.speed.stopwatch import Cost, interleaved, timed
@@ -80,13 +81,9 @@ class Setting:
     def generation(self) -> dict[str, Any]:
         """Arguments of ``generate``."""
         sampled = self.temperature > 0
-        return {
-            "do_sample": sampled,
-            "temperature": self.temperature if sampled else None,
-            "top_p": 1.0 if sampled else None,
-            "top_k": 0 if sampled else None,
-            "num_beams": 1,
-        }
+        warpers = {"temperature": self.temperature, "top_p": 1.0, "top_k": 0}
+        given = warpers if sampled else dict.fromkeys(warpers)
+        return {"do_sample": sampled, "num_beams": 1, **given}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,20 +111,16 @@ class Speed:
 
     way: str
     identical: float | None
-    tokens_per_pass: float | None
-    accepted_per_pass: float | None
-    by_depth: list[float] | None
-    draft_share: float | None
+    tokens_per_pass: float | None = None
+    accepted_per_pass: float | None = None
+    by_depth: list[float] | None = None
+    draft_share: float | None = None
     first_token_ms: float
     ms_per_token: float
     decode: tuple[float, float, float]
     end_to_end: tuple[float, float, float]
     tokens: float
     seconds: list[list[float]]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the fields as a JSON object."""
-        return asdict(self)
 
 
 def measure(
@@ -169,11 +162,13 @@ def measure(
         name: Decoder(draft, guide, seed=setting.seed, compile=compile)
         for name, draft in {PLAIN: None, AGAIN: None, **drafts}.items()
     }
-    runs: dict[str, Callable[[int, int, int], Tensor]] = {}
-    for name, decoder in decoders.items():
-        runs[name] = partial(_ours, model, decoder, batches, setting)
+    keyed = _keyed(batches, setting)
+    runs = {
+        name: partial(_decoded, partial(generate, model, decoder=decoder), keyed, setting)
+        for name, decoder in decoders.items()
+    }
     for name, options in (peers or {}).items():
-        runs[name] = partial(_theirs, model, options, batches, setting)
+        runs[name] = partial(_decoded, model.generate, batches, setting, **options)
     ways = {
         f"{name}/{length}": partial(run, length)
         for name, run in runs.items()
@@ -184,23 +179,18 @@ def measure(
     for decoder in decoders.values():
         decoder.stats.reset()
     seconds, results = interleaved(ways, len(batches), setting.repeats, device, done)
-    ends = token_ids(model.generation_config.eos_token_id)
-    seen: dict[str, _Seen] = {}
-    for name in runs:
+    seen: dict[str, _Way] = {}
+    for name, run in runs.items():
         whole, first = f"{name}/{setting.max_new_tokens}", f"{name}/1"
         kept = results[whole][: len(batches)]  # of the first repeat
-        seen[name] = _Seen(
-            answers=[
-                [up_to_end(row[batch["input_ids"].shape[1] :], ends) for row in rows.tolist()]
-                for rows, batch in zip(kept, batches, strict=True)
-            ],
+        seen[name] = _Way(
+            run=run,
+            decoder=decoders.get(name),
+            answers=[_answers(model, *pair) for pair in zip(batches, kept, strict=True)],
             whole=np.array(seconds[whole]),
             first=np.median(seconds[first], 0),
         )
-    return [
-        _speed(name, seen[name], seen[PLAIN], decoders.get(name), runs[name], setting, device)
-        for name in runs
-    ]
+    return [way.speed(name, seen[PLAIN], setting, device) for name, way in seen.items()]
 
 
 def working(
@@ -235,16 +225,20 @@ def calls(batches: int, drafts: int, peers: int, setting: Setting) -> int:
     return 2 * (2 + drafts + peers) * (1 + batches * setting.repeats)
 
 
-@dataclass(frozen=True)
-class _Seen:
+@dataclass(frozen=True, kw_only=True)
+class _Way:
     """Observations of one way of decoding.
 
     Attributes:
+        run: Decodes a batch again, given the number of tokens and the batch's index.
+        decoder: Its decoder; ``None``: transformers' own loop.
         answers: Token ids up to the end-of-sequence token, by batch and row.
         whole: Seconds of whole calls, by repeat and batch.
         first: Seconds to the first token, the median over repeats, by batch.
     """
 
+    run: Callable[..., Any]
+    decoder: Decoder | None
     answers: list[list[list[int]]]
     whole: np.ndarray
     first: np.ndarray
@@ -256,123 +250,99 @@ class _Seen:
         spent = np.median(self.whole, 0) - (self.first if decoding else 0)
         return Cost(np.maximum(spent, 1e-9), np.maximum(counts, 1))
 
-
-def _speed(
-    name: str,
-    seen: _Seen,
-    plain: _Seen,
-    decoder: Decoder | None,
-    run: Callable[[int, int, int], Tensor],
-    setting: Setting,
-    device: torch.device,
-) -> Speed:
-    """Computes the measurements of one way."""
-    rows = [row for batch in seen.answers for row in batch]
-    undrafted = [row for batch in plain.answers for row in batch]
-    same = [mine == theirs for mine, theirs in zip(rows, undrafted, strict=True)]
-    decoding = seen.cost(decoding=True)
-    length = accepted = depths = share = None
-    if decoder is not None:
-        stats = decoder.stats
-        length = round(stats.acceptance_length, 3)
-        accepted = round(stats.accepted / max(stats.rounds, 1), 3)
-        depths = [round(share, 3) for share in stats.by_depth]
-        if stats.drafted and not decoder.compile:
-            share = _draft_share(decoder.draft, run, seen, setting, device)
-    return Speed(
-        way=name,
-        # transformers draws with other noise
-        identical=None if decoder is None and setting.temperature else sum(same) / len(same),
-        tokens_per_pass=length,
-        accepted_per_pass=accepted,
-        by_depth=depths,
-        draft_share=share,
-        first_token_ms=round(1e3 * float(seen.first.mean()), 2),
-        ms_per_token=round(1e3 * float(decoding.amount.sum() / decoding.tokens.sum()), 3),
-        decode=decoding.over(plain.cost(decoding=True)),
-        end_to_end=seen.cost(decoding=False).over(plain.cost(decoding=False)),
-        tokens=round(sum(map(len, rows)) / len(rows), 1),
-        seconds=[[round(one, 5) for one in repeat] for repeat in seen.whole.tolist()],
-    )
-
-
-def _draft_share(
-    draft: Drafter,
-    run: Callable[[int, int, int], Tensor],
-    seen: _Seen,
-    setting: Setting,
-    device: torch.device,
-) -> float:
-    """Share of the time after the first token that the drafter takes, on the first batches.
-
-    It is measured in separate calls, since timing each draft step needs a device synchronisation.
-    """
-    items = range(min(_CLOCKED, seen.whole.shape[1]))
-    with _clocked(draft) as spent:
-        whole = sum(
-            timed(device, partial(run, setting.max_new_tokens, item, 0))[0] for item in items
+    def speed(self, name: str, plain: _Way, setting: Setting, device: torch.device) -> Speed:
+        """Computes the measurements."""
+        rows = list(chain.from_iterable(self.answers))
+        undrafted = chain.from_iterable(plain.answers)
+        same = [mine == theirs for mine, theirs in zip(rows, undrafted, strict=True)]
+        decoding = self.cost(decoding=True)
+        counts: dict[str, Any] = {}
+        if self.decoder is not None:
+            stats = self.decoder.stats
+            counts["tokens_per_pass"] = round(stats.acceptance_length, 3)
+            counts["accepted_per_pass"] = round(stats.accepted / max(stats.rounds, 1), 3)
+            counts["by_depth"] = [round(share, 3) for share in stats.by_depth]
+            if stats.drafted and not self.decoder.compile:
+                counts["draft_share"] = self.draft_share(self.decoder.draft, setting, device)
+        return Speed(
+            way=name,
+            # transformers draws with other noise
+            identical=None
+            if self.decoder is None and setting.temperature
+            else sum(same) / len(same),
+            first_token_ms=round(1e3 * float(self.first.mean()), 2),
+            ms_per_token=round(1e3 * float(decoding.amount.sum() / decoding.tokens.sum()), 3),
+            decode=decoding.over(plain.cost(decoding=True)),
+            end_to_end=self.cost(decoding=False).over(plain.cost(decoding=False)),
+            tokens=round(sum(map(len, rows)) / len(rows), 1),
+            seconds=[[round(one, 5) for one in repeat] for repeat in self.whole.tolist()],
+            **counts,
         )
-    return round(spent[0] / max(whole - float(seen.first[: len(items)].sum()), 1e-9), 3)
+
+    def draft_share(self, draft: Drafter, setting: Setting, device: torch.device) -> float:
+        """Share of the time after the first token that the drafter takes, on the first batches.
+
+        It is measured in separate calls, since timing each draft step needs a device
+        synchronisation.
+        """
+        items = range(min(_CLOCKED, self.whole.shape[1]))
+        calls = [partial(self.run, setting.max_new_tokens, item) for item in items]
+        with _clocked(draft, device) as spent:
+            whole = sum(timed(device, call)[0] for call in calls)
+        return round(sum(spent) / max(whole - float(self.first[: len(items)].sum()), 1e-9), 3)
 
 
 @contextmanager
-def _clocked(draft: Drafter) -> Iterator[list[float]]:
-    """Context in which the seconds of a drafter's steps are added to the yielded list's entry."""
-    spent, begin = [0.0], draft.begin
-    wrapped: Any = draft
-    try:
-        wrapped.begin = lambda call, prefill: _Clocked(begin(call, prefill), spent)
-        yield spent
-    finally:
-        del wrapped.begin
+def _clocked(draft: Drafter, device: torch.device) -> Iterator[list[float]]:
+    """Context in which the seconds of each step of a drafter are added to the yielded list."""
+    spent: list[float] = []
+    begin = draft.begin
+    patched: Any = draft
 
-
-class _Clocked(DraftSession):
-    """A drafter's session whose steps are timed; their seconds are added to ``spent[0]``."""
-
-    def __init__(self, inner: DraftSession, spent: list[float]) -> None:
-        super().__init__(inner.call)
-        self.inner, self.spent = inner, spent
-        self.close = inner.close  # type: ignore[method-assign]
-
-    def propose(self, budget: int) -> Proposal:
-        return self._timed(partial(self.inner.propose, budget))
-
-    def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
-        self._timed(partial(self.inner.observe, proposal, output, block))
-
-    def _timed(self, step: Callable[[], Any]) -> Any:
-        seconds, result = timed(self.call.device, step)
-        self.spent[0] += seconds
+    def clocked(step: Callable[..., Any], *given: Any) -> Any:
+        seconds, result = timed(device, partial(step, *given))
+        spent.append(seconds)
         return result
 
+    def opened(call: Call, prefill: BranchOutput) -> DraftSession:
+        session: Any = begin(call, prefill)
+        session.propose = partial(clocked, session.propose)
+        session.observe = partial(clocked, session.observe)
+        return session
 
-def _ours(
-    model: Any,
-    decoder: Decoder,
+    patched.begin = opened
+    try:
+        yield spent
+    finally:
+        del patched.begin
+
+
+def _keyed(batches: Sequence[Inputs], setting: Setting) -> list[Inputs]:
+    """Batches for our loop: for sampling, with names of the rows, on which their noise depends."""
+    if not setting.temperature:
+        return list(batches)
+    rows = [range(len(batch["input_ids"])) for batch in batches]
+    names = [[(item, row) for row in own] for item, own in enumerate(rows)]
+    return [{**batch, "request": own} for batch, own in zip(batches, names, strict=True)]
+
+
+def _decoded(
+    call: Callable[..., Any],
     batches: Sequence[Inputs],
     setting: Setting,
     length: int,
     item: int,
-    repeat: int,
-) -> Tensor:
-    rows = range(len(batches[item]["input_ids"]))
-    request = [(item, row) for row in rows] if setting.temperature else None
-    given = setting.generation() | {"max_new_tokens": length, "request": request}
-    return generate(model, decoder=decoder, **batches[item], **given)
+    repeat: int = 0,
+    **options: Any,
+) -> Any:
+    """Calls a function like ``generate`` for one batch; ``options`` replace those of all calls."""
+    return call(**batches[item], **setting.generation() | {"max_new_tokens": length} | options)
 
 
-def _theirs(
-    model: Any,
-    options: Mapping[str, Any],
-    batches: Sequence[Inputs],
-    setting: Setting,
-    length: int,
-    item: int,
-    repeat: int,
-) -> Tensor:
-    given = setting.generation() | {"max_new_tokens": length} | dict(options)
-    return model.generate(**batches[item], **given)
+def _answers(model: Any, batch: Inputs, output: Tensor) -> list[list[int]]:
+    """Generated token ids of each row, up to the end-of-sequence token."""
+    prompt, ends = batch["input_ids"].shape[1], token_ids(model.generation_config.eos_token_id)
+    return [up_to_end(row[prompt:], ends) for row in output.tolist()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,24 +364,14 @@ def confidence(
     model: Any, batches: Sequence[Inputs], setting: Setting, guide: Guide | None
 ) -> Confidence:
     """Measures the confidence of the target distribution along the undrafted loop's answers."""
-    distributions, ends = [], token_ids(model.generation_config.eos_token_id)
-    decoder = Decoder(guide=guide, seed=setting.seed)
+    call = partial(generate, model, decoder=Decoder(guide=guide, seed=setting.seed))
+    scored = {"output_scores": True, "return_dict_in_generate": True}
+    keyed, distributions = _keyed(batches, setting), []
     for item, batch in enumerate(batches):
-        rows = range(len(batch["input_ids"]))
-        output = generate(
-            model,
-            decoder=decoder,
-            request=[(item, row) for row in rows] if setting.temperature else None,
-            output_scores=True,
-            return_dict_in_generate=True,
-            max_new_tokens=setting.max_new_tokens,
-            **batch,
-            **setting.generation(),
-        )
+        output = _decoded(call, keyed, setting, setting.max_new_tokens, item, **scored)
         distribution = torch.stack(output.scores, 1).float().softmax(-1)
-        prompt = batch["input_ids"].shape[1]
-        for row, own in zip(output.sequences.tolist(), distribution, strict=True):
-            distributions.append(own[: len(up_to_end(row[prompt:], ends))])
+        answers = _answers(model, batch, output.sequences)
+        distributions += [own[: len(ids)] for own, ids in zip(distribution, answers, strict=True)]
     whole = torch.cat(distributions)
     first, second = whole.topk(2).values.unbind(-1)
     return Confidence(

@@ -83,7 +83,10 @@ def row_bytes(
     config = model.config.get_text_config(decoder=True)
     size = model.dtype.itemsize
     slots = bucket(prompt + new + (MAX_NODES + 1 if compile else nodes))
-    key = _width(config) * size
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+    width = width or config.hidden_size // heads
+    key = size * width * (getattr(config, "num_key_value_heads", None) or heads)
     slot = 2 * adapter.num_layers * key  # a key and a value in every layer
     # stacked branches read copies of the encoder's states
     states = config.hidden_size * size * (branches + (branches > 1))
@@ -102,11 +105,3 @@ def row_bytes(
         scores=(nodes + 1) * adapter.vocab * score,
         growth=0 if compile else branches * key * (slots - BUCKET),
     )
-
-
-def _width(config: Any) -> int:
-    """Number of entries in one key of one layer, over all its heads."""
-    heads = config.num_attention_heads
-    each = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
-    each = each or config.hidden_size // heads
-    return each * (getattr(config, "num_key_value_heads", None) or heads)

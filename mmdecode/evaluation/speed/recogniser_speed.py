@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,12 +22,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
-from transformers.modeling_outputs import ModelOutput
 
 from mmdecode import registry
 from mmdecode.asr.decoding.fallback import Attempts
 from mmdecode.asr.decoding.job import Job
 from mmdecode.asr.decoding.long_form import LongForm
+from mmdecode.asr.recognizers.generic import read_from
 from mmdecode.decoder import Decoder
 from mmdecode.engine.encoding import grouped
 from mmdecode.errors import MMDecodeError, one_line
@@ -71,7 +72,8 @@ class Spoken:
 class _Recorded(Attempts):
     """Attempts whose windows are appended to ``windows``, for the recording numbered ``at``."""
 
-    at = 0
+    at: int
+    windows: list[Spoken]
 
     def __call__(
         self,
@@ -81,14 +83,9 @@ class _Recorded(Attempts):
         names: list[str],
         sources: list[list[int]],
     ) -> Any:
-        for row, ids in enumerate(prompt.tolist()):
-            inputs, seconds = encoded.inputs[row], encoded.seconds[row]
-            self.windows.append(Spoken(self.at, ids, inputs, seconds, names[row], sources[row]))
+        rows = zip(prompt.tolist(), encoded.inputs, encoded.seconds, names, sources, strict=True)
+        self.windows += [Spoken(self.at, *row) for row in rows]
         return super().__call__(prompt, encoded, temperature, names, sources)
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.windows: list[Spoken] = []
 
 
 def windows_of(
@@ -109,6 +106,7 @@ def windows_of(
     """
     loop = LongForm(recognizer, Decoder())
     loop.attempts = recorded = _Recorded(recognizer, loop.attempts.decoder, recognizer.options)
+    recorded.windows = []
     failed: dict[int, str] = {}
     for recorded.at, source in enumerate(sources):
         for found in loop.run([source]):
@@ -158,65 +156,45 @@ class Way:
 
     def decode(self, windows: Sequence[Spoken], encoded: Encoded) -> list[list[int]]:
         """Returns the token ids of each window; after an error none, and ``problem`` is set."""
+        ours = self.recognizer
         if self.problem is not None:
             return []
         try:
-            return self._decode(windows, encoded)
+            prompt = torch.tensor([window.prompt for window in windows], device=ours.model.device)
+            names = [window.name for window in windows]
+            sources = [window.source for window in windows]
+            attempts = Attempts(ours, self.decoder or Decoder(), ours.options)
+            if self.decoder is None:
+                return self._generated(prompt, encoded, attempts.limits(encoded))
+            return [one.tokens for one in attempts(prompt, encoded, 0.0, names, sources)]
         except Exception as error:  # another drafter may work all the same
             self.problem = reason_of(error) if self.decoder is None else one_line(error)
             return []
 
-    def _decode(self, windows: Sequence[Spoken], encoded: Encoded) -> list[list[int]]:
-        ours = self.recognizer
-        prompt = torch.tensor([window.prompt for window in windows], device=ours.model.device)
-        names = [window.name for window in windows]
-        sources = [window.source for window in windows]
-        attempts = Attempts(ours, self.decoder or Decoder(), ours.options)
-        if self.decoder is None:
-            return generated(ours, prompt, encoded, attempts.limits(encoded))
-        return [one.tokens for one in attempts(prompt, encoded, 0.0, names, sources)]
-
-
-def generated(
-    recognizer: Recognizer, prompt: Tensor, encoded: Encoded, limits: Sequence[int]
-) -> list[list[int]]:
-    """Decodes windows greedily by plain ``generate`` of transformers, from encoder states.
-
-    Args:
-        recognizer: Recogniser, which defines the rules for timestamps.
-        prompt: Prompts ``(B, P)``.
-        encoded: The encoded windows.
-        limits: Largest number of new tokens of each row.
-
-    Returns:
-        Token ids of each row, without the end token.
-    """
-    assert encoded.states is not None, "only recognisers that encode windows take drafters"
-    states, mask, width = encoded.states, encoded.mask, prompt.shape[1]
-    whole = torch.ones(states.shape[:2], dtype=torch.long, device=states.device)
-    config = recognizer.generation(width, max(limits))
-    # max_new_tokens of the checkpoint would take precedence over max_length
-    config.max_new_tokens, config.max_length = config.max_length - width, None
-    found = GenerationMixin.generate(
-        recognizer.model,
-        decoder_input_ids=prompt,
-        attention_mask=whole if mask is None else mask.long(),
-        encoder_outputs=ModelOutput(
-            last_hidden_state=states, hidden_states=None, attentions=None, attention_mask=mask
-        ),
-        generation_config=config,
-        # generate adds those of the checkpoint's settings itself
-        logits_processor=LogitsProcessorList(
-            rule
-            for rule in recognizer.rules(width)
-            if isinstance(rule, WhisperTimeStampLogitsProcessor)
-        ),
-    )
-    rows = []
-    for ids, limit in zip(found[:, width:].tolist(), limits, strict=True):
-        ends = (at for at, token in enumerate(ids) if token in recognizer.eos_token_ids)
-        rows.append(ids[: min(limit, next(ends, len(ids)))])
-    return rows
+    def _generated(
+        self, prompt: Tensor, encoded: Encoded, limits: Sequence[int]
+    ) -> list[list[int]]:
+        """Decodes windows greedily by plain ``generate``, from encoder states."""
+        ours, width = self.recognizer, prompt.shape[1]
+        config = ours.generation(width, max(limits))
+        # max_new_tokens of the checkpoint would take precedence over max_length
+        config.max_new_tokens, config.max_length = config.max_length - width, None
+        # generate adds the other rules of the checkpoint's settings itself
+        stamps = [
+            one for one in ours.rules(width) if isinstance(one, WhisperTimeStampLogitsProcessor)
+        ]
+        found = GenerationMixin.generate(
+            ours.model,
+            decoder_input_ids=prompt,
+            **read_from(encoded),
+            generation_config=config,
+            logits_processor=LogitsProcessorList(stamps),
+        )
+        rows = zip(found[:, width:].tolist(), limits, strict=True)
+        return [
+            list(takewhile(lambda token: token not in ours.eos_token_ids, ids[:limit]))
+            for ids, limit in rows
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,10 +260,6 @@ class RecogniserSpeed:
     texts: tuple[str, ...] = ()
     errors: Errors | None = None
     problem: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the fields as a JSON object."""
-        return asdict(self)
 
 
 class Measurement:
@@ -386,43 +360,37 @@ class Measurement:
     def rows(self, ways: Sequence[Way]) -> list[RecogniserSpeed]:
         """Computes the measurements from all complete turns; the first way is the reference."""
         undrafted = {way.precision: way for way in ways if way.name == PLAIN}
-        texts = self._texts(ways[0])
-        return [self._row(way, undrafted, ways[0], texts) for way in ways]
-
-    def _row(
-        self,
-        way: Way,
-        undrafted: Mapping[str, Way],
-        reference: Way,
-        reference_texts: Sequence[str],
-    ) -> RecogniserSpeed:
-        if way.problem is not None:
-            return RecogniserSpeed(draft=way.name, precision=way.precision, problem=way.problem)
-        plain = undrafted[way.precision]
-        tokens = sum(len(way.tokens[index]) + 1 for turn in self.turns for index in turn)
-        audio = sum(self.windows[index].seconds for turn in self.turns for index in turn)
-        encoder, seconds = sum(self.encoder[way.precision]), sum(way.seconds)
-        texts = self._texts(way)
-        stats = None if way.decoder is None else way.decoder.stats
-        return RecogniserSpeed(
-            draft=way.name,
-            precision=way.precision,
-            ms_per_token=round(1e3 * seconds / tokens, 3),
-            encoder_ms=round(1e3 * encoder / sum(map(len, self.turns)), 2),
-            rtfx=round(audio / (encoder + seconds), 2),
-            tokens_per_pass=None if stats is None else round(stats.acceptance_length, 3),
-            speedup=self._cost(way).over(self._cost(reference)),
-            decoding_speedup=self._cost(way, False).over(self._cost(reference, False)),
-            same_as_undrafted=_share(way.tokens, plain.tokens),
-            exact=way.name not in (PLAIN, AGAIN, GENERATE)
-            and way.precision in EXACT
-            and plain.problem is None
-            and way.recognizer.model.device.type == "cpu",
-            same_as_fp32=_share(way.tokens, reference.tokens),
-            other_texts=sum(a != b for a, b in zip(texts, reference_texts, strict=True)),
-            megabytes=round(weight_bytes(way.recognizer.model) / 1e6, 1),
-            texts=tuple(texts),
-        )
+        first, first_texts, found = ways[0], self._texts(ways[0]), []
+        decoded = [index for turn in self.turns for index in turn]
+        audio = sum(self.windows[index].seconds for index in decoded)
+        for way in ways:
+            named = partial(RecogniserSpeed, draft=way.name, precision=way.precision)
+            if way.problem is not None:
+                found.append(named(problem=way.problem))
+                continue
+            plain, texts = undrafted[way.precision], self._texts(way)
+            encoder, seconds = sum(self.encoder[way.precision]), sum(way.seconds)
+            tokens = sum(len(way.tokens[index]) + 1 for index in decoded)
+            stats = None if way.decoder is None else way.decoder.stats
+            row = named(
+                ms_per_token=round(1e3 * seconds / tokens, 3),
+                encoder_ms=round(1e3 * encoder / len(decoded), 2),
+                rtfx=round(audio / (encoder + seconds), 2),
+                tokens_per_pass=None if stats is None else round(stats.acceptance_length, 3),
+                speedup=self._cost(way).over(self._cost(first)),
+                decoding_speedup=self._cost(way, False).over(self._cost(first, False)),
+                same_as_undrafted=_share(way.tokens, plain.tokens),
+                exact=way.name not in (PLAIN, AGAIN, GENERATE)
+                and way.precision in EXACT
+                and plain.problem is None
+                and way.recognizer.model.device.type == "cpu",
+                same_as_fp32=_share(way.tokens, first.tokens),
+                other_texts=sum(a != b for a, b in zip(texts, first_texts, strict=True)),
+                megabytes=round(weight_bytes(way.recognizer.model) / 1e6, 1),
+                texts=tuple(texts),
+            )
+            found.append(row)
+        return found
 
     def _cost(self, way: Way, encoder: bool = True) -> Cost:
         """Seconds and seconds of audio of each turn."""

@@ -14,12 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mmdecode.evaluation.speed.draft_speed import AGAIN
-from mmdecode.evaluation.speed.recogniser_speed import (
-    FP32,
-    GENERATE,
-    Errors,
-    RecogniserSpeed,
-)
+from mmdecode.evaluation.speed.recogniser_speed import FP32, GENERATE, Errors, RecogniserSpeed
 from mmdecode.evaluation.stats.intervals import paired_bootstrap
 
 
@@ -102,19 +97,19 @@ def recommend(rows: Sequence[RecogniserSpeed]) -> Recommendation:
         and row.speedup[1] > 1
     ]
     allowed = [row for row in faster if keeps_text(row)]
-    if not allowed:
-        words = (
-            f"No way that keeps the text is faster than undrafted {FP32} by more than the noise "
-            f"of this measurement, x{noise:.2f}: decode without a drafter."
-        )
-        return Recommendation(row=plain, words=words + _refused(faster, plain, noise))
-    best = max(row.speedup[0] for row in allowed)
-    near = [row for row in allowed if row.speedup[0] * noise >= best]
-    chosen = max(
-        near, key=lambda row: (row.precision == FP32, row.same_as_fp32 == 1, row.speedup[0])
+    chosen = plain
+    words = (
+        f"No way that keeps the text is faster than undrafted {FP32} by more than the noise of "
+        f"this measurement, x{noise:.2f}: decode without a drafter."
     )
-    words = _words(chosen) + _refused(faster, chosen, noise)
-    return Recommendation(row=chosen, words=words)
+    if allowed:
+        best = max(row.speedup[0] for row in allowed)
+        near = [row for row in allowed if row.speedup[0] * noise >= best]
+        chosen = max(
+            near, key=lambda row: (row.precision == FP32, row.same_as_fp32 == 1, row.speedup[0])
+        )
+        words = _words(chosen)
+    return Recommendation(row=chosen, words=words + _refused(faster, chosen, noise))
 
 
 def keeps_text(row: RecogniserSpeed) -> bool:
@@ -130,20 +125,15 @@ def _words(row: RecogniserSpeed) -> str:
     much = f"{value:.2f} times as fast as undrafted {FP32} [{low:.2f}, {high:.2f}]"
     if row.precision == FP32:
         return f"The same text, {much}: the drafter changes no token."
-    if row.same_as_fp32 == 1:
-        return (
-            f"{much[0].upper()}{much[1:]}. {row.precision} is another model: it wrote the same "
-            "tokens on these recordings, and may not on others."
-        )
-    return f"{much[0].upper()}{much[1:]}. {_changes(row)}."
+    return f"{much}. {_changes(row)}."
 
 
 def _changes(row: RecogniserSpeed) -> str:
     """Says how the text of another model differs."""
-    words = (
-        f"{row.precision} is another model: {row.other_texts} of {len(row.texts)} recordings have "
-        "another text"
-    )
+    words = f"{row.precision} is another model: "
+    if row.same_as_fp32 == 1:
+        return f"{words}it wrote the same tokens on these recordings, and may not on others"
+    words += f"{row.other_texts} of {len(row.texts)} recordings have another text"
     if row.errors is None:
         return words
     own = row.errors
@@ -162,10 +152,9 @@ def _refused(faster: Sequence[RecogniserSpeed], chosen: RecogniserSpeed, noise: 
     if not others:
         return ""
     row = max(others, key=lambda row: row.speedup[0])
-    why = "a table with texts as --data would tell its word errors" if row.errors is None else ""
-    end = f"; {why}." if why else "."
+    end = "" if row.errors else "; a table with texts as --data would tell its word errors"
     return (
-        f" Faster, and not recommended: {label(row)}, x{row.speedup[0]:.2f}. {_changes(row)}{end}"
+        f" Faster, and not recommended: {label(row)}, x{row.speedup[0]:.2f}. {_changes(row)}{end}."
     )
 
 

@@ -16,19 +16,16 @@ import torch
 import transformers
 
 from mmdecode.evaluation.stats.intervals import interval, resampled_sums
+from mmdecode.runs.conditions import now
 
 T = TypeVar("T")
 
 
 def timed(device: torch.device, call: Callable[[], T]) -> tuple[float, T]:
     """Calls a function; returns its wall-clock seconds, device work included, and its result."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
+    began = now(device)
     result = call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began, result
+    return now(device) - began, result
 
 
 def interleaved(
@@ -50,15 +47,15 @@ def interleaved(
     Returns:
         Seconds by name, repeat and item; and the results of each name, repeat by repeat.
     """
-    names, order = list(calls), random.Random(0)
-    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
-    results: dict[str, list[T]] = {name: [] for name in names}
+    order = random.Random(0)
+    seconds: dict[str, list[list[float]]] = {name: [] for name in calls}
+    results: dict[str, list[T]] = {name: [] for name in calls}
     for repeat in range(repeats):
-        for name in names:
-            seconds[name].append([])
+        for own in seconds.values():
+            own.append([])
         for item in range(items):
-            now = {name: partial(calls[name], item, repeat) for name in names}
-            for name, (spent, result) in turn(now, order, device, done).items():
+            at_hand = {name: partial(call, item, repeat) for name, call in calls.items()}
+            for name, (spent, result) in turn(at_hand, order, device, done).items():
                 seconds[name][-1].append(spent)
                 results[name].append(result)
     return seconds, results
