@@ -192,32 +192,13 @@ def with_references(lists: Sequence[NBestList], entries: Sequence[Entry]) -> lis
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Changes:
-    """Effect of replacing the first hypotheses by other texts.
-
-    Attributes:
-        improved, unchanged, worse: Number of lists with fewer, equally many and more errors.
-        edited: Number of lists whose normalised text changed.
-        new_words: Number of words that are in no hypothesis of their list.
-        new_words_right: Number of these new words that are right.
-    """
-
-    improved: int
-    unchanged: int
-    worse: int
-    edited: int
-    new_words: int
-    new_words_right: int
-
-
 def changes(
     lists: Sequence[NBestList],
     counts: ListCounts,
     texts: Sequence[str],
     alignments: Sequence[Sequence[Step]],
     aligner: Aligner,
-) -> Changes:
+) -> dict[str, int]:
     """Compares texts with the first hypotheses of their lists.
 
     Args:
@@ -226,6 +207,12 @@ def changes(
         texts: Text that replaces the first hypothesis of each list.
         alignments: Alignments of the references with ``texts``.
         aligner: Aligner that made the alignments.
+
+    Returns:
+        Numbers of lists with fewer, equally many and more errors (``improved``, ``unchanged``,
+        ``worse``), and of those whose normalised text changed (``edited``); numbers of words that
+        are in no hypothesis of their list (``new_words``), and of those that are right
+        (``new_words_right``).
     """
     before = counts.first[:, 2:5].sum(1)
     after = np.array([errors_in(steps) for steps in alignments])
@@ -237,11 +224,11 @@ def changes(
         if word not in present
     ]
     pairs = zip(lists, texts, strict=True)
-    return Changes(
-        improved=int((after < before).sum()),
-        unchanged=int((after == before).sum()),
-        worse=int((after > before).sum()),
-        edited=sum(aligner.normal(one.best) != aligner.normal(text) for one, text in pairs),
-        new_words=len(new),
-        new_words_right=new.count("equal"),
-    )
+    return {
+        "improved": int((after < before).sum()),
+        "unchanged": int((after == before).sum()),
+        "worse": int((after > before).sum()),
+        "edited": sum(aligner.normal(one.best) != aligner.normal(text) for one, text in pairs),
+        "new_words": len(new),
+        "new_words_right": new.count("equal"),
+    }

@@ -16,29 +16,18 @@ from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.examples import Examples
-from mmdecode.evaluation.report.layout import Rows, number
-from mmdecode.evaluation.report.layout import percent as percent_of
+from mmdecode.evaluation.report.layout import Rows, between, number, percent, without_empty
 from mmdecode.evaluation.report.report import Report
 from mmdecode.evaluation.speech import word_measures
-from mmdecode.evaluation.speech.comparison import Comparison, Scored, compared, verdict_of
+from mmdecode.evaluation.speech.comparison import Comparison
 from mmdecode.evaluation.speech.normalisers import ORIGINS, is_scored, normaliser_of
 from mmdecode.evaluation.speech.pier import TAGS, is_tagged, refuse_points, untagged
 from mmdecode.evaluation.speech.runs import data_hash, record
 from mmdecode.evaluation.speech.samples import Sample, leaderboard_files, sample_of, with_alignment
 from mmdecode.evaluation.speech.scripts import is_spaceless
-from mmdecode.evaluation.speech.wer import COLUMNS as COUNTED
-from mmdecode.evaluation.speech.wer import (
-    Step,
-    align,
-    count_steps,
-    default_scorer,
-    summed,
-)
-from mmdecode.evaluation.speech.word_measures import Measures
-from mmdecode.evaluation.stats.intervals import (
-    RESAMPLES,
-    holm,
-)
+from mmdecode.evaluation.speech.wer import COLUMNS, Step, align, count_steps, default_scorer, summed
+from mmdecode.evaluation.stats import intervals
+from mmdecode.evaluation.stats.intervals import RESAMPLES
 from mmdecode.runs.conditions import conditions_of
 
 if TYPE_CHECKING:
@@ -46,24 +35,6 @@ if TYPE_CHECKING:
 
     from mmdecode.asr.transcriber import Transcriber
 
-COLUMNS = {
-    "mode": "mode",
-    "wer": "WER %",
-    "interval": "95 %",
-    "cer": "CER %",
-    "mer": "MER %",
-    "wil": "WIL %",
-    "sub": "S %",
-    "del": "D %",
-    "ins": "I %",
-    "failed": "failed",
-    "repeating": "repeating windows %",
-    **word_measures.COLUMNS,
-    "rtfx": "RTFx",
-    "p50": "p50 s",
-    "p95": "p95 s",
-    "tokens_per_pass": "tokens/pass",
-}
 LONG = ("CER %", "MER %", "WIL %", "repeating windows %", "p50 s", "p95 s")
 """Columns of the full table alone."""
 MARGIN = 0.001
@@ -113,24 +84,22 @@ class WERReport(Report):
         **measures: bool,
     ) -> None:
         self.normaliser, self.scorer = normaliser, scorer or default_scorer(normaliser)
-        self.margin, self.resamples, self.seed = margin, resamples, seed
-        self.segmented = segmented
+        self.segmented, self.margin = segmented, margin
         self.conditions = dict(conditions or {})
         if points is None and any(is_tagged(sample.text) for sample in samples):
             points = TAGS
         if points is not None:
             refuse_points(points, self.scorer)
-        self.measures = Measures(points=points, **measures)
+        self.measures = word_measures.Measures(points=points, **measures)
         self._tagged: dict[str, str] = {}  # references with their tags
         normalise = normaliser_of(normaliser)
         self.only_scored = normaliser == "leaderboard" if only_scored is None else only_scored
         self._of: dict[str, dict[str, Sample]] = {}
         left_out = set()
-        for given in samples:
-            sample = given
-            if points is not None and is_tagged(given.text):
-                self._tagged[given.id] = given.text
-                sample = dataclasses.replace(given, text=untagged(given.text))
+        for sample in samples:
+            if points is not None and is_tagged(sample.text):
+                self._tagged[sample.id] = sample.text
+                sample = dataclasses.replace(sample, text=untagged(sample.text))
             if self.only_scored and not is_scored(sample.text, normalise):
                 left_out.add(sample.id)
                 continue
@@ -153,8 +122,11 @@ class WERReport(Report):
                     f"{mode!r} and {self.modes[0]!r} have different recordings (only one of them "
                     f"has {min(other)!r}); finish the run with --resume, or score them separately"
                 )
-        known = [self._of[self.modes[0]][name].group for name in self.ids]
+        known = [sample.group for sample in self._samples(self.modes[0])]
         self._groups = [str(group) for group in known] if None not in known else None
+        self._scoring: dict[str, Any] = {"normaliser": normaliser, "scorer": self.scorer}
+        self._scoring["segmented"] = segmented
+        self._resampling = {"resamples": resamples, "seed": seed}
 
     @property
     def samples(self) -> list[Sample]:
@@ -170,16 +142,10 @@ class WERReport(Report):
         """Alignment of each recording, by mode."""
         return {
             mode: [
-                align(
-                    found[name].text,
-                    found[name].pred_text,
-                    self.normaliser,
-                    self.scorer,
-                    self.segmented,
-                )
-                for name in self.ids
+                align(sample.text, sample.pred_text, **self._scoring)
+                for sample in self._samples(mode)
             ]
-            for mode, found in self._of.items()
+            for mode in self.modes
         }
 
     @cached_property
@@ -190,8 +156,7 @@ class WERReport(Report):
     @cached_property
     def summary(self) -> dict[str, Any]:
         """All numbers and settings of the report."""
-        first = self._of[self.modes[0]]
-        durations = [d for d in (first[name].duration for name in self.ids) if d is not None]
+        durations = [one.duration for one in self._samples(self.modes[0])]
         return {
             "task": "wer",
             "normaliser": self.normaliser,
@@ -207,10 +172,9 @@ class WERReport(Report):
             "interval": {
                 "unit": "recording" if self._groups is None else "group",
                 "units": len(set(self._groups or self.ids)),
-                "resamples": self.resamples,
-                "seed": self.seed,
+                **self._resampling,
             },
-            "duration_s": _spread(durations),
+            "duration_s": _spread([one for one in durations if one is not None]),
             "modes": {mode: self._mode(mode) for mode in self.modes},
             "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
             "conditions": self.conditions,
@@ -224,14 +188,8 @@ class WERReport(Report):
         return sum(is_spaceless(sample.text) for sample in self._samples(self.modes[0]))
 
     def _mode(self, mode: str) -> dict[str, Any]:
-        score = summed(
-            self.counts[mode],
-            self.normaliser,
-            self.scorer,
-            self._groups,
-            self.resamples,
-            self.seed,
-        )
+        named = self.normaliser, self.scorer, self._groups
+        score = summed(self.counts[mode], *named, **self._resampling)
         samples = self._samples(mode)
         timed = [(s.duration, s.time) for s in samples if s.duration and s.time]
         audio, spent = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 0)
@@ -264,29 +222,22 @@ class WERReport(Report):
             "tokens_per_pass": sum(b["scored_tokens"] for b in batches) / passes
             if passes
             else None,
-        } | self._measured(samples, self.alignments[mode])
-
-    def _measured(
-        self, samples: Sequence[Sample], alignments: Sequence[Sequence[Step]]
-    ) -> dict[str, Any]:
-        return self.measures.scores(
-            [self._tagged.get(sample.id, sample.text) for sample in samples],
-            [sample.pred_text for sample in samples],
-            alignments,
-            [sample.text for sample in samples],
-            normaliser=self.normaliser,
-            scorer=self.scorer,
-            segmented=self.segmented,
-            groups=self._groups,
-            resamples=self.resamples,
-            seed=self.seed,
-        )
+            **self.measures.scores(
+                [self._tagged.get(sample.id, sample.text) for sample in samples],
+                [sample.pred_text for sample in samples],
+                self.alignments[mode],
+                [sample.text for sample in samples],
+                groups=self._groups,
+                **self._scoring,
+                **self._resampling,
+            ),
+        }
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
         """Comparison of each further mode with the first; p-values are corrected by Holm."""
         found = [self.compare(mode) for mode in self.modes[1:]]
-        corrected = holm([one.mapsswe.p for one in found])
+        corrected = intervals.holm([one.mapsswe.p for one in found])
         return [dataclasses.replace(one, p_holm=p) for one, p in zip(found, corrected, strict=True)]
 
     def compare(
@@ -303,38 +254,66 @@ class WERReport(Report):
             OptionError: The reports differ in recordings, references, normaliser or scorer.
             UnknownNameError: There is no such mode.
         """
-        first = self._scored(mode or self.modes[0])
+        report, first = self, self._known(mode or self.modes[0])
         if isinstance(other, str):
-            second = self._scored(other)
-        elif other._scoring != self._scoring:
+            second = self._known(other)
+        elif other._scored_by != self._scored_by:
             raise OptionError(
-                f"one report is scored with {self._scoring} and the other with {other._scoring}; "
-                "score both alike"
+                f"one report is scored with {self._scored_by} and the other with "
+                f"{other._scored_by}; score both alike"
             )
         else:
-            second = other._scored(other_mode or other.modes[0])
-        return compared(
-            first,
-            second,
-            groups=self._groups,
-            margin=self.margin,
-            resamples=self.resamples,
-            seed=self.seed,
+            report, second = other, other._known(other_mode or other.modes[0])
+        samples = self._samples(first), report._samples(second)
+        mine, theirs = ([(one.id, one.text) for one in side] for side in samples)
+        if mine != theirs:
+            raise OptionError(
+                "the reports have different recordings or references; compare runs on the same data"
+            )
+        counts = self.counts[first], report.counts[second]
+        errors = [table[:, 2:5].sum(1) for table in counts]
+        words = np.stack([table[:, 0] for table in counts], 1)
+        bootstrap = intervals.paired_bootstrap(*errors, words, self._groups, **self._resampling)
+        alignments = self.alignments[first], report.alignments[second]
+        texts = (
+            [[step.hypothesis for step in steps if step.hypothesis] for steps in side]
+            for side in alignments
         )
+        speedup, low, high = self._speedup(*samples)
+        return Comparison(
+            first=first,
+            second=second,
+            same=sum(a == b for a, b in zip(*texts, strict=True)),
+            of=len(self.ids),
+            bootstrap=bootstrap,
+            mapsswe=intervals.mapsswe(*alignments),
+            utterances=intervals.paired_test(errors[0] - errors[1]),
+            margin=self.margin,
+            within_margin=-bootstrap.low < self.margin,
+            speedup=speedup,
+            speedup_low=low,
+            speedup_high=high,
+        )
+
+    def _speedup(
+        self, first: Sequence[Sample], second: Sequence[Sample]
+    ) -> tuple[float | None, float | None, float | None]:
+        """Time of the first mode over time of the second, and the 95 % interval over batches."""
+        timed = [(a, b) for a, b in zip(first, second, strict=True) if a.time and b.time]
+        if not timed:
+            return None, None, None
+        table = np.array([(a.time, b.time) for a, b in timed], dtype=float)
+        batches = [str(a.batch["number"]) if a.batch else a.id for a, _ in timed]
+        before, after = table.sum(0)
+        low = high = None
+        if len(set(batches)) > 1:
+            low, high = intervals.ratio_interval(table, batches, **self._resampling)
+        return float(before / after), low, high
 
     @property
-    def _scoring(self) -> str:
+    def _scored_by(self) -> str:
         """Normaliser, scorer and segmentation in one string."""
         return f"{self.normaliser}, {self.scorer}{', segmented' * self.segmented}"
-
-    def _scored(self, mode: str) -> Scored:
-        self._known(mode)
-        return Scored(
-            mode=mode,
-            samples=self._samples(mode),
-            alignments=self.alignments[mode],
-            counts=self.counts[mode],
-        )
 
     def _known(self, mode: str) -> str:
         if mode not in self._of:
@@ -342,27 +321,27 @@ class WERReport(Report):
         return mode
 
     def rows(self) -> list[dict[str, str]]:
-        """Table with a row per mode and columns `COLUMNS`; empty columns are left out."""
+        """Table with a row per mode; empty columns are left out."""
         rows = []
-        units = self.summary["interval"]["units"]
+        several = self.summary["interval"]["units"] > 1
         for mode, found in self.summary["modes"].items():
             words, spread = max(found["words"], 1), found["latency_s"] or {}
-            percent = {name: 100 * found[name] for name in ("wer", "cer", "mer", "wil")}
-            percent["sub"] = 100 * found["substitutions"] / words
-            percent["del"] = 100 * found["deletions"] / words
-            percent["ins"] = 100 * found["insertions"] / words
-            low, high = 100 * found["wer_low"], 100 * found["wer_high"]
-            row = {name: f"{value:.2f}" for name, value in percent.items()}
-            row |= {"mode": mode, "interval": f"{low:.2f} to {high:.2f}" * (units > 1)}
-            row["failed"] = str(found["failed"])
-            row["repeating"] = percent_of(found["loop_rate"])
-            row["rtfx"] = number(found["rtfx"])
-            row["p50"], row["p95"] = (number(spread.get(k), ".3f") for k in ("p50", "p95"))
-            row["tokens_per_pass"] = number(found["tokens_per_pass"])
-            row |= word_measures.cells(found)
+            row = {"mode": mode, "WER %": percent(found["wer"])}
+            row["95 %"] = between(found["wer_low"], found["wer_high"]) * several
+            row |= {f"{name.upper()} %": percent(found[name]) for name in ("cer", "mer", "wil")}
+            for name in ("substitutions", "deletions", "insertions"):
+                row[f"{name[0].upper()} %"] = f"{100 * found[name] / words:.2f}"
+            row |= {
+                "failed": str(found["failed"]),
+                "repeating windows %": percent(found["loop_rate"]),
+                **word_measures.cells(found),
+                "RTFx": number(found["rtfx"]),
+                "p50 s": number(spread.get("p50"), ".3f"),
+                "p95 s": number(spread.get("p95"), ".3f"),
+                "tokens/pass": number(found["tokens_per_pass"]),
+            }
             rows.append(row)
-        used = [name for name in COLUMNS if any(row.get(name) for row in rows)]
-        return [{COLUMNS[name]: row.get(name, "") for name in used} for row in rows]
+        return without_empty(rows)
 
     def mark_rows(self) -> list[dict[str, str]]:
         """Table with a row per mode and punctuation mark; empty if punctuation is not scored."""
@@ -370,8 +349,8 @@ class WERReport(Report):
 
     def brief(self) -> list[Rows]:
         """Word errors and speed of each mode, and what else was asked for."""
-        short = [{name: row[name] for name in row if name not in LONG} for row in self.rows()]
-        return [short, *([marks] if (marks := self.mark_rows()) else [])]
+        full, *others = self.tables()
+        return [[{name: row[name] for name in row if name not in LONG} for row in full], *others]
 
     def tables(self) -> list[Rows]:
         """The full table, and the one of punctuation marks, if they are scored."""
@@ -379,11 +358,28 @@ class WERReport(Report):
 
     def verdict(self) -> list[str]:
         """States which modes differ from the first in word errors, and which is the fastest."""
-        first = self.summary["modes"][self.modes[0]]
+        name, first = self.modes[0], self.summary["modes"][self.modes[0]]
         if len(self.modes) == 1:
-            spread = f", {percent_of(first['wer_low'])} to {percent_of(first['wer_high'])} %"
-            return [f"{self.modes[0]}: {percent_of(first['wer'])} % word errors{spread}."]
-        return [verdict_of(self.modes[0], first["wer"], self.comparisons)]
+            spread = between(first["wer_low"], first["wer_high"])
+            return [f"{name}: {percent(first['wer'])} % word errors, {spread} %."]
+        kinds: dict[str, list[str]] = {"fewer": [], "more": [], "": []}
+        for one in self.comparisons:
+            kind = ""
+            if one.p_holm is not None and one.p_holm < 1 - intervals.LEVEL:
+                kind = "fewer" if one.bootstrap.difference > 0 else "more"
+            kinds[kind].append(one.second)
+        against = f"{name} ({percent(first['wer'])} %)"
+        parts = [
+            f"{', '.join(names)}: {kind} word errors than {against}"
+            if kind
+            else f"{', '.join(names)}: no difference from {against} is shown"
+            for kind, names in kinds.items()
+            if names
+        ]
+        fastest = max(self.comparisons, key=lambda one: one.speedup or 0.0)
+        if fastest.speedup is not None and fastest.speedup > 1:
+            parts.append(f"{fastest.second} is {fastest.speedup:.2f} times as fast")
+        return ["; ".join(parts) + "."]
 
     def about(self) -> str:
         """Explains the numbers in a sentence or two."""
@@ -421,7 +417,7 @@ class WERReport(Report):
         """Every sample with its counts."""
         counts = np.concatenate([self.counts[mode] for mode in self.modes])
         return [
-            sample.as_dict() | dict(zip(COUNTED, row, strict=True))
+            sample.as_dict() | dict(zip(COLUMNS, row, strict=True))
             for sample, row in zip(self.samples, counts.tolist(), strict=True)
         ]
 
@@ -439,9 +435,7 @@ class WERReport(Report):
             with_alignment(
                 self._of[name][self.ids[index]],
                 int(errors[index]),
-                self.normaliser,
-                self.scorer,
-                self.segmented,
+                **self._scoring,
             )
             for index in order
         )
@@ -453,7 +447,7 @@ class WERReport(Report):
     def figures(self) -> dict[str, Figure | bytes]:
         """Figures by name; a figure without data is left out."""
         modes = self.summary["modes"]
-        durations = [self._of[self.modes[0]][name].duration for name in self.ids]
+        durations = [one.duration for one in self._samples(self.modes[0])]
         found = {
             "wer_against_speed": plots.wer_against_speed(modes),
             "wer_by_duration": plots.by_duration(durations, self.counts),
@@ -501,25 +495,22 @@ def wer_report(
         OptionError: A list of transcripts is not as long as the data.
         InputError: The manifest cannot be read.
     """
-    if isinstance(data, (str, os.PathLike)):
-        entries = read_manifest(data, limit, text=True)
-    else:
-        entries = _named(list(data)[:limit])
     named = systems if isinstance(systems, Mapping) else {"plain": systems}
     models = {name: s for name, s in named.items() if not isinstance(s, Sequence)}
-    conditions: dict[str, Any] = {
-        "data": str(data) if isinstance(data, (str, os.PathLike)) else None
-    }
-    if models:
-        first = next(iter(models.values()))
-        conditions |= conditions_of(models)
-        conditions |= {"batch_size": batch_size or first.options.batch_size, "warmup": warmup}
-    conditions |= {"data_hash": data_hash(entries), "limit": limit}
+    conditions: dict[str, Any] = {"data": None}
+    if isinstance(data, (str, os.PathLike)):
+        entries = read_manifest(data, limit, text=True)
+        conditions["data"] = str(data)
+    else:
+        entries = _named(list(data)[:limit])
     samples = []
     if models:
+        batch_size = batch_size or next(iter(models.values())).options.batch_size
+        conditions |= conditions_of(models) | {"batch_size": batch_size, "warmup": warmup}
         samples = record(
             models, entries, group=group, batch_size=batch_size, warmup=warmup, progress=progress
         )
+    conditions |= {"data_hash": data_hash(entries), "limit": limit}
     for name, texts in named.items():
         if not isinstance(texts, Sequence):
             continue
