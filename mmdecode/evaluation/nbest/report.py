@@ -17,9 +17,9 @@ from mmdecode.evaluation.report.report import Report
 from mmdecode.evaluation.speech.comparison import Comparison
 from mmdecode.evaluation.speech.normalisers import ORIGINS
 from mmdecode.evaluation.speech.samples import Sample
-from mmdecode.evaluation.speech.wer import Step, align_as_written, summed
+from mmdecode.evaluation.speech.wer import ERRORS, Step, align_as_written, summed
 from mmdecode.evaluation.speech.word_report import WERReport
-from mmdecode.evaluation.stats.intervals import RESAMPLES, ratio_interval
+from mmdecode.evaluation.stats.intervals import ratio_interval
 from mmdecode.runs.tables import rows_text
 
 THRESHOLD = " (threshold)"
@@ -39,9 +39,8 @@ class NBestReport(Report):
         found: Outputs of the methods for the test part, by name; the first hypotheses are added as
             the baseline.
         aligner: Aligner that counts errors.
-        resamples: Resamples of every bootstrap.
-        seed: Seed of every bootstrap.
         conditions: Settings of the run by name; kept in the summary and shown on the page.
+        **resampling: Resamples and seed of every bootstrap, by name.
 
     Attributes:
         texts: Texts of each method, by name; the first hypotheses come first.
@@ -56,9 +55,8 @@ class NBestReport(Report):
         found: Mapping[str, Output],
         aligner: Aligner,
         *,
-        resamples: int = RESAMPLES,
-        seed: int = 0,
         conditions: Mapping[str, Any] | None = None,
+        **resampling: Any,
     ) -> None:
         self.data, self.parts, self.outputs, self.aligner = data, parts, dict(found), aligner
         self.conditions = dict(conditions or {})
@@ -69,14 +67,18 @@ class NBestReport(Report):
                 texts[name + THRESHOLD] = output.thresholded
         self.texts = texts
         self.counts = count_lists(parts.test, aligner)
-        self.resampling = {"resamples": resamples, "seed": seed}
         samples = [
             Sample(id=one.id, mode=mode, text=reference_of(one), pred_text=text)
             for mode, written in texts.items()
             for one, text in zip(parts.test, written, strict=True)
         ]
-        named = {"normaliser": aligner.normaliser, "scorer": aligner.scorer}
-        self.words = WERReport(samples, only_scored=False, **named, **self.resampling)
+        self.words = WERReport(
+            samples,
+            normaliser=aligner.normaliser,
+            scorer=aligner.scorer,
+            only_scored=False,
+            **resampling,
+        )
 
     @property
     def comparisons(self) -> list[Comparison]:
@@ -99,7 +101,7 @@ class NBestReport(Report):
             "references_seen_before": sum(text in before for text in test) / len(test),
             "hypotheses": float(self.counts.hypotheses.mean()),
             "distinct": float(self.counts.distinct.mean()),
-            "interval": {"unit": "list", **self.resampling},
+            "interval": {"unit": "list", **self.words.resampling},
             "oracles": self._oracles(),
             "methods": {mode: self._method(mode) for mode in self.texts},
             "fixed": {name: one.fixed for name, one in self.outputs.items() if one.fixed},
@@ -109,30 +111,19 @@ class NBestReport(Report):
         }
 
     def _method(self, mode: str) -> dict[str, Any]:
-        found = self.words.summary["modes"][mode]
-        rates = {name: found[name] for name in ("wer", "wer_low", "wer_high")}
-        errors = {name: found[name] for name in ("substitutions", "deletions", "insertions")}
-        return {
-            **rates,
-            "words": found["words"],
-            "heard_words": found["heard_words"],
-            **errors,
-            "errors": sum(errors.values()),
-            **changes(
-                self.parts.test,
-                self.counts,
-                self.texts[mode],
-                self.words.alignments[mode],
-                self.aligner,
-            ),
-        }
+        names = ("wer", "wer_low", "wer_high", "words", "heard_words", *ERRORS)
+        found = {name: self.words.summary["modes"][mode][name] for name in names}
+        found["errors"] = sum(found[name] for name in ERRORS)
+        alignments = self.words.alignments[mode]
+        made = changes(self.parts.test, self.counts, self.texts[mode], alignments, self.aligner)
+        return found | made
 
     def _oracles(self) -> dict[str, dict[str, float]]:
         """Errors and rates of the oracles o_nb and o_cp (see `n_best`), with intervals."""
         named = self.aligner.normaliser, self.aligner.scorer
-        best = summed(self.counts.best, *named, **self.resampling)
+        best = summed(self.counts.best, *named, **self.words.resampling)
         table = np.stack([self.counts.missing, self.counts.first[:, 0]], 1)
-        low, high = ratio_interval(table, **self.resampling)
+        low, high = ratio_interval(table, **self.words.resampling)
         missing, words = (int(total) for total in table.sum(0))
         return {
             "o_nb": {"errors": best.errors, "rate": best.value, "low": best.low, "high": best.high},
@@ -146,7 +137,7 @@ class NBestReport(Report):
         rows = []
         for mode, found in self.summary["methods"].items():
             row = _row(mode, found["wer"], found["wer_low"], found["wer_high"])
-            for name in ("substitutions", "deletions", "insertions"):
+            for name in ERRORS:
                 row[f"{name[0].upper()} %"] = percent(found[name] / max(found["words"], 1))
             row |= {name: str(found[name]) for name in ("improved", "unchanged", "worse")}
             test = tests.get(mode)
@@ -224,8 +215,7 @@ class NBestReport(Report):
         reference = reference_of(one)
 
         def aligned(hypothesis: str) -> Sequence[Step]:
-            named = self.aligner.normaliser, self.aligner.scorer
-            return align_as_written(reference, hypothesis, *named)
+            return align_as_written(reference, hypothesis, **self.words.scoring)
 
         others = [other for other in dict.fromkeys(one.hypotheses[1:]) if other != one.best]
         return Example(

@@ -7,9 +7,11 @@ has to beat. Much of the improvement by correction comes from spelling words as 
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.evaluation.nbest.n_best import Aligner, reference_of
@@ -49,12 +51,10 @@ class Substitutions:
     """
 
     rules: Sequence[Rule] = ()
-    _replacements: Mapping[Words, Words] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "_replacements", {rule.hypothesis: rule.reference for rule in self.rules}
-        )
+    @cached_property
+    def _replacements(self) -> Mapping[Words, Words]:
+        return {rule.hypothesis: rule.reference for rule in self.rules}
 
     def __call__(self, text: str) -> str:
         """Returns the text after replacement, with words separated by one space."""
@@ -129,9 +129,8 @@ def learned(
         after = {}
         for number in set(lists_with[old]):
             reference, hypothesis = pairs[number]
-            after[number] = aligner.errors(
-                reference, " ".join(_replaced(hypothesis.split(), wider))
-            )
+            text = " ".join(_replaced(hypothesis.split(), wider))
+            after[number] = aligner.errors(reference, text)
         saved = sum(errors[number] - count for number, count in after.items())
         if saved >= minimum:
             table = wider
@@ -144,21 +143,15 @@ def learned(
 def _candidates(reference: str, hypothesis: str) -> Iterator[tuple[Words, Words]]:
     """Yields the replacements in the alignment of a pair of texts, each once."""
     steps = align(reference, hypothesis, "none", "plain")
-    wrong = [step.kind != "equal" for step in steps]
+    marks = "".join("." if step.kind == "equal" else "x" for step in steps)
     found = set()
-    start = 0
-    while start < len(steps):
-        if not wrong[start]:
-            start += 1
-            continue
-        end = wrong.index(False, start) if False in wrong[start:] else len(steps)
-        for first in {start, max(start - 1, 0)}:
-            for last in {end, min(end + 1, len(steps))}:
+    for run in re.finditer("x+", marks):
+        for first in {run.start(), max(run.start() - 1, 0)}:
+            for last in {run.end(), min(run.end() + 1, len(steps))}:
                 span = steps[first:last]
                 replaced = tuple(step.hypothesis for step in span if step.hypothesis)
                 if 0 < len(replaced) <= LONGEST:
                     found.add((replaced, tuple(step.reference for step in span if step.reference)))
-        start = end
     yield from found
 
 

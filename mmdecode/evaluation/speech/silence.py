@@ -113,7 +113,7 @@ class SilenceReport(Report):
         conditions: Mapping[str, Any] | None = None,
     ) -> None:
         self.samples, self.normaliser = list(samples), normaliser
-        self.resampling = {"resamples": resamples, "seed": seed}
+        self.resampling: dict[str, Any] = {"resamples": resamples, "seed": seed}
         self.conditions = dict(conditions or {})
         self.modes = list(dict.fromkeys(sample.mode for sample in samples))
         self._of: dict[str, dict[str, list[Sample]]] = {}  # clips that could be read
@@ -176,8 +176,8 @@ class SilenceReport(Report):
         """Whether a mode passes the bar on a set of speech, see the module."""
         report = self.speech[name]
         found, first = (report.summary["modes"][m] for m in (mode, self.modes[0]))
-        difference = report.compare(mode).bootstrap  # first minus second
-        return found["wer"] <= first["wer_high"] and difference.high >= 0
+        [test] = (one for one in report.comparisons if one.second == mode)
+        return found["wer"] <= first["wer_high"] and test.bootstrap.high >= 0  # first minus second
 
     @cached_property
     def verdicts(self) -> dict[str, dict[str, Any]]:
@@ -247,17 +247,19 @@ class SilenceReport(Report):
         """Table of word error rates, with a row per set of speech and mode."""
         rows = []
         for name, report in self.speech.items():
+            changes = {one.second: "{} [{}, {}]".format(*one.points) for one in report.comparisons}
             for mode, found in report.summary["modes"].items():
-                first = mode == self.modes[0]
                 row = {
                     "speech": name,
                     "mode": mode,
                     "WER %": percent(found["wer"]),
                     "95 %": between(found["wer_low"], found["wer_high"]),
-                    "change": "" if first else "{} [{}, {}]".format(*report.compare(mode).points),
+                    "change": changes.get(mode, ""),
                     "repeating windows %": percent(found["loop_rate"]),
-                    "bar": "" if first else "holds" if self.speech_holds(mode, name) else "worse",
+                    "bar": "",
                 }
+                if mode in changes:
+                    row["bar"] = "holds" if self.speech_holds(mode, name) else "worse"
                 rows.append(row)
         return rows
 

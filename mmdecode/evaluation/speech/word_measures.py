@@ -12,6 +12,7 @@ from mmdecode.evaluation.report.layout import between, percent
 from mmdecode.evaluation.speech.hallucinated import RUN, count_hallucinations
 from mmdecode.evaluation.speech.pier import TAGS, pier
 from mmdecode.evaluation.speech.punctuation import punctuation
+from mmdecode.evaluation.speech.samples import Sample
 from mmdecode.evaluation.speech.wer import Step
 
 RATES = ("precision", "recall", "f1")
@@ -55,23 +56,22 @@ class Measures:
     def scores(
         self,
         references: Sequence[str],
-        hypotheses: Sequence[str],
+        samples: Sequence[Sample],
         alignments: Sequence[Sequence[Step]],
-        untagged: Sequence[str],
         **scoring: Any,
     ) -> dict[str, Any]:
         """Computes the selected measures of one mode, such as a drafter or a guide.
 
         Args:
             references: Reference texts, with the tags that mark PIER's words, if any.
-            hypotheses: Recognised texts.
-            alignments: Alignment of each pair.
-            untagged: The references without tags.
+            samples: Recognised texts, and the references without tags.
+            alignments: Alignment of each sample.
             **scoring: Options of `mmdecode.evaluation.speech.pier.pier`.
         """
         found: dict[str, Any] = {}
+        hypotheses = [sample.pred_text for sample in samples]
         if self.points is not None:
-            chosen = {"points": self.points, "split_hyphens": self.split_hyphens}
+            chosen: dict[str, Any] = {"points": self.points, "split_hyphens": self.split_hyphens}
             score = pier(references, hypotheses, **chosen, **scoring)
             rates = {"value": score.value, "rest_value": score.rest.value}
             found["pier"] = rates | dataclasses.asdict(score)
@@ -79,7 +79,7 @@ class Measures:
             counted = count_hallucinations(alignments)
             found["made_up"] = _rates(counted, ("rate", "run_rate", "loop_rate")) | _entry(counted)
         if self.punctuation:
-            marked = punctuation(untagged, hypotheses)
+            marked = punctuation([sample.text for sample in samples], hypotheses)
             found["punctuation"] = _entry(marked) | {
                 "f1": marked.overall.f1,
                 "case": marked.case,

@@ -25,7 +25,15 @@ from mmdecode.evaluation.speech.pier import TAGS, is_tagged, refuse_points, unta
 from mmdecode.evaluation.speech.runs import data_hash, record
 from mmdecode.evaluation.speech.samples import Sample, leaderboard_files, sample_of, with_alignment
 from mmdecode.evaluation.speech.scripts import is_spaceless
-from mmdecode.evaluation.speech.wer import COLUMNS, Step, align, count_steps, default_scorer, summed
+from mmdecode.evaluation.speech.wer import (
+    COLUMNS,
+    ERRORS,
+    Step,
+    align,
+    count_steps,
+    default_scorer,
+    summed,
+)
 from mmdecode.evaluation.stats import intervals
 from mmdecode.evaluation.stats.intervals import RESAMPLES
 from mmdecode.runs.conditions import conditions_of
@@ -61,6 +69,8 @@ class WERReport(Report):
     Attributes:
         modes: Names of the modes, the baseline first.
         left_out: Number of recordings left out by ``only_scored``.
+        scoring: Normaliser, scorer and segmentation, as options of `align`.
+        resampling: Resamples and seed of every bootstrap, by name.
 
     Raises:
         OptionError: There are no samples, or modes have different recordings.
@@ -94,7 +104,7 @@ class WERReport(Report):
         self._tagged: dict[str, str] = {}  # references with their tags
         normalise = normaliser_of(normaliser)
         self.only_scored = normaliser == "leaderboard" if only_scored is None else only_scored
-        self._of: dict[str, dict[str, Sample]] = {}
+        by_mode: dict[str, dict[str, Sample]] = {}
         left_out = set()
         for sample in samples:
             if points is not None and is_tagged(sample.text):
@@ -103,7 +113,7 @@ class WERReport(Report):
             if self.only_scored and not is_scored(sample.text, normalise):
                 left_out.add(sample.id)
                 continue
-            found = self._of.setdefault(sample.mode, {})
+            found = by_mode.setdefault(sample.mode, {})
             if sample.id in found:
                 raise OptionError(
                     f"{sample.mode!r} has two samples called {sample.id!r}; give each recording a "
@@ -111,41 +121,35 @@ class WERReport(Report):
                 )
             found[sample.id] = sample
         self.left_out = len(left_out)
-        if not self._of:
+        if not by_mode:
             raise OptionError("no recording has words to score; expected at least one")
-        self.modes = list(self._of)
-        self.ids = list(self._of[self.modes[0]])
-        for mode, found in self._of.items():
+        self.modes = list(by_mode)
+        self.ids = list(by_mode[self.modes[0]])
+        for mode, found in by_mode.items():
             other = set(found).symmetric_difference(self.ids)
             if other:
                 raise OptionError(
                     f"{mode!r} and {self.modes[0]!r} have different recordings (only one of them "
                     f"has {min(other)!r}); finish the run with --resume, or score them separately"
                 )
-        known = [sample.group for sample in self._samples(self.modes[0])]
+        self._of = {mode: [found[name] for name in self.ids] for mode, found in by_mode.items()}
+        known = [sample.group for sample in self._of[self.modes[0]]]
         self._groups = [str(group) for group in known] if None not in known else None
-        self._scoring: dict[str, Any] = {"normaliser": normaliser, "scorer": self.scorer}
-        self._scoring["segmented"] = segmented
-        self._resampling = {"resamples": resamples, "seed": seed}
+        self.scoring: dict[str, Any] = {"normaliser": normaliser, "scorer": self.scorer}
+        self.scoring["segmented"] = segmented
+        self.resampling: dict[str, Any] = {"resamples": resamples, "seed": seed}
 
     @property
     def samples(self) -> list[Sample]:
         """All scored samples, mode by mode."""
-        return [sample for mode in self.modes for sample in self._samples(mode)]
-
-    def _samples(self, mode: str) -> list[Sample]:
-        """Samples of one mode, recordings in order."""
-        return [self._of[mode][name] for name in self.ids]
+        return [sample for found in self._of.values() for sample in found]
 
     @cached_property
     def alignments(self) -> dict[str, list[list[Step]]]:
         """Alignment of each recording, by mode."""
         return {
-            mode: [
-                align(sample.text, sample.pred_text, **self._scoring)
-                for sample in self._samples(mode)
-            ]
-            for mode in self.modes
+            mode: [align(one.text, one.pred_text, **self.scoring) for one in samples]
+            for mode, samples in self._of.items()
         }
 
     @cached_property
@@ -156,7 +160,7 @@ class WERReport(Report):
     @cached_property
     def summary(self) -> dict[str, Any]:
         """All numbers and settings of the report."""
-        durations = [one.duration for one in self._samples(self.modes[0])]
+        durations = [one.duration for one in self._of[self.modes[0]]]
         return {
             "task": "wer",
             "normaliser": self.normaliser,
@@ -172,7 +176,7 @@ class WERReport(Report):
             "interval": {
                 "unit": "recording" if self._groups is None else "group",
                 "units": len(set(self._groups or self.ids)),
-                **self._resampling,
+                **self.resampling,
             },
             "duration_s": _spread([one for one in durations if one is not None]),
             "modes": {mode: self._mode(mode) for mode in self.modes},
@@ -185,12 +189,12 @@ class WERReport(Report):
         """Number of references in scripts without spaces, which are scored by characters."""
         if self.segmented:
             return 0
-        return sum(is_spaceless(sample.text) for sample in self._samples(self.modes[0]))
+        return sum(is_spaceless(sample.text) for sample in self._of[self.modes[0]])
 
     def _mode(self, mode: str) -> dict[str, Any]:
         named = self.normaliser, self.scorer, self._groups
-        score = summed(self.counts[mode], *named, **self._resampling)
-        samples = self._samples(mode)
+        score = summed(self.counts[mode], *named, **self.resampling)
+        samples = self._of[mode]
         timed = [(s.duration, s.time) for s in samples if s.duration and s.time]
         audio, spent = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 0)
         tokens = [len(s.token_ids) for s in samples if s.token_ids is not None]
@@ -224,12 +228,11 @@ class WERReport(Report):
             else None,
             **self.measures.scores(
                 [self._tagged.get(sample.id, sample.text) for sample in samples],
-                [sample.pred_text for sample in samples],
+                samples,
                 self.alignments[mode],
-                [sample.text for sample in samples],
                 groups=self._groups,
-                **self._scoring,
-                **self._resampling,
+                **self.scoring,
+                **self.resampling,
             ),
         }
 
@@ -264,7 +267,7 @@ class WERReport(Report):
             )
         else:
             report, second = other, other._known(other_mode or other.modes[0])
-        samples = self._samples(first), report._samples(second)
+        samples = self._of[first], report._of[second]
         mine, theirs = ([(one.id, one.text) for one in side] for side in samples)
         if mine != theirs:
             raise OptionError(
@@ -273,7 +276,9 @@ class WERReport(Report):
         counts = self.counts[first], report.counts[second]
         errors = [table[:, 2:5].sum(1) for table in counts]
         words = np.stack([table[:, 0] for table in counts], 1)
-        bootstrap = intervals.paired_bootstrap(*errors, words, self._groups, **self._resampling)
+        bootstrap = intervals.paired_bootstrap(
+            errors[0], errors[1], words, self._groups, **self.resampling
+        )
         alignments = self.alignments[first], report.alignments[second]
         texts = (
             [[step.hypothesis for step in steps if step.hypothesis] for steps in side]
@@ -307,7 +312,7 @@ class WERReport(Report):
         before, after = table.sum(0)
         low = high = None
         if len(set(batches)) > 1:
-            low, high = intervals.ratio_interval(table, batches, **self._resampling)
+            low, high = intervals.ratio_interval(table, batches, **self.resampling)
         return float(before / after), low, high
 
     @property
@@ -329,7 +334,7 @@ class WERReport(Report):
             row = {"mode": mode, "WER %": percent(found["wer"])}
             row["95 %"] = between(found["wer_low"], found["wer_high"]) * several
             row |= {f"{name.upper()} %": percent(found[name]) for name in ("cer", "mer", "wil")}
-            for name in ("substitutions", "deletions", "insertions"):
+            for name in ERRORS:
                 row[f"{name[0].upper()} %"] = f"{100 * found[name] / words:.2f}"
             row |= {
                 "failed": str(found["failed"]),
@@ -432,11 +437,7 @@ class WERReport(Report):
         errors = self.counts[name][:, 2:5].sum(1)
         order = [int(i) for i in np.argsort(-errors, kind="stable")[:count] if errors[i]]
         return Examples(
-            with_alignment(
-                self._of[name][self.ids[index]],
-                int(errors[index]),
-                **self._scoring,
-            )
+            with_alignment(self._of[name][index], int(errors[index]), **self.scoring)
             for index in order
         )
 
@@ -447,7 +448,7 @@ class WERReport(Report):
     def figures(self) -> dict[str, Figure | bytes]:
         """Figures by name; a figure without data is left out."""
         modes = self.summary["modes"]
-        durations = [one.duration for one in self._samples(self.modes[0])]
+        durations = [one.duration for one in self._of[self.modes[0]]]
         found = {
             "wer_against_speed": plots.wer_against_speed(modes),
             "wer_by_duration": plots.by_duration(durations, self.counts),
