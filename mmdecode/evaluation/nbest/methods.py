@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -220,16 +220,14 @@ def scored(
     def outcomes() -> Iterator[tuple[ModelRow, Failed | None]]:
         for start in range(0, len(lists), _AT_ONCE):
             some = lists[start : start + _AT_ONCE]
-            for one, scores in each(
-                some, scorer.of_lists, hint=HINT, name=lambda one: one.id, watch=watch
-            ):
-                row = ModelRow(data=data, source=source, id=one.id)
+            found = each(some, scorer.of_lists, hint=HINT, name=lambda one: one.id, watch=watch)
+            for one, scores in found:
+                row = partial(ModelRow, data=data, source=source, id=one.id)
                 if isinstance(scores, Failed):
-                    yield replace(row, error=scores.error), scores
+                    yield row(error=scores.error), scores
                     continue
                 totals = [score.total for score in scores]
-                tokens = [score.tokens for score in scores]
-                yield replace(row, totals=totals, tokens=tokens), None
+                yield row(totals=totals, tokens=[score.tokens for score in scores]), None
 
     yield from watch.released(outcomes())
 

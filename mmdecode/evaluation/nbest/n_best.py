@@ -16,6 +16,7 @@ words of a hypothesis.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,15 +55,12 @@ class Aligner:
                 "scorer='sclite' allows alternatives in a reference, for which the oracles of a "
                 "list cannot be computed; use 'plain' or 'merge'"
             )
-        self._normalise = normaliser_of(normaliser)
-        self._normal: dict[str, str] = {}
-        self._errors: dict[tuple[str, str], int] = {}
+        self._normalise = functools.cache(normaliser_of(normaliser))
+        self._errors = functools.cache(lambda *pair: errors_in(self.aligned(*pair)))
 
     def normal(self, text: str) -> str:
         """Normalises a text."""
-        if text not in self._normal:
-            self._normal[text] = " ".join(self._normalise(text).split())
-        return self._normal[text]
+        return " ".join(self._normalise(text).split())
 
     def steps(self, reference: str, hypothesis: str) -> list[Step]:
         """Normalises and aligns two texts."""
@@ -74,10 +72,7 @@ class Aligner:
 
     def errors(self, reference: str, hypothesis: str) -> int:
         """Number of word errors of a hypothesis."""
-        pair = self.normal(reference), self.normal(hypothesis)
-        if pair not in self._errors:
-            self._errors[pair] = errors_in(self.aligned(*pair))
-        return self._errors[pair]
+        return self._errors(self.normal(reference), self.normal(hypothesis))
 
 
 @dataclass(frozen=True)

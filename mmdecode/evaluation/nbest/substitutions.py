@@ -118,9 +118,9 @@ def learned(
         for length in range(1, LONGEST + 1):
             for start in range(len(words) - length + 1):
                 lists_with[tuple(words[start : start + length])].append(number)
-    rules: dict[Words, Rule] = {}
+    rules: list[Rule] = []
     table: dict[Words, Words] = {}
-    errors = [aligner.errors(reference, hypothesis) for reference, hypothesis in pairs]
+    errors = {number: aligner.errors(*pair) for number, pair in enumerate(pairs)}
     ordered = sorted(candidates.items(), key=lambda one: (-one[1], len(one[0][0]), one[0]))
     for (old, new), seen in ordered:
         if seen < minimum or old in table or 2 * seen <= len(lists_with[old]):
@@ -134,10 +134,9 @@ def learned(
         saved = sum(errors[number] - count for number, count in after.items())
         if saved >= minimum:
             table = wider
-            rules[old] = Rule(old, new, saved, seen)
-            for number, count in after.items():
-                errors[number] = count
-    return Substitutions(list(rules.values()))
+            rules.append(Rule(old, new, saved, seen))
+            errors |= after
+    return Substitutions(rules)
 
 
 def _candidates(reference: str, hypothesis: str) -> Iterator[tuple[Words, Words]]:

@@ -39,9 +39,9 @@ class Comparison:
     p_holm: float | None = None
     margin: float
     within_margin: bool
-    speedup: float | None
-    speedup_low: float | None
-    speedup_high: float | None
+    speedup: float | None = None
+    speedup_low: float | None = None
+    speedup_high: float | None = None
 
     @property
     def points(self) -> tuple[str, str, str]:

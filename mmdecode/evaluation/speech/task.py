@@ -253,15 +253,14 @@ class WERTask(RecordingTask):
                 raise OptionError(f"two --hypotheses are called {name!r}; name them: NAME=FILE")
             sources[name] = Path(path)
         manifest, limit, group = _manifest(given), given["limit"], given["group"]
-        samples: list[Sample] = []
-        entries: list[Entry] = []
         left_out: list[str] = []
+        samples: list[Sample] = []
         if manifest:
             entries = read_manifest(manifest, limit, audio=False, text=True, left_out=left_out)
-        for name, source in sources.items():
-            if manifest:
+            for name, source in sources.items():
                 samples += match(entries, source, name, group)
-            else:
+        else:
+            for name, source in sources.items():
                 samples += read_results(source, name)[:limit]
         conditions: dict[str, Any] = {
             "hypotheses": {name: str(path) for name, path in sources.items()},

@@ -23,6 +23,7 @@ reference.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -32,8 +33,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mmdecode.asr.audio.reading import import_or_explain
-from mmdecode.errors import InputError, OptionError, UnknownNameError
+from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
 from mmdecode.evaluation.speech.normalisers import Normaliser, normaliser_of
 from mmdecode.evaluation.speech.scripts import is_spaceless, units
 from mmdecode.evaluation.stats.intervals import RESAMPLES, ratio_interval
@@ -44,7 +44,6 @@ COLUMNS = ("words", "heard_words", *ERRORS, "characters", "character_errors")
 """Columns of `count_errors`, in order; ``heard_words`` are the words of the hypotheses."""
 Kind = Literal["equal", "substitute", "insert", "delete"]
 _MOST_READINGS = 10_000
-_PURPOSE = "scoring word errors"
 
 
 @dataclass(frozen=True)
@@ -236,7 +235,7 @@ def count_errors(
 
 def count_steps(alignments: Iterable[Sequence[Step]]) -> np.ndarray:
     """Counts words and errors of aligned pairs, see `count_errors`."""
-    jiwer = import_or_explain("jiwer", _PURPOSE)
+    jiwer = _scoring("jiwer", "asr")
     rows = []
     for steps in alignments:
         kinds = [step.kind for step in steps]
@@ -357,7 +356,7 @@ def paired_units(
 
 
 def _plain(reference: Sequence[str], hypothesis: Sequence[str]) -> list[Step]:
-    jiwer = import_or_explain("jiwer", _PURPOSE)
+    jiwer = _scoring("jiwer", "asr")
     if not reference:
         return [Step("insert", "", word) for word in hypothesis]
     steps = []
@@ -370,7 +369,7 @@ def _plain(reference: Sequence[str], hypothesis: Sequence[str]) -> list[Step]:
 
 
 def _kaldi(reference: Sequence[str], hypothesis: Sequence[str], **mode: bool) -> list[Step]:
-    kaldialign = import_or_explain("kaldialign", _PURPOSE, "eval")
+    kaldialign = _scoring("kaldialign", "eval")
     steps = []
     for left, right in kaldialign.align(list(reference), list(hypothesis), "", **mode):
         kind: Kind = "substitute"
@@ -397,3 +396,10 @@ def _written(text: str, scored: list[str], normalise: Normaliser) -> list[str]:
         for offset in range(block.size):
             shown[block.a + offset] = written[block.b + offset][1]
     return shown
+
+
+def _scoring(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(f"scoring word errors needs {module}", extra=extra) from error

@@ -284,7 +284,6 @@ class WERReport(Report):
             [[step.hypothesis for step in steps if step.hypothesis] for steps in side]
             for side in alignments
         )
-        speedup, low, high = self._speedup(*samples)
         return Comparison(
             first=first,
             second=second,
@@ -295,25 +294,22 @@ class WERReport(Report):
             utterances=intervals.paired_test(errors[0] - errors[1]),
             margin=self.margin,
             within_margin=-bootstrap.low < self.margin,
-            speedup=speedup,
-            speedup_low=low,
-            speedup_high=high,
+            **self._speedup(*samples),
         )
 
-    def _speedup(
-        self, first: Sequence[Sample], second: Sequence[Sample]
-    ) -> tuple[float | None, float | None, float | None]:
+    def _speedup(self, first: Sequence[Sample], second: Sequence[Sample]) -> dict[str, float]:
         """Time of the first mode over time of the second, and the 95 % interval over batches."""
         timed = [(a, b) for a, b in zip(first, second, strict=True) if a.time and b.time]
         if not timed:
-            return None, None, None
+            return {}
         table = np.array([(a.time, b.time) for a, b in timed], dtype=float)
         batches = [str(a.batch["number"]) if a.batch else a.id for a, _ in timed]
         before, after = table.sum(0)
-        low = high = None
+        found = {"speedup": float(before / after)}
         if len(set(batches)) > 1:
             low, high = intervals.ratio_interval(table, batches, **self.resampling)
-        return float(before / after), low, high
+            found |= {"speedup_low": low, "speedup_high": high}
+        return found
 
     @property
     def _scored_by(self) -> str:
