@@ -38,7 +38,7 @@ LONGER = {
     "cli/transcribe.py": 697,
     "evaluation/audit/audit.py": 619,
     "evaluation/images/report.py": 539,
-    "evaluation/speech/word_report.py": 571,
+    "evaluation/speech/word_report.py": 545,
     "evaluation/vision/yes_no_report.py": 542,
     "models/llamagen.py": 559,
     "runs/files.py": 618,

@@ -289,15 +289,14 @@ class Output:
     @property
     def fixed(self) -> dict[str, Any]:
         """Fitted settings and counts by name, without texts."""
-        found = {"threshold": self.threshold, "weight": self.weight, "minimum": self.minimum}
-        known: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
-        if self.threshold is not None and math.isinf(self.threshold):
-            known["threshold"] = "copy all"
-        if self.rules is not None:
-            known["rules"] = len(self.rules)
-        if self.refused is not None:
-            known["refused"] = self.refused
-        return known
+        found = {
+            "threshold": "copy all" if self.threshold == math.inf else self.threshold,
+            "weight": self.weight,
+            "minimum": self.minimum,
+            "rules": None if self.rules is None else len(self.rules),
+            "refused": self.refused,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def outputs(method: Method, parts: Parts, aligner: Aligner, rows: Mapping[str, ModelRow]) -> Output:

@@ -127,15 +127,12 @@ def _counted(
     present = frozenset(
         w for steps in alignments for step in steps for w in step.hypothesis.split()
     )
+    words = [word for step in alignments[0] for word in step.reference.split()]
     missing = sum(
         not right and word not in present
-        for word, right in zip(_reference_words(alignments[0]), _right(alignments), strict=True)
+        for word, right in zip(words, _right(alignments), strict=True)
     )
     return alignments[0], min(alignments, key=errors_in), missing, present
-
-
-def _reference_words(steps: Sequence[Step]) -> list[str]:
-    return [word for step in steps for word in step.reference.split()]
 
 
 def _right(alignments: Sequence[Sequence[Step]]) -> list[bool]:

@@ -139,8 +139,8 @@ def learned(
     return Substitutions(rules)
 
 
-def _candidates(reference: str, hypothesis: str) -> Iterator[tuple[Words, Words]]:
-    """Yields the replacements in the alignment of a pair of texts, each once."""
+def _candidates(reference: str, hypothesis: str) -> set[tuple[Words, Words]]:
+    """The replacements in the alignment of a pair of texts, each once."""
     steps = align(reference, hypothesis, "none", "plain")
     marks = "".join("." if step.kind == "equal" else "x" for step in steps)
     found = set()
@@ -151,7 +151,7 @@ def _candidates(reference: str, hypothesis: str) -> Iterator[tuple[Words, Words]
                 replaced = tuple(step.hypothesis for step in span if step.hypothesis)
                 if 0 < len(replaced) <= LONGEST:
                     found.add((replaced, tuple(step.reference for step in span if step.reference)))
-    yield from found
+    return found
 
 
 def _replaced(words: Sequence[str], replacements: Mapping[Words, Words]) -> Iterator[str]:

@@ -28,13 +28,7 @@ class NBestTask(Task):
         import transformers
 
         import mmdecode
-        from mmdecode.evaluation.nbest.methods import (
-            FIRST,
-            Method,
-            outputs,
-            parts_of,
-            read_model_rows,
-        )
+        from mmdecode.evaluation.nbest.methods import Method, outputs, parts_of, read_model_rows
         from mmdecode.evaluation.nbest.n_best import Aligner
         from mmdecode.evaluation.nbest.report import NBestReport, NBestReports
         from mmdecode.runs.rows import RowJournal
@@ -73,7 +67,6 @@ class NBestTask(Task):
                 found = {
                     one.name: outputs(one, parts, aligner, by_source.get((name, one.source), {}))
                     for one in methods
-                    if one.name != FIRST
                 }
                 made = NBestReport(name, parts, found, aligner, conditions=conditions, **resampling)
                 reports.append(made)
@@ -82,13 +75,12 @@ class NBestTask(Task):
         return Run(
             report=report,
             record=lambda journal, progress: _recorded(sources, sets, given, journal, progress),
-            journal=lambda folder, resume, overwrite: RowJournal(
+            journal=lambda folder, *how: RowJournal(
                 folder / self.rows,
                 read_model_rows,
                 lambda row: (row.data, row.source, row.id),
                 settings,
-                resume,
-                overwrite,
+                *how,
             ),
             total=sum(len(parts.scored) for parts in sets.values()) * len(sources),
             doing="scoring lists",

@@ -18,22 +18,13 @@ from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.examples import Examples
 from mmdecode.evaluation.report.layout import Rows, between, number, percent, without_empty
 from mmdecode.evaluation.report.report import Report
-from mmdecode.evaluation.speech import word_measures
+from mmdecode.evaluation.speech import wer, word_measures
 from mmdecode.evaluation.speech.comparison import Comparison
 from mmdecode.evaluation.speech.normalisers import ORIGINS, is_scored, normaliser_of
 from mmdecode.evaluation.speech.pier import TAGS, is_tagged, refuse_points, untagged
 from mmdecode.evaluation.speech.runs import data_hash, record
 from mmdecode.evaluation.speech.samples import Sample, leaderboard_files, sample_of, with_alignment
 from mmdecode.evaluation.speech.scripts import is_spaceless
-from mmdecode.evaluation.speech.wer import (
-    COLUMNS,
-    ERRORS,
-    Step,
-    align,
-    count_steps,
-    default_scorer,
-    summed,
-)
 from mmdecode.evaluation.stats import intervals
 from mmdecode.evaluation.stats.intervals import RESAMPLES
 from mmdecode.runs.conditions import conditions_of
@@ -93,7 +84,7 @@ class WERReport(Report):
         segmented: bool = False,
         **measures: bool,
     ) -> None:
-        self.normaliser, self.scorer = normaliser, scorer or default_scorer(normaliser)
+        self.normaliser, self.scorer = normaliser, scorer or wer.default_scorer(normaliser)
         self.segmented, self.margin = segmented, margin
         self.conditions = dict(conditions or {})
         if points is None and any(is_tagged(sample.text) for sample in samples):
@@ -145,22 +136,21 @@ class WERReport(Report):
         return [sample for found in self._of.values() for sample in found]
 
     @cached_property
-    def alignments(self) -> dict[str, list[list[Step]]]:
+    def alignments(self) -> dict[str, list[list[wer.Step]]]:
         """Alignment of each recording, by mode."""
         return {
-            mode: [align(one.text, one.pred_text, **self.scoring) for one in samples]
+            mode: [wer.align(one.text, one.pred_text, **self.scoring) for one in samples]
             for mode, samples in self._of.items()
         }
 
     @cached_property
     def counts(self) -> dict[str, np.ndarray]:
         """Counts of `mmdecode.evaluation.speech.wer.count_errors` by mode, ``(recordings, 7)``."""
-        return {mode: count_steps(steps) for mode, steps in self.alignments.items()}
+        return {mode: wer.count_steps(steps) for mode, steps in self.alignments.items()}
 
     @cached_property
     def summary(self) -> dict[str, Any]:
         """All numbers and settings of the report."""
-        durations = [one.duration for one in self._of[self.modes[0]]]
         return {
             "task": "wer",
             "normaliser": self.normaliser,
@@ -178,7 +168,7 @@ class WERReport(Report):
                 "units": len(set(self._groups or self.ids)),
                 **self.resampling,
             },
-            "duration_s": _spread([one for one in durations if one is not None]),
+            "duration_s": _spread([one.duration for one in self._of[self.modes[0]]]),
             "modes": {mode: self._mode(mode) for mode in self.modes},
             "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
             "conditions": self.conditions,
@@ -193,13 +183,13 @@ class WERReport(Report):
 
     def _mode(self, mode: str) -> dict[str, Any]:
         named = self.normaliser, self.scorer, self._groups
-        score = summed(self.counts[mode], *named, **self.resampling)
+        score = wer.summed(self.counts[mode], *named, **self.resampling)
         samples = self._of[mode]
         timed = [(s.duration, s.time) for s in samples if s.duration and s.time]
         audio, spent = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 0)
         tokens = [len(s.token_ids) for s in samples if s.token_ids is not None]
         batches = {tuple(sorted(s.batch.items())): s.batch for s in samples if s.batch}.values()
-        passes = sum(batch["row_passes"] for batch in batches)
+        passes, scored = (sum(b[key] for b in batches) for key in ("row_passes", "scored_tokens"))
         windows = sum(sample.windows or 0 for sample in samples)
         repetitive = sum(sample.repetitive_windows or 0 for sample in samples)
         return {
@@ -223,9 +213,7 @@ class WERReport(Report):
             "latency_s": _spread([seconds for _, seconds in timed]),
             "tokens": sum(tokens) if tokens else None,
             "mean_tokens": sum(tokens) / len(tokens) if tokens else None,
-            "tokens_per_pass": sum(b["scored_tokens"] for b in batches) / passes
-            if passes
-            else None,
+            "tokens_per_pass": scored / passes if passes else None,
             **self.measures.scores(
                 [self._tagged.get(sample.id, sample.text) for sample in samples],
                 samples,
@@ -330,7 +318,7 @@ class WERReport(Report):
             row = {"mode": mode, "WER %": percent(found["wer"])}
             row["95 %"] = between(found["wer_low"], found["wer_high"]) * several
             row |= {f"{name.upper()} %": percent(found[name]) for name in ("cer", "mer", "wil")}
-            for name in ERRORS:
+            for name in wer.ERRORS:
                 row[f"{name[0].upper()} %"] = f"{100 * found[name] / words:.2f}"
             row |= {
                 "failed": str(found["failed"]),
@@ -344,10 +332,6 @@ class WERReport(Report):
             rows.append(row)
         return without_empty(rows)
 
-    def mark_rows(self) -> list[dict[str, str]]:
-        """Table with a row per mode and punctuation mark; empty if punctuation is not scored."""
-        return word_measures.mark_rows(self.summary["modes"])
-
     def brief(self) -> list[Rows]:
         """Word errors and speed of each mode, and what else was asked for."""
         full, *others = self.tables()
@@ -355,7 +339,8 @@ class WERReport(Report):
 
     def tables(self) -> list[Rows]:
         """The full table, and the one of punctuation marks, if they are scored."""
-        return [self.rows(), *([marks] if (marks := self.mark_rows()) else [])]
+        marks = word_measures.mark_rows(self.summary["modes"])
+        return [self.rows(), *([marks] if marks else [])]
 
     def verdict(self) -> list[str]:
         """States which modes differ from the first in word errors, and which is the fastest."""
@@ -418,7 +403,7 @@ class WERReport(Report):
         """Every sample with its counts."""
         counts = np.concatenate([self.counts[mode] for mode in self.modes])
         return [
-            sample.as_dict() | dict(zip(COLUMNS, row, strict=True))
+            sample.as_dict() | dict(zip(wer.COLUMNS, row, strict=True))
             for sample, row in zip(self.samples, counts.tolist(), strict=True)
         ]
 
@@ -552,8 +537,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    if not values:
+def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    known = [float(value) for value in values if value is not None]
+    if not known:
         return None
-    p50, p95 = np.quantile(np.asarray(values, dtype=float), [0.5, 0.95])
-    return {"p50": float(p50), "p95": float(p95), "max": float(max(values))}
+    p50, p95 = np.quantile(known, [0.5, 0.95])
+    return {"p50": float(p50), "p95": float(p95), "max": max(known)}
