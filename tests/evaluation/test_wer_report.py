@@ -23,10 +23,11 @@ from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.report.layout import MADE_BY
 from mmdecode.evaluation.speech import runs
-from mmdecode.evaluation.speech.runs import RowJournal, read_samples
+from mmdecode.evaluation.speech.runs import read_samples
 from mmdecode.evaluation.speech.samples import Sample, leaderboard_files, match, read_results
 from mmdecode.evaluation.speech.word_report import WERReport, wer_report
 from mmdecode.runs.files import claimed, write_files
+from mmdecode.runs.rows import RowJournal
 from mmdecode.runs.tables import write_rows
 from mmdecode.zoo.speech import speech_test
 from tests.support.commands import invoke, json_of

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +21,7 @@ from typing import TYPE_CHECKING, Any
 from mmdecode.asr.correction.corrector import HINT
 from mmdecode.asr.correction.guard import edits_of, words_of
 from mmdecode.asr.correction.n_best_lists import NBestList, split
-from mmdecode.asr.correction.selection import (
-    Choice,
-    TextScore,
-    Weights,
-    highest,
-    joined_scores,
-    least_risk,
-)
+from mmdecode.asr.correction.selection import TextScore, highest, joined_scores, least_risk
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.nbest.n_best import Aligner, reference_of
 from mmdecode.evaluation.nbest.substitutions import Rule, fitted
@@ -36,7 +29,7 @@ from mmdecode.runs.files import complete_lines
 from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:
-    from mmdecode.asr.correction.corrector import Correction, Corrector
+    from mmdecode.asr.correction.corrector import Corrector
     from mmdecode.asr.correction.selection import TextScorer
 
 FIRST = "1best"
@@ -52,7 +45,6 @@ METHODS = {
     "corrector": "the text that a generative corrector writes for the list",
 }
 WEIGHTS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
-ROWS = "rows.jsonl"
 _AT_ONCE = 256  # lists whose language model scores are computed before their rows are written
 
 
@@ -75,6 +67,11 @@ class Parts:
     def before(self) -> list[NBestList]:
         """Training and development lists."""
         return self.training + self.development
+
+    @property
+    def scored(self) -> list[NBestList]:
+        """Development and test lists, for which models are run."""
+        return self.development + self.test
 
 
 def parts_of(lists: Sequence[NBestList], train_share: float, dev_share: float) -> Parts:
@@ -223,16 +220,14 @@ def scored(
     def outcomes() -> Iterator[tuple[ModelRow, Failed | None]]:
         for start in range(0, len(lists), _AT_ONCE):
             some = lists[start : start + _AT_ONCE]
-            for one, scores in each(
-                some, scorer.of_lists, hint=HINT, name=lambda one: one.id, watch=watch
-            ):
-                row = ModelRow(data=data, source=source, id=one.id)
+            found = each(some, scorer.of_lists, hint=HINT, name=lambda one: one.id, watch=watch)
+            for one, scores in found:
+                row = partial(ModelRow, data=data, source=source, id=one.id)
                 if isinstance(scores, Failed):
-                    yield replace(row, error=scores.error), scores
+                    yield row(error=scores.error), scores
                     continue
                 totals = [score.total for score in scores]
-                tokens = [score.tokens for score in scores]
-                yield replace(row, totals=totals, tokens=tokens), None
+                yield row(totals=totals, tokens=[score.tokens for score in scores]), None
 
     yield from watch.released(outcomes())
 
@@ -245,17 +240,9 @@ def corrected(
     watch: Watch | None = None,
 ) -> Iterator[ModelRow]:
     """Corrects lists; yields rows batch by batch. Arguments as in `scored`."""
-    found: Iterable[Correction] = corrector.corrections(lists, watch=watch)
-    for one in found:
-        yield ModelRow(
-            data=data,
-            source=source,
-            id=one.id,
-            text=one.text,
-            refused=one.refused,
-            preference=one.preference,
-            error=one.error,
-        )
+    for one in corrector.corrections(lists, watch=watch):
+        known = {name: getattr(one, name) for name in ("text", "refused", "preference", "error")}
+        yield ModelRow(data=data, source=source, id=one.id, **known)
 
 
 @dataclass(frozen=True)
@@ -302,15 +289,14 @@ class Output:
     @property
     def fixed(self) -> dict[str, Any]:
         """Fitted settings and counts by name, without texts."""
-        found = {"threshold": self.threshold, "weight": self.weight, "minimum": self.minimum}
-        known: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
-        if self.threshold is not None and math.isinf(self.threshold):
-            known["threshold"] = "copy all"
-        if self.rules is not None:
-            known["rules"] = len(self.rules)
-        if self.refused is not None:
-            known["refused"] = self.refused
-        return known
+        found = {
+            "threshold": "copy all" if self.threshold == math.inf else self.threshold,
+            "weight": self.weight,
+            "minimum": self.minimum,
+            "rules": None if self.rules is None else len(self.rules),
+            "refused": self.refused,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def outputs(method: Method, parts: Parts, aligner: Aligner, rows: Mapping[str, ModelRow]) -> Output:
@@ -334,24 +320,19 @@ def outputs(method: Method, parts: Parts, aligner: Aligner, rows: Mapping[str, M
         return Output(
             texts=[table(one.best) for one in parts.test], minimum=minimum, rules=table.rules
         )
-    weight = None
+    weight = 0.0
     if method.kind == "lm+scores":
         _needs(parts.development, method)
         weight = _weight(parts.development, aligner, rows)
-    edit = _EDITS[method.kind]
-    if weight is not None:
-        edit = partial(edit, weight=weight)
     failed: dict[str, str] = {}
-    proposed = _edited(edit, parts.test, rows, failed)
-    found: dict[str, Any] = {
-        "texts": [one.text for one in proposed],
-        "weight": weight,
-        "failed": failed,
-    }
+    proposed = _edited(method.kind, parts.test, rows, failed, weight)
+    found: dict[str, Any] = {"texts": [one.text for one in proposed], "failed": failed}
+    if method.kind == "lm+scores":
+        found["weight"] = weight
     if method.kind == "corrector":
         found["refused"] = sum(rows[one.id].refused is not None for one in parts.test)
     if parts.development:
-        edits = _edited(edit, parts.development, rows, failed)
+        edits = _edited(method.kind, parts.development, rows, failed, weight)
         threshold = copy_threshold(parts.development, edits, aligner)
         found["threshold"] = threshold
         found["thresholded"] = [
@@ -362,10 +343,11 @@ def outputs(method: Method, parts: Parts, aligner: Aligner, rows: Mapping[str, M
 
 
 def _edited(
-    edit: Callable[..., Edit],
+    kind: str,
     lists: Sequence[NBestList],
     rows: Mapping[str, ModelRow],
     failed: dict[str, str],
+    weight: float,
 ) -> list[Edit]:
     """Applies a method to lists; a list that fails keeps its first hypothesis.
 
@@ -382,7 +364,7 @@ def _edited(
             failed[one.id] = row.error
             found.append(Edit(one.best, 0.0))
             continue
-        made = tried(partial(edit, one, row), HINT)
+        made = tried(partial(_edit, kind, one, row, weight), HINT)
         if isinstance(made, Failed):
             failed[one.id] = made.error
             problems.append(made.problem)
@@ -391,6 +373,23 @@ def _edited(
     if problems and len(problems) == len(lists):
         raise problems[0]
     return found
+
+
+def _edit(kind: str, one: NBestList, row: ModelRow | None, weight: float) -> Edit:
+    """Text that a method proposes for a list; ``row`` is the output of its model, if it has one."""
+    if kind in ("mbr", "mbr+scores"):
+        choice = least_risk(one, "uniform" if kind == "mbr" else "scores")
+        return Edit(one.hypotheses[choice.index], choice.gain)
+    assert row is not None, "the method has a model"
+    if kind == "corrector":
+        text, words = row.text or "", words_of(one.best)
+        if row.preference is not None:
+            return Edit(text, row.preference)
+        # not known: minus the share of changed words
+        return Edit(text, -edits_of(words, words_of(text)) / max(len(words), 1))
+    scores = (row.totals or []) if kind == "lm-total" else row.means
+    choice = highest(joined_scores(one, scores, weight) if kind == "lm+scores" else scores)
+    return Edit(one.hypotheses[choice.index], choice.gain)
 
 
 def copy_threshold(lists: Sequence[NBestList], edits: Sequence[Edit], aligner: Aligner) -> float:
@@ -429,44 +428,10 @@ def _weight(lists: Sequence[NBestList], aligner: Aligner, rows: Mapping[str, Mod
     """Finds the weight of `WEIGHTS` with the fewest errors; if several have, the smallest."""
 
     def errors(weight: float) -> int:
-        edits = _edited(partial(_joined, weight=weight), lists, rows, {})
+        edits = _edited("lm+scores", lists, rows, {}, weight)
         return sum(
             aligner.errors(reference_of(one), edited.text)
             for one, edited in zip(lists, edits, strict=True)
         )
 
     return min(WEIGHTS, key=errors)
-
-
-def _voted(one: NBestList, row: ModelRow | None, weights: Weights = "uniform") -> Edit:
-    return _taken(one, least_risk(one, weights))
-
-
-def _ranked(one: NBestList, row: ModelRow, total: bool = False) -> Edit:
-    return _taken(one, highest((row.totals or []) if total else row.means))
-
-
-def _joined(one: NBestList, row: ModelRow, weight: float) -> Edit:
-    return _taken(one, highest(joined_scores(one, row.means, weight)))
-
-
-def _rewritten(one: NBestList, row: ModelRow) -> Edit:
-    """The corrector's text with its preference; if not known, minus the share of changed words."""
-    text, words = row.text or "", words_of(one.best)
-    if row.preference is not None:
-        return Edit(text, row.preference)
-    return Edit(text, -edits_of(words, words_of(text)) / max(len(words), 1))
-
-
-def _taken(one: NBestList, choice: Choice) -> Edit:
-    return Edit(one.hypotheses[choice.index], choice.gain)
-
-
-_EDITS: Mapping[str, Callable[..., Edit]] = {
-    "mbr": _voted,
-    "mbr+scores": partial(_voted, weights="scores"),
-    "lm": _ranked,
-    "lm-total": partial(_ranked, total=True),
-    "lm+scores": _joined,
-    "corrector": _rewritten,
-}

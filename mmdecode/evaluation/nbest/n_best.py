@@ -16,6 +16,7 @@ words of a hypothesis.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,15 +55,12 @@ class Aligner:
                 "scorer='sclite' allows alternatives in a reference, for which the oracles of a "
                 "list cannot be computed; use 'plain' or 'merge'"
             )
-        self._normalise = normaliser_of(normaliser)
-        self._normal: dict[str, str] = {}
-        self._errors: dict[tuple[str, str], int] = {}
+        self._normalise = functools.cache(normaliser_of(normaliser))
+        self._errors = functools.cache(lambda *pair: errors_in(self.aligned(*pair)))
 
     def normal(self, text: str) -> str:
         """Normalises a text."""
-        if text not in self._normal:
-            self._normal[text] = " ".join(self._normalise(text).split())
-        return self._normal[text]
+        return " ".join(self._normalise(text).split())
 
     def steps(self, reference: str, hypothesis: str) -> list[Step]:
         """Normalises and aligns two texts."""
@@ -74,10 +72,7 @@ class Aligner:
 
     def errors(self, reference: str, hypothesis: str) -> int:
         """Number of word errors of a hypothesis."""
-        pair = self.normal(reference), self.normal(hypothesis)
-        if pair not in self._errors:
-            self._errors[pair] = errors_in(self.aligned(*pair))
-        return self._errors[pair]
+        return self._errors(self.normal(reference), self.normal(hypothesis))
 
 
 @dataclass(frozen=True)
@@ -132,15 +127,12 @@ def _counted(
     present = frozenset(
         w for steps in alignments for step in steps for w in step.hypothesis.split()
     )
+    words = [word for step in alignments[0] for word in step.reference.split()]
     missing = sum(
         not right and word not in present
-        for word, right in zip(_reference_words(alignments[0]), _right(alignments), strict=True)
+        for word, right in zip(words, _right(alignments), strict=True)
     )
     return alignments[0], min(alignments, key=errors_in), missing, present
-
-
-def _reference_words(steps: Sequence[Step]) -> list[str]:
-    return [word for step in steps for word in step.reference.split()]
 
 
 def _right(alignments: Sequence[Sequence[Step]]) -> list[bool]:
@@ -192,32 +184,13 @@ def with_references(lists: Sequence[NBestList], entries: Sequence[Entry]) -> lis
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Changes:
-    """Effect of replacing the first hypotheses by other texts.
-
-    Attributes:
-        improved, unchanged, worse: Number of lists with fewer, equally many and more errors.
-        edited: Number of lists whose normalised text changed.
-        new_words: Number of words that are in no hypothesis of their list.
-        new_words_right: Number of these new words that are right.
-    """
-
-    improved: int
-    unchanged: int
-    worse: int
-    edited: int
-    new_words: int
-    new_words_right: int
-
-
 def changes(
     lists: Sequence[NBestList],
     counts: ListCounts,
     texts: Sequence[str],
     alignments: Sequence[Sequence[Step]],
     aligner: Aligner,
-) -> Changes:
+) -> dict[str, int]:
     """Compares texts with the first hypotheses of their lists.
 
     Args:
@@ -226,6 +199,12 @@ def changes(
         texts: Text that replaces the first hypothesis of each list.
         alignments: Alignments of the references with ``texts``.
         aligner: Aligner that made the alignments.
+
+    Returns:
+        Numbers of lists with fewer, equally many and more errors (``improved``, ``unchanged``,
+        ``worse``), and of those whose normalised text changed (``edited``); numbers of words that
+        are in no hypothesis of their list (``new_words``), and of those that are right
+        (``new_words_right``).
     """
     before = counts.first[:, 2:5].sum(1)
     after = np.array([errors_in(steps) for steps in alignments])
@@ -237,11 +216,11 @@ def changes(
         if word not in present
     ]
     pairs = zip(lists, texts, strict=True)
-    return Changes(
-        improved=int((after < before).sum()),
-        unchanged=int((after == before).sum()),
-        worse=int((after > before).sum()),
-        edited=sum(aligner.normal(one.best) != aligner.normal(text) for one, text in pairs),
-        new_words=len(new),
-        new_words_right=new.count("equal"),
-    )
+    return {
+        "improved": int((after < before).sum()),
+        "unchanged": int((after == before).sum()),
+        "worse": int((after > before).sum()),
+        "edited": sum(aligner.normal(one.best) != aligner.normal(text) for one, text in pairs),
+        "new_words": len(new),
+        "new_words_right": new.count("equal"),
+    }

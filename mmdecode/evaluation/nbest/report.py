@@ -12,18 +12,18 @@ import numpy as np
 from mmdecode.evaluation.nbest.methods import FIRST, Output, Parts
 from mmdecode.evaluation.nbest.n_best import Aligner, changes, count_lists, reference_of
 from mmdecode.evaluation.report.examples import Example, Examples
-from mmdecode.evaluation.report.layout import Rows, without_empty
+from mmdecode.evaluation.report.layout import Rows, between, percent, without_empty
 from mmdecode.evaluation.report.report import Report
-from mmdecode.evaluation.speech.comparison import Comparison, Scored, compared, verdict_of
+from mmdecode.evaluation.speech.comparison import Comparison
 from mmdecode.evaluation.speech.normalisers import ORIGINS
 from mmdecode.evaluation.speech.samples import Sample
-from mmdecode.evaluation.speech.wer import WER, Step, align_as_written, count_steps, summed
-from mmdecode.evaluation.stats.intervals import RESAMPLES, holm, interval, resampled_sums
+from mmdecode.evaluation.speech.wer import ERRORS, Step, align_as_written, summed
+from mmdecode.evaluation.speech.word_report import WERReport
+from mmdecode.evaluation.stats.intervals import ratio_interval
 from mmdecode.runs.tables import rows_text
 
 THRESHOLD = " (threshold)"
 """Suffix of the name of a method with its copy threshold."""
-MARGIN = 0.001  # margin of `Comparison`
 SHOWN = 5  # improved lists, and worse lists, that a page shows for each method
 RULES = 20  # rules of a table that a page shows
 
@@ -39,13 +39,13 @@ class NBestReport(Report):
         found: Outputs of the methods for the test part, by name; the first hypotheses are added as
             the baseline.
         aligner: Aligner that counts errors.
-        resamples: Resamples of every bootstrap.
-        seed: Seed of every bootstrap.
         conditions: Settings of the run by name; kept in the summary and shown on the page.
+        **resampling: Resamples and seed of every bootstrap, by name.
 
     Attributes:
         texts: Texts of each method, by name; the first hypotheses come first.
         counts: Counts of the test lists.
+        words: Word error report of the methods.
     """
 
     def __init__(
@@ -55,9 +55,8 @@ class NBestReport(Report):
         found: Mapping[str, Output],
         aligner: Aligner,
         *,
-        resamples: int = RESAMPLES,
-        seed: int = 0,
         conditions: Mapping[str, Any] | None = None,
+        **resampling: Any,
     ) -> None:
         self.data, self.parts, self.outputs, self.aligner = data, parts, dict(found), aligner
         self.conditions = dict(conditions or {})
@@ -68,35 +67,23 @@ class NBestReport(Report):
                 texts[name + THRESHOLD] = output.thresholded
         self.texts = texts
         self.counts = count_lists(parts.test, aligner)
-        self.resamples, self.seed = resamples, seed
+        samples = [
+            Sample(id=one.id, mode=mode, text=reference_of(one), pred_text=text)
+            for mode, written in texts.items()
+            for one, text in zip(parts.test, written, strict=True)
+        ]
+        self.words = WERReport(
+            samples,
+            normaliser=aligner.normaliser,
+            scorer=aligner.scorer,
+            only_scored=False,
+            **resampling,
+        )
 
-    @cached_property
-    def scored(self) -> dict[str, Scored]:
-        """Texts, alignments and counts of each method."""
-        found = {}
-        for mode, texts in self.texts.items():
-            samples = [
-                Sample(id=one.id, mode=mode, text=reference_of(one), pred_text=text)
-                for one, text in zip(self.parts.test, texts, strict=True)
-            ]
-            steps = [self.aligner.steps(sample.text, sample.pred_text) for sample in samples]
-            found[mode] = Scored(
-                mode=mode, samples=samples, alignments=steps, counts=count_steps(steps)
-            )
-        return found
-
-    @cached_property
+    @property
     def comparisons(self) -> list[Comparison]:
         """Comparison of each method with the first hypotheses; p-values are corrected by Holm."""
-        first, *others = self.scored.values()
-        found = [
-            compared(
-                first, one, groups=None, margin=MARGIN, resamples=self.resamples, seed=self.seed
-            )
-            for one in others
-        ]
-        corrected = holm([one.mapsswe.p for one in found])
-        return [dataclasses.replace(one, p_holm=p) for one, p in zip(found, corrected, strict=True)]
+        return self.words.comparisons
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -114,7 +101,7 @@ class NBestReport(Report):
             "references_seen_before": sum(text in before for text in test) / len(test),
             "hypotheses": float(self.counts.hypotheses.mean()),
             "distinct": float(self.counts.distinct.mean()),
-            "interval": {"unit": "list", "resamples": self.resamples, "seed": self.seed},
+            "interval": {"unit": "list", **self.words.resampling},
             "oracles": self._oracles(),
             "methods": {mode: self._method(mode) for mode in self.texts},
             "fixed": {name: one.fixed for name, one in self.outputs.items() if one.fixed},
@@ -124,27 +111,19 @@ class NBestReport(Report):
         }
 
     def _method(self, mode: str) -> dict[str, Any]:
-        one, score = self.scored[mode], self._summed(self.scored[mode].counts)
-        made = changes(self.parts.test, self.counts, self.texts[mode], one.alignments, self.aligner)
-        return {
-            "wer": score.value,
-            "wer_low": score.low,
-            "wer_high": score.high,
-            **score.counts,
-            "errors": score.errors,
-            **dataclasses.asdict(made),
-        }
-
-    def _summed(self, counts: np.ndarray) -> WER:
-        named = self.aligner.normaliser, self.aligner.scorer
-        return summed(counts, *named, resamples=self.resamples, seed=self.seed)
+        names = ("wer", "wer_low", "wer_high", "words", "heard_words", *ERRORS)
+        found = {name: self.words.summary["modes"][mode][name] for name in names}
+        found["errors"] = sum(found[name] for name in ERRORS)
+        alignments = self.words.alignments[mode]
+        made = changes(self.parts.test, self.counts, self.texts[mode], alignments, self.aligner)
+        return found | made
 
     def _oracles(self) -> dict[str, dict[str, float]]:
         """Errors and rates of the oracles o_nb and o_cp (see `n_best`), with intervals."""
-        best = self._summed(self.counts.best)
+        named = self.aligner.normaliser, self.aligner.scorer
+        best = summed(self.counts.best, *named, **self.words.resampling)
         table = np.stack([self.counts.missing, self.counts.first[:, 0]], 1)
-        sums = resampled_sums(table, self.resamples, self.seed)
-        low, high = interval(sums[:, 0] / np.maximum(sums[:, 1], 1))
+        low, high = ratio_interval(table, **self.words.resampling)
         missing, words = (int(total) for total in table.sum(0))
         return {
             "o_nb": {"errors": best.errors, "rate": best.value, "low": best.low, "high": best.high},
@@ -157,33 +136,30 @@ class NBestReport(Report):
         tests = {found.second: found for found in self.comparisons}
         rows = []
         for mode, found in self.summary["methods"].items():
-            words = max(found["words"], 1)
-            rates = [found[name] / words for name in ("substitutions", "deletions", "insertions")]
-            compared = tests.get(mode)
-            rows.append(
-                _row(mode, found["wer"], found["wer_low"], found["wer_high"])
-                | dict(zip(("S %", "D %", "I %"), (f"{100 * r:.2f}" for r in rates), strict=True))
-                | {name: str(found[name]) for name in ("improved", "unchanged", "worse")}
-                | {
-                    "edited %": f"{100 * found['edited'] / of:.1f}",
-                    "new words": str(found["new_words"]),
-                    "right": str(found["new_words_right"]),
-                    "difference, 95 %": _difference(compared) if compared else "",
-                    "p, matched pairs": _p(compared.p_holm) if compared else "",
-                }
-            )
-        names = list(rows[0])
+            row = _row(mode, found["wer"], found["wer_low"], found["wer_high"])
+            for name in ERRORS:
+                row[f"{name[0].upper()} %"] = percent(found[name] / max(found["words"], 1))
+            row |= {name: str(found[name]) for name in ("improved", "unchanged", "worse")}
+            test = tests.get(mode)
+            row |= {
+                "edited %": percent(found["edited"] / of, ".1f"),
+                "new words": str(found["new_words"]),
+                "right": str(found["new_words_right"]),
+                "difference, 95 %": "{} [{}, {}]".format(*test.points) if test else "",
+                "p, matched pairs": _p(test.p_holm) if test else "",
+            }
+            rows.append(row)
         for mode, found in self.summary["oracles"].items():
             row = _row(mode, found["rate"], found["low"], found["high"])
-            rows.append({name: row.get(name, "") for name in names})
+            rows.append(dict.fromkeys(rows[0], "") | row)
         return without_empty(rows)
 
     def verdict(self) -> list[str]:
         """States which methods differ from the first hypotheses in word errors."""
         rate = self.summary["methods"][FIRST]["wer"]
         if not self.comparisons:
-            return [f"{self.data}: {FIRST} has {100 * rate:.2f} % word errors."]
-        return [f"{self.data}: {verdict_of(FIRST, rate, self.comparisons)}"]
+            return [f"{self.data}: {FIRST} has {percent(rate)} % word errors."]
+        return [f"{self.data}: {line}" for line in self.words.verdict()]
 
     def tables(self) -> list[Rows]:
         """The table of scores, and the strongest rules of learned replacements."""
@@ -221,9 +197,10 @@ class NBestReport(Report):
     def examples(self) -> dict[str, Examples]:
         """The lists that each method improved or worsened most."""
         found = {}
-        before = self.counts.first[:, 2:5].sum(1)
+        errors = {mode: counts[:, 2:5].sum(1) for mode, counts in self.words.counts.items()}
+        before = errors[FIRST]
         for mode in self.texts:
-            change = self.scored[mode].counts[:, 2:5].sum(1) - before
+            change = errors[mode] - before
             order = np.argsort(change, kind="stable")
             better = [int(i) for i in order[:SHOWN] if change[i] < 0]
             worse = [int(i) for i in order[::-1][:SHOWN] if change[i] > 0]
@@ -238,8 +215,7 @@ class NBestReport(Report):
         reference = reference_of(one)
 
         def aligned(hypothesis: str) -> Sequence[Step]:
-            named = self.aligner.normaliser, self.aligner.scorer
-            return align_as_written(reference, hypothesis, *named)
+            return align_as_written(reference, hypothesis, **self.words.scoring)
 
         others = [other for other in dict.fromkeys(one.hypotheses[1:]) if other != one.best]
         return Example(
@@ -347,18 +323,7 @@ class NBestReports(Report):
 
 
 def _row(mode: str, rate: float, low: float, high: float) -> dict[str, str]:
-    return {
-        "method": mode,
-        "WER %": f"{100 * rate:.2f}",
-        "95 %": f"{100 * low:.2f} to {100 * high:.2f}",
-    }
-
-
-def _difference(found: Comparison) -> str:
-    """Difference of error rates in points; negative: fewer errors than the first hypotheses."""
-    test = found.bootstrap
-    change, low, high = (-100 * v + 0.0 for v in (test.difference, test.high, test.low))
-    return f"{change:+.2f} [{low:+.2f}, {high:+.2f}]"
+    return {"method": mode, "WER %": percent(rate), "95 %": between(low, high)}
 
 
 def _p(value: float | None) -> str:

@@ -7,9 +7,11 @@ has to beat. Much of the improvement by correction comes from spelling words as 
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.evaluation.nbest.n_best import Aligner, reference_of
@@ -49,12 +51,10 @@ class Substitutions:
     """
 
     rules: Sequence[Rule] = ()
-    _replacements: Mapping[Words, Words] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "_replacements", {rule.hypothesis: rule.reference for rule in self.rules}
-        )
+    @cached_property
+    def _replacements(self) -> Mapping[Words, Words]:
+        return {rule.hypothesis: rule.reference for rule in self.rules}
 
     def __call__(self, text: str) -> str:
         """Returns the text after replacement, with words separated by one space."""
@@ -118,9 +118,9 @@ def learned(
         for length in range(1, LONGEST + 1):
             for start in range(len(words) - length + 1):
                 lists_with[tuple(words[start : start + length])].append(number)
-    rules: dict[Words, Rule] = {}
+    rules: list[Rule] = []
     table: dict[Words, Words] = {}
-    errors = [aligner.errors(reference, hypothesis) for reference, hypothesis in pairs]
+    errors = {number: aligner.errors(*pair) for number, pair in enumerate(pairs)}
     ordered = sorted(candidates.items(), key=lambda one: (-one[1], len(one[0][0]), one[0]))
     for (old, new), seen in ordered:
         if seen < minimum or old in table or 2 * seen <= len(lists_with[old]):
@@ -129,37 +129,29 @@ def learned(
         after = {}
         for number in set(lists_with[old]):
             reference, hypothesis = pairs[number]
-            after[number] = aligner.errors(
-                reference, " ".join(_replaced(hypothesis.split(), wider))
-            )
+            text = " ".join(_replaced(hypothesis.split(), wider))
+            after[number] = aligner.errors(reference, text)
         saved = sum(errors[number] - count for number, count in after.items())
         if saved >= minimum:
             table = wider
-            rules[old] = Rule(old, new, saved, seen)
-            for number, count in after.items():
-                errors[number] = count
-    return Substitutions(list(rules.values()))
+            rules.append(Rule(old, new, saved, seen))
+            errors |= after
+    return Substitutions(rules)
 
 
-def _candidates(reference: str, hypothesis: str) -> Iterator[tuple[Words, Words]]:
-    """Yields the replacements in the alignment of a pair of texts, each once."""
+def _candidates(reference: str, hypothesis: str) -> set[tuple[Words, Words]]:
+    """The replacements in the alignment of a pair of texts, each once."""
     steps = align(reference, hypothesis, "none", "plain")
-    wrong = [step.kind != "equal" for step in steps]
+    marks = "".join("." if step.kind == "equal" else "x" for step in steps)
     found = set()
-    start = 0
-    while start < len(steps):
-        if not wrong[start]:
-            start += 1
-            continue
-        end = wrong.index(False, start) if False in wrong[start:] else len(steps)
-        for first in {start, max(start - 1, 0)}:
-            for last in {end, min(end + 1, len(steps))}:
+    for run in re.finditer("x+", marks):
+        for first in {run.start(), max(run.start() - 1, 0)}:
+            for last in {run.end(), min(run.end() + 1, len(steps))}:
                 span = steps[first:last]
                 replaced = tuple(step.hypothesis for step in span if step.hypothesis)
                 if 0 < len(replaced) <= LONGEST:
                     found.add((replaced, tuple(step.reference for step in span if step.reference)))
-        start = end
-    yield from found
+    return found
 
 
 def _replaced(words: Sequence[str], replacements: Mapping[Words, Words]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from mmdecode.evaluation.task import Run, Task
 
 if TYPE_CHECKING:
     from mmdecode.asr.correction.n_best_lists import NBestList
-    from mmdecode.evaluation.nbest.methods import Method, ModelRow, Parts
+    from mmdecode.evaluation.nbest.methods import ModelRow, Parts
     from mmdecode.evaluation.report.report import Report
     from mmdecode.runs.rows import RowJournal
 
@@ -28,8 +28,9 @@ class NBestTask(Task):
         import transformers
 
         import mmdecode
-        from mmdecode.evaluation.nbest.methods import ROWS, Method, parts_of, read_model_rows
+        from mmdecode.evaluation.nbest.methods import Method, outputs, parts_of, read_model_rows
         from mmdecode.evaluation.nbest.n_best import Aligner
+        from mmdecode.evaluation.nbest.report import NBestReport, NBestReports
         from mmdecode.runs.rows import RowJournal
 
         listed = given["methods"] or ["mbr,table"]
@@ -37,9 +38,8 @@ class NBestTask(Task):
         asked += [f"corrector:{name}" for name in given["corrector"] or []]
         methods = [Method.of(name) for name in dict.fromkeys(asked)]
         aligner = Aligner(given["normalizer"])
-        limit = given["limit"]
         sets = {
-            name: parts_of(lists[:limit], given["train_share"], given["dev_share"])
+            name: parts_of(lists[: given["limit"]], given["train_share"], given["dev_share"])
             for name, lists in _sets(given["data"], given["references"]).items()
         }
         chosen = {} if given["quantize"] is None else {"quantize": given["quantize"]}
@@ -52,56 +52,39 @@ class NBestTask(Task):
         }
         settings = {
             "lists": {name: _hash(parts) for name, parts in sets.items()},
-            "dtype": given["dtype"],
-            "limit": limit,
+            **{name: given[name] for name in ("dtype", "limit")},
             **chosen,
         }
         sources = list(dict.fromkeys(method.source for method in methods if method.source))
-        lists = sum(len(parts.development) + len(parts.test) for parts in sets.values())
+        resampling = {name: given[name] for name in self.scoring}
+
+        def report(rows: Sequence[ModelRow]) -> Report:
+            by_source: dict[tuple[str, str | None], dict[str, ModelRow]] = {}
+            for row in rows:
+                by_source.setdefault((row.data, row.source), {})[row.id] = row
+            reports = []
+            for name, parts in sets.items():
+                found = {
+                    one.name: outputs(one, parts, aligner, by_source.get((name, one.source), {}))
+                    for one in methods
+                }
+                made = NBestReport(name, parts, found, aligner, conditions=conditions, **resampling)
+                reports.append(made)
+            return NBestReports(reports)
+
         return Run(
-            report=lambda rows: self._report(rows, methods, sets, aligner, given, conditions),
+            report=report,
             record=lambda journal, progress: _recorded(sources, sets, given, journal, progress),
-            journal=lambda folder, resume, overwrite: RowJournal(
-                folder / ROWS,
+            journal=lambda folder, *how: RowJournal(
+                folder / self.rows,
                 read_model_rows,
                 lambda row: (row.data, row.source, row.id),
                 settings,
-                resume,
-                overwrite,
+                *how,
             ),
-            total=lists * len(sources),
+            total=sum(len(parts.scored) for parts in sets.values()) * len(sources),
             doing="scoring lists",
         )
-
-    def _report(
-        self,
-        rows: Sequence[ModelRow],
-        methods: Sequence[Method],
-        sets: Mapping[str, Parts],
-        aligner: Any,
-        given: Mapping[str, Any],
-        conditions: dict[str, Any],
-    ) -> Report:
-        from mmdecode.evaluation.nbest.methods import FIRST, outputs
-        from mmdecode.evaluation.nbest.report import NBestReport, NBestReports
-
-        by_source: dict[tuple[str, str], dict[str, ModelRow]] = {}
-        for row in rows:
-            by_source.setdefault((row.data, row.source), {})[row.id] = row
-        resampling = {name: given[name] for name in ("resamples", "seed")}
-        reports = []
-        for name, parts in sets.items():
-            found = {
-                method.name: outputs(
-                    method, parts, aligner, by_source.get((name, method.source or ""), {})
-                )
-                for method in methods
-                if method.name != FIRST
-            }
-            reports.append(
-                NBestReport(name, parts, found, aligner, conditions=conditions, **resampling)
-            )
-        return NBestReports(reports)
 
 
 def _sets(data: Sequence[str] | None, references: Path | None) -> dict[str, list[NBestList]]:
@@ -135,7 +118,11 @@ def _recorded(
     rows = [row for row in journal.rows.values() if row.error is None] if journal else []
     for source in sources:
         known = {(row.data, row.id) for row in rows if row.source == source}
-        for row in _made(source, sets, known, given):
+        todo = {
+            name: [one for one in parts.scored if (name, one.id) not in known]
+            for name, parts in sets.items()
+        }
+        for row in _made(source, todo, given):
             rows.append(row)
             if journal:
                 journal.add(row)
@@ -144,29 +131,27 @@ def _recorded(
 
 
 def _made(
-    source: str, sets: Mapping[str, Parts], known: set[tuple[str, str]], given: Mapping[str, Any]
+    source: str, todo: Mapping[str, Sequence[NBestList]], given: Mapping[str, Any]
 ) -> Iterator[ModelRow]:
-    """Runs one model on the lists that have no output of it yet."""
+    """Runs one model on the lists of each set that have no output of it yet."""
     from mmdecode.asr.correction.corrector import Corrector
     from mmdecode.asr.correction.selection import TextScorer
     from mmdecode.evaluation.nbest.methods import corrected, scored
     from mmdecode.runs.items import Watch
 
-    todo = {
-        name: [one for one in (*parts.development, *parts.test) if (name, one.id) not in known]
-        for name, parts in sets.items()
-    }
     if not any(todo.values()):
         return
     kind, _, model = source.partition(":")
-    load: Any = (Corrector if kind == "corrector" else TextScorer).from_pretrained
-    made = corrected if kind == "corrector" else scored
-    # thresholds are laid on preferences later, on the development part
-    options: dict[str, Any] = {"copy_below": -math.inf} if kind == "corrector" else {}
+    options = {name: given[name] for name in ("device", "dtype", "batch_size")}
     if given["quantize"] is not None:
         options["quantize"] = given["quantize"]
-    named = {name: given[name] for name in ("device", "dtype", "batch_size")}
-    loaded, watch = load(model, **named, **options), Watch()
+    made: Any = scored
+    part: Any = TextScorer
+    if kind == "corrector":
+        made, part = corrected, Corrector
+        # thresholds are laid on preferences later, on the development part
+        options["copy_below"] = -math.inf
+    loaded, watch = part.from_pretrained(model, **options), Watch()
     for name, lists in todo.items():
         yield from made(loaded, lists, name, source, watch)
 

@@ -46,3 +46,8 @@ def number(value: float | None, form: str = ".2f") -> str:
 def percent(value: float | None, form: str = ".2f") -> str:
     """Formats a share (0..1) in percent, without the percent sign; empty for ``None``."""
     return "" if value is None else format(100 * value, form)
+
+
+def between(low: float, high: float, form: str = ".2f") -> str:
+    """Formats an interval of a share (0..1) in percent."""
+    return f"{percent(low, form)} to {percent(high, form)}"

@@ -18,7 +18,7 @@ from mmdecode.asr.correction.guard import words_of
 from mmdecode.asr.correction.windows import aligned_positions
 from mmdecode.asr.results import By, DecidedWord
 from mmdecode.evaluation.report.examples import MOST as PLAYED
-from mmdecode.evaluation.report.layout import percent
+from mmdecode.evaluation.report.layout import between, percent
 from mmdecode.evaluation.report.templates import asset, recording_url, rendered
 from mmdecode.evaluation.speech.wer import WER, Step, align_as_written, wer
 
@@ -37,6 +37,10 @@ TELLS: dict[By, str] = {
     "language model": "decided by the language model; the audio alone would not have written it",
 }
 """Explanation of each value of ``DecidedWord.by``, the model that decided a word."""
+
+
+WordsOfStep = tuple[Step, list[tuple[DecidedWord, bool]]]
+"""Step of an alignment with its words, and whether each has no equal word in the 1-best."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,11 +94,7 @@ class CorrectedText:
     @cached_property
     def changed(self) -> list[bool]:
         """Whether each corrected word has no equal word at its position in the 1-best."""
-        found = [True] * len(self.words)
-        for kind, _, _, start, end in self._edits:
-            if kind == "equal":
-                found[start:end] = [False] * (end - start)
-        return found
+        return [kind != "equal" for kind, *_, start, end in self._edits for _ in range(start, end)]
 
     @cached_property
     def left_out(self) -> int:
@@ -127,11 +127,9 @@ class CorrectedTexts:
         return len(self.texts)
 
     @cached_property
-    def aligned(self) -> list[tuple[list[Step], list[int]] | None]:
-        """Alignment of each text and the step of each word in it; ``None``: without reference."""
-        return [
-            None if one.reference is None else _aligned(one, self.normaliser) for one in self.texts
-        ]
+    def steps(self) -> list[list[WordsOfStep]]:
+        """Steps of the alignment of each text; without a reference all its words are one step."""
+        return [_steps(one, self.normaliser) for one in self.texts]
 
     @cached_property
     def scores(self) -> dict[str, WER]:
@@ -145,22 +143,24 @@ class CorrectedTexts:
 
     def rows(self) -> list[dict[str, str]]:
         """One table row per deciding model: its words, how many are changed, how many right."""
+        words = [
+            (word.by, changed, step.kind == "equal" if one.reference is not None else None)
+            for one, steps in zip(self.texts, self.steps, strict=True)
+            for step, own in steps
+            for word, changed in own
+        ]
         rows = []
-        total = sum(len(one.words) for one in self.texts)
         for by in _CLASSES:
-            own = changed = known = right = 0
-            for one, aligned in zip(self.texts, self.aligned, strict=True):
-                indices = [index for index, word in enumerate(one.words) if word.by == by]
-                own += len(indices)
-                changed += sum(one.changed[index] for index in indices)
-                if aligned is not None:
-                    steps, at = aligned
-                    known += len(indices)
-                    right += sum(steps[at[index]].kind == "equal" for index in indices)
-            row = {"decided by": by, "words": f"{own:,}", "share, %": percent(own / max(total, 1))}
-            row |= {"not in the 1-best": f"{changed:,}"}
+            own = [(changed, right) for who, changed, right in words if who == by]
+            known = [right for _, right in own if right is not None]
+            row = {
+                "decided by": by,
+                "words": f"{len(own):,}",
+                "share, %": percent(len(own) / max(len(words), 1)),
+                "not in the 1-best": f"{sum(changed for changed, _ in own):,}",
+            }
             if self.scores:
-                row["right, %"] = percent(right / known if known else None)
+                row["right, %"] = percent(sum(known) / len(known) if known else None)
             rows.append(row)
         return rows
 
@@ -202,11 +202,17 @@ class CorrectedTexts:
         order = sorted(range(len(self)), key=lambda index: -sum(self.texts[index].changed))
         taken, shown = 0, []
         for index in order[:most]:
-            audio = self.texts[index].audio
-            size = audio.stat().st_size if audio is not None and audio.is_file() else None
-            plays = size is not None and size <= played and taken + size <= held
-            taken += size or 0 if plays else 0
-            shown.append(self._article(index, plays))
+            one, audio = self.texts[index], ""
+            if one.audio is not None and one.audio.is_file():
+                size = one.audio.stat().st_size
+                if size <= played and taken + size <= held:
+                    audio = recording_url(one.audio)
+                    taken += size
+            row: dict[str, Any] = {"name": one.name, "audio": audio, "reference": one.reference}
+            before: str | list[Step] = one.before
+            if one.reference is not None:
+                before = align_as_written(one.reference, one.before, self.normaliser)
+            shown.append(row | {"before": before, "steps": self.steps[index]})
         return {"shown": shown, "tells": TELLS, "classes": _CLASSES, "scores": self.scores}
 
     def _cards(self) -> list[tuple[str, str, str]]:
@@ -214,32 +220,10 @@ class CorrectedTexts:
         edited = sum(words_of(one.text) != words_of(one.before) for one in self.texts)
         cards = [("recordings changed", f"{edited:,}", f"of {len(self):,}")]
         for name, score in self.scores.items():
-            spread = f"{percent(score.low, '.1f')} to {percent(score.high, '.1f')} %; "
+            spread = f"{between(score.low, score.high, '.1f')} %; "
             about = f"{spread * (score.utterances > 1)}{score.words:,} words, {score.normaliser}"
             cards.append((f"WER, {name}", f"{percent(score.value, '.1f')} %", about))
         return cards
-
-    def _article(self, index: int, plays: bool) -> dict[str, Any]:
-        """Values of one text: its words by step of the alignment, or else as one step."""
-        one, aligned = self.texts[index], self.aligned[index]
-        words = [*zip(one.words, one.changed, strict=True)]
-        before: str | list[Step] = one.before
-        found: list[tuple[Step, list[tuple[DecidedWord, bool]]]]
-        found = [(Step("equal", "", one.text), words)] if words else []
-        if one.reference is not None:
-            before = align_as_written(one.reference, one.before, self.normaliser)
-        if aligned is not None:
-            steps, indices = aligned
-            found = [(step, []) for step in steps]
-            for word, at in zip(words, indices, strict=True):
-                found[at][1].append(word)
-        return {
-            "name": one.name,
-            "audio": recording_url(one.audio) if plays and one.audio is not None else "",
-            "reference": one.reference,
-            "before": before,
-            "steps": found,
-        }
 
     def _repr_html_(self) -> str:
         return f"<style>{asset('marks.css')}{asset(STYLES)}</style>{self.as_html()}"
@@ -252,18 +236,23 @@ class CorrectedTexts:
         return "\n".join(lines)
 
 
-def _aligned(one: CorrectedText, normaliser: str) -> tuple[list[Step], list[int]]:
-    """Aligns the corrected text to its reference, and finds the step of each corrected word.
+def _steps(one: CorrectedText, normaliser: str) -> list[WordsOfStep]:
+    """Aligns the corrected text to its reference, and finds the words of each step.
 
     A word that the normaliser joins, splits or drops is in no step as it is written. It is assigned
     to the step of its normalised form, or else to the step of the previous word.
     """
-    steps = align_as_written(one.reference or "", one.text, normaliser)
-    filled = [index for index, step in enumerate(steps) if step.hypothesis]
-    if one.words and not filled:  # a normaliser may leave nothing over
-        filled = [len(steps)]
-        steps = [*steps, Step("equal", "", "")]
-    at = aligned_positions(
-        [steps[index].hypothesis for index in filled], [word.text for word in one.words]
-    )
-    return steps, [filled[index] for index in at]
+    words = [*zip(one.words, one.changed, strict=True)]
+    if one.reference is None:
+        return [(Step("equal", "", one.text), words)] if words else []
+    found: list[WordsOfStep] = [
+        (step, []) for step in align_as_written(one.reference, one.text, normaliser)
+    ]
+    filled = [pair for pair in found if pair[0].hypothesis]
+    if words and not filled:  # a normaliser may leave nothing over
+        filled = [(Step("equal", "", ""), [])]
+        found += filled
+    at = aligned_positions([step.hypothesis for step, _ in filled], [w.text for w in one.words])
+    for word, position in zip(words, at, strict=True):
+        filled[position][1].append(word)
+    return found

@@ -64,7 +64,7 @@ def count_hallucinations(alignments: Iterable[Sequence[Step]]) -> HallucinationC
         alignments: Alignment of each utterance, at least one; see
             `mmdecode.evaluation.speech.wer.align`.
     """
-    utterances = empty = empty_hallucinated = empty_words = runs = run_words = loops = 0
+    rows = []
     for steps in alignments:
         expected = [word for step in steps for word in step.reference.split()]
         recognised = [word for step in steps for word in step.hypothesis.split()]
@@ -74,19 +74,14 @@ def count_hallucinations(alignments: Iterable[Sequence[Step]]) -> HallucinationC
             if kind == "insert"
         ]
         long = [words for words in inserted if words >= RUN]
-        utterances += 1
-        empty += not expected
-        empty_hallucinated += not expected and bool(recognised)
-        empty_words += 0 if expected else len(recognised)
-        runs += bool(long)
-        run_words += sum(long)
-        loops += first_round_end(recognised) is not None and first_round_end(expected) is None
-    return HallucinationCounts(
-        utterances=utterances,
-        empty=empty,
-        empty_hallucinated=empty_hallucinated,
-        empty_words=empty_words,
-        runs=runs,
-        run_words=run_words,
-        loops=loops,
-    )
+        row = {
+            "utterances": 1,
+            "empty": not expected,
+            "empty_hallucinated": not expected and bool(recognised),
+            "empty_words": 0 if expected else len(recognised),
+            "runs": bool(long),
+            "run_words": sum(long),
+            "loops": first_round_end(recognised) is not None and first_round_end(expected) is None,
+        }
+        rows.append(row)
+    return HallucinationCounts(**{name: sum(row[name] for row in rows) for name in rows[0]})

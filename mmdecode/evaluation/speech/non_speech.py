@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mmdecode.asr.audio.reading import import_or_explain
 from mmdecode.asr.output.manifest import Entry
-from mmdecode.errors import MissingExtraError
 from mmdecode.runs.files import write_file
 
 RATE = 16_000
@@ -79,10 +79,7 @@ def write_flac(path: Path, wave: np.ndarray, overwrite: bool = False) -> None:
     Raises:
         MissingExtraError: soundfile is not installed.
     """
-    try:
-        import soundfile
-    except ImportError as error:
-        raise MissingExtraError("writing audio files needs soundfile", extra="asr") from error
+    soundfile = import_or_explain("soundfile", "writing audio files")
     data = io.BytesIO()
     soundfile.write(data, wave, RATE, format="FLAC", subtype="PCM_16")
     write_file(path, data.getvalue(), overwrite)

@@ -19,9 +19,11 @@ the alignment.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +31,7 @@ from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.speech.normalisers import Normaliser, normaliser_of
 from mmdecode.evaluation.speech.scripts import script, units
 from mmdecode.evaluation.speech.wer import Step, align_units, paired_units
-from mmdecode.evaluation.stats.intervals import RESAMPLES, interval, resampled_sums, sums_by
+from mmdecode.evaluation.stats.intervals import ratio_interval
 
 TAGS = "tags"
 SCRIPTS = {
@@ -106,9 +108,7 @@ def pier(
     scorer: str = "plain",
     split_hyphens: bool = False,
     segmented: bool = False,
-    groups: Sequence[str] | None = None,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+    **resampling: Any,
 ) -> PIER:
     """Computes the point-of-interest error rate of a corpus.
 
@@ -121,10 +121,7 @@ def pier(
         scorer: ``plain`` or ``merge``, see `mmdecode.evaluation.speech.wer`.
         split_hyphens: Whether hyphens separate words.
         segmented: See `mmdecode.evaluation.speech.wer.wer`.
-        groups: Speaker or recording of each pair, which the bootstrap then resamples; ``None``: it
-            resamples pairs.
-        resamples: Bootstrap resamples for the interval.
-        seed: Seed of the bootstrap.
+        **resampling: Groups, resamples and seed of the interval, see `ratio_interval`.
 
     Raises:
         OptionError: References and hypotheses differ in number or are empty, or the scorer is
@@ -152,8 +149,7 @@ def pier(
     low = high = None
     if interest.words:
         both = np.stack([table[:, 1:4].sum(1), table[:, :3].sum(1)], 1)
-        sums = resampled_sums(sums_by(both, groups), resamples, seed)
-        low, high = interval(sums[:, 0] / np.maximum(sums[:, 1], 1))
+        low, high = ratio_interval(both, **resampling)
     return PIER(interest=interest, rest=rest, low=low, high=high, points=points)
 
 
@@ -218,11 +214,11 @@ def points_of(
     for unit in cut(text):
         flag = sum(next(tagged) for _ in unit) > 0
         single += [(part, flag) for part in cut(normalise(unit))]
-    marked = [False] * len(found)
+    marked: list[bool] = []
     matcher = SequenceMatcher(None, [part for part, _ in single], found, autojunk=False)
     for kind, first, last, begin, end in matcher.get_opcodes():
         own = [flag for _, flag in single[first:last]]
-        marked[begin:end] = own if kind == "equal" else [any(own)] * (end - begin)
+        marked += own if kind == "equal" else [any(own)] * (end - begin)
     return found, marked
 
 
@@ -233,35 +229,30 @@ def count_points(steps: Sequence[Step], marked: Sequence[bool]) -> list[int]:
         steps: Alignment of a reference and a hypothesis.
         marked: Whether each reference word is a point of interest.
     """
-    interest, rest = dict.fromkeys(COLUMNS, 0), dict.fromkeys(COLUMNS, 0)
+    counts: Counter[tuple[bool, str]] = Counter()
     names = {"equal": "hits", "substitute": "substitutions", "delete": "deletions"}
     index = 0
     for step in steps:
         if step.kind == "insert":
             owner = bool(marked) and marked[min(index, len(marked) - 1)]
-            (interest if owner else rest)["insertions"] += 1
+            counts[owner, "insertions"] += 1
             continue
         for _ in step.reference.split():
-            (interest if marked[index] else rest)[names[step.kind]] += 1
+            counts[marked[index], names[step.kind]] += 1
             index += 1
-    return [*interest.values(), *rest.values()]
+    return [counts[owner, name] for owner in (True, False) for name in COLUMNS]
 
 
 def _untagged(reference: str) -> tuple[str, list[bool]]:
     """The text without tags, and whether each of its characters was inside a tag."""
-    text, flags, end = "", [], 0
-    for found in _TAG.finditer(reference):
-        for part, flag in ((reference[end : found.start()], False), (found[1], True)):
-            text += part
-            flags += [flag] * len(part)
-        end = found.end()
-    text, flags = text + reference[end:], flags + [False] * (len(reference) - end)
+    parts = _TAG.split(reference)  # spans inside a tag at odd places
+    text = "".join(parts)
     if is_tagged(text):
         raise InputError(
             f"a tag in a reference is not closed, or contains another tag: {reference[:80]!r}; "
             "expected <tag word> or <tag several words>"
         )
-    return text, flags
+    return text, [bool(place % 2) for place, part in enumerate(parts) for _ in part]
 
 
 def _apart(text: str, split_hyphens: bool) -> str:

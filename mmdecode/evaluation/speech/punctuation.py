@@ -10,6 +10,7 @@ marks count as their counterparts in `MARKS`. No normaliser is applied.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -107,9 +108,7 @@ def punctuation(references: Sequence[str], hypotheses: Sequence[str]) -> Punctua
         raise OptionError(
             f"{len(references)} references and {len(hypotheses)} hypotheses; expected pairs"
         )
-    found: list[
-        tuple[str, bool, bool]
-    ] = []  # mark, whether each side has it: reference, hypothesis
+    found: list[tuple[str, bool, bool]] = []  # mark, whether reference and hypothesis have it
     cased: list[tuple[str, str]] = []  # a word of both sides, as each writes it
     positions = unplaced = unplaced_hypothesis = 0
     for reference, hypothesis in zip(references, hypotheses, strict=True):
@@ -142,8 +141,8 @@ def marked_words(text: str) -> Iterable[tuple[str, str]]:
     """Yields each word with the marks after it; marks before the first word are left out."""
     text = text.translate(_PLAIN)
     spans = [*_WORD.finditer(text)]
-    for number, span in enumerate(spans):
-        end = spans[number + 1].start() if number + 1 < len(spans) else len(text)
+    ends = [span.start() for span in spans[1:]] + [len(text)]
+    for span, end in zip(spans, ends, strict=False):
         marks = "".join(mark for mark in MARKS if mark in text[span.end() : end])
         *first, last = units(span[0])
         yield from ((unit, "") for unit in first)
@@ -151,9 +150,7 @@ def marked_words(text: str) -> Iterable[tuple[str, str]]:
 
 
 def _agreement(pairs: Iterable[Sequence[bool]]) -> Agreement:
-    counts = {(True, True): 0, (True, False): 0, (False, True): 0}
-    for wanted, given in pairs:
-        counts[wanted, given] += 1
+    counts = Counter(map(tuple, pairs))
     return Agreement(
         right=counts[True, True], missed=counts[True, False], false=counts[False, True]
     )

@@ -25,32 +25,12 @@ from mmdecode.evaluation.speech.samples import Sample, sample_of
 from mmdecode.runs.conditions import now
 from mmdecode.runs.files import complete_lines
 from mmdecode.runs.items import Failed, tried
-from mmdecode.runs.rows import RowJournal
 
 if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Transcriber
+    from mmdecode.runs.rows import RowJournal
 
 SAMPLES = "samples.jsonl"
-
-
-def journal_of(
-    folder: Path,
-    settings: Mapping[str, Any],
-    resume: bool,
-    overwrite: bool = False,
-    entries: Sequence[Entry] = (),
-) -> RowJournal[Sample]:
-    """Opens the journal of a run's samples in a folder; see `RowJournal` for the arguments."""
-    audio = {entry.id: entry.audio for entry in entries}
-    return RowJournal(
-        folder / SAMPLES,
-        lambda path: read_samples(path.parent),
-        lambda sample: (sample.mode, sample.id),
-        settings,
-        resume,
-        overwrite,
-        lambda sample: audio.get(sample.id),
-    )
 
 
 def read_samples(folder: Path) -> list[Sample]:
@@ -110,22 +90,16 @@ def record(
     """
     if not transcribers:
         raise OptionError("no transcriber to evaluate; expected at least one")
-    done = journal.rows if journal else {}
     size = batch_size or next(iter(transcribers.values())).options.batch_size
-    found: dict[tuple[str, str], Sample] = {}
+    rows = journal.rows if journal else {}
+    found = {key: sample for key, sample in rows.items() if sample.error is None}
     warm: set[str] = set()
     modes = list(transcribers)
     for number, start in enumerate(range(0, len(entries), size)):
         batch = entries[start : start + size]
         for mode in modes if number % 2 == 0 else modes[::-1]:
             transcriber = transcribers[mode]
-            todo = []
-            for entry in batch:
-                before = done.get((mode, entry.id))
-                if before is not None and before.error is None:
-                    found[mode, entry.id] = before
-                else:
-                    todo.append(entry)
+            todo = [entry for entry in batch if (mode, entry.id) not in found]
             if journal:
                 for entry in todo:
                     journal.note_read(entry.audio)
@@ -193,17 +167,17 @@ def _timed(
 
     if not loaded:
         return
-    passes, tokens = _scored(transcriber)
+    before = _scored(transcriber)
     began = now(transcriber.model.device)
     results = transcriber([one.source for one in loaded])
     seconds = now(transcriber.model.device) - began
-    passes_now, tokens_now = _scored(transcriber)
+    row_passes, scored_tokens = np.subtract(_scored(transcriber), before).tolist()
     counters = {
         "number": number,
         "size": len(loaded),
         "seconds": seconds,
-        "row_passes": passes_now - passes,
-        "scored_tokens": tokens_now - tokens,
+        "row_passes": row_passes,
+        "scored_tokens": scored_tokens,
     }
     for one, result in zip(loaded, results, strict=True):
         known: dict[str, Any] = {"duration": one.duration_s}

@@ -130,8 +130,6 @@ def match(
         rows = [found[name] for name in both if name in found]
         rows += [stems[s] for s in map(_stem, both) if s in stems and wanted[s] == 1]
         known = rows[0] if rows else {"error": "there is no transcript of it"}
-        if known.get("duration") is None:
-            known = {k: v for k, v in known.items() if k != "duration"}
         samples.append(sample_of(entry, mode, group, **known))
     if all(sample.error for sample in samples):
         raise InputError(
@@ -161,15 +159,10 @@ def _hypotheses(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
         failed = text_of(row, ("error",), where)
         if key is None or (hypothesis is None and failed is None):
             raise InputError(f"{where} needs an id or a path, and a text; it has {', '.join(row)}")
-        yield (
-            key,
-            {
-                "pred_text": hypothesis or "",
-                "time": seconds_of(row, ("time",), where),
-                "duration": seconds_of(row, ("duration", "duration_s"), where),
-                "error": failed,
-            },
-        )
+        time = seconds_of(row, ("time",), where)
+        duration = seconds_of(row, ("duration", "duration_s"), where)
+        known = {} if duration is None else {"duration": duration}
+        yield key, {"pred_text": hypothesis or "", "time": time, "error": failed, **known}
 
 
 def _stem(name: str) -> str:
@@ -194,7 +187,7 @@ def read_results(path: Path, mode: str) -> list[Sample]:
     chunks: dict[str, list[tuple[int, Sample]]] = defaultdict(list)
     for line, row in read_rows(path):
         where = f"{path}, line {line}"
-        text, hypothesis = text_of(row, ("text",), where), row.get("pred_text")
+        text = text_of(row, ("text",), where)
         if text is None or "pred_text" not in row:
             raise InputError(
                 f"{where} lacks 'text' or 'pred_text'; give the references with a manifest"
@@ -203,7 +196,7 @@ def read_results(path: Path, mode: str) -> list[Sample]:
             id=text_of(row, KEY, where) or f"sample_{line - 1}",
             mode=mode,
             text=text,
-            pred_text="" if hypothesis is None else str(hypothesis),
+            pred_text="" if row["pred_text"] is None else str(row["pred_text"]),
             audio_filepath=text_of(row, AUDIO, where),
             duration=seconds_of(row, ("duration",), where),
             time=seconds_of(row, ("time",), where),
@@ -211,29 +204,32 @@ def read_results(path: Path, mode: str) -> list[Sample]:
         )
         if sample.group is None:
             samples.append(sample)
-        else:
-            index = row.get("chunk_index")
-            if not isinstance(index, int):
-                raise InputError(f"{where} has the chunk_index {index!r}; expected a whole number")
-            chunks[sample.group].append((index, sample))
+            continue
+        index = row.get("chunk_index")
+        if not isinstance(index, int):
+            raise InputError(f"{where} has the chunk_index {index!r}; expected a whole number")
+        chunks[sample.group].append((index, sample))
     for parent, pieces in sorted(chunks.items()):
         ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
-        hypothesis = " ".join(p.pred_text.strip() for p in ordered if p.pred_text.strip())
-        durations, times = [p.duration for p in ordered], [p.time for p in ordered]
-        samples.append(
-            dataclasses.replace(
-                ordered[0],
-                id=parent,
-                audio_filepath=parent,
-                pred_text=hypothesis,
-                duration=None if None in durations else sum(d for d in durations if d),
-                time=None if None in times else sum(t for t in times if t),
-                group=None,
-            )
+        texts = (piece.pred_text.strip() for piece in ordered)
+        whole = dataclasses.replace(
+            ordered[0],
+            id=parent,
+            audio_filepath=parent,
+            pred_text=" ".join(filter(None, texts)),
+            duration=_total([piece.duration for piece in ordered]),
+            time=_total([piece.time for piece in ordered]),
+            group=None,
         )
+        samples.append(whole)
     if not samples:
         raise InputError(f"{path} holds no line; expected one recording a line")
     return samples
+
+
+def _total(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def leaderboard_files(model: str, data: str, samples: Sequence[Sample]) -> dict[str, str]:
@@ -246,8 +242,7 @@ def leaderboard_files(model: str, data: str, samples: Sequence[Sample]) -> dict[
     """
     by_mode: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in samples:
-        row = sample.as_dict()
-        by_mode[sample.mode].append({name: row[name] for name in LEADERBOARD})
+        by_mode[sample.mode].append({name: getattr(sample, name) for name in LEADERBOARD})
     files = {}
     for mode, rows in by_mode.items():
         names = (re.sub(r"[^\w.+=,-]", "-", name) for name in (f"{model}-{mode}", data))
@@ -255,27 +250,22 @@ def leaderboard_files(model: str, data: str, samples: Sequence[Sample]) -> dict[
     return files
 
 
-def with_alignment(
-    sample: Sample,
-    errors: int,
-    normaliser: str,
-    scorer: str = "plain",
-    segmented: bool = False,
-) -> Example:
+def with_alignment(sample: Sample, errors: int, normaliser: str, **scoring: Any) -> Example:
     """Shows a recording with its alignment, whose errors are marked.
 
     Args:
         sample: The recording, with reference and recognised text.
         errors: Number of its word errors.
         normaliser: Name of the normaliser with which errors are counted.
-        scorer: See `mmdecode.evaluation.speech.wer.wer`.
-        segmented: See `mmdecode.evaluation.speech.wer.wer`.
+        **scoring: Scorer and segmentation, see `mmdecode.evaluation.speech.wer.align`.
     """
-    steps = align_as_written(sample.text, sample.pred_text, normaliser, scorer, segmented)
     return Example(
         name=sample.id,
         note=f"{errors} word error{'s' * (errors != 1)}",
-        lines=[("reference", sample.text), ("hypothesis", steps)],
+        lines=[
+            ("reference", sample.text),
+            ("hypothesis", align_as_written(sample.text, sample.pred_text, normaliser, **scoring)),
+        ],
         audio=audio_url(sample.audio_filepath),
         error=sample.error or "",
     )

@@ -14,7 +14,7 @@ contains zero or lies on the better side.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,13 @@ import numpy as np
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.examples import Examples
-from mmdecode.evaluation.report.layout import Rows, percent
+from mmdecode.evaluation.report.layout import Rows, between, percent
 from mmdecode.evaluation.report.report import Report
 from mmdecode.evaluation.speech.normalisers import normaliser_of
 from mmdecode.evaluation.speech.samples import Sample, with_alignment
 from mmdecode.evaluation.speech.scripts import units
 from mmdecode.evaluation.speech.word_report import WERReport
-from mmdecode.evaluation.stats.intervals import RESAMPLES, interval, resampled_sums
+from mmdecode.evaluation.stats.intervals import RESAMPLES, ratio_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,82 +113,71 @@ class SilenceReport(Report):
         conditions: Mapping[str, Any] | None = None,
     ) -> None:
         self.samples, self.normaliser = list(samples), normaliser
-        self.resamples, self.seed = resamples, seed
+        self.resampling: dict[str, Any] = {"resamples": resamples, "seed": seed}
         self.conditions = dict(conditions or {})
         self.modes = list(dict.fromkeys(sample.mode for sample in samples))
-        self._of: dict[tuple[str, str], list[Sample]] = {}
+        self._of: dict[str, dict[str, list[Sample]]] = {}  # clips that could be read
         spoken: dict[str, list[Sample]] = {}
         for sample in samples:
             what, name, _ = sample.id.split("/", 2)
             if what == SPEECH:
                 spoken.setdefault(name, []).append(sample)
-            else:
-                self._of.setdefault((name, sample.mode), []).append(sample)
-        names = list(dict.fromkeys(name for name, _ in self._of))
-        if not names:
+                continue
+            clips = self._of.setdefault(name, {mode: [] for mode in self.modes})
+            if sample.error is None:
+                clips[sample.mode].append(sample)
+        if not self._of:
             raise OptionError("there is no recording without speech; expected at least one")
-        self.left_out = [name for name in names if not all(map(self._known(name), self.modes))]
-        self.classes = [name for name in names if name not in self.left_out]
+        self.left_out = [name for name, found in self._of.items() if not all(found.values())]
+        self.classes = [name for name in self._of if name not in self.left_out]
         if not self.classes:
             raise OptionError(
-                f"in each class of recordings without speech ({', '.join(names)}), some mode "
+                f"in each class of recordings without speech ({', '.join(self._of)}), some mode "
                 "failed on all recordings; see the errors of the samples"
             )
         self.speech = {
-            name: WERReport(
-                found, normaliser=normaliser, only_scored=True, resamples=resamples, seed=seed
-            )
+            name: WERReport(found, normaliser=normaliser, only_scored=True, **self.resampling)
             for name, found in spoken.items()
         }
 
     @cached_property
     def non_speech(self) -> dict[str, dict[str, NonSpeechScore]]:
         """Scores on non-speech, by class and mode."""
-        return {name: self._class(name) for name in self.classes}
-
-    def _class(self, name: str) -> dict[str, NonSpeechScore]:
-        found: dict[str, NonSpeechScore] = {}
-        first = self.modes[0]
-        for mode in self.modes:
-            one = self._score(name, mode)
-            if mode != first:
-                before = found[first]
+        found = {}
+        for name in self.classes:
+            before, *others = (self._score(self._of[name][mode]) for mode in self.modes)
+            scores = [before]
+            for one in others:
                 down = 1 - one.rate / before.rate if before.words else None
                 passes = (down is not None and down >= DOWN) or (
                     before.rate < FEW and one.rate <= MOST
                 )
-                one = dataclasses.replace(one, down=down, passes=passes)
-            found[mode] = one
+                scores.append(dataclasses.replace(one, down=down, passes=passes))
+            found[name] = dict(zip(self.modes, scores, strict=True))
         return found
 
-    def _known(self, name: str) -> Callable[[str], list[Sample]]:
-        """A function from a mode to its samples of the class ``name`` that did not fail."""
-        return lambda mode: [s for s in self._of.get((name, mode), ()) if s.error is None]
-
-    def _score(self, name: str, mode: str) -> NonSpeechScore:
+    def _score(self, clips: Sequence[Sample]) -> NonSpeechScore:
         normalise = normaliser_of(self.normaliser)
-        known = self._known(name)(mode)
-        words = [len(units(normalise(sample.pred_text))) for sample in known]
-        minutes = [(sample.duration or 0.0) / 60 for sample in known]
-        sums = resampled_sums(np.array([words, minutes]).T, self.resamples, self.seed)
-        low, high = interval(sums[:, 0] / sums[:, 1])
+        words = [len(units(normalise(clip.pred_text))) for clip in clips]
+        minutes = [(clip.duration or 0.0) / 60 for clip in clips]
+        low, high = ratio_interval(np.array([words, minutes]).T, **self.resampling)
         return NonSpeechScore(
-            clips=len(known),
+            clips=len(clips),
             with_words=sum(map(bool, words)),
             minutes=sum(minutes),
             words=sum(words),
             low=low,
             high=high,
-            windows=sum(sample.windows or 0 for sample in known),
-            loops=sum(sample.repetitive_windows or 0 for sample in known),
+            windows=sum(clip.windows or 0 for clip in clips),
+            loops=sum(clip.repetitive_windows or 0 for clip in clips),
         )
 
     def speech_holds(self, mode: str, name: str) -> bool:
         """Whether a mode passes the bar on a set of speech, see the module."""
         report = self.speech[name]
         found, first = (report.summary["modes"][m] for m in (mode, self.modes[0]))
-        difference = report.compare(mode).bootstrap  # first minus second
-        return found["wer"] <= first["wer_high"] and difference.high >= 0
+        [test] = (one for one in report.comparisons if one.second == mode)
+        return found["wer"] <= first["wer_high"] and test.bootstrap.high >= 0  # first minus second
 
     @cached_property
     def verdicts(self) -> dict[str, dict[str, Any]]:
@@ -210,8 +199,7 @@ class SilenceReport(Report):
         return {
             "task": "silence",
             "normaliser": self.normaliser,
-            "resamples": self.resamples,
-            "seed": self.seed,
+            **self.resampling,
             "bar": {"down": DOWN, "few_per_minute": FEW, "most_per_minute": MOST},
             "modes": self.modes,
             "non_speech": {
@@ -222,10 +210,7 @@ class SilenceReport(Report):
                 for name, found in self.non_speech.items()
             },
             "speech": {
-                name: {
-                    "modes": report.summary["modes"],
-                    "comparisons": report.summary["comparisons"],
-                }
+                name: {key: report.summary[key] for key in ("modes", "comparisons")}
                 for name, report in self.speech.items()
             },
             "verdicts": self.verdicts,
@@ -253,7 +238,8 @@ class SilenceReport(Report):
     def rate_rows(self) -> list[dict[str, str]]:
         """Table of words per minute, with a row per class and a column per mode."""
         return [
-            {"words per minute": name} | {mode: _cell(one) for mode, one in found.items()}
+            {"words per minute": name}
+            | {mode: f"{one.rate:.2f}{' +' * one.passes}" for mode, one in found.items()}
             for name, found in self.non_speech.items()
         ]
 
@@ -261,14 +247,18 @@ class SilenceReport(Report):
         """Table of word error rates, with a row per set of speech and mode."""
         rows = []
         for name, report in self.speech.items():
+            changes = {one.second: "{} [{}, {}]".format(*one.points) for one in report.comparisons}
             for mode, found in report.summary["modes"].items():
-                row = {"speech": name, "mode": mode, "WER %": percent(found["wer"])}
-                row["95 %"] = f"{percent(found['wer_low'])} to {percent(found['wer_high'])}"
-                row |= {"change": "", "repeating windows %": percent(found["loop_rate"]), "bar": ""}
-                if mode != self.modes[0]:
-                    change = report.compare(mode).bootstrap  # first minus second
-                    points = (-100 * v + 0.0 for v in (change.difference, change.high, change.low))
-                    row["change"] = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*points)
+                row = {
+                    "speech": name,
+                    "mode": mode,
+                    "WER %": percent(found["wer"]),
+                    "95 %": between(found["wer_low"], found["wer_high"]),
+                    "change": changes.get(mode, ""),
+                    "repeating windows %": percent(found["loop_rate"]),
+                    "bar": "",
+                }
+                if mode in changes:
                     row["bar"] = "holds" if self.speech_holds(mode, name) else "worse"
                 rows.append(row)
         return rows
@@ -310,7 +300,7 @@ class SilenceReport(Report):
 
     def worst(self, mode: str, count: int = 5) -> Examples:
         """Clips in which a mode hallucinated the most words, with audio players."""
-        found = [s for name in self.classes for s in self._of[name, mode] if s.pred_text]
+        found = [s for name in self.classes for s in self._of[name][mode] if s.pred_text]
         found.sort(key=lambda sample: -len(sample.pred_text.split()))
         return Examples(
             with_alignment(sample, len(sample.pred_text.split()), self.normaliser)
@@ -328,7 +318,3 @@ class SilenceReport(Report):
     def figures(self) -> dict[str, Figure | bytes]:
         """Words per minute of each class and mode."""
         return {"words_per_minute": plots.words_per_minute(self.non_speech)}
-
-
-def _cell(one: NonSpeechScore) -> str:
-    return f"{one.rate:.2f}{' +' * one.passes}"

@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import OptionError, UnknownNameError
-from mmdecode.evaluation.speech.task import (
-    DECODING,
-    PLAIN,
-    RecordingTask,
-    compared_transcribers,
-    refuse_twice,
-)
+from mmdecode.evaluation.speech.task import DECODING, PLAIN, RecordingTask, Way, refuse_twice
 from mmdecode.evaluation.task import Run
 
 if TYPE_CHECKING:
@@ -51,53 +45,36 @@ class SilenceTask(RecordingTask):
         guides = ["whisper_cd"] if given["guide"] is None else given["guide"]
         refuse_twice("--guide", guides)
         [draft] = given["draft"] or [None]
-        transcribers = compared_transcribers(
-            given,
-            {
-                PLAIN: (draft, None, {"loop_guard": "report"}),
-                "thresholds": (draft, None, FALLBACK | {"loop_guard": "report"}),
-                "loop guard": (draft, None, {"loop_guard": "cut"}),
-                **{spec: (draft, spec, {"loop_guard": "report"}) for spec in guides},
-            },
-            padding=given["padding"],
-        )
-        closing = contextlib.ExitStack()
-        folder = given["output"] or Path(closing.enter_context(tempfile.TemporaryDirectory()))
+        names = ("language", "max_new_tokens", "batch_size", "padding")
+        ways: dict[str, Way] = {
+            PLAIN: (draft, None, {"loop_guard": "report"}),
+            "thresholds": (draft, None, FALLBACK | {"loop_guard": "report"}),
+            "loop guard": (draft, None, {"loop_guard": "cut"}),
+            **{spec: (draft, spec, {"loop_guard": "report"}) for spec in guides},
+        }
         made: dict[Path, Callable[[], np.ndarray]] = {}
         left_out: list[str] = []
-        sets, limit = given["speech"] or [ZOO], given["limit"]
-        entries = [
-            *_read(sets, given["recordings"], limit, left_out),
-            *_sounds(made, folder / "audio", given),
-        ]
-        if ZOO in sets:
-            entries += _zoo_speech(made, folder / "audio", limit)
+        sets = given["speech"] or [ZOO]
 
         def write() -> None:
             for path, samples in made.items():
                 write_flac(path, samples(), given["overwrite"])
 
-        names = ("language", "max_new_tokens", "batch_size", "padding")
-        settings = {
-            **{name: given[name] for name in ("model", "part", "clips", "seconds", "seed")},
-            "guides": guides,
-            "draft": draft,
-            "options": {name: given[name] for name in names},
-            "speech": sets,
-            "recordings": str(given["recordings"]) if given["recordings"] else None,
-            "limit": limit,
-            "data_hash": data_hash(entries),
-        }
-        return self.transcribed(
-            transcribers,
-            entries,
-            settings,
-            given,
-            begin=write,
-            left_out=left_out,
-            closing=closing,
-            warmup=0,
-        )
+        with contextlib.ExitStack() as stack:
+            folder = given["output"] or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            entries = [*_recordings(given, sets, folder / "audio", made, left_out)]
+            settings = {
+                **{name: given[name] for name in ("model", "part", "clips", "seconds", "seed")},
+                "guides": guides,
+                "draft": draft,
+                "options": {name: given[name] for name in names},
+                "speech": sets,
+                "recordings": str(given["recordings"]) if given["recordings"] else None,
+                "limit": given["limit"],
+                "data_hash": data_hash(entries),
+            }
+            run = self.transcribed(given, ways, entries, settings, left_out, write, warmup=0)
+            return replace(run, closing=stack.pop_all())
 
     def report(
         self, samples: list[Any], conditions: dict[str, Any], given: Mapping[str, Any]
@@ -105,46 +82,38 @@ class SilenceTask(RecordingTask):
         """Makes a `SilenceReport`; see `RecordingTask.report`."""
         from mmdecode.evaluation.speech.silence import SilenceReport
 
-        resampling = {name: given[name] for name in ("resamples", "seed")}
-        return SilenceReport(samples, **resampling, conditions=conditions)
+        scoring = {name: given[name] for name in self.scoring}
+        return SilenceReport(samples, conditions=conditions, **scoring)
 
 
-def _read(
-    sets: Sequence[str], recordings: Path | None, limit: int | None, left_out: list[str]
+def _recordings(
+    given: Mapping[str, Any],
+    sets: Sequence[str],
+    folder: Path,
+    made: dict[Path, Callable[[], np.ndarray]],
+    left_out: list[str],
 ) -> Iterator[Entry]:
-    """Reads the user's recordings; error messages of unusable rows are added to ``left_out``."""
-    from mmdecode.asr.output.manifest import read_manifest
-    from mmdecode.evaluation.speech.silence import NON_SPEECH, SPEECH
+    """The user's recordings, synthetic ones, and shipped speech, clean and noisy.
 
+    Functions that make the samples of synthetic recordings are added to ``made``, by path, and
+    error messages of unusable rows to ``left_out``.
+    """
+    from mmdecode.asr.output.manifest import Entry, read_manifest
+    from mmdecode.evaluation.speech.non_speech import sounds
+    from mmdecode.evaluation.speech.silence import NON_SPEECH, SPEECH
+    from mmdecode.zoo.speech import speech_test
+
+    recordings, limit = given["recordings"], given["limit"]
     for entry in read_manifest(recordings, limit, left_out=left_out) if recordings else ():
         yield replace(entry, id=f"{NON_SPEECH}/recordings/{entry.id}", text="")
     for path in (Path(one) for one in sets if one not in (ZOO, NONE)):
         for entry in read_manifest(path, limit, text=True, left_out=left_out):
             yield replace(entry, id=f"{SPEECH}/{path.stem}/{entry.id}")
-
-
-def _sounds(
-    made: dict[Path, Callable[[], np.ndarray]], folder: Path, given: Mapping[str, Any]
-) -> Iterator[Entry]:
-    """Synthetic recordings; functions that make their samples are added to ``made``, by path."""
-    from mmdecode.evaluation.speech.non_speech import sounds
-    from mmdecode.evaluation.speech.silence import NON_SPEECH
-
-    clips = min(given["clips"], given["limit"] or given["clips"])
-    for entry, samples in sounds(folder, clips, given["seconds"], SEEDS[given["part"]]):
+    count = min(given["clips"], limit or given["clips"])
+    for entry, samples in sounds(folder, count, given["seconds"], SEEDS[given["part"]]):
         made[Path(entry.audio or "")] = samples
         yield replace(entry, id=f"{NON_SPEECH}/{entry.id}")
-
-
-def _zoo_speech(
-    made: dict[Path, Callable[[], np.ndarray]], folder: Path, limit: int | None
-) -> Iterator[Entry]:
-    """Shipped speech, clean and noisy; functions that make noisy samples are added to ``made``."""
-    from mmdecode.asr.output.manifest import Entry
-    from mmdecode.evaluation.speech.silence import SPEECH
-    from mmdecode.zoo.speech import speech_test
-
-    clips = speech_test()[:limit]
+    clips = speech_test()[:limit] if ZOO in sets else []
     for clip in clips:
         yield Entry(id=f"{SPEECH}/clean/{clip.name}", audio=str(clip.path), text=clip.text)
     for clip in clips:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,7 @@ from mmdecode.runs.console import console, print_line
 
 if TYPE_CHECKING:
     from mmdecode.asr.output.manifest import Entry
-    from mmdecode.asr.transcriber import Transcriber
     from mmdecode.evaluation.report.report import Report
-    from mmdecode.evaluation.speech.normalisers import Normaliser
     from mmdecode.evaluation.speech.samples import Sample
 
 Way = tuple[str | None, str | None, Mapping[str, Any]]
@@ -41,38 +38,6 @@ DECODING: dict[str, Any] = {
     "seed": 0,
 }
 """Options of every task on recordings."""
-
-
-def compared_transcribers(
-    given: Mapping[str, Any],
-    ways: Mapping[str, Way],
-    **options: Any,
-) -> dict[str, Transcriber]:
-    """Loads one model, and makes a transcriber for each way of decoding.
-
-    Args:
-        given: Options of the command: model, device, dtype, quantize, seed and those of
-            `mmdecode.asr.transcriber.TranscribeOptions` that the command has.
-        ways: Drafter, guide, and options of its own of each way, by name.
-        **options: Options of all ways.
-    """
-    from mmdecode import registry
-    from mmdecode.asr.transcriber import Transcriber, load, make_options
-    from mmdecode.decoder import Decoder
-
-    settings = {name: given[name] for name in ("language", "max_new_tokens", "batch_size")}
-    shared = make_options(settings | options)  # refused before a model is loaded
-    named = given["model"], given["device"], given["dtype"], given["quantize"]
-    network, processor = load(*named)
-    at_hand = registry.context_of(network, processor, given["model"])
-    found = {}
-    for name, (draft, guide, own) in ways.items():
-        drafter = registry.create("draft", draft, **at_hand) if draft else None
-        guiding = registry.create("guide", guide, **at_hand) if guide else None
-        decoder = Decoder(drafter, guiding, seed=given["seed"])
-        chosen = make_options(settings | options | dict(own)) if own else shared
-        found[name] = Transcriber(network, processor, decoder, chosen)
-    return found
 
 
 def refuse_twice(flag: str, specs: Sequence[str]) -> None:
@@ -114,35 +79,49 @@ class RecordingTask(Task):
 
     def transcribed(
         self,
-        transcribers: Mapping[str, Transcriber],
+        given: Mapping[str, Any],
+        ways: Mapping[str, Way],
         entries: Sequence[Entry],
         settings: Mapping[str, Any],
-        given: Mapping[str, Any],
-        *,
+        left_out: Sequence[str],
         begin: Callable[[], None] = lambda: None,
-        left_out: Sequence[str] = (),
-        closing: contextlib.ExitStack | None = None,
         **how: Any,
     ) -> Run:
-        """Makes a run that transcribes recordings in several modes.
+        """Loads one model, and makes a run that transcribes recordings in several ways.
 
         Args:
-            transcribers: Transcribers by the name of their mode.
-            entries: Recordings.
-            settings: Settings that may change a transcript.
             given: All options of the command, by name.
-            begin: Called before the first recording is read.
+            ways: Drafter, guide, and options of its own of each way of decoding, by name.
+            entries: Recordings.
+            settings: Settings that may change a transcript; ``options`` are those of
+                `mmdecode.asr.transcriber.TranscribeOptions` that all ways have.
             left_out: Messages on rows of the data that cannot be used.
-            closing: See `Run`.
+            begin: Called before the first recording is read.
             **how: See `mmdecode.evaluation.speech.runs.record`.
         """
-        from mmdecode.evaluation.speech.runs import data_hash, journal_of, record
+        from mmdecode import registry
+        from mmdecode.asr.transcriber import Transcriber, load, make_options
+        from mmdecode.decoder import Decoder
+        from mmdecode.evaluation.speech.runs import data_hash, read_samples, record
         from mmdecode.runs.conditions import conditions_of
+        from mmdecode.runs.rows import RowJournal
 
+        shared = make_options(settings["options"])  # refused before a model is loaded
+        named = given["model"], given["device"], given["dtype"], given["quantize"]
+        network, processor = load(*named)
+        at_hand = registry.context_of(network, processor, given["model"])
+        transcribers = {}
+        for name, (draft, guide, own) in ways.items():
+            drafter = registry.create("draft", draft, **at_hand) if draft else None
+            guiding = registry.create("guide", guide, **at_hand) if guide else None
+            decoder = Decoder(drafter, guiding, seed=given["seed"])
+            chosen = make_options(settings["options"] | own) if own else shared
+            transcribers[name] = Transcriber(network, processor, decoder, chosen)
         conditions = {**conditions_of(transcribers), **settings, "data_hash": data_hash(entries)}
         if left_out:
             conditions["rows_left_out"] = len(left_out)
         fixed = {name: value for name, value in conditions.items() if name != "load_average"}
+        audio = {entry.id: entry.audio for entry in entries}
 
         def recorded(journal: Any, progress: Callable[[Any], None]) -> list[Sample]:
             begin()
@@ -151,13 +130,18 @@ class RecordingTask(Task):
         return Run(
             report=lambda samples: self.report(samples, conditions, given),
             record=recorded,
-            journal=lambda folder, resume, overwrite: journal_of(
-                folder, fixed, resume, overwrite, entries
+            journal=lambda folder, resume, overwrite: RowJournal(
+                folder / self.rows,
+                lambda path: read_samples(path.parent),
+                lambda sample: (sample.mode, sample.id),
+                fixed,
+                resume,
+                overwrite,
+                lambda sample: audio.get(sample.id),
             ),
             total=len(entries) * len(transcribers),
             doing="transcribing",
             left_out=left_out,
-            closing=closing or contextlib.ExitStack(),
         )
 
 
@@ -206,33 +190,20 @@ class WERTask(RecordingTask):
         data = _manifest(given) or shipped_for(given["model"])
         refuse_twice("--draft", drafts)
         entries = self._entries(data, given, left_out)
+        names = ("model", "dtype", "seed", "group", "limit", "warmup", "batch_size")
         options = {name: given[name] for name in ("task", "timestamps")}
         options |= FALLBACK if given["fallback"] else {}
-        ways: dict[str, Way] = {PLAIN: (None, None, {})}
-        ways |= {spec: (spec, None, {}) for spec in drafts}
-        transcribers = compared_transcribers(given, ways, **options)
-        names = ("model", "dtype", "seed", "group", "limit", "warmup", "batch_size")
+        options |= {name: given[name] for name in ("language", "max_new_tokens", "batch_size")}
         settings = {
             **{name: given[name] for name in names},
             "data": str(data),
             "drafts": drafts,
-            "options": options
-            | {name: given[name] for name in ("language", "max_new_tokens", "batch_size")},
+            "options": options,
         }
-        return self.transcribed(
-            transcribers,
-            entries,
-            settings,
-            given,
-            left_out=left_out,
-            group=given["group"],
-            warmup=given["warmup"],
-        )
-
-    def _filtered(self, given: Mapping[str, Any]) -> bool:
-        if given["only_scored"] is None:
-            return bool(given["normalizer"] == "leaderboard")
-        return bool(given["only_scored"])
+        ways: dict[str, Way] = {PLAIN: (None, None, {})}
+        ways |= {spec: (spec, None, {}) for spec in drafts}
+        how = {name: given[name] for name in ("group", "warmup")}
+        return self.transcribed(given, ways, entries, settings, left_out, **how)
 
     def report(
         self, samples: list[Sample], conditions: dict[str, Any], given: Mapping[str, Any]
@@ -240,15 +211,10 @@ class WERTask(RecordingTask):
         """Makes a `WERReport`; see `RecordingTask.report`."""
         from mmdecode.evaluation.speech.word_report import WERReport
 
-        names = ("scorer", "resamples", "seed", "points", "segmented", "split_hyphens")
-        return WERReport(
-            samples,
-            normaliser=given["normalizer"],
-            only_scored=self._filtered(given),
-            margin=given["margin"] / 100,
-            **{name: given[name] for name in (*names, "hallucinations", "punctuation")},
-            conditions=conditions,
-        )
+        scoring = {name: given[name] for name in self.scoring}
+        scoring["margin"] /= 100
+        normaliser = scoring.pop("normalizer")
+        return WERReport(samples, normaliser=normaliser, conditions=conditions, **scoring)
 
     def _entries(
         self, manifest: Path, given: Mapping[str, Any], left_out: list[str]
@@ -261,17 +227,16 @@ class WERTask(RecordingTask):
         from mmdecode.evaluation.speech.normalisers import is_scored, normaliser_of
         from mmdecode.evaluation.speech.pier import untagged
 
-        limit = given["limit"]
-        normalise: Normaliser | None = None
-        if self._filtered(given):
-            normalise = normaliser_of(given["normalizer"])
-        entries = read_manifest(
-            manifest, None if normalise else limit, text=True, left_out=left_out
-        )
-        if normalise:
-            entries = [e for e in entries if is_scored(untagged(e.text or ""), normalise)][:limit]
-            if not entries:
-                raise InputError(f"no reference of {manifest} has words; give --all-references")
+        limit, filtered = given["limit"], given["only_scored"]
+        if filtered is None:
+            filtered = given["normalizer"] == "leaderboard"
+        if not filtered:
+            return read_manifest(manifest, limit, text=True, left_out=left_out)
+        normalise = normaliser_of(given["normalizer"])
+        entries = read_manifest(manifest, text=True, left_out=left_out)
+        entries = [e for e in entries if is_scored(untagged(e.text or ""), normalise)][:limit]
+        if not entries:
+            raise InputError(f"no reference of {manifest} has words; give --all-references")
         return entries
 
     def _foreign(self, given: Mapping[str, Any]) -> Run:
@@ -288,15 +253,14 @@ class WERTask(RecordingTask):
                 raise OptionError(f"two --hypotheses are called {name!r}; name them: NAME=FILE")
             sources[name] = Path(path)
         manifest, limit, group = _manifest(given), given["limit"], given["group"]
-        samples: list[Sample] = []
-        entries: list[Entry] = []
         left_out: list[str] = []
+        samples: list[Sample] = []
         if manifest:
             entries = read_manifest(manifest, limit, audio=False, text=True, left_out=left_out)
-        for name, source in sources.items():
-            if manifest:
+            for name, source in sources.items():
                 samples += match(entries, source, name, group)
-            else:
+        else:
+            for name, source in sources.items():
                 samples += read_results(source, name)[:limit]
         conditions: dict[str, Any] = {
             "hypotheses": {name: str(path) for name, path in sources.items()},

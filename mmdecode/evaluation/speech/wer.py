@@ -23,6 +23,7 @@ reference.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -35,18 +36,11 @@ import numpy as np
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
 from mmdecode.evaluation.speech.normalisers import Normaliser, normaliser_of
 from mmdecode.evaluation.speech.scripts import is_spaceless, units
-from mmdecode.evaluation.stats.intervals import LEVEL, RESAMPLES, interval, resampled_sums, sums_by
+from mmdecode.evaluation.stats.intervals import RESAMPLES, ratio_interval
 
 SCORERS = ("plain", "merge", "sclite")
-COLUMNS = (
-    "words",
-    "heard_words",
-    "substitutions",
-    "deletions",
-    "insertions",
-    "characters",
-    "character_errors",
-)
+ERRORS = ("substitutions", "deletions", "insertions")
+COLUMNS = ("words", "heard_words", *ERRORS, "characters", "character_errors")
 """Columns of `count_errors`, in order; ``heard_words`` are the words of the hypotheses."""
 Kind = Literal["equal", "substitute", "insert", "delete"]
 _MOST_READINGS = 10_000
@@ -98,13 +92,8 @@ class WER:
     @property
     def counts(self) -> dict[str, int]:
         """Counts of words and errors by name; ``heard_words`` are words of the hypotheses."""
-        return {
-            "words": self.words,
-            "heard_words": self.hypothesis_words,
-            "substitutions": self.substitutions,
-            "deletions": self.deletions,
-            "insertions": self.insertions,
-        }
+        words = {"words": self.words, "heard_words": self.hypothesis_words}
+        return words | {name: getattr(self, name) for name in ERRORS}
 
     @property
     def errors(self) -> int:
@@ -132,10 +121,8 @@ class WER:
         if not self.words or not self.hypothesis_words:
             return float(self.words != self.hypothesis_words)
         kept = (self.words - self.substitutions - self.deletions) / self.words
-        right = (
-            self.hypothesis_words - self.substitutions - self.insertions
-        ) / self.hypothesis_words
-        return 1 - kept * right
+        hits = self.hypothesis_words - self.substitutions - self.insertions
+        return 1 - kept * (hits / self.hypothesis_words)
 
     def __str__(self) -> str:
         merged = "" if self.scorer == "plain" else f", {self.scorer}"
@@ -181,7 +168,7 @@ def wer(
     counts = count_errors(
         references, hypotheses, normaliser=normaliser, scorer=scorer, segmented=segmented
     )
-    return summed(counts, normaliser, scorer, groups, resamples, seed)
+    return summed(counts, normaliser, scorer, groups, resamples=resamples, seed=seed)
 
 
 def summed(
@@ -189,8 +176,7 @@ def summed(
     normaliser: str,
     scorer: str,
     groups: Sequence[str] | None = None,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+    **resampling: int,
 ) -> WER:
     """Computes the score of a corpus from the counts of its pairs of texts.
 
@@ -199,12 +185,10 @@ def summed(
         normaliser: Name of the normaliser that was applied.
         scorer: Name of the scorer that aligned the pairs.
         groups: See `wer`.
-        resamples: See `wer`.
-        seed: See `wer`.
+        **resampling: Resamples and seed of the bootstrap.
     """
     table = np.stack([counts[:, 2:5].sum(1), counts[:, 0]], 1)
-    sums = resampled_sums(sums_by(table, groups), resamples, seed)
-    low, high = interval(sums[:, 0] / np.maximum(sums[:, 1], 1), LEVEL)
+    low, high = ratio_interval(table, groups, **resampling)
     totals = {name: int(total) for name, total in zip(COLUMNS, counts.sum(0), strict=True)}
     return WER(
         hypothesis_words=totals.pop("heard_words"),
@@ -223,21 +207,14 @@ def default_scorer(normaliser: str) -> str:
 
 
 def count_errors(
-    references: Sequence[str],
-    hypotheses: Sequence[str],
-    *,
-    normaliser: str = "whisper",
-    scorer: str = "plain",
-    segmented: bool = False,
+    references: Sequence[str], hypotheses: Sequence[str], **scoring: Any
 ) -> np.ndarray:
     """Counts words and errors of each pair of texts.
 
     Args:
         references: Reference texts.
         hypotheses: Recognised texts, in the same order.
-        normaliser: Name in `mmdecode.evaluation.speech.normalisers.NORMALISERS`.
-        scorer: One of `SCORERS`.
-        segmented: See `wer`.
+        **scoring: Normaliser, scorer and segmentation, see `align`.
 
     Returns:
         ``(pairs, 7)`` integers; the columns are `COLUMNS`.
@@ -253,7 +230,7 @@ def count_errors(
     if not len(references):
         raise OptionError("there is nothing to score; expected at least one pair of texts")
     pairs = zip(references, hypotheses, strict=True)
-    return count_steps([align(*pair, normaliser, scorer, segmented) for pair in pairs])
+    return count_steps([align(*pair, **scoring) for pair in pairs])
 
 
 def count_steps(alignments: Iterable[Sequence[Step]]) -> np.ndarray:
@@ -264,20 +241,13 @@ def count_steps(alignments: Iterable[Sequence[Step]]) -> np.ndarray:
         kinds = [step.kind for step in steps]
         reference = " ".join(step.reference for step in steps if step.reference)
         hypothesis = " ".join(step.hypothesis for step in steps if step.hypothesis)
-        words = len(reference.split()), len(hypothesis.split())
+        row = [len(reference.split()), len(hypothesis.split())]
+        row += [kinds.count(kind) for kind in ("substitute", "delete", "insert")]
         if is_spaceless(reference):
             reference, hypothesis = reference.replace(" ", ""), hypothesis.replace(" ", "")
-        characters = jiwer.process_characters(reference, hypothesis)
-        rows.append(
-            (
-                *words,
-                kinds.count("substitute"),
-                kinds.count("delete"),
-                kinds.count("insert"),
-                len(reference),
-                characters.substitutions + characters.deletions + characters.insertions,
-            )
-        )
+        edits = jiwer.process_characters(reference, hypothesis)
+        errors = edits.substitutions + edits.deletions + edits.insertions
+        rows.append([*row, len(reference), errors])
     return np.array(rows, dtype=np.int64)
 
 
@@ -302,15 +272,12 @@ def align(
         OptionError: The scorer does not exist.
     """
     normalise = normaliser_of(normaliser)
-    if scorer != "sclite":
-        pair = paired_units(normalise(reference), normalise(hypothesis), segmented)
-        return align_units(*pair, scorer)
-    hypothesis = normalise(hypothesis.lower())
-    found = [
-        align_units(*paired_units(normalise(reading), hypothesis, segmented), scorer)
-        for reading in readings(reference.lower())
-    ]
-    return min(found, key=_sclite_cost)
+    texts = [reference]
+    if scorer == "sclite":
+        texts, hypothesis = readings(reference.lower()), hypothesis.lower()
+    recognised = normalise(hypothesis)
+    pairs = (paired_units(normalise(text), recognised, segmented) for text in texts)
+    return min((align_units(*pair, scorer) for pair in pairs), key=_sclite_cost)
 
 
 def align_units(
@@ -336,18 +303,14 @@ def align_units(
 
 
 def align_as_written(
-    reference: str,
-    hypothesis: str,
-    normaliser: str = "whisper",
-    scorer: str = "plain",
-    segmented: bool = False,
+    reference: str, hypothesis: str, normaliser: str = "whisper", **scoring: Any
 ) -> list[Step]:
     """Like `align`, but shows words as they were before normalisation, where that is possible.
 
     A word that the normaliser joined, split or dropped is shown in its normalised form.
     """
     normalise = normaliser_of(normaliser)
-    steps = align(reference, hypothesis, normaliser, scorer, segmented)
+    steps = align(reference, hypothesis, normaliser, **scoring)
     left = iter(_written(reference, [w for s in steps for w in s.reference.split()], normalise))
     right = iter(_written(hypothesis, [w for s in steps for w in s.hypothesis.split()], normalise))
 
@@ -436,8 +399,6 @@ def _written(text: str, scored: list[str], normalise: Normaliser) -> list[str]:
 
 
 def _scoring(module: str, extra: str) -> Any:
-    import importlib
-
     try:
         return importlib.import_module(module)
     except ImportError as error:

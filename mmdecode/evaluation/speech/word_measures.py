@@ -8,22 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmdecode.errors import OptionError
-from mmdecode.evaluation.report.layout import percent
-from mmdecode.evaluation.speech.hallucinated import RUN, HallucinationCounts, count_hallucinations
+from mmdecode.evaluation.report.layout import between, percent
+from mmdecode.evaluation.speech.hallucinated import RUN, count_hallucinations
 from mmdecode.evaluation.speech.pier import TAGS, pier
-from mmdecode.evaluation.speech.punctuation import Agreement, Punctuation, punctuation
+from mmdecode.evaluation.speech.punctuation import punctuation
+from mmdecode.evaluation.speech.samples import Sample
 from mmdecode.evaluation.speech.wer import Step
 
-COLUMNS = {
-    "pier": "PIER %",
-    "pier_interval": "PIER 95 %",
-    "pier_rest": "PIER rest %",
-    "hallucinated": "hallucinated %",
-    "runs": "insertion runs %",
-    "repetition": "repetition %",
-    "marks": "marks F1 %",
-    "case": "case %",
+RATES = ("precision", "recall", "f1")
+_KEYS = {
+    "empty_hallucinated": "empty_heard",
+    "unplaced_hypothesis": "unplaced_heard",
+    "positions": "places",
 }
+"""Keys of results that differ from the names of their fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,44 +56,36 @@ class Measures:
     def scores(
         self,
         references: Sequence[str],
-        hypotheses: Sequence[str],
+        samples: Sequence[Sample],
         alignments: Sequence[Sequence[Step]],
-        untagged: Sequence[str],
         **scoring: Any,
     ) -> dict[str, Any]:
         """Computes the selected measures of one mode, such as a drafter or a guide.
 
         Args:
             references: Reference texts, with the tags that mark PIER's words, if any.
-            hypotheses: Recognised texts.
-            alignments: Alignment of each pair.
-            untagged: The references without tags.
+            samples: Recognised texts, and the references without tags.
+            alignments: Alignment of each sample.
             **scoring: Options of `mmdecode.evaluation.speech.pier.pier`.
         """
         found: dict[str, Any] = {}
+        hypotheses = [sample.pred_text for sample in samples]
         if self.points is not None:
-            score = pier(
-                references,
-                hypotheses,
-                points=self.points,
-                split_hyphens=self.split_hyphens,
-                **scoring,
-            )
+            chosen: dict[str, Any] = {"points": self.points, "split_hyphens": self.split_hyphens}
+            score = pier(references, hypotheses, **chosen, **scoring)
             rates = {"value": score.value, "rest_value": score.rest.value}
             found["pier"] = rates | dataclasses.asdict(score)
         if self.hallucinations:
             counted = count_hallucinations(alignments)
-            names = ("rate", "run_rate", "loop_rate")
-            rates = {name: getattr(counted, name) for name in names}
-            found["made_up"] = rates | _entry(counted)
+            found["made_up"] = _rates(counted, ("rate", "run_rate", "loop_rate")) | _entry(counted)
         if self.punctuation:
-            marked = punctuation(untagged, hypotheses)
+            marked = punctuation([sample.text for sample in samples], hypotheses)
             found["punctuation"] = _entry(marked) | {
                 "f1": marked.overall.f1,
                 "case": marked.case,
-                "marks": {mark: _rates(one) for mark, one in marked.marks.items()},
-                "overall": _rates(marked.overall),
-                "capitals": _rates(marked.capitals),
+                "marks": {mark: _entry(one) | _rates(one) for mark, one in marked.marks.items()},
+                "overall": _entry(marked.overall) | _rates(marked.overall),
+                "capitals": _entry(marked.capitals) | _rates(marked.capitals),
             }
         return found
 
@@ -122,21 +112,19 @@ class Measures:
 
 
 def cells(scores: Mapping[str, Any]) -> dict[str, str]:
-    """Table cells of one mode, by key of `COLUMNS`."""
-    found = {}
-    if (points := scores.get("pier")) is not None:
-        found["pier"], found["pier_rest"] = (
-            percent(points["value"]),
-            percent(points["rest_value"]),
-        )
-        if points["low"] is not None:
-            found["pier_interval"] = f"{percent(points['low'])} to {percent(points['high'])}"
-    if (counted := scores.get("made_up")) is not None:
-        names = {"hallucinated": "rate", "runs": "run_rate", "repetition": "loop_rate"}
-        found |= {name: percent(counted[rate]) for name, rate in names.items()}
-    if (marked := scores.get("punctuation")) is not None:
-        found |= {"marks": percent(marked["f1"]), "case": percent(marked["case"])}
-    return found
+    """Table cells of one mode, by column; cells of measures that are not selected are empty."""
+    points, counted, marked = (scores.get(key, {}) for key in ("pier", "made_up", "punctuation"))
+    known = points.get("low") is not None
+    return {
+        "PIER %": percent(points.get("value")),
+        "PIER 95 %": between(points["low"], points["high"]) if known else "",
+        "PIER rest %": percent(points.get("rest_value")),
+        "hallucinated %": percent(counted.get("rate")),
+        "insertion runs %": percent(counted.get("run_rate")),
+        "repetition %": percent(counted.get("loop_rate")),
+        "marks F1 %": percent(marked.get("f1")),
+        "case %": percent(marked.get("case")),
+    }
 
 
 def mark_rows(modes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -147,30 +135,20 @@ def mark_rows(modes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
     """
     rows = []
     for mode, scores in modes.items():
-        marked = scores.get("punctuation")
-        if marked is None:
+        if (marked := scores.get("punctuation")) is None:
             continue
         named = marked["marks"] | {"all marks": marked["overall"], "capitals": marked["capitals"]}
         for name, one in named.items():
-            rates = {f"{n} %": percent(one[n]) for n in ("precision", "recall", "f1")}
+            rates = {f"{rate} %": percent(one[rate]) for rate in RATES}
             counts = {n: str(one[n]) for n in ("right", "missed", "false")}
             rows.append({"mode": mode, "mark": name, **rates, **counts})
     return rows
 
 
-_KEYS = {
-    "empty_hallucinated": "empty_heard",
-    "unplaced_hypothesis": "unplaced_heard",
-    "positions": "places",
-}
-"""Keys of results that differ from the names of their fields."""
-
-
-def _entry(counts: HallucinationCounts | Punctuation) -> dict[str, Any]:
-    """Counts by key of the results."""
+def _entry(counts: Any) -> dict[str, Any]:
+    """Fields of counts by key of the results."""
     return {_KEYS.get(name, name): value for name, value in dataclasses.asdict(counts).items()}
 
 
-def _rates(one: Agreement) -> dict[str, float | int | None]:
-    rates = {name: getattr(one, name) for name in ("precision", "recall", "f1")}
-    return dataclasses.asdict(one) | rates
+def _rates(counts: Any, names: Sequence[str] = RATES) -> dict[str, float | None]:
+    return {name: getattr(counts, name) for name in names}

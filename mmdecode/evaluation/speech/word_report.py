@@ -16,29 +16,17 @@ from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.examples import Examples
-from mmdecode.evaluation.report.layout import Rows, number
-from mmdecode.evaluation.report.layout import percent as percent_of
+from mmdecode.evaluation.report.layout import Rows, between, number, percent, without_empty
 from mmdecode.evaluation.report.report import Report
-from mmdecode.evaluation.speech import word_measures
-from mmdecode.evaluation.speech.comparison import Comparison, Scored, compared, verdict_of
+from mmdecode.evaluation.speech import wer, word_measures
+from mmdecode.evaluation.speech.comparison import Comparison
 from mmdecode.evaluation.speech.normalisers import ORIGINS, is_scored, normaliser_of
 from mmdecode.evaluation.speech.pier import TAGS, is_tagged, refuse_points, untagged
 from mmdecode.evaluation.speech.runs import data_hash, record
 from mmdecode.evaluation.speech.samples import Sample, leaderboard_files, sample_of, with_alignment
 from mmdecode.evaluation.speech.scripts import is_spaceless
-from mmdecode.evaluation.speech.wer import COLUMNS as COUNTED
-from mmdecode.evaluation.speech.wer import (
-    Step,
-    align,
-    count_steps,
-    default_scorer,
-    summed,
-)
-from mmdecode.evaluation.speech.word_measures import Measures
-from mmdecode.evaluation.stats.intervals import (
-    RESAMPLES,
-    holm,
-)
+from mmdecode.evaluation.stats import intervals
+from mmdecode.evaluation.stats.intervals import RESAMPLES
 from mmdecode.runs.conditions import conditions_of
 
 if TYPE_CHECKING:
@@ -46,24 +34,6 @@ if TYPE_CHECKING:
 
     from mmdecode.asr.transcriber import Transcriber
 
-COLUMNS = {
-    "mode": "mode",
-    "wer": "WER %",
-    "interval": "95 %",
-    "cer": "CER %",
-    "mer": "MER %",
-    "wil": "WIL %",
-    "sub": "S %",
-    "del": "D %",
-    "ins": "I %",
-    "failed": "failed",
-    "repeating": "repeating windows %",
-    **word_measures.COLUMNS,
-    "rtfx": "RTFx",
-    "p50": "p50 s",
-    "p95": "p95 s",
-    "tokens_per_pass": "tokens/pass",
-}
 LONG = ("CER %", "MER %", "WIL %", "repeating windows %", "p50 s", "p95 s")
 """Columns of the full table alone."""
 MARGIN = 0.001
@@ -90,6 +60,8 @@ class WERReport(Report):
     Attributes:
         modes: Names of the modes, the baseline first.
         left_out: Number of recordings left out by ``only_scored``.
+        scoring: Normaliser, scorer and segmentation, as options of `align`.
+        resampling: Resamples and seed of every bootstrap, by name.
 
     Raises:
         OptionError: There are no samples, or modes have different recordings.
@@ -112,29 +84,27 @@ class WERReport(Report):
         segmented: bool = False,
         **measures: bool,
     ) -> None:
-        self.normaliser, self.scorer = normaliser, scorer or default_scorer(normaliser)
-        self.margin, self.resamples, self.seed = margin, resamples, seed
-        self.segmented = segmented
+        self.normaliser, self.scorer = normaliser, scorer or wer.default_scorer(normaliser)
+        self.segmented, self.margin = segmented, margin
         self.conditions = dict(conditions or {})
         if points is None and any(is_tagged(sample.text) for sample in samples):
             points = TAGS
         if points is not None:
             refuse_points(points, self.scorer)
-        self.measures = Measures(points=points, **measures)
+        self.measures = word_measures.Measures(points=points, **measures)
         self._tagged: dict[str, str] = {}  # references with their tags
         normalise = normaliser_of(normaliser)
         self.only_scored = normaliser == "leaderboard" if only_scored is None else only_scored
-        self._of: dict[str, dict[str, Sample]] = {}
+        by_mode: dict[str, dict[str, Sample]] = {}
         left_out = set()
-        for given in samples:
-            sample = given
-            if points is not None and is_tagged(given.text):
-                self._tagged[given.id] = given.text
-                sample = dataclasses.replace(given, text=untagged(given.text))
+        for sample in samples:
+            if points is not None and is_tagged(sample.text):
+                self._tagged[sample.id] = sample.text
+                sample = dataclasses.replace(sample, text=untagged(sample.text))
             if self.only_scored and not is_scored(sample.text, normalise):
                 left_out.add(sample.id)
                 continue
-            found = self._of.setdefault(sample.mode, {})
+            found = by_mode.setdefault(sample.mode, {})
             if sample.id in found:
                 raise OptionError(
                     f"{sample.mode!r} has two samples called {sample.id!r}; give each recording a "
@@ -142,56 +112,45 @@ class WERReport(Report):
                 )
             found[sample.id] = sample
         self.left_out = len(left_out)
-        if not self._of:
+        if not by_mode:
             raise OptionError("no recording has words to score; expected at least one")
-        self.modes = list(self._of)
-        self.ids = list(self._of[self.modes[0]])
-        for mode, found in self._of.items():
+        self.modes = list(by_mode)
+        self.ids = list(by_mode[self.modes[0]])
+        for mode, found in by_mode.items():
             other = set(found).symmetric_difference(self.ids)
             if other:
                 raise OptionError(
                     f"{mode!r} and {self.modes[0]!r} have different recordings (only one of them "
                     f"has {min(other)!r}); finish the run with --resume, or score them separately"
                 )
-        known = [self._of[self.modes[0]][name].group for name in self.ids]
+        self._of = {mode: [found[name] for name in self.ids] for mode, found in by_mode.items()}
+        known = [sample.group for sample in self._of[self.modes[0]]]
         self._groups = [str(group) for group in known] if None not in known else None
+        self.scoring: dict[str, Any] = {"normaliser": normaliser, "scorer": self.scorer}
+        self.scoring["segmented"] = segmented
+        self.resampling: dict[str, Any] = {"resamples": resamples, "seed": seed}
 
     @property
     def samples(self) -> list[Sample]:
         """All scored samples, mode by mode."""
-        return [sample for mode in self.modes for sample in self._samples(mode)]
-
-    def _samples(self, mode: str) -> list[Sample]:
-        """Samples of one mode, recordings in order."""
-        return [self._of[mode][name] for name in self.ids]
+        return [sample for found in self._of.values() for sample in found]
 
     @cached_property
-    def alignments(self) -> dict[str, list[list[Step]]]:
+    def alignments(self) -> dict[str, list[list[wer.Step]]]:
         """Alignment of each recording, by mode."""
         return {
-            mode: [
-                align(
-                    found[name].text,
-                    found[name].pred_text,
-                    self.normaliser,
-                    self.scorer,
-                    self.segmented,
-                )
-                for name in self.ids
-            ]
-            for mode, found in self._of.items()
+            mode: [wer.align(one.text, one.pred_text, **self.scoring) for one in samples]
+            for mode, samples in self._of.items()
         }
 
     @cached_property
     def counts(self) -> dict[str, np.ndarray]:
         """Counts of `mmdecode.evaluation.speech.wer.count_errors` by mode, ``(recordings, 7)``."""
-        return {mode: count_steps(steps) for mode, steps in self.alignments.items()}
+        return {mode: wer.count_steps(steps) for mode, steps in self.alignments.items()}
 
     @cached_property
     def summary(self) -> dict[str, Any]:
         """All numbers and settings of the report."""
-        first = self._of[self.modes[0]]
-        durations = [d for d in (first[name].duration for name in self.ids) if d is not None]
         return {
             "task": "wer",
             "normaliser": self.normaliser,
@@ -207,10 +166,9 @@ class WERReport(Report):
             "interval": {
                 "unit": "recording" if self._groups is None else "group",
                 "units": len(set(self._groups or self.ids)),
-                "resamples": self.resamples,
-                "seed": self.seed,
+                **self.resampling,
             },
-            "duration_s": _spread(durations),
+            "duration_s": _spread([one.duration for one in self._of[self.modes[0]]]),
             "modes": {mode: self._mode(mode) for mode in self.modes},
             "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
             "conditions": self.conditions,
@@ -221,23 +179,17 @@ class WERReport(Report):
         """Number of references in scripts without spaces, which are scored by characters."""
         if self.segmented:
             return 0
-        return sum(is_spaceless(sample.text) for sample in self._samples(self.modes[0]))
+        return sum(is_spaceless(sample.text) for sample in self._of[self.modes[0]])
 
     def _mode(self, mode: str) -> dict[str, Any]:
-        score = summed(
-            self.counts[mode],
-            self.normaliser,
-            self.scorer,
-            self._groups,
-            self.resamples,
-            self.seed,
-        )
-        samples = self._samples(mode)
+        named = self.normaliser, self.scorer, self._groups
+        score = wer.summed(self.counts[mode], *named, **self.resampling)
+        samples = self._of[mode]
         timed = [(s.duration, s.time) for s in samples if s.duration and s.time]
         audio, spent = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 0)
         tokens = [len(s.token_ids) for s in samples if s.token_ids is not None]
         batches = {tuple(sorted(s.batch.items())): s.batch for s in samples if s.batch}.values()
-        passes = sum(batch["row_passes"] for batch in batches)
+        passes, scored = (sum(b[key] for b in batches) for key in ("row_passes", "scored_tokens"))
         windows = sum(sample.windows or 0 for sample in samples)
         repetitive = sum(sample.repetitive_windows or 0 for sample in samples)
         return {
@@ -261,32 +213,22 @@ class WERReport(Report):
             "latency_s": _spread([seconds for _, seconds in timed]),
             "tokens": sum(tokens) if tokens else None,
             "mean_tokens": sum(tokens) / len(tokens) if tokens else None,
-            "tokens_per_pass": sum(b["scored_tokens"] for b in batches) / passes
-            if passes
-            else None,
-        } | self._measured(samples, self.alignments[mode])
-
-    def _measured(
-        self, samples: Sequence[Sample], alignments: Sequence[Sequence[Step]]
-    ) -> dict[str, Any]:
-        return self.measures.scores(
-            [self._tagged.get(sample.id, sample.text) for sample in samples],
-            [sample.pred_text for sample in samples],
-            alignments,
-            [sample.text for sample in samples],
-            normaliser=self.normaliser,
-            scorer=self.scorer,
-            segmented=self.segmented,
-            groups=self._groups,
-            resamples=self.resamples,
-            seed=self.seed,
-        )
+            "tokens_per_pass": scored / passes if passes else None,
+            **self.measures.scores(
+                [self._tagged.get(sample.id, sample.text) for sample in samples],
+                samples,
+                self.alignments[mode],
+                groups=self._groups,
+                **self.scoring,
+                **self.resampling,
+            ),
+        }
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
         """Comparison of each further mode with the first; p-values are corrected by Holm."""
         found = [self.compare(mode) for mode in self.modes[1:]]
-        corrected = holm([one.mapsswe.p for one in found])
+        corrected = intervals.holm([one.mapsswe.p for one in found])
         return [dataclasses.replace(one, p_holm=p) for one, p in zip(found, corrected, strict=True)]
 
     def compare(
@@ -303,38 +245,64 @@ class WERReport(Report):
             OptionError: The reports differ in recordings, references, normaliser or scorer.
             UnknownNameError: There is no such mode.
         """
-        first = self._scored(mode or self.modes[0])
+        report, first = self, self._known(mode or self.modes[0])
         if isinstance(other, str):
-            second = self._scored(other)
-        elif other._scoring != self._scoring:
+            second = self._known(other)
+        elif other._scored_by != self._scored_by:
             raise OptionError(
-                f"one report is scored with {self._scoring} and the other with {other._scoring}; "
-                "score both alike"
+                f"one report is scored with {self._scored_by} and the other with "
+                f"{other._scored_by}; score both alike"
             )
         else:
-            second = other._scored(other_mode or other.modes[0])
-        return compared(
-            first,
-            second,
-            groups=self._groups,
-            margin=self.margin,
-            resamples=self.resamples,
-            seed=self.seed,
+            report, second = other, other._known(other_mode or other.modes[0])
+        samples = self._of[first], report._of[second]
+        mine, theirs = ([(one.id, one.text) for one in side] for side in samples)
+        if mine != theirs:
+            raise OptionError(
+                "the reports have different recordings or references; compare runs on the same data"
+            )
+        counts = self.counts[first], report.counts[second]
+        errors = [table[:, 2:5].sum(1) for table in counts]
+        words = np.stack([table[:, 0] for table in counts], 1)
+        bootstrap = intervals.paired_bootstrap(
+            errors[0], errors[1], words, self._groups, **self.resampling
         )
+        alignments = self.alignments[first], report.alignments[second]
+        texts = (
+            [[step.hypothesis for step in steps if step.hypothesis] for steps in side]
+            for side in alignments
+        )
+        return Comparison(
+            first=first,
+            second=second,
+            same=sum(a == b for a, b in zip(*texts, strict=True)),
+            of=len(self.ids),
+            bootstrap=bootstrap,
+            mapsswe=intervals.mapsswe(*alignments),
+            utterances=intervals.paired_test(errors[0] - errors[1]),
+            margin=self.margin,
+            within_margin=-bootstrap.low < self.margin,
+            **self._speedup(*samples),
+        )
+
+    def _speedup(self, first: Sequence[Sample], second: Sequence[Sample]) -> dict[str, float]:
+        """Time of the first mode over time of the second, and the 95 % interval over batches."""
+        timed = [(a, b) for a, b in zip(first, second, strict=True) if a.time and b.time]
+        if not timed:
+            return {}
+        table = np.array([(a.time, b.time) for a, b in timed], dtype=float)
+        batches = [str(a.batch["number"]) if a.batch else a.id for a, _ in timed]
+        before, after = table.sum(0)
+        found = {"speedup": float(before / after)}
+        if len(set(batches)) > 1:
+            low, high = intervals.ratio_interval(table, batches, **self.resampling)
+            found |= {"speedup_low": low, "speedup_high": high}
+        return found
 
     @property
-    def _scoring(self) -> str:
+    def _scored_by(self) -> str:
         """Normaliser, scorer and segmentation in one string."""
         return f"{self.normaliser}, {self.scorer}{', segmented' * self.segmented}"
-
-    def _scored(self, mode: str) -> Scored:
-        self._known(mode)
-        return Scored(
-            mode=mode,
-            samples=self._samples(mode),
-            alignments=self.alignments[mode],
-            counts=self.counts[mode],
-        )
 
     def _known(self, mode: str) -> str:
         if mode not in self._of:
@@ -342,48 +310,62 @@ class WERReport(Report):
         return mode
 
     def rows(self) -> list[dict[str, str]]:
-        """Table with a row per mode and columns `COLUMNS`; empty columns are left out."""
+        """Table with a row per mode; empty columns are left out."""
         rows = []
-        units = self.summary["interval"]["units"]
+        several = self.summary["interval"]["units"] > 1
         for mode, found in self.summary["modes"].items():
             words, spread = max(found["words"], 1), found["latency_s"] or {}
-            percent = {name: 100 * found[name] for name in ("wer", "cer", "mer", "wil")}
-            percent["sub"] = 100 * found["substitutions"] / words
-            percent["del"] = 100 * found["deletions"] / words
-            percent["ins"] = 100 * found["insertions"] / words
-            low, high = 100 * found["wer_low"], 100 * found["wer_high"]
-            row = {name: f"{value:.2f}" for name, value in percent.items()}
-            row |= {"mode": mode, "interval": f"{low:.2f} to {high:.2f}" * (units > 1)}
-            row["failed"] = str(found["failed"])
-            row["repeating"] = percent_of(found["loop_rate"])
-            row["rtfx"] = number(found["rtfx"])
-            row["p50"], row["p95"] = (number(spread.get(k), ".3f") for k in ("p50", "p95"))
-            row["tokens_per_pass"] = number(found["tokens_per_pass"])
-            row |= word_measures.cells(found)
+            row = {"mode": mode, "WER %": percent(found["wer"])}
+            row["95 %"] = between(found["wer_low"], found["wer_high"]) * several
+            row |= {f"{name.upper()} %": percent(found[name]) for name in ("cer", "mer", "wil")}
+            for name in wer.ERRORS:
+                row[f"{name[0].upper()} %"] = f"{100 * found[name] / words:.2f}"
+            row |= {
+                "failed": str(found["failed"]),
+                "repeating windows %": percent(found["loop_rate"]),
+                **word_measures.cells(found),
+                "RTFx": number(found["rtfx"]),
+                "p50 s": number(spread.get("p50"), ".3f"),
+                "p95 s": number(spread.get("p95"), ".3f"),
+                "tokens/pass": number(found["tokens_per_pass"]),
+            }
             rows.append(row)
-        used = [name for name in COLUMNS if any(row.get(name) for row in rows)]
-        return [{COLUMNS[name]: row.get(name, "") for name in used} for row in rows]
-
-    def mark_rows(self) -> list[dict[str, str]]:
-        """Table with a row per mode and punctuation mark; empty if punctuation is not scored."""
-        return word_measures.mark_rows(self.summary["modes"])
+        return without_empty(rows)
 
     def brief(self) -> list[Rows]:
         """Word errors and speed of each mode, and what else was asked for."""
-        short = [{name: row[name] for name in row if name not in LONG} for row in self.rows()]
-        return [short, *([marks] if (marks := self.mark_rows()) else [])]
+        full, *others = self.tables()
+        return [[{name: row[name] for name in row if name not in LONG} for row in full], *others]
 
     def tables(self) -> list[Rows]:
         """The full table, and the one of punctuation marks, if they are scored."""
-        return [self.rows(), *([marks] if (marks := self.mark_rows()) else [])]
+        marks = word_measures.mark_rows(self.summary["modes"])
+        return [self.rows(), *([marks] if marks else [])]
 
     def verdict(self) -> list[str]:
         """States which modes differ from the first in word errors, and which is the fastest."""
-        first = self.summary["modes"][self.modes[0]]
+        name, first = self.modes[0], self.summary["modes"][self.modes[0]]
         if len(self.modes) == 1:
-            spread = f", {percent_of(first['wer_low'])} to {percent_of(first['wer_high'])} %"
-            return [f"{self.modes[0]}: {percent_of(first['wer'])} % word errors{spread}."]
-        return [verdict_of(self.modes[0], first["wer"], self.comparisons)]
+            spread = between(first["wer_low"], first["wer_high"])
+            return [f"{name}: {percent(first['wer'])} % word errors, {spread} %."]
+        kinds: dict[str, list[str]] = {"fewer": [], "more": [], "": []}
+        for one in self.comparisons:
+            kind = ""
+            if one.p_holm is not None and one.p_holm < 1 - intervals.LEVEL:
+                kind = "fewer" if one.bootstrap.difference > 0 else "more"
+            kinds[kind].append(one.second)
+        against = f"{name} ({percent(first['wer'])} %)"
+        parts = [
+            f"{', '.join(names)}: {kind} word errors than {against}"
+            if kind
+            else f"{', '.join(names)}: no difference from {against} is shown"
+            for kind, names in kinds.items()
+            if names
+        ]
+        fastest = max(self.comparisons, key=lambda one: one.speedup or 0.0)
+        if fastest.speedup is not None and fastest.speedup > 1:
+            parts.append(f"{fastest.second} is {fastest.speedup:.2f} times as fast")
+        return ["; ".join(parts) + "."]
 
     def about(self) -> str:
         """Explains the numbers in a sentence or two."""
@@ -421,7 +403,7 @@ class WERReport(Report):
         """Every sample with its counts."""
         counts = np.concatenate([self.counts[mode] for mode in self.modes])
         return [
-            sample.as_dict() | dict(zip(COUNTED, row, strict=True))
+            sample.as_dict() | dict(zip(wer.COLUMNS, row, strict=True))
             for sample, row in zip(self.samples, counts.tolist(), strict=True)
         ]
 
@@ -436,13 +418,7 @@ class WERReport(Report):
         errors = self.counts[name][:, 2:5].sum(1)
         order = [int(i) for i in np.argsort(-errors, kind="stable")[:count] if errors[i]]
         return Examples(
-            with_alignment(
-                self._of[name][self.ids[index]],
-                int(errors[index]),
-                self.normaliser,
-                self.scorer,
-                self.segmented,
-            )
+            with_alignment(self._of[name][index], int(errors[index]), **self.scoring)
             for index in order
         )
 
@@ -453,7 +429,7 @@ class WERReport(Report):
     def figures(self) -> dict[str, Figure | bytes]:
         """Figures by name; a figure without data is left out."""
         modes = self.summary["modes"]
-        durations = [self._of[self.modes[0]][name].duration for name in self.ids]
+        durations = [one.duration for one in self._of[self.modes[0]]]
         found = {
             "wer_against_speed": plots.wer_against_speed(modes),
             "wer_by_duration": plots.by_duration(durations, self.counts),
@@ -501,25 +477,22 @@ def wer_report(
         OptionError: A list of transcripts is not as long as the data.
         InputError: The manifest cannot be read.
     """
-    if isinstance(data, (str, os.PathLike)):
-        entries = read_manifest(data, limit, text=True)
-    else:
-        entries = _named(list(data)[:limit])
     named = systems if isinstance(systems, Mapping) else {"plain": systems}
     models = {name: s for name, s in named.items() if not isinstance(s, Sequence)}
-    conditions: dict[str, Any] = {
-        "data": str(data) if isinstance(data, (str, os.PathLike)) else None
-    }
-    if models:
-        first = next(iter(models.values()))
-        conditions |= conditions_of(models)
-        conditions |= {"batch_size": batch_size or first.options.batch_size, "warmup": warmup}
-    conditions |= {"data_hash": data_hash(entries), "limit": limit}
+    conditions: dict[str, Any] = {"data": None}
+    if isinstance(data, (str, os.PathLike)):
+        entries = read_manifest(data, limit, text=True)
+        conditions["data"] = str(data)
+    else:
+        entries = _named(list(data)[:limit])
     samples = []
     if models:
+        batch_size = batch_size or next(iter(models.values())).options.batch_size
+        conditions |= conditions_of(models) | {"batch_size": batch_size, "warmup": warmup}
         samples = record(
             models, entries, group=group, batch_size=batch_size, warmup=warmup, progress=progress
         )
+    conditions |= {"data_hash": data_hash(entries), "limit": limit}
     for name, texts in named.items():
         if not isinstance(texts, Sequence):
             continue
@@ -564,8 +537,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    if not values:
+def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    known = [float(value) for value in values if value is not None]
+    if not known:
         return None
-    p50, p95 = np.quantile(np.asarray(values, dtype=float), [0.5, 0.95])
-    return {"p50": float(p50), "p95": float(p95), "max": float(max(values))}
+    p50, p95 = np.quantile(known, [0.5, 0.95])
+    return {"p50": float(p50), "p95": float(p95), "max": max(known)}

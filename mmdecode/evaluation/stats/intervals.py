@@ -256,6 +256,24 @@ def interval(draws: np.ndarray, level: float = LEVEL) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def ratio_interval(
+    table: np.ndarray,
+    groups: Sequence[str] | None = None,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """95 % interval of the sum of a first column over the sum of a second, by bootstrap.
+
+    Args:
+        table: Both values of each item, ``(items, 2)``; a second sum of 0 counts as 1.
+        groups: Unit of each item, see `sums_by`.
+        resamples: Number of bootstrap samples.
+        seed: Seed of the bootstrap.
+    """
+    above, below = resampled_sums(sums_by(table, groups), resamples, seed).T
+    return interval(above / np.where(below == 0, 1, below))
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Corrects p-values for multiple tests (Holm, 1979), in the order given."""
     adjusted, worst = [0.0] * len(p_values), 0.0
