@@ -9,6 +9,7 @@ import typer
 
 from mmdecode.cli.flags import Device, Dtype, Overwrite, Quantize, refuse_without
 from mmdecode.cli.output import JsonFlag, emit_json
+from mmdecode.demo.setting import Setting
 from mmdecode.errors import UnknownNameError
 
 DEMOS = ("speech", "vlm", "image")
@@ -106,20 +107,20 @@ def command(
     for name in chosen:
         folder = FOLDER / name if output is None else output if what else output / name
         asked_for = model if name == chosen[0] else None
-        shared = (folder.resolve(), limit, device, dtype, quantize, seed, overwrite)
+        shared = Setting(folder.resolve(), limit, device, dtype, quantize, seed, overwrite)
         if name == "speech":
             from mmdecode.demo.speech import command as demo_speech
 
-            found[name] = demo_speech.run(asked_for, draft, repeats, *shared)
+            found[name] = demo_speech.run(asked_for, shared, draft, repeats)
         elif name == "vlm":
             from mmdecode.demo.vision import command as demo_vlm
 
-            loaded = asked_for or MODELS[name]
-            found[name] = demo_vlm.run(loaded, GUIDES if guides is None else guides, *shared)
+            used = GUIDES if guides is None else guides
+            found[name] = demo_vlm.run(asked_for or MODELS[name], shared, used)
         else:
             from mmdecode.demo.images import command as demo_image
 
-            found[name] = demo_image.run(asked_for or MODELS[name], *shared)
+            found[name] = demo_image.run(asked_for or MODELS[name], shared)
     if json:
         emit_json(found if what is None else found[what])
     if not all(one.get("identical", True) for one in found.values()):

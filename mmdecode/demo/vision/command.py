@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.progress import track
+
+from mmdecode import registry
+from mmdecode.checkpoints import paired
+from mmdecode.decoder import Decoder
+from mmdecode.demo.setting import PAGE, Setting, conditions_of
+from mmdecode.demo.vision import page as answer_page
+from mmdecode.demo.vision.attention_map import attention_map
+from mmdecode.demo.vision.page import (
+    PLAIN,
+    Answers,
+    Asked,
+    Drafted,
+    Given,
+    ImageSet,
+    Pictured,
+    Token,
+    drafting,
+    drafts,
+    right_of,
+    short_of,
+)
+from mmdecode.demo.vision.terminal import show
+from mmdecode.engine.contracts import Drafter, Guide
+from mmdecode.evaluation.vision.benchmarks import vocabulary_of, zoo_image
+from mmdecode.evaluation.vision.tasks.chair import Vocabulary
 from mmdecode.runs.console import console, only_our_output, warnings_shown
-
-if TYPE_CHECKING:
-    from mmdecode.decoder import Decoder
-    from mmdecode.demo.vision.page import (
-        Answers,
-        Asked,
-        Drafted,
-        Given,
-        Pictured,
-        Token,
-    )
-    from mmdecode.engine.contracts import Drafter, Guide
-    from mmdecode.evaluation.vision.tasks.chair import Vocabulary
-    from mmdecode.vlm import Answer, Answerer
-    from mmdecode.zoo.scenes import Scene
+from mmdecode.runs.files import refuse_foreign, write_file
+from mmdecode.vlm import Answer, Answerer, loading
+from mmdecode.vlm.images import image_source
+from mmdecode.zoo.scene_sets import image_name, scenes_from
+from mmdecode.zoo.scene_text import COUNTS, DESCRIBE, existence_question, plural
+from mmdecode.zoo.scenes import COMPANIONS, NOUNS, Scene
 
 FAIR, TEMPTING = "Images as they come", "Images that tempt"
 SETS = {
@@ -55,37 +70,15 @@ class Task:
     choices: tuple[str, ...] = ()  # none: a caption
 
 
-def run(
-    model: str,
-    guides: Sequence[str],
-    out: Path,
-    limit: int | None,
-    device: str | None,
-    dtype: str,
-    quantize: str | None,
-    seed: int,
-    overwrite: bool,
-) -> dict[str, Any]:
+def run(model: str, setting: Setting, guides: Sequence[str]) -> dict[str, Any]:
     """Asks the questions, prints the answers and writes ``report.html``; runs the command.
 
     Returns:
         Answers and measurements as JSON values, for ``--json``.
     """
-    from rich.progress import track
-
-    from mmdecode import registry
-    from mmdecode.demo.vision import page as answer_page
-    from mmdecode.demo.vision.page import PLAIN, Answers, ImageSet, Pictured
-    from mmdecode.demo.vision.terminal import show
-    from mmdecode.evaluation.vision.benchmarks import vocabulary_of, zoo_image
-    from mmdecode.runs.files import refuse_foreign, write_file
-    from mmdecode.vlm import Answerer, loading
-    from mmdecode.zoo.scene_sets import image_name
-
-    refuse_foreign([out / "report.html"], overwrite)
-    started = time.perf_counter()
+    refuse_foreign([setting.out / PAGE], setting.overwrite)
     names = list(dict.fromkeys(guides))
-    scenes = chosen(limit)
+    scenes = chosen(setting.limit)
     count = sum(map(len, scenes.values()))
     console.print(
         f"Asking about {count} images: plainly, and with {', '.join(names)}. The answers may "
@@ -93,7 +86,7 @@ def run(
         highlight=False,
     )
     only_our_output()
-    network, processor = loading.load(model, device, dtype, quantize)
+    network, processor = loading.load(model, *setting.weights)
     at_hand = registry.context_of(network, processor)
     methods: dict[str, Guide | None] = {PLAIN: None}
     methods |= {name: registry.create("guide", name, **at_hand) for name in names}
@@ -108,24 +101,25 @@ def run(
         ):
             png = zoo_image(image_name(scene))
             asking = list(tasks(scene, tempting=title == TEMPTING))
-            asked = _ask(plain, methods, draft, png, scene, asking, words, seed, warm=number == 1)
+            asked = _ask(
+                plain, methods, draft, png, scene, asking, words, setting.seed, warm=number == 1
+            )
             about = ", ".join(f"{t.colour} {t.name}" for t in scene.things)
             shown[title].append(Pictured(name=f"image {number}", about=about, png=png, asked=asked))
     pictured = [one for found in shown.values() for one in found]
+    runs = f"greedy, one question at a time, each timed once; seed {setting.seed}"
+    captions = f"captions of at most {CAPTION_TOKENS} tokens"
     report = Answers(
         model=model,
         methods=list(methods),
         sets=[ImageSet(title=t, about=SETS[t], images=found) for t, found in shown.items()],
         scores=_scores(pictured, list(methods)),
-        conditions=_conditions(network, seed),
+        conditions=conditions_of(network, {}, runs=runs, captions=captions),
         draft=drafter_of(model),
     )
-    write_file(out / "report.html", answer_page.page(report), overwrite)
-    summary = _summary(report)
-    summary["seconds"] = round(time.perf_counter() - started, 1)
-    summary["files"] = {"report.html": str(out / "report.html")}
-    show(report, summary)
-    return summary
+    write_file(setting.out / PAGE, answer_page.page(report), setting.overwrite)
+    show(report)
+    return setting.end(_summary(report), report.conditions)
 
 
 def chosen(limit: int | None) -> dict[str, list[Scene]]:
@@ -134,8 +128,6 @@ def chosen(limit: int | None) -> dict[str, list[Scene]]:
     Args:
         limit: Maximum number of images over all sets, in order; ``None``: as in `IMAGES`.
     """
-    from mmdecode.zoo.scene_sets import scenes_from
-
     left = sum(IMAGES.values()) if limit is None else limit
     found = {}
     for title, count in IMAGES.items():
@@ -148,8 +140,6 @@ def chosen(limit: int | None) -> dict[str, list[Scene]]:
 
 def drafter_of(model: str) -> str:
     """Returns the drafter for captions: the EAGLE drafter of a zoo model, else prompt lookup."""
-    from mmdecode.checkpoints import paired
-
     return f"eagle:path={name}" if (name := paired(model, "eagle")) else "lookup"
 
 
@@ -160,8 +150,6 @@ def is_tempting(scene: Scene) -> bool:
 
 def _companion(scene: Scene) -> str | None:
     """Returns an absent noun that usually co-occurs with a noun of the scene, or ``None``."""
-    from mmdecode.zoo.scenes import COMPANIONS
-
     absent = (COMPANIONS[name] for name in scene.names)
     return next((name for name in absent if name not in scene.names), None)
 
@@ -173,9 +161,6 @@ def tasks(scene: Scene, *, tempting: bool) -> Iterator[Task]:
         scene: The scene.
         tempting: Whether to ask also about the absent companion of one of the scene's nouns.
     """
-    from mmdecode.zoo.scene_text import COUNTS, DESCRIBE, existence_question, plural
-    from mmdecode.zoo.scenes import COMPANIONS, NOUNS
-
     yield Task(existence_question(scene.names[-1]), "Yes", ("yes", "no"))
     if tempting:
         absent = _companion(scene)
@@ -204,11 +189,6 @@ def _ask(
     warm: bool,
 ) -> list[Asked]:
     """Asks all questions about an image with each guide; repeats captions with the drafter."""
-    from mmdecode.decoder import Decoder
-    from mmdecode.demo.vision.attention_map import attention_map
-    from mmdecode.demo.vision.page import Asked, Given
-    from mmdecode.vlm.answerer import Answerer
-
     answers: dict[str, list[Answer]] = {}
     for name, guide in methods.items():
         answerer = Answerer(plain.model, plain.processor, Decoder(guide=guide, seed=seed))
@@ -255,9 +235,6 @@ def _ask(
 
 def _drafted(plain: Answerer, decoder: Decoder, png: bytes, answer: Answer) -> Drafted:
     """Generates an answer again, with a drafter."""
-    from mmdecode.demo.vision.page import Drafted
-    from mmdecode.vlm.answerer import Answerer
-
     again = Answerer(plain.model, plain.processor, decoder)(
         png, answer.question, max_new_tokens=CAPTION_TOKENS, trace=True
     )
@@ -285,8 +262,6 @@ def _margins(answer: Answer, guided: bool) -> dict[str, float]:
 
 def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> list[Token]:
     """Returns the tokens of an answer, with the plain model's choice where it differs."""
-    from mmdecode.demo.vision.page import Token
-
     tokenizer = plain.processor.tokenizer
     steps = [step for one in answer.trace or () for step in one.steps]
     special = set(tokenizer.all_special_ids)
@@ -319,8 +294,6 @@ def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> l
 
 def _plain_choices(plain: Answerer, png: bytes, answers: Sequence[Answer]) -> list[list[int]]:
     """Returns the greedy choices of plain ``generate`` after each prefix of given answers."""
-    from mmdecode.vlm.images import image_source
-
     image = image_source(png, "image").read()
     found: list[list[int]] = []
     for start in range(0, len(answers), _BATCH):
@@ -396,25 +369,11 @@ def _scores(images: Sequence[Pictured], methods: Sequence[str]) -> dict[str, dic
 
 def _passes(given: Sequence[Given]) -> str:
     """Formats the number of passes of drafted answers, and of the same answers undrafted."""
-    drafted = [one.drafted for one in given if one.drafted is not None]
+    drafted = drafts(given)
     return f"{sum(one.passes for one in drafted)} for {sum(one.undrafted for one in drafted)}"
 
 
-def _conditions(network: Any, seed: int) -> dict[str, str]:
-    from mmdecode.runs.conditions import spoken
-
-    found = spoken(network)
-    return {
-        **{name: found[name] for name in ("device", "threads", "load")},
-        "runs": f"greedy, one question at a time, each timed once; seed {seed}",
-        "captions": f"captions of at most {CAPTION_TOKENS} tokens",
-        "versions": found["versions"],
-    }
-
-
 def _summary(report: Answers) -> dict[str, Any]:
-    from mmdecode.demo.vision.page import drafting, right_of, short_of
-
     questions = []
     for pictured in report.images:
         for one in pictured.asked:

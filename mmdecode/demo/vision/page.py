@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from mmdecode.demo.speech.clips_page import origins_of, strip
+from mmdecode.demo.speech.clips_page import origins_of, runs_of, strip
 from mmdecode.evaluation.report.templates import rendered
 
 if TYPE_CHECKING:
@@ -190,14 +190,17 @@ def page(report: Answers) -> str:
     """Renders the page as HTML."""
     answers = _all(report)
     margins = [abs(m) for a in answers for m in a.margins.values() if math.isfinite(m)]
-    windows = [given.drafted.rounds for given in answers if given.drafted is not None]
     return rendered(
         "answers.html",
         report=report,
         headline=headline(report),
         outcome=outcome(report),
         count=sum(len(one.asked) for one in report.images),
-        cards={method: _card(report, method) for method in report.methods},
+        cards=[_card(report, method) for method in report.methods],
+        conditions=report.conditions.values(),
+        facts=report.conditions,
+        rows=[{"method": method} | dict(found) for method, found in report.scores.items()],
+        view=_view(report),
         drafting=drafting(report),
         looks=any(answer.attention is not None for answer in answers),
         widest=max([*margins, 1e-9]),
@@ -205,16 +208,21 @@ def page(report: Answers) -> str:
         effect_of=effect_of,
         signed=_signed,
         verdict_of=_verdict,
-        origins=origins_of(windows),
+        origins=origins_of(found.rounds for found in drafts(answers)),
         strip=strip,
         tab_stops=lambda: itertools.chain([0], itertools.repeat(-1)),
         next=next,
     )
 
 
+def drafts(answers: Iterable[Given]) -> list[Drafted]:
+    """Returns what was generated again with a drafter."""
+    return [given.drafted for given in answers if given.drafted is not None]
+
+
 def drafting(report: Answers) -> dict[str, Any]:
     """Returns totals over drafted answers: ``passes``, ``undrafted``, and if all are ``same``."""
-    every = [given.drafted for given in _all(report) if given.drafted is not None]
+    every = drafts(_all(report))
     return {
         "passes": sum(one.passes for one in every),
         "undrafted": sum(one.undrafted for one in every),
@@ -275,9 +283,18 @@ def _all(report: Answers) -> list[Given]:
     return [given for one in report.images for asked in one.asked for given in asked.answers]
 
 
-def _card(report: Answers, method: str) -> list[tuple[str, str]]:
-    """Numbers of a method with their names, those of the first set first."""
-    found = [
+def _view(report: Answers) -> dict[str, Any]:
+    """The first image, and the passes of its plain caption without and with the drafter."""
+    image = report.images[0]
+    answers = [given for asked in image.asked for given in asked.answers if given.drafted]
+    runs = runs_of([found.rounds for found in drafts(answers[:1])], report.draft) if answers else {}
+    about = f"\u201c{answers[0].text}\u201d" if answers else image.about
+    return {"title": f"{image.name}: {about}", "sides": [(image.png, runs)]}
+
+
+def _card(report: Answers, method: str) -> tuple[str, ...]:
+    """Title, number and notes of a method's card; the result on the first set is its number."""
+    right = [
         (
             f"{right_of(part, method)} of {len(short_of(part, method))}",
             f"short questions right: {part.title[0].lower()}{part.title[1:]}",
@@ -285,7 +302,8 @@ def _card(report: Answers, method: str) -> list[tuple[str, str]]:
         for part in report.sets
     ]
     known = report.scores[method]
-    return found + [(known[name], name) for name in IN_CARDS if name in known]
+    others = [*right[1:], *((known[name], name) for name in IN_CARDS if name in known)]
+    return _breakable(method), *right[0], *(f"{number} {about}" for number, about in others)
 
 
 def _breakable(name: str) -> Markup:

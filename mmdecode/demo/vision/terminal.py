@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from mmdecode.demo.vision.page import headline, outcome
+from mmdecode.demo.vision.page import Answers, Given, ImageSet, drafting, headline, outcome
 from mmdecode.runs.console import console, print_line
 
-if TYPE_CHECKING:
-    from mmdecode.demo.vision.page import Answers, Given, ImageSet
 
-
-def show(report: Answers, summary: Mapping[str, Any]) -> None:
-    """Prints headline, answers, scores and the files of the demo.
-
-    Args:
-        report: Content of the page.
-        summary: The same as numbers, for ``--json``.
-    """
+def show(report: Answers) -> None:
+    """Prints headline, answers and scores of the demo."""
     print_line(re.sub("<[^>]*>", "", headline(report)), console, "bold")
     print_line(outcome(report), console)
     for part in report.sets:
@@ -37,18 +28,13 @@ def show(report: Answers, summary: Mapping[str, Any]) -> None:
     for method in report.methods:
         scores.add_row(method, *report.scores[method].values())
     console.print(scores)
-    drafted = summary["drafted"]
+    drafted = drafting(report)
     verdict = "every token the same" if drafted["same"] else "[red]tokens differ[/]"
     console.print(
         f"captions again with {report.draft}: {drafted['passes']:,} passes in place of "
         f"{drafted['undrafted']:,}, {verdict}",
         highlight=False,
     )
-    for text in report.conditions.values():
-        console.print(text, style="dim", markup=False, highlight=False)
-    for path in summary["files"].values():
-        print_line(path, console, "bold")
-    console.print(f"done in {summary['seconds']:.0f} s", highlight=False)
 
 
 def table_of(part: ImageSet, methods: Sequence[str]) -> Table:
