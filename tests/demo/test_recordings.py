@@ -11,7 +11,6 @@ from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.transcriber import Transcriber
 from mmdecode.demo.speech import command as demo_speech
 from mmdecode.demo.speech import recordings as demo_recordings
-from mmdecode.demo.speech import recordings_page as recording_page
 from mmdecode.demo.speech.clips_page import page
 from mmdecode.engine.trace import Round
 from mmdecode.evaluation.speech.wer import wer
@@ -45,7 +44,7 @@ def recording(**changes):
         "drafted_total_s": 0.3,
         "identical": True,
     }
-    return recording_page.Recording(**{**fields, **changes})
+    return demo_recordings.Recording(**{**fields, **changes})
 
 
 def recordings(*items, **changes):
@@ -58,7 +57,7 @@ def recordings(*items, **changes):
         "note": "Nothing is gained.",
         "label": "token {}".format,
     }
-    return recording_page.Recordings(**{**fields, **changes})
+    return demo_recordings.Recordings(**{**fields, **changes})
 
 
 def shown(found):

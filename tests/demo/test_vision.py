@@ -16,7 +16,6 @@ from mmdecode.decoder import Decoder
 from mmdecode.demo.vision import command as demo_vlm
 from mmdecode.demo.vision import page
 from mmdecode.demo.vision.attention_map import AttentionMap, attention_map
-from mmdecode.demo.vision.terminal import table_of
 from mmdecode.engine.trace import Round
 from mmdecode.errors import MMDecodeError
 from mmdecode.evaluation.vision.data import zoo_image
@@ -215,14 +214,15 @@ def test_a_zoo_model_drafts_with_its_own_drafter_and_others_with_what_needs_none
 def test_a_caption_that_drafting_changed_is_reported(answerer, png):
     plain = answerer(png, "Describe the image.", max_new_tokens=demo_vlm.CAPTION_TOKENS)
     decoder = Decoder(registry.create("draft", "lookup"))
-    found = demo_vlm._drafted(answerer, decoder, png, plain)
+    drafting = Answerer(answerer.model, answerer.processor, decoder)
+    found = demo_vlm._drafted(drafting, png, plain)
     assert found.same and found.undrafted == plain.passes
     tokens = [t for step in found.rounds for t in (*step.accepted, step.decided)[: step.kept]]
     assert tokens == plain.token_ids and len(found.rounds) == found.passes + 1
     written = "".join(map(found.label, tokens))
     assert written == f" {plain.text}[end]"
     other = dataclasses.replace(plain, token_ids=plain.token_ids[:-1])
-    assert not demo_vlm._drafted(answerer, decoder, png, other).same
+    assert not demo_vlm._drafted(drafting, png, other).same
 
 
 def drafted(**changes):
@@ -260,7 +260,7 @@ def test_the_table_of_five_methods_fits_a_terminal():
     ]
     part = named(page.Pictured(name="image 1", about="", png=b"", asked=asked))
     console = Console(width=80, file=io.StringIO())
-    console.print(table_of(part, names))
+    console.print(demo_vlm.table_of(part, names))
     printed = console.file.getvalue()
     assert max(map(len, printed.splitlines())) <= 80 and "\u2026" not in printed
     assert printed.count("2/5 +2") == 5 and " ".join(names) in " ".join(printed.split())

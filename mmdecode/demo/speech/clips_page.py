@@ -17,7 +17,7 @@ from mmdecode.evaluation.speech.wer import WER, Step, align_as_written
 
 if TYPE_CHECKING:
     from mmdecode.asr.results import Word
-    from mmdecode.demo.speech.recordings_page import Recordings
+    from mmdecode.demo.speech.recordings import Recordings
     from mmdecode.engine.trace import Round
 
 ORIGINS = {
@@ -378,28 +378,21 @@ def _cards(report: Report) -> list[tuple[str, str, str]]:
 
 def _histogram(counts: Sequence[int]) -> list[Bar]:
     total = max(sum(counts), 1)
-    return [
-        Bar(
-            label=str(n),
-            height=count / total,
-            text=f"{100 * count / total:.0f}",
-            tip=f"{n} accepted: {count:,} of {total:,} passes",
-        )
-        for n, count in enumerate(counts)
-    ]
+    bars = []
+    for n, count in enumerate(counts):
+        tip = f"{n} accepted: {count:,} of {total:,} passes"
+        bars.append(Bar(str(n), count / total, f"{100 * count / total:.0f}", tip))
+    return bars
 
 
 def _per_item(items: Sequence[Item]) -> list[Bar]:
     every = max(1, round(len(items) / 8))
-    return [
-        Bar(
-            label=item.name.removeprefix("clip_")[:3] if n % every == 0 or len(items) < 9 else "",
-            height=item.tokens_per_pass,
-            text="",
-            tip=f"{item.name}: {item.tokens_per_pass:.2f} tokens per pass",
-        )
-        for n, item in enumerate(items)
-    ]
+    bars = []
+    for n, item in enumerate(items):
+        label = "" if n % every else item.name.removeprefix("clip_")[:3]
+        tip = f"{item.name}: {item.tokens_per_pass:.2f} tokens per pass"
+        bars.append(Bar(label, item.tokens_per_pass, "", tip))
+    return bars
 
 
 def _rows(items: Sequence[Item]) -> list[dict[str, str]]:

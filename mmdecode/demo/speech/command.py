@@ -25,10 +25,10 @@ from mmdecode.demo.setting import PAGE, Setting
 from mmdecode.demo.speech import clips_page
 from mmdecode.demo.speech import recordings as demo_recordings
 from mmdecode.demo.speech.clips_page import TIMES, Item, Report, score, score_text
-from mmdecode.demo.speech.recordings_page import Recordings
 from mmdecode.demo.speech.ways import Part
 from mmdecode.errors import MMDecodeError
 from mmdecode.evaluation.speech.wer import wer
+from mmdecode.evaluation.stats.intervals import interval, resampled_sums
 from mmdecode.model_names import REAL, SYNTHETIC
 from mmdecode.runs.conditions import load_average, load_note, surroundings
 from mmdecode.runs.console import console, print_line
@@ -54,7 +54,7 @@ def run(model: str | None, setting: Setting, draft: str | None, repeats: int) ->
     refuse_foreign([page_file, texts_file, *subtitles.glob("*.srt")], overwrite)
     people, synthetic, note = _parts(model, draft, *setting.weights)
     load_before = load_average()
-    shown_people: Recordings | None = None
+    shown_people: demo_recordings.Recordings | None = None
     rows: list[dict[str, Any]] = []
     titles: dict[str, str] = {}
     if people is not None:
@@ -72,11 +72,11 @@ def run(model: str | None, setting: Setting, draft: str | None, repeats: int) ->
     )
     clips = speech_test()[:limit]
     recordings = speech_test(long=True) if limit is None else []
-    items, noisy, more_rows, more_titles = _run(synthetic, [*clips, *recordings], repeats)
+    items, more_rows, more_titles = _run(synthetic, [*clips, *recordings], repeats)
     write_file(texts_file, rows_text([*rows, *more_rows]), overwrite)
     write_files(subtitles, titles | more_titles, overwrite)
     conditions = _conditions(synthetic, repeats, load_before)
-    result = _report(synthetic, items, noisy, setting.seed, conditions)
+    result = _report(synthetic, items, setting.seed, conditions)
     more = {"recordings of people": note} if note else {}
     write_file(page_file, clips_page.page(result, shown_people, more), overwrite)
     summary = _summary(result) | {"real": shown_people and shown_people.summary()}
@@ -107,7 +107,7 @@ def _parts(model: str | None, draft: str | None, *placing: Any) -> tuple[Part | 
 
 def _recordings(
     people: Part, limit: int | None, seed: int
-) -> tuple[Recordings, list[dict[str, Any]], dict[str, str]]:
+) -> tuple[demo_recordings.Recordings, list[dict[str, Any]], dict[str, str]]:
     """Transcribes recordings of people; returns the page's part, rows and subtitles."""
     clips = all_clips()[:limit]
     console.print(
@@ -124,41 +124,34 @@ def _recordings(
 
 def _run(
     part: Part, clips: Sequence[Clip], repeats: int
-) -> tuple[list[Item], list[str], list[dict[str, Any]], dict[str, str]]:
-    """Transcribes all recordings; returns items, texts of noisy clips, rows and subtitles."""
+) -> tuple[list[Item], list[dict[str, Any]], dict[str, str]]:
+    """Transcribes all recordings; returns items, rows and subtitles."""
     drafted = part.ways[1]
-    timed = _with_words(drafted.transcriber)
-    items, noisy, rows, titles = [], [], [], {}
+    timed = Transcriber(
+        drafted.transcriber.model,
+        drafted.transcriber.processor,
+        Decoder(draft=drafted.decoder.draft),
+        TranscribeOptions(word_timestamps=True),
+    )
+    items, rows, titles = [], [], {}
     for clip in track(clips, description="transcribing", console=console, transient=True):
         loud = None if clip.long else drafted(clip.samples("noisy"))[0]
         fields, transcript = part.compare(clip, 1 if clip.long else repeats)
-        histogram = drafted.decoder.stats.histogram
         found = timed(clip.path)
         item = Item(
             **fields,
             about=f"voice {clip.voice}, {_duration(clip.duration_s)}",
             noisy=None if loud is None else loud.text,
-            histogram=histogram,
+            histogram=drafted.decoder.stats.histogram,
             words=[word for segment in found.segments for word in segment.words or ()],
         )
         items.append(item)
         titles[f"{Path(clip.name).stem}.srt"] = FORMATS["srt"](found, DEFAULT)
         if loud is not None:
-            noisy.append(loud.text)
             rows.append(_row(item, "noisy", loud))
         kind = "recording" if clip.long else "clean"
         rows.append(_row(item, kind, transcript, identical=item.identical))
-    return items, noisy, rows, titles
-
-
-def _with_words(transcriber: Transcriber) -> Transcriber:
-    """Returns a transcriber with the same model and drafter that gives word timestamps."""
-    return Transcriber(
-        transcriber.model,
-        transcriber.processor,
-        Decoder(draft=transcriber.decoder.draft),
-        TranscribeOptions(word_timestamps=True),
-    )
+    return items, rows, titles
 
 
 def _duration(seconds: float) -> str:
@@ -173,27 +166,23 @@ def _row(
     return row | {"tokens": transcript.tokens, **more}
 
 
-def _report(
-    part: Part, items: Sequence[Item], noisy: Sequence[str], seed: int, conditions: dict[str, str]
-) -> Report:
-    clips, recordings = items[: len(noisy)], items[len(noisy) :]
-    references, hypotheses = zip(*((one.reference, one.hypothesis) for one in clips), strict=True)
+def _report(part: Part, items: Sequence[Item], seed: int, conditions: dict[str, str]) -> Report:
+    clips = [item for item in items if item.noisy is not None]
+    references = [item.reference for item in clips]
     scores = {
-        "clean": wer(references, hypotheses, seed=seed),
-        "noisy": wer(references, noisy, seed=seed),
+        "clean": wer(references, [item.hypothesis for item in clips], seed=seed),
+        "noisy": wer(references, [item.noisy or "" for item in clips], seed=seed),
     }
-    for one in recordings:
-        scores["recording"] = wer([one.reference], [one.hypothesis], seed=seed)
+    for item in items[len(clips) :]:
+        scores["recording"] = wer([item.reference], [item.hypothesis], seed=seed)
     times = np.array([(item.plain_s, item.drafted_s) for item in clips])
-    draws = np.random.default_rng(seed).integers(len(times), size=(1000, len(times)))
-    sums = times[draws].sum(1)
-    low, high = np.quantile(sums[:, 0] / sums[:, 1], [0.025, 0.975])
+    sums = resampled_sums(times, 1000, seed)
     return Report(
         model=part.model,
         draft=part.draft,
         items=items,
         clips=len(clips),
-        ratio=(float(times[:, 0].sum() / times[:, 1].sum()), float(low), float(high)),
+        ratio=(float(times[:, 0].sum() / times[:, 1].sum()), *interval(sums[:, 0] / sums[:, 1])),
         wer=scores,
         conditions=conditions,
         label=_labels(part.ways[0].transcriber),

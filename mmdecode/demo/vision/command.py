@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
+from rich import box
 from rich.progress import track
+from rich.table import Table
+from rich.text import Text
 
 from mmdecode import registry
 from mmdecode.checkpoints import paired
 from mmdecode.decoder import Decoder
 from mmdecode.demo.setting import PAGE, Setting, conditions_of
-from mmdecode.demo.vision import page as answer_page
+from mmdecode.demo.vision import page
 from mmdecode.demo.vision.attention_map import attention_map
-from mmdecode.demo.vision.page import (
-    PLAIN,
-    Answers,
-    Asked,
-    Drafted,
-    Given,
-    ImageSet,
-    Pictured,
-    Token,
-    drafting,
-    drafts,
-    right_of,
-    short_of,
-)
-from mmdecode.demo.vision.terminal import show
-from mmdecode.engine.contracts import Drafter, Guide
+from mmdecode.engine.contracts import Guide
 from mmdecode.evaluation.vision.benchmarks import vocabulary_of, zoo_image
 from mmdecode.evaluation.vision.tasks.chair import Vocabulary
-from mmdecode.runs.console import console, only_our_output, warnings_shown
+from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
 from mmdecode.runs.files import refuse_foreign, write_file
 from mmdecode.vlm import Answer, Answerer, loading
 from mmdecode.vlm.images import image_source
@@ -70,6 +57,15 @@ class Task:
     choices: tuple[str, ...] = ()  # none: a caption
 
 
+class Asking(NamedTuple):
+    """Method, and what answers by it without and with a drafter; a guide of ``None`` is plain."""
+
+    method: str
+    guide: Guide | None
+    answerer: Answerer
+    drafting: Answerer
+
+
 def run(model: str, setting: Setting, guides: Sequence[str]) -> dict[str, Any]:
     """Asks the questions, prints the answers and writes ``report.html``; runs the command.
 
@@ -88,36 +84,49 @@ def run(model: str, setting: Setting, guides: Sequence[str]) -> dict[str, Any]:
     only_our_output()
     network, processor = loading.load(model, *setting.weights)
     at_hand = registry.context_of(network, processor)
-    methods: dict[str, Guide | None] = {PLAIN: None}
+    methods: dict[str, Guide | None] = {page.PLAIN: None}
     methods |= {name: registry.create("guide", name, **at_hand) for name in names}
     draft = registry.create("draft", drafter_of(model), **at_hand)
+
+    def answering(**parts: Any) -> Answerer:
+        return Answerer(network, processor, Decoder(**parts, seed=setting.seed))
+
+    asking = [
+        Asking(name, guide, answering(guide=guide), answering(guide=guide, draft=draft))
+        for name, guide in methods.items()
+    ]
     plain = Answerer(network, processor)
     words = vocabulary_of("zoo")
-    shown: dict[str, list[Pictured]] = {title: [] for title in scenes}
+    shown: dict[str, list[page.Pictured]] = {title: [] for title in scenes}
     every = [(title, scene) for title, found in scenes.items() for scene in found]
     with warnings_shown("default"):
         for number, (title, scene) in enumerate(
             track(every, description="asking", console=console, transient=True), start=1
         ):
             png = zoo_image(image_name(scene))
-            asking = list(tasks(scene, tempting=title == TEMPTING))
-            asked = _ask(
-                plain, methods, draft, png, scene, asking, words, setting.seed, warm=number == 1
-            )
+            asked = list(tasks(scene, tempting=title == TEMPTING))
+            for one in asking if number == 1 else ():
+                one.answerer(png, asked[0].text, max_new_tokens=4)  # warm-up
             about = ", ".join(f"{t.colour} {t.name}" for t in scene.things)
-            shown[title].append(Pictured(name=f"image {number}", about=about, png=png, asked=asked))
-    pictured = [one for found in shown.values() for one in found]
-    runs = f"greedy, one question at a time, each timed once; seed {setting.seed}"
-    captions = f"captions of at most {CAPTION_TOKENS} tokens"
-    report = Answers(
+            found = _ask(plain, asking, png, scene, asked, words)
+            shown[title].append(
+                page.Pictured(name=f"image {number}", about=about, png=png, asked=found)
+            )
+    sets = [page.ImageSet(title=t, about=SETS[t], images=found) for t, found in shown.items()]
+    report = page.Answers(
         model=model,
         methods=list(methods),
-        sets=[ImageSet(title=t, about=SETS[t], images=found) for t, found in shown.items()],
-        scores=_scores(pictured, list(methods)),
-        conditions=conditions_of(network, {}, runs=runs, captions=captions),
+        sets=sets,
+        scores=_scores([one for part in sets for one in part.images], list(methods)),
+        conditions=conditions_of(
+            network,
+            {},
+            runs=f"greedy, one question at a time, each timed once; seed {setting.seed}",
+            captions=f"captions of at most {CAPTION_TOKENS} tokens",
+        ),
         draft=drafter_of(model),
     )
-    write_file(setting.out / PAGE, answer_page.page(report), setting.overwrite)
+    write_file(setting.out / PAGE, page.page(report), setting.overwrite)
     show(report)
     return setting.end(_summary(report), report.conditions)
 
@@ -178,73 +187,54 @@ def tasks(scene: Scene, *, tempting: bool) -> Iterator[Task]:
 
 def _ask(
     plain: Answerer,
-    methods: Mapping[str, Guide | None],
-    draft: Drafter,
+    asking: Sequence[Asking],
     png: bytes,
     scene: Scene,
     asked: Sequence[Task],
     words: Vocabulary,
-    seed: int,
-    *,
-    warm: bool,
-) -> list[Asked]:
-    """Asks all questions about an image with each guide; repeats captions with the drafter."""
-    answers: dict[str, list[Answer]] = {}
-    for name, guide in methods.items():
-        answerer = Answerer(plain.model, plain.processor, Decoder(guide=guide, seed=seed))
-        if warm:
-            answerer(png, asked[0].text, max_new_tokens=4)
-        answers[name] = answerer(
-            png,
-            [task.text for task in asked],
-            max_new_tokens=CAPTION_TOKENS,
-            batch_size=1,
-            trace=True,
-            on_error="raise",
-        )
-    every = [answer for given in answers.values() for answer in given]
+) -> list[page.Asked]:
+    """Asks all questions about an image by each method; repeats captions with the drafter."""
+    questions = [task.text for task in asked]
+    how: dict[str, Any] = {"max_new_tokens": CAPTION_TOKENS, "batch_size": 1, "trace": True}
+    answers = [one.answerer(png, questions, on_error="raise", **how) for one in asking]
+    every = [answer for given in answers for answer in given]
     instead = dict(zip(map(id, every), _plain_choices(plain, png, every), strict=True))
     found = []
     for index, task in enumerate(asked):
         row = []
-        for name, guide in methods.items():
-            answer = answers[name][index]
+        for one, given in zip(asking, answers, strict=True):
+            answer, guided = given[index], one.guide is not None
             right, note, hallucinated = _judged(task, answer.text, scene, words)
+            yes_no, attention = task.choices[:1] == ("yes",), None
+            if one.guide is not None and index == ABSENT:
+                attention = attention_map(plain, png, task.text, one.guide)
             row.append(
-                Given(
-                    method=name,
-                    tokens=_tokens(plain, answer, None if guide is None else instead[id(answer)]),
+                page.Given(
+                    method=one.method,
+                    tokens=_tokens(plain, answer, instead[id(answer)] if guided else None),
                     right=right,
                     note=note,
                     hallucinated=hallucinated,
-                    margins=_margins(answer, guided=guide is not None)
-                    if task.choices[:1] == ("yes",)
-                    else {},
+                    margins=_margins(answer, guided) if yes_no else {},
                     seconds=answer.seconds,
-                    attention=attention_map(plain, png, task.text, guide)
-                    if guide is not None and index == ABSENT
-                    else None,
-                    drafted=None
-                    if task.choices
-                    else _drafted(plain, Decoder(draft, guide, seed=seed), png, answer),
+                    attention=attention,
+                    drafted=None if task.choices else _drafted(one.drafting, png, answer),
                 )
             )
-        found.append(Asked(text=task.text, truth=task.truth, answers=row))
+        found.append(page.Asked(text=task.text, truth=task.truth, answers=row))
     return found
 
 
-def _drafted(plain: Answerer, decoder: Decoder, png: bytes, answer: Answer) -> Drafted:
+def _drafted(answerer: Answerer, png: bytes, answer: Answer) -> page.Drafted:
     """Generates an answer again, with a drafter."""
-    again = Answerer(plain.model, plain.processor, decoder)(
-        png, answer.question, max_new_tokens=CAPTION_TOKENS, trace=True
-    )
-    tokenizer = plain.processor.tokenizer
+    again = answerer(png, answer.question, max_new_tokens=CAPTION_TOKENS, trace=True)
+    tokenizer = answerer.processor.tokenizer
     special = set(tokenizer.all_special_ids)
 
     def label(token: int) -> str:
         return "[end]" if token in special else tokenizer.decode([token])
 
-    return Drafted(
+    return page.Drafted(
         rounds=again.trace or (),
         passes=again.passes,
         undrafted=answer.passes,
@@ -260,34 +250,27 @@ def _margins(answer: Answer, guided: bool) -> dict[str, float]:
     return {name: known[name] for name in names if name in known}
 
 
-def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> list[Token]:
+def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> list[page.Token]:
     """Returns the tokens of an answer, with the plain model's choice where it differs."""
     tokenizer = plain.processor.tokenizer
     steps = [step for one in answer.trace or () for step in one.steps]
     special = set(tokenizer.all_special_ids)
-
-    def written(ids: Sequence[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    tokens: list[Token] = []
+    tokens: list[page.Token] = []
     before = ""
     for index, token in enumerate(answer.token_ids):
-        text = written(answer.token_ids[: index + 1])
-        other = None if instead is None else instead[index]
-        if other is not None and other != token:
-            plain_text = "" if other in special else tokenizer.decode([other])
-            step = steps[index] if index < len(steps) else None
-            tokens.append(
-                Token(
-                    text=text[len(before) :],
-                    instead=plain_text,
-                    survivors=step.survivors if step else None,
-                    distances=dict(step.distances) if step else {},
-                    total=step.total if step else None,
-                )
-            )
-        elif text != before:
-            tokens.append(Token(text=text[len(before) :]))
+        text = tokenizer.decode(
+            answer.token_ids[: index + 1],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+        found = page.Token(text=text[len(before) :])
+        if instead is not None and (other := instead[index]) != token:
+            found = replace(found, instead="" if other in special else tokenizer.decode([other]))
+            for step in steps[index : index + 1]:
+                known = {name: getattr(step, name) for name in ("survivors", "distances", "total")}
+                found = replace(found, **known)
+        if text != before or found.instead is not None:
+            tokens.append(found)
         before = text
     return tokens
 
@@ -346,47 +329,29 @@ def _judged(task: Task, text: str, scene: Scene, words: Vocabulary) -> tuple[boo
     return not hallucinated, note, len(hallucinated)
 
 
-def _scores(images: Sequence[Pictured], methods: Sequence[str]) -> dict[str, dict[str, str]]:
+def _scores(images: Sequence[page.Pictured], methods: Sequence[str]) -> dict[str, dict[str, str]]:
     """Returns the scores of each method as texts, by method and name."""
     found = {}
-    asked = [one for pictured in images for one in pictured.asked]
-    times = [sum(one.answers[index].seconds for one in asked) for index in range(len(methods))]
-    for index, method in enumerate(methods):
-        given = [one.answers[index] for one in asked]
+    asked = [one.answers for pictured in images for one in pictured.asked]
+    times = [sum(one.seconds for one in given) for given in zip(*asked, strict=True)]
+    for method, seconds, given in zip(methods, times, zip(*asked, strict=True), strict=True):
         short = [one for one in given if one.hallucinated is None]
-        other = [one.answers[index].text != one.answers[0].text for one in asked]
+        other = [one.text != answers[0].text for one, answers in zip(given, asked, strict=True)]
+        drafted = page.drafting(given)
         found[method] = {
             "short questions right in all": f"{sum(one.right for one in short)} of {len(short)}",
             "made up in captions": f"{sum(one.hallucinated or 0 for one in given)}",
             "answers changed": f"{sum(other)} of {len(other)}",
             "tokens changed": f"{sum(one.changed for one in given)}",
-            "caption passes, drafted": _passes(given),
-            "seconds in all": f"{times[index]:.2f}",
-            "times plain": f"{times[index] / max(times[0], 1e-9):.2f}",
+            "caption passes, drafted": f"{drafted['passes']} for {drafted['undrafted']}",
+            "seconds in all": f"{seconds:.2f}",
+            "times plain": f"{seconds / max(times[0], 1e-9):.2f}",
         }
     return found
 
 
-def _passes(given: Sequence[Given]) -> str:
-    """Formats the number of passes of drafted answers, and of the same answers undrafted."""
-    drafted = drafts(given)
-    return f"{sum(one.passes for one in drafted)} for {sum(one.undrafted for one in drafted)}"
-
-
-def _summary(report: Answers) -> dict[str, Any]:
-    questions = []
-    for pictured in report.images:
-        for one in pictured.asked:
-            answers = {given.method: _plainly(given) for given in one.answers}
-            questions.append(
-                {
-                    "image": pictured.name,
-                    "question": one.text,
-                    "truth": one.truth,
-                    "answers": answers,
-                }
-            )
-    drafted = drafting(report)
+def _summary(report: page.Answers) -> dict[str, Any]:
+    drafted = page.drafting(report.given)
     return {
         "model": report.model,
         "draft": report.draft,
@@ -397,35 +362,92 @@ def _summary(report: Answers) -> dict[str, Any]:
         "sets": {
             part.title: {
                 "images": [one.name for one in part.images],
-                "short_questions": len(short_of(part, report.methods[0])),
-                "right": {method: right_of(part, method) for method in report.methods},
+                "short_questions": len(part.short(report.methods[0])),
+                "right": {method: part.right(method) for method in report.methods},
             }
             for part in report.sets
         },
         "scores": {method: dict(found) for method, found in report.scores.items()},
-        "questions": questions,
+        "questions": [
+            {
+                "image": pictured.name,
+                "question": one.text,
+                "truth": one.truth,
+                "answers": {given.method: _plainly(given) for given in one.answers},
+            }
+            for pictured in report.images
+            for one in pictured.asked
+        ],
         "conditions": dict(report.conditions),
     }
 
 
-def _plainly(given: Given) -> dict[str, Any]:
+def _plainly(given: page.Given) -> dict[str, Any]:
     found = {
         "text": given.text,
         "right": given.right,
         "note": given.note,
         "margins": dict(given.margins),
         "seconds": round(given.seconds, 4),
-        "changed": [dataclasses.asdict(t) for t in given.tokens if t.instead is not None],
+        "changed": [asdict(t) for t in given.tokens if t.instead is not None],
     }
     if given.drafted is not None:
-        found["drafted"] = {
-            "passes": given.drafted.passes,
-            "undrafted": given.drafted.undrafted,
-            "same": given.drafted.same,
-        }
+        found["drafted"] = page.drafting([given])
     if given.attention is not None:
         found["attention_on_image"] = {
             "plain": float(given.attention.plain.sum()),
             "edited": float(given.attention.edited.sum()),
         }
     return found
+
+
+def show(report: page.Answers) -> None:
+    """Prints headline, answers and scores of the demo."""
+    print_line(re.sub("<[^>]*>", "", page.headline(report)), console, "bold")
+    print_line(page.outcome(report), console)
+    for part in report.sets:
+        console.print(table_of(part, report.methods))
+    console.print(
+        "[green]right[/], [red]wrong[/], [bold underline]another answer[/] than the plain one; of "
+        "a caption: objects named of those there, + objects made up",
+        highlight=False,
+    )
+    scores = Table("", *report.scores[report.methods[0]])
+    for method in report.methods:
+        scores.add_row(method, *report.scores[method].values())
+    console.print(scores)
+    drafted = page.drafting(report.given)
+    verdict = "every token the same" if drafted["same"] else "[red]tokens differ[/]"
+    console.print(
+        f"captions again with {report.draft}: {drafted['passes']:,} passes in place of "
+        f"{drafted['undrafted']:,}, {verdict}",
+        highlight=False,
+    )
+
+
+def table_of(part: page.ImageSet, methods: Sequence[str]) -> Table:
+    """The answers of a set of images, in at most 80 columns for five methods."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("question", max_width=29)
+    for name in ("true", *methods):
+        table.add_column(name, overflow="fold")
+    table.title, table.title_justify = part.title, "left"
+    for entry in part.images:
+        table.add_row(entry.name, style="bold")
+        for one in entry.asked:
+            first = one.answers[0].text
+            cells = [_cell(given, other=given.text != first) for given in one.answers]
+            caption = one.answers[0].hallucinated is not None
+            table.add_row(one.text, "" if caption else one.truth, *cells)
+        table.add_section()
+    return table
+
+
+def _cell(given: page.Given, other: bool) -> Text:
+    """Returns the table cell of an answer; of a caption its numbers of objects, which are short."""
+    style = "green" if given.right else "red"
+    text = given.text
+    if given.hallucinated is not None:
+        text = given.note.partition(" named")[0].replace(" of ", "/")
+        text += f" +{given.hallucinated}" * bool(given.hallucinated)
+    return Text(text, style=f"{style} bold underline" if other else style)

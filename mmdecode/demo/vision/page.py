@@ -159,6 +159,15 @@ class ImageSet:
     about: str
     images: Sequence[Pictured]
 
+    def short(self, method: str) -> list[Given]:
+        """Returns a method's answers to the short questions: those that ask for no caption."""
+        answers = [given for one in self.images for asked in one.asked for given in asked.answers]
+        return [one for one in answers if one.method == method and one.hallucinated is None]
+
+    def right(self, method: str) -> int:
+        """Returns the number of short questions that a method answers right."""
+        return sum(one.right for one in self.short(method))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
@@ -185,23 +194,33 @@ class Answers:
         """Images of all sets."""
         return [one for part in self.sets for one in part.images]
 
+    @property
+    def asked(self) -> list[Asked]:
+        """Questions about all images."""
+        return [asked for one in self.images for asked in one.asked]
+
+    @property
+    def given(self) -> list[Given]:
+        """Answers to all questions."""
+        return [given for asked in self.asked for given in asked.answers]
+
 
 def page(report: Answers) -> str:
     """Renders the page as HTML."""
-    answers = _all(report)
+    answers = report.given
     margins = [abs(m) for a in answers for m in a.margins.values() if math.isfinite(m)]
     return rendered(
         "answers.html",
         report=report,
         headline=headline(report),
         outcome=outcome(report),
-        count=sum(len(one.asked) for one in report.images),
+        count=len(report.asked),
         cards=[_card(report, method) for method in report.methods],
         conditions=report.conditions.values(),
         facts=report.conditions,
         rows=[{"method": method} | dict(found) for method, found in report.scores.items()],
         view=_view(report),
-        drafting=drafting(report),
+        drafting=drafting(answers),
         looks=any(answer.attention is not None for answer in answers),
         widest=max([*margins, 1e-9]),
         breakable=_breakable,
@@ -220,9 +239,9 @@ def drafts(answers: Iterable[Given]) -> list[Drafted]:
     return [given.drafted for given in answers if given.drafted is not None]
 
 
-def drafting(report: Answers) -> dict[str, Any]:
+def drafting(answers: Iterable[Given]) -> dict[str, Any]:
     """Returns totals over drafted answers: ``passes``, ``undrafted``, and if all are ``same``."""
-    every = drafts(_all(report))
+    every = drafts(answers)
     return {
         "passes": sum(one.passes for one in every),
         "undrafted": sum(one.undrafted for one in every),
@@ -232,9 +251,12 @@ def drafting(report: Answers) -> dict[str, Any]:
 
 def headline(report: Answers) -> Markup:
     """Returns the headline: savings of drafting, and answers changed by guides."""
-    found, (changed, asked) = drafting(report), _changed(report)
-    guides = Markup("guides change <b>{} of {}</b> answers").format(changed, asked)
-    guides = guides if asked else Markup("no guide")
+    found = drafting(report.given)
+    others = [
+        other.text != one.answers[0].text for one in report.asked for other in one.answers[1:]
+    ]
+    changed = Markup("guides change <b>{} of {}</b> answers").format(sum(others), len(others))
+    guides = changed if others else Markup("no guide")
     if not found["passes"]:
         return Markup(guides[0].upper()) + guides[1:]
     return Markup('Captions in <b>1/{:.1f}</b> of the passes, <b class="{}">{}</b>; {}').format(
@@ -253,34 +275,12 @@ def outcome(report: Answers) -> str:
     """Returns a sentence for each set on how many short questions are answered right."""
     parts = []
     for part in report.sets:
-        first, *others = (right_of(part, method) for method in report.methods)
+        first, *others = (part.right(method) for method in report.methods)
         spread = " to ".join(str(n) for n in sorted({*others})[:: max(len({*others}) - 1, 1)])
         guided = f", {spread} under the guides" if others else ""
-        short = short_of(part, report.methods[0])
-        parts.append(f"{part.title}: {first} of {len(short)} short questions right{guided}.")
+        count = len(part.short(report.methods[0]))
+        parts.append(f"{part.title}: {first} of {count} short questions right{guided}.")
     return " ".join(parts)
-
-
-def short_of(part: ImageSet, method: str) -> list[Given]:
-    """Returns a method's answers to the short questions of a set: those that ask for no caption."""
-    answers = [given for one in part.images for asked in one.asked for given in asked.answers]
-    return [one for one in answers if one.method == method and one.hallucinated is None]
-
-
-def right_of(part: ImageSet, method: str) -> int:
-    """Returns the number of short questions of a set that a method answers right."""
-    return sum(one.right for one in short_of(part, method))
-
-
-def _changed(report: Answers) -> tuple[int, int]:
-    """Returns the number of guided answers that differ from the plain answer, and of all."""
-    asked = [one for pictured in report.images for one in pictured.asked]
-    others = [other.text != one.answers[0].text for one in asked for other in one.answers[1:]]
-    return sum(others), len(others)
-
-
-def _all(report: Answers) -> list[Given]:
-    return [given for one in report.images for asked in one.asked for given in asked.answers]
 
 
 def _view(report: Answers) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def _card(report: Answers, method: str) -> tuple[str, ...]:
     """Title, number and notes of a method's card; the result on the first set is its number."""
     right = [
         (
-            f"{right_of(part, method)} of {len(short_of(part, method))}",
+            f"{part.right(method)} of {len(part.short(method))}",
             f"short questions right: {part.title[0].lower()}{part.title[1:]}",
         )
         for part in report.sets
