@@ -7,7 +7,7 @@ the same pass have the same shade and no line between them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,27 +41,10 @@ class PageImage:
     same: bool
 
     @property
-    def rate(self) -> float:
-        """Tokens per pass, without the first token, which the prefill gives."""
-        return (self.tokens - 1) / max(self.passes, 1)
-
-    @property
     def sizes(self) -> list[int]:
         """Number of codes of each pass after the prompt."""
         found = Counter(number for row in self.commits for number in row if number > 0)
         return [found[number] for number in sorted(found)]
-
-    def cells(self, last: int) -> Iterator[dict[str, Any]]:
-        """Cells of the map of codes, darker if accepted later; ``last`` is the last pass."""
-        for y, row in enumerate(self.commits):
-            for x, number in enumerate(row):
-                when = f"pass {number}" if number else "with the prompt"
-                yield {
-                    "x": x,
-                    "y": y,
-                    "light": f"{90 - 70 * number / max(last, 1):.0f}",
-                    "title": f"row {y + 1}, column {x + 1}: {'given' if number < 0 else when}",
-                }
 
     @property
     def seams(self) -> str:
@@ -105,11 +88,6 @@ class Way:
     def bits(self) -> float:
         """Mean bits per code."""
         return self.total("bits") / len(self.images)
-
-    @property
-    def tag(self) -> Markup:
-        """The guarantee as a coloured phrase."""
-        return tag(self.guarantee)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,10 +143,10 @@ def page(report: Ways) -> str:
     """Renders the page as HTML."""
     exact = [way for way in report.ways[1:] if way.total("same") == len(report.names)]
     best = max(exact, key=lambda way: way.rate, default=None)
-    rows = numbers(report)
+    rows, claimed = numbers(report), {way.guarantee for way in report.ways}
     cards = [
         (
-            Markup("{} {}").format(way.name, way.tag),
+            Markup("{} {}").format(way.name, tag(way.guarantee)),
             row["tokens per pass"],
             "tokens per pass",
             *(f"{row[name]} {name}" for name in IN_CARDS),
@@ -188,11 +166,8 @@ def page(report: Ways) -> str:
         },
         what="picture" if len(report.names) == 1 else f"{len(report.names)} pictures",
         best=best,
-        last=max(one.passes for way in report.ways for one in way.images),
-        guarantees={
-            tag(name): text
-            for name, text in _GUARANTEES.items()
-            if name in {way.guarantee for way in report.ways}
-        },
+        tag=tag,
+        last=max(1, *(one.passes for way in report.ways for one in way.images)),
+        guarantees={name: text for name, text in _GUARANTEES.items() if name in claimed},
         facts={way.name: way.about for way in report.ways} | dict(report.conditions),
     )

@@ -104,25 +104,6 @@ class Recordings(Decodings):
         generate = "plain generate, " * self.with_generate
         return f"{generate}our loop without a draft, and our loop with the drafter {self.draft}"
 
-    @property
-    def speed(self) -> str:
-        """Sentence on the decoding times."""
-        times = {name: f"{seconds:.1f} s" for name, seconds in self.times().items()}
-        generate = f"plain generate {times['generate_total_s']}, " if self.with_generate else ""
-        return (
-            f"Seconds for {self.total('seconds'):.0f} s of audio, each way once: {generate}our "
-            f"loop {times['plain_total_s']}, drafted {times['drafted_total_s']} "
-            f"({self.tokens_per_pass:.2f} tokens per pass)"
-        )
-
-    @property
-    def same_ids(self) -> str:
-        """Clause on whether drafting changed token ids."""
-        differing = len(self.different)
-        if not differing:
-            return "every token id is the same"
-        return f"the token ids of {differing} recording{'s' * (differing > 1)} differ"
-
     def cards(self) -> list[tuple[str, str, str]]:
         """Titles, numbers and notes of the cards at the top of the page."""
         times = self.times()
@@ -263,7 +244,14 @@ def show(found: Recordings) -> None:
     if found.different:
         verdict = f"[bold red]no[/], ids differ in {', '.join(found.different)}"
     console.print(f"identical: {verdict}, by {escape(found.ways)}", highlight=False)
-    console.print(found.speed, highlight=False, markup=False)
+    times = {name: f"{seconds:.1f} s" for name, seconds in found.times().items()}
+    generate = f"plain generate {times['generate_total_s']}, " if found.with_generate else ""
+    speed = (
+        f"Seconds for {found.total('seconds'):.0f} s of audio, each way once: {generate}our loop "
+        f"{times['plain_total_s']}, drafted {times['drafted_total_s']} "
+        f"({found.tokens_per_pass:.2f} tokens per pass)"
+    )
+    console.print(speed, highlight=False, markup=False)
     if found.note:
         console.print(found.note, highlight=False, markup=False)
     console.print()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from rich import box
@@ -19,6 +19,7 @@ from mmdecode.demo.setting import PAGE, Setting, conditions_of
 from mmdecode.demo.vision import page
 from mmdecode.demo.vision.attention_map import attention_map
 from mmdecode.engine.contracts import Guide
+from mmdecode.evaluation.audit.plain import Case, Plain
 from mmdecode.evaluation.vision.benchmarks import vocabulary_of, zoo_image
 from mmdecode.evaluation.vision.tasks.chair import Vocabulary
 from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
@@ -45,16 +46,7 @@ model answers 8 of 9 short questions right; on 48 scenes from these and similar 
 CAPTION_TOKENS = 48
 ABSENT = 1
 """Index of the question about an absent object, for which attention maps are shown."""
-_BATCH = 8
-
-
-@dataclass(frozen=True)
-class Task:
-    """Question about a scene, with its true answer and the possible answers."""
-
-    text: str
-    truth: str
-    choices: tuple[str, ...] = ()  # none: a caption
+YES_NO = ("yes", "no")
 
 
 class Asking(NamedTuple):
@@ -112,12 +104,10 @@ def run(model: str, setting: Setting, guides: Sequence[str]) -> dict[str, Any]:
             shown[title].append(
                 page.Pictured(name=f"image {number}", about=about, png=png, asked=found)
             )
-    sets = [page.ImageSet(title=t, about=SETS[t], images=found) for t, found in shown.items()]
     report = page.Answers(
         model=model,
         methods=list(methods),
-        sets=sets,
-        scores=_scores([one for part in sets for one in part.images], list(methods)),
+        sets=[page.ImageSet(title=t, about=SETS[t], images=one) for t, one in shown.items()],
         conditions=conditions_of(
             network,
             {},
@@ -163,26 +153,26 @@ def _companion(scene: Scene) -> str | None:
     return next((name for name in absent if name not in scene.names), None)
 
 
-def tasks(scene: Scene, *, tempting: bool) -> Iterator[Task]:
+def tasks(scene: Scene, *, tempting: bool) -> Iterator[page.Asked]:
     """Yields questions about a scene: a present object, an absent object, a count, a caption.
 
     Args:
         scene: The scene.
         tempting: Whether to ask also about the absent companion of one of the scene's nouns.
     """
-    yield Task(existence_question(scene.names[-1]), "Yes", ("yes", "no"))
+    yield page.Asked(existence_question(scene.names[-1]), "Yes", YES_NO)
     if tempting:
         absent = _companion(scene)
         assert absent is not None, "the scene was chosen for it"
-        yield Task(existence_question(absent), "No", ("yes", "no"))
+        yield page.Asked(existence_question(absent), "No", YES_NO)
     near = {*scene.names, *(COMPANIONS[name] for name in scene.names)}
     stranger = next(name for name in NOUNS if name not in near)
-    yield Task(existence_question(stranger), "No", ("yes", "no"))
+    yield page.Asked(existence_question(stranger), "No", YES_NO)
     noun = max(scene.names, key=scene.count)
     counts = tuple(name.lower() for name in COUNTS)
     question = f"How many {plural(noun)} are there in the image?"
-    yield Task(question, COUNTS[scene.count(noun)], counts)
-    yield Task(DESCRIBE["plain"], ", ".join(scene.names))
+    yield page.Asked(question, COUNTS[scene.count(noun)], counts)
+    yield page.Asked(DESCRIBE["plain"], ", ".join(scene.names))
 
 
 def _ask(
@@ -190,24 +180,24 @@ def _ask(
     asking: Sequence[Asking],
     png: bytes,
     scene: Scene,
-    asked: Sequence[Task],
+    asked: Sequence[page.Asked],
     words: Vocabulary,
 ) -> list[page.Asked]:
     """Asks all questions about an image by each method; repeats captions with the drafter."""
-    questions = [task.text for task in asked]
+    questions = [question.text for question in asked]
     how: dict[str, Any] = {"max_new_tokens": CAPTION_TOKENS, "batch_size": 1, "trace": True}
     answers = [one.answerer(png, questions, on_error="raise", **how) for one in asking]
     every = [answer for given in answers for answer in given]
     instead = dict(zip(map(id, every), _plain_choices(plain, png, every), strict=True))
     found = []
-    for index, task in enumerate(asked):
+    for index, question in enumerate(asked):
         row = []
         for one, given in zip(asking, answers, strict=True):
             answer, guided = given[index], one.guide is not None
-            right, note, hallucinated = _judged(task, answer.text, scene, words)
-            yes_no, attention = task.choices[:1] == ("yes",), None
+            right, note, hallucinated = _judged(question, answer.text, scene, words)
+            attention = None
             if one.guide is not None and index == ABSENT:
-                attention = attention_map(plain, png, task.text, one.guide)
+                attention = attention_map(plain, png, question.text, one.guide)
             row.append(
                 page.Given(
                     method=one.method,
@@ -215,13 +205,13 @@ def _ask(
                     right=right,
                     note=note,
                     hallucinated=hallucinated,
-                    margins=_margins(answer, guided) if yes_no else {},
+                    margins=_margins(answer, guided) if question.choices == YES_NO else {},
                     seconds=answer.seconds,
                     attention=attention,
-                    drafted=None if task.choices else _drafted(one.drafting, png, answer),
+                    drafted=None if question.choices else _drafted(one.drafting, png, answer),
                 )
             )
-        found.append(page.Asked(text=task.text, truth=task.truth, answers=row))
+        found.append(replace(question, answers=row))
     return found
 
 
@@ -278,48 +268,24 @@ def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> l
 def _plain_choices(plain: Answerer, png: bytes, answers: Sequence[Answer]) -> list[list[int]]:
     """Returns the greedy choices of plain ``generate`` after each prefix of given answers."""
     image = image_source(png, "image").read()
-    found: list[list[int]] = []
-    for start in range(0, len(answers), _BATCH):
-        part = answers[start : start + _BATCH]
-        questions = [plain.prompts.question(answer.question, [image]) for answer in part]
-        following = _Following([answer.token_ids for answer in part])
-        plain.model.generate(
-            **plain.prompts.build(questions),
-            logits_processor=[following],
-            max_new_tokens=following.longest,
-            do_sample=False,
-            num_beams=1,
-        )
-        found += following.choices
+    generate = Plain(plain.model)
+    found = []
+    for answer in answers:
+        question = plain.prompts.question(answer.question, [image])
+        case = Case(name=answer.question, inputs=plain.prompts.build([question]))
+        count = len(answer.token_ids)
+        scores = generate.replay(case, answer.token_ids, max_new_tokens=count).scores
+        found.append(scores.argmax(-1).tolist())
     return found
 
 
-class _Following:
-    """Logits processor that forces given tokens and records the model's own greedy choices."""
-
-    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
-        self.rows = rows
-        self.choices: list[list[int]] = [[] for _ in rows]
-        self.longest = max(map(len, rows))
-        self._index = 0
-
-    def __call__(self, ids: Any, scores: Any) -> Any:
-        forced = scores.new_full(scores.shape, -float("inf"))
-        best = scores.argmax(-1).tolist()
-        for number, row in enumerate(self.rows):
-            inside = self._index < len(row)
-            if inside:
-                self.choices[number].append(best[number])
-            forced[number, row[self._index] if inside else row[-1]] = 0
-        self._index += 1
-        return forced
-
-
-def _judged(task: Task, text: str, scene: Scene, words: Vocabulary) -> tuple[bool, str, int | None]:
+def _judged(
+    asked: page.Asked, text: str, scene: Scene, words: Vocabulary
+) -> tuple[bool, str, int | None]:
     """Returns whether an answer is right, a note, and a caption's number of hallucinated nouns."""
-    if task.choices:
-        answers = [word for word in re.findall(r"\w+", text.lower()) if word in task.choices]
-        return answers[:1] == [task.truth.lower()], "", None
+    if asked.choices:
+        answers = [word for word in re.findall(r"\w+", text.lower()) if word in asked.choices]
+        return answers[:1] == [asked.truth.lower()], "", None
     named = dict.fromkeys(words.objects(text))
     hallucinated = [name for name in named if name not in scene.names]
     there = sum(name in scene.names for name in named)
@@ -327,27 +293,6 @@ def _judged(task: Task, text: str, scene: Scene, words: Vocabulary) -> tuple[boo
     if hallucinated:
         note += f", made up: {', '.join(hallucinated)}"
     return not hallucinated, note, len(hallucinated)
-
-
-def _scores(images: Sequence[page.Pictured], methods: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Returns the scores of each method as texts, by method and name."""
-    found = {}
-    asked = [one.answers for pictured in images for one in pictured.asked]
-    times = [sum(one.seconds for one in given) for given in zip(*asked, strict=True)]
-    for method, seconds, given in zip(methods, times, zip(*asked, strict=True), strict=True):
-        short = [one for one in given if one.hallucinated is None]
-        other = [one.text != answers[0].text for one, answers in zip(given, asked, strict=True)]
-        drafted = page.drafting(given)
-        found[method] = {
-            "short questions right in all": f"{sum(one.right for one in short)} of {len(short)}",
-            "made up in captions": f"{sum(one.hallucinated or 0 for one in given)}",
-            "answers changed": f"{sum(other)} of {len(other)}",
-            "tokens changed": f"{sum(one.changed for one in given)}",
-            "caption passes, drafted": f"{drafted['passes']} for {drafted['undrafted']}",
-            "seconds in all": f"{seconds:.2f}",
-            "times plain": f"{seconds / max(times[0], 1e-9):.2f}",
-        }
-    return found
 
 
 def _summary(report: page.Answers) -> dict[str, Any]:
@@ -367,7 +312,7 @@ def _summary(report: page.Answers) -> dict[str, Any]:
             }
             for part in report.sets
         },
-        "scores": {method: dict(found) for method, found in report.scores.items()},
+        "scores": report.scores,
         "questions": [
             {
                 "image": pictured.name,

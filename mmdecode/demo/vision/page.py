@@ -113,19 +113,21 @@ class Given:
         return sum(token.instead is not None for token in self.tokens)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Asked:
     """Question and its answers.
 
     Attributes:
         text: The question.
         truth: The true answer.
+        choices: Possible answers; none: a caption.
         answers: Answer of each method, the plain one first.
     """
 
     text: str
     truth: str
-    answers: Sequence[Given]
+    choices: tuple[str, ...] = ()
+    answers: Sequence[Given] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +179,6 @@ class Answers:
         model: Name of the model.
         methods: Names of the methods: `PLAIN`, then the guides.
         sets: Sets of images; a method's summary card has its result on the first set.
-        scores: Scores as texts, by method and name.
         conditions: Conditions of the measurement, by name.
         draft: Name of the drafter; empty: none.
     """
@@ -185,7 +186,6 @@ class Answers:
     model: str
     methods: Sequence[str]
     sets: Sequence[ImageSet]
-    scores: Mapping[str, Mapping[str, str]]
     conditions: Mapping[str, str]
     draft: str = ""
 
@@ -204,10 +204,32 @@ class Answers:
         """Answers to all questions."""
         return [given for asked in self.asked for given in asked.answers]
 
+    @property
+    def scores(self) -> dict[str, dict[str, str]]:
+        """Scores as texts, by method and name."""
+        plain = [asked.answers[0] for asked in self.asked]
+        found = {}
+        for method in self.methods:
+            given = [one for one in self.given if one.method == method]
+            short = [one.right for one in given if one.hallucinated is None]
+            other = [one.text != first.text for one, first in zip(given, plain, strict=True)]
+            drafted = drafting(given)
+            seconds = sum(one.seconds for one in given)
+            found[method] = {
+                "short questions right in all": f"{sum(short)} of {len(short)}",
+                "made up in captions": f"{sum(one.hallucinated or 0 for one in given)}",
+                "answers changed": f"{sum(other)} of {len(other)}",
+                "tokens changed": f"{sum(one.changed for one in given)}",
+                "caption passes, drafted": f"{drafted['passes']} for {drafted['undrafted']}",
+                "seconds in all": f"{seconds:.2f}",
+                "times plain": f"{seconds / max(sum(one.seconds for one in plain), 1e-9):.2f}",
+            }
+        return found
+
 
 def page(report: Answers) -> str:
     """Renders the page as HTML."""
-    answers = report.given
+    answers, scores = report.given, report.scores
     margins = [abs(m) for a in answers for m in a.margins.values() if math.isfinite(m)]
     return rendered(
         "answers.html",
@@ -215,10 +237,10 @@ def page(report: Answers) -> str:
         headline=headline(report),
         outcome=outcome(report),
         count=len(report.asked),
-        cards=[_card(report, method) for method in report.methods],
+        cards=[_card(report, method, known) for method, known in scores.items()],
         conditions=report.conditions.values(),
         facts=report.conditions,
-        rows=[{"method": method} | dict(found) for method, found in report.scores.items()],
+        rows=[{"method": method} | found for method, found in scores.items()],
         view=_view(report),
         drafting=drafting(answers),
         looks=any(answer.attention is not None for answer in answers),
@@ -292,18 +314,14 @@ def _view(report: Answers) -> dict[str, Any]:
     return {"title": f"{image.name}: {about}", "sides": [(image.png, runs)]}
 
 
-def _card(report: Answers, method: str) -> tuple[str, ...]:
+def _card(report: Answers, method: str, known: Mapping[str, str]) -> tuple[str, ...]:
     """Title, number and notes of a method's card; the result on the first set is its number."""
-    right = [
-        (
-            f"{part.right(method)} of {len(part.short(method))}",
-            f"short questions right: {part.title[0].lower()}{part.title[1:]}",
-        )
-        for part in report.sets
-    ]
-    known = report.scores[method]
-    others = [*right[1:], *((known[name], name) for name in IN_CARDS if name in known)]
-    return _breakable(method), *right[0], *(f"{number} {about}" for number, about in others)
+    right = []
+    for part in report.sets:
+        right.append(f"{part.right(method)} of {len(part.short(method))}")
+        right.append(f"short questions right: {part.title[0].lower()}{part.title[1:]}")
+    others = [f"{number} {about}" for number, about in zip(right[2::2], right[3::2], strict=True)]
+    return _breakable(method), *right[:2], *others, *(f"{known[name]} {name}" for name in IN_CARDS)
 
 
 def _breakable(name: str) -> Markup:
