@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmdecode.runs.console import console, print_line
+from mmdecode.runs.files import refuse_foreign, write_file
 
 PAGE = "report.html"
 
@@ -41,6 +42,14 @@ class Setting:
     def weights(self) -> tuple[str | None, str, str | None]:
         """How a model is loaded: device, dtype and format of rounding."""
         return self.device, self.dtype, self.quantize
+
+    def refuse(self, *more: Path) -> None:
+        """Refuses to replace the page or one of further files if mmdecode did not write it."""
+        refuse_foreign([self.out / PAGE, *more], self.overwrite)
+
+    def write(self, page: str) -> None:
+        """Writes the page."""
+        write_file(self.out / PAGE, page, self.overwrite)
 
     def end(
         self, summary: dict[str, Any], conditions: Mapping[str, str], *more: str

@@ -38,7 +38,6 @@ def test_demo_draws_the_same_images_in_fewer_passes_and_writes_a_page(tmp_path):
 def page_image(**changes):
     fields = {
         "png": b"png",
-        "codes": [[1, 2, 3], [4, 5, 6]],
         "commits": [[0, 1, 1], [2, 2, -1]],
         "passes": 2,
         "tokens": 6,

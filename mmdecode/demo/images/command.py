@@ -15,13 +15,12 @@ from rich.table import Column, Table
 
 from mmdecode.demo.images import page as image_page
 from mmdecode.demo.images.page import PageImage, Way, Ways, numbers
-from mmdecode.demo.setting import PAGE, Setting, conditions_of
+from mmdecode.demo.setting import Setting, conditions_of
 from mmdecode.image_ar.generator import ImageGenerator
 from mmdecode.image_ar.loading import load
 from mmdecode.image_ar.modes import MODES, WINDOW, decoder_of, guarantee_of
 from mmdecode.image_ar.results import GeneratedImage
 from mmdecode.runs.console import console, only_our_output, warnings_shown
-from mmdecode.runs.files import refuse_foreign, write_file
 
 NUM_IMAGES = 4
 WAYS = ("ar", "exact", "relaxed")
@@ -39,7 +38,7 @@ def run(model: str, setting: Setting) -> dict[str, Any]:
     Returns:
         The measurements as JSON values, for ``--json``.
     """
-    refuse_foreign([setting.out / PAGE], setting.overwrite)
+    setting.refuse()
     count = min(setting.limit or NUM_IMAGES, NUM_IMAGES)
     console.print(
         f"Drawing {count} pictures in {len(WAYS)} ways: token by token, exactly in parallel, which "
@@ -51,7 +50,7 @@ def run(model: str, setting: Setting) -> dict[str, Any]:
     network = load(model, *setting.weights)
     adapter = network.adapter
     ways: list[Way] = []
-    images: list[GeneratedImage] = []
+    plain: list[GeneratedImage] = []
     with warnings_shown("default"):
         for mode in WAYS:
             decoder = decoder_of(mode, None, "auto", adapter=adapter)
@@ -67,7 +66,7 @@ def run(model: str, setting: Setting) -> dict[str, Any]:
                     transient=True,
                 )
             )
-            plain = ways[0].images if ways else [None] * count
+            plain = plain or images
             rule = MODES[mode].rule(adapter.codebook() is not None)
             window = f"Jacobi window of {min(WINDOW, adapter.layout.length)}, {rule}"
             ways.append(
@@ -86,11 +85,11 @@ def run(model: str, setting: Setting) -> dict[str, Any]:
     runs = f"one picture at a time, each timed once, pixels left out; seed {setting.seed}"
     report = Ways(
         model=model,
-        names=[_called(image) for image in images],
+        names=[_called(image) for image in plain],
         ways=ways,
         conditions=conditions_of(adapter.model, {"sampling": sampled}, runs=runs),
     )
-    write_file(setting.out / PAGE, image_page.page(report), setting.overwrite)
+    setting.write(image_page.page(report))
     _show(report)
     return setting.end(_summary(report), report.conditions)
 
@@ -108,20 +107,18 @@ def _called(image: GeneratedImage) -> str:
     return image.condition if isinstance(image.condition, str) else f"class {image.condition}"
 
 
-def _page_image(image: GeneratedImage, plain: PageImage | None) -> PageImage:
+def _page_image(image: GeneratedImage, plain: GeneratedImage) -> PageImage:
     assert image.log_likelihood is not None, "it was asked for"
     file = io.BytesIO()
     image.image.save(file, "PNG")
-    codes = image.codes.tolist()
     return PageImage(
         png=file.getvalue(),
-        codes=codes,
         commits=image.commits.tolist(),
         passes=image.passes,
         tokens=len(image.tokens),
         seconds=image.seconds,
         bits=-image.log_likelihood / image.codes.numel() / math.log(2),
-        same=plain is None or codes == plain.codes,
+        same=image.codes.equal(plain.codes),
     )
 
 

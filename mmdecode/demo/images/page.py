@@ -22,8 +22,8 @@ class PageImage:
 
     Attributes:
         png: The image as a PNG file.
-        codes: Image codes, by row.
-        commits: Pass in which each code was accepted, by row; 0: prefill.
+        commits: Pass in which each code was accepted, by row; 0: prefill,
+            negative: given.
         passes: Number of forward passes after the prefill.
         tokens: Number of tokens of the image.
         seconds: Seconds of generating tokens, without decoding them to pixels.
@@ -32,7 +32,6 @@ class PageImage:
     """
 
     png: bytes
-    codes: Sequence[Sequence[int]]
     commits: Sequence[Sequence[int]]
     passes: int
     tokens: int

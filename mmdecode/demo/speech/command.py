@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.progress import track
@@ -21,7 +20,7 @@ from mmdecode.asr.output.subtitles import DEFAULT
 from mmdecode.asr.results import Transcript
 from mmdecode.asr.transcriber import Transcriber
 from mmdecode.decoder import Decoder
-from mmdecode.demo.setting import PAGE, Setting
+from mmdecode.demo.setting import Setting
 from mmdecode.demo.speech import clips_page
 from mmdecode.demo.speech import recordings as demo_recordings
 from mmdecode.demo.speech.clips_page import TIMES, Item, Report, score, score_text
@@ -32,12 +31,28 @@ from mmdecode.evaluation.stats.intervals import interval, resampled_sums
 from mmdecode.model_names import REAL, SYNTHETIC
 from mmdecode.runs.conditions import load_average, load_note, surroundings
 from mmdecode.runs.console import console, print_line
-from mmdecode.runs.files import refuse_foreign, write_file, write_files
+from mmdecode.runs.files import write_file, write_files
 from mmdecode.runs.tables import rows_text
 from mmdecode.zoo.real_clips import all_clips
 from mmdecode.zoo.speech import Clip, speech_test
 
 HEADS = f"{SYNTHETIC}-medusa"
+
+
+class Line(NamedTuple):
+    """Text of a recording for ``transcripts.jsonl`` and, if its words are timed, for subtitles."""
+
+    item: clips_page.Decoded
+    kind: str
+    text: Transcript
+    timed: Transcript | None = None
+
+    def row(self) -> dict[str, Any]:
+        """Returns the line's fields."""
+        item, text = self.item, self.text
+        row = {"name": item.name, "set": self.kind, "reference": item.reference, "text": text.text}
+        row |= {"tokens": text.tokens}
+        return row if self.kind == "noisy" else row | {"identical": item.identical}
 
 
 def run(model: str | None, setting: Setting, draft: str | None, repeats: int) -> dict[str, Any]:
@@ -47,18 +62,24 @@ def run(model: str | None, setting: Setting, draft: str | None, repeats: int) ->
         Measurements as JSON values, for ``--json``; ``identical``: whether drafting changed no
         token.
     """
-    page_file, texts_file, subtitles = (
-        setting.out / name for name in (PAGE, "transcripts.jsonl", "subtitles")
-    )
-    overwrite, limit = setting.overwrite, setting.limit
-    refuse_foreign([page_file, texts_file, *subtitles.glob("*.srt")], overwrite)
+    texts_file, subtitles = setting.out / "transcripts.jsonl", setting.out / "subtitles"
+    setting.refuse(texts_file, *subtitles.glob("*.srt"))
+    limit = setting.limit
     people, synthetic, note = _parts(model, draft, *setting.weights)
     load_before = load_average()
-    shown_people: demo_recordings.Recordings | None = None
-    rows: list[dict[str, Any]] = []
-    titles: dict[str, str] = {}
+    found: demo_recordings.Recordings | None = None
+    lines: list[Line] = []
     if people is not None:
-        shown_people, rows, titles = _recordings(people, limit, setting.seed)
+        recordings = all_clips()[:limit]
+        console.print(
+            f"Transcribing {len(recordings)} recordings of people with {people.model}.",
+            highlight=False,
+        )
+        found, texts = demo_recordings.transcribe(people, recordings, setting.seed)
+        demo_recordings.show(found)
+        lines = [
+            Line(item, "real", text, text) for item, text in zip(found.items, texts, strict=True)
+        ]
     elif note:
         print_line(note, console)
     what = "synthetic recordings" if limit is None else f"{limit} of the synthetic recordings"
@@ -70,20 +91,22 @@ def run(model: str | None, setting: Setting, draft: str | None, repeats: int) ->
         highlight=False,
         markup=False,
     )
-    clips = speech_test()[:limit]
-    recordings = speech_test(long=True) if limit is None else []
-    items, more_rows, more_titles = _run(synthetic, [*clips, *recordings], repeats)
-    write_file(texts_file, rows_text([*rows, *more_rows]), overwrite)
-    write_files(subtitles, titles | more_titles, overwrite)
+    long = speech_test(long=True) if limit is None else []
+    items, more = _run(synthetic, [*speech_test()[:limit], *long], repeats)
+    lines += more
+    titles = {f"{one.item.audio.stem}.srt": one.timed for one in lines if one.timed is not None}
+    write_file(texts_file, rows_text([one.row() for one in lines]), setting.overwrite)
+    srt = {name: FORMATS["srt"](timed, DEFAULT) for name, timed in titles.items()}
+    write_files(subtitles, srt, setting.overwrite)
     conditions = _conditions(synthetic, repeats, load_before)
     result = _report(synthetic, items, setting.seed, conditions)
-    more = {"recordings of people": note} if note else {}
-    write_file(page_file, clips_page.page(result, shown_people, more), overwrite)
-    summary = _summary(result) | {"real": shown_people and shown_people.summary()}
+    notes = {"recordings of people": note} if note else {}
+    setting.write(clips_page.page(result, found, notes))
+    summary = _summary(result) | {"real": found and found.summary()}
     _show(result, summary)
-    if shown_people is not None and not shown_people.identical:
+    if found is not None and not found.identical:
         summary["identical"] = False
-        summary["different"] = [*shown_people.different, *summary["different"]]
+        summary["different"] = [*found.different, *summary["different"]]
     return setting.end(summary, conditions, texts_file.name, subtitles.name)
 
 
@@ -105,27 +128,8 @@ def _parts(model: str | None, draft: str | None, *placing: Any) -> tuple[Part | 
     return named, named if times_words else Part.load(SYNTHETIC, HEADS, *placing), ""
 
 
-def _recordings(
-    people: Part, limit: int | None, seed: int
-) -> tuple[demo_recordings.Recordings, list[dict[str, Any]], dict[str, str]]:
-    """Transcribes recordings of people; returns the page's part, rows and subtitles."""
-    clips = all_clips()[:limit]
-    console.print(
-        f"Transcribing {len(clips)} recordings of people with {people.model}.", highlight=False
-    )
-    found, transcripts = demo_recordings.transcribe(people, clips, seed)
-    demo_recordings.show(found)
-    rows, titles = [], {}
-    for item, transcript in zip(found.items, transcripts, strict=True):
-        rows.append(_row(item, "real", transcript, identical=item.identical))
-        titles[f"{item.audio.stem}.srt"] = FORMATS["srt"](transcript, DEFAULT)
-    return found, rows, titles
-
-
-def _run(
-    part: Part, clips: Sequence[Clip], repeats: int
-) -> tuple[list[Item], list[dict[str, Any]], dict[str, str]]:
-    """Transcribes all recordings; returns items, rows and subtitles."""
+def _run(part: Part, clips: Sequence[Clip], repeats: int) -> tuple[list[Item], list[Line]]:
+    """Transcribes all recordings of synthetic speech; returns items and lines."""
     drafted = part.ways[1]
     timed = Transcriber(
         drafted.transcriber.model,
@@ -133,7 +137,7 @@ def _run(
         Decoder(draft=drafted.decoder.draft),
         TranscribeOptions(word_timestamps=True),
     )
-    items, rows, titles = [], [], {}
+    items, lines = [], []
     for clip in track(clips, description="transcribing", console=console, transient=True):
         loud = None if clip.long else drafted(clip.samples("noisy"))[0]
         fields, transcript = part.compare(clip, 1 if clip.long else repeats)
@@ -146,24 +150,14 @@ def _run(
             words=[word for segment in found.segments for word in segment.words or ()],
         )
         items.append(item)
-        titles[f"{Path(clip.name).stem}.srt"] = FORMATS["srt"](found, DEFAULT)
         if loud is not None:
-            rows.append(_row(item, "noisy", loud))
-        kind = "recording" if clip.long else "clean"
-        rows.append(_row(item, kind, transcript, identical=item.identical))
-    return items, rows, titles
+            lines.append(Line(item, "noisy", loud))
+        lines.append(Line(item, "recording" if clip.long else "clean", transcript, found))
+    return items, lines
 
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
-
-
-def _row(
-    item: clips_page.Decoded, kind: str, transcript: Transcript, **more: Any
-) -> dict[str, Any]:
-    """Returns a line of ``transcripts.jsonl``."""
-    row = {"name": item.name, "set": kind, "reference": item.reference, "text": transcript.text}
-    return row | {"tokens": transcript.tokens, **more}
 
 
 def _report(part: Part, items: Sequence[Item], seed: int, conditions: dict[str, str]) -> Report:

@@ -15,7 +15,7 @@ from rich.text import Text
 from mmdecode import registry
 from mmdecode.checkpoints import paired
 from mmdecode.decoder import Decoder
-from mmdecode.demo.setting import PAGE, Setting, conditions_of
+from mmdecode.demo.setting import Setting, conditions_of
 from mmdecode.demo.vision import page
 from mmdecode.demo.vision.attention_map import attention_map
 from mmdecode.engine.contracts import Guide
@@ -23,7 +23,6 @@ from mmdecode.evaluation.audit.plain import Case, Plain
 from mmdecode.evaluation.vision.benchmarks import vocabulary_of, zoo_image
 from mmdecode.evaluation.vision.tasks.chair import Vocabulary
 from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
-from mmdecode.runs.files import refuse_foreign, write_file
 from mmdecode.vlm import Answer, Answerer, loading
 from mmdecode.vlm.images import image_source
 from mmdecode.zoo.scene_sets import image_name, scenes_from
@@ -64,7 +63,7 @@ def run(model: str, setting: Setting, guides: Sequence[str]) -> dict[str, Any]:
     Returns:
         Answers and measurements as JSON values, for ``--json``.
     """
-    refuse_foreign([setting.out / PAGE], setting.overwrite)
+    setting.refuse()
     names = list(dict.fromkeys(guides))
     scenes = chosen(setting.limit)
     count = sum(map(len, scenes.values()))
@@ -116,7 +115,7 @@ def run(model: str, setting: Setting, guides: Sequence[str]) -> dict[str, Any]:
         ),
         draft=drafter_of(model),
     )
-    write_file(setting.out / PAGE, page.page(report), setting.overwrite)
+    setting.write(page.page(report))
     show(report)
     return setting.end(_summary(report), report.conditions)
 
