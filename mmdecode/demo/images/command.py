@@ -102,9 +102,8 @@ def _wanted(generator: ImageGenerator, count: int) -> list[int | str]:
 
 
 def _called(image: GeneratedImage) -> str:
-    if image.label is not None:
-        return image.label
-    return image.condition if isinstance(image.condition, str) else f"class {image.condition}"
+    named = image.condition if isinstance(image.condition, str) else f"class {image.condition}"
+    return named if image.label is None else image.label
 
 
 def _page_image(image: GeneratedImage, plain: GeneratedImage) -> PageImage:

@@ -22,8 +22,7 @@ class PageImage:
 
     Attributes:
         png: The image as a PNG file.
-        commits: Pass in which each code was accepted, by row; 0: prefill,
-            negative: given.
+        commits: Pass in which each code was accepted, by row; 0: prefill; negative: given.
         passes: Number of forward passes after the prefill.
         tokens: Number of tokens of the image.
         seconds: Seconds of generating tokens, without decoding them to pixels.

@@ -143,6 +143,12 @@ class Decodings:
         same = f"{count - len(self.different)} of {count} recordings"
         return title, "yes" if self.identical else "no", same
 
+    def verdict(self, what: str) -> str:
+        """Line for the terminal on whether drafting changed ``what``, with rich's markup."""
+        if self.identical:
+            return f"identical: [bold green]yes[/], all {len(self.items)} recordings"
+        return f"identical: [bold red]no[/], {what} differ in {', '.join(self.different)}"
+
     def summary(self) -> dict[str, Any]:
         """Returns the measurements of tokens and passes as JSON values."""
         return {

@@ -258,7 +258,4 @@ def _show(report: Report, summary: dict[str, Any]) -> None:
     console.print(table)
     for name, found in report.wer.items():
         console.print(f"word errors, {name}: {score_text(found)}", highlight=False)
-    if report.identical:
-        console.print(f"identical: [bold green]yes[/], all {len(report.items)} recordings")
-    else:
-        console.print(f"identical: [bold red]no[/], tokens differ in {', '.join(report.different)}")
+    console.print(report.verdict("tokens"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,7 @@ from rich.text import Text
 
 from mmdecode.asr.results import Transcript
 from mmdecode.checkpoints import default_recogniser, scheme_card
-from mmdecode.demo.speech.clips_page import (
-    TIMES,
-    Decoded,
-    Decodings,
-    normaliser_text,
-    score,
-    score_text,
-)
+from mmdecode.demo.speech import clips_page
 from mmdecode.demo.speech.ways import Part, Way
 from mmdecode.evaluation.speech.wer import WER, wer
 from mmdecode.model_names import REAL
@@ -44,7 +37,7 @@ NO_GAIN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recording(Decoded):
+class Recording(clips_page.Decoded):
     """Recording of a person that was transcribed without and with a drafter.
 
     Attributes:
@@ -64,7 +57,7 @@ class Recording(Decoded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recordings(Decodings):
+class Recordings(clips_page.Decodings):
     """Content of the page's first part.
 
     Attributes:
@@ -78,7 +71,7 @@ class Recordings(Decodings):
 
     def times(self) -> dict[str, float]:
         """Returns the seconds over all recordings by name; ``generate_total_s`` only if known."""
-        names = [*["generate_total_s"] * self.with_generate, *TIMES]
+        names = [*["generate_total_s"] * self.with_generate, *clips_page.TIMES]
         return {name: self.total(name) for name in names}
 
     @property
@@ -107,7 +100,8 @@ class Recordings(Decodings):
     def cards(self) -> list[tuple[str, str, str]]:
         """Titles, numbers and notes of the cards at the top of the page."""
         times = self.times()
-        wrong = f"{self.wer.errors} of {self.wer.words} words, {normaliser_text(self.wer)}"
+        by = clips_page.normaliser_text(self.wer)
+        wrong = f"{self.wer.errors} of {self.wer.words} words, {by}"
         if self.wer.utterances > 1:
             wrong += f"; 95 % interval {100 * self.wer.low:.1f} to {100 * self.wer.high:.1f} %"
         length = f"{self.total('seconds'):.0f} s of audio, from file to text, without a draft"
@@ -129,7 +123,7 @@ class Recordings(Decodings):
             "clips": len(self.items),
             "audio_s": round(self.total("seconds"), 2),
             "compared_with_generate": self.with_generate,
-            "wer": score(self.wer),
+            "wer": clips_page.score(self.wer),
             "times": {name: round(seconds, 4) for name, seconds in self.times().items()},
             "note": self.note,
         }
@@ -238,12 +232,9 @@ def show(found: Recordings) -> None:
             style="dim",
         )
     )
-    scores = f"word errors, real: {score_text(found.wer)}; {found.caution}"
+    scores = f"word errors, real: {clips_page.score_text(found.wer)}; {found.caution}"
     console.print(scores, highlight=False, markup=False)
-    verdict = f"[bold green]yes[/], all {len(found.items)} recordings"
-    if found.different:
-        verdict = f"[bold red]no[/], ids differ in {', '.join(found.different)}"
-    console.print(f"identical: {verdict}, by {escape(found.ways)}", highlight=False)
+    console.print(f"{found.verdict('ids')}, by {escape(found.ways)}", highlight=False)
     times = {name: f"{seconds:.1f} s" for name, seconds in found.times().items()}
     generate = f"plain generate {times['generate_total_s']}, " if found.with_generate else ""
     speed = (
@@ -260,12 +251,13 @@ def show(found: Recordings) -> None:
 def _marked(item: Recording) -> Text:
     """Returns a hypothesis as terminal text, with the reference's words where they differ."""
     shown = {
-        "substitute": lambda step: f"{step.hypothesis}({step.reference})",
-        "insert": lambda step: f"+{step.hypothesis}",
-        "delete": lambda step: f"-({step.reference})",
+        "equal": "{hypothesis}",
+        "substitute": "{hypothesis}({reference})",
+        "insert": "+{hypothesis}",
+        "delete": "-({reference})",
     }
-    parts = [
-        Text(step.hypothesis) if step.kind == "equal" else Text(shown[step.kind](step), "bold red")
-        for step in item.steps
-    ]
+    parts = []
+    for step in item.steps:
+        text = shown[step.kind].format(**asdict(step))
+        parts.append(Text(text, "" if step.kind == "equal" else "bold red"))
     return Text(" ").join(parts) if item.errors else Text(item.hypothesis)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -115,19 +116,18 @@ class Part:
             Fields of `mmdecode.demo.speech.clips_page.Decoded`, and the transcript.
         """
         plain, drafted = self.ways
-        first = plain(clip.path)[1:]
-        plain_ids, plain_passes = plain.ids, plain.decoder.stats.passes
         windows: list[list[Round]] = []
+        _, *first = plain(clip.path)
+        plain_ids, plain_passes = plain.ids, plain.decoder.stats.passes
         transcript, *second = drafted(clip.path, windows)
         stats, identical = drafted.decoder.stats.as_dict(), drafted.ids == plain_ids
-        times = np.array([[first], [second]])  # way, repeat, (decoding, everything)
-        if repeats:
-            times = np.zeros((2, repeats, 2))
+        times: list[list[Sequence[float]]] = [[], []]  # way, repeat, (decoding, everything)
         for turn in range(repeats):
             for way in (0, 1) if turn % 2 == 0 else (1, 0):
-                times[way, turn] = self.ways[way](clip.path)[1:]
+                times[way].append(self.ways[way](clip.path)[1:])
                 identical &= self.ways[way].ids == plain_ids
-        (plain_s, plain_total_s), (drafted_s, drafted_total_s) = np.median(times, axis=1).tolist()
+        medians = np.median(times if repeats else [[first], [second]], axis=1).tolist()
+        (plain_s, plain_total_s), (drafted_s, drafted_total_s) = medians
         return {
             "name": clip.name,
             "audio": clip.path,

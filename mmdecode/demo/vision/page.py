@@ -7,7 +7,6 @@ which tokens of a caption were drafted.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -251,8 +250,6 @@ def page(report: Answers) -> str:
         verdict_of=_verdict,
         origins=origins_of(found.rounds for found in drafts(answers)),
         strip=strip,
-        tab_stops=lambda: itertools.chain([0], itertools.repeat(-1)),
-        next=next,
     )
 
 
