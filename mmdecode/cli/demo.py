@@ -10,6 +10,7 @@ import typer
 
 from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
+from mmdecode.demo.setting import Setting
 from mmdecode.errors import UnknownNameError
 
 DEMOS = {"speech": "speech", "vlm": "vision", "image": "images"}
@@ -76,9 +77,9 @@ def command(
     for name in chosen:
         folder = FOLDER / name if output is None else output if what else output / name
         loaded = (model if name == chosen[0] else None) or MODELS.get(name)
-        shared = (folder.resolve(), limit, device, dtype, quantize, seed, overwrite)
+        setting = Setting(folder.resolve(), limit, device, dtype, quantize, seed, overwrite)
         room = importlib.import_module(f"mmdecode.demo.{DEMOS[name]}.command")
-        found[name] = room.run(loaded, *own.get(name, ()), *shared)
+        found[name] = room.run(loaded, setting, *own.get(name, ()))
     if json:
         emit_json(found if what is None else found[what])
     if not all(one.get("identical", True) for one in found.values()):

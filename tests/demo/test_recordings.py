@@ -11,7 +11,6 @@ from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.transcriber import Transcriber
 from mmdecode.demo.speech import command as demo_speech
 from mmdecode.demo.speech import recordings as demo_recordings
-from mmdecode.demo.speech import recordings_page as recording_page
 from mmdecode.demo.speech.clips_page import page
 from mmdecode.engine.trace import Round
 from mmdecode.evaluation.speech.wer import wer
@@ -30,6 +29,7 @@ def recording(**changes):
         "speaker": "somebody",
         "origin": "LibriSpeech test-clean; CC BY 4.0",
         "seconds": 11.0,
+        "peaks": [0.5, 1.0],
         "reference": "add the two red cakes",
         "hypothesis": "Add two blue cakes please.",
         "windows": [[Round((), (), 6, True, 1), Round((1, 2, 3), (1, 2), 4, False, 3)]],
@@ -44,7 +44,7 @@ def recording(**changes):
         "drafted_total_s": 0.3,
         "identical": True,
     }
-    return recording_page.Recording(**{**fields, **changes})
+    return demo_recordings.Recording(**{**fields, **changes})
 
 
 def recordings(*items, **changes):
@@ -57,7 +57,7 @@ def recordings(*items, **changes):
         "note": "Nothing is gained.",
         "label": "token {}".format,
     }
-    return recording_page.Recordings(**{**fields, **changes})
+    return demo_recordings.Recordings(**{**fields, **changes})
 
 
 def shown(found):
@@ -137,32 +137,32 @@ def test_recordings_of_people_are_compared_id_by_id():
     assert people is None and not note  # it knows synthetic speech alone
     plain, drafted = synthetic.ways
     clips = shortest(1)
-    found, texts = demo_recordings.transcribe("m", "heads", (plain, drafted), clips)
+    found, texts = demo_recordings.transcribe(synthetic, clips)
     assert found.identical and not found.with_generate and not found.note
     assert found.total("plain_passes") >= found.total("passes") > 0
     assert texts[0].text == found.items[0].hypothesis
-    numbers = json.loads(json.dumps(demo_recordings.summary(found)))
+    numbers = json.loads(json.dumps(found.summary()))
     assert "generate_total_s" not in numbers["times"] and numbers["clips"] == 1
     cut = TranscribeOptions(max_new_tokens=2)
     drafted.transcriber = Transcriber(
         plain.transcriber.model, plain.transcriber.processor, drafted.decoder, cut
     )
-    found, _ = demo_recordings.transcribe("m", "heads", (plain, drafted), clips)
-    assert demo_recordings.summary(found)["different"] == [clips[0].name]
+    found, _ = demo_recordings.transcribe(synthetic, clips)
+    assert found.summary()["different"] == [clips[0].name]
 
 
 @needs_wheel
 def test_a_published_recogniser_hears_people_as_plain_generate_does():
     people, synthetic, _ = demo_speech._parts(NAME, "lookup", "cpu", "float32")
     assert synthetic.model == "zoo:whisper-synth"  # words of the other cannot be timed
-    found, _ = demo_recordings.transcribe(people.model, people.draft, people.ways, shortest(2))
+    found, _ = demo_recordings.transcribe(people, shortest(2))
     assert found.identical and found.with_generate and found.note
     assert "eighteen thirteen" in found.items[0].hypothesis
     for way in people.ways:
         model, processor = way.transcriber.model, way.transcriber.processor
         cut = TranscribeOptions(max_new_tokens=2)
         way.transcriber = Transcriber(model, processor, way.decoder, cut)
-    found, _ = demo_recordings.transcribe(people.model, people.draft, people.ways, shortest(1))
+    found, _ = demo_recordings.transcribe(people, shortest(1))
     assert not found.identical  # the two agree, and plain generate says more
 
 

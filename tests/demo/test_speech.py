@@ -57,8 +57,7 @@ def report(*items, **changes):
         "draft": "zoo:m-medusa",
         "items": items,
         "ratio": (1.5, 1.4, 1.6),
-        "tokens_per_pass": 3.0,
-        "histogram": [0, 0, 1],
+        "clips": len(items),
         "wer": {"clean": wer(["six spoons of sugar"], ["six spoonful of brown"])},
         "conditions": {"device": "cpu", "threads": "1 thread", "load": "load average 0.1"},
         "label": TEXT.__getitem__,
@@ -132,7 +131,7 @@ def test_text_from_outside_is_escaped():
 
 def test_words_can_be_clicked_and_those_of_low_confidence_are_marked():
     text = page.page(report(item()))
-    times = 'data-start="0.10" data-end="0.40" title="0.10 s, 90 %"'
+    times = 'data-start="0.10" data-end="0.40" aria-label="six: 0.10 s, 90 %"'
     assert f'<button class="word" tabindex="0" {times}>six' in text
     assert 'class="word doubt" tabindex="-1" data-start="0.40"' in text and "&lt;b&gt;" in text
 
@@ -140,8 +139,10 @@ def test_words_can_be_clicked_and_those_of_low_confidence_are_marked():
 def test_words_of_a_clip_are_one_stop_of_the_tab_key_and_players_say_what_they_play():
     text = page.page(report(item(), item(name='clip "2"')))
     parser = checked(text)
-    assert parser.groups == [["0"] + ["-1"] * (len(item().words) - 1)] * 2
-    assert parser.stops == [("audio", "0")] * 2
+    words = ["0"] + ["-1"] * (len(item().words) - 1)
+    assert [group for group in parser.groups if len(group) == len(words)].count(words) >= 2
+    tables = [("div", "0")] * 2
+    assert parser.stops == [*[("audio", "0")] * 2, *tables]
     assert 'aria-label="words of clip &#34;2&#34;"' in text
     assert 'aria-label="recording clip &#34;2&#34;"' in text
     assert "ArrowRight" in text  # what the group is for
@@ -183,7 +184,7 @@ def test_the_table_of_times_says_that_the_machine_was_at_work(monkeypatch, capsy
     monkeypatch.setattr(conditions, "load_average", lambda: next(loads))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     _, synthetic, _ = demo_speech._parts("zoo:whisper-synth", None, "cpu", "float32")
-    found = demo_speech._conditions(synthetic.ways, "float32", 1, conditions.load_average())
+    found = demo_speech._conditions(synthetic, 1, conditions.load_average())
     assert found["load"] == "load average 0.1 before, 9.0 after"
     times = {"plain_s": 2, "drafted_s": 1, "plain_total_s": 3, "drafted_total_s": 2}
     times |= {"ratio": 2.0, "ratio_total": 1.5}
@@ -192,10 +193,8 @@ def test_the_table_of_times_says_that_the_machine_was_at_work(monkeypatch, capsy
         "passes": 1,
         "times": {"clips": times},
         "ratio_interval": (1, 2),
-        "files": {},
-        "seconds": 1,
     }
-    demo_speech._show(report(conditions=found), summary, [item()], 1)
+    demo_speech._show(report(conditions=found), summary)
     printed = " ".join(capsys.readouterr().err.split())
     assert "1.00 to 2.00; times are not comparable: the load average of 9.0" in printed
 

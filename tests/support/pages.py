@@ -1,5 +1,6 @@
 """Checks of every HTML page of the library: complete, well-formed, in order, marked as ours."""
 
+import re
 from html.parser import HTMLParser
 
 from mmdecode.runs.files import MAKER
@@ -14,7 +15,9 @@ class Checked(HTMLParser):
     Attributes:
         fetched: Addresses.
         headings: Levels, in order.
-        unnamed: Players and pictures that do not say what they are.
+        unnamed: Players, pictures, groups and tab stops that do not say what they are.
+        unscoped: Headers of tables that do not say whether they head a row or a column.
+        wide: Widths in pixels that are fixed and wider than half a narrow screen.
         groups: For each group of words, the tabindex of each of its elements.
         stops: Tab stops that a page makes outside of such groups.
     """
@@ -23,7 +26,8 @@ class Checked(HTMLParser):
         super().__init__()
         self.open, self.fetched, self.audio, self.ids = [], [], 0, set()
         self.headings, self.unnamed, self.groups, self.stops = [], [], [], []
-        self.generator, self.inside = None, None
+        self.unscoped, self.wide = [], []
+        self.generator, self.language, self.inside = None, None, []
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
@@ -37,18 +41,24 @@ class Checked(HTMLParser):
         if tag in HEADINGS:
             self.headings.append(int(tag[1]))
         named = attrs.get("aria-label") or attrs.get("alt")
-        if not named and (tag in ("audio", "img") or attrs.get("role") == "img"):
+        stops = tag in ("button", "a", "audio") or "tabindex" in attrs
+        shown = tag in ("audio", "img") or attrs.get("role") in ("img", "group", "note")
+        if not named and (shown or "tabindex" in attrs):
             self.unnamed.append(tag)
+        if tag == "html":
+            self.language = attrs.get("lang")
+        if tag == "th" and attrs.get("scope") not in ("row", "col"):
+            self.unscoped.append(attrs)
+        self.wide += re.findall(r"(?<!max-)width: *[\d.]{3,}px", attrs.get("style") or "")
         if "data-rove" in attrs:
-            assert self.inside is None
-            self.inside = len(self.open)
             self.groups.append([])
-        elif tag in ("button", "a", "audio") or "tabindex" in attrs:
+            self.inside.append((len(self.open), self.groups[-1]))
+        elif stops:
             tabindex = attrs.get("tabindex", "0")
-            if self.inside is None:
-                self.stops.append((tag, tabindex))
+            if self.inside:
+                self.inside[-1][1].append(tabindex)
             else:
-                self.groups[-1].append(tabindex)
+                self.stops.append((tag, tabindex))
         if tag not in VOID:
             self.open.append(tag)
 
@@ -60,8 +70,8 @@ class Checked(HTMLParser):
     def handle_endtag(self, tag):
         assert self.open and self.open[-1] == tag, f"{tag} closes {self.open[-3:]}"
         self.open.pop()
-        if self.inside == len(self.open):
-            self.inside = None
+        if self.inside and self.inside[-1][0] == len(self.open):
+            self.inside.pop()
 
 
 def checked(text):
@@ -74,10 +84,11 @@ def checked(text):
     assert parser.headings[0] == 1 and parser.headings.count(1) == 1
     steps = zip(parser.headings, parser.headings[1:], strict=False)
     assert all(after <= before + 1 for before, after in steps), parser.headings
-    assert parser.unnamed == []
+    assert parser.unnamed == parser.unscoped == parser.wide == []
+    assert parser.language == "en"
     for tabindices in parser.groups:
         assert sorted(tabindices) == sorted(
             ["0"] * bool(tabindices) + ["-1"] * (len(tabindices) - 1)
         )
-    assert {tag for tag, _ in parser.stops} <= {"audio"}
+    assert {tag for tag, _ in parser.stops} <= {"audio", "div"}
     return parser

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import io
 import math
-import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
+from rich.progress import track
+from rich.table import Column, Table
 
-if TYPE_CHECKING:
-    from mmdecode.demo.images.page import PageImage, Way, Ways
-    from mmdecode.image_ar.generator import ImageGenerator
-    from mmdecode.image_ar.results import GeneratedImage
+from mmdecode.demo.images import page as image_page
+from mmdecode.demo.images.page import PageImage, Way, Ways, numbers
+from mmdecode.demo.setting import Setting, conditions_of
+from mmdecode.image_ar.generator import ImageGenerator
+from mmdecode.image_ar.loading import load
+from mmdecode.image_ar.modes import MODES, WINDOW, decoder_of, guarantee_of
+from mmdecode.image_ar.results import GeneratedImage
+from mmdecode.runs.console import console, only_our_output, warnings_shown
 
 NUM_IMAGES = 4
 WAYS = ("ar", "exact", "relaxed")
@@ -26,43 +28,18 @@ PROMPTS = ("a red ring", "a blue star", "a green cup", "a yellow key")
 """Prompts for models that are conditioned on captions."""
 
 
-def run(
-    model: str,
-    out: Path,
-    limit: int | None,
-    device: str | None,
-    dtype: str,
-    quantize: str | None,
-    seed: int,
-    overwrite: bool,
-) -> dict[str, Any]:
+def run(model: str, setting: Setting) -> dict[str, Any]:
     """Generates images, prints the measurements and writes ``report.html``.
 
     Args:
         model: Image model: folder, Hub id or ``zoo:NAME``.
-        out: Folder of the page.
-        limit: Number of images, at most 4; ``None``: 4.
-        device: Device of the model; ``None``: chosen automatically.
-        dtype: Dtype of the model.
-        quantize: See `mmdecode.image_ar.loading.load`.
-        seed: Seed of the sampling.
-        overwrite: Whether to replace a file that mmdecode did not write.
+        setting: Options of every demo, with at most 4 images.
 
     Returns:
         The measurements as JSON values, for ``--json``.
     """
-    from rich.progress import track
-
-    from mmdecode.demo.images import page as image_page
-    from mmdecode.demo.images.page import Way, Ways
-    from mmdecode.image_ar.generator import ImageGenerator
-    from mmdecode.image_ar.loading import load
-    from mmdecode.image_ar.modes import MODES, WINDOW, decoder_of, guarantee_of
-    from mmdecode.runs.files import refuse_foreign, write_file
-
-    refuse_foreign([out / "report.html"], overwrite)
-    started = time.perf_counter()
-    count = min(limit or NUM_IMAGES, NUM_IMAGES)
+    setting.refuse()
+    count = min(setting.limit or NUM_IMAGES, NUM_IMAGES)
     console.print(
         f"Drawing {count} pictures in {len(WAYS)} ways: token by token, exactly in parallel, which "
         "leaves them as they are, and relaxed, which does not. This takes about half a "
@@ -70,14 +47,14 @@ def run(
         highlight=False,
     )
     only_our_output()
-    network = load(model, device, dtype, quantize)
+    network = load(model, *setting.weights)
     adapter = network.adapter
     ways: list[Way] = []
-    names: list[str] = []
+    plain: list[GeneratedImage] = []
     with warnings_shown("default"):
         for mode in WAYS:
             decoder = decoder_of(mode, None, "auto", adapter=adapter)
-            generator = ImageGenerator(network, decoder, seed=seed, batch=1)
+            generator = ImageGenerator(network, decoder, seed=setting.seed, batch=1)
             requests = generator.requests(_wanted(generator, count))
             next(generator.images(requests))  # warm-up
             images = list(
@@ -89,7 +66,7 @@ def run(
                     transient=True,
                 )
             )
-            names = [_called(image) for image in images]
+            plain = plain or images
             rule = MODES[mode].rule(adapter.codebook() is not None)
             window = f"Jacobi window of {min(WINDOW, adapter.layout.length)}, {rule}"
             ways.append(
@@ -97,21 +74,24 @@ def run(
                     name=mode,
                     about=window if MODES[mode].drafts else "token by token",
                     guarantee=guarantee_of(decoder),
-                    images=_page_images(images, ways[0].images if ways else None),
+                    images=[*map(_page_image, images, plain)],
                 )
             )
+    guidance, sampling = (generator.settings[name] for name in ("guidance", "sampling"))
+    sampled = (
+        f"guidance {guidance:g}, temperature {sampling['temperature']:g}, "
+        f"top-k {sampling['top_k'] or 'off'}, top-p {sampling['top_p']:g}"
+    )
+    runs = f"one picture at a time, each timed once, pixels left out; seed {setting.seed}"
     report = Ways(
         model=model,
-        names=names,
+        names=[_called(image) for image in plain],
         ways=ways,
-        conditions=_conditions(adapter.model, generator.settings, seed),
+        conditions=conditions_of(adapter.model, {"sampling": sampled}, runs=runs),
     )
-    write_file(out / "report.html", image_page.page(report), overwrite)
-    summary = _summary(report)
-    summary["seconds"] = round(time.perf_counter() - started, 1)
-    summary["files"] = {"report.html": str(out / "report.html")}
-    _show(report, summary)
-    return summary
+    setting.write(image_page.page(report))
+    _show(report)
+    return setting.end(_summary(report), report.conditions)
 
 
 def _wanted(generator: ImageGenerator, count: int) -> list[int | str]:
@@ -122,48 +102,23 @@ def _wanted(generator: ImageGenerator, count: int) -> list[int | str]:
 
 
 def _called(image: GeneratedImage) -> str:
-    if image.label is not None:
-        return image.label
-    return image.condition if isinstance(image.condition, str) else f"class {image.condition}"
+    named = image.condition if isinstance(image.condition, str) else f"class {image.condition}"
+    return named if image.label is None else image.label
 
 
-def _page_images(
-    images: Sequence[GeneratedImage], plain: Sequence[PageImage] | None
-) -> list[PageImage]:
-    from mmdecode.demo.images.page import PageImage
-
-    found = []
-    for index, image in enumerate(images):
-        assert image.log_likelihood is not None, "it was asked for"
-        file = io.BytesIO()
-        image.image.save(file, "PNG")
-        found.append(
-            PageImage(
-                png=file.getvalue(),
-                codes=image.codes.tolist(),
-                commits=image.commits.tolist(),
-                passes=image.passes,
-                tokens=len(image.tokens),
-                seconds=image.seconds,
-                bits=-image.log_likelihood / image.codes.numel() / math.log(2),
-                same=plain is None or image.codes.tolist() == plain[index].codes,
-            )
-        )
-    return found
-
-
-def _conditions(network: Any, settings: Mapping[str, Any], seed: int) -> dict[str, str]:
-    from mmdecode.runs.conditions import spoken
-
-    found = spoken(network)
-    sampling = settings["sampling"]
-    return {
-        "sampling": f"guidance {settings['guidance']:g}, temperature {sampling['temperature']:g}, "
-        f"top-k {sampling['top_k'] or 'off'}, top-p {sampling['top_p']:g}",
-        **{name: found[name] for name in ("device", "threads", "load")},
-        "runs": f"one picture at a time, each timed once, pixels left out; seed {seed}",
-        "versions": found["versions"],
-    }
+def _page_image(image: GeneratedImage, plain: GeneratedImage) -> PageImage:
+    assert image.log_likelihood is not None, "it was asked for"
+    file = io.BytesIO()
+    image.image.save(file, "PNG")
+    return PageImage(
+        png=file.getvalue(),
+        commits=image.commits.tolist(),
+        passes=image.passes,
+        tokens=len(image.tokens),
+        seconds=image.seconds,
+        bits=-image.log_likelihood / image.codes.numel() / math.log(2),
+        same=image.codes.equal(plain.codes),
+    )
 
 
 def _summary(report: Ways) -> dict[str, Any]:
@@ -171,7 +126,7 @@ def _summary(report: Ways) -> dict[str, Any]:
     return {
         "model": report.model,
         "pictures": list(report.names),
-        "identical": all(way.same == len(report.names) for way in exact),
+        "identical": all(way.total("same") == len(report.names) for way in exact),
         "ways": {
             way.name: {
                 "law": way.guarantee,
@@ -180,7 +135,7 @@ def _summary(report: Ways) -> dict[str, Any]:
                 "tokens_per_pass": round(way.rate, 4),
                 "seconds": [round(one.seconds, 4) for one in way.images],
                 "bits_per_token": round(way.bits, 4),
-                "as_plain": way.same,
+                "as_plain": way.total("same"),
             }
             for way in report.ways
         },
@@ -188,21 +143,12 @@ def _summary(report: Ways) -> dict[str, Any]:
     }
 
 
-def _show(report: Ways, summary: Mapping[str, Any]) -> None:
-    from rich.table import Column, Table
-
-    from mmdecode.demo.images.page import numbers
-
+def _show(report: Ways) -> None:
     found = numbers(report)
-    about = [name for name in found[report.ways[0].name] if name != "law"]
+    about = [name for name in found[0] if name not in ("way", "law")]
     table = Table(Column("", no_wrap=True, min_width=len("(heuristic distribution)")), *about)
-    for way in report.ways:
-        cells = [found[way.name][name] for name in about]
+    for way, row in zip(report.ways, found, strict=True):
+        cells = [row[name] for name in about]
         style = None if way.guarantee == "exact" else "yellow"
         table.add_row(f"{way.name}\n({way.guarantee} distribution)", *cells, style=style)
     console.print(table)
-    for text in report.conditions.values():
-        console.print(text, style="dim", markup=False, highlight=False)
-    for path in summary["files"].values():
-        print_line(path, console, "bold")
-    console.print(f"done in {summary['seconds']:.0f} s", highlight=False)

@@ -6,8 +6,12 @@ the same pass have the same shade and no line between them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
 
 from mmdecode.evaluation.report.templates import rendered
 
@@ -18,8 +22,7 @@ class PageImage:
 
     Attributes:
         png: The image as a PNG file.
-        codes: Image codes, by row.
-        commits: Pass in which each code was accepted, by row; 0: prefill.
+        commits: Pass in which each code was accepted, by row; 0: prefill; negative: given.
         passes: Number of forward passes after the prefill.
         tokens: Number of tokens of the image.
         seconds: Seconds of generating tokens, without decoding them to pixels.
@@ -28,7 +31,6 @@ class PageImage:
     """
 
     png: bytes
-    codes: Sequence[Sequence[int]]
     commits: Sequence[Sequence[int]]
     passes: int
     tokens: int
@@ -37,27 +39,10 @@ class PageImage:
     same: bool
 
     @property
-    def rate(self) -> float:
-        """Tokens per pass, without the first token, which the prefill gives."""
-        return (self.tokens - 1) / max(self.passes, 1)
-
-    def cells(self, last: int) -> Iterator[dict[str, str]]:
-        """Cells of the map of codes, darker if accepted later; ``last`` is the last pass."""
-        for y, row in enumerate(self.commits):
-            for x, number in enumerate(row):
-                when = (
-                    f"pass {number}"
-                    if number > 0
-                    else "with the prompt"
-                    if number == 0
-                    else "given"
-                )
-                yield {
-                    "x": str(x),
-                    "y": str(y),
-                    "light": f"{90 - 70 * number / max(last, 1):.0f}",
-                    "title": f"row {y + 1}, column {x + 1}: {when}",
-                }
+    def sizes(self) -> list[int]:
+        """Number of codes of each pass after the prompt."""
+        found = Counter(number for row in self.commits for number in row if number > 0)
+        return [found[number] for number in sorted(found)]
 
     @property
     def seams(self) -> str:
@@ -88,30 +73,19 @@ class Way:
     guarantee: str
     images: Sequence[PageImage]
 
-    @property
-    def passes(self) -> int:
-        """Passes over all images."""
-        return sum(one.passes for one in self.images)
+    def total(self, name: str) -> Any:
+        """Returns the sum of an attribute over all images."""
+        return sum(getattr(one, name) for one in self.images)
 
     @property
     def rate(self) -> float:
         """Tokens per pass over all images."""
-        return sum(one.tokens - 1 for one in self.images) / max(self.passes, 1)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds over all images."""
-        return sum(one.seconds for one in self.images)
+        return (self.total("tokens") - len(self.images)) / max(self.total("passes"), 1)
 
     @property
     def bits(self) -> float:
         """Mean bits per code."""
-        return sum(one.bits for one in self.images) / len(self.images)
-
-    @property
-    def same(self) -> int:
-        """Number of images with the same codes as in the first mode."""
-        return sum(one.same for one in self.images)
+        return self.total("bits") / len(self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,38 +109,63 @@ _GUARANTEES = {
     "exact": "pictures come as often as token by token, whatever is guessed",
     "heuristic": "other pictures: bits per token say where they went, not whether they are good",
 }
+IN_CARDS = ("passes", "times plain", "pictures as plain", "bits per token")
+"""Names of the numbers in the cards; the page's table has all numbers."""
 
 
-def numbers(report: Ways) -> dict[str, dict[str, str]]:
-    """Returns the measurements of each mode as texts, by mode and name."""
-    plain = report.ways[0]
-    count = len(report.names)
-    return {
-        way.name: {
-            "passes": f"{way.passes}",
+def tag(guarantee: str) -> Markup:
+    """A guarantee as a coloured phrase."""
+    mood = "" if guarantee == "exact" else " bad"
+    return Markup('<span class="tag{}">{} distribution</span>').format(mood, guarantee)
+
+
+def numbers(report: Ways) -> list[dict[str, str]]:
+    """Returns the measurements of each mode as texts, by name."""
+    plain = report.ways[0].total("seconds")
+    return [
+        {
+            "way": way.name,
+            "passes": f"{way.total('passes')}",
             "tokens per pass": f"{way.rate:.2f}",
-            "seconds": f"{way.seconds:.2f}",
-            "times plain": f"{plain.seconds / max(way.seconds, 1e-9):.2f}",
-            "pictures as plain": f"{way.same} of {count}",
+            "seconds": f"{way.total('seconds'):.2f}",
+            "times plain": f"{plain / max(way.total('seconds'), 1e-9):.2f}",
+            "pictures as plain": f"{way.total('same')} of {len(report.names)}",
             "bits per token": f"{way.bits:.2f}",
             "law": way.guarantee,
         }
         for way in report.ways
-    }
+    ]
 
 
 def page(report: Ways) -> str:
     """Renders the page as HTML."""
-    exact = [way for way in report.ways[1:] if way.same == len(report.names)]
-    images = "picture" if len(report.names) == 1 else f"{len(report.names)} pictures"
-    claimed = {way.guarantee for way in report.ways}
+    exact = [way for way in report.ways[1:] if way.total("same") == len(report.names)]
+    best = max(exact, key=lambda way: way.rate, default=None)
+    rows, claimed = numbers(report), {way.guarantee for way in report.ways}
+    cards = [
+        (
+            Markup("{} {}").format(way.name, tag(way.guarantee)),
+            row["tokens per pass"],
+            "tokens per pass",
+            *(f"{row[name]} {name}" for name in IN_CARDS),
+        )
+        for way, row in zip(report.ways, rows, strict=True)
+    ]
+    firsts = {way.name: way.images[0] for way in (report.ways[0], best or report.ways[-1])}
     return rendered(
         "images.html",
         report=report,
-        numbers=numbers(report),
-        what=images,
-        best=max(exact, key=lambda way: way.rate, default=None),
-        last=max(one.passes for way in report.ways for one in way.images),
+        rows=rows,
+        cards=cards,
+        conditions=report.conditions.values(),
+        view={
+            "title": report.names[0],
+            "sides": [(one.png, {name: one.sizes}) for name, one in firsts.items()],
+        },
+        what="picture" if len(report.names) == 1 else f"{len(report.names)} pictures",
+        best=best,
+        tag=tag,
+        last=max(1, *(one.passes for way in report.ways for one in way.images)),
         guarantees={name: text for name, text in _GUARANTEES.items() if name in claimed},
         facts={way.name: way.about for way in report.ways} | dict(report.conditions),
     )

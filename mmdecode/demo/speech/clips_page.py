@@ -6,17 +6,18 @@ chips of one decoder pass are grouped and followed by the rejected draft tokens,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmdecode.evaluation.report.templates import recording_url, rendered
-from mmdecode.evaluation.speech.wer import WER, align_as_written
+from mmdecode.evaluation.speech.wer import WER, Step, align_as_written
 
 if TYPE_CHECKING:
     from mmdecode.asr.results import Word
-    from mmdecode.demo.speech.recordings_page import Recordings
+    from mmdecode.demo.speech.recordings import Recordings
     from mmdecode.engine.trace import Round
 
 ORIGINS = {
@@ -27,41 +28,37 @@ ORIGINS = {
     "first": "by the model while it read the prompt, before any draft",
 }
 
+TIMES = ("plain_s", "drafted_s", "plain_total_s", "drafted_total_s")
+"""Names of the times of a recording."""
 
 UNCERTAIN = 0.5
 """Confidence of a word, 0 to 1, below which it is marked."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
-    """Recording that was decoded without and with a drafter.
+class Decoded:
+    """Recording that was transcribed without and with a drafter.
 
     Attributes:
         name: Name of the recording.
         audio: Path of the audio file that the page embeds.
-        about: Voice and duration.
         reference: Reference text.
         hypothesis: Recognised text.
-        noisy: Text recognised after noise was added; ``None``: not tried.
         windows: Drafted and accepted tokens of each decoder pass, by window of the audio.
-        histogram: Number of passes that accepted 0, 1, 2, ... drafted tokens.
         tokens: Number of output tokens.
         plain_passes, passes: Number of decoder passes without and with the drafter.
         tokens_per_pass: Tokens per pass after the prefill.
         plain_s, drafted_s: Seconds of decoding without and with the drafter.
-        plain_total_s, drafted_total_s: Seconds of decoding, reading, features and encoder.
+        plain_total_s, drafted_total_s: Seconds from file to text without and with the drafter: of
+            decoding, reading, features and encoder.
         identical: Whether the token ids are the same without and with the drafter.
-        words: Recognised words with times and confidences.
     """
 
     name: str
     audio: Path
-    about: str
     reference: str
     hypothesis: str
-    noisy: str | None
     windows: Sequence[Sequence[Round]]
-    histogram: Sequence[int]
     tokens: int
     plain_passes: int
     passes: int
@@ -71,6 +68,32 @@ class Item:
     plain_total_s: float
     drafted_total_s: float
     identical: bool
+
+    @property
+    def steps(self) -> list[Step]:
+        """Alignment of reference and hypothesis, word by word."""
+        return align_as_written(self.reference, self.hypothesis)
+
+    @property
+    def errors(self) -> int:
+        """Number of word errors."""
+        return sum(step.kind != "equal" for step in self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item(Decoded):
+    """Recording of the part on speed.
+
+    Attributes:
+        about: Voice and duration.
+        noisy: Text recognised after noise was added; ``None``: not tried.
+        histogram: Number of passes that accepted 0, 1, 2, ... drafted tokens.
+        words: Recognised words with times and confidences.
+    """
+
+    about: str
+    noisy: str | None
+    histogram: Sequence[int]
     words: Sequence[Word]
 
     @property
@@ -80,62 +103,102 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """Content of the page.
+class Decodings:
+    """Recordings that a model transcribed without and with a drafter.
 
     Attributes:
         model, draft: Names of model and drafter.
-        items: The recordings.
-        ratio: Decoding time of the short clips without the drafter divided by the time with it, and
-            the bounds of its 95 % interval.
-        tokens_per_pass: Tokens per pass over all items.
-        histogram: Number of passes that accepted 0, 1, 2, ... drafted tokens.
-        wer: Word error rate by name of the set.
-        conditions: Conditions of the measurement, by name.
+        items: The recordings, at least one.
         label: Returns the text of a token id.
     """
 
     model: str
     draft: str
-    items: Sequence[Item]
-    ratio: tuple[float, float, float]
-    tokens_per_pass: float
-    histogram: Sequence[int]
-    wer: dict[str, WER]
-    conditions: dict[str, str]
+    items: Sequence[Decoded]
     label: Callable[[int], str]
+
+    def total(self, name: str) -> Any:
+        """Returns the sum of an attribute over the recordings."""
+        return sum(getattr(item, name) for item in self.items)
+
+    @property
+    def different(self) -> list[str]:
+        """Names of the recordings whose tokens drafting changed."""
+        return [item.name for item in self.items if not item.identical]
 
     @property
     def identical(self) -> bool:
-        """Whether drafting changed no token of any item."""
-        return all(item.identical for item in self.items)
+        """Whether drafting changed no token of any recording."""
+        return not self.different
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens per pass over all recordings."""
+        scored = sum(item.passes * item.tokens_per_pass for item in self.items)
+        return scored / max(self.total("passes"), 1)
+
+    def same_card(self, title: str) -> tuple[str, str, str]:
+        """The card on whether drafting changed tokens."""
+        count = len(self.items)
+        same = f"{count - len(self.different)} of {count} recordings"
+        return title, "yes" if self.identical else "no", same
+
+    def verdict(self, what: str) -> str:
+        """Line for the terminal on whether drafting changed ``what``, with rich's markup."""
+        if self.identical:
+            return f"identical: [bold green]yes[/], all {len(self.items)} recordings"
+        return f"identical: [bold red]no[/], {what} differ in {', '.join(self.different)}"
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the measurements of tokens and passes as JSON values."""
+        return {
+            "model": self.model,
+            "draft": self.draft,
+            "identical": self.identical,
+            "different": self.different,
+            **{name: self.total(name) for name in ("tokens", "passes", "plain_passes")},
+            "tokens_per_pass": round(self.tokens_per_pass, 4),
+        }
 
 
-@dataclass(frozen=True)
-class Pass:
+@dataclass(frozen=True, kw_only=True)
+class Report(Decodings):
+    """Content of the page's part on speed.
+
+    Attributes:
+        items: The recordings, the clips first.
+        clips: Number of clips; those after them are long recordings.
+        ratio: Decoding time of the clips without the drafter divided by the time with it, and
+            the bounds of its 95 % interval.
+        wer: Word error rate by name of the set.
+        conditions: Conditions of the measurement, by name.
+    """
+
+    items: Sequence[Item]
+    clips: int
+    ratio: tuple[float, float, float]
+    wer: dict[str, WER]
+    conditions: dict[str, str]
+
+    @property
+    def histogram(self) -> list[int]:
+        """Number of passes that accepted 0, 1, 2, ... drafted tokens."""
+        columns = itertools.zip_longest(*(item.histogram for item in self.items), fillvalue=0)
+        return [sum(column) for column in columns]
+
+
+class Pass(NamedTuple):
     """Decoder pass, as the page shows it.
 
     Attributes:
         committed: Output tokens of the pass, each with its origin (a key of `ORIGINS`).
         rejected: Rejected draft tokens; of a draft tree, those on its most likely path.
-    """
-
-    committed: tuple[tuple[int, str], ...]
-    rejected: tuple[int, ...]
-
-
-class ShownPass(NamedTuple):
-    """Decoder pass with the texts of its tokens.
-
-    Attributes:
         tip: Tooltip.
-        committed: Texts of the output tokens, each with its origin (a key of `ORIGINS`).
-        rejected: Texts of the rejected draft tokens.
     """
 
-    tip: str
-    committed: list[tuple[str, str]]
-    rejected: list[str]
+    committed: Sequence[tuple[Any, str]]
+    rejected: Sequence[Any]
+    tip: str = ""
 
 
 class Bar(NamedTuple):
@@ -187,33 +250,42 @@ def normaliser_text(score: WER) -> str:
     return names.get(score.normaliser, f"normaliser {score.normaliser}")
 
 
-def page(report: Report, people: Recordings | None = None) -> str:
+def page(
+    report: Report, people: Recordings | None = None, notes: Mapping[str, str] | None = None
+) -> str:
     """Renders the page as HTML.
 
     Args:
         report: Content of the page.
         people: Recordings of people, the page's first part; ``None``: there are none.
+        notes: Notes after the conditions, by name.
     """
+    conditions = report.conditions | dict(notes or {})
     gain = report.ratio[0]
-    differing = sum(not item.identical for item in report.items)
-    same = "and every token is the same"
+    differing = f"but {len(report.different)} of {len(report.items)} texts differ"
+    first = report.items[0]
     return rendered(
         "clips.html",
         report=report,
         people=people,
         speed=f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times slower",
-        verdict=f"but {differing} of {len(report.items)} texts differ" if differing else same,
-        cards=_cards(report),
+        verdict="and every token is the same" if report.identical else differing,
+        speed_cards=_cards(report),
+        speed_view={
+            "title": f"{first.name}: \u201c{first.hypothesis}\u201d",
+            "sides": [(None, runs_of(first.windows, report.draft))],
+        },
         histogram=_histogram(report.histogram),
         bars=_per_item(report.items),
         rows=_rows(report.items),
+        speed_conditions=conditions.values(),
+        facts=_errors(report.wer) | conditions,
         origins=origins_of(rounds for item in report.items for rounds in item.windows),
         origins_of=origins_of,
         strip=strip,
         align=align_as_written,
         audio=recording_url,
         uncertain=UNCERTAIN,
-        score_text=score_text,
         ms=_milliseconds,
     )
 
@@ -248,7 +320,18 @@ def origins_of(windows: Iterable[Sequence[Round]]) -> dict[str, str]:
     return {origin: text for origin, text in ORIGINS.items() if origin in found}
 
 
-def strip(rounds: Sequence[Round], label: Callable[[int], str]) -> list[ShownPass]:
+def runs_of(windows: Iterable[Sequence[Round]], draft: str) -> dict[str, list[int]]:
+    """Returns the number of tokens of each pass after the prompt, by way of decoding.
+
+    Args:
+        windows: Recorded rounds of all windows of an input.
+        draft: Name of the drafter.
+    """
+    sizes = [turn.kept for rounds in windows for turn in rounds[1:]]
+    return {"token by token": [1] * sum(sizes), f"with {draft}": sizes}
+
+
+def strip(rounds: Sequence[Round], label: Callable[[int], str]) -> list[Pass]:
     """Returns decoder passes with the texts of their tokens, the prefill first.
 
     Args:
@@ -264,7 +347,7 @@ def strip(rounds: Sequence[Round], label: Callable[[int], str]) -> list[ShownPas
             words.setdefault(origin, []).append(text.strip() or "space")
         name = f"pass {number}" if number else "prompt"
         tip = f"{name}: " + "; ".join(f"{key} {', '.join(text)}" for key, text in words.items())
-        shown.append(ShownPass(tip, committed, rejected))
+        shown.append(Pass(committed, rejected, tip))
     return shown
 
 
@@ -272,27 +355,25 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.0f} ms"
 
 
+def _errors(scores: Mapping[str, WER]) -> dict[str, str]:
+    """Word error rates of the sets with their counts."""
+    return {
+        f"word errors, {name}": f"{score_text(score)}: {score.substitutions} substituted, "
+        f"{score.deletions} missing, {score.insertions} too many"
+        for name, score in scores.items()
+    }
+
+
 def _cards(report: Report) -> list[tuple[str, str, str]]:
     """Titles, numbers and notes of the cards."""
-    same = sum(item.identical for item in report.items)
-    before, after = (sum(getattr(i, n) for i in report.items) for n in ("plain_passes", "passes"))
+    before, after = report.total("plain_passes"), report.total("passes")
     gain, low, high = report.ratio
+    spread = f"of the clips; 95 % interval {low:.2f} to {high:.2f}"
+    saved = f"1 without draft; {after:,} passes for {before:,}"
     cards = [
-        (
-            "decoding speed",
-            f"{gain:.2f} \u00d7",
-            f"of the clips; 95 % interval {low:.2f} to {high:.2f}",
-        ),
-        (
-            "same tokens",
-            "yes" if report.identical else "no",
-            f"{same} of {len(report.items)} recordings",
-        ),
-        (
-            "tokens per pass",
-            f"{report.tokens_per_pass:.2f}",
-            f"1 without draft; {after:,} passes for {before:,}",
-        ),
+        ("decoding speed", f"{gain:.2f} \u00d7", spread),
+        report.same_card("same tokens"),
+        ("tokens per pass", f"{report.tokens_per_pass:.2f}", saved),
     ]
     for name, score in report.wer.items():
         spread = f"{100 * score.low:.1f} to {100 * score.high:.1f} %; "
@@ -303,28 +384,21 @@ def _cards(report: Report) -> list[tuple[str, str, str]]:
 
 def _histogram(counts: Sequence[int]) -> list[Bar]:
     total = max(sum(counts), 1)
-    return [
-        Bar(
-            str(n),
-            count / total,
-            f"{100 * count / total:.0f}",
-            f"{n} accepted: {count:,} of {total:,} passes",
-        )
-        for n, count in enumerate(counts)
-    ]
+    bars = []
+    for n, count in enumerate(counts):
+        tip = f"{n} accepted: {count:,} of {total:,} passes"
+        bars.append(Bar(str(n), count / total, f"{100 * count / total:.0f}", tip))
+    return bars
 
 
 def _per_item(items: Sequence[Item]) -> list[Bar]:
     every = max(1, round(len(items) / 8))
-    return [
-        Bar(
-            item.name.removeprefix("clip_")[:3] if n % every == 0 or len(items) < 9 else "",
-            item.tokens_per_pass,
-            "",
-            f"{item.name}: {item.tokens_per_pass:.2f} tokens per pass",
-        )
-        for n, item in enumerate(items)
-    ]
+    bars = []
+    for n, item in enumerate(items):
+        label = "" if n % every else item.name.removeprefix("clip_")[:3]
+        tip = f"{item.name}: {item.tokens_per_pass:.2f} tokens per pass"
+        bars.append(Bar(label, item.tokens_per_pass, "", tip))
+    return bars
 
 
 def _rows(items: Sequence[Item]) -> list[dict[str, str]]:

@@ -1,21 +1,30 @@
-"""First part of ``mmdecode demo speech``: a published recogniser transcribes people's speech."""
+"""First part of ``mmdecode demo speech``: a published recogniser transcribes people's speech.
+
+On the page, the report of `mmdecode.demo.speech.clips_page` on synthetic speech follows it. Both
+parts have audio players, marked word errors, and the origin of each token.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from mmdecode.checkpoints import default_recogniser
+import numpy as np
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from mmdecode.asr.results import Transcript
+from mmdecode.checkpoints import default_recogniser, scheme_card
+from mmdecode.demo.speech import clips_page
+from mmdecode.demo.speech.ways import Part, Way
+from mmdecode.evaluation.speech.wer import WER, wer
 from mmdecode.model_names import REAL
 from mmdecode.runs.console import console
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mmdecode.asr.results import Transcript
-    from mmdecode.demo.speech.command import Way
-    from mmdecode.demo.speech.recordings_page import Recording, Recordings
-    from mmdecode.zoo.real_clips import RealClip
+from mmdecode.zoo.real_clips import RealClip
 
 DRAFT = "recycling"
 
@@ -27,10 +36,101 @@ NO_GAIN = (
 """Note of the page on drafters for the published recogniser."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recording(clips_page.Decoded):
+    """Recording of a person that was transcribed without and with a drafter.
+
+    Attributes:
+        speaker: Name of the speaker or, if unknown, of the source.
+        origin: Recorded work and its licence.
+        seconds: Duration in seconds.
+        peaks: Loudness over time, 0 to 1.
+        generate_total_s: Seconds from file to tokens with plain ``generate``; ``None``: not run.
+        identical: Whether all these decoders gave the same token ids.
+    """
+
+    speaker: str
+    origin: str
+    seconds: float
+    peaks: Sequence[float]
+    generate_total_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recordings(clips_page.Decodings):
+    """Content of the page's first part.
+
+    Attributes:
+        wer: Word error rate of all recordings.
+        note: Note on drafters of this model; may be empty.
+    """
+
+    items: Sequence[Recording]
+    wer: WER
+    note: str
+
+    def times(self) -> dict[str, float]:
+        """Returns the seconds over all recordings by name; ``generate_total_s`` only if known."""
+        names = [*["generate_total_s"] * self.with_generate, *clips_page.TIMES]
+        return {name: self.total(name) for name in names}
+
+    @property
+    def with_generate(self) -> bool:
+        """Whether plain ``generate`` was run on every recording."""
+        return all(item.generate_total_s is not None for item in self.items)
+
+    @property
+    def word_errors(self) -> str:
+        """Phrase on the number of word errors."""
+        return f"{self.wer.errors} of {self.wer.words} words wrong"
+
+    @property
+    def caution(self) -> str:
+        """Sentence on why the word error rate is uncertain."""
+        known = any("LibriSpeech" in item.origin for item in self.items)
+        seen = ", and LibriSpeech, which some of it is from, may be in the training data"
+        return f"{self.wer.words} words are little data{seen * known}"
+
+    @property
+    def ways(self) -> str:
+        """Phrase that names the decoders whose token ids were compared."""
+        generate = "plain generate, " * self.with_generate
+        return f"{generate}our loop without a draft, and our loop with the drafter {self.draft}"
+
+    def cards(self) -> list[tuple[str, str, str]]:
+        """Titles, numbers and notes of the cards at the top of the page."""
+        times = self.times()
+        by = clips_page.normaliser_text(self.wer)
+        wrong = f"{self.wer.errors} of {self.wer.words} words, {by}"
+        if self.wer.utterances > 1:
+            wrong += f"; 95 % interval {100 * self.wer.low:.1f} to {100 * self.wer.high:.1f} %"
+        length = f"{self.total('seconds'):.0f} s of audio, from file to text, without a draft"
+        if self.with_generate:
+            length += f"; plain generate {times['generate_total_s']:.1f} s"
+        saved = f"{self.total('passes'):,} passes for {self.total('plain_passes'):,}"
+        drafted = f"with {self.draft}: {saved}, in {times['drafted_total_s']:.1f} s"
+        return [
+            ("word errors", f"{100 * self.wer.value:.1f} %", wrong),
+            self.same_card("same token ids"),
+            ("heard in", f"{times['plain_total_s']:.1f} s", f"{length}; each once"),
+            ("tokens per pass", f"{self.tokens_per_pass:.2f}", drafted),
+        ]
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the measurements as JSON values."""
+        return {
+            **super().summary(),
+            "clips": len(self.items),
+            "audio_s": round(self.total("seconds"), 2),
+            "compared_with_generate": self.with_generate,
+            "wer": clips_page.score(self.wer),
+            "times": {name: round(seconds, 4) for name, seconds in self.times().items()},
+            "note": self.note,
+        }
+
+
 def missing() -> str | None:
     """Returns a line on how to install the published recogniser; ``None`` if it is installed."""
-    from mmdecode.checkpoints import scheme_card
-
     if default_recogniser() == REAL:
         return None
     return (
@@ -40,32 +140,35 @@ def missing() -> str | None:
 
 
 def transcribe(
-    model: str, draft: str, ways: tuple[Way, Way], clips: Sequence[RealClip], seed: int = 0
+    part: Part, clips: Sequence[RealClip], seed: int = 0
 ) -> tuple[Recordings, list[Transcript]]:
     """Transcribes clips with plain ``generate``, and with our loop without and with a drafter.
 
     Args:
-        model: Name of the model.
-        draft: Name of the drafter.
-        ways: Transcribers without and with the drafter.
+        part: Model and drafter.
         clips: Recordings to transcribe, at least one.
         seed: Seed of the bootstrap interval of the word error rate.
 
     Returns:
         Content of the page's first part, and the transcripts with the drafter.
     """
-    from rich.progress import track
-
-    from mmdecode.demo.speech.recordings_page import Recordings
-    from mmdecode.evaluation.speech.wer import wer
-
-    plain, drafted = ways
+    plain, drafted = part.ways
     shortest = min(clips, key=lambda clip: clip.duration_s)
-    for warm in (lambda: _generate(plain, shortest), *(lambda w=w: w(shortest.path) for w in ways)):
-        warm()
+    _generate(plain, shortest)  # warm-up
+    part.compare(shortest)
     items, transcripts = [], []
     for clip in track(clips, description="transcribing", console=console, transient=True):
-        item, transcript = _compare(plain, drafted, clip)
+        ids, generate_s = _generate(plain, clip)
+        fields, transcript = part.compare(clip)
+        fields["identical"] &= ids in (None, drafted.ids)
+        item = Recording(
+            **fields,
+            speaker=clip.speaker or clip.origin,
+            origin=f"{clip.origin}; {clip.licence.partition(';')[0]}",
+            seconds=clip.duration_s,
+            peaks=_peaks(clip.samples()),
+            generate_total_s=generate_s,
+        )
         items.append(item)
         transcripts.append(transcript)
     recogniser = plain.transcriber.recognizer
@@ -77,47 +180,20 @@ def transcribe(
         return " " * recogniser.starts_word(token) + text
 
     found = Recordings(
-        model=model,
-        draft=draft,
+        model=part.model,
+        draft=part.draft,
         items=items,
         wer=wer([one.reference for one in items], [one.hypothesis for one in items], seed=seed),
-        note=NO_GAIN if model == REAL else "",
+        note=NO_GAIN if part.model == REAL else "",
         label=label,
     )
     return found, transcripts
 
 
-def _compare(plain: Way, drafted: Way, clip: RealClip) -> tuple[Recording, Transcript]:
-    """Transcribes a clip with plain ``generate`` and with our loop, without and with a drafter."""
-    from mmdecode.demo.speech.recordings_page import Recording
-    from mmdecode.engine.trace import Round
-
-    ids, generate_s = _generate(plain, clip)
-    _, plain_s, plain_total_s = plain(clip.path)
-    plain_ids, passes = plain.ids, plain.decoder.stats.passes
-    windows: list[list[Round]] = []
-    transcript, drafted_s, drafted_total_s = drafted(clip.path, windows)
-    stats = drafted.decoder.stats.as_dict()
-    return Recording(
-        name=clip.name,
-        audio=clip.path,
-        speaker=clip.speaker or clip.origin,
-        origin=f"{clip.origin}; {clip.licence.partition(';')[0]}",
-        seconds=clip.duration_s,
-        reference=clip.text,
-        hypothesis=transcript.text,
-        windows=windows,
-        tokens=stats["tokens"],
-        plain_passes=passes,
-        passes=stats["passes"],
-        tokens_per_pass=stats["acceptance_length"],
-        generate_total_s=generate_s,
-        plain_s=plain_s,
-        plain_total_s=plain_total_s,
-        drafted_s=drafted_s,
-        drafted_total_s=drafted_total_s,
-        identical=drafted.ids == plain_ids and ids in (None, plain_ids),
-    ), transcript
+def _peaks(samples: np.ndarray) -> list[float]:
+    """Returns the largest magnitude in each of 120 equal parts, as shares of the largest of all."""
+    peaks = np.array([part.max(initial=0) for part in np.array_split(np.abs(samples), 120)])
+    return (peaks / max(peaks.max(), 1e-9)).tolist()
 
 
 def _generate(way: Way, clip: RealClip) -> tuple[list[list[list[int]]] | None, float | None]:
@@ -139,44 +215,8 @@ def _generate(way: Way, clip: RealClip) -> tuple[list[list[list[int]]] | None, f
     return [ids.tolist()], time.perf_counter() - began
 
 
-def summary(found: Recordings) -> dict[str, Any]:
-    """Returns the measurements as JSON values."""
-    from mmdecode.demo.speech.clips_page import score
-
-    times = {name: round(seconds, 4) for name, seconds in found.times().items()}
-    return {
-        "model": found.model,
-        "draft": found.draft,
-        "clips": len(found.items),
-        "audio_s": round(found.audio_s, 2),
-        "identical": found.identical,
-        "different": [item.name for item in found.items if not item.identical],
-        "compared_with_generate": found.with_generate,
-        "wer": score(found.wer),
-        "tokens": found.total("tokens"),
-        "passes": found.total("passes"),
-        "plain_passes": found.total("plain_passes"),
-        "tokens_per_pass": round(found.tokens_per_pass, 4),
-        "times": times,
-        "note": found.note,
-    }
-
-
-def row(item: Recording, transcript: Transcript) -> dict[str, Any]:
-    """Returns the fields of a recording's line in ``transcripts.jsonl``."""
-    texts = {"reference": item.reference, "text": item.hypothesis}
-    more = {"tokens": transcript.tokens, "identical": item.identical}
-    return {"name": item.name, "set": "real", **texts, **more}
-
-
 def show(found: Recordings) -> None:
     """Prints the hypotheses with their word errors, then the measurements."""
-    from rich.markup import escape
-    from rich.table import Table
-    from rich.text import Text
-
-    from mmdecode.demo.speech.clips_page import score_text
-
     table = Table("recording", "heard", box=None, padding=(0, 2, 0, 0))
     for item in found.items:
         table.add_row(Text(item.name, "dim"), _marked(item))
@@ -192,29 +232,32 @@ def show(found: Recordings) -> None:
             style="dim",
         )
     )
-    scores = f"word errors, real: {score_text(found.wer)}; {found.caution}"
+    scores = f"word errors, real: {clips_page.score_text(found.wer)}; {found.caution}"
     console.print(scores, highlight=False, markup=False)
-    differing = [item.name for item in found.items if not item.identical]
-    same, names = f"yes[/], all {len(found.items)} recordings", ", ".join(differing)
-    verdict = f"[bold red]no[/], ids differ in {names}" if differing else f"[bold green]{same}"
-    console.print(f"identical: {verdict}, by {escape(found.ways)}", highlight=False)
-    console.print(found.speed, highlight=False, markup=False)
+    console.print(f"{found.verdict('ids')}, by {escape(found.ways)}", highlight=False)
+    times = {name: f"{seconds:.1f} s" for name, seconds in found.times().items()}
+    generate = f"plain generate {times['generate_total_s']}, " if found.with_generate else ""
+    speed = (
+        f"Seconds for {found.total('seconds'):.0f} s of audio, each way once: {generate}our loop "
+        f"{times['plain_total_s']}, drafted {times['drafted_total_s']} "
+        f"({found.tokens_per_pass:.2f} tokens per pass)"
+    )
+    console.print(speed, highlight=False, markup=False)
     if found.note:
         console.print(found.note, highlight=False, markup=False)
     console.print()
 
 
-def _marked(item: Recording) -> Any:
+def _marked(item: Recording) -> Text:
     """Returns a hypothesis as terminal text, with the reference's words where they differ."""
-    from rich.text import Text
-
     shown = {
-        "substitute": lambda step: f"{step.hypothesis}({step.reference})",
-        "insert": lambda step: f"+{step.hypothesis}",
-        "delete": lambda step: f"-({step.reference})",
+        "equal": "{hypothesis}",
+        "substitute": "{hypothesis}({reference})",
+        "insert": "+{hypothesis}",
+        "delete": "-({reference})",
     }
-    parts = [
-        Text(step.hypothesis) if step.kind == "equal" else Text(shown[step.kind](step), "bold red")
-        for step in item.steps
-    ]
+    parts = []
+    for step in item.steps:
+        text = shown[step.kind].format(**asdict(step))
+        parts.append(Text(text, "" if step.kind == "equal" else "bold red"))
     return Text(" ").join(parts) if item.errors else Text(item.hypothesis)

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
-from mmdecode.runs.console import console, only_our_output, warnings_shown
+from rich import box
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from mmdecode.decoder import Decoder
-    from mmdecode.demo.vision.page import (
-        Answers,
-        Asked,
-        Drafted,
-        Given,
-        Pictured,
-        Token,
-    )
-    from mmdecode.engine.contracts import Drafter, Guide
-    from mmdecode.evaluation.vision.tasks.chair import Vocabulary
-    from mmdecode.vlm import Answer, Answerer
-    from mmdecode.zoo.scenes import Scene
+from mmdecode import registry
+from mmdecode.checkpoints import paired
+from mmdecode.decoder import Decoder
+from mmdecode.demo.setting import Setting, conditions_of
+from mmdecode.demo.vision import page
+from mmdecode.demo.vision.attention_map import attention_map
+from mmdecode.engine.contracts import Guide
+from mmdecode.evaluation.audit.plain import Case, Plain
+from mmdecode.evaluation.vision.benchmarks import vocabulary_of, zoo_image
+from mmdecode.evaluation.vision.tasks.chair import Vocabulary
+from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
+from mmdecode.vlm import Answer, Answerer, loading
+from mmdecode.vlm.images import image_source
+from mmdecode.zoo.scene_sets import image_name, scenes_from
+from mmdecode.zoo.scene_text import COUNTS, DESCRIBE, existence_question, plural
+from mmdecode.zoo.scenes import COMPANIONS, NOUNS, Scene
 
 FAIR, TEMPTING = "Images as they come", "Images that tempt"
 SETS = {
@@ -43,49 +45,27 @@ model answers 8 of 9 short questions right; on 48 scenes from these and similar 
 CAPTION_TOKENS = 48
 ABSENT = 1
 """Index of the question about an absent object, for which attention maps are shown."""
-_BATCH = 8
+YES_NO = ("yes", "no")
 
 
-@dataclass(frozen=True)
-class Task:
-    """Question about a scene, with its true answer and the possible answers."""
+class Asking(NamedTuple):
+    """Method, and what answers by it without and with a drafter; a guide of ``None`` is plain."""
 
-    text: str
-    truth: str
-    choices: tuple[str, ...] = ()  # none: a caption
+    method: str
+    guide: Guide | None
+    answerer: Answerer
+    drafting: Answerer
 
 
-def run(
-    model: str,
-    guides: Sequence[str],
-    out: Path,
-    limit: int | None,
-    device: str | None,
-    dtype: str,
-    quantize: str | None,
-    seed: int,
-    overwrite: bool,
-) -> dict[str, Any]:
+def run(model: str, setting: Setting, guides: Sequence[str]) -> dict[str, Any]:
     """Asks the questions, prints the answers and writes ``report.html``; runs the command.
 
     Returns:
         Answers and measurements as JSON values, for ``--json``.
     """
-    from rich.progress import track
-
-    from mmdecode import registry
-    from mmdecode.demo.vision import page as answer_page
-    from mmdecode.demo.vision.page import PLAIN, Answers, ImageSet, Pictured
-    from mmdecode.demo.vision.terminal import show
-    from mmdecode.evaluation.vision.benchmarks import vocabulary_of, zoo_image
-    from mmdecode.runs.files import refuse_foreign, write_file
-    from mmdecode.vlm import Answerer, loading
-    from mmdecode.zoo.scene_sets import image_name
-
-    refuse_foreign([out / "report.html"], overwrite)
-    started = time.perf_counter()
+    setting.refuse()
     names = list(dict.fromkeys(guides))
-    scenes = chosen(limit)
+    scenes = chosen(setting.limit)
     count = sum(map(len, scenes.values()))
     console.print(
         f"Asking about {count} images: plainly, and with {', '.join(names)}. The answers may "
@@ -93,39 +73,51 @@ def run(
         highlight=False,
     )
     only_our_output()
-    network, processor = loading.load(model, device, dtype, quantize)
+    network, processor = loading.load(model, *setting.weights)
     at_hand = registry.context_of(network, processor)
-    methods: dict[str, Guide | None] = {PLAIN: None}
+    methods: dict[str, Guide | None] = {page.PLAIN: None}
     methods |= {name: registry.create("guide", name, **at_hand) for name in names}
     draft = registry.create("draft", drafter_of(model), **at_hand)
+
+    def answering(**parts: Any) -> Answerer:
+        return Answerer(network, processor, Decoder(**parts, seed=setting.seed))
+
+    asking = [
+        Asking(name, guide, answering(guide=guide), answering(guide=guide, draft=draft))
+        for name, guide in methods.items()
+    ]
     plain = Answerer(network, processor)
     words = vocabulary_of("zoo")
-    shown: dict[str, list[Pictured]] = {title: [] for title in scenes}
+    shown: dict[str, list[page.Pictured]] = {title: [] for title in scenes}
     every = [(title, scene) for title, found in scenes.items() for scene in found]
     with warnings_shown("default"):
         for number, (title, scene) in enumerate(
             track(every, description="asking", console=console, transient=True), start=1
         ):
             png = zoo_image(image_name(scene))
-            asking = list(tasks(scene, tempting=title == TEMPTING))
-            asked = _ask(plain, methods, draft, png, scene, asking, words, seed, warm=number == 1)
+            asked = list(tasks(scene, tempting=title == TEMPTING))
+            for one in asking if number == 1 else ():
+                one.answerer(png, asked[0].text, max_new_tokens=4)  # warm-up
             about = ", ".join(f"{t.colour} {t.name}" for t in scene.things)
-            shown[title].append(Pictured(name=f"image {number}", about=about, png=png, asked=asked))
-    pictured = [one for found in shown.values() for one in found]
-    report = Answers(
+            found = _ask(plain, asking, png, scene, asked, words)
+            shown[title].append(
+                page.Pictured(name=f"image {number}", about=about, png=png, asked=found)
+            )
+    report = page.Answers(
         model=model,
         methods=list(methods),
-        sets=[ImageSet(title=t, about=SETS[t], images=found) for t, found in shown.items()],
-        scores=_scores(pictured, list(methods)),
-        conditions=_conditions(network, seed),
+        sets=[page.ImageSet(title=t, about=SETS[t], images=one) for t, one in shown.items()],
+        conditions=conditions_of(
+            network,
+            {},
+            runs=f"greedy, one question at a time, each timed once; seed {setting.seed}",
+            captions=f"captions of at most {CAPTION_TOKENS} tokens",
+        ),
         draft=drafter_of(model),
     )
-    write_file(out / "report.html", answer_page.page(report), overwrite)
-    summary = _summary(report)
-    summary["seconds"] = round(time.perf_counter() - started, 1)
-    summary["files"] = {"report.html": str(out / "report.html")}
-    show(report, summary)
-    return summary
+    setting.write(page.page(report))
+    show(report)
+    return setting.end(_summary(report), report.conditions)
 
 
 def chosen(limit: int | None) -> dict[str, list[Scene]]:
@@ -134,8 +126,6 @@ def chosen(limit: int | None) -> dict[str, list[Scene]]:
     Args:
         limit: Maximum number of images over all sets, in order; ``None``: as in `IMAGES`.
     """
-    from mmdecode.zoo.scene_sets import scenes_from
-
     left = sum(IMAGES.values()) if limit is None else limit
     found = {}
     for title, count in IMAGES.items():
@@ -148,8 +138,6 @@ def chosen(limit: int | None) -> dict[str, list[Scene]]:
 
 def drafter_of(model: str) -> str:
     """Returns the drafter for captions: the EAGLE drafter of a zoo model, else prompt lookup."""
-    from mmdecode.checkpoints import paired
-
     return f"eagle:path={name}" if (name := paired(model, "eagle")) else "lookup"
 
 
@@ -160,114 +148,82 @@ def is_tempting(scene: Scene) -> bool:
 
 def _companion(scene: Scene) -> str | None:
     """Returns an absent noun that usually co-occurs with a noun of the scene, or ``None``."""
-    from mmdecode.zoo.scenes import COMPANIONS
-
     absent = (COMPANIONS[name] for name in scene.names)
     return next((name for name in absent if name not in scene.names), None)
 
 
-def tasks(scene: Scene, *, tempting: bool) -> Iterator[Task]:
+def tasks(scene: Scene, *, tempting: bool) -> Iterator[page.Asked]:
     """Yields questions about a scene: a present object, an absent object, a count, a caption.
 
     Args:
         scene: The scene.
         tempting: Whether to ask also about the absent companion of one of the scene's nouns.
     """
-    from mmdecode.zoo.scene_text import COUNTS, DESCRIBE, existence_question, plural
-    from mmdecode.zoo.scenes import COMPANIONS, NOUNS
-
-    yield Task(existence_question(scene.names[-1]), "Yes", ("yes", "no"))
+    yield page.Asked(existence_question(scene.names[-1]), "Yes", YES_NO)
     if tempting:
         absent = _companion(scene)
         assert absent is not None, "the scene was chosen for it"
-        yield Task(existence_question(absent), "No", ("yes", "no"))
+        yield page.Asked(existence_question(absent), "No", YES_NO)
     near = {*scene.names, *(COMPANIONS[name] for name in scene.names)}
     stranger = next(name for name in NOUNS if name not in near)
-    yield Task(existence_question(stranger), "No", ("yes", "no"))
+    yield page.Asked(existence_question(stranger), "No", YES_NO)
     noun = max(scene.names, key=scene.count)
     counts = tuple(name.lower() for name in COUNTS)
     question = f"How many {plural(noun)} are there in the image?"
-    yield Task(question, COUNTS[scene.count(noun)], counts)
-    yield Task(DESCRIBE["plain"], ", ".join(scene.names))
+    yield page.Asked(question, COUNTS[scene.count(noun)], counts)
+    yield page.Asked(DESCRIBE["plain"], ", ".join(scene.names))
 
 
 def _ask(
     plain: Answerer,
-    methods: Mapping[str, Guide | None],
-    draft: Drafter,
+    asking: Sequence[Asking],
     png: bytes,
     scene: Scene,
-    asked: Sequence[Task],
+    asked: Sequence[page.Asked],
     words: Vocabulary,
-    seed: int,
-    *,
-    warm: bool,
-) -> list[Asked]:
-    """Asks all questions about an image with each guide; repeats captions with the drafter."""
-    from mmdecode.decoder import Decoder
-    from mmdecode.demo.vision.attention_map import attention_map
-    from mmdecode.demo.vision.page import Asked, Given
-    from mmdecode.vlm.answerer import Answerer
-
-    answers: dict[str, list[Answer]] = {}
-    for name, guide in methods.items():
-        answerer = Answerer(plain.model, plain.processor, Decoder(guide=guide, seed=seed))
-        if warm:
-            answerer(png, asked[0].text, max_new_tokens=4)
-        answers[name] = answerer(
-            png,
-            [task.text for task in asked],
-            max_new_tokens=CAPTION_TOKENS,
-            batch_size=1,
-            trace=True,
-            on_error="raise",
-        )
-    every = [answer for given in answers.values() for answer in given]
+) -> list[page.Asked]:
+    """Asks all questions about an image by each method; repeats captions with the drafter."""
+    questions = [question.text for question in asked]
+    how: dict[str, Any] = {"max_new_tokens": CAPTION_TOKENS, "batch_size": 1, "trace": True}
+    answers = [one.answerer(png, questions, on_error="raise", **how) for one in asking]
+    every = [answer for given in answers for answer in given]
     instead = dict(zip(map(id, every), _plain_choices(plain, png, every), strict=True))
     found = []
-    for index, task in enumerate(asked):
+    for index, question in enumerate(asked):
         row = []
-        for name, guide in methods.items():
-            answer = answers[name][index]
-            right, note, hallucinated = _judged(task, answer.text, scene, words)
+        for one, given in zip(asking, answers, strict=True):
+            answer, guided = given[index], one.guide is not None
+            right, note, hallucinated = _judged(question, answer.text, scene, words)
+            attention = None
+            if one.guide is not None and index == ABSENT:
+                attention = attention_map(plain, png, question.text, one.guide)
             row.append(
-                Given(
-                    method=name,
-                    tokens=_tokens(plain, answer, None if guide is None else instead[id(answer)]),
+                page.Given(
+                    method=one.method,
+                    tokens=_tokens(plain, answer, instead[id(answer)] if guided else None),
                     right=right,
                     note=note,
                     hallucinated=hallucinated,
-                    margins=_margins(answer, guided=guide is not None)
-                    if task.choices[:1] == ("yes",)
-                    else {},
+                    margins=_margins(answer, guided) if question.choices == YES_NO else {},
                     seconds=answer.seconds,
-                    attention=attention_map(plain, png, task.text, guide)
-                    if guide is not None and index == ABSENT
-                    else None,
-                    drafted=None
-                    if task.choices
-                    else _drafted(plain, Decoder(draft, guide, seed=seed), png, answer),
+                    attention=attention,
+                    drafted=None if question.choices else _drafted(one.drafting, png, answer),
                 )
             )
-        found.append(Asked(text=task.text, truth=task.truth, answers=row))
+        found.append(replace(question, answers=row))
     return found
 
 
-def _drafted(plain: Answerer, decoder: Decoder, png: bytes, answer: Answer) -> Drafted:
+def _drafted(answerer: Answerer, png: bytes, answer: Answer) -> page.Drafted:
     """Generates an answer again, with a drafter."""
-    from mmdecode.demo.vision.page import Drafted
-    from mmdecode.vlm.answerer import Answerer
-
-    again = Answerer(plain.model, plain.processor, decoder)(
-        png, answer.question, max_new_tokens=CAPTION_TOKENS, trace=True
-    )
-    tokenizer = plain.processor.tokenizer
+    again = answerer(png, answer.question, max_new_tokens=CAPTION_TOKENS, trace=True)
+    tokenizer = answerer.processor.tokenizer
     special = set(tokenizer.all_special_ids)
 
     def label(token: int) -> str:
         return "[end]" if token in special else tokenizer.decode([token])
 
-    return Drafted(
+    return page.Drafted(
         rounds=again.trace or (),
         passes=again.passes,
         undrafted=answer.passes,
@@ -283,87 +239,52 @@ def _margins(answer: Answer, guided: bool) -> dict[str, float]:
     return {name: known[name] for name in names if name in known}
 
 
-def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> list[Token]:
+def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> list[page.Token]:
     """Returns the tokens of an answer, with the plain model's choice where it differs."""
-    from mmdecode.demo.vision.page import Token
-
     tokenizer = plain.processor.tokenizer
     steps = [step for one in answer.trace or () for step in one.steps]
     special = set(tokenizer.all_special_ids)
-
-    def written(ids: Sequence[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    tokens: list[Token] = []
+    tokens: list[page.Token] = []
     before = ""
     for index, token in enumerate(answer.token_ids):
-        text = written(answer.token_ids[: index + 1])
-        other = None if instead is None else instead[index]
-        if other is not None and other != token:
-            plain_text = "" if other in special else tokenizer.decode([other])
-            step = steps[index] if index < len(steps) else None
-            tokens.append(
-                Token(
-                    text=text[len(before) :],
-                    instead=plain_text,
-                    survivors=step.survivors if step else None,
-                    distances=dict(step.distances) if step else {},
-                    total=step.total if step else None,
-                )
-            )
-        elif text != before:
-            tokens.append(Token(text=text[len(before) :]))
+        text = tokenizer.decode(
+            answer.token_ids[: index + 1],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+        found = page.Token(text=text[len(before) :])
+        if instead is not None and (other := instead[index]) != token:
+            found = replace(found, instead="" if other in special else tokenizer.decode([other]))
+            for step in steps[index : index + 1]:
+                known = {name: getattr(step, name) for name in ("survivors", "distances", "total")}
+                found = replace(found, **known)
+        if text != before or found.instead is not None:
+            tokens.append(found)
         before = text
     return tokens
 
 
 def _plain_choices(plain: Answerer, png: bytes, answers: Sequence[Answer]) -> list[list[int]]:
     """Returns the greedy choices of plain ``generate`` after each prefix of given answers."""
-    from mmdecode.vlm.images import image_source
-
     image = image_source(png, "image").read()
-    found: list[list[int]] = []
-    for start in range(0, len(answers), _BATCH):
-        part = answers[start : start + _BATCH]
-        questions = [plain.prompts.question(answer.question, [image]) for answer in part]
-        following = _Following([answer.token_ids for answer in part])
-        plain.model.generate(
-            **plain.prompts.build(questions),
-            logits_processor=[following],
-            max_new_tokens=following.longest,
-            do_sample=False,
-            num_beams=1,
-        )
-        found += following.choices
+    generate = Plain(plain.model)
+    found = []
+    for answer in answers:
+        question = plain.prompts.question(answer.question, [image])
+        case = Case(name=answer.question, inputs=plain.prompts.build([question]))
+        count = len(answer.token_ids)
+        scores = generate.replay(case, answer.token_ids, max_new_tokens=count).scores
+        found.append(scores.argmax(-1).tolist())
     return found
 
 
-class _Following:
-    """Logits processor that forces given tokens and records the model's own greedy choices."""
-
-    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
-        self.rows = rows
-        self.choices: list[list[int]] = [[] for _ in rows]
-        self.longest = max(map(len, rows))
-        self._index = 0
-
-    def __call__(self, ids: Any, scores: Any) -> Any:
-        forced = scores.new_full(scores.shape, -float("inf"))
-        best = scores.argmax(-1).tolist()
-        for number, row in enumerate(self.rows):
-            inside = self._index < len(row)
-            if inside:
-                self.choices[number].append(best[number])
-            forced[number, row[self._index] if inside else row[-1]] = 0
-        self._index += 1
-        return forced
-
-
-def _judged(task: Task, text: str, scene: Scene, words: Vocabulary) -> tuple[bool, str, int | None]:
+def _judged(
+    asked: page.Asked, text: str, scene: Scene, words: Vocabulary
+) -> tuple[bool, str, int | None]:
     """Returns whether an answer is right, a note, and a caption's number of hallucinated nouns."""
-    if task.choices:
-        answers = [word for word in re.findall(r"\w+", text.lower()) if word in task.choices]
-        return answers[:1] == [task.truth.lower()], "", None
+    if asked.choices:
+        answers = [word for word in re.findall(r"\w+", text.lower()) if word in asked.choices]
+        return answers[:1] == [asked.truth.lower()], "", None
     named = dict.fromkeys(words.objects(text))
     hallucinated = [name for name in named if name not in scene.names]
     there = sum(name in scene.names for name in named)
@@ -373,61 +294,8 @@ def _judged(task: Task, text: str, scene: Scene, words: Vocabulary) -> tuple[boo
     return not hallucinated, note, len(hallucinated)
 
 
-def _scores(images: Sequence[Pictured], methods: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Returns the scores of each method as texts, by method and name."""
-    found = {}
-    asked = [one for pictured in images for one in pictured.asked]
-    times = [sum(one.answers[index].seconds for one in asked) for index in range(len(methods))]
-    for index, method in enumerate(methods):
-        given = [one.answers[index] for one in asked]
-        short = [one for one in given if one.hallucinated is None]
-        other = [one.answers[index].text != one.answers[0].text for one in asked]
-        found[method] = {
-            "short questions right in all": f"{sum(one.right for one in short)} of {len(short)}",
-            "made up in captions": f"{sum(one.hallucinated or 0 for one in given)}",
-            "answers changed": f"{sum(other)} of {len(other)}",
-            "tokens changed": f"{sum(one.changed for one in given)}",
-            "caption passes, drafted": _passes(given),
-            "seconds in all": f"{times[index]:.2f}",
-            "times plain": f"{times[index] / max(times[0], 1e-9):.2f}",
-        }
-    return found
-
-
-def _passes(given: Sequence[Given]) -> str:
-    """Formats the number of passes of drafted answers, and of the same answers undrafted."""
-    drafted = [one.drafted for one in given if one.drafted is not None]
-    return f"{sum(one.passes for one in drafted)} for {sum(one.undrafted for one in drafted)}"
-
-
-def _conditions(network: Any, seed: int) -> dict[str, str]:
-    from mmdecode.runs.conditions import spoken
-
-    found = spoken(network)
-    return {
-        **{name: found[name] for name in ("device", "threads", "load")},
-        "runs": f"greedy, one question at a time, each timed once; seed {seed}",
-        "captions": f"captions of at most {CAPTION_TOKENS} tokens",
-        "versions": found["versions"],
-    }
-
-
-def _summary(report: Answers) -> dict[str, Any]:
-    from mmdecode.demo.vision.page import drafting, right_of, short_of
-
-    questions = []
-    for pictured in report.images:
-        for one in pictured.asked:
-            answers = {given.method: _plainly(given) for given in one.answers}
-            questions.append(
-                {
-                    "image": pictured.name,
-                    "question": one.text,
-                    "truth": one.truth,
-                    "answers": answers,
-                }
-            )
-    drafted = drafting(report)
+def _summary(report: page.Answers) -> dict[str, Any]:
+    drafted = page.drafting(report.given)
     return {
         "model": report.model,
         "draft": report.draft,
@@ -438,35 +306,92 @@ def _summary(report: Answers) -> dict[str, Any]:
         "sets": {
             part.title: {
                 "images": [one.name for one in part.images],
-                "short_questions": len(short_of(part, report.methods[0])),
-                "right": {method: right_of(part, method) for method in report.methods},
+                "short_questions": len(part.short(report.methods[0])),
+                "right": {method: part.right(method) for method in report.methods},
             }
             for part in report.sets
         },
-        "scores": {method: dict(found) for method, found in report.scores.items()},
-        "questions": questions,
+        "scores": report.scores,
+        "questions": [
+            {
+                "image": pictured.name,
+                "question": one.text,
+                "truth": one.truth,
+                "answers": {given.method: _plainly(given) for given in one.answers},
+            }
+            for pictured in report.images
+            for one in pictured.asked
+        ],
         "conditions": dict(report.conditions),
     }
 
 
-def _plainly(given: Given) -> dict[str, Any]:
+def _plainly(given: page.Given) -> dict[str, Any]:
     found = {
         "text": given.text,
         "right": given.right,
         "note": given.note,
         "margins": dict(given.margins),
         "seconds": round(given.seconds, 4),
-        "changed": [dataclasses.asdict(t) for t in given.tokens if t.instead is not None],
+        "changed": [asdict(t) for t in given.tokens if t.instead is not None],
     }
     if given.drafted is not None:
-        found["drafted"] = {
-            "passes": given.drafted.passes,
-            "undrafted": given.drafted.undrafted,
-            "same": given.drafted.same,
-        }
+        found["drafted"] = page.drafting([given])
     if given.attention is not None:
         found["attention_on_image"] = {
             "plain": float(given.attention.plain.sum()),
             "edited": float(given.attention.edited.sum()),
         }
     return found
+
+
+def show(report: page.Answers) -> None:
+    """Prints headline, answers and scores of the demo."""
+    print_line(re.sub("<[^>]*>", "", page.headline(report)), console, "bold")
+    print_line(page.outcome(report), console)
+    for part in report.sets:
+        console.print(table_of(part, report.methods))
+    console.print(
+        "[green]right[/], [red]wrong[/], [bold underline]another answer[/] than the plain one; of "
+        "a caption: objects named of those there, + objects made up",
+        highlight=False,
+    )
+    scores = Table("", *report.scores[report.methods[0]])
+    for method in report.methods:
+        scores.add_row(method, *report.scores[method].values())
+    console.print(scores)
+    drafted = page.drafting(report.given)
+    verdict = "every token the same" if drafted["same"] else "[red]tokens differ[/]"
+    console.print(
+        f"captions again with {report.draft}: {drafted['passes']:,} passes in place of "
+        f"{drafted['undrafted']:,}, {verdict}",
+        highlight=False,
+    )
+
+
+def table_of(part: page.ImageSet, methods: Sequence[str]) -> Table:
+    """The answers of a set of images, in at most 80 columns for five methods."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("question", max_width=29)
+    for name in ("true", *methods):
+        table.add_column(name, overflow="fold")
+    table.title, table.title_justify = part.title, "left"
+    for entry in part.images:
+        table.add_row(entry.name, style="bold")
+        for one in entry.asked:
+            first = one.answers[0].text
+            cells = [_cell(given, other=given.text != first) for given in one.answers]
+            caption = one.answers[0].hallucinated is not None
+            table.add_row(one.text, "" if caption else one.truth, *cells)
+        table.add_section()
+    return table
+
+
+def _cell(given: page.Given, other: bool) -> Text:
+    """Returns the table cell of an answer; of a caption its numbers of objects, which are short."""
+    style = "green" if given.right else "red"
+    text = given.text
+    if given.hallucinated is not None:
+        text = given.note.partition(" named")[0].replace(" of ", "/")
+        text += f" +{given.hallucinated}" * bool(given.hallucinated)
+    return Text(text, style=f"{style} bold underline" if other else style)

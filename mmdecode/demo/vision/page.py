@@ -7,16 +7,15 @@ which tokens of a caption were drafted.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from mmdecode.demo.speech.clips_page import origins_of, strip
+from mmdecode.demo.speech.clips_page import origins_of, runs_of, strip
 from mmdecode.evaluation.report.templates import rendered
 
 if TYPE_CHECKING:
@@ -113,19 +112,21 @@ class Given:
         return sum(token.instead is not None for token in self.tokens)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Asked:
     """Question and its answers.
 
     Attributes:
         text: The question.
         truth: The true answer.
+        choices: Possible answers; none: a caption.
         answers: Answer of each method, the plain one first.
     """
 
     text: str
     truth: str
-    answers: Sequence[Given]
+    choices: tuple[str, ...] = ()
+    answers: Sequence[Given] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +160,15 @@ class ImageSet:
     about: str
     images: Sequence[Pictured]
 
+    def short(self, method: str) -> list[Given]:
+        """Returns a method's answers to the short questions: those that ask for no caption."""
+        answers = [given for one in self.images for asked in one.asked for given in asked.answers]
+        return [one for one in answers if one.method == method and one.hallucinated is None]
+
+    def right(self, method: str) -> int:
+        """Returns the number of short questions that a method answers right."""
+        return sum(one.right for one in self.short(method))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
@@ -168,7 +178,6 @@ class Answers:
         model: Name of the model.
         methods: Names of the methods: `PLAIN`, then the guides.
         sets: Sets of images; a method's summary card has its result on the first set.
-        scores: Scores as texts, by method and name.
         conditions: Conditions of the measurement, by name.
         draft: Name of the drafter; empty: none.
     """
@@ -176,7 +185,6 @@ class Answers:
     model: str
     methods: Sequence[str]
     sets: Sequence[ImageSet]
-    scores: Mapping[str, Mapping[str, str]]
     conditions: Mapping[str, str]
     draft: str = ""
 
@@ -185,36 +193,74 @@ class Answers:
         """Images of all sets."""
         return [one for part in self.sets for one in part.images]
 
+    @property
+    def asked(self) -> list[Asked]:
+        """Questions about all images."""
+        return [asked for one in self.images for asked in one.asked]
+
+    @property
+    def given(self) -> list[Given]:
+        """Answers to all questions."""
+        return [given for asked in self.asked for given in asked.answers]
+
+    @property
+    def scores(self) -> dict[str, dict[str, str]]:
+        """Scores as texts, by method and name."""
+        plain = [asked.answers[0] for asked in self.asked]
+        found = {}
+        for method in self.methods:
+            given = [one for one in self.given if one.method == method]
+            short = [one.right for one in given if one.hallucinated is None]
+            other = [one.text != first.text for one, first in zip(given, plain, strict=True)]
+            drafted = drafting(given)
+            seconds = sum(one.seconds for one in given)
+            found[method] = {
+                "short questions right in all": f"{sum(short)} of {len(short)}",
+                "made up in captions": f"{sum(one.hallucinated or 0 for one in given)}",
+                "answers changed": f"{sum(other)} of {len(other)}",
+                "tokens changed": f"{sum(one.changed for one in given)}",
+                "caption passes, drafted": f"{drafted['passes']} for {drafted['undrafted']}",
+                "seconds in all": f"{seconds:.2f}",
+                "times plain": f"{seconds / max(sum(one.seconds for one in plain), 1e-9):.2f}",
+            }
+        return found
+
 
 def page(report: Answers) -> str:
     """Renders the page as HTML."""
-    answers = _all(report)
+    answers, scores = report.given, report.scores
     margins = [abs(m) for a in answers for m in a.margins.values() if math.isfinite(m)]
-    windows = [given.drafted.rounds for given in answers if given.drafted is not None]
     return rendered(
         "answers.html",
         report=report,
         headline=headline(report),
         outcome=outcome(report),
-        count=sum(len(one.asked) for one in report.images),
-        cards={method: _card(report, method) for method in report.methods},
-        drafting=drafting(report),
+        count=len(report.asked),
+        cards=[_card(report, method, known) for method, known in scores.items()],
+        conditions=report.conditions.values(),
+        facts=report.conditions,
+        rows=[{"method": method} | found for method, found in scores.items()],
+        view=_view(report),
+        drafting=drafting(answers),
         looks=any(answer.attention is not None for answer in answers),
         widest=max([*margins, 1e-9]),
         breakable=_breakable,
         effect_of=effect_of,
         signed=_signed,
         verdict_of=_verdict,
-        origins=origins_of(windows),
+        origins=origins_of(found.rounds for found in drafts(answers)),
         strip=strip,
-        tab_stops=lambda: itertools.chain([0], itertools.repeat(-1)),
-        next=next,
     )
 
 
-def drafting(report: Answers) -> dict[str, Any]:
+def drafts(answers: Iterable[Given]) -> list[Drafted]:
+    """Returns what was generated again with a drafter."""
+    return [given.drafted for given in answers if given.drafted is not None]
+
+
+def drafting(answers: Iterable[Given]) -> dict[str, Any]:
     """Returns totals over drafted answers: ``passes``, ``undrafted``, and if all are ``same``."""
-    every = [given.drafted for given in _all(report) if given.drafted is not None]
+    every = drafts(answers)
     return {
         "passes": sum(one.passes for one in every),
         "undrafted": sum(one.undrafted for one in every),
@@ -224,9 +270,12 @@ def drafting(report: Answers) -> dict[str, Any]:
 
 def headline(report: Answers) -> Markup:
     """Returns the headline: savings of drafting, and answers changed by guides."""
-    found, (changed, asked) = drafting(report), _changed(report)
-    guides = Markup("guides change <b>{} of {}</b> answers").format(changed, asked)
-    guides = guides if asked else Markup("no guide")
+    found = drafting(report.given)
+    others = [
+        other.text != one.answers[0].text for one in report.asked for other in one.answers[1:]
+    ]
+    changed = Markup("guides change <b>{} of {}</b> answers").format(sum(others), len(others))
+    guides = changed if others else Markup("no guide")
     if not found["passes"]:
         return Markup(guides[0].upper()) + guides[1:]
     return Markup('Captions in <b>1/{:.1f}</b> of the passes, <b class="{}">{}</b>; {}').format(
@@ -245,47 +294,31 @@ def outcome(report: Answers) -> str:
     """Returns a sentence for each set on how many short questions are answered right."""
     parts = []
     for part in report.sets:
-        first, *others = (right_of(part, method) for method in report.methods)
+        first, *others = (part.right(method) for method in report.methods)
         spread = " to ".join(str(n) for n in sorted({*others})[:: max(len({*others}) - 1, 1)])
         guided = f", {spread} under the guides" if others else ""
-        short = short_of(part, report.methods[0])
-        parts.append(f"{part.title}: {first} of {len(short)} short questions right{guided}.")
+        count = len(part.short(report.methods[0]))
+        parts.append(f"{part.title}: {first} of {count} short questions right{guided}.")
     return " ".join(parts)
 
 
-def short_of(part: ImageSet, method: str) -> list[Given]:
-    """Returns a method's answers to the short questions of a set: those that ask for no caption."""
-    answers = [given for one in part.images for asked in one.asked for given in asked.answers]
-    return [one for one in answers if one.method == method and one.hallucinated is None]
+def _view(report: Answers) -> dict[str, Any]:
+    """The first image, and the passes of its plain caption without and with the drafter."""
+    image = report.images[0]
+    answers = [given for asked in image.asked for given in asked.answers if given.drafted]
+    runs = runs_of([found.rounds for found in drafts(answers[:1])], report.draft) if answers else {}
+    about = f"\u201c{answers[0].text}\u201d" if answers else image.about
+    return {"title": f"{image.name}: {about}", "sides": [(image.png, runs)]}
 
 
-def right_of(part: ImageSet, method: str) -> int:
-    """Returns the number of short questions of a set that a method answers right."""
-    return sum(one.right for one in short_of(part, method))
-
-
-def _changed(report: Answers) -> tuple[int, int]:
-    """Returns the number of guided answers that differ from the plain answer, and of all."""
-    asked = [one for pictured in report.images for one in pictured.asked]
-    others = [other.text != one.answers[0].text for one in asked for other in one.answers[1:]]
-    return sum(others), len(others)
-
-
-def _all(report: Answers) -> list[Given]:
-    return [given for one in report.images for asked in one.asked for given in asked.answers]
-
-
-def _card(report: Answers, method: str) -> list[tuple[str, str]]:
-    """Numbers of a method with their names, those of the first set first."""
-    found = [
-        (
-            f"{right_of(part, method)} of {len(short_of(part, method))}",
-            f"short questions right: {part.title[0].lower()}{part.title[1:]}",
-        )
-        for part in report.sets
-    ]
-    known = report.scores[method]
-    return found + [(known[name], name) for name in IN_CARDS if name in known]
+def _card(report: Answers, method: str, known: Mapping[str, str]) -> tuple[str, ...]:
+    """Title, number and notes of a method's card; the result on the first set is its number."""
+    right = []
+    for part in report.sets:
+        right.append(f"{part.right(method)} of {len(part.short(method))}")
+        right.append(f"short questions right: {part.title[0].lower()}{part.title[1:]}")
+    others = [f"{number} {about}" for number, about in zip(right[2::2], right[3::2], strict=True)]
+    return _breakable(method), *right[:2], *others, *(f"{known[name]} {name}" for name in IN_CARDS)
 
 
 def _breakable(name: str) -> Markup:
