@@ -12,6 +12,7 @@ recording that crashes its decoder must cost one run, not every run.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
