@@ -169,8 +169,8 @@ def calibrate_on(transcriber: Transcriber, entries: Sequence[Entry], spec: str) 
     found = transcriber(waves, on_error="raise")
     lists, audio = [], []
     for entry, transcript, own in zip(entries, found, kind.features(waves), strict=True):
-        for one in lists_of(transcript)[:1]:  # a silent recording has none
-            lists.append(dataclasses.replace(one, id=entry.id, reference=entry.text))
+        for window in lists_of(transcript)[:1]:  # a silent recording has none
+            lists.append(dataclasses.replace(window, id=entry.id, reference=entry.text))
             audio.append(Given(features=own, prompt=prompt))
     recogniser = Acoustic(model=transcriber.model, tokenizer=transcriber.processor.tokenizer)
     method = registry.create("correct", spec, recogniser=recogniser)
