@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_origin
 import typer
 
 from mmdecode.checkpoints import default_recogniser
-from mmdecode.errors import OptionError
+from mmdecode.errors import MMDecodeError, OptionError
 from mmdecode.model_names import REAL, SYNTHETIC
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -73,8 +73,13 @@ def documented(command: Command) -> Command:
 
     Args:
         command: Function of a command; it is changed, and returned.
+
+    Raises:
+        MMDecodeError: There is no docstring.
     """
-    about, _, text = inspect.cleandoc(command.__doc__ or "").partition("\n\nOptions:\n")
+    if command.__doc__ is None:
+        raise MMDecodeError("python -OO removes the help of options; run mmdecode without -OO")
+    about, _, text = inspect.cleandoc(command.__doc__).partition("\n\nOptions:\n")
     own, parameters = entries(text), []
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         kind, how = parameter.annotation, typer.Option()

@@ -43,6 +43,8 @@ TrainingDtype = Annotated[
     str,
     typer.Option(help="auto, fp32, fp16 or bf16 of the target; trained weights stay in fp32."),
 ]
+COMPARE = "; whether they save time: mmdecode bench asr --draft"
+"""Advice how to find out whether a trained drafter is worth it."""
 ON_CUDA = ("llamagen-scenes", "llamagen-digits", "var-scenes")
 
 app = typer.Typer(cls=Group, help="Train drafters, correctors or zoo models.", add_completion=False)
@@ -123,7 +125,7 @@ def medusa(
     tree = report["expected_tokens_per_pass_tree"]
     return report, (
         f"heads in [bold]{out}[/bold]; held-out tokens per pass: chain "
-        f"{report['expected_tokens_per_pass_chain']}, tree {tree}{_compare(f'medusa:path={out}')}"
+        f"{report['expected_tokens_per_pass_chain']}, tree {tree}{COMPARE} medusa:path={out}"
     )
 
 
@@ -161,7 +163,7 @@ def ctc(
     report = _trained_on_recordings(train_from_manifest, options, given)
     return report, (
         f"head in [bold]{out}[/bold]; word error rate against the model's own held-out "
-        f"transcripts: {report['word_errors']:.1%}{_compare(f'ctc:head={out}')}"
+        f"transcripts: {report['word_errors']:.1%}{COMPARE} ctc:head={out}"
     )
 
 
@@ -171,11 +173,6 @@ def _trained_on_recordings(
     """Trains with the arguments of a command, and returns the report."""
     names = "limit device dtype language overwrite"
     return train(given["model"], given["data"], given["out"], options, **flags.picked(given, names))
-
-
-def _compare(draft: str) -> str:
-    """Returns how to find out whether a trained draft saves time."""
-    return f"; whether they save time: mmdecode bench asr --draft {draft}"
 
 
 @training

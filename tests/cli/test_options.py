@@ -8,8 +8,9 @@ import pytest
 
 from mmdecode.cli import demo, transcribe
 from mmdecode.cli.app import main
+from mmdecode.cli.flags import documented
 from mmdecode.cli.shared import given_in, with_devices
-from mmdecode.errors import InputError, OptionError
+from mmdecode.errors import InputError, MMDecodeError, OptionError
 from mmdecode.runs.console import console
 from tests.support.commands import all_commands, invoke
 
@@ -165,6 +166,11 @@ def test_every_option_has_a_help_and_only_the_flags_that_it_needs():
             assert option.help, f"{name} {option.name}"
             if option.default is False:
                 assert not option.secondary_opts or f"--no-{option.opts[0][2:]}" in NEGATED
+
+
+def test_without_docstrings_no_option_loses_its_name_in_silence():
+    with pytest.raises(MMDecodeError, match="-OO"):
+        documented(lambda path: None)
 
 
 def test_defaults_that_a_help_names_are_those_of_the_code():
