@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.speech.word_report import WERReport, wer_report
     from mmdecode.evaluation.speed.memory import RowBytes, row_bytes
     from mmdecode.evaluation.task import Task
-    from mmdecode.evaluation.vision.benchmarks import CaptionTask
+    from mmdecode.evaluation.vision.benchmarks import CaptionTask, ChoiceTask, YesNoTask
     from mmdecode.evaluation.vision.caption_report import CaptionReport
     from mmdecode.evaluation.vision.choice_report import ChoiceReport
     from mmdecode.evaluation.vision.items import CaptionItem, ChoiceItem, YesNoItem
-    from mmdecode.evaluation.vision.task import ChoiceTask, YesNoTask
     from mmdecode.evaluation.vision.yes_no_report import YesNoReport
 
     audit = _audit.audit  # an assignment: the folder of that name would be taken for it
@@ -35,11 +34,10 @@ _MODULES = {
     "speech.word_report": ("WERReport", "wer_report"),
     "speed.memory": ("RowBytes", "row_bytes"),
     "task": ("Task",),
-    "vision.benchmarks": ("CaptionTask",),
+    "vision.benchmarks": ("CaptionTask", "ChoiceTask", "YesNoTask"),
     "vision.caption_report": ("CaptionReport",),
     "vision.choice_report": ("ChoiceReport",),
     "vision.items": ("CaptionItem", "ChoiceItem", "YesNoItem"),
-    "vision.task": ("ChoiceTask", "YesNoTask"),
     "vision.yes_no_report": ("YesNoReport",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

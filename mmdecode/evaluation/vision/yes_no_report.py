@@ -37,7 +37,7 @@ from mmdecode.evaluation.vision.tasks.mme import mme_scores
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from mmdecode.evaluation.vision.task import YesNoTask
+    from mmdecode.evaluation.vision.benchmarks import YesNoTask
 
 CLASSES = (("yes", "yes"), ("yes", "no"), ("no", "no"), ("no", "yes"), (None, "yes"), (None, "no"))
 """Columns of `count_answers`: parsed and right answer of the answers that each counts."""
