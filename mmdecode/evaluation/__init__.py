@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.speed.memory import row_bytes as row_bytes
     from mmdecode.evaluation.task import Task as Task
     from mmdecode.evaluation.vision.benchmarks import CaptionTask as CaptionTask
+    from mmdecode.evaluation.vision.benchmarks import ChoiceTask as ChoiceTask
+    from mmdecode.evaluation.vision.benchmarks import YesNoTask as YesNoTask
     from mmdecode.evaluation.vision.caption_report import CaptionReport as CaptionReport
     from mmdecode.evaluation.vision.choice_report import ChoiceReport as ChoiceReport
     from mmdecode.evaluation.vision.items import CaptionItem as CaptionItem
     from mmdecode.evaluation.vision.items import ChoiceItem as ChoiceItem
     from mmdecode.evaluation.vision.items import YesNoItem as YesNoItem
-    from mmdecode.evaluation.vision.task import ChoiceTask as ChoiceTask
-    from mmdecode.evaluation.vision.task import YesNoTask as YesNoTask
     from mmdecode.evaluation.vision.yes_no_report import YesNoReport as YesNoReport
 
     audit = _audit.audit  # an assignment: the folder of that name would be taken for it
@@ -41,11 +41,10 @@ _MODULES = {
     "speech.word_report": ("WERReport", "wer_report"),
     "speed.memory": ("RowBytes", "row_bytes"),
     "task": ("Task",),
-    "vision.benchmarks": ("CaptionTask",),
+    "vision.benchmarks": ("CaptionTask", "ChoiceTask", "YesNoTask"),
     "vision.caption_report": ("CaptionReport",),
     "vision.choice_report": ("ChoiceReport",),
     "vision.items": ("CaptionItem", "ChoiceItem", "YesNoItem"),
-    "vision.task": ("ChoiceTask", "YesNoTask"),
     "vision.yes_no_report": ("YesNoReport",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -18,7 +18,7 @@ from mmdecode.demo.vision import page
 from mmdecode.demo.vision.attention_map import AttentionMap, attention_map
 from mmdecode.engine.trace import Round
 from mmdecode.errors import MMDecodeError
-from mmdecode.evaluation.vision.data import zoo_image
+from mmdecode.evaluation.vision.benchmarks import zoo_image
 from mmdecode.evaluation.vision.tasks.chair import vocabulary_of
 from mmdecode.guide.edited import Edited
 from mmdecode.vlm import Answerer

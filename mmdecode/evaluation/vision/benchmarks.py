@@ -1,32 +1,77 @@
-"""Benchmarks of ``mmdecode evaluate`` on images: POPE, CHAIR, MME, AMBER and spatial relations."""
+"""Tasks of ``mmdecode evaluate`` on images: POPE, CHAIR, MME, AMBER and spatial relations.
+
+A task of one's own needs a function that reads its items::
+
+    TASK = YesNoTask(name="mine", items=read_mine)
+
+See ``examples/own_task.py``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import InputError, OptionError, UnknownNameError
-from mmdecode.evaluation.vision.data import ZOO, Questions, zoo_image
-from mmdecode.evaluation.vision.items import CaptionItem, one_file
-from mmdecode.evaluation.vision.task import ASKING, YES_NO, ChoiceTask, QuestionTask, YesNoTask
+from mmdecode.evaluation.vision.items import CaptionItem, ChoiceItem, YesNoItem, one_file
+from mmdecode.evaluation.vision.task import ASKING, YES_NO, ZOO, Questions, QuestionTask, zoo_image
 from mmdecode.evaluation.vision.tasks.amber import read_amber
 from mmdecode.evaluation.vision.tasks.chair import read_chair, vocabulary_of
 from mmdecode.evaluation.vision.tasks.mme import read_mme
-from mmdecode.evaluation.vision.tasks.pope import (
-    SPLITS,
-    find_pope,
-    read_pope,
-    warnings_of,
-)
+from mmdecode.evaluation.vision.tasks.pope import SPLITS, find_pope, read_pope, warnings_of
 from mmdecode.evaluation.vision.tasks.spatial import read_spatial, unit_of
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.report.item_report import ItemReport
+    from mmdecode.evaluation.vision.yes_no_report import ScoreFunction
 
-__all__ = ["ALL", "CaptionTask", "PopeTask", "read_questions", "vocabulary_of", "zoo_image"]
+__all__ = ["ALL", "CaptionTask", "ChoiceTask", "PopeTask", "YesNoTask", "read_questions"]
+__all__ += ["vocabulary_of", "zoo_image"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class YesNoTask(QuestionTask):
+    """A task of questions that are answered yes or no.
+
+    Attributes:
+        scores: Scores of a tool of the benchmark's own, see
+            `mmdecode.evaluation.vision.yes_no_report.ScoreFunction`; ``None``: it has none, or
+            `mmdecode.evaluation.vision.yes_no_report.TASKS` has them.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=lambda: ASKING | YES_NO)
+    scoring: Sequence[str] = ("resamples", "seed", "parser")
+    scores: ScoreFunction | None = None
+
+    kind = YesNoItem
+
+    def report(self, rows: list[Any], given: Mapping[str, Any], **basis: Any) -> ItemReport[Any]:
+        """Makes a `YesNoReport`; see `QuestionTask.report`."""
+        from mmdecode.evaluation.vision.yes_no_report import TASKS, YesNoReport
+
+        return YesNoReport(
+            rows,
+            task=self.name if self.name in TASKS else self,
+            parser=given["parser"],
+            baseline_controls=basis["conditions"]["controls"],
+            **basis,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceTask(QuestionTask):
+    """A task of multiple-choice questions."""
+
+    kind = ChoiceItem
+
+    def report(self, rows: list[Any], given: Mapping[str, Any], **basis: Any) -> ItemReport[Any]:
+        """Makes a `ChoiceReport`; see `QuestionTask.report`."""
+        from mmdecode.evaluation.vision.choice_report import ChoiceReport
+
+        return ChoiceReport(rows, **basis)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,11 +109,11 @@ class CaptionReport(CountedReport[CaptionItem]):
     def summary_line(self, mode: str, within: str) -> str:
         """CHAIR_i, CHAIR_s, recall and mean length of a mode's captions, in words."""
         score = self.scores(mode, within)
-        shares = ", ".join(
-            f"{name} {percent(score[key], '.1f')} %"
-            for name, key in (("CHAIR_i", "chair_i"), ("CHAIR_s", "chair_s"), ("recall", "recall"))
+        return (
+            f"CHAIR_i {percent(score['chair_i'], '.1f')} %, "
+            f"CHAIR_s {percent(score['chair_s'], '.1f')} %, "
+            f"recall {percent(score['recall'], '.1f')} %, {score['length']:.1f} words"
         )
-        return f"{shares}, {score['length']:.1f} words"
 
     def level(self, mode: str, within: str) -> float:
         """Share of mentioned objects that are in the image."""

@@ -41,12 +41,7 @@ class ChoiceReport(CountedReport[ChoiceItem]):
     _rates = staticmethod(spatial.rates)
 
     def _constants(self, within: str) -> dict[str, float]:
-        """Shares of right answers that can be reached without the image.
-
-        Returns:
-            ``chance``: expected share if an option is chosen at random; ``majority``: share if the
-            most common right answer is always given.
-        """
+        """Shares right without the image: by chance, or always with the most common answer."""
         asked = self._questions_in(within)
         targets = Counter(item.target for item in asked)
         chance = sum(1 / len(item.options) for item in asked) / len(asked)

@@ -152,9 +152,8 @@ class Recorder(Generic[Some]):
                 in it are skipped, failed questions are decoded again. ``None``: no file.
             progress: Called with each new row.
         """
-        found: dict[tuple[str, int | None, str], Some] = {}
-        if journal:
-            found = {key: row for key, row in journal.rows.items() if row.error is None}
+        earlier = journal.rows.items() if journal else ()
+        found = {key: row for key, row in earlier if row.error is None}
         for guide in self._guides if self.warmup else ():
             if not self._done(guide, self.items, found):
                 self._warm(guide)
@@ -218,7 +217,9 @@ class Recorder(Generic[Some]):
         sampled = [mode for mode in self._of(guide) if mode.seeds]
         # drawn again by questions' own noise
         own_noise = self.redraw and self._yes_no and self.noise_by == "request"
-        shares = bool(sampled) and own_noise and not self._is_random(guide)
+        if sampled and own_noise and guide not in self._random:
+            self._random[guide] = self._is_random(guide)
+        shares = bool(sampled) and own_noise and not self._random[guide]
         again: dict[tuple[str, int], list[Some]] = {
             (mode.name, seed): [] if shares else list(chunk)
             for mode in sampled
@@ -246,21 +247,15 @@ class Recorder(Generic[Some]):
                 yield self._row(known[answer.id], name, seed, answer)
 
     def _is_random(self, guide: str) -> bool:
-        """Whether the guide's distribution of the first token differs between seeds."""
-        if guide not in self._random:
-            first = self.items[:_TRIED]
-            self._random[guide] = guide != NONE and (
-                len(first) < self.fewest or self._differs(guide, first)
-            )
-        return self._random[guide]
-
-    def _differs(self, guide: str, items: Sequence[Some]) -> bool:
-        """Whether two seeds differ by more than rounding; failed questions do not count."""
+        """Whether the guide's first token differs between seeds by more than rounding."""
+        first = self.items[:_TRIED]
+        if guide == NONE or len(first) < self.fewest:
+            return guide != NONE
         options: dict[str, Any] = {"first_logits": True, "do_sample": True, "max_new_tokens": 1}
         one, other = (
             {
                 answer.id: answer.first_logits.softmax(-1)
-                for answer in self._answers(guide, items, seed, **options)
+                for answer in self._answers(guide, first, seed, **options)
                 if answer.first_logits is not None
             }
             for seed in (self.seed, self.seed + 1)

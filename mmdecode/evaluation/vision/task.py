@@ -1,10 +1,7 @@
-"""`QuestionTask`: base class of tasks on images; tasks of yes/no and of choice questions.
+"""`QuestionTask`: base class of tasks on images; `Questions`: what they ask, with the images.
 
-A task of one's own needs a function that reads its items::
-
-    TASK = YesNoTask(name="mine", items=read_mine)
-
-See ``examples/own_task.py``.
+Questions are those of published files or of this project's zoo, a set of small models and test sets
+on synthetic images (scenes), which are rendered.
 """
 
 from __future__ import annotations
@@ -12,34 +9,26 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import io
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmdecode.errors import InputError, OptionError, UnknownNameError
+from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
 from mmdecode.evaluation.task import Run, Task, settings_in
 from mmdecode.evaluation.vision.answers import parser_of
-from mmdecode.evaluation.vision.data import ZOO, Questions, own_folder, refuse_repeats, zoo_image
-from mmdecode.evaluation.vision.items import (
-    ITEMS,
-    ChoiceItem,
-    Item,
-    LeftOut,
-    YesNoItem,
-    file_hash,
-    read_items,
-)
+from mmdecode.evaluation.vision.items import ITEMS, Item, LeftOut, YesNoItem, file_hash, read_items
 from mmdecode.evaluation.vision.modes import NONE, Mode, comparisons_of, modes_of
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.report.item_report import ItemReport
     from mmdecode.evaluation.vision.runs import Recorder
-    from mmdecode.evaluation.vision.yes_no_report import ScoreFunction
     from mmdecode.runs.rows import RowJournal
     from mmdecode.vlm.images import ImageSource
 
+ZOO = "zoo"
 READING = ".reading"  # the image that is being read, see mmdecode.runs.crashes
 SUFFIXES = {
     "none": "",
@@ -76,6 +65,82 @@ ASKING: dict[str, Any] = {
 }
 """Options of every task on images."""
 YES_NO: dict[str, Any] = {"suffix": "none", "parser": "leading", "redraw": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """Questions of a benchmark.
+
+    Attributes:
+        items: Each distinct question once.
+        files: Files of the questions, by name.
+        unit: Returns what a question belongs to; see `limited`.
+        folder: Folder of the images; ``None``: they are scenes of the zoo, rendered when needed.
+        synonyms: Words for the objects of captions, see
+            `mmdecode.evaluation.vision.tasks.chair.vocabulary_of`.
+        warnings: Peculiarities of the files that change scores, such as an old version.
+        left_out: Error messages of the rows that were left out.
+    """
+
+    items: Sequence[Any]
+    files: Mapping[str, Path]
+    unit: Callable[[Any], Hashable]
+    folder: Path | None = None
+    synonyms: str | None = None
+    warnings: Sequence[str] = ()
+    left_out: Sequence[str] = ()
+
+    def image(self, name: str) -> ImageSource:
+        """Returns the source of an image; the image is read or rendered only when it is used."""
+        from mmdecode.vlm.images import ImageSource, image_source
+
+        if self.folder is not None:
+            return image_source(str(self.folder / name), name)
+        return ImageSource(name, partial(_scene, name))
+
+    def check_images(self) -> None:
+        """Checks that the folder contains at least one image of the questions.
+
+        Raises:
+            InputError: It contains none.
+        """
+        names = dict.fromkeys(item.image for item in self.items if item.image)
+        if self.folder is None or not names:
+            return
+        if not any((self.folder / name).exists() for name in names):
+            raise InputError(
+                f"none of the {len(names)} images is in {self.folder}, such as "
+                f"{next(iter(names))}; give their folder with --images"
+            )
+
+    def limited(self, limit: int | None) -> Questions:
+        """Keeps the first ``limit`` questions, image by image, so that POPE's splits stay balanced.
+
+        Pairs of MME and groups of spatial questions are kept whole, so there may be a few more.
+        ``None`` keeps all questions.
+        """
+        if limit is None:
+            return self
+        rank = {name: n for n, name in enumerate(dict.fromkeys(i.image for i in self.items))}
+        ordered = sorted(self.items, key=lambda item: rank[item.image])
+        begun = {self.unit(item) for item in ordered[:limit]}
+        kept = [item for item in ordered if self.unit(item) in begun]
+        return dataclasses.replace(self, items=kept)
+
+
+def refuse_repeats(items: Iterable[Item], path: Path, left_out: list[str]) -> list[Item]:
+    """Questions without repeated ids; the first of each id is kept."""
+    found: dict[str, Item] = {}
+    for item in items:
+        if item.id in found:
+            left_out.append(f"{path} contains the question {item.id!r} again; keep one of each")
+        found.setdefault(item.id, item)
+    return list(found.values())
+
+
+def own_folder(path: Path) -> Path:
+    """Folder of the images of a data set that keeps them next to its file."""
+    return path if path.is_dir() else path.parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,48 +384,6 @@ class QuestionTask(Task):
         """
 
 
-@dataclass(frozen=True, kw_only=True)
-class YesNoTask(QuestionTask):
-    """A task of questions that are answered yes or no.
-
-    Attributes:
-        scores: Scores of a tool of the benchmark's own, see
-            `mmdecode.evaluation.vision.yes_no_report.ScoreFunction`; ``None``: it has none, or
-            `mmdecode.evaluation.vision.yes_no_report.TASKS` has them.
-    """
-
-    options: Mapping[str, Any] = field(default_factory=lambda: ASKING | YES_NO)
-    scoring: Sequence[str] = ("resamples", "seed", "parser")
-    scores: ScoreFunction | None = None
-
-    kind = YesNoItem
-
-    def report(self, rows: list[Any], given: Mapping[str, Any], **basis: Any) -> ItemReport[Any]:
-        """Makes a `YesNoReport`; see `QuestionTask.report`."""
-        from mmdecode.evaluation.vision.yes_no_report import TASKS, YesNoReport
-
-        return YesNoReport(
-            rows,
-            task=self.name if self.name in TASKS else self,
-            parser=given["parser"],
-            baseline_controls=basis["conditions"]["controls"],
-            **basis,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChoiceTask(QuestionTask):
-    """A task of multiple-choice questions."""
-
-    kind = ChoiceItem
-
-    def report(self, rows: list[Any], given: Mapping[str, Any], **basis: Any) -> ItemReport[Any]:
-        """Makes a `ChoiceReport`; see `QuestionTask.report`."""
-        from mmdecode.evaluation.vision.choice_report import ChoiceReport
-
-        return ChoiceReport(rows, **basis)
-
-
 def _record(
     recorder: Recorder[Any],
     questions: Questions,
@@ -386,3 +409,32 @@ def _record(
         closing.enter_context(contextlib.closing(reading))
         recorder.image = lambda name: noted(name, watched(questions.image(name), reading))
     return recorder.run(journal, progress)
+
+
+def zoo_image(name: str) -> bytes:
+    """Renders a scene of the zoo to PNG data.
+
+    Raises:
+        InputError: There is no scene of that name.
+    """
+    data = io.BytesIO()
+    _scene(name).save(data, "PNG")
+    return data.getvalue()
+
+
+def _scene(name: str) -> Any:
+    """Renders a scene of the zoo.
+
+    Raises:
+        InputError: There is no scene of that name.
+        MissingExtraError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("drawing scenes needs Pillow", extra="vlm") from error
+
+    from mmdecode.zoo.scene_sets import scene_of
+    from mmdecode.zoo.scenes import render
+
+    return Image.fromarray(render(scene_of(name)))

@@ -37,7 +37,7 @@ from mmdecode.evaluation.vision.tasks.mme import mme_scores
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from mmdecode.evaluation.vision.task import YesNoTask
+    from mmdecode.evaluation.vision.benchmarks import YesNoTask
 
 CLASSES = (("yes", "yes"), ("yes", "no"), ("no", "no"), ("no", "yes"), (None, "yes"), (None, "no"))
 """Columns of `count_answers`: parsed and right answer of the answers that each counts."""
@@ -174,12 +174,10 @@ class YesNoReport(CountedReport[YesNoItem]):
         return found
 
     def _asked(self) -> dict[str, Any]:
-        return {
-            "sets": {
-                name: {"questions": len(indices), "yes": int(self.positive[indices].sum())}
-                for name, indices in self.sets.items()
-            }
-        }
+        sizes = {}
+        for name, indices in self.sets.items():
+            sizes[name] = {"questions": len(indices), "yes": int(self.positive[indices].sum())}
+        return {"sets": sizes}
 
     def _found(self, mode: str) -> dict[str, Any]:
         computed, own = mode not in self._recorded_modes, self._own_scores(mode)

@@ -78,12 +78,9 @@ def amber_scores(items: Sequence[YesNoItem]) -> dict[str, dict[str, float]]:
     Returns:
         ``accuracy``, ``precision``, ``recall`` and ``f1`` by dimension, ``all`` last.
     """
-    scores = {}
-    for name in (*DIMENSIONS, "all"):
-        chosen = [item for item in items if name == "all" or name in item.sets]
-        if chosen:
-            scores[name] = _published(name, chosen)
-    return scores
+    dimensions = {name: [item for item in items if name in item.sets] for name in DIMENSIONS}
+    chosen = {**dimensions, "all": items}
+    return {name: _published(name, some) for name, some in chosen.items() if some}
 
 
 def _published(name: str, items: Sequence[YesNoItem]) -> dict[str, float]:

@@ -21,7 +21,6 @@ import numpy as np
 
 from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.vision.answers import words_of
-from mmdecode.evaluation.vision.data import ZOO
 from mmdecode.evaluation.vision.items import (
     QUESTION,
     CaptionItem,
@@ -31,6 +30,7 @@ from mmdecode.evaluation.vision.items import (
     read_bytes,
     text_hash,
 )
+from mmdecode.evaluation.vision.task import ZOO
 
 COLUMNS = ("hallucinated", "mentions", "hallucinating", "captions", "found", "present", "words")
 """Columns of `count_mentions`, in order."""

@@ -44,8 +44,6 @@ WHATS_UP = {"left": "left", "right": "right", "on": "on", "under": "under", "beh
     "in-front": "in front"
 }
 """Relations by the word that stands for each in file names of What's Up."""
-
-
 COLUMNS = ("right", "questions", "right_pairs", "pairs", "right_sets", "sets", "unparsed")
 """Columns of `count_choices`, in order."""
 
@@ -100,9 +98,7 @@ def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
         Each share, of shape ``(...)``, by name: of questions, pairs and sets that are answered
         right, and of answers that name no option or several, which count as wrong.
     """
-    right, questions, right_pairs, pairs, right_sets, sets, unparsed = np.moveaxis(
-        counts.astype(float), -1, 0
-    )
+    right, questions, right_pairs, pairs, right_sets, sets, unparsed = np.moveaxis(counts, -1, 0)
     with np.errstate(invalid="ignore"):
         return {
             "individual": right / questions,

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mmdecode.errors import InputError
+from mmdecode.evaluation.vision.benchmarks import YesNoTask
 from mmdecode.evaluation.vision.items import LeftOut, YesNoItem, field_of, items_of
-from mmdecode.evaluation.vision.task import YesNoTask
 
 
 def read_vsr(
