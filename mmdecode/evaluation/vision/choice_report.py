@@ -52,7 +52,7 @@ class ChoiceReport(CountedReport[ChoiceItem]):
         return {name: total[name] for name in ("questions", "pairs", "sets")}
 
     def _resampled(self, counts: np.ndarray, within: str) -> np.ndarray:
-        return bootstrap_sums(counts, None, self.resamples, self.seed)
+        return bootstrap_sums(counts, None, self.resamples, self.seed)  # a row is a unit
 
     def summary_line(self, mode: str, within: str) -> str:
         """Accuracy of a mode on a question set, and the accuracy of chance, in words."""
