@@ -254,7 +254,7 @@ def _cases(
     for name, source in list(sources.items())[:limit]:
         if options is None:
             encoded = processor(source, return_tensors="pt").to(model.device)
-            inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+            inputs = {key: encoded[key] for key in ("input_ids", "attention_mask")}
             cases.append(Case(name=name, inputs=inputs))
             continue
         try:
