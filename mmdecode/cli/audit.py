@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mmdecode import registry
-from mmdecode.checkpoints import code_trusted, config_of, dtype_of, loading, local_path, placed
+from mmdecode.checkpoints import config_of, loading, local_path
 from mmdecode.cli.flags import Device, Dtype, Quantize, model_help
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
@@ -119,6 +119,7 @@ def command(
     """
     from transformers import GenerationMixin
 
+    from mmdecode.asr.correction.language_models import load as load_text
     from mmdecode.asr.recognizers.generic import GenericRecognizer
     from mmdecode.asr.transcriber import load as load_speech
     from mmdecode.asr.transcriber import make_options
@@ -143,7 +144,7 @@ def command(
             f"{model} is a speech recogniser ({family}); audit supports no recognisers but "
             "Whisper; name a Whisper or a language model with --model"
         )
-    load: Callable[..., Any] = load_speech if speech else _language_model
+    load: Callable[..., Any] = load_speech if speech else load_text
     sources = _recordings(data) if speech else _prompts(model, data)
     given = {"language": language, "timestamps": timestamps, "max_new_tokens": max_new_tokens}
     asked = make_options(given) if speech else None
@@ -234,19 +235,6 @@ def _prompts(model: str, data: list[str] | None) -> dict[str, str]:
     return {f"line {index}": prompt for index, prompt in enumerate(prompts, 1)}
 
 
-def _language_model(
-    model: str, device: str, dtype: str, quantize: str | None = None
-) -> tuple[Any, Any]:
-    """Loads a language model and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    path, kind, trust = local_path(model), dtype_of(dtype, model, device), code_trusted()
-    with loading(model):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
-        network = AutoModelForCausalLM.from_pretrained(path, dtype=kind, trust_remote_code=trust)
-    return placed(network.eval(), device, quantize), tokenizer
-
-
 def _cases(
     model: Any,
     processor: Any,
@@ -266,7 +254,7 @@ def _cases(
     for name, source in list(sources.items())[:limit]:
         if options is None:
             encoded = processor(source, return_tensors="pt").to(model.device)
-            inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+            inputs = {key: encoded[key] for key in ("input_ids", "attention_mask")}
             cases.append(Case(name=name, inputs=inputs))
             continue
         try:

@@ -4,7 +4,7 @@ import functools
 import json
 
 import pytest
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from mmdecode import checkpoints
 from mmdecode.errors import InputError, OptionError
@@ -57,6 +57,18 @@ def test_a_text_model_is_audited_line_by_line_and_its_tokens_are_judged(text_mod
     assert "fails: 1 of 2 sequences" in done.stdout
     assert "line 2 at position 5 has token" in done.stdout
     assert "FAULT" in done.stdout.replace("\n", "")
+
+
+def test_an_encoder_decoder_of_text_is_audited(text_model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(str(text_model))
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = T5Config(vocab_size=len(tokenizer), decoder_start_token_id=0, **sizes)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    given = ["--model", tmp_path, "--data", text_model / "prompts.txt", "--device", "cpu"]
+    found = json_of(run(*given, "--draft", "lookup", "--max-new-tokens", 6, "--json"))
+    assert (found["verdict"], found["model"]) == ("passes", "T5ForConditionalGeneration")
+    assert len(found["judged"]) == 2
 
 
 def greedy_rows(folder, length):

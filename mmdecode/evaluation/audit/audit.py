@@ -41,23 +41,16 @@ from torch import Tensor
 from mmdecode._compat import input_device
 from mmdecode.accept.exact import Coupled
 from mmdecode.decoder import Decoder
+from mmdecode.draft.source import Source
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.engine.stats import Stats
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation.audit.plain import (
-    Blocks,
-    Case,
-    Enough,
-    Plain,
-    Play,
-    Replay,
-    Tap,
-    away,
-    furthest,
-)
+from mmdecode.evaluation.audit.plain import Case, Enough, Plain, Play, Replay, Tap, away, furthest
 from mmdecode.evaluation.stats.draws import FEWEST, LEVEL, on_the_edge, p_of_draws, surprise
 
 Verdict = Literal["passes", "fails", "inconclusive"]
+BLOCK = 5
+"""Number of tokens per block when the rounding noise of a guided distribution is measured."""
 QUANTILE = 0.1
 """Quantile of the plain gaps between the best two tokens; the noise must not exceed it."""
 SUSPECT = 4.0
@@ -395,7 +388,7 @@ class _Drafted(_Subject):
                 play = self._played if self.guided else self.target_logits
                 replay = play(case, tap.tokens)
                 if self.guided and not rows:
-                    blocks = self._played(case, tap.tokens, Blocks(tap.tokens))
+                    blocks = self._played(case, tap.tokens, Source(BLOCK, ids=[tap.tokens]))
                     noise = min(furthest(blocks.scores, replay.scores), most_guided * noise)
                 rows.append(self._row(case, seed, replay, tap))
         return rows, noise

@@ -19,15 +19,13 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from mmdecode.decoder import Decoder
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import AcceptanceRule, BranchOutput, Drafter, DraftSession, Outcome
+from mmdecode.engine.contracts import AcceptanceRule, Outcome
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.engine.request import token_ids
 from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import InputError, OptionError
 from mmdecode.quantization.models import rounds_activations
 
-BLOCK = 5
-"""Number of tokens per block when the rounding noise of a guided distribution is measured."""
 UNCUT: Mapping[str, Any] = {
     "top_k": 0,
     "top_p": 1.0,
@@ -281,33 +279,6 @@ class Play(AcceptanceRule):
             token = torch.full_like(token, self.tokens[position])
         path = torch.where(order < count[:, None], order, -1)
         return Outcome(path=path, num_accepted=count, next_token=token)
-
-
-class Blocks(Drafter):
-    """Drafts the given tokens, `BLOCK` at a time."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens = tokens
-
-    def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
-        """Opens a session."""
-        return BlocksSession(call, self.tokens)
-
-
-class BlocksSession(DraftSession):
-    """Session that proposes the given tokens from the row's current position on."""
-
-    def __init__(self, call: Call, tokens: Sequence[int]) -> None:
-        super().__init__(call)
-        self.tokens = tokens
-
-    def propose(self, budget: int) -> Proposal:
-        """Proposes the next given tokens."""
-        call, done = self.call, int(self.call.rows.length[0])
-        block = list(self.tokens[done : done + min(BLOCK, budget)])
-        if not block:
-            return Proposal.empty(call.batch, call.device)
-        return Proposal(tokens=torch.tensor([block], device=call.device), kind="deterministic")
 
 
 class _Whole:

@@ -55,14 +55,8 @@ def with_errors(
             reference = wrong if reference is None else reference
             rate = summed(counts, normaliser, scorer)
             more = paired_bootstrap(wrong, reference, words)
-            errors = Errors(
-                value=rate.value,
-                low=rate.low,
-                high=rate.high,
-                more=more.difference,
-                more_low=more.low,
-                more_high=more.high,
-            )
+            own = {"value": rate.value, "low": rate.low, "high": rate.high}
+            errors = Errors(**own, more=more.difference, more_low=more.low, more_high=more.high)
             row = replace(row, errors=errors)
         found.append(row)
     return found
