@@ -245,14 +245,14 @@ def count_points(steps: Sequence[Step], marked: Sequence[bool]) -> list[int]:
 
 def _untagged(reference: str) -> tuple[str, list[bool]]:
     """The text without tags, and whether each of its characters was inside a tag."""
-    parts = _TAG.split(reference)  # spans inside a tag at odd places
+    parts = _TAG.split(reference)  # those at odd positions are inside a tag
     text = "".join(parts)
     if is_tagged(text):
         raise InputError(
             f"a tag in a reference is not closed, or contains another tag: {reference[:80]!r}; "
             "expected <tag word> or <tag several words>"
         )
-    return text, [bool(place % 2) for place, part in enumerate(parts) for _ in part]
+    return text, [bool(number % 2) for number, part in enumerate(parts) for _ in part]
 
 
 def _apart(text: str, split_hyphens: bool) -> str:

@@ -257,7 +257,7 @@ def with_alignment(sample: Sample, errors: int, normaliser: str, **scoring: Any)
         sample: The recording, with reference and recognised text.
         errors: Number of its word errors.
         normaliser: Name of the normaliser with which errors are counted.
-        **scoring: Scorer and segmentation, see `mmdecode.evaluation.speech.wer.align`.
+        **scoring: ``scorer`` and ``segmented``, see `mmdecode.evaluation.speech.wer.align`.
     """
     return Example(
         name=sample.id,
