@@ -51,8 +51,8 @@ class Line(NamedTuple):
         """Returns the line's fields."""
         item, text = self.item, self.text
         row = {"name": item.name, "set": self.kind, "reference": item.reference, "text": text.text}
-        row |= {"tokens": text.tokens}
-        return row if self.kind == "noisy" else row | {"identical": item.identical}
+        identical = {} if self.kind == "noisy" else {"identical": item.identical}
+        return {**row, "tokens": text.tokens, **identical}
 
 
 def run(model: str | None, setting: Setting, draft: str | None, repeats: int) -> dict[str, Any]:

@@ -80,11 +80,6 @@ class Recordings(clips_page.Decodings):
         return all(item.generate_total_s is not None for item in self.items)
 
     @property
-    def word_errors(self) -> str:
-        """Phrase on the number of word errors."""
-        return f"{self.wer.errors} of {self.wer.words} words wrong"
-
-    @property
     def caution(self) -> str:
         """Sentence on why the word error rate is uncertain."""
         known = any("LibriSpeech" in item.origin for item in self.items)

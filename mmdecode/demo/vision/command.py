@@ -86,7 +86,6 @@ def run(model: str, setting: Setting, guides: Sequence[str]) -> dict[str, Any]:
         Asking(name, guide, answering(guide=guide), answering(guide=guide, draft=draft))
         for name, guide in methods.items()
     ]
-    plain = Answerer(network, processor)
     words = vocabulary_of("zoo")
     shown: dict[str, list[page.Pictured]] = {title: [] for title in scenes}
     every = [(title, scene) for title, found in scenes.items() for scene in found]
@@ -99,7 +98,7 @@ def run(model: str, setting: Setting, guides: Sequence[str]) -> dict[str, Any]:
             for one in asking if number == 1 else ():
                 one.answerer(png, asked[0].text, max_new_tokens=4)  # warm-up
             about = ", ".join(f"{t.colour} {t.name}" for t in scene.things)
-            found = _ask(plain, asking, png, scene, asked, words)
+            found = _ask(asking, png, scene, asked, words)
             shown[title].append(
                 page.Pictured(name=f"image {number}", about=about, png=png, asked=found)
             )
@@ -175,7 +174,6 @@ def tasks(scene: Scene, *, tempting: bool) -> Iterator[page.Asked]:
 
 
 def _ask(
-    plain: Answerer,
     asking: Sequence[Asking],
     png: bytes,
     scene: Scene,
@@ -183,28 +181,28 @@ def _ask(
     words: Vocabulary,
 ) -> list[page.Asked]:
     """Asks all questions about an image by each method; repeats captions with the drafter."""
-    questions = [question.text for question in asked]
+    questions, plain = [question.text for question in asked], asking[0].answerer
     how: dict[str, Any] = {"max_new_tokens": CAPTION_TOKENS, "batch_size": 1, "trace": True}
     answers = [one.answerer(png, questions, on_error="raise", **how) for one in asking]
-    every = [answer for given in answers for answer in given]
-    instead = dict(zip(map(id, every), _plain_choices(plain, png, every), strict=True))
     found = []
-    for index, question in enumerate(asked):
+    for question, *given in zip(asked, *answers, strict=True):
         row = []
-        for one, given in zip(asking, answers, strict=True):
-            answer, guided = given[index], one.guide is not None
+        for one, answer in zip(asking, given, strict=True):
             right, note, hallucinated = _judged(question, answer.text, scene, words)
-            attention = None
-            if one.guide is not None and index == ABSENT:
-                attention = attention_map(plain, png, question.text, one.guide)
+            guide, instead, attention = one.guide, None, None
+            if guide is not None:
+                instead = _plain_choices(plain, png, answer)
+                if question is asked[ABSENT]:
+                    attention = attention_map(plain, png, question.text, guide)
+            yes_no = question.choices == YES_NO
             row.append(
                 page.Given(
                     method=one.method,
-                    tokens=_tokens(plain, answer, instead[id(answer)] if guided else None),
+                    tokens=_tokens(plain, answer, instead),
                     right=right,
                     note=note,
                     hallucinated=hallucinated,
-                    margins=_margins(answer, guided) if question.choices == YES_NO else {},
+                    margins=_margins(answer, guide is not None) if yes_no else {},
                     seconds=answer.seconds,
                     attention=attention,
                     drafted=None if question.choices else _drafted(one.drafting, png, answer),
@@ -264,18 +262,13 @@ def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> l
     return tokens
 
 
-def _plain_choices(plain: Answerer, png: bytes, answers: Sequence[Answer]) -> list[list[int]]:
-    """Returns the greedy choices of plain ``generate`` after each prefix of given answers."""
-    image = image_source(png, "image").read()
-    generate = Plain(plain.model)
-    found = []
-    for answer in answers:
-        question = plain.prompts.question(answer.question, [image])
-        case = Case(name=answer.question, inputs=plain.prompts.build([question]))
-        count = len(answer.token_ids)
-        scores = generate.replay(case, answer.token_ids, max_new_tokens=count).scores
-        found.append(scores.argmax(-1).tolist())
-    return found
+def _plain_choices(plain: Answerer, png: bytes, answer: Answer) -> list[int]:
+    """Returns the greedy choices of plain ``generate`` after each prefix of an answer."""
+    image, tokens = image_source(png, "image").read(), answer.token_ids
+    inputs = plain.prompts.build([plain.prompts.question(answer.question, [image])])
+    case = Case(name=answer.question, inputs=inputs)
+    played = Plain(plain.model).replay(case, tokens, max_new_tokens=len(tokens))
+    return played.scores.argmax(-1).tolist()
 
 
 def _judged(
