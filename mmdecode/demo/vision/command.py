@@ -194,7 +194,9 @@ def _ask(
                 instead = _plain_choices(plain, png, answer)
                 if question is asked[ABSENT]:
                     attention = attention_map(plain, png, question.text, guide)
-            yes_no = question.choices == YES_NO
+            margins = dict(answer.margins or {}) if question.choices == YES_NO else {}
+            if guide is None:
+                margins.pop("guided", None)
             row.append(
                 page.Given(
                     method=one.method,
@@ -202,7 +204,7 @@ def _ask(
                     right=right,
                     note=note,
                     hallucinated=hallucinated,
-                    margins=_margins(answer, guide is not None) if yes_no else {},
+                    margins=margins,
                     seconds=answer.seconds,
                     attention=attention,
                     drafted=None if question.choices else _drafted(one.drafting, png, answer),
@@ -228,13 +230,6 @@ def _drafted(answerer: Answerer, png: bytes, answer: Answer) -> page.Drafted:
         same=again.token_ids == answer.token_ids,
         label=label,
     )
-
-
-def _margins(answer: Answer, guided: bool) -> dict[str, float]:
-    """Returns the yes-no margin of each branch and, with a guide, the guided margin last."""
-    known = answer.margins or {}
-    names = [name for name in known if name != "guided"] + ["guided"] * guided
-    return {name: known[name] for name in names if name in known}
 
 
 def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> list[page.Token]:
@@ -321,9 +316,7 @@ def _summary(report: page.Answers) -> dict[str, Any]:
 
 def _plainly(given: page.Given) -> dict[str, Any]:
     found = {
-        "text": given.text,
-        "right": given.right,
-        "note": given.note,
+        **{name: getattr(given, name) for name in ("text", "right", "note")},
         "margins": dict(given.margins),
         "seconds": round(given.seconds, 4),
         "changed": [asdict(t) for t in given.tokens if t.instead is not None],
