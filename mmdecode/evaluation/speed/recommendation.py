@@ -108,9 +108,7 @@ def recommend(rows: Sequence[RecogniserSpeed]) -> Recommendation:
 
 def keeps_text(row: RecogniserSpeed) -> bool:
     """Whether all tokens are those of undrafted float32, or its word errors are not more."""
-    if row.same_as_fp32 == 1:
-        return True
-    return row.errors is not None and row.errors.more_low <= 0
+    return row.same_as_fp32 == 1 or (row.errors is not None and row.errors.more_low <= 0)
 
 
 def _words(row: RecogniserSpeed) -> str:
