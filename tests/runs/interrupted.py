@@ -278,10 +278,10 @@ def images(given, kills, log):
     ImageGenerator.from_pretrained = lambda **_: loaded
     with_model = max(1, kills // 5)
     command = ["generate-image", "--class-id", 0, "--model", given.image_model, "--device", "cpu"]
-    drawn = [*command, "--batch-size", 2, "-n"]
-    yield series([*drawn, 24], with_model, given.folder / "drawn", log, 0, (1,))
+    base = [*command, "--batch-size", 2, "-n"]
+    yield series([*base, 24], with_model, given.folder / "drawn", log, 0, (1,))
     loaded.images = Instant().images
-    yield series([*drawn, given.items], kills - with_model, given.folder / "many", log, 1, (1,))
+    yield series([*base, given.items], kills - with_model, given.folder / "many", log, 1, (1,))
 
 
 def main():
