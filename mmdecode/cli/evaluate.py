@@ -98,7 +98,7 @@ def _evaluate(task: Task, context: typer.Context, given: dict[str, Any]) -> None
         emit_json(report.summary | {"failures": [*failures, *left_out], "files": files})
     else:
         _show(report, files)
-    _tell(task, run, failures, files, given.get("limit"))
+    _tell(task, run, failures, files, report.conditions.get("limit"))
     if failures or run.left_out:
         raise typer.Exit(1)
 

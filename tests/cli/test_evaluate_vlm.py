@@ -357,6 +357,15 @@ def test_a_limit_is_announced_and_splits_can_be_chosen(settings, tmp_path):
     assert len(answers(tmp_path)) == 2
 
 
+def test_a_limit_that_leaves_nothing_out_is_no_limit(settings, tmp_path):
+    words = ("--split", "random", "--greedy", "--no-controls", "--out", tmp_path)
+    limited = run(*settings("pope", None, *words, "--limit", 6))
+    assert limited.exit_code == 1 and len(answers(tmp_path)) == 6  # an image is broken
+    assert "smoke test" not in limited.stderr and "part of the set" not in limited.stdout
+    again = run(*settings("pope", None, *words, "--resume"))
+    assert again.stdout == limited.stdout
+
+
 def test_old_files_are_warned_of(settings, data, tmp_path):
     text = (
         (data / "my_pope_random.jsonl")

@@ -37,15 +37,19 @@ class NBestTask(Task):
         asked += [f"corrector:{name}" for name in given["corrector"] or []]
         methods = [Method.of(name) for name in dict.fromkeys(asked)]
         aligner = Aligner(given["normalizer"])
+        found = _sets(given["data"], given["references"])
         limit = given["limit"]
+        if limit is not None and limit >= max(map(len, found.values())):
+            limit = None  # leaves nothing out
         sets = {
             name: parts_of(lists[:limit], given["train_share"], given["dev_share"])
-            for name, lists in _sets(given["data"], given["references"]).items()
+            for name, lists in found.items()
         }
         chosen = {} if given["quantize"] is None else {"quantize": given["quantize"]}
         conditions = {
             "methods": asked,
-            **{name: given[name] for name in ("train_share", "dev_share", "limit", "dtype")},
+            **{name: given[name] for name in ("train_share", "dev_share", "dtype")},
+            "limit": limit,
             **chosen,
             "mmdecode": mmdecode.__version__,
             "transformers": transformers.__version__,

@@ -85,7 +85,7 @@ class SilenceTask(RecordingTask):
             "options": {name: given[name] for name in names},
             "speech": sets,
             "recordings": str(given["recordings"]) if given["recordings"] else None,
-            "limit": limit,
+            "limit": limit if cut(sets, given) else None,
             "data_hash": data_hash(entries),
         }
         return self.transcribed(
@@ -121,6 +121,18 @@ def _read(
     for path in (Path(one) for one in sets if one not in (ZOO, NONE)):
         for entry in read_manifest(path, limit, text=True, left_out=left_out):
             yield replace(entry, id=f"{SPEECH}/{path.stem}/{entry.id}")
+
+
+def cut(sets: Sequence[str], given: Mapping[str, Any]) -> bool:
+    """Whether ``--limit`` leaves recordings of some kind out."""
+    from mmdecode.asr.output.manifest import holds_more
+    from mmdecode.zoo.speech import speech_test
+
+    limit = given["limit"]
+    if limit is None or given["clips"] > limit or (ZOO in sets and len(speech_test()) > limit):
+        return limit is not None
+    own = [Path(one) for one in sets if one not in (ZOO, NONE)]
+    return any(holds_more(path, limit) for path in (*own, given["recordings"]) if path)
 
 
 def _sounds(

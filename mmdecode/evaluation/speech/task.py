@@ -205,15 +205,16 @@ class WERTask(RecordingTask):
         left_out: list[str] = []
         data = _manifest(given) or shipped_for(given["model"])
         refuse_twice("--draft", drafts)
-        entries = self._entries(data, given, left_out)
+        entries, cut = self._entries(data, given, left_out)
         options = {name: given[name] for name in ("task", "timestamps")}
         options |= FALLBACK if given["fallback"] else {}
         ways: dict[str, Way] = {PLAIN: (None, None, {})}
         ways |= {spec: (spec, None, {}) for spec in drafts}
         transcribers = compared_transcribers(given, ways, **options)
-        names = ("model", "dtype", "seed", "group", "limit", "warmup", "batch_size")
+        names = ("model", "dtype", "seed", "group", "warmup", "batch_size")
         settings = {
             **{name: given[name] for name in names},
+            "limit": given["limit"] if cut else None,
             "data": str(data),
             "drafts": drafts,
             "options": options
@@ -252,12 +253,13 @@ class WERTask(RecordingTask):
 
     def _entries(
         self, manifest: Path, given: Mapping[str, Any], left_out: list[str]
-    ) -> list[Entry]:
+    ) -> tuple[list[Entry], bool]:
         """Reads recordings with texts; with a filter, only those that would be scored.
 
-        Error messages of unusable rows are added to ``left_out``.
+        The second value is whether ``--limit`` left some out. Error messages of unusable rows are
+        added to ``left_out``.
         """
-        from mmdecode.asr.output.manifest import read_manifest
+        from mmdecode.asr.output.manifest import holds_more, read_manifest
         from mmdecode.evaluation.speech.normalisers import is_scored, normaliser_of
         from mmdecode.evaluation.speech.pier import untagged
 
@@ -268,15 +270,16 @@ class WERTask(RecordingTask):
         entries = read_manifest(
             manifest, None if normalise else limit, text=True, left_out=left_out
         )
-        if normalise:
-            entries = [e for e in entries if is_scored(untagged(e.text or ""), normalise)][:limit]
-            if not entries:
-                raise InputError(f"no reference of {manifest} has words; give --all-references")
-        return entries
+        if not normalise:
+            return entries, holds_more(manifest, limit)
+        entries = [e for e in entries if is_scored(untagged(e.text or ""), normalise)]
+        if not entries:
+            raise InputError(f"no reference of {manifest} has words; give --all-references")
+        return entries[:limit], len(entries) > len(entries[:limit])
 
     def _foreign(self, given: Mapping[str, Any]) -> Run:
         """Reads transcripts made elsewhere; each file is a mode."""
-        from mmdecode.asr.output.manifest import read_manifest
+        from mmdecode.asr.output.manifest import holds_more, read_manifest
         from mmdecode.evaluation.speech.samples import match, read_results
 
         sources: dict[str, Path] = {}
@@ -291,18 +294,22 @@ class WERTask(RecordingTask):
         samples: list[Sample] = []
         entries: list[Entry] = []
         left_out: list[str] = []
+        cut = False
         if manifest:
             entries = read_manifest(manifest, limit, audio=False, text=True, left_out=left_out)
+            cut = holds_more(manifest, limit)
         for name, source in sources.items():
             if manifest:
                 samples += match(entries, source, name, group)
             else:
-                samples += read_results(source, name)[:limit]
+                read = read_results(source, name)
+                samples += read[:limit]
+                cut |= len(read) > len(read[:limit])
         conditions: dict[str, Any] = {
             "hypotheses": {name: str(path) for name, path in sources.items()},
             "data": str(manifest or next(iter(sources))),
             "group": group,
-            "limit": limit,
+            "limit": limit if cut else None,
         }
         if left_out:
             conditions["rows_left_out"] = len(left_out)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmdecode.asr.output.manifest import Entry, read_manifest
+from mmdecode.asr.output.manifest import Entry, holds_more, read_manifest
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.examples import Examples
@@ -502,9 +502,9 @@ def wer_report(
         InputError: The manifest cannot be read.
     """
     if isinstance(data, (str, os.PathLike)):
-        entries = read_manifest(data, limit, text=True)
+        entries, cut = read_manifest(data, limit, text=True), holds_more(data, limit)
     else:
-        entries = _named(list(data)[:limit])
+        entries, cut = _named(list(data)[:limit]), len(data) > len(list(data)[:limit])
     named = systems if isinstance(systems, Mapping) else {"plain": systems}
     models = {name: s for name, s in named.items() if not isinstance(s, Sequence)}
     conditions: dict[str, Any] = {
@@ -514,7 +514,7 @@ def wer_report(
         first = next(iter(models.values()))
         conditions |= conditions_of(models)
         conditions |= {"batch_size": batch_size or first.options.batch_size, "warmup": warmup}
-    conditions |= {"data_hash": data_hash(entries), "limit": limit}
+    conditions |= {"data_hash": data_hash(entries), "limit": limit if cut else None}
     samples = []
     if models:
         samples = record(

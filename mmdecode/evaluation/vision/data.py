@@ -84,7 +84,7 @@ class Questions:
         """Keeps the first ``limit`` questions, image by image, so that POPE's splits stay balanced.
 
         Pairs of MME and groups of spatial questions are kept whole, so there may be a few more.
-        ``None`` keeps all questions.
+        All questions stay, in their order, if the limit is ``None`` or leaves nothing out.
         """
         if limit is None:
             return self
@@ -92,6 +92,8 @@ class Questions:
         ordered = sorted(self.items, key=lambda item: rank[item.image])
         begun = {self.unit(item) for item in ordered[:limit]}
         kept = [item for item in ordered if self.unit(item) in begun]
+        if len(kept) == len(ordered):
+            return self
         return dataclasses.replace(self, items=kept)
 
 

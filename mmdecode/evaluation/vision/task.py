@@ -190,9 +190,8 @@ class QuestionTask(Task):
         if not given["data"]:
             raise OptionError("nothing to ask; give --data with 'zoo', a folder or a file")
         own = {name: given[name] for name in given.keys() - ASKING.keys()}
-        questions = self.questions(
-            given["data"], part=given["part"], images=given["images"], **own
-        ).limited(given["limit"])
+        found = self.questions(given["data"], part=given["part"], images=given["images"], **own)
+        questions = found.limited(given["limit"])
         questions.check_images()
         modes = modes_of(
             given["guide"] or [],
@@ -238,7 +237,7 @@ class QuestionTask(Task):
             "controls": given["controls"],
             "prompt": recorder.prompt,
             **options,
-            "limit": given["limit"],
+            "limit": None if questions is found else given["limit"],
             "modes": [dataclasses.asdict(mode) for mode in modes],
             "notes": list(questions.warnings),
         }
