@@ -365,7 +365,7 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 def _put(data: str | bytes | BinaryIO, file: BinaryIO) -> None:
     if isinstance(data, str):
-        data = data.encode()
+        data = data.encode("utf-8", "backslashreplace")  # half characters, see to_json
     if isinstance(data, bytes):
         file.write(data)
     else:

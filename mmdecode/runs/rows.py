@@ -99,7 +99,7 @@ class RowJournal(Journal[Row]):
         """Appends a row and syncs it to disk, so that a crash does not lose it."""
         line = json.dumps(row.as_dict(), ensure_ascii=False, allow_nan=False)
         with explained(self.folder):
-            append_line(self.begin_writing(), line.encode() + b"\n")
+            append_line(self.begin_writing(), line.encode("utf-8", "backslashreplace") + b"\n")
         self.rows[self._key(row)] = row
 
     def finish_with(self, rows: Sequence[Row]) -> None:

@@ -486,7 +486,7 @@ def sheet(images: np.ndarray, title: str, columns: int = 10) -> bytes:
     figure = Figure(figsize=(8, 0.4 + 8 * rows * height / (columns * width)), layout="constrained")
     axes = figure.add_subplot()
     axes.imshow(laid.reshape(rows * height, columns * width, 3), interpolation="nearest")
-    axes.set_title(title, parse_math=False, loc="left")
+    axes.set_title(plots.label(title), loc="left")
     axes.axis("off")
     return plots.png(figure)
 

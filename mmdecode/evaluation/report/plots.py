@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +32,8 @@ def wer_against_speed(modes: Mapping[str, Mapping[str, Any]]) -> Figure | None:
         rate = 100 * mode["wer"]
         spread = [[max(rate - 100 * mode["wer_low"], 0)], [max(100 * mode["wer_high"] - rate, 0)]]
         axes.errorbar(rate, mode["rtfx"], xerr=spread, fmt="o", capsize=3)
-        axes.annotate(
-            name, (rate, mode["rtfx"]), xytext=(5, 6), textcoords="offset points", parse_math=False
-        )
+        where = rate, mode["rtfx"]
+        axes.annotate(label(name), where, xytext=(5, 6), textcoords="offset points")
     axes.set_yscale("log")
     axes.set_xlabel("WER in %, with its 95 % interval")
     axes.set_ylabel("RTFx: seconds of audio per second")
@@ -53,7 +53,7 @@ def error_kinds(modes: Mapping[str, Mapping[str, Any]]) -> Figure:
         rates = np.array([100 * m[kind] / max(m["words"], 1) for m in modes.values()])
         axes.bar(positions, rates, bottom=bottom, label=kind, width=0.6)
         bottom += rates
-    axes.set_xticks(positions, [name[:24] for name in modes], parse_math=False)
+    axes.set_xticks(positions, [label(name, 24) for name in modes])
     axes.set_ylabel("% of reference words")
     axes.legend()
     return figure
@@ -79,7 +79,7 @@ def by_duration(
         sums = [table[(buckets == bucket) & ~np.isnan(known)].sum(0) for bucket in used]
         rates = [100 * s[2:5].sum() / max(s[0], 1) for s in sums]
         positions = np.arange(len(used)) + (index - (len(counts) - 1) / 2) * width
-        axes.bar(positions, rates, width=width, label=name.lstrip("_") or name)
+        axes.bar(positions, rates, width=width, label=label(name))
     labels = []
     for bucket in used:
         low, high = EDGES[bucket : bucket + 2]
@@ -115,9 +115,9 @@ def words_per_minute(scores: Mapping[str, Mapping[str, Any]]) -> Figure:
             width=width,
             yerr=spread,
             error_kw={"linewidth": 0.7},
-            label=mode.lstrip("_") or mode,
+            label=label(mode),
         )
-    axes.set_xticks(range(len(scores)), [name.replace(" ", "\n", 1) for name in scores])
+    axes.set_xticks(range(len(scores)), [label(name).replace(" ", "\n", 1) for name in scores])
     axes.set_ylabel("words per minute")
     _legend(figure, axes, columns=2)
     return figure
@@ -155,11 +155,11 @@ def margin_roc(margins: Mapping[str, np.ndarray], positive: np.ndarray, title: s
     """
     from mmdecode.evaluation.stats.margins import auroc, roc
 
-    figure, axes = _figure(f"Margin of yes over no, {title}")
+    figure, axes = _figure(f"Margin of yes over no, {label(title)}")
     axes.plot([0, 1], [0, 1], color="gray", linewidth=0.8, linestyle="--")
     for mode, values in margins.items():
-        label = f"{mode} ({float(auroc(values, positive)):.3f})"
-        (line,) = axes.plot(*roc(values, positive), label=label.lstrip("_"))
+        text = f"{label(mode)} ({float(auroc(values, positive)):.3f})"
+        (line,) = axes.plot(*roc(values, positive), label=text)
         answered_yes = values > 0
         point = (
             (answered_yes & ~positive).sum() / (~positive).sum(),
@@ -183,9 +183,9 @@ def chair_against_recall(
     """
     figure, panels = _panels("Hallucinated mentions", ["against recall", "against length"])
     scales = (("recall", 100), "objects mentioned in %"), (("length", 1), "words per caption")
-    for axes, (scale, label) in zip(panels, scales, strict=True):
+    for axes, (scale, title) in zip(panels, scales, strict=True):
         _points(axes, modes, controls, scale, "chair_i")
-        axes.set_xlabel(label)
+        axes.set_xlabel(title)
     panels[0].set_ylabel("CHAIR_i in %, with its 95 % interval")
     _legend(figure, panels[0])
     return figure
@@ -202,23 +202,41 @@ def forest(comparisons: Sequence[ItemComparison], name: str) -> Figure | None:
     if not shown:
         return None
     figure, axes = _figure(f"Difference of {name}")
-    figure.set_size_inches(8, max(3, 0.3 * len(shown) + 1))
     positions = -np.arange(len(shown))
     for row, found in zip(positions, shown, strict=True):
         one = found.differences[name]
         spread = [[max(one.value - one.low, 0) * 100], [max(one.high - one.value, 0) * 100]]
         axes.errorbar(100 * one.value, row, xerr=spread, fmt="o", capsize=3, color="C0")
     axes.axvline(0, color="gray", linewidth=0.8)
-    labels = [f"{f.second} against {f.first}, {f.within}" for f in shown]
-    axes.set_yticks(positions, labels, parse_math=False)
-    axes.set_xlabel("points, second minus first, with the 95 % interval")
+    labels = [f"{label(f.second)} against {label(f.first)}, {label(f.within)}" for f in shown]
+    axes.set_yticks(positions, labels)
+    width = max(8, 4 + 0.08 * max(map(len, labels)))  # inches; long names take their own
+    figure.set_size_inches(width, max(3, 0.3 * len(shown) + 1))
+    axes.set_xlabel("difference in points, with its 95 % interval")
     return figure
 
 
+def label(name: str, longest: int = 60) -> str:
+    """A name as matplotlib shows it: printable, not too long, and not hidden by a first ``_``.
+
+    Args:
+        name: The name.
+        longest: Number of characters; the rest of a longer name is cut off.
+    """
+    text = "".join(char if char.isprintable() else "\ufffd" for char in name)
+    return (text if len(text) <= longest else f"{text[: longest - 1]}…").lstrip("_") or "-"
+
+
 def png(figure: Figure) -> bytes:
-    """Renders a figure to PNG data."""
+    """Renders a figure to PNG data; texts are shown as they are, without formulas."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
     data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=120, metadata={"Software": MAKER})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        figure.savefig(data, format="png", dpi=120, metadata={"Software": MAKER})
     return data.getvalue()
 
 
@@ -266,9 +284,7 @@ def _points(
         low, high = (100 * end for end in score["intervals"][up])
         spread = [[max(y - low, 0)], [max(high - y, 0)]]
         marker = "osD^v"[index // 10 % 5]
-        axes.errorbar(
-            x, y, yerr=spread, fmt=marker, capsize=3, color=color, label=mode.lstrip("_") or mode
-        )
+        axes.errorbar(x, y, yerr=spread, fmt=marker, capsize=3, color=color, label=label(mode))
         if mode in controls:
             control = modes[controls[mode]]
             end = scale * control[across], 100 * control[up]
@@ -294,12 +310,12 @@ def _legend(figure: Figure, axes: Any, columns: int = 4) -> None:
 
 def _panels(title: str, names: Sequence[str]) -> tuple[Figure, list[Any]]:
     """Makes axes side by side with a shared vertical scale, each with its name as title."""
-    figure, first = _figure(names[0])
+    figure, first = _figure("")
     first.remove()
     figure.set_size_inches(max(6, 4 * len(names)), 4)
     panels = list(figure.subplots(1, len(names), sharey=True, squeeze=False)[0])
     figure.suptitle(title)
     for axes, name in zip(panels, names, strict=True):
-        axes.set_title(name)
+        axes.set_title(label(name))
         axes.spines[["top", "right"]].set_visible(False)
     return figure, panels

@@ -112,6 +112,13 @@ def own_folder(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
+def own_files(path: Path) -> dict[str, Path]:
+    """Files of the questions by name: the file itself, or the tables in a folder."""
+    tables = {".csv", ".tsv", ".txt", ".json", ".jsonl", ".gz", ".parquet"}
+    found = sorted(path.iterdir()) if path.is_dir() else [path]
+    return {one.name: one for one in found if one == path or one.suffix.lower() in tables}
+
+
 def zoo_image(name: str) -> bytes:
     """Renders a scene of the zoo to PNG data.
 

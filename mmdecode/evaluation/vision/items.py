@@ -189,7 +189,7 @@ def indices_by_set(items: Sequence[YesNoItem | ChoiceItem]) -> dict[str, np.ndar
 
 def text_hash(text: str) -> str:
     """Hash of a text such as a prompt: 16 hexadecimal digits."""
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def file_hash(path: Path) -> str:

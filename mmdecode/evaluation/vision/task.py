@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.task import Run, Task, settings_in
 from mmdecode.evaluation.vision.answers import parser_of
-from mmdecode.evaluation.vision.data import ZOO, Questions, own_folder, refuse_repeats, zoo_image
+from mmdecode.evaluation.vision.data import (
+    ZOO,
+    Questions,
+    own_files,
+    own_folder,
+    refuse_repeats,
+    zoo_image,
+)
 from mmdecode.evaluation.vision.items import (
     ITEMS,
     ChoiceItem,
@@ -86,7 +93,8 @@ class QuestionTask(Task):
         zoo: Name of the task's file in the zoo's test sets; empty: the zoo has none.
         images: Returns the folder in which the data set keeps its images, from the path of the
             data; ``None``: it is not known.
-        files: Returns the files of the questions by name, from the path of the data.
+        files: Returns the files of the questions by name, from the path of the data; a run is not
+            resumed after one of them has changed.
         unit: Returns what a question belongs to; ``--limit`` keeps the questions of a unit
             together.
     """
@@ -97,7 +105,7 @@ class QuestionTask(Task):
     rows: str = ITEMS
     zoo: str = ""
     images: Callable[[Path], Path | None] = own_folder
-    files: Callable[[Path], Mapping[str, Path]] = lambda path: {path.name: path}
+    files: Callable[[Path], Mapping[str, Path]] = own_files
     unit: Callable[[Any], Hashable] = lambda item: item.id
 
     kind: ClassVar[type[Item]]
