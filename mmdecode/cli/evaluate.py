@@ -125,7 +125,8 @@ def _show(report: Report, files: Sequence[Path]) -> None:
         for found in report.comparisons:
             print_line(str(found))
     where = f"in {files[1]}" if files else "printed with --json, and written with --out"
-    print_line(f"all columns{f' and {compared} comparisons' if compared else ''} are {where}")
+    also = f" and {compared} comparison{'s' * (compared > 1)}" if compared else ""
+    print_line(f"all columns{also} are {where}")
 
 
 def _tell(

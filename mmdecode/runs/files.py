@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 import mmdecode
 from mmdecode.errors import InputError, OptionError
+from mmdecode.runs.conditions import changes_of
 
 RUN = "run.json"
 
@@ -573,13 +574,12 @@ def check_settings(path: Path, settings: Any, resume: bool, replaceable: bool = 
     wanted = _noted(settings)
     if old_hash != wanted["hash"]:
         new = json.loads(json.dumps(wanted["settings"], default=str))
-        differing = [k for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
-        shown = "; ".join(f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in differing)
+        differing = changes_of(old, new)
         named = old.get("model") if "model" in differing else None  # the default may be another now
         again = f"the earlier ones, including --model {named}," if named else "the earlier ones"
         raise OptionError(
-            f"{path} holds results of other settings ({shown}); give {again} to continue, "
-            f"{instead}or choose another --out"
+            f"{path} holds results of other settings ({'; '.join(differing.values())}); give "
+            f"{again} to continue, {instead}or choose another --out"
         )
 
 

@@ -44,7 +44,7 @@ def verdict_of(report: ItemReport[Any], judged: Sequence[str]) -> list[str]:
     else:
         first = f"None of the {len(judged)} methods is shown to help"
     tests = len(report.comparisons)
-    basis = f" (p below {LEVEL} after Holm's correction for {tests} comparisons)"
+    basis = f" (p below {LEVEL} after Holm's correction for {tests} comparison{'s' * (tests > 1)})"
     return [f"{first}{basis}.", plain, *(line for _, line in found.values())]
 
 

@@ -16,6 +16,7 @@ from mmdecode.evaluation.report.layout import Rows, number, percent, without_emp
 from mmdecode.evaluation.vision.answers import choice
 from mmdecode.evaluation.vision.items import ChoiceItem, indices_by_set
 from mmdecode.evaluation.vision.tasks.spatial import count_choices, rates, summed, unit_of
+from mmdecode.evaluation.vision.yes_no_report import UNPARSED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,8 +25,17 @@ if TYPE_CHECKING:
 class ChoiceReport(ItemReport[ChoiceItem]):
     """Report on multiple-choice answers; see `ItemReport` for the arguments."""
 
-    title = "Spatial relations"
     unit = "group of questions, else image"
+
+    @property
+    def task(self) -> str:
+        """Name of the task."""
+        return str(self.conditions.get("task", "spatial"))
+
+    @property
+    def title(self) -> str:
+        """Title of the page."""
+        return "Spatial relations" if self.task == "spatial" else f"{self.task}: choices"
 
     @cached_property
     def sets(self) -> dict[str, np.ndarray]:
@@ -36,7 +46,7 @@ class ChoiceReport(ItemReport[ChoiceItem]):
     def summary(self) -> dict[str, Any]:
         """All numbers and settings of the report."""
         return {
-            "task": "spatial",
+            "task": self.task,
             **self._basis(),
             "sets": {name: len(indices) for name, indices in self.sets.items()},
             "modes": {
@@ -163,6 +173,12 @@ class ChoiceReport(ItemReport[ChoiceItem]):
             "names exactly one option; chance and majority need no image; 95 % interval by "
             "bootstrap over groups of questions"
         ]
+        shares = [s["unparsed"] for m in found["modes"].values() for s in m["sets"].values()]
+        if max(shares) > UNPARSED:
+            parts.append(
+                f"up to {100 * max(shares):.1f} % of the answers name no option, or several: name "
+                "the options in the question, and look at the answers below"
+            )
         if self.conditions.get("limit"):
             parts.append("only a part of the set was scored: not a result to report")
         return "; ".join(parts)

@@ -78,6 +78,12 @@ class Item:
     derived: ClassVar[tuple[str, ...]] = ()
     """Properties that `as_dict` adds for readers of the file; `from_dict` ignores them."""
 
+    def __post_init__(self) -> None:
+        for name in self.lists:
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise InputError(f"{self.id} has the {name} {value!r}; expected ({value!r},)")
+
     def answered(self, *, mode: str, output: str = "", **known: Any) -> Self:
         """Returns a copy of the question with an answer.
 
@@ -127,6 +133,7 @@ class YesNoItem(Item):
     derived: ClassVar[tuple[str, ...]] = ("parsed",)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.target not in ("yes", "no"):
             raise InputError(f"{self.id} has the answer {self.target!r}; expected 'yes' or 'no'")
         if self.margin is not None and not math.isfinite(self.margin):
@@ -172,6 +179,7 @@ class ChoiceItem(Item):
     lists: ClassVar[tuple[str, ...]] = ("options", "sets")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.target not in self.options:
             raise InputError(
                 f"{self.id} has the answer {self.target!r}; expected one of {list(self.options)}"

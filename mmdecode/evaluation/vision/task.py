@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmdecode.errors import InputError, OptionError, UnknownNameError
-from mmdecode.evaluation.task import Run, Task, settings_in
+from mmdecode.evaluation.task import Run, Task, own_code, settings_in
 from mmdecode.evaluation.vision.answers import parser_of
 from mmdecode.evaluation.vision.data import (
     ZOO,
@@ -35,6 +35,7 @@ from mmdecode.evaluation.vision.items import (
     LeftOut,
     YesNoItem,
     read_items,
+    refuse_empty,
 )
 from mmdecode.evaluation.vision.modes import NONE, Mode, comparisons_of, modes_of
 from mmdecode.evaluation.vision.yes_no import ScoreFunction
@@ -172,7 +173,16 @@ class QuestionTask(Task):
                 f"{self.name} reads one path, and --data gives {len(paths)}; give one"
             )
         [path] = paths
-        items = refuse_repeats(self.items(path, left_out), path, left_out)
+        with own_code(f"task {self.name} cannot read {path}"):
+            found = list(self.items(path, left_out))
+        for item in found:
+            if not isinstance(item, self.kind):
+                raise InputError(
+                    f"task {self.name} reads {type(item).__name__} from {path}; a "
+                    f"{type(self).__name__} takes {self.kind.__name__}"
+                )
+        refuse_empty(found, left_out, f"task {self.name} finds no question in {path}")
+        items = refuse_repeats(found, path, left_out)
         return Questions(task=self.name, items=items, files=self.files(path), unit=self.unit)
 
     def _in_zoo(self, part: str, images: Path | None) -> list[Path]:
@@ -289,7 +299,10 @@ class QuestionTask(Task):
         except (KeyError, TypeError) as error:
             raise InputError(f"{folder} is no run of questions: {error!r} is missing") from error
         if own != self.name:
-            raise OptionError(f"{folder} holds a run of {own}; rescore it with 'evaluate {own}'")
+            raise OptionError(
+                f"{folder} holds a run of {own}, not of {self.name}; rescore it with 'evaluate "
+                f"{own}', or with the file of that task"
+            )
         order = {mode.name: number for number, mode in enumerate(modes)}
         rows = [row for row in read_items(folder, self.kind) if row.mode in order]
         images = settings["images"] or zoo_image
@@ -349,9 +362,14 @@ class YesNoTask(QuestionTask):
         """Makes a `YesNoReport`; see `QuestionTask.report`."""
         from mmdecode.evaluation.vision.yes_no_report import TASKS, YesNoReport
 
+        def scores(items: Sequence[YesNoItem], right: Sequence[bool]) -> Mapping[str, float]:
+            with own_code(f"scores() of task {self.name} fails"):
+                return dict(self.scores(items, right)) if self.scores else {}
+
+        own = dataclasses.replace(self, scores=scores) if self.scores else self
         return YesNoReport(
             rows,
-            task=self.name if self.name in TASKS else self,
+            task=self.name if self.name in TASKS else own,
             parser=given["parser"],
             baseline_controls=basis["conditions"]["controls"],
             **basis,

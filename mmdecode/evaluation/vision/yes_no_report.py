@@ -468,6 +468,8 @@ class YesNoReport(ItemReport[YesNoItem]):
             f"{self.parser.name} ({self.parser.origin}), yes is positive; 95 % interval by "
             "bootstrap over images"
         ]
+        sets = len(next(iter(found["modes"].values()))["sets"])
+        parts += [f"the short table has means over {sets} sets, of equal weight"] * (sets > COLUMNS)
         if self.task == "amber":
             parts.append("in the table by dimension, as AMBER's tool has it, no is positive")
         shares = [s["unparsed"] for m in found["modes"].values() for s in m["sets"].values()]
@@ -482,9 +484,7 @@ class YesNoReport(ItemReport[YesNoItem]):
                 "other images; a gain that it has too comes from answering yes more often"
             )
         if self._shifted and self._unshifted:
-            parts.append(
-                f"{self._unshifted} answers of the baseline have no margin and are not shifted"
-            )
+            parts.append(f"{self._unshifted} baseline answers without a margin are not shifted")
         margins = [s["margin"] for m in found["modes"].values() for s in m["sets"].values()]
         if any(one and one["missing"] for one in margins):
             parts.append(
