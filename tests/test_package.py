@@ -120,6 +120,20 @@ def test_every_command_has_its_own_help(name):
     assert f"mmdecode {name}" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (["results"], ["The exit code is 1 if items", "with the command that began it."]),
+        (["evaluate", "vsr"], ["--data is VSR's file", "random_test.jsonl; the images are next"]),
+        (["train", "drafter"], ["Usage: mmdecode train drafter"]),
+    ],
+)
+def test_paragraphs_of_a_help_are_wrapped_at_the_width_of_the_terminal(words, lines):
+    shown = run_cli(*words, "--help", COLUMNS="80").stdout.splitlines()
+    for begin in lines:
+        assert any(line.strip().startswith(begin) for line in shown), begin
+
+
 def test_an_error_of_ours_is_one_line_and_exit_code_2():
     done = run_cli("methods", "drft")
     assert done.returncode == 2

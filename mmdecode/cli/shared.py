@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,6 +67,8 @@ def with_shared(command: Any) -> Any:
     for option in command.params:
         if "--out" in option.opts:
             option.callback = _checked_out
+    # paragraphs are one line, which the help wraps at the width of the terminal
+    command.help = command.help and re.sub(r"(?<=\S)\n *(?=\S)", " ", command.help)
     if inner is None:
         command.callback = _with_numbers_checked(command.callback, command.params)
         command.params = [*command.params, *_options()]
