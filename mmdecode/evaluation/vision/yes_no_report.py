@@ -484,7 +484,7 @@ class YesNoReport(ItemReport[YesNoItem]):
                 "other images; a gain that it has too comes from answering yes more often"
             )
         if self._shifted and self._unshifted:
-            parts.append(f"{self._unshifted} baseline answers without a margin are not shifted")
+            parts.append(f"{self._unshifted} answers of the baseline have no margin: not shifted")
         margins = [s["margin"] for m in found["modes"].values() for s in m["sets"].values()]
         if any(one and one["missing"] for one in margins):
             parts.append(
