@@ -38,7 +38,7 @@ def run_cli(*args, **options):
     return run_python("from mmdecode.cli.app import main; main()", *args, **options)
 
 
-HEAVY = "[m for m in ('torch', 'transformers', 'numpy') if m in sys.modules]"
+HEAVY = "[m for m in ('torch', 'transformers', 'numpy', 'pandas') if m in sys.modules]"
 
 
 # What importing costs
@@ -66,6 +66,40 @@ finally:
     assert ("medusa" if argument == "methods" else "mmdecode") in done.stdout
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["transcribe", "--model", "zoo:whisper-synth", "--device", "cpu"],
+        ["ask", "-q", "Is there a ring?", "--model", "zoo:llava-scenes", "--device", "cpu"],
+        ["train", "drafter", "--kind", "medusa", "--model", "zoo:llava-scenes", "--steps", "1"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_do_not_import_pandas(words, tmp_path):
+    from PIL import Image
+
+    from mmdecode.zoo.speech import speech_test
+
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    sizes = ["--batch-size", "2", "--held-out", "1", "--tested", "1", "--limit", "3", "--out"]
+    more = {
+        "transcribe": [str(speech_test()[0].path)],
+        "ask": [str(tmp_path / "a.png")],
+        "train": [*sizes, str(tmp_path / "out")],
+    }
+    code = """
+import sys
+from mmdecode.cli.app import main
+try:
+    main()
+finally:
+    print("pandas" in sys.modules)
+"""
+    done = run_python(code, *words, *more[words[0]])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("False\n")
+
+
 # The command line
 
 
@@ -84,6 +118,20 @@ def test_every_command_has_its_own_help(name):
     done = run_cli(name, "--help")
     assert done.returncode == 0, done.stderr
     assert f"mmdecode {name}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (["results"], ["The exit code is 1 if items", "with the command that began it."]),
+        (["evaluate", "vsr"], ["--data is VSR's file", "random_test.jsonl; the images are next"]),
+        (["train", "drafter"], ["Usage: mmdecode train drafter"]),
+    ],
+)
+def test_paragraphs_of_a_help_are_wrapped_at_the_width_of_the_terminal(words, lines):
+    shown = run_cli(*words, "--help", COLUMNS="80").stdout.splitlines()
+    for begin in lines:
+        assert any(line.strip().startswith(begin) for line in shown), begin
 
 
 def test_an_error_of_ours_is_one_line_and_exit_code_2():

@@ -37,7 +37,7 @@ SHORT = {"engine", "draft", "accept", "guide", "adapters", "asr", "vlm", "image_
 LONGER = {
     "cli/transcribe.py": 521,
     "evaluation/audit/audit.py": 580,
-    "evaluation/speech/word_report.py": 545,
+    "evaluation/speech/word_report.py": 546,
     "models/llamagen.py": 559,
     "runs/files.py": 597,
     "testing/checks.py": 608,

@@ -198,7 +198,7 @@ def _evaluate(task: Task, context: typer.Context, given: dict[str, Any]) -> None
         emit_json(report.summary | {"failures": [*failures, *left_out], "files": files})
     else:
         _show(report, files)
-    _tell(task, run, failures, files, given.get("limit"))
+    _tell(task, run, failures, files, report.conditions.get("limit"))
     if failures or run.left_out:
         raise typer.Exit(1)
 
@@ -229,7 +229,8 @@ def _show(report: Report, files: Sequence[Path]) -> None:
         for found in report.comparisons:
             print_line(str(found))
     where = f"in {files[1]}" if files else "printed with --json, and written with --out"
-    print_line(f"all columns{f' and {compared} comparisons' if compared else ''} are {where}")
+    also = f" and {compared} comparison{'s' * (compared > 1)}" if compared else ""
+    print_line(f"all columns{also} are {where}")
 
 
 def _tell(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ def command(
             raise OptionError(f"{folder} does not say which command wrote it; run it with --resume")
         words = [word for word in found.command if word != "--overwrite"]
         words += ["--resume"] * ("--resume" not in words)
-        print_line(f"in {found.folder}: mmdecode {' '.join(words)}", console)
+        print_line(f"in {found.folder}: mmdecode {shlex.join(words)}", console)
         done = subprocess.run([sys.executable, "-m", "mmdecode", *words], cwd=found.folder)
         raise typer.Exit(done.returncode)
     if table is not None:
@@ -75,6 +76,6 @@ def command(
         if len(failed) > SHOWN:
             print_line(f"and {len(failed) - SHOWN} more; all are in --json")
         if failed or found.missing:
-            print_line(f"go on with: mmdecode results {folder} --retry", console)
+            print_line(f"go on with: mmdecode results {shlex.quote(str(folder))} --retry", console)
     if failed or found.missing:
         raise typer.Exit(1)

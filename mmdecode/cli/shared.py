@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -69,6 +70,8 @@ def completed(command: Any, module: Any = None) -> Any:
         module: Its module, which may have ``PANELS``, see `in_panels`, and a function ``refuse``
             that gets the arguments by name before anything is printed.
     """
+    # paragraphs are one line, which the help wraps at the width of the terminal
+    command.help = command.help and re.sub(r"(?<=\S)\n *(?=\S)", " ", command.help)
     with_models(command)
     if hasattr(module, "PANELS"):
         in_panels(command, module.PANELS)

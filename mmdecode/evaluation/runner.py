@@ -52,6 +52,11 @@ def evaluate(
         if name not in found.options:
             raise UnknownNameError.of(f"option of {found.name}", name, found.options)
     given = {**found.options, **{name: _as_option(name, options[name]) for name in options}}
+    if not isinstance(given.get("model"), str | None):
+        raise OptionError(
+            f"model is a {type(given['model']).__name__}; expected a folder, a Hub id or zoo:NAME, "
+            "since evaluate loads the model: save yours with save_pretrained and give its folder"
+        )
     refuse(found, given)
 
     def record(run: Run, journal: RowJournal[Any] | None) -> list[Any]:
@@ -120,4 +125,6 @@ def _as_option(name: str, value: Any) -> Any:
     if name in LISTS and value is not None:
         values = [value] if isinstance(value, str | int | os.PathLike) else list(value)
         return [os.fspath(one) if isinstance(one, os.PathLike) else one for one in values]
+    if name == "model" and isinstance(value, os.PathLike):
+        return os.fspath(value)
     return Path(value) if name in PATHS and value is not None else value

@@ -14,12 +14,14 @@ import importlib.metadata
 import importlib.util
 import json
 import pkgutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sysconfig
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.errors import InputError, OptionError, UnknownNameError
+from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
 from mmdecode.runs.files import RUN
 
 if TYPE_CHECKING:
@@ -173,10 +175,8 @@ def _of_file(path: Path) -> Task:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, "its name ends in .py"
     module = importlib.util.module_from_spec(spec)
-    try:
+    with own_code(f"{path} cannot be run"):
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise InputError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
     return _checked(getattr(module, "TASK", None), str(path))
 
 
@@ -187,6 +187,28 @@ def _checked(found: Any, where: str) -> Task:
             "mmdecode.evaluation.YesNoTask(name=..., items=...)"
         )
     return found
+
+
+@contextlib.contextmanager
+def own_code(failed: str) -> Iterator[None]:
+    """Context for code of a task of one's own: its errors become ours, with file and line.
+
+    Args:
+        failed: Beginning of the message.
+
+    Raises:
+        InputError: The code raised an error that is not ours.
+    """
+    try:
+        yield
+    except MMDecodeError:
+        raise
+    except Exception as error:
+        libraries = {str(Path(__file__).parents[1]), *sysconfig.get_paths().values(), "<"}
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith(tuple(libraries))]
+        where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+        raise InputError(f"{failed}: {type(error).__name__}: {error}{where}") from error
 
 
 def settings_in(folder: Path) -> dict[str, Any]:

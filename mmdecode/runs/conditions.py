@@ -106,3 +106,20 @@ def surroundings(model: Any) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
+
+
+def changes_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """How settings differ, by name; lists of things with names by these, where they differ."""
+
+    def names(value: Any) -> Any:
+        listed = isinstance(value, list) and all(isinstance(one, dict) for one in value)
+        return [one.get("name") for one in value] if listed else value
+
+    found = {}
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if before != after:
+            if names(before) != names(after):
+                before, after = names(before), names(after)
+            found[key] = f"{key} was {before!r}, is {after!r}"
+    return found

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 import mmdecode
 from mmdecode.errors import InputError, OptionError
+from mmdecode.runs.conditions import changes_of
 
 RUN = "run.json"
 
@@ -66,7 +67,7 @@ def write_file(path: Path, data: str | bytes | BinaryIO, overwrite: bool = False
         OSError: The file cannot be written; see `explained`.
     """
     if isinstance(data, str):
-        data = data.encode()
+        data = data.encode("utf-8", "backslashreplace")  # half characters, see to_json
     content = io.BytesIO(data) if isinstance(data, bytes) else data
     if path.exists() and not path.is_file() and not path.is_dir():
         with path.open("wb") as device:
@@ -551,13 +552,12 @@ def check_settings(
     wanted = _noted(settings)
     if old_hash != wanted["hash"]:
         new = json.loads(json.dumps(wanted["settings"], default=str))
-        differing = [k for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
-        shown = "; ".join(f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in differing)
+        differing = changes_of(old, new)
         named = old.get("model") if "model" in differing else None  # the default may be another now
         again = f"the earlier ones, including --model {named}," if named else "the earlier ones"
         raise OptionError(
-            f"{path} holds results of other settings ({shown}); give {again} to continue, "
-            f"{instead}or choose another --out"
+            f"{path} holds results of other settings ({'; '.join(differing.values())}); give "
+            f"{again} to continue, {instead}or choose another --out"
         )
     return before
 

@@ -86,7 +86,7 @@ class RowJournal(Journal[Row]):
         """Appends a row and syncs it to disk, so that a crash does not lose it."""
         line = rows_text([row.as_dict()])
         with explained(self.folder):
-            append_line(self.begin_writing(), line.encode())
+            append_line(self.begin_writing(), line.encode("utf-8", "backslashreplace"))
         self.rows[self._key(row)] = row
 
     def finish_with(self, rows: Sequence[Row]) -> None:

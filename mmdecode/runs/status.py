@@ -56,11 +56,15 @@ def status_of(folder: Path) -> Status:
         run = json.loads((folder / RUN).read_text(encoding="utf-8"))
         work, settings = run["work"], run["settings"]
         ids = [name for _, unit in work["units"] for name in unit]
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{folder} has no {RUN}; expected --out of transcribe, ask or generate-image"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{folder / RUN} cannot be read as the settings of a job ({type(error).__name__}); "
-            "expected --out of transcribe, ask or generate-image; of an evaluation, see its "
-            "report.html, or run it again with --resume"
+            "expected --out of transcribe, ask or generate-image. If an evaluation wrote it, see "
+            "its report.html; one that was interrupted goes on with its command and --resume"
         ) from error
     found = Journal[Any](folder, settings).strongest(written_in(folder))
     lines = {name: json.loads(line) for name, line in found.items()}

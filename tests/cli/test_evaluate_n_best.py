@@ -206,6 +206,14 @@ def test_people_read_a_table(data):
     assert "not a result to report" in text and "matched pairs" in text
 
 
+def test_a_limit_that_leaves_nothing_out_is_no_limit(data):
+    size = len(read_lists(data))
+    for limit in (size - 1, size, size + 1):
+        done = run("--data", data, "--limit", limit)
+        assert ("a smoke test" in done.stderr) == (limit < size)
+        assert ("not a result to report" in done.stdout) == (limit < size)
+
+
 def test_files_hold_everything_and_the_summary_no_texts(data, models, tmp_path):
     out = tmp_path / "run"
     run("--data", data, "--corrector", "c", "--out", out)

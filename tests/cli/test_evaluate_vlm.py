@@ -357,6 +357,15 @@ def test_a_limit_is_announced_and_splits_can_be_chosen(settings, tmp_path):
     assert len(answers(tmp_path)) == 2
 
 
+def test_a_limit_that_leaves_nothing_out_is_no_limit(settings, tmp_path):
+    words = ("--split", "random", "--greedy", "--no-controls", "--out", tmp_path)
+    limited = run(*settings("pope", None, *words, "--limit", 6))
+    assert limited.exit_code == 1 and len(answers(tmp_path)) == 6  # an image is broken
+    assert "smoke test" not in limited.stderr and "part of the set" not in limited.stdout
+    again = run(*settings("pope", None, *words, "--resume"))
+    assert again.stdout == limited.stdout
+
+
 def test_old_files_are_warned_of(settings, data, tmp_path):
     text = (
         (data / "my_pope_random.jsonl")
@@ -440,6 +449,57 @@ def test_a_file_without_a_task_is_refused(text, message, tmp_path):
         file.write_text(text)
     with pytest.raises(InputError, match=message):
         run(file, "--model", "x")
+
+
+ITEM = "YesNoItem(id='1', image='0.png', question='Is it red?', target='yes'"
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        ("YesNo", "raise KeyError('label')", r"cannot read .*: KeyError: 'label' \(.*py, line 3\)"),
+        ("YesNo", "json.loads('x')", r"JSONDecodeError: .* \(.*mine.py, line 3\)"),
+        ("YesNo", "pass", "TypeError: 'NoneType' object is not iterable"),
+        ("YesNo", "return []", "task mine finds no question in"),
+        ("YesNo", "left_out.append('row 1 is bad'); return []", "row 1 is bad; no other row"),
+        ("Choice", f"yield {ITEM})", "reads YesNoItem from .*; a ChoiceTask takes ChoiceItem"),
+        ("YesNo", f"yield {ITEM}, sets='all')", "1 has the sets 'all'; expected \\('all',\\)"),
+        ("YesNo", f"yield {ITEM})", "scores\\(\\) of task mine fails: ZeroDivisionError.*line 4"),
+    ],
+)
+def test_errors_of_a_task_of_ones_own_name_their_line(
+    kind, body, message, settings, data, tmp_path
+):
+    file = tmp_path / "mine.py"
+    scored = ", scores=scored" * (kind == "YesNo")
+    file.write_text(
+        f"import json; from mmdecode.evaluation import YesNoItem, YesNoTask, ChoiceTask\n"
+        f"def read(path, left_out):\n    {body}\n"
+        f"def scored(items, right): return 1 / 0\n"
+        f"TASK = {kind}Task(name='mine', items=read{scored})\n"
+    )
+    with pytest.raises(InputError, match=message):
+        run(*settings(file, data / "my_pope_random.jsonl", "--greedy", "--no-controls"))
+
+
+def test_a_choice_task_of_ones_own_has_its_name_on_its_page(settings, data, tmp_path):
+    file, out = tmp_path / "mine.py", tmp_path / "out"
+    file.write_text(
+        "from mmdecode.evaluation import ChoiceItem, ChoiceTask\n"
+        "TASK = ChoiceTask(name='sizes', items=lambda path, left_out: [\n"
+        "    ChoiceItem(id='1', image='0.png', question='How big?', options=('big', 'small'),\n"
+        "               target='big')])\n"
+    )
+    words = settings(file, data / "my_pope_random.jsonl", "--greedy", "--out", out)
+    found = parsed(run(*words, "--json"))
+    assert found["task"] == "sizes"
+    assert "<h1>sizes: choices</h1>" in (out / "report.html").read_text()
+    assert "up to 100.0 % of the answers name no option" in (out / "table.md").read_text()
+    with pytest.raises(OptionError, match=r"of sizes, not of vsr; .* or with the file"):
+        run("vsr", "--rescore", out)
+    with pytest.raises(OptionError) as caught:
+        run(*words, "--guide", "vcd", "--resume")
+    assert "modes was ['greedy'], is ['greedy', 'vcd'])" in str(caught.value)
 
 
 def test_a_task_of_another_package_has_a_name(monkeypatch):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +71,24 @@ def test_what_is_done_failed_and_missing_is_shown(stopped):
     assert whole.exit_code == 0 and whole.stdout == "5 done, 0 failed, 0 missing\n"
 
 
+def test_commands_are_shown_as_a_shell_takes_them(tmp_path, monkeypatch):
+    folder, words = tmp_path / "my answers", ["ask", "a.png", "-q", "Is it $5?", "--resume"]
+    folder.mkdir()
+    begun(folder, "a", command=words).close()
+    shown = invoke("results", folder).stderr.replace("\n", "")
+    assert f"mmdecode results '{folder}' --retry" in shown
+    called = []
+
+    def instead(args, cwd):
+        called.append(args[3:])
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", instead)
+    shown = invoke("results", folder, "--retry").stderr
+    assert "mmdecode ask a.png -q 'Is it $5?' --resume" in shown.replace("\n", "")
+    assert called == [words]
+
+
 @pytest.mark.parametrize("kind", ["csv", "tsv", "json", "jsonl", "parquet"])
 def test_results_become_tables_that_are_read_again(kind, stopped, tmp_path):
     if kind == "parquet":
@@ -98,8 +117,9 @@ def test_what_is_no_folder_of_a_job_is_refused(tmp_path):
     for text in (None, "{", "{}", '{"settings": {}, "work": 3}'):
         if text is not None:
             (tmp_path / "run.json").write_text(text)
-        with pytest.raises(InputError, match="expected --out of transcribe"):
+        with pytest.raises(InputError, match="expected --out of transcribe") as caught:
             status_of(tmp_path)
+        assert ("an evaluation" in str(caught.value)) == (text is not None)
 
 
 # Units of work

@@ -519,3 +519,14 @@ def test_the_page_has_a_row_for_each_comparison(report):
     assert len(rows) == len(report.comparisons) and "Differences in points" in report.page()
     alone = YesNoReport([one for one in report.recorded if one.mode == "plain"], resamples=20)
     assert "Differences" not in alone.page()
+
+
+def test_a_short_table_that_leaves_its_sets_out_says_that_it_has_their_means():
+    for count in (2, 9):
+        items = [
+            YesNoItem(id=f"{n}", image=f"{n}", question="?", target="yes", sets=(f"set {n}",))
+            for n in range(count)
+        ]
+        report = YesNoReport(answered(items, [1.0] * count, "plain"), resamples=5)
+        assert ("means over 9 sets" in report.about()) == (count == 9)
+        assert ("set 0 %" in report.brief()[0][0]) == (count == 2)

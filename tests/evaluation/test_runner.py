@@ -50,6 +50,7 @@ def test_the_report_is_that_of_the_command_and_its_folder_is_continued_by_either
         ("poppe", {}, "did you mean 'pope'"),
         ("pope", {"guides": "vcd"}, "option of pope.*'guides'.*did you mean 'guide'"),
         ("pope", {"data": "zoo"}, "no model"),
+        ("pope", {"data": "zoo", "model": object()}, "model is a object; expected a folder"),
         ("wer", {"model": "x", "rescore": "y"}, "expected one of --model, --hypotheses and"),
         ("pope", {"model": "x", "data": "zoo", "resume": True}, "--out"),
     ],

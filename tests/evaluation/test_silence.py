@@ -12,10 +12,13 @@ from matplotlib.container import BarContainer
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.report.layout import MADE_BY
 from mmdecode.evaluation.report.plots import words_per_minute
+from mmdecode.evaluation.speech import silence_task
 from mmdecode.evaluation.speech.non_speech import LEVELS_DB, RATE, sound, sounds
 from mmdecode.evaluation.speech.samples import Sample
 from mmdecode.evaluation.speech.silence import SilenceReport
+from mmdecode.zoo.speech import speech_test
 from tests.support.commands import invoke, json_of
+from tests.support.files import write_json_lines
 from tests.support.pages import checked
 
 LEVELS = [(kind, level) for kind, levels in LEVELS_DB.items() for level in levels]
@@ -225,6 +228,7 @@ def test_the_command_runs_its_modes_and_resumes(tmp_path):
     assert found["modes"] == ["plain", "thresholds", "loop guard", "whisper_cd"]
     assert len(found["non_speech"]) == len(LEVELS)
     assert set(found["speech"]) == {"clean", "noisy"}
+    assert "a part of the set" in (tmp_path / "run" / "table.md").read_text()
     again = run(*asked, *out)
     assert again.exit_code != 0 and "earlier report" in str(again.exception)
     lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
@@ -238,6 +242,21 @@ def test_the_command_runs_its_modes_and_resumes(tmp_path):
         refused = run(*asked, *changed, *out, "--resume")
         assert "results of other settings" in str(refused.exception)
         assert {file: file.read_bytes() for file in tmp_path.rglob("*.*")} == files
+
+
+def test_a_limit_leaves_recordings_out_where_some_kind_has_more(tmp_path):
+    write_json_lines(tmp_path / "two.jsonl", [{"audio": f"{n}.wav", "text": "one"} for n in "ab"])
+    own = {"clips": 2, "recordings": None}
+
+    def cut(sets, limit, **changed):
+        return silence_task.cut(sets, own | {"limit": limit} | changed)
+
+    assert not cut(["zoo"], None) and not cut(["none"], 2)
+    assert cut(["none"], 1, clips=2) and not cut(["none"], 1, clips=1)
+    assert cut(["zoo"], len(speech_test()) - 1) and not cut(["zoo"], len(speech_test()))
+    two = tmp_path / "two.jsonl"
+    assert cut([str(two)], 1, clips=1) and not cut([str(two)], 2)
+    assert cut(["none"], 1, clips=1, recordings=two) and not cut(["none"], 2, recordings=two)
 
 
 def test_what_cannot_be_resumed_or_is_given_twice_is_refused():

@@ -582,6 +582,32 @@ def test_the_table_is_for_people_and_a_limit_is_noted(finished):
     assert "WER %" in done.stdout and "medusa against plain" in done.stdout
 
 
+@pytest.mark.parametrize("normalizer", ["whisper", "leaderboard"])
+@pytest.mark.parametrize("data", [True, False])
+@pytest.mark.parametrize("limit", [1, 2, 9])
+def test_a_limit_that_leaves_nothing_out_is_no_limit(tmp_path, normalizer, data, limit):
+    rows = [{"id": i, "text": "one two", "pred_text": "one"} for i in "ab"]
+    write_json_lines(tmp_path / "rows.jsonl", rows)
+    given = ["--hypotheses", tmp_path / "rows.jsonl", "--normalizer", normalizer, "--limit", limit]
+    done = run(*given, *["--data", tmp_path / "rows.jsonl"] * data, "--resamples", 10)
+    assert ("a smoke test" in done.stderr) == (limit < 2)
+    assert ("a part of the set" in done.stdout) == (limit < 2)
+
+
+def test_a_limit_on_the_shipped_recordings_is_none_at_their_number(tmp_path):
+    pairs = [(clip.path, clip.text) for clip in speech_test()[:2]]
+    manifest = tmp_path / "two.jsonl"
+    write_json_lines(manifest, [{"audio": str(path), "text": text} for path, text in pairs])
+    words = ["--model", "zoo:whisper-synth", "--device", "cpu", "--warmup", 0, "--resamples", 10]
+    for limit in (1, 2, 3):
+        for more in ([], ["--normalizer", "leaderboard"]):
+            done = run(*words, "--data", manifest, "--limit", limit, *more)
+            assert ("a smoke test" in done.stderr) == (limit < 2)
+        for data in (manifest, pairs):
+            report = wer_report({"mine": [""] * min(limit, 2)}, data, limit=limit, resamples=10)
+            assert ("a part of the set" in report.about()) == (limit < 2)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

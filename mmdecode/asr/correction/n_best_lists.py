@@ -183,7 +183,7 @@ def split(lists: Sequence[NBestList], share: float) -> tuple[list[NBestList], li
 
 def hash_fraction(name: str) -> float:
     """Returns a pseudo-random number in [0, 1) from the hash of an id."""
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest[:6]) / 2**48  # exact as a float, and below 1
 
 

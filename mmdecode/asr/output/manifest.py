@@ -91,6 +91,17 @@ def _refuse(problem: str) -> Blocks:
     raise InputError(problem)
 
 
+def holds_more(path: str | os.PathLike[str], limit: int | None) -> bool:
+    """Whether a manifest has more than ``limit`` rows; ``None``: no limit.
+
+    Raises:
+        InputError: The file cannot be read.
+        UnknownNameError: The package ships no recordings of that name.
+    """
+    rows = rows_of(manifest_path(path))
+    return limit is not None and next(itertools.islice(rows, limit, None), None) is not None
+
+
 def read_manifest(
     path: str | os.PathLike[str],
     limit: int | None = None,

@@ -38,9 +38,12 @@ class NBestTask(Task):
         asked += [f"corrector:{name}" for name in given["corrector"] or []]
         methods = [Method.of(name) for name in dict.fromkeys(asked)]
         aligner = Aligner(given["normalizer"])
+        found, limit = _sets(given["data"], given["references"]), given["limit"]
+        if limit is not None and limit >= max(map(len, found.values())):
+            limit = None  # leaves nothing out
         sets = {
-            name: parts_of(lists[: given["limit"]], given["train_share"], given["dev_share"])
-            for name, lists in _sets(given["data"], given["references"]).items()
+            name: parts_of(lists[:limit], given["train_share"], given["dev_share"])
+            for name, lists in found.items()
         }
         chosen = {} if given["quantize"] is None else {"quantize": given["quantize"]}
         conditions = {

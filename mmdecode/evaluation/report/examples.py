@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmdecode.errors import InputError
 from mmdecode.evaluation.report.templates import data_url, recording_url, rendered
 from mmdecode.evaluation.speech.wer import Step
 
@@ -66,17 +67,25 @@ def image_url(name: str, images: ImageSource) -> str:
     if images is None or not name:
         return ""
     if callable(images):
-        data = images(name)
+        try:
+            data = images(name)
+        except InputError:  # a name that no scene has
+            return ""
     else:
         path = Path(images) / name
-        data = path.read_bytes() if path.is_file() and path.stat().st_size <= MOST else b""
+        data = path.read_bytes() if _embedded(path) else b""
     kind = next((kind for start, kind in _KINDS.items() if data.startswith(start)), None)
     return "" if kind is None else data_url(data, f"image/{kind}")
 
 
 def audio_url(path: str | Path | None) -> str:
     """Returns a recording as a data URL; empty if there is no such file or it exceeds `MOST`."""
-    audio = None if path is None else Path(path)
-    if audio is None or not audio.is_file() or audio.stat().st_size > MOST:
-        return ""
-    return recording_url(audio)
+    return recording_url(Path(path)) if path is not None and _embedded(Path(path)) else ""
+
+
+def _embedded(path: Path) -> bool:
+    """Whether there is such a file and it does not exceed `MOST`."""
+    try:
+        return path.is_file() and path.stat().st_size <= MOST
+    except OSError:  # such as a name that is too long
+        return False

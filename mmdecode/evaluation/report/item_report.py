@@ -217,7 +217,9 @@ class ItemReport(Report, Generic[Some]):
         else:
             first = f"None of the {len(judged)} methods is shown to help"
         tests = len(self.comparisons)
-        basis = f" (p below {LEVEL} after Holm's correction for {tests} comparisons)"
+        basis = (
+            f" (p below {LEVEL} after Holm's correction for {tests} comparison{'s' * (tests > 1)})"
+        )
         return [f"{first}{basis}.", plain, *(line for _, line in found.values())]
 
     def _judged(self, mode: str, sets: Sequence[str], hardest: str) -> tuple[bool, str]:

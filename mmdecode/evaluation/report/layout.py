@@ -23,7 +23,8 @@ def markdown(rows: Rows) -> str:
     """Formats rows as a Markdown table."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
     return "".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
+        "| " + " | ".join(" ".join(cell.replace("|", "\\|").splitlines()) for cell in line) + " |\n"
+        for line in lines
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ def wer_against_speed(modes: Mapping[str, Mapping[str, Any]]) -> Figure | None:
         point = 100 * mode["wer"], mode["rtfx"]
         spread = _spread(point[0], 100 * mode["wer_low"], 100 * mode["wer_high"])
         axes.errorbar(*point, xerr=spread, fmt="o", capsize=3)
-        axes.annotate(name, point, xytext=(5, 6), textcoords="offset points", parse_math=False)
+        axes.annotate(label(name), point, xytext=(5, 6), textcoords="offset points")
     axes.set(yscale="log", ylabel="RTFx: seconds of audio per second")
     axes.set_xlabel("WER in %, with its 95 % interval")
     axes.margins(0.25)
@@ -51,7 +52,7 @@ def error_kinds(modes: Mapping[str, Mapping[str, Any]]) -> Figure:
         rates = np.array([100 * m[kind] / max(m["words"], 1) for m in modes.values()])
         axes.bar(positions, rates, bottom=bottom, label=kind, width=0.6)
         bottom += rates
-    axes.set_xticks(positions, [name[:24] for name in modes], parse_math=False)
+    axes.set_xticks(positions, [label(name, 24) for name in modes])
     axes.set_ylabel("% of reference words")
     axes.legend()
     return figure
@@ -100,7 +101,7 @@ def words_per_minute(scores: Mapping[str, Mapping[str, Any]]) -> Figure:
         own = [found[mode] for found in scores.values()]
         spans = np.array([(one.rate, one.low, one.high) for one in own]).T
         bars[mode] = {"height": spans[0], "yerr": _spread(*spans), "error_kw": {"linewidth": 0.7}}
-    _grouped_bars(axes, [name.replace(" ", "\n", 1) for name in scores], bars)
+    _grouped_bars(axes, [label(name).replace(" ", "\n", 1) for name in scores], bars)
     axes.set_ylabel("words per minute")
     _legend(figure, axes, columns=2)
     return figure
@@ -136,11 +137,11 @@ def margin_roc(margins: Mapping[str, np.ndarray], positive: np.ndarray, title: s
     """
     from mmdecode.evaluation.stats.margins import auroc, roc
 
-    figure, (axes,) = _figure(f"Margin of yes over no, {title}")
+    figure, (axes,) = _figure(f"Margin of yes over no, {label(title)}")
     axes.plot([0, 1], [0, 1], color="gray", linewidth=0.8, linestyle="--")
     for mode, values in margins.items():
-        label = f"{mode} ({float(auroc(values, positive)):.3f})"
-        (line,) = axes.plot(*roc(values, positive), label=label.lstrip("_"))
+        text = f"{label(mode)} ({float(auroc(values, positive)):.3f})"
+        (line,) = axes.plot(*roc(values, positive), label=text)
         answered_yes = values > 0
         point = (
             (answered_yes & ~positive).sum() / (~positive).sum(),
@@ -180,7 +181,9 @@ def forest(comparisons: Sequence[ItemComparison], name: str) -> Figure | None:
     shown = [found for found in comparisons if name in found.differences]
     if not shown:
         return None
-    size = 8, max(3, 0.3 * len(shown) + 1)
+    labels = [f"{label(f.second)} against {label(f.first)}, {label(f.within)}" for f in shown]
+    width = max(8, 4 + 0.08 * max(map(len, labels)))  # inches; long names take their own
+    size = width, max(3, 0.3 * len(shown) + 1)
     figure, (axes,) = _figure(f"Difference of {name}", size=size)
     positions = -np.arange(len(shown))
     for row, found in zip(positions, shown, strict=True):
@@ -188,9 +191,8 @@ def forest(comparisons: Sequence[ItemComparison], name: str) -> Figure | None:
         spread = 100 * _spread(one.value, one.low, one.high)
         axes.errorbar(100 * one.value, row, xerr=spread, fmt="o", capsize=3, color="C0")
     axes.axvline(0, color="gray", linewidth=0.8)
-    labels = [f"{f.second} against {f.first}, {f.within}" for f in shown]
-    axes.set_yticks(positions, labels, parse_math=False)
-    axes.set_xlabel("points, second minus first, with the 95 % interval")
+    axes.set_yticks(positions, labels)
+    axes.set_xlabel("difference in points, with its 95 % interval")
     return figure
 
 
@@ -212,15 +214,32 @@ def sheet(images: np.ndarray, title: str, columns: int = 10) -> bytes:
     laid = padded.reshape(rows, columns, height, width, 3).swapaxes(1, 2)
     figure, (axes,) = _figure("", size=(8, 0.4 + 8 * rows * height / (columns * width)))
     axes.imshow(laid.reshape(rows * height, columns * width, 3), interpolation="nearest")
-    axes.set_title(title, parse_math=False, loc="left")
+    axes.set_title(label(title), loc="left")
     axes.axis("off")
     return png(figure)
 
 
+def label(name: str, longest: int = 60) -> str:
+    """A name as matplotlib shows it: printable, not too long, and not hidden by a first ``_``.
+
+    Args:
+        name: The name.
+        longest: Number of characters; the rest of a longer name is cut off.
+    """
+    text = "".join(char if char.isprintable() else "\ufffd" for char in name)
+    return (text if len(text) <= longest else f"{text[: longest - 1]}…").lstrip("_") or "-"
+
+
 def png(figure: Figure) -> bytes:
-    """Renders a figure to PNG data."""
+    """Renders a figure to PNG data; texts are shown as they are, without formulas."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
     data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=120, metadata={"Software": MAKER})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        figure.savefig(data, format="png", dpi=120, metadata={"Software": MAKER})
     return data.getvalue()
 
 
@@ -260,7 +279,7 @@ def _figure(
         figure.suptitle(title)
     found = figure.subplots(1, max(len(panels), 1), sharey=True, squeeze=False)[0]
     for axes, name in zip(found, panels or [title], strict=True):
-        axes.set_title(name)
+        axes.set_title(label(name) if panels else name)
         axes.spines[["top", "right"]].set_visible(False)
     return figure, found
 
@@ -275,7 +294,7 @@ def _grouped_bars(axes: Any, groups: Sequence[str], bars: Mapping[str, Mapping[s
     width = 0.8 / len(bars)
     for index, (mode, how) in enumerate(bars.items()):
         positions = np.arange(len(groups)) + (index - (len(bars) - 1) / 2) * width
-        axes.bar(positions, width=width, label=mode.lstrip("_") or mode, **how)
+        axes.bar(positions, width=width, label=label(mode), **how)
     axes.set_xticks(range(len(groups)), groups)
 
 
@@ -296,11 +315,11 @@ def _points(
         controls: See `accuracy_against_yes`.
     """
     figure, found = _figure(title, list(panels), (max(6, 4 * len(panels)), 4))
-    for axes, (modes, across, scale, label) in zip(found, panels.values(), strict=True):
+    for axes, (modes, across, scale, unit) in zip(found, panels.values(), strict=True):
         for index, mode in enumerate(mode for mode in modes if mode not in controls.values()):
             color, score = f"C{index % 10}", modes[mode]
             marker = "osD^v"[index // 10 % 5]
-            how = {"fmt": marker, "capsize": 3, "label": mode.lstrip("_") or mode}
+            how = {"fmt": marker, "capsize": 3, "label": label(mode)}
             x, y = scale * score[across], 100 * score[up]
             spread = _spread(y, *(100 * end for end in score["intervals"][up]))
             axes.errorbar(x, y, yerr=spread, color=color, **how)
@@ -310,7 +329,7 @@ def _points(
                 axes.plot([x, end[0]], [y, end[1]], color=color, linewidth=0.8)
                 axes.plot(*end, marker, color=color, markerfacecolor="white")
         axes.margins(0.15)
-        axes.set_xlabel(label)
+        axes.set_xlabel(unit)
     found[0].set_ylabel(f"{up_label} in %, with its 95 % interval")
     _legend(figure, found[0])
     return figure

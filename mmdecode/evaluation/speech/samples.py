@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -245,9 +246,17 @@ def leaderboard_files(model: str, data: str, samples: Sequence[Sample]) -> dict[
         by_mode[sample.mode].append({name: getattr(sample, name) for name in LEADERBOARD})
     files = {}
     for mode, rows in by_mode.items():
-        names = (re.sub(r"[^\w.+=,-]", "-", name) for name in (f"{model}-{mode}", data))
+        names = map(_in_file_name, (f"{model}-{mode}", data))
         files["MODEL_{}_DATASET_{}.jsonl".format(*names)] = rows_text(rows)
     return files
+
+
+def _in_file_name(name: str, longest: int = 100) -> str:
+    """A name without characters that file names lack; the end of a long one is a checksum."""
+    plain = re.sub(r"[^\w.+=,-]", "-", name).encode()
+    if len(plain) <= longest:
+        return plain.decode()
+    return f"{plain[: longest - 9].decode(errors='ignore')}-{zlib.crc32(plain):08x}"
 
 
 def with_alignment(sample: Sample, errors: int, normaliser: str, **scoring: Any) -> Example:

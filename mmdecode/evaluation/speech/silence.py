@@ -277,6 +277,8 @@ class SilenceReport(Report):
             parts.append(f"{rows} rows of the data could not be used and were left out")
         if self.left_out:
             parts.append(f"left out, since no recording could be read: {', '.join(self.left_out)}")
+        if self.conditions.get("limit"):
+            parts.append("only a part of the set was scored: not a result to report")
         return ".\n".join(parts) + "."
 
     def brief(self) -> list[Rows]:

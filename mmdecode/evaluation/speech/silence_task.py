@@ -70,7 +70,7 @@ class SilenceTask(RecordingTask):
                 "options": {name: given[name] for name in names},
                 "speech": sets,
                 "recordings": str(given["recordings"]) if given["recordings"] else None,
-                "limit": given["limit"],
+                "limit": given["limit"] if _is_cut(sets, given) else None,
                 "data_hash": data_hash(entries),
             }
             run = self.transcribed(given, ways, entries, settings, left_out, write, warmup=0)
@@ -84,6 +84,18 @@ class SilenceTask(RecordingTask):
 
         scoring = {name: given[name] for name in self.scoring}
         return SilenceReport(samples, conditions=conditions, **scoring)
+
+
+def _is_cut(sets: Sequence[str], given: Mapping[str, Any]) -> bool:
+    """Whether ``--limit`` leaves recordings of some kind out."""
+    from mmdecode.asr.output.manifest import holds_more
+    from mmdecode.zoo.speech import speech_test
+
+    limit = given["limit"]
+    if limit is None or given["clips"] > limit or (ZOO in sets and len(speech_test()) > limit):
+        return limit is not None
+    own = [Path(one) for one in sets if one not in (ZOO, NONE)]
+    return any(holds_more(path, limit) for path in (*own, given["recordings"]) if path)
 
 
 def _recordings(

@@ -189,13 +189,14 @@ class WERTask(RecordingTask):
         left_out: list[str] = []
         data = _manifest(given) or shipped_for(given["model"])
         refuse_twice("--draft", drafts)
-        entries = self._entries(data, given, left_out)
-        names = ("model", "dtype", "seed", "group", "limit", "warmup", "batch_size")
+        entries, cut = self._entries(data, given, left_out)
+        names = ("model", "dtype", "seed", "group", "warmup", "batch_size")
         options = {name: given[name] for name in ("task", "timestamps")}
         options |= FALLBACK if given["fallback"] else {}
         options |= {name: given[name] for name in ("language", "max_new_tokens", "batch_size")}
         settings = {
             **{name: given[name] for name in names},
+            "limit": given["limit"] if cut else None,
             "data": str(data),
             "drafts": drafts,
             "options": options,
@@ -218,12 +219,13 @@ class WERTask(RecordingTask):
 
     def _entries(
         self, manifest: Path, given: Mapping[str, Any], left_out: list[str]
-    ) -> list[Entry]:
+    ) -> tuple[list[Entry], bool]:
         """Reads recordings with texts; with a filter, only those that would be scored.
 
-        Error messages of unusable rows are added to ``left_out``.
+        The second value is whether ``--limit`` left some out. Error messages of unusable rows are
+        added to ``left_out``.
         """
-        from mmdecode.asr.output.manifest import read_manifest
+        from mmdecode.asr.output.manifest import holds_more, read_manifest
         from mmdecode.evaluation.speech.normalisers import is_scored, normaliser_of
         from mmdecode.evaluation.speech.pier import untagged
 
@@ -231,17 +233,18 @@ class WERTask(RecordingTask):
         if filtered is None:
             filtered = given["normalizer"] == "leaderboard"
         if not filtered:
-            return read_manifest(manifest, limit, text=True, left_out=left_out)
+            entries = read_manifest(manifest, limit, text=True, left_out=left_out)
+            return entries, holds_more(manifest, limit)
         normalise = normaliser_of(given["normalizer"])
         entries = read_manifest(manifest, text=True, left_out=left_out)
-        entries = [e for e in entries if is_scored(untagged(e.text or ""), normalise)][:limit]
+        entries = [e for e in entries if is_scored(untagged(e.text or ""), normalise)]
         if not entries:
             raise InputError(f"no reference of {manifest} has words; give --all-references")
-        return entries
+        return entries[:limit], len(entries) > len(entries[:limit])
 
     def _foreign(self, given: Mapping[str, Any]) -> Run:
         """Reads transcripts made elsewhere; each file is a mode."""
-        from mmdecode.asr.output.manifest import read_manifest
+        from mmdecode.asr.output.manifest import holds_more, read_manifest
         from mmdecode.evaluation.speech.samples import match, read_results
 
         sources: dict[str, Path] = {}
@@ -257,16 +260,18 @@ class WERTask(RecordingTask):
         samples: list[Sample] = []
         if manifest:
             entries = read_manifest(manifest, limit, audio=False, text=True, left_out=left_out)
+            cut = holds_more(manifest, limit)
             for name, source in sources.items():
                 samples += match(entries, source, name, group)
         else:
-            for name, source in sources.items():
-                samples += read_results(source, name)[:limit]
+            found = [read_results(source, name) for name, source in sources.items()]
+            samples = [sample for one in found for sample in one[:limit]]
+            cut = len(samples) < sum(map(len, found))
         conditions: dict[str, Any] = {
             "hypotheses": {name: str(path) for name, path in sources.items()},
             "data": str(manifest or next(iter(sources))),
             "group": group,
-            "limit": limit,
+            "limit": limit if cut else None,
         }
         if left_out:
             conditions["rows_left_out"] = len(left_out)

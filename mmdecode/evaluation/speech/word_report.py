@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmdecode.asr.output.manifest import Entry, read_manifest
+from mmdecode.asr.output.manifest import Entry, holds_more, read_manifest
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.examples import Examples
@@ -481,10 +481,11 @@ def wer_report(
     models = {name: s for name, s in named.items() if not isinstance(s, Sequence)}
     conditions: dict[str, Any] = {"data": None}
     if isinstance(data, (str, os.PathLike)):
-        entries = read_manifest(data, limit, text=True)
+        entries, cut = read_manifest(data, limit, text=True), holds_more(data, limit)
         conditions["data"] = str(data)
     else:
         entries = _named(list(data)[:limit])
+        cut = len(data) > len(entries)
     samples = []
     if models:
         batch_size = batch_size or next(iter(models.values())).options.batch_size
@@ -492,7 +493,7 @@ def wer_report(
         samples = record(
             models, entries, group=group, batch_size=batch_size, warmup=warmup, progress=progress
         )
-    conditions |= {"data_hash": data_hash(entries), "limit": limit}
+    conditions |= {"data_hash": data_hash(entries), "limit": limit if cut else None}
     for name, texts in named.items():
         if not isinstance(texts, Sequence):
             continue

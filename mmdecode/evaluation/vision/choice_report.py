@@ -12,7 +12,7 @@ import numpy as np
 from mmdecode.evaluation.report.layout import Rows, percent
 from mmdecode.evaluation.stats.intervals import bootstrap_sums
 from mmdecode.evaluation.vision.answers import choice
-from mmdecode.evaluation.vision.counted_report import CountedReport
+from mmdecode.evaluation.vision.counted_report import UNPARSED, CountedReport
 from mmdecode.evaluation.vision.items import ChoiceItem
 from mmdecode.evaluation.vision.tasks import spatial
 
@@ -20,12 +20,16 @@ from mmdecode.evaluation.vision.tasks import spatial
 class ChoiceReport(CountedReport[ChoiceItem]):
     """Report on multiple-choice answers; see `ItemReport` for the arguments."""
 
-    title = "Spatial relations"
     unit = "group of questions, else image"
     compared = ("individual", "pair", "set")
     columns = ("individual %", "95 %")
-    settings: Mapping[str, Any] = {"task": "spatial"}
     truth = attrgetter("target", "options", "group", "sets")
+
+    def __init__(self, items: Sequence[ChoiceItem], **basis: Any) -> None:
+        task = str((basis.get("conditions") or {}).get("task", "spatial"))
+        self.title = "Spatial relations" if task == "spatial" else f"{task}: choices"
+        self.settings = {"task": task}
+        super().__init__(items, **basis)
 
     def _count(self, answers: Sequence[ChoiceItem]) -> np.ndarray:
         return np.array(list(spatial.count_choices(answers).values()))
@@ -89,7 +93,13 @@ class ChoiceReport(CountedReport[ChoiceItem]):
             "if it names exactly one option; chance and majority need no image; 95 % interval by "
             "bootstrap over groups of questions"
         )
-        return {basis: True}
+        scores = [self.scores(mode, name) for mode in self.modes for name in self.sets]
+        unparsed = max(score["unparsed"] for score in scores)
+        hint = (
+            f"up to {100 * unparsed:.1f} % of the answers name no option, or several: name the "
+            "options in the question, and look at the answers below"
+        )
+        return {basis: True, hint: unparsed > UNPARSED}
 
     def _fault(self, item: ChoiceItem) -> tuple[float, str] | None:
         right = item.error is None and choice(item.output, item.options) == item.target

@@ -23,6 +23,9 @@ from mmdecode.evaluation.vision.items import Some
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+UNPARSED = 0.01
+"""Share of unparsed answers above which a report asks to check prompt and stopping criterion."""
+
 
 class CountedReport(ItemReport[Some]):
     """Base class of reports whose scores are rates of counts.

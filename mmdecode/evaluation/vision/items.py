@@ -74,6 +74,11 @@ class Item:
     derived: ClassVar[tuple[str, ...]] = ()
     """Properties that `as_dict` adds for readers of the file; `from_dict` ignores them."""
 
+    def __post_init__(self) -> None:
+        for name in self._lists():
+            if isinstance(value := getattr(self, name), str):
+                raise InputError(f"{self.id} has the {name} {value!r}; expected ({value!r},)")
+
     @property
     def sets(self) -> tuple[str, ...]:
         """Names of the question sets whose score includes the item."""
@@ -101,10 +106,14 @@ class Item:
             TypeError: Fields are missing or unknown.
         """
         known = {name: value for name, value in row.items() if name not in cls.derived}
-        for field in dataclasses.fields(cls):
-            if str(field.type).startswith("tuple") and field.name in known:
-                known[field.name] = tuple(known[field.name])  # JSON has lists
+        for name in known.keys() & cls._lists():
+            known[name] = tuple(known[name])  # JSON has lists
         return cls(**known)
+
+    @classmethod
+    def _lists(cls) -> set[str]:
+        """Names of the fields that hold tuples."""
+        return {f.name for f in dataclasses.fields(cls) if str(f.type).startswith("tuple")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +138,7 @@ class YesNoItem(Item):
     derived: ClassVar[tuple[str, ...]] = ("parsed",)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.target not in ("yes", "no"):
             raise InputError(f"{self.id} has the answer {self.target!r}; expected 'yes' or 'no'")
         if self.margin is not None and not math.isfinite(self.margin):
@@ -170,6 +180,7 @@ class ChoiceItem(Item):
     sets: tuple[str, ...] = ("all",)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.target not in self.options:
             raise InputError(
                 f"{self.id} has the answer {self.target!r}; expected one of {list(self.options)}"
@@ -178,7 +189,7 @@ class ChoiceItem(Item):
 
 def text_hash(text: str) -> str:
     """Hash of a text such as a prompt: 16 hexadecimal digits."""
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def file_hash(path: Path) -> str:

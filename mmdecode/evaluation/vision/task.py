@@ -17,9 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
-from mmdecode.evaluation.task import Run, Task, settings_in
+from mmdecode.evaluation.task import Run, Task, own_code, settings_in
 from mmdecode.evaluation.vision.answers import parser_of
-from mmdecode.evaluation.vision.items import ITEMS, Item, LeftOut, YesNoItem, file_hash, read_items
+from mmdecode.evaluation.vision.items import (
+    ITEMS,
+    Item,
+    LeftOut,
+    YesNoItem,
+    file_hash,
+    read_items,
+    refuse_empty,
+)
 from mmdecode.evaluation.vision.modes import NONE, Mode, comparisons_of, modes_of
 
 if TYPE_CHECKING:
@@ -117,7 +125,7 @@ class Questions:
         """Keeps the first ``limit`` questions, image by image, so that POPE's splits stay balanced.
 
         Pairs of MME and groups of spatial questions are kept whole, so there may be a few more.
-        ``None`` keeps all questions.
+        All questions stay, in their order, if the limit is ``None`` or leaves nothing out.
         """
         if limit is None:
             return self
@@ -125,6 +133,8 @@ class Questions:
         ordered = sorted(self.items, key=lambda item: rank[item.image])
         begun = {self.unit(item) for item in ordered[:limit]}
         kept = [item for item in ordered if self.unit(item) in begun]
+        if len(kept) == len(ordered):
+            return self
         return dataclasses.replace(self, items=kept)
 
 
@@ -143,6 +153,13 @@ def own_folder(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
+def own_files(path: Path) -> dict[str, Path]:
+    """Files of the questions by name: the file itself, or the tables in a folder."""
+    tables = {".csv", ".tsv", ".txt", ".json", ".jsonl", ".gz", ".parquet"}
+    found = sorted(path.iterdir()) if path.is_dir() else [path]
+    return {one.name: one for one in found if one == path or one.suffix.lower() in tables}
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuestionTask(Task):
     """Base class of tasks on images.
@@ -153,7 +170,8 @@ class QuestionTask(Task):
         zoo: Name of the task's file in the zoo's test sets; empty: the zoo has none.
         images: Returns the folder in which the data set keeps its images, from the path of the
             data; ``None``: it is not known.
-        files: Returns the files of the questions by name, from the path of the data.
+        files: Returns the files of the questions by name, from the path of the data; a run is not
+            resumed after one of them has changed.
         unit: Returns what a question belongs to; ``--limit`` keeps the questions of a unit
             together.
     """
@@ -164,7 +182,7 @@ class QuestionTask(Task):
     rows: str = ITEMS
     zoo: str = ""
     images: Callable[[Path], Path | None] = own_folder
-    files: Callable[[Path], Mapping[str, Path]] = lambda path: {path.name: path}
+    files: Callable[[Path], Mapping[str, Path]] = own_files
     unit: Callable[[Any], Hashable] = lambda item: item.id
 
     kind: ClassVar[type[Item]]
@@ -231,7 +249,16 @@ class QuestionTask(Task):
                 f"{self.name} reads one path, and --data gives {len(paths)}; give one"
             )
         [path] = paths
-        items = refuse_repeats(self.items(path, left_out), path, left_out)
+        with own_code(f"task {self.name} cannot read {path}"):
+            found = list(self.items(path, left_out))
+        for item in found:
+            if not isinstance(item, self.kind):
+                raise InputError(
+                    f"task {self.name} reads {type(item).__name__} from {path}; a "
+                    f"{type(self).__name__} takes {self.kind.__name__}"
+                )
+        refuse_empty(found, left_out, f"task {self.name} finds no question in {path}")
+        items = refuse_repeats(found, path, left_out)
         return Questions(items=items, files=self.files(path), unit=self.unit)
 
     def _in_zoo(self, part: str, images: Path | None) -> list[Path]:
@@ -257,9 +284,8 @@ class QuestionTask(Task):
         if not given["data"]:
             raise OptionError("nothing to ask; give --data with 'zoo', a folder or a file")
         own = {name: given[name] for name in given.keys() - ASKING.keys()}
-        questions = self.questions(
-            given["data"], part=given["part"], images=given["images"], **own
-        ).limited(given["limit"])
+        found = self.questions(given["data"], part=given["part"], images=given["images"], **own)
+        questions = found.limited(given["limit"])
         questions.check_images()
         sampled = 0 if given["sample"] is False else given["seeds"]
         modes = modes_of(
@@ -304,7 +330,7 @@ class QuestionTask(Task):
             "controls": given["controls"],
             "prompt": recorder.prompt,
             **options,
-            "limit": given["limit"],
+            "limit": None if questions is found else given["limit"],
             "modes": [dataclasses.asdict(mode) for mode in modes],
             "notes": list(questions.warnings),
         }
@@ -346,7 +372,10 @@ class QuestionTask(Task):
         except (KeyError, TypeError) as error:
             raise InputError(f"{folder} is no run of questions: {error!r} is missing") from error
         if own != self.name:
-            raise OptionError(f"{folder} holds a run of {own}; rescore it with 'evaluate {own}'")
+            raise OptionError(
+                f"{folder} holds a run of {own}, not of {self.name}; rescore it with 'evaluate "
+                f"{own}', or with the file of that task"
+            )
         order = {mode.name: number for number, mode in enumerate(modes)}
         rows = [row for row in read_items(folder, self.kind) if row.mode in order]
         return Run(

@@ -28,7 +28,7 @@ from mmdecode.evaluation.report.layout import Rows, number, percent, without_emp
 from mmdecode.evaluation.stats import margins as margins_of
 from mmdecode.evaluation.stats.intervals import interval
 from mmdecode.evaluation.vision.answers import Label, Parser, parser_of
-from mmdecode.evaluation.vision.counted_report import CountedReport
+from mmdecode.evaluation.vision.counted_report import UNPARSED, CountedReport
 from mmdecode.evaluation.vision.items import YesNoItem
 from mmdecode.evaluation.vision.tasks.amber import amber_scores
 from mmdecode.evaluation.vision.tasks.hallusion import hallusion_scores
@@ -57,8 +57,6 @@ COLUMNS = 4
 """Largest number of question sets for which the short table has a column per set."""
 TOTALS = ("perception", "cognition", "hallucination", "aacc", "facc", "qacc")
 """Scores of the benchmarks' own tools that are shown in the short table."""
-UNPARSED = 0.01
-"""Share of unparsed answers above which a report asks to check prompt and stopping criterion."""
 
 
 class YesNoReport(CountedReport[YesNoItem]):
@@ -336,6 +334,9 @@ class YesNoReport(CountedReport[YesNoItem]):
             f"{len(self.ids)} questions on {len(set(self.image_names))} images; parser "
             f"{self.parser.name} ({self.parser.origin}), yes is positive; 95 % interval by "
             "bootstrap over images": True,
+            f"the short table has means over {len(self.sets)} sets, of equal weight": (
+                len(self.sets) > COLUMNS
+            ),
             "in the table by dimension, as AMBER's tool has it, no is positive": (
                 self.task == "amber"
             ),
@@ -343,7 +344,7 @@ class YesNoReport(CountedReport[YesNoItem]):
             "prompt and the stop rule": unparsed > UNPARSED,
             "a shifted baseline answers yes as often as its mode, by a constant fitted on other "
             "images; a gain that it has too comes from answering yes more often": self.paired,
-            f"{self._unshifted} answers of the baseline have no margin and are not shifted": (
+            f"{self._unshifted} answers of the baseline have no margin: not shifted": (
                 self.paired and self._unshifted
             ),
             "AUROC, AP and best accuracy leave out questions without a margin, and AUROC is "
