@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from mmdecode.evaluation.vision.data import zoo_image
+from mmdecode.evaluation.vision.task import zoo_image
 
 from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.evaluation import evaluate
