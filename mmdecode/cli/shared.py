@@ -70,13 +70,13 @@ def completed(command: Any, module: Any = None) -> Any:
         module: Its module, which may have ``PANELS``, see `in_panels`, and a function ``refuse``
             that gets the arguments by name before anything is printed.
     """
-    # paragraphs are one line, which the help wraps at the width of the terminal
-    command.help = command.help and re.sub(r"(?<=\S)\n *(?=\S)", " ", command.help)
     with_models(command)
     if hasattr(module, "PANELS"):
         in_panels(command, module.PANELS)
     with_devices(command)
     for one in flags.leaves(command):
+        # paragraphs are one line, which the help wraps at the width of the terminal
+        one.help = one.help and re.sub(r"(?<=\S)\n *(?=\S)", " ", one.help)
         if hasattr(module, "refuse"):
             flags.before(one, module.refuse)
         for option in one.params:

@@ -228,7 +228,7 @@ def test_files_hold_everything_and_the_summary_no_texts(data, models, tmp_path):
     checked(page)
     assert (out / "table.md").read_text().startswith(MADE_BY)
     assert '<span class="substitute">read<del>red</del></span>' in page and "made better" in page
-    assert "<td>read</td><td>red</td>" in page
+    assert '<th scope="row">read</th><td>red</td>' in page
     rows = json_lines(out / "texts.jsonl")
     assert {*rows[0]["texts"]} >= {"1best", "mbr", "table", "corrector:c"}
     assert len(rows) == json.loads((out / "summary.json").read_text())["sets"][0]["test"]

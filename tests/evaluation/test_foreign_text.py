@@ -2,10 +2,10 @@
 
 import functools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from mmdecode.evaluation.vision.task import zoo_image
 
 from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.evaluation import evaluate
@@ -19,10 +19,11 @@ from mmdecode.evaluation.report.layout import markdown
 from mmdecode.evaluation.speech.samples import Sample
 from mmdecode.evaluation.speech.silence import SilenceReport
 from mmdecode.evaluation.speech.word_report import WERReport
+from mmdecode.evaluation.vision.benchmarks import YesNoTask
 from mmdecode.evaluation.vision.caption_report import CaptionReport
 from mmdecode.evaluation.vision.choice_report import ChoiceReport
 from mmdecode.evaluation.vision.items import CaptionItem, ChoiceItem, YesNoItem, read_items
-from mmdecode.evaluation.vision.task import YesNoTask
+from mmdecode.evaluation.vision.task import zoo_image
 from mmdecode.evaluation.vision.yes_no_report import YesNoReport
 from tests.support.commands import invoke
 from tests.support.files import json_lines, write_json_lines
@@ -167,14 +168,17 @@ def images():
             shown=dice.integers(0, 255, (4, 8, 8, 3), dtype=np.uint8),
         )
 
-    return ImageReport(
-        {mode: one(mode) for mode in modes},
-        guarantees={mode: mode for mode in modes},
-        groups=np.arange(4),
-        failed=[ImageRow(mode="plain", condition=text, ordinal=9, error=text) for text in TEXTS],
-        permutations=9,
-        **SCORED,
+    class Made(ImageReport):
+        def _measured(self):
+            yield from ((mode, one(mode)) for mode in modes)
+
+    adapter = SimpleNamespace(codebook=lambda: None, layout=SimpleNamespace(ids=range(4)))
+    recorder = SimpleNamespace(
+        model=SimpleNamespace(adapter=adapter),
+        generators={mode: SimpleNamespace(guarantee=mode) for mode in modes},
     )
+    failed = [ImageRow(mode="plain", condition=text, ordinal=9, error=text) for text in TEXTS]
+    return Made(recorder, failed, permutations=9, **SCORED)
 
 
 def refuse_unescaped(page):

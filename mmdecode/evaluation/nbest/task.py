@@ -48,14 +48,16 @@ class NBestTask(Task):
         chosen = {} if given["quantize"] is None else {"quantize": given["quantize"]}
         conditions = {
             "methods": asked,
-            **{name: given[name] for name in ("train_share", "dev_share", "limit", "dtype")},
+            **{name: given[name] for name in ("train_share", "dev_share", "dtype")},
+            "limit": limit,
             **chosen,
             "mmdecode": mmdecode.__version__,
             "transformers": transformers.__version__,
         }
         settings = {
             "lists": {name: _hash(parts) for name, parts in sets.items()},
-            **{name: given[name] for name in ("dtype", "limit")},
+            "dtype": given["dtype"],
+            "limit": limit,
             **chosen,
         }
         sources = list(dict.fromkeys(method.source for method in methods if method.source))
@@ -148,13 +150,12 @@ def _made(
     options = {name: given[name] for name in ("device", "dtype", "batch_size")}
     if given["quantize"] is not None:
         options["quantize"] = given["quantize"]
-    made: Any = scored
-    part: Any = TextScorer
-    if kind == "corrector":
-        made, part = corrected, Corrector
-        # thresholds are laid on preferences later, on the development part
-        options["copy_below"] = -math.inf
-    loaded, watch = part.from_pretrained(model, **options), Watch()
+    made: Any = corrected if kind == "corrector" else scored
+    if kind == "corrector":  # thresholds are laid on preferences later, on the development part
+        loaded: Any = Corrector.from_pretrained(model, **options, copy_below=-math.inf)
+    else:
+        loaded = TextScorer.from_pretrained(model, **options)
+    watch = Watch()
     for name, lists in todo.items():
         yield from made(loaded, lists, name, source, watch)
 

@@ -70,7 +70,7 @@ class SilenceTask(RecordingTask):
                 "options": {name: given[name] for name in names},
                 "speech": sets,
                 "recordings": str(given["recordings"]) if given["recordings"] else None,
-                "limit": given["limit"] if _is_cut(sets, given) else None,
+                "limit": given["limit"] if cut(sets, given) else None,
                 "data_hash": data_hash(entries),
             }
             run = self.transcribed(given, ways, entries, settings, left_out, write, warmup=0)
@@ -86,7 +86,7 @@ class SilenceTask(RecordingTask):
         return SilenceReport(samples, conditions=conditions, **scoring)
 
 
-def _is_cut(sets: Sequence[str], given: Mapping[str, Any]) -> bool:
+def cut(sets: Sequence[str], given: Mapping[str, Any]) -> bool:
     """Whether ``--limit`` leaves recordings of some kind out."""
     from mmdecode.asr.output.manifest import holds_more
     from mmdecode.zoo.speech import speech_test
