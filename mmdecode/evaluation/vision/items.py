@@ -221,27 +221,6 @@ def read_json_list(path: Path, content: str) -> Iterator[tuple[str, dict[str, An
         yield f"{path}, item {number}", row if isinstance(row, dict) else {}
 
 
-def read_json_lines(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the objects of a file of JSON lines, each as a pair (location, object).
-
-    Args:
-        path: The file, gzipped or not.
-        left_out: See `leaving_out`.
-
-    Raises:
-        InputError: The file cannot be read, or a line is not a JSON object.
-    """
-    for number, line in enumerate(read_bytes(path).split(b"\n"), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        with leaving_out(left_out):
-            row = _parsed(line, where)
-            if not isinstance(row, dict):
-                raise InputError(f"{where} holds {type(row).__name__}; expected an object")
-            yield where, row
-
-
 def read_table(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows of a table as `mmdecode.runs.tables` reads it, each after its location.
 
@@ -252,10 +231,6 @@ def read_table(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str, dict
     Raises:
         InputError: The file cannot be read, or a row is no object.
     """
-    kind = (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
-    if kind not in (".csv", ".tsv") and read_bytes(path).lstrip()[:1] != b"[":
-        yield from read_json_lines(path, left_out)
-        return
     for number, row in rows_of(path):
         with leaving_out(left_out):
             if isinstance(row, InputError):
@@ -304,7 +279,7 @@ def items_of(
         InputError: The file cannot be read, or a line cannot be used.
     """
     items = []
-    for where, row in read_json_lines(path, left_out):
+    for where, row in read_table(path, left_out):
         with leaving_out(left_out):
             items.append(make(row, where))
     refuse_empty(items, left_out, f"{path} holds no line; expected one {content} a line")

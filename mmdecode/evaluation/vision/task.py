@@ -20,7 +20,7 @@ from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownN
 from mmdecode.evaluation.task import Run, Task, settings_in
 from mmdecode.evaluation.vision.answers import parser_of
 from mmdecode.evaluation.vision.items import ITEMS, Item, LeftOut, YesNoItem, file_hash, read_items
-from mmdecode.evaluation.vision.modes import NONE, Mode, comparisons_of, modes_of
+from mmdecode.evaluation.vision.modes import NONE, Mode, modes_of
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.report.item_report import ItemReport
@@ -128,21 +128,6 @@ class Questions:
         return dataclasses.replace(self, items=kept)
 
 
-def refuse_repeats(items: Iterable[Item], path: Path, left_out: list[str]) -> list[Item]:
-    """Questions without repeated ids; the first of each id is kept."""
-    found: dict[str, Item] = {}
-    for item in items:
-        if item.id in found:
-            left_out.append(f"{path} contains the question {item.id!r} again; keep one of each")
-        found.setdefault(item.id, item)
-    return list(found.values())
-
-
-def own_folder(path: Path) -> Path:
-    """Folder of the images of a data set that keeps them next to its file."""
-    return path if path.is_dir() else path.parent
-
-
 @dataclass(frozen=True, kw_only=True)
 class QuestionTask(Task):
     """Base class of tasks on images.
@@ -163,7 +148,7 @@ class QuestionTask(Task):
     options: Mapping[str, Any] = field(default_factory=lambda: ASKING)
     rows: str = ITEMS
     zoo: str = ""
-    images: Callable[[Path], Path | None] = own_folder
+    images: Callable[[Path], Path | None] = lambda path: path if path.is_dir() else path.parent
     files: Callable[[Path], Mapping[str, Path]] = lambda path: {path.name: path}
     unit: Callable[[Any], Hashable] = lambda item: item.id
 
@@ -231,8 +216,12 @@ class QuestionTask(Task):
                 f"{self.name} reads one path, and --data gives {len(paths)}; give one"
             )
         [path] = paths
-        items = refuse_repeats(self.items(path, left_out), path, left_out)
-        return Questions(items=items, files=self.files(path), unit=self.unit)
+        found: dict[str, Item] = {}
+        for item in self.items(path, left_out):
+            if item.id in found:
+                left_out.append(f"{path} contains the question {item.id!r} again; keep one of each")
+            found.setdefault(item.id, item)
+        return Questions(items=list(found.values()), files=self.files(path), unit=self.unit)
 
     def _in_zoo(self, part: str, images: Path | None) -> list[Path]:
         from mmdecode.zoo.scene_sets import FIRST_SEED, FOLDER
@@ -367,7 +356,7 @@ class QuestionTask(Task):
             given,
             controls=[mode.name for mode in modes if mode.control or mode.guide == NONE],
             conditions=conditions,
-            against=comparisons_of(modes),
+            against={mode.name: mode.against for mode in modes},
             images=conditions["images"] or zoo_image,
             resamples=given["resamples"],
             seed=given["seed"],

@@ -156,9 +156,6 @@ class YesNoReport(ItemReport[YesNoItem]):
         images = len(set(self._units(within)))
         return {"answers": counts[..., 0].size, "images": images, "parser": self.parser.name}
 
-    def _right(self, mode: str, within: str) -> np.ndarray:
-        return np.any(self.counts[mode][within][..., [0, 2]], -1)
-
     @cached_property
     def positive(self) -> np.ndarray:
         """Whether the right answer to each question is yes, ``(questions,)``."""
