@@ -196,7 +196,10 @@ def _judged(
     report: ItemReport[Any], mode: str, sets: Sequence[str], hardest: str
 ) -> tuple[bool, str]:
     """Decides whether a method helps, and describes its result in a sentence or two."""
-    baseline, rivals = report.against(mode)[0], report.rivals(mode)
+    baseline, *controls = report.against(mode)
+    rivals = [(control, mode) for control in controls]
+    if mode in report.paired:
+        rivals.append(report.paired[mode])
     known = {(one.first, one.second, one.within): one for one in report.comparisons}
     signs = {key: _sign(one, report.gain) for key, one in known.items()}
     better = [name for name in sets if signs[baseline, mode, name] > 0]
@@ -204,8 +207,8 @@ def _judged(
     unbeaten = {name: [pair for pair in rivals if signs[*pair, name] <= 0] for name in sets}
     helps = [name for name in better if not unbeaten[name]]
     if helps:
-        controls = " and than every control" if rivals else ""
-        finding = f"better than {baseline}{controls}{_within(helps, sets)}"
+        others = " and than every control" if rivals else ""
+        finding = f"better than {baseline}{others}{_within(helps, sets)}"
     elif better:
         names = "; ".join(sorted({_rival(p, mode) for name in better for p in unbeaten[name]}))
         finding = f"better than {baseline}{_within(better, sets)}, but not than {names}"

@@ -139,16 +139,6 @@ class ItemReport(Report, Generic[Some]):
         named = [one for one in self._against.get(mode, ()) if one in self.recorded_modes]
         return [] if mode == first else named or [first]
 
-    def _pairs(self) -> list[tuple[str, str]]:
-        """Compared modes, as pairs (baseline or control, mode), those that are computed last."""
-        recorded = [(one, mode) for mode in self.recorded_modes for one in self.against(mode)]
-        return recorded + list(self.paired.values())
-
-    def rivals(self, mode: str) -> list[tuple[str, str]]:
-        """Comparisons of a mode with its controls, as pairs (control, mode), computed ones last."""
-        computed = [self.paired[mode]] if mode in self.paired else []
-        return [(control, mode) for control in self.against(mode)[1:]] + computed
-
     def answers(self, mode: str) -> list[list[Some]]:
         """Answers of a mode, one list per seed, questions in order.
 
@@ -309,7 +299,9 @@ class ItemReport(Report, Generic[Some]):
     @cached_property
     def comparisons(self) -> list[ItemComparison]:
         """Comparison of each mode with its baselines and controls, in every set."""
-        return corrected([self._compared(*p, name) for name in self.sets for p in self._pairs()])
+        pairs = [(one, mode) for mode in self.recorded_modes for one in self.against(mode)]
+        pairs += self.paired.values()
+        return corrected([self._compared(*pair, name) for name in self.sets for pair in pairs])
 
     def compare(
         self,

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.vision.answers import Label, leading
 from mmdecode.runs.files import complete_lines
-from mmdecode.runs.tables import any_of, first_of, rows_of
+from mmdecode.runs.tables import any_of, first_of, lines_of, rows_of
 
 ITEMS = "items.jsonl"
 IMAGE = ("image", "image_path", "path", "file")
@@ -78,6 +78,10 @@ class Item:
     def sets(self) -> tuple[str, ...]:
         """Names of the question sets whose score includes the item."""
         return ("all",)
+
+    def key(self) -> tuple[str, int | None, str]:
+        """Mode, seed and id, which tell the answers of a run apart."""
+        return self.mode, self.seed, self.id
 
     def answered(self, *, mode: str, output: str = "", **known: Any) -> Self:
         """Returns a copy of the question with an answer.
@@ -224,6 +228,8 @@ def read_json_list(path: Path, content: str) -> Iterator[tuple[str, dict[str, An
 def read_table(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows of a table as `mmdecode.runs.tables` reads it, each after its location.
 
+    Each line of JSON lines is an object of its own, so that a broken line affects no other.
+
     Args:
         path: A csv or tsv file with a header, a JSON list or JSON lines, packed or not.
         left_out: See `leaving_out`.
@@ -231,7 +237,13 @@ def read_table(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str, dict
     Raises:
         InputError: The file cannot be read, or a row is no object.
     """
-    for number, row in rows_of(path):
+    kind = (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
+    data = read_bytes(path)
+    if kind in (".csv", ".tsv") or data.lstrip()[:1] == b"[":
+        rows = rows_of(path)
+    else:
+        rows = lines_of(data.decode("utf-8-sig", "surrogateescape"), path, _object)
+    for number, row in rows:
         with leaving_out(left_out):
             if isinstance(row, InputError):
                 raise row
@@ -346,11 +358,18 @@ def read_items(path: Path, kind: type[Some]) -> list[Some]:
             item = kind.from_dict(_parsed(line, where))
         except (TypeError, AttributeError) as error:
             raise InputError(f"{where} is no {kind.__name__}: {error}") from error
-        found[item.mode, item.seed, item.id] = item
+        found[item.key()] = item
     return list(found.values())
 
 
-def _parsed(data: bytes, where: str) -> Any:
+def _object(line: str, where: str) -> dict[str, Any]:
+    row = _parsed(line, where)
+    if not isinstance(row, dict):
+        raise InputError(f"{where} holds {type(row).__name__}; expected an object")
+    return row
+
+
+def _parsed(data: str | bytes, where: str) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

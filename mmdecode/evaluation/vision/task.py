@@ -94,9 +94,12 @@ class Questions:
         """Returns the source of an image; the image is read or rendered only when it is used."""
         from mmdecode.vlm.images import ImageSource, image_source
 
-        if self.folder is not None:
-            return image_source(str(self.folder / name), name)
-        return ImageSource(name, partial(_scene, name))
+        path = self.file(name)
+        return image_source(path, name) if path else ImageSource(name, partial(_scene, name))
+
+    def file(self, image: str) -> str | None:
+        """Path of an image's file; ``None``: it is a scene, or the name is empty."""
+        return str(self.folder / image) if self.folder and image else None
 
     def check_images(self) -> None:
         """Checks that the folder contains at least one image of the questions.
@@ -239,8 +242,9 @@ class QuestionTask(Task):
 
     def open(self, given: Mapping[str, Any]) -> Run:
         """Reads the questions and loads the model; see `Task.open`."""
-        from mmdecode.evaluation.vision.runs import Recorder, journal_of
+        from mmdecode.evaluation.vision.runs import Recorder
         from mmdecode.runs.conditions import surroundings
+        from mmdecode.runs.rows import RowJournal
         from mmdecode.vlm.loading import load
 
         if not given["data"]:
@@ -313,8 +317,14 @@ class QuestionTask(Task):
         return Run(
             report=report,
             record=partial(_record, recorder, questions, given["output"], closing),
-            journal=lambda folder, resume, overwrite: journal_of(
-                folder, self.kind, settings, resume, overwrite, questions.folder
+            journal=lambda folder, resume, overwrite: RowJournal(
+                folder / ITEMS,
+                lambda path: read_items(path, self.kind),
+                self.kind.key,
+                settings,
+                resume,
+                overwrite,
+                lambda item: questions.file(item.image),
             ),
             total=recorder.total,
             doing="asking",
@@ -387,8 +397,8 @@ def _record(
 
     def noted(name: str, source: ImageSource) -> ImageSource:
         def read() -> Any:
-            if journal and questions.folder is not None:
-                journal.note_read(str(questions.folder / name))
+            if journal and (path := questions.file(name)):
+                journal.note_read(path)
             return source.read()
 
         return dataclasses.replace(source, read=read)
