@@ -130,8 +130,8 @@ class ItemReport(Report, Generic[Some]):
                         f"other modes have ({min(other)!r}); finish the run with --resume"
                     )
         new = [one for one in self._of if one not in self.modes]
-        place = len(self.modes) if after is None else self.modes.index(after) + 1
-        self.modes[place:place] = new
+        index = len(self.modes) if after is None else self.modes.index(after) + 1
+        self.modes[index:index] = new
 
     def against(self, mode: str) -> list[str]:
         """Names of the modes that a mode is compared with; empty for the baseline."""
