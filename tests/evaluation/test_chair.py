@@ -8,7 +8,7 @@ import pytest
 
 from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.vision.caption_report import CaptionReport
-from mmdecode.evaluation.vision.items import CaptionItem, read_items, read_json_lines
+from mmdecode.evaluation.vision.items import CaptionItem, read_items, read_table
 from mmdecode.evaluation.vision.tasks.chair import (
     Vocabulary,
     coco_image,
@@ -40,7 +40,7 @@ def test_real_captions_score_as_elsewhere(images, name):
     """Ours counts as the other tokeniser does, whose results are given with two decimals."""
     expected = json.loads((DATA / "expected.json").read_text())[f"captions_{name}"]
     objects = {item.image: item.objects for item in images}
-    rows = [row for _, row in read_json_lines(DATA / f"captions_{name}.jsonl.gz")]
+    rows = [row for _, row in read_table(DATA / f"captions_{name}.jsonl.gz")]
     assert len(rows) == 2000
     counts = count_mentions(
         [row["caption"] for row in rows],

@@ -8,7 +8,7 @@ import pytest
 
 from mmdecode.evaluation import CaptionReport, YesNoReport
 from mmdecode.evaluation.vision.items import CaptionItem, YesNoItem
-from mmdecode.evaluation.vision.modes import comparisons_of, modes_of
+from mmdecode.evaluation.vision.modes import modes_of
 from mmdecode.evaluation.vision.tasks.chair import Vocabulary
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def pope(margins_of, guides=("vcd", "icd", "pai", "dola")):
         items,
         task="pope",
         resamples=300,
-        against=comparisons_of(modes),
+        against={mode.name: mode.against for mode in modes},
         controls=[mode.name for mode in modes if mode.control],
     ).summary
 

@@ -65,7 +65,8 @@ def test_the_shifted_baseline_is_a_control_of_its_mode():
             certain = 1.0 if item.output == "Yes" else -1.0
             items.append(dataclasses.replace(item, margin=certain))
     found = YesNoReport(items, resamples=100)
-    assert found.rivals("vcd") == [("plain shifted to vcd", "vcd")]
+    assert found.against("vcd") == ["plain"]
+    assert found.paired == {"vcd": ("plain shifted to vcd", "vcd")}
     assert "against plain shifted to vcd +50.0 points" in found.verdict()[2]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from mmdecode.errors import InputError
 from mmdecode.evaluation.vision.answers import PARSERS
-from mmdecode.evaluation.vision.items import YesNoItem, read_json_lines
+from mmdecode.evaluation.vision.items import YesNoItem, read_table
 from mmdecode.evaluation.vision.tasks.mme import mme_scores, read_mme
 from mmdecode.evaluation.vision.yes_no_report import YesNoReport
 
@@ -33,7 +33,7 @@ def pair(image, category="count", outputs=("Yes", "No")):
 
 @pytest.mark.skipif(not SAMPLE.exists(), reason="the sample answers may not be shipped")
 def test_published_scores_of_the_sample():
-    outputs = [row["prediction"] for _, row in read_json_lines(SAMPLE)]
+    outputs = [row["prediction"] for _, row in read_table(SAMPLE)]
     pairs = zip(read_mme(SAMPLE), outputs, strict=True)
     items = [item.answered(mode="lavin", output=output) for item, output in pairs]
     scores = mme_scores(items, right(items))

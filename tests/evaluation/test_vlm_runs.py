@@ -17,9 +17,9 @@ from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
 from mmdecode.evaluation import YesNoReport
-from mmdecode.evaluation.vision.items import CaptionItem, YesNoItem, read_items, text_hash
+from mmdecode.evaluation.vision.items import ITEMS, CaptionItem, YesNoItem, read_items, text_hash
 from mmdecode.evaluation.vision.modes import Mode, modes_of
-from mmdecode.evaluation.vision.runs import Recorder, journal_of, sampled_token
+from mmdecode.evaluation.vision.runs import Recorder, sampled_token
 from mmdecode.guide import VCD
 from mmdecode.guide.answers import word_ids, yes_no_ids
 from mmdecode.runs.rows import RowJournal
@@ -85,7 +85,13 @@ def journal(tmp_path):
     with contextlib.ExitStack() as stack:
 
         def opened(settings=None, resume=False):
-            found = journal_of(tmp_path, YesNoItem, settings or {}, resume)
+            found = RowJournal(
+                tmp_path / ITEMS,
+                lambda path: read_items(path, YesNoItem),
+                YesNoItem.key,
+                settings or {},
+                resume,
+            )
             return stack.enter_context(contextlib.closing(found))
 
         yield opened

@@ -9,7 +9,7 @@ from scipy.stats import binomtest
 from sklearn.metrics import average_precision_score, precision_recall_fscore_support, roc_auc_score
 
 from mmdecode.errors import OptionError, UnknownNameError
-from mmdecode.evaluation.report.item_comparison import differences, flips
+from mmdecode.evaluation.report.item_comparison import flips
 from mmdecode.evaluation.stats.intervals import (
     bootstrap_p,
     bootstrap_sums,
@@ -27,7 +27,8 @@ from mmdecode.evaluation.stats.margins import (
     fit_shift,
 )
 from mmdecode.evaluation.vision.answers import PARSERS, choice, leading, original, parser_of
-from mmdecode.evaluation.vision.yes_no_report import count_answers, rates
+from mmdecode.evaluation.vision.items import YesNoItem
+from mmdecode.evaluation.vision.yes_no_report import YesNoReport, count_answers, rates
 from tests.support.files import json_lines
 from tests.support.scores import score_answers
 
@@ -319,8 +320,20 @@ def test_yes_to_everything_may_be_best():
 def test_a_mode_does_not_differ_from_itself():
     random = np.random.default_rng(0)
     verdicts = [("yes", "no", None)[n] for n in random.integers(3, size=60)]
-    counts = count_answers(verdicts, ["yes", "no"] * 30)
-    images = np.repeat(np.arange(20), 3).astype(str)
-    found = differences(counts, counts, images, rates, ("accuracy", "f1"), 100, 0)
-    for one in found.values():
+    items = [
+        YesNoItem(
+            id=str(n),
+            image=str(n // 3),
+            question="?",
+            target=("yes", "no")[n % 2],
+            mode=mode,
+            output=verdict or "",
+        )
+        for mode in ("plain", "same")
+        for n, verdict in enumerate(verdicts)
+    ]
+    report = YesNoReport(items, resamples=100, baseline_controls=False)
+    [found] = report.compare("same")
+    assert {"accuracy", "f1"} <= found.differences.keys()
+    for one in found.differences.values():
         assert (one.value, one.low, one.high, one.p) == (0, 0, 0, 1)

@@ -1,4 +1,4 @@
-"""Comparison of two modes on the same questions: differences, intervals and flipped answers.
+"""Comparison of modes on the same questions: differences, flipped answers, and the verdict.
 
 Differences are second mode minus first mode. If a mode has several seeds, its counts are summed
 over the seeds for each question. The bootstrap resamples images with all their questions.
@@ -7,7 +7,8 @@ over the seeds for each question. The bootstrap resamples images with all their 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,11 +16,17 @@ from mmdecode.evaluation.report.layout import number, without_empty
 from mmdecode.evaluation.stats.intervals import (
     Estimate,
     bootstrap_p,
-    bootstrap_sums,
     holm,
     interval,
     mcnemar,
 )
+
+if TYPE_CHECKING:
+    from mmdecode.evaluation.report.item_report import ItemReport
+
+LEVEL = 0.05
+"""A difference counts as shown if its corrected p-value is below this level."""
+_LISTED = 3  # names of methods in the first sentence of a verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,34 +112,6 @@ class ItemComparison:
         return "; ".join([*parts, str(self.flips)] if self.flips else parts)
 
 
-def differences(
-    first: np.ndarray,
-    second: np.ndarray,
-    images: Sequence[str],
-    rates: Callable[[np.ndarray], Mapping[str, np.ndarray]],
-    names: Sequence[str],
-    resamples: int,
-    seed: int,
-) -> dict[str, Difference]:
-    """Computes differences of rates between two modes, by a paired bootstrap over images.
-
-    Args:
-        first: Counts of the first mode for each item, ``(items, columns)``.
-        second: Counts of the second mode, ``(items, columns)``.
-        images: Image of each item.
-        rates: Function from summed counts to rates by name.
-        names: Names of the rates to compare.
-        resamples: Number of bootstrap samples.
-        seed: Seed of the bootstrap.
-    """
-    width = first.shape[1]
-    table = np.concatenate([first, second], 1)
-    resampled = bootstrap_sums(table, images, resamples, seed)
-    before, after = rates(resampled[:, :width]), rates(resampled[:, width:])
-    was, now = rates(first.sum(0)), rates(second.sum(0))
-    return {name: difference(now[name] - was[name], after[name] - before[name]) for name in names}
-
-
 def difference(value: float | np.ndarray, draws: np.ndarray) -> Difference:
     """Makes a `Difference` from a value and its bootstrap draws."""
     low, high = interval(draws)
@@ -186,3 +165,86 @@ def corrected(found: Sequence[ItemComparison]) -> list[ItemComparison]:
     """Returns the comparisons with ``p_holm``: p-values corrected for multiple tests (Holm)."""
     adjusted = holm([one.p for one in found])
     return [dataclasses.replace(one, p_holm=p) for one, p in zip(found, adjusted, strict=True)]
+
+
+def verdict_of(report: ItemReport[Any]) -> list[str]:
+    """The sentences of `ItemReport.verdict`."""
+    baseline = report.modes[0]
+    judged = [one for one in report.recorded_modes[1:] if one not in report.controls]
+    sets = list(report.sets)
+    hardest = min(sets, key=lambda name: report.level(baseline, name))
+    where = f" in {hardest}, where it scores lowest" if len(sets) > 1 else ""
+    plain = f"{baseline}{where}: {report.summary_line(baseline, hardest)}."
+    if not judged:
+        return [plain]
+    found = {mode: _judged(report, mode, sets, hardest) for mode in judged}
+    helping = [mode for mode, (helps, _) in found.items() if helps]
+    if helping:
+        more = f" and {len(helping) - _LISTED} more" if len(helping) > _LISTED else ""
+        names = "; ".join(helping[:_LISTED])
+        first = f"{len(helping)} of {len(judged)} methods help: {names}{more}"
+    elif len(judged) == 1:
+        first = f"{judged[0]} is not shown to help"
+    else:
+        first = f"None of the {len(judged)} methods is shown to help"
+    tests = len(report.comparisons)
+    several = "s" * (tests > 1)
+    basis = f" (p below {LEVEL} after Holm's correction for {tests} comparison{several})"
+    return [f"{first}{basis}.", plain, *(line for _, line in found.values())]
+
+
+def _judged(
+    report: ItemReport[Any], mode: str, sets: Sequence[str], hardest: str
+) -> tuple[bool, str]:
+    """Decides whether a method helps, and describes its result in a sentence or two."""
+    baseline, *controls = report.against(mode)
+    rivals = [(control, mode) for control in controls]
+    if mode in report.paired:
+        rivals.append(report.paired[mode])
+    known = {(one.first, one.second, one.within): one for one in report.comparisons}
+    signs = {key: _sign(one, report.gain) for key, one in known.items()}
+    better = [name for name in sets if signs[baseline, mode, name] > 0]
+    worse = [name for name in sets if signs[baseline, mode, name] < 0]
+    unbeaten = {name: [pair for pair in rivals if signs[*pair, name] <= 0] for name in sets}
+    helps = [name for name in better if not unbeaten[name]]
+    if helps:
+        others = " and than every control" if rivals else ""
+        finding = f"better than {baseline}{others}{_within(helps, sets)}"
+    elif better:
+        names = "; ".join(sorted({_rival(p, mode) for name in better for p in unbeaten[name]}))
+        finding = f"better than {baseline}{_within(better, sets)}, but not than {names}"
+    else:
+        finding = "" if worse else f"no difference from {baseline} shown"
+    if worse:
+        finding += f"{', ' * bool(finding)}worse than {baseline}{_within(worse, sets)}"
+    where = f"{hardest}: " if len(sets) > 1 else ""
+    overall = known[baseline, mode, hardest]
+    parts = [
+        f"{mode}: {finding}. {where}{report.summary_line(mode, hardest)}",
+        f"against {baseline} {overall.main[0]} {_points(overall)}, p = {overall.corrected:.3f}",
+    ]
+    if rivals:
+        held = [f"against {_rival(p, mode)} {_points(known[*p, hardest])}" for p in rivals]
+        parts.append(", ".join(held))
+    return bool(helps), "; ".join(parts) + "."
+
+
+def _sign(found: ItemComparison, gain: int) -> int:
+    """Returns 1 if a gain is shown, -1 if a loss is shown, and 0 otherwise."""
+    value = gain * found.main[1].value
+    return 0 if found.corrected >= LEVEL or not value else 1 if value > 0 else -1
+
+
+def _rival(pair: tuple[str, str], mode: str) -> str:
+    """Name of the control in a pair; if not the mode but its copy is compared, both are named."""
+    return pair[0] if pair[1] == mode else f"{pair[0]} (as {pair[1]})"
+
+
+def _within(names: Sequence[str], sets: Sequence[str]) -> str:
+    if len(sets) == 1:
+        return ""
+    return " in all sets" if len(names) == len(sets) else f" in {', '.join(names)}"
+
+
+def _points(found: ItemComparison) -> str:
+    return found.main[1].points("+.1f", " points")

@@ -16,8 +16,8 @@ import numpy as np
 
 from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.item_comparison import ItemComparison
-from mmdecode.evaluation.report.layout import Rows, number, percent
-from mmdecode.evaluation.vision.counted_report import CountedReport, span
+from mmdecode.evaluation.report.item_report import ItemReport
+from mmdecode.evaluation.report.layout import Rows, between, number, percent
 from mmdecode.evaluation.vision.items import CaptionItem
 from mmdecode.evaluation.vision.tasks import chair
 from mmdecode.evaluation.vision.tasks.chair import Vocabulary
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class CaptionReport(CountedReport[CaptionItem]):
+class CaptionReport(ItemReport[CaptionItem]):
     """Report on hallucinated objects in captions.
 
     Args:
@@ -61,7 +61,7 @@ class CaptionReport(CountedReport[CaptionItem]):
         self.settings = {"task": "chair", "vocabulary": found}
         self._cut: dict[str, str] = {}
         self.paired: dict[str, tuple[str, str]] = {}
-        for mode in self._recorded_modes[1:] if baseline_controls else []:
+        for mode in self.recorded_modes[1:] if baseline_controls else []:
             self._add_cut(self.against(mode)[0], mode)
 
     def _add_cut(self, baseline: str, mode: str) -> None:
@@ -89,7 +89,7 @@ class CaptionReport(CountedReport[CaptionItem]):
         return {}
 
     def _found(self, mode: str) -> dict[str, Any]:
-        return {"computed": mode not in self._recorded_modes, **self._scored(mode, "all")}
+        return {"computed": mode not in self.recorded_modes, **self._scored(mode, "all")}
 
     _rates = staticmethod(chair.rates)
 
@@ -102,7 +102,7 @@ class CaptionReport(CountedReport[CaptionItem]):
     def compare(  # type: ignore[override]
         self, other: CaptionReport | str, **modes: str | None
     ) -> ItemComparison:
-        """Compares two modes; see `CountedReport.compare`. The p-value is not corrected."""
+        """Compares two modes; see `ItemReport.compare`. The p-value is not corrected."""
         (found,) = super().compare(other, **modes)
         return dataclasses.replace(found, p_holm=None)
 
@@ -127,7 +127,7 @@ class CaptionReport(CountedReport[CaptionItem]):
     def _cells(self, score: Mapping[str, Any]) -> dict[str, str]:
         return {
             "CHAIR_s %": percent(score["chair_s"]),
-            "95 % of s": span(score, "chair_s"),
+            "95 % of s": between(*score["intervals"]["chair_s"]),
             "recall %": percent(score["recall"]),
             "words": number(score["length"], ".1f"),
             "mentions": number(score["mentions"]),

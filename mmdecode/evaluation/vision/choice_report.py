@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from mmdecode.evaluation.report.item_report import UNPARSED, ItemReport
 from mmdecode.evaluation.report.layout import Rows, percent
 from mmdecode.evaluation.stats.intervals import bootstrap_sums
 from mmdecode.evaluation.vision.answers import choice
-from mmdecode.evaluation.vision.counted_report import UNPARSED, CountedReport
 from mmdecode.evaluation.vision.items import ChoiceItem
 from mmdecode.evaluation.vision.tasks import spatial
 
 
-class ChoiceReport(CountedReport[ChoiceItem]):
+class ChoiceReport(ItemReport[ChoiceItem]):
     """Report on multiple-choice answers; see `ItemReport` for the arguments."""
 
     unit = "group of questions, else image"

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.vision.answers import Label, leading
 from mmdecode.runs.files import complete_lines
-from mmdecode.runs.tables import any_of, first_of, rows_of
+from mmdecode.runs.tables import any_of, first_of, lines_of, rows_of
 
 ITEMS = "items.jsonl"
 IMAGE = ("image", "image_path", "path", "file")
@@ -83,6 +83,10 @@ class Item:
     def sets(self) -> tuple[str, ...]:
         """Names of the question sets whose score includes the item."""
         return ("all",)
+
+    def key(self) -> tuple[str, int | None, str]:
+        """Mode, seed and id, which tell the answers of a run apart."""
+        return self.mode, self.seed, self.id
 
     def answered(self, *, mode: str, output: str = "", **known: Any) -> Self:
         """Returns a copy of the question with an answer.
@@ -232,29 +236,10 @@ def read_json_list(path: Path, content: str) -> Iterator[tuple[str, dict[str, An
         yield f"{path}, item {number}", row if isinstance(row, dict) else {}
 
 
-def read_json_lines(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the objects of a file of JSON lines, each as a pair (location, object).
-
-    Args:
-        path: The file, gzipped or not.
-        left_out: See `leaving_out`.
-
-    Raises:
-        InputError: The file cannot be read, or a line is not a JSON object.
-    """
-    for number, line in enumerate(read_bytes(path).split(b"\n"), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        with leaving_out(left_out):
-            row = _parsed(line, where)
-            if not isinstance(row, dict):
-                raise InputError(f"{where} holds {type(row).__name__}; expected an object")
-            yield where, row
-
-
 def read_table(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows of a table as `mmdecode.runs.tables` reads it, each after its location.
+
+    Each line of JSON lines is an object of its own, so that a broken line affects no other.
 
     Args:
         path: A csv or tsv file with a header, a JSON list or JSON lines, packed or not.
@@ -264,10 +249,12 @@ def read_table(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str, dict
         InputError: The file cannot be read, or a row is no object.
     """
     kind = (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
-    if kind not in (".csv", ".tsv") and read_bytes(path).lstrip()[:1] != b"[":
-        yield from read_json_lines(path, left_out)
-        return
-    for number, row in rows_of(path):
+    data = read_bytes(path)
+    if kind in (".csv", ".tsv") or data.lstrip()[:1] == b"[":
+        rows = rows_of(path)
+    else:
+        rows = lines_of(data.decode("utf-8-sig", "surrogateescape"), path, _object)
+    for number, row in rows:
         with leaving_out(left_out):
             if isinstance(row, InputError):
                 raise row
@@ -315,7 +302,7 @@ def items_of(
         InputError: The file cannot be read, or a line cannot be used.
     """
     items = []
-    for where, row in read_json_lines(path, left_out):
+    for where, row in read_table(path, left_out):
         with leaving_out(left_out):
             items.append(make(row, where))
     refuse_empty(items, left_out, f"{path} holds no line; expected one {content} a line")
@@ -382,11 +369,18 @@ def read_items(path: Path, kind: type[Some]) -> list[Some]:
             item = kind.from_dict(_parsed(line, where))
         except (TypeError, AttributeError) as error:
             raise InputError(f"{where} is no {kind.__name__}: {error}") from error
-        found[item.mode, item.seed, item.id] = item
+        found[item.key()] = item
     return list(found.values())
 
 
-def _parsed(data: bytes, where: str) -> Any:
+def _object(line: str, where: str) -> dict[str, Any]:
+    row = _parsed(line, where)
+    if not isinstance(row, dict):
+        raise InputError(f"{where} holds {type(row).__name__}; expected an object")
+    return row
+
+
+def _parsed(data: str | bytes, where: str) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

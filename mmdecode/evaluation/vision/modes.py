@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -120,8 +120,3 @@ def sampled_controls(guide: Guide) -> list[str]:
 
 def _sampled(spec: str) -> str:
     return f"{spec}, {SAMPLED}"
-
-
-def comparisons_of(modes: Iterable[Mode]) -> dict[str, tuple[str, ...]]:
-    """The modes that each mode is compared with, by name."""
-    return {mode.name: mode.against for mode in modes}

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
 import torch
@@ -31,7 +30,7 @@ from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.engine.prompt_cache import BYTES, PromptCache
 from mmdecode.engine.stats import Stats
 from mmdecode.errors import OptionError
-from mmdecode.evaluation.vision.items import ITEMS, Some, YesNoItem, read_items, text_hash
+from mmdecode.evaluation.vision.items import Some, YesNoItem, text_hash
 from mmdecode.evaluation.vision.modes import NONE, Mode
 from mmdecode.guide.answers import yes_no_ids
 from mmdecode.runs.items import Watch
@@ -47,29 +46,6 @@ if TYPE_CHECKING:
 
 _TRIED = 64  # questions on which two seeds are compared to find out whether a guide is random
 _SAME = 1e-3  # difference of logits by rounding
-
-
-def journal_of(
-    folder: Path,
-    kind: type[Some],
-    settings: Mapping[str, Any],
-    resume: bool,
-    overwrite: bool = False,
-    images: Path | None = None,
-) -> RowJournal[Some]:
-    """Opens the journal of a run's rows in a folder; see `RowJournal` for the arguments.
-
-    Images are files in the folder ``images``; ``None``: they are rendered scenes.
-    """
-    return RowJournal(
-        folder / ITEMS,
-        lambda path: read_items(path, kind),
-        lambda item: (item.mode, item.seed, item.id),
-        settings,
-        resume,
-        overwrite,
-        lambda item: str(images / item.image) if images and item.image else None,
-    )
 
 
 @dataclass(eq=False)
@@ -165,10 +141,9 @@ class Recorder(Generic[Some]):
                 if self._done(guide, chunk, found):
                     continue
                 for row in self._rows(guide, chunk):
-                    key = (row.mode, row.seed, row.id)
-                    if key in found:
+                    if row.key() in found:
                         continue
-                    found[key] = row
+                    found[row.key()] = row
                     if journal:
                         journal.add(row)
                     if progress:

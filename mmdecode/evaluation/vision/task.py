@@ -28,7 +28,7 @@ from mmdecode.evaluation.vision.items import (
     read_items,
     refuse_empty,
 )
-from mmdecode.evaluation.vision.modes import NONE, Mode, comparisons_of, modes_of
+from mmdecode.evaluation.vision.modes import NONE, Mode, modes_of
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.report.item_report import ItemReport
@@ -102,9 +102,12 @@ class Questions:
         """Returns the source of an image; the image is read or rendered only when it is used."""
         from mmdecode.vlm.images import ImageSource, image_source
 
-        if self.folder is not None:
-            return image_source(str(self.folder / name), name)
-        return ImageSource(name, partial(_scene, name))
+        path = self.file(name)
+        return image_source(path, name) if path else ImageSource(name, partial(_scene, name))
+
+    def file(self, image: str) -> str | None:
+        """Path of an image's file; ``None``: it is a scene, or the name is empty."""
+        return str(self.folder / image) if self.folder and image else None
 
     def check_images(self) -> None:
         """Checks that the folder contains at least one image of the questions.
@@ -138,21 +141,6 @@ class Questions:
         return dataclasses.replace(self, items=kept)
 
 
-def refuse_repeats(items: Iterable[Item], path: Path, left_out: list[str]) -> list[Item]:
-    """Questions without repeated ids; the first of each id is kept."""
-    found: dict[str, Item] = {}
-    for item in items:
-        if item.id in found:
-            left_out.append(f"{path} contains the question {item.id!r} again; keep one of each")
-        found.setdefault(item.id, item)
-    return list(found.values())
-
-
-def own_folder(path: Path) -> Path:
-    """Folder of the images of a data set that keeps them next to its file."""
-    return path if path.is_dir() else path.parent
-
-
 def own_files(path: Path) -> dict[str, Path]:
     """Files of the questions by name: the file itself, or the tables in a folder."""
     tables = {".csv", ".tsv", ".txt", ".json", ".jsonl", ".gz", ".parquet"}
@@ -181,7 +169,7 @@ class QuestionTask(Task):
     options: Mapping[str, Any] = field(default_factory=lambda: ASKING)
     rows: str = ITEMS
     zoo: str = ""
-    images: Callable[[Path], Path | None] = own_folder
+    images: Callable[[Path], Path | None] = lambda path: path if path.is_dir() else path.parent
     files: Callable[[Path], Mapping[str, Path]] = own_files
     unit: Callable[[Any], Hashable] = lambda item: item.id
 
@@ -250,16 +238,19 @@ class QuestionTask(Task):
             )
         [path] = paths
         with own_code(f"task {self.name} cannot read {path}"):
-            found = list(self.items(path, left_out))
-        for item in found:
+            items = list(self.items(path, left_out))
+        found: dict[str, Item] = {}
+        for item in items:
             if not isinstance(item, self.kind):
                 raise InputError(
                     f"task {self.name} reads {type(item).__name__} from {path}; a "
                     f"{type(self).__name__} takes {self.kind.__name__}"
                 )
-        refuse_empty(found, left_out, f"task {self.name} finds no question in {path}")
-        items = refuse_repeats(found, path, left_out)
-        return Questions(items=items, files=self.files(path), unit=self.unit)
+            if item.id in found:
+                left_out.append(f"{path} contains the question {item.id!r} again; keep one of each")
+            found.setdefault(item.id, item)
+        refuse_empty(items, left_out, f"task {self.name} finds no question in {path}")
+        return Questions(items=list(found.values()), files=self.files(path), unit=self.unit)
 
     def _in_zoo(self, part: str, images: Path | None) -> list[Path]:
         from mmdecode.zoo.scene_sets import FIRST_SEED, FOLDER
@@ -277,8 +268,9 @@ class QuestionTask(Task):
 
     def open(self, given: Mapping[str, Any]) -> Run:
         """Reads the questions and loads the model; see `Task.open`."""
-        from mmdecode.evaluation.vision.runs import Recorder, journal_of
+        from mmdecode.evaluation.vision.runs import Recorder
         from mmdecode.runs.conditions import surroundings
+        from mmdecode.runs.rows import RowJournal
         from mmdecode.vlm.loading import load
 
         if not given["data"]:
@@ -350,8 +342,14 @@ class QuestionTask(Task):
         return Run(
             report=report,
             record=partial(_record, recorder, questions, given["output"], closing),
-            journal=lambda folder, resume, overwrite: journal_of(
-                folder, self.kind, settings, resume, overwrite, questions.folder
+            journal=lambda folder, resume, overwrite: RowJournal(
+                folder / ITEMS,
+                lambda path: read_items(path, self.kind),
+                self.kind.key,
+                settings,
+                resume,
+                overwrite,
+                lambda item: questions.file(item.image),
             ),
             total=recorder.total,
             doing="asking",
@@ -396,7 +394,7 @@ class QuestionTask(Task):
             given,
             controls=[mode.name for mode in modes if mode.control or mode.guide == NONE],
             conditions=conditions,
-            against=comparisons_of(modes),
+            against={mode.name: mode.against for mode in modes},
             images=conditions["images"] or zoo_image,
             resamples=given["resamples"],
             seed=given["seed"],
@@ -427,8 +425,8 @@ def _record(
 
     def noted(name: str, source: ImageSource) -> ImageSource:
         def read() -> Any:
-            if journal and questions.folder is not None:
-                journal.note_read(str(questions.folder / name))
+            if journal and (path := questions.file(name)):
+                journal.note_read(path)
             return source.read()
 
         return dataclasses.replace(source, read=read)

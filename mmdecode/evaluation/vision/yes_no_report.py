@@ -24,11 +24,11 @@ import numpy as np
 from mmdecode.errors import OptionError, UnknownNameError
 from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.item_comparison import ItemComparison, difference
+from mmdecode.evaluation.report.item_report import UNPARSED, ItemReport
 from mmdecode.evaluation.report.layout import Rows, number, percent, without_empty
 from mmdecode.evaluation.stats import margins as margins_of
 from mmdecode.evaluation.stats.intervals import interval
 from mmdecode.evaluation.vision.answers import Label, Parser, parser_of
-from mmdecode.evaluation.vision.counted_report import UNPARSED, CountedReport
 from mmdecode.evaluation.vision.items import YesNoItem
 from mmdecode.evaluation.vision.tasks.amber import amber_scores
 from mmdecode.evaluation.vision.tasks.hallusion import hallusion_scores
@@ -59,7 +59,7 @@ TOTALS = ("perception", "cognition", "hallucination", "aacc", "facc", "qacc")
 """Scores of the benchmarks' own tools that are shown in the short table."""
 
 
-class YesNoReport(CountedReport[YesNoItem]):
+class YesNoReport(ItemReport[YesNoItem]):
     """Report on yes/no answers of several modes.
 
     For example::
@@ -114,7 +114,7 @@ class YesNoReport(CountedReport[YesNoItem]):
             self._add_controls()
 
     def _add_controls(self) -> None:
-        baseline, *others = self._recorded_modes
+        baseline, *others = self.recorded_modes
         plain = self.answers(baseline)[0]
         known = [item for item in plain if item.margin is not None]
         self._unshifted = len(plain) - len(known) if known and others else 0
@@ -154,9 +154,6 @@ class YesNoReport(CountedReport[YesNoItem]):
         images = len(set(self._units(within)))
         return {"answers": counts[..., 0].size, "images": images, "parser": self.parser.name}
 
-    def _right(self, mode: str, within: str) -> np.ndarray:
-        return np.any(self.counts[mode][within][..., [0, 2]], -1)
-
     @cached_property
     def positive(self) -> np.ndarray:
         """Whether the right answer to each question is yes, ``(questions,)``."""
@@ -178,7 +175,7 @@ class YesNoReport(CountedReport[YesNoItem]):
         return {"sets": sizes}
 
     def _found(self, mode: str) -> dict[str, Any]:
-        computed, own = mode not in self._recorded_modes, self._own_scores(mode)
+        computed, own = mode not in self.recorded_modes, self._own_scores(mode)
         return {"computed": computed, **super()._found(mode), "task": own}
 
     def _scored(self, mode: str, within: str) -> dict[str, Any]:
@@ -222,7 +219,7 @@ class YesNoReport(CountedReport[YesNoItem]):
         ]
         return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
 
-    def _refuse(self, other: CountedReport[YesNoItem]) -> None:
+    def _refuse(self, other: ItemReport[YesNoItem]) -> None:
         if isinstance(other, YesNoReport) and other.parser != self.parser:
             raise OptionError(
                 f"one report is parsed by {self.parser.name!r}, the other by "
@@ -367,7 +364,7 @@ class YesNoReport(CountedReport[YesNoItem]):
         first, indices = next(iter(self.sets.items()))
         known = {
             mode: self.margins[mode][0, indices]
-            for mode in self._recorded_modes
+            for mode in self.recorded_modes
             if (self.scores(mode, first)["margin"] or {}).get("missing") == 0
         }
         controls = {mode: control for mode, (control, _) in self.paired.items()}

@@ -22,7 +22,7 @@ from mmdecode.evaluation.vision.items import (
     label_of,
     leaving_out,
     read_bytes,
-    read_json_lines,
+    read_table,
     refuse_empty,
 )
 
@@ -82,7 +82,7 @@ def read_mme(path: Path, left_out: LeftOut = None) -> list[YesNoItem]:
     Raises:
         InputError: A file cannot be read, there is no question, or a line has no answer.
     """
-    rows = read_json_lines(path, left_out) if path.is_file() else _in_folders(path, left_out)
+    rows = read_table(path, left_out) if path.is_file() else _in_folders(path, left_out)
     items: list[YesNoItem] = []
     for where, row in rows:
         with leaving_out(left_out):

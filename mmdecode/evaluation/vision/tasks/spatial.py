@@ -27,8 +27,8 @@ from mmdecode.evaluation.vision.items import (
     leaving_out,
     one_file,
     read_bytes,
-    read_json_lines,
     read_json_list,
+    read_table,
     refuse_empty,
 )
 
@@ -118,7 +118,7 @@ def read_spatial(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
     one_file(path, "spatial")
     if read_bytes(path).lstrip()[:1] == b"[":
         return read_whats_up(path, left_out)
-    _, first = next(read_json_lines(path, []), ("", {}))
+    _, first = next(read_table(path, []), ("", {}))
     if "caption" in first:
         raise OptionError(f"{path} holds statements of VSR; run 'mmdecode evaluate vsr'")
     return read_choices(path, left_out)
