@@ -69,18 +69,3 @@ class Setting:
             print_line(path, console, "bold")
         console.print(f"done in {seconds:.0f} s", highlight=False)
         return summary | {"seconds": seconds, "files": files}
-
-
-def conditions_of(model: Any, first: Mapping[str, str], **runs: str) -> dict[str, str]:
-    """Returns the conditions of a demo as texts, by name.
-
-    Args:
-        model: The model.
-        first: Conditions that are named first.
-        **runs: How often and with what the model was run.
-    """
-    from mmdecode.runs.conditions import spoken
-
-    found = spoken(model)
-    versions = {"versions": found.pop("versions")}
-    return {**first, **found, **runs, **versions}

@@ -15,13 +15,14 @@ from rich.text import Text
 from mmdecode import registry
 from mmdecode.checkpoints import paired
 from mmdecode.decoder import Decoder
-from mmdecode.demo.setting import Setting, conditions_of
+from mmdecode.demo.setting import Setting
 from mmdecode.demo.vision import page
 from mmdecode.demo.vision.attention_map import attention_map
 from mmdecode.engine.contracts import Guide
 from mmdecode.evaluation.audit.plain import Case, Plain
 from mmdecode.evaluation.vision.benchmarks import vocabulary_of, zoo_image
 from mmdecode.evaluation.vision.tasks.chair import Vocabulary
+from mmdecode.runs.conditions import spoken
 from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
 from mmdecode.vlm import Answer, Answerer, loading
 from mmdecode.vlm.images import image_source
@@ -106,9 +107,8 @@ def run(model: str, setting: Setting, guides: Sequence[str]) -> dict[str, Any]:
         model=model,
         methods=list(methods),
         sets=[page.ImageSet(title=t, about=SETS[t], images=one) for t, one in shown.items()],
-        conditions=conditions_of(
+        conditions=spoken(
             network,
-            {},
             runs=f"greedy, one question at a time, each timed once; seed {setting.seed}",
             captions=f"captions of at most {CAPTION_TOKENS} tokens",
         ),

@@ -148,8 +148,7 @@ class _TokenTally:
 
     def __init__(self, groups: Tensor | None, columns: int) -> None:
         self.groups, self.columns = groups, columns
-        self.ranks: list[Tensor] = []
-        self.excess = self.variance = 0.0
+        self.parts: list[tuple[Tensor, float, float]] = []
         if groups is not None:
             self.kinds = int(groups.max()) + 1
             # by neighbour (left, above): counted, expected, variance
@@ -166,13 +165,7 @@ class _TokenTally:
         if not bool(which.any()):
             return
         step = max(1, _AT_ONCE // distribution.shape[-1])
-        for distributions, chosen in zip(
-            distribution[which].split(step), tokens[which].split(step), strict=True
-        ):
-            ranks, excess, variance = surprise(distributions, chosen)
-            self.ranks.append(ranks)
-            self.excess += excess
-            self.variance += variance
+        self.parts += map(surprise, distribution[which].split(step), tokens[which].split(step))
         if self.groups is None:
             return
         kinds = self.groups[tokens]
@@ -191,7 +184,6 @@ class _TokenTally:
                 self.pairs[direction, number] += (before.T @ row).cpu()
 
     def result(self) -> TokenTest:
-        ranks = torch.cat(self.ranks)
         pairs = None
         if self.groups is not None:
             counted, expected, variance = self.pairs.transpose(0, 1)
@@ -201,9 +193,10 @@ class _TokenTally:
             pairs = 1.0
             if len(z):
                 pairs = min(1.0, math.erfc(float(z.max()) / math.sqrt(2)) * len(z))
+        tokens = sum(len(ranks) for ranks, _, _ in self.parts)
         return TokenTest(
-            tokens=len(ranks),
-            surprise=self.excess / len(ranks),
-            p=p_of_draws(ranks, self.excess, self.variance),
+            tokens=tokens,
+            surprise=sum(excess for _, excess, _ in self.parts) / tokens,
+            p=p_of_draws(self.parts),
             pairs_p=pairs,
         )
