@@ -11,9 +11,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib.metadata
-import importlib.util
 import json
 import pkgutil
+import runpy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,14 +170,11 @@ def task_of(name: str) -> Task:
 
 def _of_file(path: Path) -> Task:
     """Runs a Python file and returns its ``TASK``."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, "its name ends in .py"
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        found = runpy.run_path(str(path))
     except Exception as error:
         raise InputError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
-    return _checked(getattr(module, "TASK", None), str(path))
+    return _checked(found.get("TASK"), str(path))
 
 
 def _checked(found: Any, where: str) -> Task:

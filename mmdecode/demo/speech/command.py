@@ -185,17 +185,12 @@ def _report(part: Part, items: Sequence[Item], seed: int, conditions: dict[str, 
 
 def _labels(transcriber: Transcriber) -> Callable[[int], str]:
     """Returns a function that labels a token id: its text, time in seconds, or special name."""
-    tokenizer = transcriber.processor.tokenizer
-    config = transcriber.model.config
-    config_ids = transcriber.model.generation_config
-    first_time = int(config_ids.no_timestamps_token_id) + 1
-    extractor = transcriber.processor.feature_extractor
-    step = extractor.chunk_length / config.max_source_positions
-    special = set(tokenizer.all_special_ids)
+    recognizer, tokenizer = transcriber.recognizer, transcriber.processor.tokenizer
+    first_time, special = recognizer.prompts.timestamp_begin, {*tokenizer.all_special_ids}
 
     def label(token: int) -> str:
         if token >= first_time:
-            return f"{(token - first_time) * step:.2f} s"
+            return f"{(token - first_time) * recognizer.stamp_s:.2f} s"
         if token in special:
             name = tokenizer.convert_ids_to_tokens(token).strip("<|>")
             return "[end]" if name == "endoftext" else f"[{name}]"
@@ -221,11 +216,9 @@ def _conditions(part: Part, repeats: int, load: str | None) -> dict[str, str]:
 
 def _times(items: Sequence[Item]) -> dict[str, float]:
     sums = {name: sum(getattr(item, name) for item in items) for name in TIMES}
-    ratios = {
-        "ratio": sums["plain_s"] / sums["drafted_s"],
-        "ratio_total": sums["plain_total_s"] / sums["drafted_total_s"],
-    }
-    return {name: round(value, 4) for name, value in (sums | ratios).items()}
+    sums["ratio"] = sums["plain_s"] / sums["drafted_s"]
+    sums["ratio_total"] = sums["plain_total_s"] / sums["drafted_total_s"]
+    return {name: round(value, 4) for name, value in sums.items()}
 
 
 def _summary(report: Report) -> dict[str, Any]:

@@ -188,22 +188,19 @@ def _ask(
     for question, *given in zip(asked, *answers, strict=True):
         row = []
         for one, answer in zip(asking, given, strict=True):
-            right, note, hallucinated = _judged(question, answer.text, scene, words)
-            guide, instead, attention = one.guide, None, None
-            if guide is not None:
+            instead, attention = None, None
+            margins = dict(answer.margins or {}) if question.choices == YES_NO else {}
+            if one.guide is None:
+                margins.pop("guided", None)
+            else:
                 instead = _plain_choices(plain, png, answer)
                 if question is asked[ABSENT]:
-                    attention = attention_map(plain, png, question.text, guide)
-            margins = dict(answer.margins or {}) if question.choices == YES_NO else {}
-            if guide is None:
-                margins.pop("guided", None)
+                    attention = attention_map(plain, png, question.text, one.guide)
             row.append(
                 page.Given(
                     method=one.method,
                     tokens=_tokens(plain, answer, instead),
-                    right=right,
-                    note=note,
-                    hallucinated=hallucinated,
+                    **_judged(question, answer.text, scene, words),
                     margins=margins,
                     seconds=answer.seconds,
                     attention=attention,
@@ -266,20 +263,18 @@ def _plain_choices(plain: Answerer, png: bytes, answer: Answer) -> list[int]:
     return played.scores.argmax(-1).tolist()
 
 
-def _judged(
-    asked: page.Asked, text: str, scene: Scene, words: Vocabulary
-) -> tuple[bool, str, int | None]:
-    """Returns whether an answer is right, a note, and a caption's number of hallucinated nouns."""
+def _judged(asked: page.Asked, text: str, scene: Scene, words: Vocabulary) -> dict[str, Any]:
+    """Returns whether an answer is right; of a caption also a note and its hallucinated nouns."""
     if asked.choices:
         answers = [word for word in re.findall(r"\w+", text.lower()) if word in asked.choices]
-        return answers[:1] == [asked.truth.lower()], "", None
+        return {"right": answers[:1] == [asked.truth.lower()]}
     named = dict.fromkeys(words.objects(text))
     hallucinated = [name for name in named if name not in scene.names]
     there = sum(name in scene.names for name in named)
     note = f"{there} of {len(scene.names)} named"
     if hallucinated:
         note += f", made up: {', '.join(hallucinated)}"
-    return not hallucinated, note, len(hallucinated)
+    return {"right": not hallucinated, "note": note, "hallucinated": len(hallucinated)}
 
 
 def _summary(report: page.Answers) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,16 @@ from mmdecode.evaluation.images.samples import Likelihood, likelihood
 from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.layout import Rows, number, percent, without_empty
 from mmdecode.evaluation.report.report import Report
-from mmdecode.evaluation.stats.image_means import MARGIN, equivalence, mean_of, welch
-from mmdecode.evaluation.stats.image_tables import PERMUTATIONS, code_groups, neighbours, two_sample
+from mmdecode.evaluation.stats.image_tests import (
+    MARGIN,
+    PERMUTATIONS,
+    code_groups,
+    equivalence,
+    mean_of,
+    neighbours,
+    two_sample,
+    welch,
+)
 from mmdecode.evaluation.stats.intervals import holm
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.image_classifier import Classifier, Judged
@@ -171,17 +180,14 @@ class ImageReport(Report):
             scores = likelihood(
                 target, codes, sampling, commits=commits, groups=self.groups, batch=batch
             )
-            found = Measured(rows=own, codes=codes.numpy(), likelihood=scores)
-            try:
-                parts = [adapter.decode(c.to(device)).cpu() for c in codes.split(batch)]
-            except IncompatibleError:  # there is no image decoder
-                yield mode.name, found
-                continue
-            pixels = torch.cat(parts)
-            shown = (pixels[:SHOWN] * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-            if self.classifier is not None:
-                found = replace(found, judged=self.classifier.judge(pixels.split(64)))
-            yield mode.name, replace(found, points=small(pixels), shown=shown)
+            decoded: dict[str, Any] = {}
+            with contextlib.suppress(IncompatibleError):  # there is no image decoder
+                pixels = torch.cat([adapter.decode(c.to(device)).cpu() for c in codes.split(batch)])
+                shown = (pixels[:SHOWN] * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+                decoded = {"points": small(pixels), "shown": shown}
+                if self.classifier is not None:
+                    decoded["judged"] = self.classifier.judge(pixels.split(64))
+            yield mode.name, Measured(rows=own, codes=codes.numpy(), likelihood=scores, **decoded)
 
     def _known_classes(self) -> dict[Any, int] | None:
         """The classifier's class of each condition, by its name or, if equally many, its number."""
@@ -284,8 +290,7 @@ class ImageReport(Report):
         if self.truth is not None:
             found["from_real"] = asdict(frechet(self.truth.decoded.features, features, **options))
             if self.truth.training is not None and one.points is not None:
-                near = nearest(one.points, self.truth.training)
-                found["memory"] = asdict(memory(near, self._held_out))
+                found["memory"] = memory(nearest(one.points, self.truth.training), self._held_out)
         return found
 
     @cached_property

@@ -4,11 +4,10 @@ A faster way to sample must not change the distribution of images. It gives othe
 decoding, so distributions are compared, not single images. There are four kinds of evidence, and no
 kind is enough alone:
 
-* The likelihood of the samples under the guided target model (`likelihood`,
-  `mmdecode.evaluation.stats.image_means`) shows a sampler whose tokens are too probable or too
-  improbable. It misses changes that leave the likelihood as it is.
+* The likelihood of the samples under the guided target model (`likelihood`) shows a sampler whose
+  tokens are too probable or too improbable. It misses changes that leave the likelihood as it is.
 * Histograms of tokens and of pairs of neighbours are compared with those of plain samples
-  (`mmdecode.evaluation.stats.image_tables`).
+  (`mmdecode.evaluation.stats.image_tests`, as are mean likelihoods).
 * Each token is tested against the distribution that it should have been sampled from (`TokenTest`):
   all tokens, and separately the first committed token of each forward pass. The position of that
   token depends only on earlier tokens, so this selection does not bias the test.
@@ -98,7 +97,7 @@ def likelihood(
         commits: Index of the forward pass that committed each token, ``(n, rows, columns)``;
             ``None``: not known, and the first tokens of passes are not tested separately.
         groups: Group of every code, ``(V,)``, on the device of the logits, see
-            `mmdecode.evaluation.stats.image_tables.code_groups`; ``None``: pairs are not tested.
+            `mmdecode.evaluation.stats.image_tests.code_groups`; ``None``: pairs are not tested.
         batch: Batch size, in images.
 
     Raises:
