@@ -248,9 +248,8 @@ def run(model: str, setting: Setting) -> dict[str, Any]:
         ways=ways,
         conditions={"sampling": sampled} | spoken(adapter.model, runs=runs),
     )
-    setting.write(page(report))
     _show(report)
-    return setting.end(_summary(report), report.conditions)
+    return setting.end(page(report), _summary(report), report.conditions)
 
 
 def _wanted(generator: ImageGenerator, count: int) -> list[int | str]:

@@ -114,9 +114,8 @@ def run(model: str, setting: Setting, guides: Sequence[str]) -> dict[str, Any]:
         ),
         draft=drafter_of(model),
     )
-    setting.write(page.page(report))
     show(report)
-    return setting.end(_summary(report), report.conditions)
+    return setting.end(page.page(report), _summary(report), report.conditions)
 
 
 def chosen(limit: int | None) -> dict[str, list[Scene]]:
