@@ -288,8 +288,8 @@ def _summary(report: page.Answers) -> dict[str, Any]:
         "sets": {
             part.title: {
                 "images": [one.name for one in part.images],
-                "short_questions": len(part.short(report.methods[0])),
-                "right": {method: part.right(method) for method in report.methods},
+                "short_questions": part.short(report.methods[0])[1],
+                "right": {method: part.short(method)[0] for method in report.methods},
             }
             for part in report.sets
         },

@@ -66,15 +66,14 @@ class Truth:
     Attributes:
         unseen: Features of images that the model was not trained on, ``(m, d)``.
         decoded: Features of the same images, encoded and decoded by the image tokenizer.
-        held_out: The decoded images reduced by `small`, ``(m, k)``.
-        training: Training images reduced by `small`, ``(t, k)``; ``None``: not available.
+        training: Training images reduced by `small`, ``(t, k)``, and the distance of each decoded
+            image, reduced likewise, to the nearest of them, ``(m,)``; ``None``: not available.
         classes: Classes of the unseen images, ``(m,)``; ``None``: not known.
     """
 
     unseen: Judged
     decoded: Judged
-    held_out: np.ndarray
-    training: np.ndarray | None
+    training: tuple[np.ndarray, np.ndarray] | None
     classes: np.ndarray | None
 
 
@@ -290,14 +289,9 @@ class ImageReport(Report):
         if self.truth is not None:
             found["from_real"] = asdict(frechet(self.truth.decoded.features, features, **options))
             if self.truth.training is not None and one.points is not None:
-                found["memory"] = memory(nearest(one.points, self.truth.training), self._held_out)
+                points, held_out = self.truth.training
+                found["memory"] = memory(nearest(one.points, points), held_out)
         return found
-
-    @cached_property
-    def _held_out(self) -> np.ndarray:
-        """Distances of held-out images to their nearest training image."""
-        assert self.truth is not None and self.truth.training is not None
-        return nearest(self.truth.held_out, self.truth.training)
 
     def _real(self) -> dict[str, Any] | None:
         """Classifier results for the reference images, and the distance between their halves."""

@@ -142,10 +142,7 @@ def margin_roc(margins: Mapping[str, np.ndarray], positive: np.ndarray, title: s
         label = f"{mode} ({float(auroc(values, positive)):.3f})"
         (line,) = axes.plot(*roc(values, positive), label=label.lstrip("_"))
         answered_yes = values > 0
-        point = (
-            (answered_yes & ~positive).sum() / (~positive).sum(),
-            (answered_yes & positive).sum() / positive.sum(),
-        )
+        point = answered_yes[~positive].mean(), answered_yes[positive].mean()
         axes.plot(*point, "o", color=line.get_color())
     axes.set_xlabel("no-questions answered yes")
     axes.set_ylabel("yes-questions answered yes")
