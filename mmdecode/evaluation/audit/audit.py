@@ -487,13 +487,13 @@ def _report(plain: Plain, subject: _Subject, rows: Sequence[_Row], noise: float)
     hidden = max(_forgiven(row, noise, subject) for row in rows) > quantile and not (
         identical and torch.finfo(model.dtype).bits >= 32
     )
-    drawn = [row.surprise for row in rows if row.surprise]
-    p_value = p_of_draws(drawn) if subject.statistical else None
+    sampled = [row.surprise for row in rows if row.surprise]
+    p_value = p_of_draws(sampled) if subject.statistical else None
     verdict: Verdict = "passes"
     if any(item.fault for item in judged) or (p_value is not None and p_value < LEVEL):
         verdict = "fails"
     elif p_value is not None:
-        tokens = sum(len(ranks) for ranks, _, _ in drawn)
+        tokens = sum(len(ranks) for ranks, _, _ in sampled)
         verdict = "passes" if tokens >= FEWEST else "inconclusive"
     elif any(item.cut for item in judged) or hidden:
         verdict = "inconclusive"

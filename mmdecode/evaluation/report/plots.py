@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmdecode.errors import MissingExtraError
+from mmdecode.errors import imported
 from mmdecode.runs.files import MAKER
 
 if TYPE_CHECKING:
@@ -227,10 +227,7 @@ def drawable() -> None:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("drawing figures needs matplotlib", extra="eval") from error
+    imported("matplotlib.figure", "drawing figures needs matplotlib", "eval")
 
 
 def _figure(

@@ -51,9 +51,9 @@ def p_of_draws(parts: Sequence[tuple[Tensor, float, float]]) -> float:
     and a normal test of the excess (central limit theorem for martingales).
 
     Args:
-        parts: What `surprise` returns for each part of the tokens: the randomised rank of each
-            token, which is the probability mass of all more likely tokens plus a uniform share of
-            the token's own, 0..1; the excess; and its variance if the tokens were sampled from the
+        parts: Results of `surprise` for parts of the tokens: the randomised rank of each token,
+            which is the probability mass of all more likely tokens plus a uniform share of the
+            token's own, 0..1; the excess; and its variance if the tokens were sampled from the
             distributions.
     """
     all_ranks, excesses, variances = zip(*parts, strict=True)

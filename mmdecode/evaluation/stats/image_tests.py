@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmdecode.errors import MissingExtraError, OptionError, ShapeError
+from mmdecode.errors import OptionError, ShapeError, imported
 from mmdecode.evaluation.stats.intervals import LEVEL, Estimate
 
 MARGIN = 0.01
@@ -165,11 +165,7 @@ def scipy_parts() -> Any:
     Raises:
         MissingExtraError: scipy is not installed.
     """
-    try:
-        import scipy
-    except ImportError as error:
-        raise MissingExtraError("tests of samples need scipy", extra="eval") from error
-    return scipy
+    return imported("scipy", "tests of samples need scipy", "eval")
 
 
 @dataclass(frozen=True, kw_only=True)
