@@ -32,7 +32,7 @@ from mmdecode.errors import run_script
 from mmdecode.evaluation.images.runs import forced_logits
 from mmdecode.evaluation.images.samples import likelihood
 from mmdecode.evaluation.speed.stopwatch import machine
-from mmdecode.evaluation.stats.image_means import equivalence, mean_of, welch
+from mmdecode.evaluation.stats.image_tests import equivalence, mean_of, welch
 from mmdecode.image_ar.backends import RoundCounts
 from mmdecode.runs.console import only_our_output
 from mmdecode.runs.files import write_arrays

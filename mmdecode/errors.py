@@ -7,9 +7,10 @@ built-in exception, such as ``ValueError``, so that ordinary ``except`` clauses 
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedModelError",
     "did_you_mean",
+    "imported",
     "one_line",
     "refuse_unknown",
     "run_script",
@@ -100,6 +102,23 @@ class MissingExtraError(MMDecodeError, ImportError):
     def __init__(self, message: str, *, extra: str) -> None:
         super().__init__(f"{message}; install it with: pip install 'mmdecode[{extra}]'")
         self.extra = extra
+
+
+def imported(module: str, message: str, extra: str) -> Any:
+    """Imports an optional dependency.
+
+    Args:
+        module: Dotted name of the module.
+        message: Message if it is not installed, see `MissingExtraError`.
+        extra: Extra that installs it.
+
+    Raises:
+        MissingExtraError: The module is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(message, extra=extra) from error
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:

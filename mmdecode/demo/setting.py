@@ -47,20 +47,18 @@ class Setting:
         """Refuses to replace the page or one of further files if mmdecode did not write it."""
         refuse_foreign([self.out / PAGE, *more], self.overwrite)
 
-    def write(self, page: str) -> None:
-        """Writes the page."""
-        write_file(self.out / PAGE, page, self.overwrite)
-
     def end(
-        self, summary: dict[str, Any], conditions: Mapping[str, str], *more: str
+        self, page: str, summary: dict[str, Any], conditions: Mapping[str, str], *more: str
     ) -> dict[str, Any]:
-        """Prints conditions, files and duration, and adds the latter two to a summary.
+        """Writes the page, and prints conditions, files and duration; adds these to a summary.
 
         Args:
+            page: The page as HTML.
             summary: Measurements as JSON values, for ``--json``.
             conditions: Conditions of the measurements, by name.
             more: Names of files and folders next to the page.
         """
+        write_file(self.out / PAGE, page, self.overwrite)
         files = {name: str(self.out / name) for name in (PAGE, *more)}
         seconds = round(time.perf_counter() - self.started, 1)
         for text in conditions.values():
@@ -69,18 +67,3 @@ class Setting:
             print_line(path, console, "bold")
         console.print(f"done in {seconds:.0f} s", highlight=False)
         return summary | {"seconds": seconds, "files": files}
-
-
-def conditions_of(model: Any, first: Mapping[str, str], **runs: str) -> dict[str, str]:
-    """Returns the conditions of a demo as texts, by name.
-
-    Args:
-        model: The model.
-        first: Conditions that are named first.
-        **runs: How often and with what the model was run.
-    """
-    from mmdecode.runs.conditions import spoken
-
-    found = spoken(model)
-    versions = {"versions": found.pop("versions")}
-    return {**first, **found, **runs, **versions}

@@ -11,9 +11,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib.metadata
-import importlib.util
 import json
 import pkgutil
+import runpy
 import sysconfig
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -172,12 +172,9 @@ def task_of(name: str) -> Task:
 
 def _of_file(path: Path) -> Task:
     """Runs a Python file and returns its ``TASK``."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, "its name ends in .py"
-    module = importlib.util.module_from_spec(spec)
     with own_code(f"{path} cannot be run"):
-        spec.loader.exec_module(module)
-    return _checked(getattr(module, "TASK", None), str(path))
+        found = runpy.run_path(str(path))
+    return _checked(found.get("TASK"), str(path))
 
 
 def _checked(found: Any, where: str) -> Task:

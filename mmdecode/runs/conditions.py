@@ -69,8 +69,13 @@ def conditions_of(transcribers: Mapping[str, Transcriber]) -> dict[str, Any]:
     }
 
 
-def spoken(model: Any) -> dict[str, str]:
-    """Returns the conditions that a demo's page shows, as texts by name."""
+def spoken(model: Any, **runs: str) -> dict[str, str]:
+    """Returns the conditions that a demo's page shows, as texts by name.
+
+    Args:
+        model: The model.
+        **runs: How often and with what the model was run.
+    """
     found = surroundings(model)
     busy = load_note(None, found["load_average"])
     versions = (f"{name} {found[name]}" for name in ("mmdecode", "torch", "transformers"))
@@ -78,6 +83,7 @@ def spoken(model: Any) -> dict[str, str]:
         "device": ", ".join(found[n] for n in ("device", "dtype", "quantize") if n in found),
         "threads": f"threads: {found['threads']}",
         "load": f"load average {found['load_average']}{f'; {busy}' if busy else ''}",
+        **runs,
         "versions": ", ".join(versions),
     }
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from mmdecode.demo.images import command as demo_image
-from mmdecode.demo.images import page
 from mmdecode.image_ar import ImageGenerator
 from mmdecode.runs.files import is_own
 from tests.support.commands import invoke, json_of
@@ -45,20 +44,20 @@ def page_image(**changes):
         "bits": 3.0,
         "same": True,
     }
-    return page.PageImage(**fields | changes)
+    return demo_image.PageImage(**fields | changes)
 
 
 def report(*ways):
     given = ways or (("ar", "exact", page_image(passes=5)), ("exact", "exact", page_image()))
     made = [
-        page.Way(name=n, about="a <b>", guarantee=guarantee, images=[one])
+        demo_image.Way(name=n, about="a <b>", guarantee=guarantee, images=[one])
         for n, guarantee, one in given
     ]
-    return page.Ways(model="zoo:m", names=["<ring>"], ways=made, conditions={"device": "cpu"})
+    return demo_image.Ways(model="zoo:m", names=["<ring>"], ways=made, conditions={"device": "cpu"})
 
 
 def test_page_is_one_well_formed_file_that_fetches_nothing():
-    text = page.page(report())
+    text = demo_image.page(report())
     assert "exact distribution</span></span> <span>pictures come as often as" in text
     assert "heuristic distribution" not in text  # a legend of what is there
     assert "the darker, the later" in text and "a seam: another pass" in text
@@ -67,13 +66,13 @@ def test_page_is_one_well_formed_file_that_fetches_nothing():
     assert not re.search(r"https?://|@import|url\(|src=[\"'](?!data:)", text)
     assert "<ring>" not in text and "<b>1/2.5</b> of the passes" in text
     other = report(("ar", "exact", page_image()), ("relaxed", "heuristic", page_image(same=False)))
-    text = page.page(other)
+    text = demo_image.page(other)
     assert "Picture, drawn in 2 ways" in text and "another picture" in text
     assert '<span class="tag bad">heuristic distribution</span>' in text
 
 
 def test_seams_part_codes_of_different_passes_and_no_others():
-    text = page.page(report(("ar", "exact", page_image())))
+    text = demo_image.page(report(("ar", "exact", page_image())))
     assert re.findall(r'class="seam" d="([^"]*)"', text)[1:] == [  # after the legend
         "M1 0v1M0 1h1M1 1h1M2 1v1M2 1h1"
     ]
@@ -83,7 +82,7 @@ def test_seams_part_codes_of_different_passes_and_no_others():
 
 
 def test_numbers_compare_with_plain_decoding():
-    plain, other = page.numbers(
+    plain, other = demo_image.numbers(
         report(("ar", "exact", page_image(passes=5, seconds=1.0)), ("x", "y", page_image()))
     )
     assert (plain["way"], other["way"]) == ("ar", "x")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mmdecode.demo.images import page as images_page
+from mmdecode.demo.images import command as demo_image
 from mmdecode.demo.speech import clips_page
 from mmdecode.demo.vision import page as answers_page
 from mmdecode.evaluation.report.templates import ASSETS
@@ -18,7 +18,7 @@ PAGES = {
     "vlm": lambda: answers_page.page(
         test_vision.report(test_vision.given(drafted=test_vision.drafted()))
     ),
-    "image": lambda: images_page.page(test_images.report()),
+    "image": lambda: demo_image.page(test_images.report()),
 }
 TEXT = ("ink", "soft", "blue", "orange", "green", "pink", "good", "bad")
 

@@ -145,7 +145,7 @@ def test_recordings_of_people_are_compared_id_by_id():
     assert "generate_total_s" not in numbers["times"] and numbers["clips"] == 1
     cut = TranscribeOptions(max_new_tokens=2)
     drafted.transcriber = Transcriber(
-        plain.transcriber.model, plain.transcriber.processor, drafted.decoder, cut
+        plain.transcriber.model, plain.transcriber.processor, drafted.transcriber.decoder, cut
     )
     found, _ = demo_recordings.transcribe(synthetic, clips)
     assert found.summary()["different"] == [clips[0].name]
@@ -161,7 +161,7 @@ def test_a_published_recogniser_hears_people_as_plain_generate_does():
     for way in people.ways:
         model, processor = way.transcriber.model, way.transcriber.processor
         cut = TranscribeOptions(max_new_tokens=2)
-        way.transcriber = Transcriber(model, processor, way.decoder, cut)
+        way.transcriber = Transcriber(model, processor, way.transcriber.decoder, cut)
     found, _ = demo_recordings.transcribe(people, shortest(1))
     assert not found.identical  # the two agree, and plain generate says more
 

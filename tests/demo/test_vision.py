@@ -183,17 +183,18 @@ def test_questions_have_true_answers_and_one_tempts(scene):
 )
 def test_the_first_word_that_could_be_an_answer_counts(scene, text, right):
     task = page.Asked("Is there a ring in the image?", "Yes", ("yes", "no"))
-    assert demo_vlm._judged(task, text, scene, vocabulary_of("zoo")) == (right, "", None)
+    assert demo_vlm._judged(task, text, scene, vocabulary_of("zoo")) == {"right": right}
 
 
 def test_a_caption_is_judged_by_what_it_makes_up(scene):
     *_, task = demo_vlm.tasks(scene, tempting=True)
     words = vocabulary_of("zoo")
     text = f"There is a {scene.names[0]} and a fish beside a fish."
-    right, note, hallucinated = demo_vlm._judged(task, text, scene, words)
-    assert not right and hallucinated == 1
-    assert note == f"1 of {len(scene.names)} named, made up: fish"
-    assert demo_vlm._judged(task, f"A {scene.names[0]}.", scene, words)[::2] == (True, 0)
+    found = demo_vlm._judged(task, text, scene, words)
+    assert not found["right"] and found["hallucinated"] == 1
+    assert found["note"] == f"1 of {len(scene.names)} named, made up: fish"
+    found = demo_vlm._judged(task, f"A {scene.names[0]}.", scene, words)
+    assert found["right"] and found["hallucinated"] == 0
 
 
 def test_what_plain_would_say_is_what_plain_says(answerer, png):

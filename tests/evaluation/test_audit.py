@@ -560,6 +560,6 @@ def test_greedy_tokens_are_not_taken_for_samples():
 def test_the_p_value_of_draws_is_uniform_under_the_distribution_and_small_under_others():
     generator = torch.Generator().manual_seed(0)
     ranks = torch.rand(2000, generator=generator).double()
-    assert p_of_draws(ranks, 3.0, 4.0) > 0.05
-    assert p_of_draws(ranks**1.5, 3.0, 4.0) < 1e-4
-    assert p_of_draws(ranks, 30.0, 4.0) < 1e-4
+    assert p_of_draws([(ranks, 3.0, 4.0)]) > 0.05
+    assert p_of_draws([(ranks**1.5, 3.0, 4.0)]) < 1e-4
+    assert p_of_draws([(ranks, 30.0, 4.0)]) < 1e-4

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, TypeGuard
 
 import numpy as np
 
-from mmdecode.errors import InputError, MissingExtraError
+from mmdecode.errors import InputError, imported
 from mmdecode.runs.inputs import content_of, refuse_address
 
 LOWEST_RATE, HIGHEST_RATE = 8_000, 192_000
@@ -267,10 +267,7 @@ def import_or_explain(module: str, purpose: str) -> Any:
     Raises:
         MissingExtraError: The module is not installed; the message names the extra to install.
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingExtraError(f"{purpose} needs {module}", extra="asr") from error
+    return imported(module, f"{purpose} needs {module}", "asr")
 
 
 def _array(name: str, array: np.ndarray, rate: Any, block: int) -> Blocks:

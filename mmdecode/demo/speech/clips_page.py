@@ -214,11 +214,8 @@ def passes(rounds: Sequence[Round]) -> list[Pass]:
     """Converts the recorded rounds of one window to passes, with the origin of each token."""
     found = []
     for index, turn in enumerate(rounds):
-        same = 0
-        for guess, token in zip(turn.drafted, turn.accepted, strict=False):
-            if guess != token:
-                break
-            same += 1
+        pairs = zip(turn.drafted, turn.accepted, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         origins = ["accepted"] * same + ["other"] * (len(turn.accepted) - same)
         own = "first" if index == 0 else "bonus" if turn.bonus and turn.accepted else "corrected"
         block = list(zip((*turn.accepted, turn.decided), (*origins, own), strict=True))

@@ -101,13 +101,13 @@ def run(model: str | None, setting: Setting, draft: str | None, repeats: int) ->
     conditions = _conditions(synthetic, repeats, load_before)
     result = _report(synthetic, items, setting.seed, conditions)
     notes = {"recordings of people": note} if note else {}
-    setting.write(clips_page.page(result, found, notes))
+    shown = clips_page.page(result, found, notes)
     summary = _summary(result) | {"real": found and found.summary()}
     _show(result, summary)
     if found is not None and not found.identical:
         summary["identical"] = False
         summary["different"] = [*found.different, *summary["different"]]
-    return setting.end(summary, conditions, texts_file.name, subtitles.name)
+    return setting.end(shown, summary, conditions, texts_file.name, subtitles.name)
 
 
 def _parts(model: str | None, draft: str | None, *placing: Any) -> tuple[Part | None, Part, str]:
@@ -134,7 +134,7 @@ def _run(part: Part, clips: Sequence[Clip], repeats: int) -> tuple[list[Item], l
     timed = Transcriber(
         drafted.transcriber.model,
         drafted.transcriber.processor,
-        Decoder(draft=drafted.decoder.draft),
+        Decoder(draft=drafted.transcriber.decoder.draft),
         TranscribeOptions(word_timestamps=True),
     )
     items, lines = [], []
@@ -146,7 +146,7 @@ def _run(part: Part, clips: Sequence[Clip], repeats: int) -> tuple[list[Item], l
             **fields,
             about=f"voice {clip.voice}, {_duration(clip.duration_s)}",
             noisy=None if loud is None else loud.text,
-            histogram=drafted.decoder.stats.histogram,
+            histogram=drafted.transcriber.decoder.stats.histogram,
             words=[word for segment in found.segments for word in segment.words or ()],
         )
         items.append(item)
@@ -185,17 +185,13 @@ def _report(part: Part, items: Sequence[Item], seed: int, conditions: dict[str, 
 
 def _labels(transcriber: Transcriber) -> Callable[[int], str]:
     """Returns a function that labels a token id: its text, time in seconds, or special name."""
+    recognizer: Any = transcriber.recognizer
     tokenizer = transcriber.processor.tokenizer
-    config = transcriber.model.config
-    config_ids = transcriber.model.generation_config
-    first_time = int(config_ids.no_timestamps_token_id) + 1
-    extractor = transcriber.processor.feature_extractor
-    step = extractor.chunk_length / config.max_source_positions
-    special = set(tokenizer.all_special_ids)
+    first_time, special = recognizer.prompts.timestamp_begin, {*tokenizer.all_special_ids}
 
     def label(token: int) -> str:
         if token >= first_time:
-            return f"{(token - first_time) * step:.2f} s"
+            return f"{(token - first_time) * recognizer.stamp_s:.2f} s"
         if token in special:
             name = tokenizer.convert_ids_to_tokens(token).strip("<|>")
             return "[end]" if name == "endoftext" else f"[{name}]"
@@ -221,11 +217,9 @@ def _conditions(part: Part, repeats: int, load: str | None) -> dict[str, str]:
 
 def _times(items: Sequence[Item]) -> dict[str, float]:
     sums = {name: sum(getattr(item, name) for item in items) for name in TIMES}
-    ratios = {
-        "ratio": sums["plain_s"] / sums["drafted_s"],
-        "ratio_total": sums["plain_total_s"] / sums["drafted_total_s"],
-    }
-    return {name: round(value, 4) for name, value in (sums | ratios).items()}
+    sums["ratio"] = sums["plain_s"] / sums["drafted_s"]
+    sums["ratio_total"] = sums["plain_total_s"] / sums["drafted_total_s"]
+    return {name: round(value, 4) for name, value in sums.items()}
 
 
 def _summary(report: Report) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 from mmdecode import registry
 from mmdecode.asr.transcriber import Transcriber, load
 from mmdecode.decoder import Decoder
+from mmdecode.demo.speech.clips_page import TIMES
 from mmdecode.draft.medusa import Medusa
 from mmdecode.runs.conditions import now
 from mmdecode.runs.console import only_our_output
@@ -36,11 +37,6 @@ class Way:
     seconds: float = 0.0
     ids: list[list[list[int]]] = field(default_factory=list)
 
-    @property
-    def decoder(self) -> Decoder:
-        """Decoder of the transcriber."""
-        return self.transcriber.decoder
-
     def __call__(
         self, audio: Any, trace: list[list[Round]] | None = None
     ) -> tuple[Transcript, float, float]:
@@ -54,7 +50,7 @@ class Way:
             Transcript, seconds in the decoder, seconds in total.
         """
         self.seconds, self.ids = 0.0, []
-        self.decoder.stats.reset()
+        self.transcriber.decoder.stats.reset()
         began = time.perf_counter()
         transcript = self.transcriber(audio, trace=trace)
         return transcript, self.seconds, time.perf_counter() - began
@@ -118,16 +114,15 @@ class Part:
         plain, drafted = self.ways
         windows: list[list[Round]] = []
         _, *first = plain(clip.path)
-        plain_ids, plain_passes = plain.ids, plain.decoder.stats.passes
+        plain_ids, plain_passes = plain.ids, plain.transcriber.decoder.stats.passes
         transcript, *second = drafted(clip.path, windows)
-        stats, identical = drafted.decoder.stats.as_dict(), drafted.ids == plain_ids
+        stats, identical = drafted.transcriber.decoder.stats.as_dict(), drafted.ids == plain_ids
         times: list[list[Sequence[float]]] = [[], []]  # way, repeat, (decoding, everything)
         for turn in range(repeats):
             for way in (0, 1) if turn % 2 == 0 else (1, 0):
                 times[way].append(self.ways[way](clip.path)[1:])
                 identical &= self.ways[way].ids == plain_ids
-        medians = np.median(times if repeats else [[first], [second]], axis=1).tolist()
-        (plain_s, plain_total_s), (drafted_s, drafted_total_s) = medians
+        medians = np.median(times if repeats else [[first], [second]], axis=1)
         return {
             "name": clip.name,
             "audio": clip.path,
@@ -138,9 +133,6 @@ class Part:
             "plain_passes": plain_passes,
             "passes": stats["passes"],
             "tokens_per_pass": stats["acceptance_length"],
-            "plain_s": plain_s,
-            "plain_total_s": plain_total_s,
-            "drafted_s": drafted_s,
-            "drafted_total_s": drafted_total_s,
+            **dict(zip(TIMES, medians.T.ravel().tolist(), strict=True)),
             "identical": identical,
         }, transcript

@@ -15,13 +15,14 @@ from rich.text import Text
 from mmdecode import registry
 from mmdecode.checkpoints import paired
 from mmdecode.decoder import Decoder
-from mmdecode.demo.setting import Setting, conditions_of
+from mmdecode.demo.setting import Setting
 from mmdecode.demo.vision import page
 from mmdecode.demo.vision.attention_map import attention_map
 from mmdecode.engine.contracts import Guide
 from mmdecode.evaluation.audit.plain import Case, Plain
 from mmdecode.evaluation.vision.benchmarks import vocabulary_of, zoo_image
 from mmdecode.evaluation.vision.tasks.chair import Vocabulary
+from mmdecode.runs.conditions import spoken
 from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
 from mmdecode.vlm import Answer, Answerer, loading
 from mmdecode.vlm.images import image_source
@@ -106,17 +107,15 @@ def run(model: str, setting: Setting, guides: Sequence[str]) -> dict[str, Any]:
         model=model,
         methods=list(methods),
         sets=[page.ImageSet(title=t, about=SETS[t], images=one) for t, one in shown.items()],
-        conditions=conditions_of(
+        conditions=spoken(
             network,
-            {},
             runs=f"greedy, one question at a time, each timed once; seed {setting.seed}",
             captions=f"captions of at most {CAPTION_TOKENS} tokens",
         ),
         draft=drafter_of(model),
     )
-    setting.write(page.page(report))
     show(report)
-    return setting.end(_summary(report), report.conditions)
+    return setting.end(page.page(report), _summary(report), report.conditions)
 
 
 def chosen(limit: int | None) -> dict[str, list[Scene]]:
@@ -188,22 +187,19 @@ def _ask(
     for question, *given in zip(asked, *answers, strict=True):
         row = []
         for one, answer in zip(asking, given, strict=True):
-            right, note, hallucinated = _judged(question, answer.text, scene, words)
-            guide, instead, attention = one.guide, None, None
-            if guide is not None:
+            instead, attention = None, None
+            margins = dict(answer.margins or {}) if question.choices == YES_NO else {}
+            if one.guide is None:
+                margins.pop("guided", None)
+            else:
                 instead = _plain_choices(plain, png, answer)
                 if question is asked[ABSENT]:
-                    attention = attention_map(plain, png, question.text, guide)
-            margins = dict(answer.margins or {}) if question.choices == YES_NO else {}
-            if guide is None:
-                margins.pop("guided", None)
+                    attention = attention_map(plain, png, question.text, one.guide)
             row.append(
                 page.Given(
                     method=one.method,
                     tokens=_tokens(plain, answer, instead),
-                    right=right,
-                    note=note,
-                    hallucinated=hallucinated,
+                    **_judged(question, answer.text, scene, words),
                     margins=margins,
                     seconds=answer.seconds,
                     attention=attention,
@@ -266,20 +262,18 @@ def _plain_choices(plain: Answerer, png: bytes, answer: Answer) -> list[int]:
     return played.scores.argmax(-1).tolist()
 
 
-def _judged(
-    asked: page.Asked, text: str, scene: Scene, words: Vocabulary
-) -> tuple[bool, str, int | None]:
-    """Returns whether an answer is right, a note, and a caption's number of hallucinated nouns."""
+def _judged(asked: page.Asked, text: str, scene: Scene, words: Vocabulary) -> dict[str, Any]:
+    """Returns whether an answer is right; of a caption also a note and its hallucinated nouns."""
     if asked.choices:
         answers = [word for word in re.findall(r"\w+", text.lower()) if word in asked.choices]
-        return answers[:1] == [asked.truth.lower()], "", None
+        return {"right": answers[:1] == [asked.truth.lower()]}
     named = dict.fromkeys(words.objects(text))
     hallucinated = [name for name in named if name not in scene.names]
     there = sum(name in scene.names for name in named)
     note = f"{there} of {len(scene.names)} named"
     if hallucinated:
         note += f", made up: {', '.join(hallucinated)}"
-    return not hallucinated, note, len(hallucinated)
+    return {"right": not hallucinated, "note": note, "hallucinated": len(hallucinated)}
 
 
 def _summary(report: page.Answers) -> dict[str, Any]:
@@ -294,8 +288,8 @@ def _summary(report: page.Answers) -> dict[str, Any]:
         "sets": {
             part.title: {
                 "images": [one.name for one in part.images],
-                "short_questions": len(part.short(report.methods[0])),
-                "right": {method: part.right(method) for method in report.methods},
+                "short_questions": part.short(report.methods[0])[1],
+                "right": {method: part.short(method)[0] for method in report.methods},
             }
             for part in report.sets
         },

@@ -160,14 +160,11 @@ class ImageSet:
     about: str
     images: Sequence[Pictured]
 
-    def short(self, method: str) -> list[Given]:
-        """Returns a method's answers to the short questions: those that ask for no caption."""
+    def short(self, method: str) -> tuple[int, int]:
+        """Returns how many short questions (no captions) a method answers right, of how many."""
         answers = [given for one in self.images for asked in one.asked for given in asked.answers]
-        return [one for one in answers if one.method == method and one.hallucinated is None]
-
-    def right(self, method: str) -> int:
-        """Returns the number of short questions that a method answers right."""
-        return sum(one.right for one in self.short(method))
+        own = [one for one in answers if one.method == method and one.hallucinated is None]
+        return sum(one.right for one in own), len(own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,11 +291,11 @@ def outcome(report: Answers) -> str:
     """Returns a sentence for each set on how many short questions are answered right."""
     parts = []
     for part in report.sets:
-        first, *others = (part.right(method) for method in report.methods)
-        spread = " to ".join(str(n) for n in sorted({*others})[:: max(len({*others}) - 1, 1)])
-        guided = f", {spread} under the guides" if others else ""
-        count = len(part.short(report.methods[0]))
-        parts.append(f"{part.title}: {first} of {count} short questions right{guided}.")
+        (first, count), *guided = (part.short(method) for method in report.methods)
+        others = sorted({right for right, _ in guided})
+        spread = " to ".join(str(right) for right in others[:: max(len(others) - 1, 1)])
+        under = f", {spread} under the guides" if others else ""
+        parts.append(f"{part.title}: {first} of {count} short questions right{under}.")
     return " ".join(parts)
 
 
@@ -313,12 +310,11 @@ def _view(report: Answers) -> dict[str, Any]:
 
 def _card(report: Answers, method: str, known: Mapping[str, str]) -> tuple[str, ...]:
     """Title, number and notes of a method's card; the result on the first set is its number."""
-    right = []
-    for part in report.sets:
-        right.append(f"{part.right(method)} of {len(part.short(method))}")
-        right.append(f"short questions right: {part.title[0].lower()}{part.title[1:]}")
-    others = [f"{number} {about}" for number, about in zip(right[2::2], right[3::2], strict=True)]
-    return _breakable(method), *right[:2], *others, *(f"{known[name]} {name}" for name in IN_CARDS)
+    right = ["{} of {}".format(*part.short(method)) for part in report.sets]
+    about = [f"short questions right: {s.title[0].lower()}{s.title[1:]}" for s in report.sets]
+    others = [f"{number} {text}" for number, text in zip(right[1:], about[1:], strict=True)]
+    notes = [f"{known[name]} {name}" for name in IN_CARDS]
+    return _breakable(method), right[0], about[0], *others, *notes
 
 
 def _breakable(name: str) -> Markup:

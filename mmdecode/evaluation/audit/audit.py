@@ -230,7 +230,7 @@ class _Row:
         excuses: For each sampled token that the plain distribution forbids: function that tells
             whether a given noise explains it.
         same: Whether the sequence equals plain output, and undrafted output.
-        surprise: Arguments of `p_of_draws`, from `surprise`; ``None``: no statistical test.
+        surprise: A part for `p_of_draws`, from `surprise`; ``None``: no statistical test.
     """
 
     case: str
@@ -487,18 +487,14 @@ def _report(plain: Plain, subject: _Subject, rows: Sequence[_Row], noise: float)
     hidden = max(_forgiven(row, noise, subject) for row in rows) > quantile and not (
         identical and torch.finfo(model.dtype).bits >= 32
     )
-    p_value = None
-    if subject.statistical:
-        all_ranks, excess, variance = zip(
-            *(row.surprise for row in rows if row.surprise), strict=True
-        )
-        ranks = torch.cat(all_ranks)
-        p_value = p_of_draws(ranks, sum(excess), sum(variance))
+    sampled = [row.surprise for row in rows if row.surprise]
+    p_value = p_of_draws(sampled) if subject.statistical else None
     verdict: Verdict = "passes"
     if any(item.fault for item in judged) or (p_value is not None and p_value < LEVEL):
         verdict = "fails"
     elif p_value is not None:
-        verdict = "passes" if len(ranks) >= FEWEST else "inconclusive"
+        tokens = sum(len(ranks) for ranks, _, _ in sampled)
+        verdict = "passes" if tokens >= FEWEST else "inconclusive"
     elif any(item.cut for item in judged) or hidden:
         verdict = "inconclusive"
     report = AuditReport(

@@ -10,13 +10,13 @@ arXiv:1801.01401 (unbiased kernel distance).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from mmdecode.errors import OptionError
-from mmdecode.evaluation.stats.image_means import mean_of, scipy_parts
+from mmdecode.evaluation.stats.image_tests import mean_of, scipy_parts
 from mmdecode.evaluation.stats.intervals import Estimate, draw_units, interval
 
 
@@ -168,25 +168,6 @@ def _entropy(probabilities: np.ndarray) -> np.ndarray:
     return -(probabilities * np.log2(np.maximum(probabilities, 1e-30))).sum(-1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Check against memorisation: distances of generated and held-out images to training images.
-
-    Attributes:
-        samples, held_out: Median distance to the nearest training image, of generated images and of
-            held-out images.
-        copies: Share of generated images that are nearer to a training image than 99 % of the
-            held-out images are.
-        p: One-sided p-value of the Mann-Whitney test (1947); small if generated images are nearer
-            to training images than held-out images are.
-    """
-
-    samples: float
-    held_out: float
-    copies: float
-    p: float
-
-
 def nearest(points: np.ndarray, training: np.ndarray, at_once: int = 4096) -> np.ndarray:
     """Computes the Euclidean distance of each point to the nearest training point.
 
@@ -208,8 +189,8 @@ def nearest(points: np.ndarray, training: np.ndarray, at_once: int = 4096) -> np
     return np.sqrt(np.maximum(best, 0))
 
 
-def memory(samples: np.ndarray, held_out: np.ndarray) -> Memory:
-    """Compares distances to the nearest training image.
+def memory(samples: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
+    """Checks against memorisation: compares distances to the nearest training image.
 
     Args:
         samples: Distance of each generated image, ``(n,)``; see `nearest`.
@@ -217,13 +198,19 @@ def memory(samples: np.ndarray, held_out: np.ndarray) -> Memory:
             generated images were decoded by an image tokenizer, these must be encoded and decoded
             by it too.
 
+    Returns:
+        ``samples`` and ``held_out``: median distances; ``copies``: share of generated images that
+        are nearer to a training image than 99 % of the held-out images are; ``p``: one-sided
+        p-value of the Mann-Whitney test (1947), small if generated images are nearer to training
+        images than held-out images are.
+
     Raises:
         MissingExtraError: scipy is not installed.
     """
     test = scipy_parts().stats.mannwhitneyu(samples, held_out, alternative="less")
-    return Memory(
-        samples=float(np.median(samples)),
-        held_out=float(np.median(held_out)),
-        copies=float((samples < np.quantile(held_out, 0.01)).mean()),
-        p=float(test.pvalue),
-    )
+    return {
+        "samples": float(np.median(samples)),
+        "held_out": float(np.median(held_out)),
+        "copies": float((samples < np.quantile(held_out, 0.01)).mean()),
+        "p": float(test.pvalue),
+    }

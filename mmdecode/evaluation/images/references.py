@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.errors import IncompatibleError, InputError
+from mmdecode.evaluation.images.features import nearest
 from mmdecode.evaluation.images.report import Truth, small
 from mmdecode.image_ar.completion import codes_of
 from mmdecode.image_ar.loading import RasterModel
@@ -68,11 +69,14 @@ def truth_of(
         codes = torch.stack([codes_of(model.adapter, image) for image in batch])
         raw.append(batch)
         decoded.append(model.adapter.decode(codes.to(device)).cpu())
+    near = None
+    if trained is not None:
+        points = np.concatenate([small(part) for part in trained])
+        near = points, nearest(np.concatenate([small(batch) for batch in decoded]), points)
     return Truth(
         unseen=classifier.judge(raw),
         decoded=classifier.judge(decoded),
-        held_out=np.concatenate([small(batch) for batch in decoded]),
-        training=None if trained is None else np.concatenate([small(part) for part in trained]),
+        training=near,
         classes=classes,
     )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,16 @@ from mmdecode.evaluation.images.samples import Likelihood, likelihood
 from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.layout import Rows, number, percent, without_empty
 from mmdecode.evaluation.report.report import Report
-from mmdecode.evaluation.stats.image_means import MARGIN, equivalence, mean_of, welch
-from mmdecode.evaluation.stats.image_tables import PERMUTATIONS, code_groups, neighbours, two_sample
+from mmdecode.evaluation.stats.image_tests import (
+    MARGIN,
+    PERMUTATIONS,
+    code_groups,
+    equivalence,
+    mean_of,
+    neighbours,
+    two_sample,
+    welch,
+)
 from mmdecode.evaluation.stats.intervals import holm
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.image_classifier import Classifier, Judged
@@ -57,15 +66,14 @@ class Truth:
     Attributes:
         unseen: Features of images that the model was not trained on, ``(m, d)``.
         decoded: Features of the same images, encoded and decoded by the image tokenizer.
-        held_out: The decoded images reduced by `small`, ``(m, k)``.
-        training: Training images reduced by `small`, ``(t, k)``; ``None``: not available.
+        training: Training images reduced by `small`, ``(t, k)``, and the distance of each decoded
+            image, reduced likewise, to the nearest of them, ``(m,)``; ``None``: not available.
         classes: Classes of the unseen images, ``(m,)``; ``None``: not known.
     """
 
     unseen: Judged
     decoded: Judged
-    held_out: np.ndarray
-    training: np.ndarray | None
+    training: tuple[np.ndarray, np.ndarray] | None
     classes: np.ndarray | None
 
 
@@ -171,17 +179,14 @@ class ImageReport(Report):
             scores = likelihood(
                 target, codes, sampling, commits=commits, groups=self.groups, batch=batch
             )
-            found = Measured(rows=own, codes=codes.numpy(), likelihood=scores)
-            try:
-                parts = [adapter.decode(c.to(device)).cpu() for c in codes.split(batch)]
-            except IncompatibleError:  # there is no image decoder
-                yield mode.name, found
-                continue
-            pixels = torch.cat(parts)
-            shown = (pixels[:SHOWN] * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-            if self.classifier is not None:
-                found = replace(found, judged=self.classifier.judge(pixels.split(64)))
-            yield mode.name, replace(found, points=small(pixels), shown=shown)
+            decoded: dict[str, Any] = {}
+            with contextlib.suppress(IncompatibleError):  # there is no image decoder
+                pixels = torch.cat([adapter.decode(c.to(device)).cpu() for c in codes.split(batch)])
+                shown = (pixels[:SHOWN] * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+                decoded = {"points": small(pixels), "shown": shown}
+                if self.classifier is not None:
+                    decoded["judged"] = self.classifier.judge(pixels.split(64))
+            yield mode.name, Measured(rows=own, codes=codes.numpy(), likelihood=scores, **decoded)
 
     def _known_classes(self) -> dict[Any, int] | None:
         """The classifier's class of each condition, by its name or, if equally many, its number."""
@@ -284,15 +289,9 @@ class ImageReport(Report):
         if self.truth is not None:
             found["from_real"] = asdict(frechet(self.truth.decoded.features, features, **options))
             if self.truth.training is not None and one.points is not None:
-                near = nearest(one.points, self.truth.training)
-                found["memory"] = asdict(memory(near, self._held_out))
+                points, held_out = self.truth.training
+                found["memory"] = memory(nearest(one.points, points), held_out)
         return found
-
-    @cached_property
-    def _held_out(self) -> np.ndarray:
-        """Distances of held-out images to their nearest training image."""
-        assert self.truth is not None and self.truth.training is not None
-        return nearest(self.truth.held_out, self.truth.training)
 
     def _real(self) -> dict[str, Any] | None:
         """Classifier results for the reference images, and the distance between their halves."""

@@ -4,11 +4,10 @@ A faster way to sample must not change the distribution of images. It gives othe
 decoding, so distributions are compared, not single images. There are four kinds of evidence, and no
 kind is enough alone:
 
-* The likelihood of the samples under the guided target model (`likelihood`,
-  `mmdecode.evaluation.stats.image_means`) shows a sampler whose tokens are too probable or too
-  improbable. It misses changes that leave the likelihood as it is.
+* The likelihood of the samples under the guided target model (`likelihood`) shows a sampler whose
+  tokens are too probable or too improbable. It misses changes that leave the likelihood as it is.
 * Histograms of tokens and of pairs of neighbours are compared with those of plain samples
-  (`mmdecode.evaluation.stats.image_tables`).
+  (`mmdecode.evaluation.stats.image_tests`, as are mean likelihoods).
 * Each token is tested against the distribution that it should have been sampled from (`TokenTest`):
   all tokens, and separately the first committed token of each forward pass. The position of that
   token depends only on earlier tokens, so this selection does not bias the test.
@@ -98,7 +97,7 @@ def likelihood(
         commits: Index of the forward pass that committed each token, ``(n, rows, columns)``;
             ``None``: not known, and the first tokens of passes are not tested separately.
         groups: Group of every code, ``(V,)``, on the device of the logits, see
-            `mmdecode.evaluation.stats.image_tables.code_groups`; ``None``: pairs are not tested.
+            `mmdecode.evaluation.stats.image_tests.code_groups`; ``None``: pairs are not tested.
         batch: Batch size, in images.
 
     Raises:
@@ -148,8 +147,7 @@ class _TokenTally:
 
     def __init__(self, groups: Tensor | None, columns: int) -> None:
         self.groups, self.columns = groups, columns
-        self.ranks: list[Tensor] = []
-        self.excess = self.variance = 0.0
+        self.parts: list[tuple[Tensor, float, float]] = []
         if groups is not None:
             self.kinds = int(groups.max()) + 1
             # by neighbour (left, above): counted, expected, variance
@@ -166,13 +164,7 @@ class _TokenTally:
         if not bool(which.any()):
             return
         step = max(1, _AT_ONCE // distribution.shape[-1])
-        for distributions, chosen in zip(
-            distribution[which].split(step), tokens[which].split(step), strict=True
-        ):
-            ranks, excess, variance = surprise(distributions, chosen)
-            self.ranks.append(ranks)
-            self.excess += excess
-            self.variance += variance
+        self.parts += map(surprise, distribution[which].split(step), tokens[which].split(step))
         if self.groups is None:
             return
         kinds = self.groups[tokens]
@@ -191,7 +183,6 @@ class _TokenTally:
                 self.pairs[direction, number] += (before.T @ row).cpu()
 
     def result(self) -> TokenTest:
-        ranks = torch.cat(self.ranks)
         pairs = None
         if self.groups is not None:
             counted, expected, variance = self.pairs.transpose(0, 1)
@@ -201,9 +192,10 @@ class _TokenTally:
             pairs = 1.0
             if len(z):
                 pairs = min(1.0, math.erfc(float(z.max()) / math.sqrt(2)) * len(z))
+        tokens = sum(len(ranks) for ranks, _, _ in self.parts)
         return TokenTest(
-            tokens=len(ranks),
-            surprise=self.excess / len(ranks),
-            p=p_of_draws(ranks, self.excess, self.variance),
+            tokens=tokens,
+            surprise=sum(excess for _, excess, _ in self.parts) / tokens,
+            p=p_of_draws(self.parts),
             pairs_p=pairs,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,7 @@ from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.task import Run, Task
 
 if TYPE_CHECKING:
-    from mmdecode.evaluation.images.runs import ImageRow, Recorder
-    from mmdecode.evaluation.report.report import Report
     from mmdecode.image_ar.loading import RasterModel
-    from mmdecode.models.image_classifier import Classifier
 
 AUTO, NOTHING = "auto", "none"
 MIN_REAL, MAX_REAL = 400, 4000  # reference images
@@ -25,6 +22,8 @@ class ImageTask(Task):
 
     def open(self, given: Mapping[str, Any]) -> Run:
         """Loads the model; see `Task.open`."""
+        from mmdecode.evaluation.images.references import SCENES, truth_of
+        from mmdecode.evaluation.images.report import ImageReport
         from mmdecode.evaluation.images.runs import ROWS, ImageRow, Recorder, modes_of, read_images
         from mmdecode.image_ar.loading import config_of, load
         from mmdecode.models.image_classifier import ZOO_CLASSIFIER, Classifier
@@ -65,10 +64,30 @@ class ImageTask(Task):
             "seed": given["seed"],
         } | ({"rows_left_out": len(left_out)} if left_out else {})
         load_average = settings.pop("load_average")
+
+        def report(rows: list[ImageRow]) -> ImageReport:
+            source, training, truth = _chosen("real", given, SCENES), given["training"], None
+            if judge is not None and source != NOTHING:
+                count = min(max(2 * given["n"], MIN_REAL), MAX_REAL)
+                truth = truth_of(network, judge, source, training, count)
+            return ImageReport(
+                recorder,
+                rows,
+                judge,
+                truth,
+                conditions={
+                    **settings,
+                    "load_average": load_average,
+                    "classifier": None if judge is None else judge.name,
+                    "real": source,
+                    "training": None if training is None else str(training),
+                },
+                margin=given["margin"] / 100,
+                **{name: given[name] for name in ("permutations", "resamples", "seed")},
+            )
+
         return Run(
-            report=lambda rows: _report(
-                rows, recorder, judge, given, settings | {"load_average": load_average}
-            ),
+            report=report,
             record=recorder.run,
             journal=lambda folder, resume, overwrite: RowJournal(
                 folder / ROWS, read_images, ImageRow.key, settings, resume, overwrite
@@ -77,38 +96,6 @@ class ImageTask(Task):
             doing="drawing",
             left_out=left_out,
         )
-
-
-def _report(
-    rows: Sequence[ImageRow],
-    recorder: Recorder,
-    judge: Classifier | None,
-    given: Mapping[str, Any],
-    conditions: dict[str, Any],
-) -> Report:
-    """Scores the images and the reference images, which takes a while."""
-    from mmdecode.evaluation.images.references import SCENES, truth_of
-    from mmdecode.evaluation.images.report import ImageReport
-
-    source, training = _chosen("real", given, SCENES), given["training"]
-    truth = None
-    if judge is not None and source != NOTHING:
-        count = min(max(2 * given["n"], MIN_REAL), MAX_REAL)
-        truth = truth_of(recorder.model, judge, source, training, count)
-    return ImageReport(
-        recorder,
-        rows,
-        judge,
-        truth,
-        conditions={
-            **conditions,
-            "classifier": None if judge is None else judge.name,
-            "real": source,
-            "training": None if training is None else str(training),
-        },
-        margin=given["margin"] / 100,
-        **{name: given[name] for name in ("permutations", "resamples", "seed")},
-    )
 
 
 def _chosen(option: str, given: Mapping[str, Any], for_scenes: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmdecode.errors import MissingExtraError
+from mmdecode.errors import imported
 from mmdecode.runs.files import MAKER
 
 if TYPE_CHECKING:
@@ -143,10 +143,7 @@ def margin_roc(margins: Mapping[str, np.ndarray], positive: np.ndarray, title: s
         text = f"{label(mode)} ({float(auroc(values, positive)):.3f})"
         (line,) = axes.plot(*roc(values, positive), label=text)
         answered_yes = values > 0
-        point = (
-            (answered_yes & ~positive).sum() / (~positive).sum(),
-            (answered_yes & positive).sum() / positive.sum(),
-        )
+        point = answered_yes[~positive].mean(), answered_yes[positive].mean()
         axes.plot(*point, "o", color=line.get_color())
     axes.set_xlabel("no-questions answered yes")
     axes.set_ylabel("yes-questions answered yes")
@@ -249,10 +246,7 @@ def drawable() -> None:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("drawing figures needs matplotlib", extra="eval") from error
+    imported("matplotlib.figure", "drawing figures needs matplotlib", "eval")
 
 
 def _figure(

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.errors import MissingExtraError
+from mmdecode.errors import imported
 from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.examples import Examples
 from mmdecode.evaluation.report.layout import Rows, markdown, markdown_page
@@ -145,10 +145,7 @@ class Report(abc.ABC):
         Raises:
             MissingExtraError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingExtraError("a frame of results needs pandas", extra="eval") from error
+        pandas = imported("pandas", "a frame of results needs pandas", "eval")
         return pandas.DataFrame(self.records())
 
     def _repr_html_(self) -> str:

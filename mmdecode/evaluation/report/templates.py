@@ -6,7 +6,6 @@ A page is a single file, in which styles, scripts, figures and recordings are em
 from __future__ import annotations
 
 import base64
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,7 @@ def rendered(template: str, **values: Any) -> str:
         template: File name of the template.
         **values: Values by the names that the template uses. Text is escaped, `Markup` is not.
     """
-    return _environment().get_template(template).render(values)
-
-
-@functools.cache
-def _environment() -> Environment:
-    made = Environment(
-        loader=FileSystemLoader(ASSETS),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.globals |= {"asset": asset, "maker": MAKER}
-    made.filters["data_url"] = data_url
-    return made
+    return _ENVIRONMENT.get_template(template).render(values)
 
 
 def asset(name: str) -> Markup:
@@ -55,3 +40,14 @@ def recording_url(path: Path) -> str:
 def data_url(data: bytes, kind: str = "image/png") -> str:
     """Encodes data as a ``data:`` URL."""
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+_ENVIRONMENT = Environment(
+    loader=FileSystemLoader(ASSETS),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_ENVIRONMENT.globals |= {"asset": asset, "maker": MAKER}
+_ENVIRONMENT.filters["data_url"] = data_url

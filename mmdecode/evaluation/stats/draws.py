@@ -7,6 +7,7 @@ surprise (sum of ``-log p`` of the tokens) is this project's own.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -43,18 +44,20 @@ def surprise(distribution: Tensor, tokens: Tensor) -> tuple[Tensor, float, float
     return ranks.cpu(), float(excess.sum()), float(variance.sum())
 
 
-def p_of_draws(ranks: Tensor, excess: float, variance: float) -> float:
+def p_of_draws(parts: Sequence[tuple[Tensor, float, float]]) -> float:
     """Returns the p-value of tokens under the distributions they should have been sampled from.
 
     Two tests are combined with Bonferroni's correction: a chi-square test of the ranks in 20 bins,
-    and a normal test of ``excess`` (central limit theorem for martingales).
+    and a normal test of the excess (central limit theorem for martingales).
 
     Args:
-        ranks: Randomised rank of each token: the probability mass of all more likely tokens plus a
-            uniform share of the token's own, 0..1, ``(T,)``.
-        excess: Sum over tokens of ``-log p`` minus the entropy of the distribution.
-        variance: Variance of ``excess`` if the tokens were sampled from the distributions.
+        parts: Results of `surprise` for parts of the tokens: the randomised rank of each token,
+            which is the probability mass of all more likely tokens plus a uniform share of the
+            token's own, 0..1; the excess; and its variance if the tokens were sampled from the
+            distributions.
     """
+    all_ranks, excesses, variances = zip(*parts, strict=True)
+    ranks, excess, variance = torch.cat(all_ranks), sum(excesses), sum(variances)
     cells = (ranks * _BINS).long().clamp(0, _BINS - 1)
     counts = torch.bincount(cells, minlength=_BINS).double()
     expected = len(ranks) / _BINS

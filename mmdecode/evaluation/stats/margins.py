@@ -40,14 +40,11 @@ def auroc(
     return _ratio((yes * (below + no / 2)).sum(-1), pairs)
 
 
-def average_precision(
-    margins: np.ndarray, positive: np.ndarray, weights: np.ndarray | None = None
-) -> np.ndarray:
+def average_precision(margins: np.ndarray, positive: np.ndarray) -> np.ndarray:
     """Precision at each threshold, weighted by the recall gained there; arguments as in `auroc`."""
-    yes, no = (side[..., ::-1] for side in _by_margin(margins, positive, weights))
-    found = np.cumsum(yes, axis=-1)
-    predicted = found + np.cumsum(no, axis=-1)
-    return _ratio((yes * _ratio(found, predicted)).sum(-1), yes.sum(-1))
+    yes, no = (side[::-1] for side in _by_margin(margins, positive))
+    found = np.cumsum(yes)
+    return _ratio((yes * _ratio(found, found + np.cumsum(no))).sum(), yes.sum())
 
 
 def best_threshold(margins: np.ndarray, positive: np.ndarray) -> tuple[float, float]:
@@ -57,7 +54,7 @@ def best_threshold(margins: np.ndarray, positive: np.ndarray) -> tuple[float, fl
         This accuracy, which is optimistic, and the threshold above which the answer is yes: the
         middle between two margins, or infinite if the same answer to all questions is best.
     """
-    yes, no = (side[::-1] for side in _by_margin(margins, positive, None))
+    yes, no = (side[::-1] for side in _by_margin(margins, positive))
     right = np.concatenate([[0], np.cumsum(yes)]) + no.sum()
     right -= np.concatenate([[0], np.cumsum(no)])
     best = int(right.argmax())
@@ -148,13 +145,13 @@ def cross_fitted_shifts(
 
 def roc(margins: np.ndarray, positive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """False and true positive rate at each threshold, from all answers no to all answers yes."""
-    yes, no = (np.cumsum(side[::-1]) for side in _by_margin(margins, positive, None))
+    yes, no = (np.cumsum(side[::-1]) for side in _by_margin(margins, positive))
     start = [0.0]
     return np.concatenate([start, no / no[-1]]), np.concatenate([start, yes / yes[-1]])
 
 
 def _by_margin(
-    margins: np.ndarray, positive: np.ndarray, weights: np.ndarray | None
+    margins: np.ndarray, positive: np.ndarray, weights: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weight of yes- and of no-questions at each distinct margin, in ascending order."""
     order = np.argsort(margins, kind="stable")
