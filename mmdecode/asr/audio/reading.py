@@ -261,7 +261,7 @@ def _readable(source: Source) -> Blocks:
         source.missing[:] = [str(error).partition(";")[0]]
 
 
-def import_or_explain(module: str, purpose: str) -> Any:
+def import_or_explain(module: str, purpose: str, extra: str = "asr") -> Any:
     """Imports a module.
 
     Raises:
@@ -270,7 +270,7 @@ def import_or_explain(module: str, purpose: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtraError(f"{purpose} needs {module}", extra="asr") from error
+        raise MissingExtraError(f"{purpose} needs {module}", extra=extra) from error
 
 
 def _array(name: str, array: np.ndarray, rate: Any, block: int) -> Blocks:
