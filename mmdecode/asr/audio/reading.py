@@ -261,13 +261,13 @@ def _readable(source: Source) -> Blocks:
         source.missing[:] = [str(error).partition(";")[0]]
 
 
-def import_or_explain(module: str, purpose: str) -> Any:
+def import_or_explain(module: str, purpose: str, extra: str = "asr") -> Any:
     """Imports a module.
 
     Raises:
         MissingExtraError: The module is not installed; the message names the extra to install.
     """
-    return imported(module, f"{purpose} needs {module}", "asr")
+    return imported(module, f"{purpose} needs {module}", extra)
 
 
 def _array(name: str, array: np.ndarray, rate: Any, block: int) -> Blocks:

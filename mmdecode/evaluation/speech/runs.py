@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -106,9 +106,9 @@ def record(
             loaded, failed = _read(todo, transcriber, mode, group)
             if loaded and mode not in warm:
                 for _ in range(warmup):
-                    transcriber([one.source for one in loaded])
+                    transcriber([source for _, source in loaded])
                 warm.add(mode)
-            for sample in (*failed, *_timed(transcriber, loaded, mode, group, number)):
+            for sample in (*failed, *_timed(transcriber, loaded, number)):
                 found[mode, sample.id] = sample
                 if journal:
                     journal.add(sample)
@@ -126,19 +126,10 @@ def data_hash(entries: Sequence[Entry]) -> str:
     return hashlib.blake2b(json.dumps(asked).encode(), digest_size=8).hexdigest()
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """A recording in memory at the model's sampling rate, and its length."""
-
-    entry: Entry
-    source: Source
-    duration_s: float
-
-
 def _read(
     entries: Sequence[Entry], transcriber: Transcriber, mode: str, group: str | None
-) -> tuple[list[_Loaded], list[Sample]]:
-    """Reads recordings; returns them, and failed samples of those that cannot be read."""
+) -> tuple[list[tuple[Sample, Source]], list[Sample]]:
+    """Reads recordings; returns samples without a text, and those of unreadable recordings."""
     rate = transcriber.sampling_rate
     loaded, failed = [], []
     for entry in entries:
@@ -148,7 +139,7 @@ def _read(
             failed.append(sample_of(entry, mode, group, error=wave.error))
             continue
         held = replace(source_of((wave, rate), rate), name=entry.id, language=source.language)
-        loaded.append(_Loaded(entry, held, len(wave) / rate))
+        loaded.append((sample_of(entry, mode, group, duration=len(wave) / rate), held))
     return loaded, failed
 
 
@@ -157,11 +148,7 @@ def _wave(source: Source, rate: int) -> np.ndarray:
 
 
 def _timed(
-    transcriber: Transcriber,
-    loaded: Sequence[_Loaded],
-    mode: str,
-    group: str | None,
-    number: int,
+    transcriber: Transcriber, loaded: Sequence[tuple[Sample, Source]], number: int
 ) -> Iterator[Sample]:
     from mmdecode.asr.results import Failure
 
@@ -169,7 +156,7 @@ def _timed(
         return
     before = _scored(transcriber)
     began = now(transcriber.model.device)
-    results = transcriber([one.source for one in loaded])
+    results = transcriber([source for _, source in loaded])
     seconds = now(transcriber.model.device) - began
     row_passes, scored_tokens = np.subtract(_scored(transcriber), before).tolist()
     counters = {
@@ -179,20 +166,19 @@ def _timed(
         "row_passes": row_passes,
         "scored_tokens": scored_tokens,
     }
-    for one, result in zip(loaded, results, strict=True):
-        known: dict[str, Any] = {"duration": one.duration_s}
+    for (sample, _), result in zip(loaded, results, strict=True):
         if isinstance(result, Failure):
-            known["error"] = result.error
-        else:
-            known |= {
-                "pred_text": result.text,
-                "time": seconds / len(loaded),
-                "token_ids": list(result.tokens),
-                "batch": counters,
-                "windows": result.stats["windows"],
-                "repetitive_windows": result.stats["looped"],
-            }
-        yield sample_of(one.entry, mode, group, **known)
+            yield replace(sample, error=result.error)
+            continue
+        yield replace(
+            sample,
+            pred_text=result.text,
+            time=seconds / len(loaded),
+            token_ids=list(result.tokens),
+            batch=counters,
+            windows=result.stats["windows"],
+            repetitive_windows=result.stats["looped"],
+        )
 
 
 def _scored(transcriber: Transcriber) -> tuple[int, int]:

@@ -23,7 +23,6 @@ reference.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -33,7 +32,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
+from mmdecode.asr.audio.reading import import_or_explain
+from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.speech.normalisers import Normaliser, normaliser_of
 from mmdecode.evaluation.speech.scripts import is_spaceless, units
 from mmdecode.evaluation.stats.intervals import RESAMPLES, ratio_interval
@@ -235,7 +235,7 @@ def count_errors(
 
 def count_steps(alignments: Iterable[Sequence[Step]]) -> np.ndarray:
     """Counts words and errors of aligned pairs, see `count_errors`."""
-    jiwer = _scoring("jiwer", "asr")
+    jiwer = import_or_explain("jiwer", "scoring word errors")
     rows = []
     for steps in alignments:
         kinds = [step.kind for step in steps]
@@ -356,7 +356,7 @@ def paired_units(
 
 
 def _plain(reference: Sequence[str], hypothesis: Sequence[str]) -> list[Step]:
-    jiwer = _scoring("jiwer", "asr")
+    jiwer = import_or_explain("jiwer", "scoring word errors")
     if not reference:
         return [Step("insert", "", word) for word in hypothesis]
     steps = []
@@ -369,7 +369,7 @@ def _plain(reference: Sequence[str], hypothesis: Sequence[str]) -> list[Step]:
 
 
 def _kaldi(reference: Sequence[str], hypothesis: Sequence[str], **mode: bool) -> list[Step]:
-    kaldialign = _scoring("kaldialign", "eval")
+    kaldialign = import_or_explain("kaldialign", "scoring word errors", "eval")
     steps = []
     for left, right in kaldialign.align(list(reference), list(hypothesis), "", **mode):
         kind: Kind = "substitute"
@@ -396,10 +396,3 @@ def _written(text: str, scored: list[str], normalise: Normaliser) -> list[str]:
         for offset in range(block.size):
             shown[block.a + offset] = written[block.b + offset][1]
     return shown
-
-
-def _scoring(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingExtraError(f"scoring word errors needs {module}", extra=extra) from error
