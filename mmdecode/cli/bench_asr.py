@@ -16,16 +16,7 @@ from rich.table import Table
 
 from mmdecode import registry
 from mmdecode.checkpoints import DTYPES, device_of, dtype_of
-from mmdecode.cli.flags import (
-    Device,
-    Language,
-    MaxNewTokens,
-    Overwrite,
-    Quantize,
-    Task,
-    Timestamps,
-    model_help,
-)
+from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
 from mmdecode.cli.shared import warn_of_load
@@ -57,48 +48,23 @@ CAPTION = (
 
 def asr(
     model: Annotated[
-        str, typer.Option(help=model_help("A speech recogniser", "openai/whisper-small"))
+        str, flags.model_option("A speech recogniser", "openai/whisper-small")
     ] = "zoo:whisper-synth",
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Audio files, folders, or a table of recordings as for 'mmdecode transcribe'; "
-            "with texts in the table, word error rates are shown. Repeatable. [default: "
-            "zoo:real-clips, and zoo:speech-test for a model of the zoo]"
-        ),
-    ] = None,
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Drafter, as name or name:key=value,...; see 'mmdecode methods draft'. "
-            f"Repeatable. [default: of all that fit the model, the {KEPT} quickest on one batch]"
-        ),
-    ] = None,
-    dtypes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--dtype",
-            help="fp32, fp16 or bf16; repeatable. fp32 without a drafter is always measured. "
-            "[default: without --quantize, fp32, bf16 where the processor is faster in it, int8 "
-            "on a CPU]",
-        ),
-    ] = None,
-    quantize: Quantize = None,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Windows decoded at once, as in 'mmdecode transcribe'.")
-    ] = 8,
-    repeats: Annotated[int, typer.Option(min=1, help="Number of times that all is timed.")] = 3,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of recordings.")] = 16,
-    peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Also time transformers' own generate.")
-    ] = True,
-    language: Language = None,
-    task: Task = None,
-    timestamps: Timestamps = True,
-    max_new_tokens: MaxNewTokens = None,
-    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for results.json.")] = None,
-    overwrite: Overwrite = False,
-    device: Device = "auto",
+    data: flags.Texts = None,
+    draft: flags.Texts = None,
+    dtypes: flags.Texts = None,
+    quantize: flags.Rounding = None,
+    batch_size: flags.AtLeast1 = 8,
+    repeats: flags.AtLeast1 = 3,
+    limit: flags.AtLeast1 = 16,
+    peers: bool = True,
+    language: str | None = None,
+    task: str | None = None,
+    timestamps: bool = True,
+    max_new_tokens: flags.Limit = None,
+    out_dir: Path | None = None,
+    overwrite: bool = False,
+    device: str = "auto",
     json: JsonFlag = False,
 ) -> None:
     """Find the fastest way to transcribe your recordings with your model on this machine.
@@ -113,6 +79,21 @@ def asr(
       mmdecode bench asr --model openai/whisper-small --data recordings/
 
       mmdecode bench asr --model small --data test.jsonl --draft medusa:path=heads --limit 32
+
+    Options:
+        data: Audio files, folders, or a table of recordings as for 'mmdecode transcribe'; with
+            texts in the table, word error rates are shown. Repeatable. [default: zoo:real-clips,
+            and zoo:speech-test for a model of the zoo]
+        draft: Drafter, as name or name:key=value,...; see 'mmdecode methods draft'. Repeatable.
+            [default: of all that fit the model, the 3 quickest on one batch]
+        dtypes (--dtype): fp32, fp16 or bf16; repeatable. fp32 without a drafter is always measured.
+            [default: without --quantize, fp32, bf16 where the processor is faster in it, int8 on a
+            CPU]
+        batch_size: Windows decoded at once, as in 'mmdecode transcribe'.
+        repeats: Number of times that all is timed.
+        limit: Maximum number of recordings.
+        peers: Also time transformers' own generate.
+        out_dir (--out): Folder for results.json.
     """
     from mmdecode.asr.output.inputs import gathered
     from mmdecode.asr.output.manifest import opened
