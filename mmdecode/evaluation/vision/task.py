@@ -394,20 +394,17 @@ def _record(
 ) -> list[Any]:
     """Decodes all modes; notes which image is being read, in case reading it ends the process."""
     from mmdecode.runs.crashes import InFlight, suspects_in
-    from mmdecode.vlm.crashes import watched
-
-    def noted(name: str, source: ImageSource) -> ImageSource:
-        def read() -> Any:
-            if journal and questions.folder is not None:
-                journal.note_read(str(questions.folder / name))
-            return source.read()
-
-        return dataclasses.replace(source, read=read)
+    from mmdecode.vlm.jobs import watched
 
     if journal and output:
         reading = InFlight(output / READING, suspects_in([output / READING]))
         closing.enter_context(contextlib.closing(reading))
-        recorder.image = lambda name: noted(name, watched(questions.image(name), reading))
+
+        def image(name: str) -> ImageSource:
+            paths = [] if questions.folder is None else [str(questions.folder / name)]
+            return journal.noting(watched(questions.image(name), reading), paths)
+
+        recorder.image = image
     return recorder.run(journal, progress)
 
 
