@@ -6,13 +6,14 @@ built-in exception, such as ``ValueError``, so that ordinary ``except`` clauses 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = [
     "IncompatibleError",
@@ -100,6 +101,15 @@ class MissingExtraError(MMDecodeError, ImportError):
     def __init__(self, message: str, *, extra: str) -> None:
         super().__init__(f"{message}; install it with: pip install 'mmdecode[{extra}]'")
         self.extra = extra
+
+    @classmethod
+    @contextlib.contextmanager
+    def instead(cls, message: str, *, extra: str) -> Iterator[None]:
+        """Raises this error, of the same arguments, for an `ImportError` inside the context."""
+        try:
+            yield
+        except ImportError as error:
+            raise cls(message, extra=extra) from error
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:

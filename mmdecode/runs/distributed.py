@@ -34,12 +34,10 @@ class Team:
         launched = "LOCAL_RANK" in os.environ and "RANK" in os.environ
         if not launched or int(os.environ.get("WORLD_SIZE", 1)) < 2:
             return
-        try:
+        with MissingExtraError.instead(
+            "sharing a job among processes needs accelerate", extra="train"
+        ):
             from accelerate import PartialState
-        except ImportError as error:
-            raise MissingExtraError(
-                "sharing a job among processes needs accelerate", extra="train"
-            ) from error
         import torch
 
         on_cpu = device == "cpu" or not torch.cuda.is_available()

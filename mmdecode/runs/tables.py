@@ -169,11 +169,9 @@ WRITERS: dict[str, Callable[[Sequence[Mapping[str, Any]]], str | bytes]] = {
 
 def _pyarrow() -> Any:
     """The package, with its module ``parquet``."""
-    try:
+    with MissingExtraError.instead("Parquet needs pyarrow", extra="tables"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        raise MissingExtraError("Parquet needs pyarrow", extra="tables") from error
     return pyarrow
 
 

@@ -267,10 +267,8 @@ def import_or_explain(module: str, purpose: str) -> Any:
     Raises:
         MissingExtraError: The module is not installed; the message names the extra to install.
     """
-    try:
+    with MissingExtraError.instead(f"{purpose} needs {module}", extra="asr"):
         return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingExtraError(f"{purpose} needs {module}", extra="asr") from error
 
 
 def _array(name: str, array: np.ndarray, rate: Any, block: int) -> Blocks:

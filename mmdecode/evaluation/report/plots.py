@@ -230,10 +230,8 @@ def drawable() -> None:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    try:
+    with MissingExtraError.instead("drawing figures needs matplotlib", extra="eval"):
         import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("drawing figures needs matplotlib", extra="eval") from error
 
 
 def _figure(

@@ -145,10 +145,8 @@ class Report(abc.ABC):
         Raises:
             MissingExtraError: pandas is not installed.
         """
-        try:
+        with MissingExtraError.instead("a frame of results needs pandas", extra="eval"):
             import pandas
-        except ImportError as error:
-            raise MissingExtraError("a frame of results needs pandas", extra="eval") from error
         return pandas.DataFrame(self.records())
 
     def _repr_html_(self) -> str:

@@ -399,7 +399,5 @@ def _written(text: str, scored: list[str], normalise: Normaliser) -> list[str]:
 
 
 def _scoring(module: str, extra: str) -> Any:
-    try:
+    with MissingExtraError.instead(f"scoring word errors needs {module}", extra=extra):
         return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingExtraError(f"scoring word errors needs {module}", extra=extra) from error

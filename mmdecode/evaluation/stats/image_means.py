@@ -155,8 +155,6 @@ def scipy_parts() -> Any:
     Raises:
         MissingExtraError: scipy is not installed.
     """
-    try:
+    with MissingExtraError.instead("tests of samples need scipy", extra="eval"):
         import scipy
-    except ImportError as error:
-        raise MissingExtraError("tests of samples need scipy", extra="eval") from error
     return scipy

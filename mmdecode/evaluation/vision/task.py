@@ -426,10 +426,8 @@ def _scene(name: str) -> Any:
         InputError: There is no scene of that name.
         MissingExtraError: Pillow is not installed.
     """
-    try:
+    with MissingExtraError.instead("drawing scenes needs Pillow", extra="vlm"):
         from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("drawing scenes needs Pillow", extra="vlm") from error
 
     from mmdecode.zoo.scene_sets import scene_of
     from mmdecode.zoo.scenes import render
