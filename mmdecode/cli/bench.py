@@ -126,11 +126,10 @@ def vlm(
             confident = draft_speed.confidence(answerer.model, batches, setting, guiding)
             case: dict[str, Any] = {"model": model, "guide": guide, "batch": size}
             case |= {"batches": len(batches), "temperature": heat, "max_new_tokens": max_new_tokens}
-            case |= asdict(confident)
-            case |= {"left_out": failed, "rows": [asdict(row) for row in found]}
-            cases.append(case)
+            rows = [asdict(row) for row in found]
+            cases.append(case | confident | {"left_out": failed, "rows": rows})
             if not json:
-                title += f"; {confident.entropy_bits:.2f} bits a token"
+                title += f"; {confident['entropy_bits']:.2f} bits a token"
                 out.print(table_of(found, title, failed))
             facts["load_at_end"] = load()
             if out_dir is not None:

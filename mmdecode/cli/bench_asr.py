@@ -124,8 +124,8 @@ def asr(
             sources = [opened(entry, language) for entry in entries]
             windows, failed = windows_of(recognizers["fp32"], sources, advance)
             if not windows:
-                why = next(iter(failed.values()), "they are silent")
-                raise InputError(f"none of the recordings can be transcribed: {why}")
+                problem = next(iter(failed.values()), "they are silent")
+                raise InputError(f"none of the recordings can be transcribed: {problem}")
             usable = [index for index in range(len(entries)) if index not in failed]
             measured = Measurement(recognizers, windows, batch_size, usable)
             names = draft
@@ -149,8 +149,8 @@ def asr(
         rows, unscored = scored(measured.rows(ways), complete, language)
         facts["load_at_end"] = load()
         given = {"draft": draft, **asked, "device": device}
-        chosen_way = recommend(rows)
-        command = command_of(chosen_way.row, model, data, given)
+        chosen_way, why = recommend(rows)
+        command = command_of(chosen_way, model, data, given)
         results = {
             "machine": facts,
             "model": model,
@@ -163,7 +163,7 @@ def asr(
             "left_out": left_out,
             "failures": [{"id": entries[index].id, "error": e} for index, e in failed.items()],
             "rows": [asdict(row) for row in rows],
-            "recommendation": {"command": command, "why": chosen_way.words},
+            "recommendation": {"command": command, "why": why},
         }
     if out_dir is not None:
         with explained(out_dir):
@@ -176,7 +176,7 @@ def asr(
         out.print(table_of(rows, title, out.width))
         for text in notes_of(rows, left_out, unscored):
             print_line(text)
-        out.print(f"\n{chosen_way.words}\n", markup=False, highlight=False)
+        out.print(f"\n{why}\n", markup=False, highlight=False)
         print_line(command)
         if out_dir is not None:
             print_line(str(out_dir / RESULTS), console)

@@ -109,9 +109,9 @@ def _object(line: str, where: str) -> dict[str, Any]:
     return _mapping(_parse(line, where), where)
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], overwrite: bool = False) -> None:
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes rows as JSON lines; see `write_file` for which existing files are replaced."""
-    write_file(path, rows_text(rows), overwrite)
+    write_file(path, rows_text(rows))
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

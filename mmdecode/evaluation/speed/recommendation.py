@@ -11,24 +11,11 @@ first, since its tokens are the same on any recording, and then a way that wrote
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mmdecode.evaluation.speed.draft_speed import AGAIN
 from mmdecode.evaluation.speed.recogniser_speed import FP32, GENERATE, Errors, RecogniserSpeed
 from mmdecode.evaluation.stats.intervals import paired_bootstrap
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recommendation:
-    """A way of decoding, and the reason for it.
-
-    Attributes:
-        row: Its measurements.
-        words: Sentences that say how fast it is and what it changes.
-    """
-
-    row: RecogniserSpeed
-    words: str
 
 
 def with_errors(
@@ -74,11 +61,14 @@ def is_broken(row: RecogniserSpeed) -> bool:
     return row.problem is None and row.exact and row.same_as_undrafted < 1
 
 
-def recommend(rows: Sequence[RecogniserSpeed]) -> Recommendation:
+def recommend(rows: Sequence[RecogniserSpeed]) -> tuple[RecogniserSpeed, str]:
     """Chooses a way of decoding.
 
     Args:
         rows: Measurements; the first is undrafted float32.
+
+    Returns:
+        Its measurements; and sentences that say how fast it is and what it changes.
     """
     plain, noise = rows[0], noise_of(rows)
     faster = [
@@ -103,7 +93,7 @@ def recommend(rows: Sequence[RecogniserSpeed]) -> Recommendation:
             near, key=lambda row: (row.precision == FP32, row.same_as_fp32 == 1, row.speedup[0])
         )
         words = _words(chosen)
-    return Recommendation(row=chosen, words=words + _refused(faster, chosen, noise))
+    return chosen, words + _refused(faster, chosen, noise)
 
 
 def keeps_text(row: RecogniserSpeed) -> bool:
