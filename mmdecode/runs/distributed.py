@@ -78,14 +78,6 @@ class Team:
 
         return gather_object([value])
 
-    def share(self, sizes: Sequence[float]) -> list[int]:
-        """Returns the indices of the items that this process handles, ascending; see `share_out`.
-
-        Args:
-            sizes: Size of each item.
-        """
-        return share_out(sizes, self.size)[self.rank]
-
     def leave(self) -> None:
         """Leaves the process group."""
         if self.size > 1:
