@@ -20,7 +20,7 @@ from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
 from mmdecode.cli.shared import warn_of_load
-from mmdecode.errors import InputError, MissingExtraError, OptionError, UnsupportedModelError
+from mmdecode.errors import InputError, OptionError, UnsupportedModelError
 from mmdecode.evaluation.speech.task import shipped_for
 from mmdecode.runs.console import console, only_our_output, out, print_line
 from mmdecode.runs.files import explained, marked_json, refuse_foreign, write_file
@@ -28,7 +28,6 @@ from mmdecode.runs.files import explained, marked_json, refuse_foreign, write_fi
 if TYPE_CHECKING:
     import torch
 
-    from mmdecode.asr.output.manifest import Entry
     from mmdecode.asr.recognizers.base import Recognizer
     from mmdecode.evaluation.speed.recogniser_speed import Measurement, RecogniserSpeed
 
@@ -98,7 +97,7 @@ def asr(
     from mmdecode.asr.output.inputs import gathered
     from mmdecode.asr.output.manifest import opened
     from mmdecode.evaluation.speed.recogniser_speed import Measurement, ways_of, windows_of
-    from mmdecode.evaluation.speed.recommendation import recommend
+    from mmdecode.evaluation.speed.recommendation import recommend, with_errors
     from mmdecode.evaluation.speed.stopwatch import load, machine
 
     if out_dir is not None:
@@ -146,7 +145,7 @@ def asr(
             print_line("stopped before all ways had a turn; nothing was measured", console, "red")
             raise typer.Exit(130)
         complete = [entries[index] for index in measured.complete]
-        rows, unscored = scored(measured.rows(ways), complete, language)
+        rows, unscored = with_errors(measured.rows(ways), complete, language)
         facts["load_at_end"] = load()
         given = {"draft": draft, **asked, "device": device}
         chosen_way, why = recommend(rows)
@@ -286,33 +285,6 @@ def _quickest(
 def stage(bar: Any, what: str, total: int) -> Callable[[], object]:
     """Adds a line to the progress bar; returns the function that advances it."""
     return partial(bar.advance, bar.add_task(what, total=total))
-
-
-def scored(
-    rows: list[RecogniserSpeed], entries: Sequence[Entry], language: str | None
-) -> tuple[list[RecogniserSpeed], str | None]:
-    """Adds word errors to measurements if all recordings have a text.
-
-    Args:
-        rows: The measurements.
-        entries: Recordings of their texts.
-        language: Language of all recordings, if given.
-
-    Returns:
-        The measurements; and the reason why there are no word errors, for a note; ``None``: none
-        is needed.
-    """
-    from mmdecode.evaluation.speed.recommendation import with_errors
-
-    texts = [entry.text for entry in entries if entry.text is not None]
-    if not entries or len(texts) < len(entries):
-        return rows, None
-    spoken = {language or entry.language for entry in entries}
-    normaliser = "whisper" if spoken <= {None, "en"} else "basic"
-    try:
-        return with_errors(rows, texts, normaliser), None
-    except MissingExtraError as error:
-        return rows, str(error)
 
 
 def command_of(

@@ -1,6 +1,7 @@
 """The recommended way of decoding, by rows of measurements that are made up."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -134,7 +135,9 @@ def test_word_errors_are_compared_with_those_of_the_first_row():
     references = ["one two three four", "five six seven eight"]
     texts = ("one two three", "five six seven eight"), ("one two three", "five x y eight")
     rows = [row("a", texts=texts[0]), row("b", texts=texts[1]), row("c", problem="does not fit")]
-    first, second, third = with_errors(rows, references, "basic")
+    entries = [SimpleNamespace(text=text, language="fi") for text in references]
+    (first, second, third), unscored = with_errors(rows, entries, None)
+    assert unscored is None
     assert first.errors.value == 1 / 8 and first.errors.more == first.errors.more_high == 0
     assert second.errors.value == 3 / 8 and second.errors.more == 2 / 8
     assert (second.errors.more_low, second.errors.more_high) == (0, 0.5)
